@@ -1,0 +1,240 @@
+"""What the roles say to each other, and the Protocols they answer.
+
+Every message is a frozen dataclass over numpy arrays. A role's class (in ``_services``) takes
+and returns these and knows no socket; embedded mode calls it directly. Shapes: ``n`` signs of
+one table, ``D`` distinct ids of one feature, ``N`` ids of one feature, ``B`` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._core.feature_batch import FeatureBatch
+
+Signs = NDArray[np.uint64]
+Numbers = NDArray[np.uint32]
+Floats = NDArray[np.float32]
+Indices = NDArray[np.int64]
+
+
+# --- settings -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InitializationSettings:
+    """A distribution by name (``uniform``, ``normal``, ...) and its parameters by name."""
+
+    method: str = "uniform"
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HyperParameters:
+    """What ``EmbeddingConfig`` sends to every server at run time."""
+
+    initialization: InitializationSettings
+    admit_probability: float
+    weight_bound: float  # absolute bound on every value after a step; <= 0 is no bound
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """An optimizer by name (``sgd``, ``adagrad``, ``adam``) and all its options."""
+
+    name: str
+    options: Mapping[str, float | bool]
+
+
+# --- embedding-worker to parameter server ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TableSigns:
+    """Distinct signs of one table. Tables number the row settings of the schema."""
+
+    table: int
+    signs: Signs
+
+
+@dataclass(frozen=True, slots=True)
+class LookupRequest:
+    """``batch_id`` keys the admission draw, so that a repeated call draws the same."""
+
+    batch_id: int
+    is_training: bool
+    tables: tuple[TableSigns, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """Rows f32 [n, dim] in the order asked for; zeros where nothing is stored.
+
+    ``hints`` [n] are row numbers for the update that follows, in training only; they are
+    checked against the sign before use.
+    """
+
+    table: int
+    rows: Floats
+    hints: Numbers | None
+
+
+@dataclass(frozen=True, slots=True)
+class LookupReply:
+    tables: tuple[TableRows, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TableGradients:
+    """Summed gradients f32 [n, dim], one per sign, with the hints of the lookup."""
+
+    table: int
+    signs: Signs
+    hints: Numbers | None
+    gradients: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """``update_id`` is (rank, batch id): a server applies each at most once."""
+
+    update_id: tuple[int, int]
+    tables: tuple[TableGradients, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReply:
+    num_missing: int  # signs that had no row any more; each skipped exactly its own gradient
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntries:
+    """Whole rows: values f32 [n, dim], optimizer state as u32 words [n, w] or None."""
+
+    table: int
+    signs: Signs
+    values: Floats
+    states: NDArray[np.uint32] | None
+
+
+class ParameterServer(Protocol):
+    """What an embedding-parameter-server answers."""
+
+    @property
+    def replica_index(self) -> int: ...
+    @property
+    def replica_size(self) -> int: ...
+    def configure(self, settings: HyperParameters) -> None: ...
+    def register_optimizer(self, settings: OptimizerSettings) -> None: ...
+    def ready_for_serving(self) -> bool: ...
+    def lookup(self, request: LookupRequest) -> LookupReply: ...
+    def update(self, request: UpdateRequest) -> UpdateReply: ...
+    def set_embedding(self, tables: Sequence[TableEntries]) -> None: ...
+    def get_embedding_size(self) -> int: ...
+    def clear_embeddings(self) -> None: ...
+
+
+# --- nn-worker to embedding-worker ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class IDFeatures:
+    """The id features of one batch, in the order the user gave them."""
+
+    features: tuple[FeatureBatch, ...]
+    batch_id: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PooledOutput:
+    """One vector per sample: values f32 [B, dim]."""
+
+    name: str
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class RawOutput:
+    """Distinct vectors f32 [D + 1, dim], row 0 zeros; index i64 [B * sample_fixed_size].
+
+    ``index`` holds 1 + the number of the distinct id at that position, 0 for padding.
+    """
+
+    name: str
+    rows: Floats
+    index: Indices
+    sample_fixed_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class JaggedOutput:
+    """Distinct vectors f32 [D, dim]; index i64 [N] into them; offsets i64 [B + 1]."""
+
+    name: str
+    rows: Floats
+    index: Indices
+    offsets: Indices
+
+
+SlotOutput = PooledOutput | RawOutput | JaggedOutput
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """Outputs in the order of the batch's features; ``ref`` is None without gradients."""
+
+    outputs: tuple[SlotOutput, ...]
+    ref: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGradient:
+    """Gradient of one slot's output: f32 or f16, [B, dim] if pooled, else [D, dim].
+
+    ``None`` says that the loss did not reach this slot: it is skipped and counted.
+    """
+
+    name: str
+    gradient: NDArray[np.float32] | NDArray[np.float16] | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGradients:
+    """Gradients of one lookup. ``scale`` is what the loss was multiplied with."""
+
+    ref: int
+    update_id: tuple[int, int]
+    gradients: tuple[SlotGradient, ...]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What one update left out, by feature name; zero counts are absent."""
+
+    num_missing: int = 0
+    nan_samples: Mapping[str, int] = field(default_factory=dict)  # rows of the gradient
+    nan_rows: Mapping[str, int] = field(default_factory=dict)  # sums that overflowed
+    skipped: tuple[str, ...] = ()  # slots without a gradient
+
+
+class EmbeddingWorker(Protocol):
+    """What an embedding-worker answers."""
+
+    def register(self, features: IDFeatures) -> int: ...
+    def lookup(self, ref: int, is_training: bool) -> LookupResult: ...
+    def lookup_direct(self, features: IDFeatures) -> LookupResult: ...
+    def update(self, gradients: BatchGradients) -> UpdateReport: ...
+    def release(self, ref: int) -> None: ...
+    def configure(self, settings: HyperParameters) -> None: ...
+    def register_optimizer(self, settings: OptimizerSettings) -> None: ...
+    def ready_for_serving(self) -> bool: ...
+    def set_embedding(self, tables: Sequence[TableEntries]) -> None: ...
+    def get_embedding_size(self) -> list[int]: ...
+    def clear_embeddings(self) -> None: ...

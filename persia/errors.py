@@ -1,0 +1,99 @@
+"""Every exception PERSIA raises on purpose.
+
+    PersiaError(RuntimeError)
+      ConfigError(ValueError)          YAML, environment or argument; names file and key
+      DataError(ValueError)            a batch the user built; names feature, expected, got
+        DataTypeError(TypeError)
+      StoreError
+        DimMismatch(ValueError)        sign, stored dim, requested dim
+        NotConfigured                  lookup before optimizer or settings arrived
+      ServiceError                     carries role, replica, address, method
+        ServiceUnavailable(ConnectionError)
+        ServiceTimeout(TimeoutError)   who was waited for, and how long
+        ServiceBusy                    a bounded buffer is full; safe to retry
+        ProtocolError                  bytes this version cannot read
+        RemoteError                    the peer's handler failed; remote type and text inside
+      CheckpointError(OSError)         path and what was expected there
+      InternalError                    a broken invariant: please report it
+
+The root is a ``RuntimeError`` because the original raised that for everything, so an old
+``except RuntimeError`` keeps working. Each leaf also inherits the builtin that a Python user
+would reach for.
+"""
+
+from __future__ import annotations
+
+
+class PersiaError(RuntimeError):
+    """Root of everything PERSIA raises on purpose."""
+
+
+class ConfigError(PersiaError, ValueError):
+    """A setting cannot be used: a YAML key, an environment variable or an argument."""
+
+
+class DataError(PersiaError, ValueError):
+    """A batch the user built does not have the form that was asked for."""
+
+
+class DataTypeError(DataError, TypeError):
+    """A batch holds values of a type or dtype that PERSIA does not take."""
+
+
+class StoreError(PersiaError):
+    """An embedding store refused an operation; the store is unchanged."""
+
+
+class DimMismatch(StoreError, ValueError):
+    """A sign is stored with another dim, or another state width, than the one asked for."""
+
+
+class NotConfigured(StoreError):
+    """A training lookup or an update came before the optimizer or the settings."""
+
+
+class ServiceError(PersiaError):
+    """A role could not do what it was asked; says which role, where, and for which call."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        role: str = "",
+        replica: int | None = None,
+        address: str = "",
+        method: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.role = role
+        self.replica = replica
+        self.address = address
+        self.method = method
+
+
+class ServiceUnavailable(ServiceError, ConnectionError):
+    """Nobody answers at the address."""
+
+
+class ServiceTimeout(ServiceError, TimeoutError):
+    """A deadline passed; the message says whom it waited for, and how long."""
+
+
+class ServiceBusy(ServiceError):
+    """A bounded buffer is full; the call changed nothing and may be repeated."""
+
+
+class ProtocolError(ServiceError):
+    """Bytes that this version cannot read."""
+
+
+class RemoteError(ServiceError):
+    """The peer's handler failed with an exception of its own."""
+
+
+class CheckpointError(PersiaError, OSError):
+    """A file or directory is not what a checkpoint needs; names the path."""
+
+
+class InternalError(PersiaError):
+    """A broken invariant inside PERSIA: please report it, with the numbers in the message."""
