@@ -1,0 +1,64 @@
+/* What differs between platforms, in one place; every use has a fallback that is only slower.
+ *
+ *   prefetch           compiler builtin
+ *   huge pages         Linux madvise; elsewhere ordinary pages
+ *   anonymous memory   mmap, aligned by mapping too much and giving the ends back
+ */
+#ifndef PERSIA_PORTABLE_H
+#define PERSIA_PORTABLE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/mman.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "persia stores signs and rows little-endian; this machine is big-endian"
+#endif
+
+#ifndef MAP_ANONYMOUS
+#define MAP_ANONYMOUS MAP_ANON
+#endif
+#ifndef MAP_NORESERVE
+#define MAP_NORESERVE 0
+#endif
+
+static inline void persia_prefetch(const void *address) { __builtin_prefetch(address, 0, 3); }
+
+static inline void persia_prefetch_write(const void *address) { __builtin_prefetch(address, 1, 3); }
+
+static inline uint32_t persia_popcount(uint64_t bits) { return (uint32_t)__builtin_popcountll(bits); }
+
+/* Number of zero bits below the lowest one; the argument is not 0. */
+static inline uint32_t persia_lowest_bit(uint64_t bits) { return (uint32_t)__builtin_ctzll(bits); }
+
+/* Zeroed memory, `alignment` (a power of two) aligned; NULL if there is none. Pages become
+ * resident at their first touch. */
+static inline void *persia_map(size_t bytes, size_t alignment)
+{
+    size_t total = bytes + alignment;
+    char *start = (char *)mmap(NULL, total, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == (char *)MAP_FAILED)
+        return NULL;
+    size_t before = (alignment - ((uintptr_t)start & (alignment - 1))) & (alignment - 1);
+    if (before > 0)
+        munmap(start, before);
+    if (total - before > bytes)
+        munmap(start + before + bytes, total - before - bytes);
+    return start + before;
+}
+
+static inline void persia_unmap(void *start, size_t bytes) { munmap(start, bytes); }
+
+/* TLB misses, not cache lines, bound a large store on small pages. */
+static inline void persia_advise_huge(void *start, size_t bytes)
+{
+#if defined(MADV_HUGEPAGE)
+    (void)madvise(start, bytes, MADV_HUGEPAGE);
+#else
+    (void)start;
+    (void)bytes;
+#endif
+}
+
+#endif

@@ -1,0 +1,99 @@
+"""Where rows live: fixed chunks, cut into rows of one shape, never moved.
+
+    row number   | chunk (15 bits) | place in the chunk (17 bits) |
+    row          | sign u64 | position u32 | stamp u32 | embedding f32 x dim | state u32 x w |
+"""
+
+from persia._core.types cimport position_t, row_t, sign_t, uint8_t, uint32_t, uint64_t
+
+cdef extern from "portable.h" nogil:
+    void persia_prefetch(const void *address) noexcept
+    void persia_prefetch_write(const void *address) noexcept
+    uint32_t persia_popcount(uint64_t bits) noexcept
+    uint32_t persia_lowest_bit(uint64_t bits) noexcept
+
+cdef enum:
+    CHUNK_BYTES = 0x200000          # one huge page
+    CHUNKS_PER_REGION = 16          # address space is reserved 32 MiB at a time
+    PLACE_BITS = 17                 # 2 MiB / 24 bytes, the smallest row, is below 2**17
+    PLACE_MASK = 0x1FFFF
+    MAX_CHUNKS = 32767              # the last chunk number would contain NO_ROW
+    SMALL_CHUNKS = 4                # chunks of a shard that stay on small pages
+    NO_CHUNK = 0xFFFFFFFF
+    NO_POSITION = 0xFFFFFFFF
+    MAX_SLABS = 64
+    NUM_BLOCK_CLASSES = 10          # index tables of 64 << class bytes
+    CACHE_LINE = 64
+
+cdef struct Row:
+    sign_t sign                     # of a freed row: the next freed place of its chunk
+    position_t position             # place in the order of use; NO_POSITION: the row is free
+    uint32_t stamp                  # reserved for the change log; 0
+
+cdef struct ChunkView:              # what a lookup needs of a chunk, 16 bytes
+    char *base
+    uint32_t stride                 # bytes from row to row, a multiple of 8
+    uint32_t slab
+
+cdef struct ChunkState:             # what allocation needs of a chunk
+    uint32_t num_places             # rows that fit
+    uint32_t num_touched            # places handed out at least once
+    uint32_t num_live
+    uint32_t freed                  # first freed place, or NO_ROW
+    uint32_t previous, next         # among the slab's chunks that have room
+
+cdef struct Slab:
+    uint32_t dim
+    uint32_t state_words            # 4 bytes each
+    uint32_t stride
+    uint32_t open                   # first chunk with room, or NO_CHUNK
+    uint64_t num_live
+
+cdef struct Slabs:
+    ChunkView *views
+    ChunkState *states
+    uint32_t num_chunks
+    uint32_t chunk_capacity         # of the two arrays above
+    Slab[MAX_SLABS] slabs
+    uint32_t num_slabs
+    char **regions
+    uint32_t num_regions
+    uint32_t region_capacity
+    uint32_t region_chunks_left     # of the newest region
+    uint32_t num_mapped             # chunks taken from regions, row chunks and block chunks
+    char *block_next                # unused rest of the newest block chunk
+    uint64_t block_left             # bytes
+    void *block_free[NUM_BLOCK_CLASSES]
+    uint64_t bytes_used             # handed out at least once: what is or will be resident
+
+
+cdef inline Row *row_at(const Slabs *slabs, row_t row) noexcept nogil:
+    """The row of that number; the caller got it from ``slabs_new_row``."""
+    cdef ChunkView *view = &slabs.views[row >> PLACE_BITS]
+    return <Row *> (view.base + <uint64_t> (row & PLACE_MASK) * view.stride)
+
+
+cdef inline float *row_values(Row *row) noexcept nogil:
+    return <float *> (row + 1)
+
+
+cdef inline bint row_is(const Slabs *slabs, row_t row, sign_t sign) noexcept nogil:
+    """Whether a number from outside names a live row that holds ``sign``."""
+    cdef uint32_t chunk = row >> PLACE_BITS
+    cdef Row *at
+    if chunk >= slabs.num_chunks or (row & PLACE_MASK) >= slabs.states[chunk].num_touched:
+        return False
+    at = row_at(slabs, row)
+    return at.sign == sign and at.position != NO_POSITION
+
+
+cdef void slabs_init(Slabs *slabs) noexcept nogil
+cdef void slabs_free(Slabs *slabs) noexcept nogil
+# The slab of that shape, made if there is none; -1: too many shapes, or no memory.
+cdef int slabs_slab(Slabs *slabs, uint32_t dim, uint32_t state_words) noexcept nogil
+# NO_ROW: no memory. The row is live with NO_POSITION until it enters the order of use.
+cdef row_t slabs_new_row(Slabs *slabs, uint32_t slab) noexcept nogil
+cdef void slabs_drop_row(Slabs *slabs, row_t row) noexcept nogil
+# 64 << block_class zeroed bytes, line-aligned; NULL: no memory.
+cdef void *slabs_new_block(Slabs *slabs, uint32_t block_class) noexcept nogil
+cdef void slabs_drop_block(Slabs *slabs, void *block, uint32_t block_class) noexcept nogil

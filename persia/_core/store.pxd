@@ -1,0 +1,86 @@
+"""One server's rows: shards of index, order of use and slabs."""
+
+from persia._core.initial cimport Initializer
+from persia._core.optim cimport RowOptimizer
+from persia._core.recency cimport Recency
+from persia._core.sign_index cimport SignIndex
+from persia._core.slabs cimport Slabs
+from persia._core.types cimport row_t, sign_t, uint8_t, uint32_t, uint64_t
+
+cdef extern from "pythread.h" nogil:
+    ctypedef void *PyThread_type_lock
+
+cdef struct Shard:
+    Slabs slabs
+    SignIndex index
+    Recency recency
+    PyThread_type_lock lock     # held for every access to the fields of this struct
+    uint64_t capacity           # rows
+    uint64_t soft_capacity      # rows; lowered when the byte limit is met
+    uint64_t byte_limit         # 0: none
+    uint64_t num_evicted
+    uint64_t num_inserted
+    uint64_t num_refused        # admissions
+    uint64_t num_missing        # evaluation lookups and updates that met no row
+    bint is_limited             # the byte limit was met
+
+cdef struct Tally:              # what one request found, summed over its shards
+    uint64_t num_missing
+    uint64_t num_refused
+    int status
+    sign_t sign                 # the one that status is about
+    uint32_t dim                # stored with it
+    uint32_t state_words
+
+
+cdef class Batch                # below; the two types name each other
+
+ctypedef void (*serve_t)(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally) noexcept nogil
+
+
+cdef class Batch:
+    cdef uint32_t num_signs
+    cdef uint32_t capacity
+    cdef uint64_t *hashes       # in shard order
+    cdef uint32_t *order        # place in the request
+    cdef row_t *rows            # what the probe found
+    cdef uint32_t *starts       # first place of each shard; num_shards + 1
+    cdef Shard *shards
+    cdef serve_t serve_shard
+    cdef Tally tally
+    # Arguments; which of them are set depends on the kind of request.
+    cdef const sign_t *signs
+    cdef const row_t *hints
+    cdef const float *gradients     # or the values of a write
+    cdef const uint32_t *states
+    cdef float *rows_out
+    cdef row_t *hints_out
+    cdef uint32_t *states_out
+    cdef uint8_t *found
+    cdef uint32_t dim
+    cdef uint32_t state_words
+    cdef uint64_t seed
+    cdef uint64_t admission_key
+    cdef uint64_t admission_below   # draws below this are admitted
+    cdef bint admit_all
+    cdef Initializer initializer
+    cdef RowOptimizer optimizer
+
+    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1
+
+
+cdef class EmbeddingStore:
+    cdef Shard *shards
+    cdef readonly uint32_t num_shards
+    cdef readonly uint64_t capacity
+    cdef readonly uint64_t seed
+    cdef readonly uint64_t memory_limit
+    cdef readonly uint32_t num_threads
+    cdef readonly RowOptimizer optimizer
+    cdef list batches           # scratch, reused
+    cdef object pool            # threads beside the caller's
+
+    cdef Batch begin(self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim)
+    cdef Tally run(self, Batch batch) except *
+    cdef int require_optimizer(self, str what) except -1

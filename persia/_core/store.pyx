@@ -1,0 +1,973 @@
+"""The embedding store: rows by sign, least recently used out first.
+
+    sign --mix64--> shard --index--> row number --slabs--> | header | embedding | state |
+                                          \\--recency--> order of use
+
+A request holds distinct signs of one dim. It is split by shard (stable, so that the order
+inside a shard is the order of the request) and each shard is served once, under its lock:
+
+    probe    prefetch index lines, guess rows by tag, prefetch rows, confirm the signs
+    serve    touch or insert, copy out
+    evict    only then, oldest first, down to the capacity
+
+Blocks of 512 signs go through probe and serve, so that what probe fetched is still in the
+cache. Shards do not know each other, so threads take disjoint shards and the result does not
+depend on their number. LRU is exact within a shard; a training lookup is a use, an update or
+an evaluation is not.
+
+Values: a new row is a pure function of (seed, sign), an admission of (seed, sign, batch id);
+so a repeated call repeats itself, and the number of servers, shards and threads does not show
+as long as nothing is evicted.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from persia._core.hashing cimport mix64, shard_of
+from persia._core.initial cimport Initializer
+from persia._core.optim cimport RowOptimizer, persia_step_t
+from persia._core.recency cimport (
+    NO_SEGMENT, OFFSET_BITS, SEGMENT_ENTRIES, THIN, Segment, recency_bytes, recency_free,
+    recency_init, recency_oldest, recency_remove, recency_settle, recency_touch, recency_walk,
+    segment_at,
+)
+from persia._core.sign_index cimport (
+    BUCKET_SLOTS, home_bucket, index_bytes, index_find, index_free, index_guess, index_init,
+    index_insert, index_remove,
+)
+from persia._core.slabs cimport (
+    CACHE_LINE, PLACE_BITS, Row, persia_prefetch, persia_prefetch_write, row_at, row_is, row_values, slabs_drop_row, slabs_free, slabs_init,
+    slabs_new_row, slabs_slab,
+)
+from persia._core.types cimport NO_ROW, uint8_t
+
+from persia.errors import ConfigError, DataError, DimMismatch, InternalError, NotConfigured
+
+cdef extern from "pythread.h" nogil:
+    PyThread_type_lock PyThread_allocate_lock() noexcept
+    void PyThread_free_lock(PyThread_type_lock lock) noexcept
+    int PyThread_acquire_lock(PyThread_type_lock lock, int wait) noexcept
+    void PyThread_release_lock(PyThread_type_lock lock) noexcept
+
+cdef enum:
+    BLOCK = 512             # signs probed before they are served
+    AHEAD = 12              # signs between the stages of the probe
+    STEP_ROWS = 64          # rows handed to an optimizer kernel at once
+    EVICT_ROWS = 64
+    # Above this a thread pool is worth its 20 microseconds.
+    MIN_THREADED_SIGNS = 2048
+
+# Keys the admission draws, so that they are not those of the initial values.
+cdef uint64_t ADMISSION = <uint64_t> 0xAD3175510B5E5EED
+cdef Initializer ZEROS = Initializer("zeros")
+
+cdef enum:
+    MAX_DIM = 65536         # a row must fit its chunk several times
+    STATUS_OK = 0
+    STATUS_NO_MEMORY = 1
+    STATUS_DIM = 2
+    STATUS_SHAPES = 3
+
+
+cdef inline void prefetch_row(const Row *row, uint32_t num_bytes) noexcept nogil:
+    cdef const char *line = <const char *> row
+    cdef const char *end = line + num_bytes
+    while line < end:
+        persia_prefetch(line)
+        line += CACHE_LINE
+
+
+cdef inline void copy_floats(float *out, const float *values, uint32_t count) noexcept nogil:
+    cdef uint32_t i
+    # Usual dims are multiples of 8; the fixed trip count becomes two or four vector moves
+    # where a call of memcpy would cost more than the copy.
+    if count % 8 == 0:
+        for i in range(0, count, 8):
+            memcpy(out + i, values + i, 32)
+    else:
+        memcpy(out, values, count * sizeof(float))
+
+
+cdef uint64_t shard_bytes(const Shard *shard) noexcept nogil:
+    return shard.slabs.bytes_used + index_bytes(&shard.index) + recency_bytes(&shard.recency)
+
+
+cdef int shard_init(Shard *shard) noexcept nogil:
+    slabs_init(&shard.slabs)
+    recency_init(&shard.recency)
+    shard.soft_capacity = shard.capacity
+    shard.is_limited = False
+    return index_init(&shard.index, &shard.slabs)
+
+
+cdef void shard_free(Shard *shard) noexcept nogil:
+    index_free(&shard.index)
+    recency_free(&shard.recency)
+    slabs_free(&shard.slabs)
+
+
+cdef void drop(Shard *shard, row_t row) noexcept nogil:
+    index_remove(&shard.index, mix64(row_at(&shard.slabs, row).sign), row)
+    recency_remove(&shard.recency, &shard.slabs, row)
+    slabs_drop_row(&shard.slabs, row)
+
+
+cdef void evict(Shard *shard) noexcept nogil:
+    """Drop the oldest rows until the shard is within its capacity."""
+    cdef row_t[EVICT_ROWS] oldest
+    cdef uint32_t i, count
+    cdef uint64_t excess
+    while shard.recency.num_live > shard.soft_capacity:
+        excess = shard.recency.num_live - shard.soft_capacity
+        count = recency_oldest(
+            &shard.recency, oldest, EVICT_ROWS if excess > EVICT_ROWS else <uint32_t> excess)
+        for i in range(count):
+            persia_prefetch_write(row_at(&shard.slabs, oldest[i]))
+        for i in range(count):
+            persia_prefetch_write(
+                home_bucket(&shard.index, mix64(row_at(&shard.slabs, oldest[i]).sign)))
+        for i in range(count):
+            drop(shard, oldest[i])
+        shard.num_evicted += count
+
+
+cdef void end_request(
+    Shard *shard, uint64_t rows_before, uint64_t bytes_before, uint32_t row_bytes
+) noexcept nogil:
+    """Bring the order of use within its bound and the rows within capacity and limit."""
+    cdef uint64_t after, grown
+    recency_settle(&shard.recency)
+    if shard.byte_limit:
+        after = shard_bytes(shard)
+        if after > shard.byte_limit and after > bytes_before:
+            # Memory that was handed out stays with the store, so the shard gives up as many
+            # of its oldest rows as this request made it grow; later rows take their places.
+            shard.is_limited = True
+            grown = (after - bytes_before) // row_bytes + 1
+            if shard.soft_capacity > rows_before:
+                shard.soft_capacity = rows_before
+            shard.soft_capacity -= min(grown, shard.soft_capacity)
+    evict(shard)
+
+
+cdef inline bint is_admitted(Batch batch, sign_t sign) noexcept nogil:
+    return batch.admit_all or mix64(batch.admission_key ^ mix64(sign)) < batch.admission_below
+
+
+cdef row_t insert(
+    Shard *shard, Batch batch, int slab, uint64_t hash, sign_t sign
+) noexcept nogil:
+    """A new row with initial values and state, the most recent one; NO_ROW: no memory."""
+    cdef row_t row = slabs_new_row(&shard.slabs, <uint32_t> slab)
+    cdef Row *at
+    if row == NO_ROW:
+        return NO_ROW
+    at = row_at(&shard.slabs, row)
+    at.sign = sign
+    if index_insert(&shard.index, &shard.slabs, hash, row) < 0:
+        slabs_drop_row(&shard.slabs, row)
+        return NO_ROW
+    if recency_touch(&shard.recency, &shard.slabs, row) < 0:
+        index_remove(&shard.index, hash, row)
+        slabs_drop_row(&shard.slabs, row)
+        return NO_ROW
+    batch.initializer.fill(batch.seed, sign, row_values(at), batch.dim)
+    batch.optimizer.fill_state(row_values(at) + batch.dim, batch.dim)
+    shard.num_inserted += 1
+    return row
+
+
+cdef void probe(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, uint32_t row_bytes
+) noexcept nogil:
+    """Find the rows of places begin..end; each stage is AHEAD signs before the next."""
+    cdef const sign_t *signs = batch.signs
+    cdef uint32_t i, at
+    cdef row_t row
+    for i in range(begin, end + 2 * AHEAD):
+        if i < end:
+            persia_prefetch(home_bucket(&shard.index, batch.hashes[i]))
+        if i >= begin + AHEAD and i < end + AHEAD:
+            at = i - AHEAD
+            row = index_guess(&shard.index, batch.hashes[at])
+            batch.rows[at] = row
+            if row != NO_ROW:
+                prefetch_row(row_at(&shard.slabs, row), row_bytes)
+        if i >= begin + 2 * AHEAD:
+            at = i - 2 * AHEAD
+            row = batch.rows[at]
+            if row != NO_ROW and (
+                    row_at(&shard.slabs, row).sign != signs[batch.order[at]]):
+                batch.rows[at] = index_find(
+                    &shard.index, &shard.slabs, batch.hashes[at], signs[batch.order[at]])
+            elif row == NO_ROW and home_bucket(
+                    &shard.index, batch.hashes[at]).num_passed:
+                batch.rows[at] = index_find(
+                    &shard.index, &shard.slabs, batch.hashes[at], signs[batch.order[at]])
+
+
+cdef bint has_shape(
+    const Shard *shard, row_t row, uint32_t dim, uint32_t state_words, sign_t sign,
+    Tally *tally
+) noexcept nogil:
+    """Whether the row is of that shape; if not, the tally says what it is."""
+    cdef uint32_t slab = shard.slabs.views[row >> PLACE_BITS].slab
+    if shard.slabs.slabs[slab].dim == dim and shard.slabs.slabs[slab].state_words == state_words:
+        return True
+    tally.status = STATUS_DIM
+    tally.sign = sign
+    tally.dim = shard.slabs.slabs[slab].dim
+    tally.state_words = shard.slabs.slabs[slab].state_words
+    return False
+
+
+cdef void train_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Serve one shard's part of a training lookup. The lock is held."""
+    cdef const sign_t *signs = batch.signs
+    cdef float *rows_out = batch.rows_out
+    cdef uint32_t dim = batch.dim
+    cdef uint32_t state_words = batch.optimizer.state_width(dim)
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (dim + state_words)
+    cdef uint64_t rows_before = shard.recency.num_live
+    cdef uint64_t bytes_before = shard_bytes(shard)
+    cdef uint32_t block, first, last, i, place
+    cdef row_t row
+    cdef int slab = slabs_slab(&shard.slabs, dim, state_words)
+    if slab < 0:
+        tally.status = STATUS_SHAPES
+        return
+    for block in range((end - begin + BLOCK - 1) // BLOCK):
+        first = begin + block * BLOCK
+        last = min(first + BLOCK, end)
+        probe(shard, batch, first, last, <uint32_t> sizeof(Row) + 4 * dim)
+        for i in range(first, last):
+            place = batch.order[i]
+            row = batch.rows[i]
+            if row == NO_ROW:
+                # Again, because the sign may have come twice in this block.
+                row = index_find(&shard.index, &shard.slabs, batch.hashes[i], signs[place])
+            if row == NO_ROW:
+                if not is_admitted(batch, signs[place]):
+                    tally.num_refused += 1
+                    shard.num_refused += 1
+                    batch.hints_out[place] = NO_ROW
+                    memset(rows_out + <size_t> place * dim, 0, dim * sizeof(float))
+                    continue
+                row = insert(shard, batch, slab, batch.hashes[i], signs[place])
+                if row == NO_ROW:
+                    tally.status = STATUS_NO_MEMORY
+                    break
+                tally.num_missing += 1
+            else:
+                if not has_shape(shard, row, dim, state_words, signs[place], tally):
+                    break
+                if recency_touch(&shard.recency, &shard.slabs, row) < 0:
+                    tally.status = STATUS_NO_MEMORY
+                    break
+            batch.hints_out[place] = row
+            copy_floats(
+                rows_out + <size_t> place * dim, row_values(row_at(&shard.slabs, row)), dim)
+        if tally.status != STATUS_OK:
+            break
+    end_request(shard, rows_before, bytes_before, row_bytes)
+
+
+cdef void eval_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Serve one shard's part of an evaluation lookup; changes nothing but a count."""
+    cdef const sign_t *signs = batch.signs
+    cdef float *rows_out = batch.rows_out
+    cdef uint32_t dim = batch.dim
+    cdef uint32_t block, first, last, i, place, slab
+    cdef row_t row
+    for block in range((end - begin + BLOCK - 1) // BLOCK):
+        first = begin + block * BLOCK
+        last = min(first + BLOCK, end)
+        probe(shard, batch, first, last, <uint32_t> sizeof(Row) + 4 * dim)
+        for i in range(first, last):
+            place = batch.order[i]
+            row = batch.rows[i]
+            if row == NO_ROW:
+                tally.num_missing += 1
+                shard.num_missing += 1
+                memset(rows_out + <size_t> place * dim, 0, dim * sizeof(float))
+                continue
+            slab = shard.slabs.views[row >> PLACE_BITS].slab
+            if shard.slabs.slabs[slab].dim != dim:
+                tally.status = STATUS_DIM
+                tally.sign = signs[place]
+                tally.dim = shard.slabs.slabs[slab].dim
+                return
+            copy_floats(
+                rows_out + <size_t> place * dim, row_values(row_at(&shard.slabs, row)), dim)
+
+
+cdef void update_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Step one shard's rows. A sign that is gone skips exactly its own gradient."""
+    cdef const sign_t *signs = batch.signs
+    cdef const row_t *hints = batch.hints
+    cdef uint32_t dim = batch.dim
+    cdef uint32_t state_words = batch.optimizer.state_width(dim)
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (dim + state_words)
+    cdef persia_step_t step = batch.optimizer.step()
+    cdef float *values[STEP_ROWS]
+    cdef const float *sums[STEP_ROWS]
+    cdef uint32_t block, first, last, i, at, place, count
+    cdef row_t row
+    for block in range((end - begin + BLOCK - 1) // BLOCK):
+        first = begin + block * BLOCK
+        last = min(first + BLOCK, end)
+        if hints == NULL:
+            probe(shard, batch, first, last, row_bytes)
+        else:
+            # Row numbers kept from the lookup: no index line is read unless one is wrong.
+            for i in range(first, last + AHEAD):
+                if i < last:
+                    row = hints[batch.order[i]]
+                    if row >> PLACE_BITS < shard.slabs.num_chunks:
+                        prefetch_row(row_at(&shard.slabs, row), row_bytes)
+                if i >= first + AHEAD:
+                    at = i - AHEAD
+                    place = batch.order[at]
+                    row = hints[place]
+                    if not row_is(&shard.slabs, row, signs[place]):
+                        row = index_find(
+                            &shard.index, &shard.slabs, batch.hashes[at], signs[place])
+                    batch.rows[at] = row
+        count = 0
+        for i in range(first, last):
+            place = batch.order[i]
+            row = batch.rows[i]
+            if row == NO_ROW:
+                tally.num_missing += 1
+                shard.num_missing += 1
+            elif not has_shape(shard, row, dim, state_words, signs[place], tally):
+                break
+            else:
+                values[count] = row_values(row_at(&shard.slabs, row))
+                sums[count] = batch.gradients + <size_t> place * dim
+                count += 1
+            if count == STEP_ROWS:
+                step(values, sums, count, dim, &batch.optimizer.settings)
+                count = 0
+        if count:
+            step(values, sums, count, dim, &batch.optimizer.settings)
+        if tally.status != STATUS_OK:
+            return
+
+
+cdef void read_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Copy whole rows out; ``found`` says which there are. A row of another shape stops it."""
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (batch.dim + batch.state_words)
+    cdef uint32_t block, first, last, i, place
+    cdef const float *values
+    cdef row_t row
+    for block in range((end - begin + BLOCK - 1) // BLOCK):
+        first = begin + block * BLOCK
+        last = min(first + BLOCK, end)
+        probe(shard, batch, first, last, row_bytes)
+        for i in range(first, last):
+            place = batch.order[i]
+            row = batch.rows[i]
+            batch.found[place] = row != NO_ROW
+            if row == NO_ROW:
+                continue
+            if not has_shape(
+                    shard, row, batch.dim, batch.state_words, batch.signs[place], tally):
+                return
+            values = row_values(row_at(&shard.slabs, row))
+            copy_floats(batch.rows_out + <size_t> place * batch.dim, values, batch.dim)
+            memcpy(
+                batch.states_out + <size_t> place * batch.state_words, values + batch.dim,
+                batch.state_words * sizeof(float))
+
+
+cdef void write_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Insert or overwrite whole rows; each becomes the most recent."""
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (batch.dim + batch.state_words)
+    cdef uint64_t rows_before = shard.recency.num_live
+    cdef uint64_t bytes_before = shard_bytes(shard)
+    cdef uint32_t i, place
+    cdef float *values
+    cdef row_t row
+    cdef int slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
+    if slab < 0:
+        tally.status = STATUS_SHAPES
+        return
+    for i in range(begin, end):
+        place = batch.order[i]
+        row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
+        if row == NO_ROW:
+            row = insert(shard, batch, slab, batch.hashes[i], batch.signs[place])
+            if row == NO_ROW:
+                tally.status = STATUS_NO_MEMORY
+                break
+        elif not has_shape(
+                shard, row, batch.dim, batch.state_words, batch.signs[place], tally):
+            break
+        elif recency_touch(&shard.recency, &shard.slabs, row) < 0:
+            tally.status = STATUS_NO_MEMORY
+            break
+        values = row_values(row_at(&shard.slabs, row))
+        memcpy(
+            values, batch.gradients + <size_t> place * batch.dim, batch.dim * sizeof(float))
+        if batch.states != NULL:
+            memcpy(
+                values + batch.dim, batch.states + <size_t> place * batch.state_words,
+                batch.state_words * sizeof(float))
+        else:
+            batch.optimizer.fill_state(values + batch.dim, batch.dim)
+    end_request(shard, rows_before, bytes_before, row_bytes)
+
+
+cdef void delete_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    cdef uint32_t i
+    cdef row_t row
+    for i in range(begin, end):
+        row = index_find(
+            &shard.index, &shard.slabs, batch.hashes[i], batch.signs[batch.order[i]])
+        if row == NO_ROW:
+            tally.num_missing += 1
+        else:
+            drop(shard, row)
+    recency_settle(&shard.recency)
+
+
+cdef class Batch:
+    """One request: its arguments, and its signs in shard order. Reused."""
+
+    def __cinit__(self):
+        self.num_signs = 0
+        self.capacity = 0
+        self.hashes = NULL
+        self.order = NULL
+        self.rows = NULL
+        self.starts = NULL
+
+    def __dealloc__(self):
+        free(self.hashes)
+        free(self.order)
+        free(self.rows)
+        free(self.starts)
+
+    def serve(self, uint32_t first, uint32_t end):
+        """Serve shards first..end, each under its lock."""
+        cdef Tally mine
+        cdef uint32_t i
+        cdef Shard *shard
+        memset(&mine, 0, sizeof(Tally))
+        with nogil:
+            for i in range(first, end):
+                if self.starts[i] == self.starts[i + 1]:
+                    continue
+                shard = &self.shards[i]
+                PyThread_acquire_lock(shard.lock, 1)
+                self.serve_shard(shard, self, self.starts[i], self.starts[i + 1], &mine)
+                PyThread_release_lock(shard.lock)
+                if mine.status != STATUS_OK:
+                    break
+        add_tally(&self.tally, &mine)
+
+    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1:
+        if self.starts == NULL:
+            self.starts = <uint32_t *> malloc((num_shards + 1) * sizeof(uint32_t))
+        if num_signs > self.capacity:
+            free(self.hashes)
+            free(self.order)
+            free(self.rows)
+            self.capacity = 0
+            self.hashes = <uint64_t *> malloc(num_signs * sizeof(uint64_t))
+            self.order = <uint32_t *> malloc(num_signs * sizeof(uint32_t))
+            self.rows = <row_t *> malloc(num_signs * sizeof(row_t))
+            if self.hashes == NULL or self.order == NULL or self.rows == NULL:
+                raise MemoryError(f"scratch for a request of {num_signs} signs")
+            self.capacity = num_signs
+        if self.starts == NULL:
+            raise MemoryError(f"scratch for {num_shards} shards")
+        self.num_signs = num_signs
+        return 0
+
+
+cdef void split(Batch batch, uint32_t num_shards) noexcept nogil:
+    """Order the request by shard, stable. Hashing twice is cheaper than keeping the hashes."""
+    cdef const sign_t *signs = batch.signs
+    cdef uint32_t i, shard, start, count
+    cdef uint64_t hash
+    memset(batch.starts, 0, (num_shards + 1) * sizeof(uint32_t))
+    if num_shards == 1:
+        for i in range(batch.num_signs):
+            batch.hashes[i] = mix64(signs[i])
+            batch.order[i] = i
+        batch.starts[1] = batch.num_signs
+        return
+    for i in range(batch.num_signs):
+        batch.starts[shard_of(mix64(signs[i]), num_shards)] += 1
+    start = 0
+    for shard in range(num_shards):
+        count = batch.starts[shard]
+        batch.starts[shard] = start
+        start += count
+    for i in range(batch.num_signs):
+        hash = mix64(signs[i])
+        shard = shard_of(hash, num_shards)
+        batch.hashes[batch.starts[shard]] = hash
+        batch.order[batch.starts[shard]] = i
+        batch.starts[shard] += 1
+    # Each start now is the next shard's; shift them back by one.
+    shard = num_shards
+    while shard > 0:
+        batch.starts[shard] = batch.starts[shard - 1]
+        shard -= 1
+    batch.starts[0] = 0
+
+
+cdef inline void add_tally(Tally *total, const Tally *part) noexcept nogil:
+    total.num_missing += part.num_missing
+    total.num_refused += part.num_refused
+    if total.status == STATUS_OK and part.status != STATUS_OK:
+        total.status = part.status
+        total.sign = part.sign
+        total.dim = part.dim
+        total.state_words = part.state_words
+
+
+cdef class EmbeddingStore:
+    """See the stub for the contract of each method."""
+
+    def __cinit__(
+        self, capacity, *, num_shards=16, seed=0, memory_limit=0, num_threads=1
+    ):
+        self.shards = NULL
+        self.batches = []
+        self.pool = None
+        self.optimizer = None
+        if not 1 <= capacity < 2**63:
+            raise ConfigError(f"capacity must be in 1..2**63-1 rows, got {capacity}")
+        if not 1 <= num_shards <= 1024:
+            raise ConfigError(f"num_shards must be in 1..1024, got {num_shards}")
+        if not 0 <= memory_limit < 2**63:
+            raise ConfigError(f"memory_limit must be in 0..2**63-1 bytes, got {memory_limit}")
+        if not 1 <= num_threads <= 1024:
+            raise ConfigError(f"num_threads must be in 1..1024, got {num_threads}")
+        self.capacity = capacity
+        self.seed = seed & 0xFFFFFFFFFFFFFFFF
+        self.memory_limit = memory_limit
+        # A shard of a handful of rows would make LRU coarse; 64 each is the least.
+        self.num_shards = max(1, min(num_shards, capacity // 64))
+        self.num_threads = min(num_threads, self.num_shards)
+        self.shards = <Shard *> PyMem_Calloc(self.num_shards, sizeof(Shard))
+        if self.shards == NULL:
+            raise MemoryError(f"{self.num_shards} shards")
+        cdef uint32_t i
+        for i in range(self.num_shards):
+            self.shards[i].capacity = self.capacity // self.num_shards + (
+                i < self.capacity % self.num_shards)
+            self.shards[i].byte_limit = self.memory_limit // self.num_shards
+            self.shards[i].lock = PyThread_allocate_lock()
+            if self.shards[i].lock == NULL or shard_init(&self.shards[i]) < 0:
+                raise MemoryError(f"shard {i} of {self.num_shards}")
+        if self.num_threads > 1:
+            self.pool = ThreadPoolExecutor(
+                self.num_threads - 1, thread_name_prefix="persia-store")
+
+    def __dealloc__(self):
+        cdef uint32_t i
+        if self.shards == NULL:
+            return
+        for i in range(self.num_shards):
+            shard_free(&self.shards[i])
+            if self.shards[i].lock != NULL:
+                PyThread_free_lock(self.shards[i].lock)
+        PyMem_Free(self.shards)
+
+    def close(self):
+        """Stop the store's threads; a later request runs on its caller's."""
+        pool, self.pool = self.pool, None
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+    def __len__(self):
+        cdef uint64_t total = 0
+        cdef uint32_t i
+        for i in range(self.num_shards):
+            total += self.shards[i].recency.num_live
+        return total
+
+    def configure(self, RowOptimizer optimizer not None):
+        cdef uint32_t i, slab, dim
+        for i in range(self.num_shards):
+            for slab in range(self.shards[i].slabs.num_slabs):
+                dim = self.shards[i].slabs.slabs[slab].dim
+                if self.shards[i].slabs.slabs[slab].num_live and (
+                        self.shards[i].slabs.slabs[slab].state_words
+                        != optimizer.state_width(dim)):
+                    raise ConfigError(
+                        f"optimizer {optimizer.name} keeps {optimizer.state_width(dim)} words "
+                        f"of state for dim {dim}, the {len(self)} rows held keep "
+                        f"{self.shards[i].slabs.slabs[slab].state_words}: clear them first")
+        self.optimizer = optimizer
+
+    cdef Batch begin(self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim):
+        """A request on these signs, split by shard; its arguments are still to be filled in."""
+        cdef Batch batch
+        if signs.shape[0] >= NO_ROW:
+            raise DataError(f"a request holds at most 2**32-2 signs, got {signs.shape[0]}")
+        batch = self.batches.pop() if self.batches else Batch()
+        batch.reserve(<uint32_t> signs.shape[0], self.num_shards)
+        batch.shards = self.shards
+        batch.serve_shard = serve_shard
+        batch.signs = &signs[0] if signs.shape[0] else NULL
+        batch.dim = dim
+        batch.optimizer = self.optimizer
+        batch.seed = self.seed
+        memset(&batch.tally, 0, sizeof(Tally))
+        with nogil:
+            split(batch, self.num_shards)
+        return batch
+
+    cdef Tally run(self, Batch batch) except *:
+        """Serve the request on all threads, give its scratch back, raise what it met."""
+        cdef Tally tally
+        if self.pool is None or batch.num_signs < MIN_THREADED_SIGNS:
+            batch.serve(0, self.num_shards)
+        else:
+            bounds = [
+                i * self.num_shards // self.num_threads for i in range(self.num_threads + 1)]
+            others = [
+                self.pool.submit(batch.serve, bounds[i], bounds[i + 1])
+                for i in range(1, self.num_threads)]
+            batch.serve(bounds[0], bounds[1])
+            for other in others:
+                other.result()
+        tally = batch.tally
+        dim = batch.dim
+        batch.optimizer = None
+        batch.initializer = None
+        self.batches.append(batch)
+        if tally.status == STATUS_NO_MEMORY:
+            raise MemoryError(f"no memory for another row of dim {dim} ({len(self)} held)")
+        if tally.status == STATUS_SHAPES:
+            raise ConfigError(f"no more than 64 shapes of rows fit; dim {dim} is one more")
+        if tally.status == STATUS_DIM:
+            raise DimMismatch(
+                f"sign {tally.sign:#018x} is stored with dim {tally.dim} and "
+                f"{tally.state_words} words of state; the request is for dim {dim}")
+        return tally
+
+    def lookup_train(
+        self, const uint64_t[::1] signs not None, Initializer initializer not None,
+        double admit_probability, uint64_t batch_id, float[:, ::1] rows_out not None,
+        uint32_t[::1] hints_out not None,
+    ):
+        cdef Batch batch
+        cdef Tally tally
+        self.require_optimizer("a training lookup")
+        check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])
+        check_length("hints_out", signs.shape[0], hints_out.shape[0])
+        if not 0.0 <= admit_probability <= 1.0:
+            raise ConfigError(f"admit_probability must be in 0..1, got {admit_probability}")
+        if signs.shape[0] == 0:
+            return 0, 0
+        batch = self.begin(signs, train_shard, <uint32_t> rows_out.shape[1])
+        batch.initializer = initializer
+        batch.admission_key = mix64(mix64(self.seed ^ ADMISSION) ^ batch_id)
+        batch.admit_all = admit_probability >= 1.0
+        batch.admission_below = 0 if batch.admit_all else <uint64_t> (
+            admit_probability * 18446744073709551616.0)
+        batch.rows_out = &rows_out[0, 0]
+        batch.hints_out = &hints_out[0]
+        tally = self.run(batch)
+        return tally.num_missing, tally.num_refused
+
+    def lookup_eval(
+        self, const uint64_t[::1] signs not None, float[:, ::1] rows_out not None
+    ):
+        cdef Batch batch
+        check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])
+        if signs.shape[0] == 0:
+            return 0
+        batch = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1])
+        batch.rows_out = &rows_out[0, 0]
+        return self.run(batch).num_missing
+
+    def update(
+        self, const uint64_t[::1] signs not None, const uint32_t[::1] hints,
+        const float[:, ::1] gradients not None
+    ):
+        cdef Batch batch
+        self.require_optimizer("an update")
+        check_rows("gradients", signs.shape[0], gradients.shape[0], gradients.shape[1])
+        if hints is not None:
+            check_length("hints", signs.shape[0], hints.shape[0])
+        if signs.shape[0] == 0:
+            return 0
+        batch = self.begin(signs, update_shard, <uint32_t> gradients.shape[1])
+        batch.hints = NULL
+        if hints is not None:
+            batch.hints = &hints[0]
+        batch.gradients = &gradients[0, 0]
+        return self.run(batch).num_missing
+
+    def read(self, const uint64_t[::1] signs not None, uint32_t dim, state_words=None):
+        cdef Batch batch
+        cdef float[:, ::1] values_view
+        cdef uint32_t[:, ::1] states_view
+        cdef uint8_t[::1] found_view
+        cdef uint32_t words
+        if state_words is None:
+            self.require_optimizer("reading without state_words")
+            words = self.optimizer.state_width(dim)
+        else:
+            words = state_words
+        found = np.zeros(signs.shape[0], dtype=np.uint8)
+        values = np.zeros((signs.shape[0], dim), dtype=np.float32)
+        states = np.zeros((signs.shape[0], words), dtype=np.uint32)
+        if signs.shape[0]:
+            check_rows("values", signs.shape[0], signs.shape[0], dim)
+            batch = self.begin(signs, read_shard, dim)
+            found_view = found
+            values_view = values
+            states_view = states
+            batch.found = &found_view[0]
+            batch.rows_out = &values_view[0, 0]
+            batch.states_out = &states_view[0, 0] if words else NULL
+            batch.state_words = words
+            self.run(batch)
+        return found.astype(bool), values, states
+
+    def write(
+        self, const uint64_t[::1] signs not None, const float[:, ::1] values not None,
+        const uint32_t[:, ::1] states
+    ):
+        cdef Batch batch
+        cdef uint32_t dim
+        self.require_optimizer("writing rows")
+        check_rows("values", signs.shape[0], values.shape[0], values.shape[1])
+        dim = <uint32_t> values.shape[1]
+        words = self.optimizer.state_width(dim)
+        if states is not None and (
+                states.shape[0] != signs.shape[0] or states.shape[1] != words):
+            raise DataError(
+                f"states must be [{signs.shape[0]}, {words}] for {self.optimizer.name} and "
+                f"dim {dim}, got [{states.shape[0]}, {states.shape[1]}]")
+        if signs.shape[0] == 0:
+            return
+        batch = self.begin(signs, write_shard, dim)
+        batch.initializer = ZEROS
+        batch.gradients = &values[0, 0]
+        batch.states = NULL
+        if states is not None and words:
+            batch.states = &states[0, 0]
+        batch.state_words = words
+        self.run(batch)
+
+    def delete(self, const uint64_t[::1] signs not None):
+        if signs.shape[0] == 0:
+            return 0
+        return signs.shape[0] - self.run(self.begin(signs, delete_shard, 0)).num_missing
+
+    def clear(self):
+        cdef uint32_t i
+        cdef Shard *shard
+        cdef int status
+        for i in range(self.num_shards):
+            shard = &self.shards[i]
+            with nogil:
+                PyThread_acquire_lock(shard.lock, 1)
+                shard_free(shard)
+                status = shard_init(shard)
+                PyThread_release_lock(shard.lock)
+            if status < 0:
+                raise MemoryError(f"shard {i} of {self.num_shards}")
+
+    def shard_entries(self, uint32_t number):
+        cdef Shard *shard
+        cdef uint32_t segment, offset, i, count, slab, dim, words
+        cdef row_t[EVICT_ROWS] rows
+        cdef uint64_t[::1] signs_view
+        cdef float[:, ::1] values_view
+        cdef uint32_t[:, ::1] states_view
+        cdef Py_ssize_t at
+        cdef Row *row
+        if number >= self.num_shards:
+            raise DataError(f"shard must be in 0..{self.num_shards - 1}, got {number}")
+        shard = &self.shards[number]
+        blocks = []
+        with nogil:
+            PyThread_acquire_lock(shard.lock, 1)
+        try:
+            for slab in range(shard.slabs.num_slabs):
+                count = <uint32_t> shard.slabs.slabs[slab].num_live
+                if count == 0:
+                    continue
+                dim = shard.slabs.slabs[slab].dim
+                words = shard.slabs.slabs[slab].state_words
+                signs = np.empty(count, dtype=np.uint64)
+                values = np.empty((count, dim), dtype=np.float32)
+                states = np.empty((count, words), dtype=np.uint32)
+                signs_view = signs
+                values_view = values
+                states_view = states
+                at = 0
+                segment = shard.recency.oldest
+                offset = 0
+                with nogil:
+                    while True:
+                        count = recency_walk(
+                            &shard.recency, &segment, &offset, rows, EVICT_ROWS)
+                        if count == 0:
+                            break
+                        for i in range(count):
+                            if shard.slabs.views[rows[i] >> PLACE_BITS].slab != slab:
+                                continue
+                            row = row_at(&shard.slabs, rows[i])
+                            signs_view[at] = row.sign
+                            memcpy(&values_view[at, 0], row_values(row), dim * sizeof(float))
+                            if words:
+                                memcpy(
+                                    &states_view[at, 0], row_values(row) + dim,
+                                    words * sizeof(float))
+                            at += 1
+                blocks.append((signs, values, states))
+        finally:
+            PyThread_release_lock(shard.lock)
+        return blocks
+
+    def iterate(self):
+        for number in range(self.num_shards):
+            yield from self.shard_entries(number)
+
+    def stats(self):
+        cdef uint32_t i
+        cdef Shard *shard
+        totals = dict.fromkeys(
+            ("rows", "bytes", "evicted", "inserted", "refused", "missing", "entries"), 0)
+        limited = False
+        for i in range(self.num_shards):
+            shard = &self.shards[i]
+            with nogil:
+                PyThread_acquire_lock(shard.lock, 1)
+            totals["rows"] += shard.recency.num_live
+            totals["bytes"] += shard_bytes(shard)
+            totals["evicted"] += shard.num_evicted
+            totals["inserted"] += shard.num_inserted
+            totals["refused"] += shard.num_refused
+            totals["missing"] += shard.num_missing
+            totals["entries"] += shard.recency.num_held
+            limited = limited or shard.is_limited
+            PyThread_release_lock(shard.lock)
+        totals["memory_limited"] = limited
+        return totals
+
+    def check(self):
+        cdef uint32_t i
+        cdef const char *broken
+        for i in range(self.num_shards):
+            with nogil:
+                PyThread_acquire_lock(self.shards[i].lock, 1)
+                broken = broken_invariant(&self.shards[i])
+                PyThread_release_lock(self.shards[i].lock)
+            if broken != NULL:
+                raise InternalError(f"shard {i}: {broken.decode()}")
+
+    cdef int require_optimizer(self, str what) except -1:
+        if self.optimizer is None:
+            raise NotConfigured(f"{what} needs an optimizer; configure() gives the store one")
+        return 0
+
+
+cdef int check_length(str name, Py_ssize_t expected, Py_ssize_t got) except -1:
+    if expected != got:
+        raise DataError(f"{name} must have one element a sign, {expected}, got {got}")
+    return 0
+
+
+cdef int check_rows(
+    str name, Py_ssize_t num_signs, Py_ssize_t num_rows, Py_ssize_t dim
+) except -1:
+    if num_rows != num_signs:
+        raise DataError(f"{name} must have one row a sign, {num_signs}, got {num_rows}")
+    if not 1 <= dim <= MAX_DIM:
+        raise DataError(f"{name} must have 1..{MAX_DIM} columns (the dim), got {dim}")
+    return 0
+
+
+cdef const char *broken_invariant(Shard *shard) noexcept nogil:
+    """Walk everything; the first invariant that does not hold, or NULL."""
+    cdef uint32_t number, offset, i, slot, taken, count, previous = NO_SEGMENT
+    cdef uint64_t num_live = 0, num_held = 0, in_index = 0, in_slabs = 0
+    cdef Segment *segment
+    cdef Row *row
+    cdef row_t held
+    cdef uint64_t hash
+    number = shard.recency.oldest
+    while number != NO_SEGMENT:
+        segment = segment_at(&shard.recency, number)
+        if segment.previous != previous:
+            return b"recency: a segment does not know its predecessor"
+        taken = 0
+        count = 0
+        for offset in range(SEGMENT_ENTRIES):
+            if (segment.live[offset // 64] >> (offset % 64)) & 1:
+                if not (segment.held[offset // 64] >> (offset % 64)) & 1:
+                    return b"recency I2: an entry is live and not held"
+                held = segment.rows[taken]
+                row = row_at(&shard.slabs, held)
+                if row.position != ((number << OFFSET_BITS) | offset):
+                    return b"recency I1: a live entry is not at its row's position"
+                hash = mix64(row.sign)
+                if index_find(&shard.index, &shard.slabs, hash, row.sign) != held:
+                    return b"index I1: a live row is not found by its sign"
+                if not row_is(&shard.slabs, held, row.sign):
+                    return b"slabs: a live row is not a valid hint"
+                count += 1
+            taken += (segment.held[offset // 64] >> (offset % 64)) & 1
+        if taken != segment.num_held or count != segment.num_live:
+            return b"recency I2: a segment's counts are not its bits"
+        if 4 * segment.num_held > 5 * segment.num_live:
+            return b"recency I3: more than a fifth of a segment is dead"
+        num_live += count
+        num_held += taken
+        if previous != NO_SEGMENT and number != shard.recency.newest and (
+                segment.num_live <= THIN
+                and segment_at(&shard.recency, previous).num_live <= THIN):
+            return b"recency I5: two thin neighbours"
+        previous = number
+        number = segment.next
+    if previous != shard.recency.newest:
+        return b"recency: the last segment is not the newest"
+    if num_live != shard.recency.num_live or num_held != shard.recency.num_held:
+        return b"recency: the totals are not the sums"
+    if num_live > shard.soft_capacity:
+        return b"store: more rows than the capacity"
+    for i in range(shard.index.num_tables):
+        count = 0
+        for offset in range(shard.index.tables[i].num_buckets):
+            for slot in range(BUCKET_SLOTS):
+                count += shard.index.tables[i].buckets[offset].tags[slot] != 0
+        if count != shard.index.tables[i].count:
+            return b"index I2: a table's count is not its tags"
+        if 2 * count > 21 * shard.index.tables[i].num_buckets:
+            return b"index I2: a table is too full"
+        in_index += count
+    for i in range(shard.slabs.num_slabs):
+        in_slabs += shard.slabs.slabs[i].num_live
+    if in_index != num_live or in_slabs != num_live:
+        return b"store: index, slabs and order of use count different rows"
+    return NULL
