@@ -3,7 +3,7 @@
 Four variables choose another build than the portable one:
 
     NATIVE=1                 tune for this machine's CPU; the result runs nowhere else
-    PERSIA_DEBUG=1           bounds checks and the invariant walks behind the C macro PERSIA_DEBUG
+    PERSIA_DEBUG=1           bounds checks, and the invariant walks behind this macro in C
     PERSIA_SANITIZE=a,b      sanitizers by the compiler's names, for example address,undefined
     PERSIA_ANNOTATE=1        Cython's HTML beside each .pyx: a yellow line touches Python
 """
@@ -13,7 +13,7 @@ import platform
 import sys
 from pathlib import Path
 
-from Cython import __version__ as cython_version
+import Cython
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -63,7 +63,7 @@ def settings_file() -> tuple[str, bool]:
     """
     asked = "\n".join(
         [
-            f"cython {cython_version}",
+            f"cython {Cython.__version__}",
             f"directives {sorted(DIRECTIVES.items())}",
             f"flags {compile_flags()}",
             *(f"{name} {os.environ.get(name, '')}" for name in ("CC", "CFLAGS", "LDFLAGS")),

@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md say is tried: code runs, commands exist, links lead somewhere."""
+"""What the pages say is tried: code runs, commands exist, links lead somewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way of installing gives the same package: wheel from the sdist, pip install, editable."""
+"""Every way of installing gives the same package: wheel from sdist, pip install, editable."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip(module)
     target = tmp_path_factory.mktemp("checkout") / "persia"
     generated = shutil.ignore_patterns(
-        ".git", ".venv*", "build", "dist", "wheelhouse", "*.egg-info", ".*_cache", ".hypothesis",
-        "__pycache__", "*.so", "*.c", "*.html", "data",
-    )  # fmt: skip
+        *(".git", ".venv*", ".*_cache", ".hypothesis", ".benchmarks", "__pycache__", "data"),
+        *("build", "dist", "wheelhouse", "*.egg-info", "*.so", "*.c", "*.html"),
+    )
     shutil.copytree(ROOT, target, ignore=generated)
     return target
 
