@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import Cython
+import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -32,6 +33,8 @@ DIRECTIVES = {
     "cdivision": True,
     "binding": True,
 }
+# Built against NumPy 2, an extension runs on every NumPy from 1.23 on, if it keeps to this API.
+MACROS = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
 
 
 def compile_flags() -> list[str]:
@@ -55,38 +58,27 @@ def compile_flags() -> list[str]:
     return flags
 
 
-def settings_file() -> tuple[str, bool]:
-    """Write down what this build was asked for; say whether it differs from the last one.
-
-    Compilers look at times, not at flags: without this, ``NATIVE=1 make build`` after
-    ``make build`` would keep the old objects. The file is a dependency of each extension.
-    """
-    asked = "\n".join(
-        [
-            f"cython {Cython.__version__}",
-            f"directives {sorted(DIRECTIVES.items())}",
-            f"flags {compile_flags()}",
-            *(f"{name} {os.environ.get(name, '')}" for name in ("CC", "CFLAGS", "LDFLAGS")),
-        ]
-    )
-    path = Path("build") / f"settings-{sys.implementation.cache_tag}.txt"
-    if path.exists() and path.read_text(encoding="utf-8") == asked:
-        return str(path), False
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(asked, encoding="utf-8")
-    return str(path), True
+def settings() -> str:
+    """What this build was asked for, one setting a line."""
+    lines = [
+        f"cython {Cython.__version__}, numpy {numpy.__version__}",
+        f"directives {sorted(DIRECTIVES.items())}",
+        f"flags {compile_flags()}",
+        *(f"{name} {os.environ.get(name, '')}" for name in ("CC", "CFLAGS", "LDFLAGS")),
+    ]
+    return "\n".join(lines)
 
 
-def extensions(settings: str) -> list[Extension]:
+def extensions(settings_file: Path) -> list[Extension]:
     """One extension per .pyx; each is rebuilt when a header or the settings change."""
     headers = sorted(str(path) for path in CORE.glob("*.h"))
     return [
         Extension(
             f"persia._core.{path.stem}",
             [str(path)],
-            include_dirs=[str(CORE)],
-            depends=[*headers, settings],
-            define_macros=[("PERSIA_DEBUG", "1")] if DEBUG else [],
+            include_dirs=[str(CORE), numpy.get_include()],
+            depends=[*headers, str(settings_file)],
+            define_macros=[*MACROS, *([("PERSIA_DEBUG", "1")] if DEBUG else [])],
             extra_compile_args=compile_flags(),
             extra_link_args=[f"-fsanitize={SANITIZERS}"] if SANITIZERS else [],
         )
@@ -99,17 +91,22 @@ def main() -> None:
     if sys.platform == "win32":
         raise SystemExit("persia builds on Linux and macOS; on Windows use WSL")
     jobs = os.cpu_count() or 1
-    settings, changed = settings_file()
-    setup(
-        ext_modules=cythonize(
-            extensions(settings),
-            compiler_directives=DIRECTIVES,
-            nthreads=jobs,
-            force=changed,
-            annotate=ANNOTATE,
-        ),
-        options={"build_ext": {"parallel": jobs}},
+    # Compilers look at times, not at flags: `NATIVE=1 make build` after `make build` would keep
+    # the old objects. So the settings are a file that every extension depends on. It is written
+    # once all C files are made: after a failure before that, the next build starts over too.
+    settings_file = Path("build") / f"settings-{sys.implementation.cache_tag}.txt"
+    changed = not settings_file.exists() or settings_file.read_text("utf-8") != settings()
+    modules = cythonize(
+        extensions(settings_file),
+        compiler_directives=DIRECTIVES,
+        nthreads=jobs,
+        force=changed,
+        annotate=ANNOTATE,
     )
+    if changed:
+        settings_file.parent.mkdir(exist_ok=True)
+        settings_file.write_text(settings(), "utf-8")
+    setup(ext_modules=modules, options={"build_ext": {"parallel": jobs}})
 
 
 # Guarded because Cython's worker processes import this file where processes are spawned.

@@ -13,7 +13,10 @@ PACKAGE = ROOT / "persia"
 CORE = PACKAGE / "_core"
 
 # Import statements of Cython, which ast cannot read; group 1 or 2 is the module.
-CYTHON_IMPORT = re.compile(r"^\s*(?:from\s+([\w.]+)\s+c?import\b|c?import\s+([\w.]+))")
+# Nothing may follow the module's name but an alias: a sentence may start with "import" too.
+CYTHON_IMPORT = re.compile(
+    r"^\s*(?:from\s+([\w.]+)\s+c?import\b|c?import\s+([\w.]+)(?:\s+as\s+\w+)?\s*(?:#.*)?$)"
+)
 
 
 @dataclass(frozen=True)
