@@ -16,7 +16,7 @@ SOURCES := setup.py $(wildcard persia/_core/*.pyx persia/_core/*.pxd persia/_cor
 TREE := setup.py pyproject.toml README.md LICENSE persia tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-all lint format debug asan bench wheel wheels clean
+.PHONY: help demo build test test-slow test-all lint format debug asan bench wheel wheels clean
 .SILENT: help
 
 help:  ## list the targets
@@ -58,11 +58,17 @@ $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 build: $(VENV)/.dev  ## compile the extensions in place
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
-test: build  ## the fast tier: no GPU, no network, under three minutes on two cores
-	$(PYTEST) -m "not slow and not cuda" -n $(JOBS)
+# A worker per core, and one thread of torch in each. A file stays with one worker, because what
+# it sets up once (an sdist, a trained model) would otherwise be set up by each.
+TEST := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 
-test-all: build  ## every tier, with cuda where there is a device
-	$(PYTEST) -n $(JOBS)
+test: build  ## the fast tier: no GPU, no network, under three minutes on two cores
+	$(TEST) -m "not slow and not cuda"
+
+test-slow: build  ## what `make test` leaves out; cuda where there is a device
+	$(TEST) -m "slow or cuda"
+
+test-all: test test-slow  ## every tier
 
 lint: build  ## style, types, Cython, spelling
 	$(BIN)/ruff check .
@@ -86,7 +92,7 @@ endef
 debug: $(VENV)/.dev  ## bounds checks and invariant walks; runs the core tests on them
 	$(call copy_tree,debug)
 	cd build/debug && PERSIA_DEBUG=1 $(BIN)/python setup.py --quiet build_ext --inplace
-	cd build/debug && PYTHONPATH=$(CURDIR)/build/debug $(PYTEST) tests/core -m "not cuda" -n $(JOBS)
+	cd build/debug && PYTHONPATH=$(CURDIR)/build/debug $(TEST) tests/core -m "not cuda and not slow"
 
 # The interpreter is not built with the sanitizers, so their runtimes are loaded before it.
 # libstdc++ comes along because the runtime looks for its throw function once, at the start.
@@ -101,7 +107,7 @@ asan: $(VENV)/.dev  ## the core tests under AddressSanitizer and UBSan (gcc)
 	cd build/asan && CC=gcc PERSIA_DEBUG=1 PERSIA_SANITIZE=address,undefined \
 	  $(BIN)/python setup.py --quiet build_ext --inplace
 	cd build/asan && $(SANITIZED) PYTHONPATH=$(CURDIR)/build/asan \
-	  $(PYTEST) tests/core -m "not cuda and not slow" -n $(JOBS)
+	  $(TEST) tests/core -m "not cuda and not slow"
 
 bench: build  ## product and peers, interleaved in one run
 	$(BIN)/python -m tests.benchmarks $(BENCH)
