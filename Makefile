@@ -85,7 +85,7 @@ format:  ## let ruff write the style it checks
 # Files that are gone from the tree go from the copy too; its extensions stay for the next time.
 define copy_tree
 mkdir -p build/$(1)
-find build/$(1) -path build/$(1)/build -prune -o -type f ! -name '*.so' ! -name '*.c' -delete
+find build/$(1) -type f ! -path 'build/$(1)/build/*' ! -name '*.so' ! -name '*.c' -delete
 tar -cf - --exclude='*.so' --exclude='*.c' --exclude=__pycache__ $(TREE) | tar -xf - -C build/$(1)
 endef
 

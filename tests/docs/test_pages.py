@@ -42,10 +42,11 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-WITH_PYTHON = [p for p in PAGES if any(b.language == "python" for b in blocks(p.read_text()))]
+def pages_with(*languages: str) -> list[Path]:
+    return [p for p in PAGES if any(b.language in languages for b in blocks(p.read_text()))]
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """In order, in one process, in a folder that holds the blocks which name a file."""
     program = ["import os, sys"]
@@ -76,7 +77,7 @@ def _environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", pages_with("yaml", "yml"), ids=name_of)
 def test_yaml_blocks_are_what_the_loaders_take(page: Path) -> None:
     yaml = pytest.importorskip("yaml")
     from persia.config import EmbeddingSchema, GlobalConfig
