@@ -32,6 +32,7 @@ DIRECTIVES = {
     "wraparound": False,
     "cdivision": True,
     "binding": True,
+    "show_performance_hints": not DEBUG,
 }
 # Built against NumPy 2, an extension runs on every NumPy from 1.23 on, if it keeps to this API.
 MACROS = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
