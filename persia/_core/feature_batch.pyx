@@ -339,7 +339,7 @@ cdef class FeatureBatch:
         cdef size_t num_samples = self.batch_size
         cdef ndarray inverse = new_u32(num_kept)
         cdef ndarray offsets = new_u32(num_samples + 1)
-        cdef const uint32_t *old_inverse = <const uint32_t *>PyArray_DATA(<ndarray>self.inverse)
+        cdef const uint32_t *old = <const uint32_t *>PyArray_DATA(<ndarray>self.inverse)
         cdef uint32_t *new_inverse = <uint32_t *>PyArray_DATA(inverse)
         cdef uint32_t *new_edges = <uint32_t *>PyArray_DATA(offsets)
         cdef const uint64_t *old_ids = <const uint64_t *>PyArray_DATA(<ndarray>self.distinct)
@@ -354,7 +354,7 @@ cdef class FeatureBatch:
             with nogil:
                 memset(numbers, 0xFF, num_distinct * sizeof(uint32_t))
                 count = renumber(
-                    old_inverse, edges, num_samples, most,
+                    old, edges, num_samples, most,
                     new_inverse, new_edges, numbers, numbers + num_distinct
                 )
             distinct = new_u64(count)

@@ -145,8 +145,9 @@ def test_parts_of_another_dtype() -> None:
 
 
 def test_a_stated_batch_size_is_compared() -> None:
+    distinct, inverse = parts([7], [0, 0])
     with pytest.raises(DataError, match="'clicks': expected 3 samples, got 2"):
-        FeatureBatch("clicks", *parts([7], [0, 0]), None, 3)
+        FeatureBatch("clicks", distinct, inverse, batch_size=3)
 
 
 @pytest.mark.parametrize(("value", "message"), own.NOT_IDS)
