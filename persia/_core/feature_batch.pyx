@@ -342,7 +342,7 @@ cdef class FeatureBatch:
         cdef const uint32_t *old = <const uint32_t *>PyArray_DATA(<ndarray>self.inverse)
         cdef uint32_t *new_inverse = <uint32_t *>PyArray_DATA(inverse)
         cdef uint32_t *new_edges = <uint32_t *>PyArray_DATA(offsets)
-        cdef const uint64_t *old_ids = <const uint64_t *>PyArray_DATA(<ndarray>self.distinct)
+        cdef const uint64_t *ids = <const uint64_t *>PyArray_DATA(<ndarray>self.distinct)
         cdef uint64_t *new_values
         cdef ndarray distinct
         cdef size_t count, number
@@ -360,7 +360,7 @@ cdef class FeatureBatch:
             distinct = new_u64(count)
             new_values = <uint64_t *>PyArray_DATA(distinct)
             for number in range(count):
-                new_values[number] = old_ids[numbers[num_distinct + number]]
+                new_values[number] = ids[numbers[num_distinct + number]]
         finally:
             free(numbers)
         cdef FeatureBatch batch = FeatureBatch.__new__(FeatureBatch)
