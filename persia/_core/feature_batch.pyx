@@ -313,7 +313,7 @@ cdef class FeatureBatch:
     def truncated(self, limit):
         """Return a batch with the first ``limit`` ids of each sample, in their order.
 
-        Distinct ids of which no occurrence is left are left out, and first-seen order is that of
+        Distinct ids without an occurrence left are left out, and first-seen order is that of
         what remains. Returns this object if there is nothing to cut.
 
         Raises:
