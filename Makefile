@@ -74,7 +74,7 @@ lint: build  ## style, types, Cython, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/cython-lint persia
+	PATH="$(BIN):$$PATH" cython-lint persia
 	$(BIN)/codespell
 
 format:  ## let ruff write the style it checks
