@@ -168,8 +168,11 @@ PERSIA_INLINE void persia_pool_max_loop(
                 continue;
             }
             for (size_t j = 0; j < dim; j++) {
-                winner[j] = from[j] > to[j] ? d : winner[j];
-                to[j] = from[j] > to[j] ? from[j] : to[j];
+                const float old = to[j], new = from[j];
+                /* A mask: two selects on one condition would become a branch per element. */
+                const int32_t wins = -(int32_t)(new > old);
+                winner[j] = (d & wins) | (winner[j] & ~wins);
+                to[j] = new > old ? new : old;
             }
         }
     }
