@@ -38,7 +38,7 @@ class Bags:
 
 def vector(bags: Bags, rows: Floats, distinct: int) -> Floats:
     first, *others = bags.rows_of(distinct)
-    total = rows[first].copy()
+    total: Floats = rows[first].copy()
     for row in others:
         total += rows[row]
     return total
@@ -46,7 +46,7 @@ def vector(bags: Bags, rows: Floats, distinct: int) -> Floats:
 
 def divisor(mode: str, num_ids: int) -> np.float32:
     count = np.float32(max(num_ids, 1))
-    return {"sum": np.float32(1), "mean": count, "sqrt": np.sqrt(count)}[mode]
+    return np.float32({"sum": np.float32(1), "mean": count, "sqrt": np.sqrt(count)}[mode])
 
 
 def pool(mode: str, bags: Bags, rows: Floats) -> tuple[Floats, NDArray[np.int32] | None]:
