@@ -47,12 +47,14 @@ typedef struct {
 
 PERSIA_INLINE void persia_copy(size_t dim, float *restrict to, const float *restrict from)
 {
+    PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++)
         to[j] = from[j];
 }
 
 PERSIA_INLINE void persia_add(size_t dim, float *restrict to, const float *restrict from)
 {
+    PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++)
         to[j] += from[j];
 }
@@ -60,6 +62,7 @@ PERSIA_INLINE void persia_add(size_t dim, float *restrict to, const float *restr
 PERSIA_INLINE void persia_divide(
     size_t dim, float *restrict to, const float *restrict from, float divisor)
 {
+    PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++)
         to[j] = from[j] / divisor;
 }
@@ -132,6 +135,7 @@ PERSIA_INLINE void persia_pool_sum_loop(
         }
         if (mode != PERSIA_SUM && end - begin > 1) {
             const float divisor = persia_divisor(mode, end - begin);
+            PERSIA_ROW_LOOP
             for (size_t j = 0; j < dim; j++)
                 to[j] /= divisor;
         }
@@ -152,6 +156,7 @@ PERSIA_INLINE void persia_pool_max_loop(
         int32_t *restrict winner = argmax + b * dim;
         if (begin == end) {
             memset(to, 0, dim * sizeof(float));
+            PERSIA_ROW_LOOP
             for (size_t j = 0; j < dim; j++)
                 winner[j] = -1;
             continue;
@@ -163,10 +168,12 @@ PERSIA_INLINE void persia_pool_max_loop(
                 dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch);
             if (p == begin) {
                 persia_copy(dim, to, from);
+                PERSIA_ROW_LOOP
                 for (size_t j = 0; j < dim; j++)
                     winner[j] = d;
                 continue;
             }
+            PERSIA_ROW_LOOP
             for (size_t j = 0; j < dim; j++) {
                 const float old = to[j], new = from[j];
                 /* A mask: two selects on one condition would become a branch per element. */
@@ -223,6 +230,7 @@ PERSIA_INLINE void persia_grad_max_loop(
     for (size_t b = 0; b < bags->num_samples; b++) {
         if (skip && skip[b])
             continue;
+        PERSIA_ROW_LOOP
         for (size_t j = 0; j < dim; j++) {
             const int32_t d = argmax[b * dim + j];
             if (d < 0)
