@@ -96,6 +96,7 @@ PERSIA_INLINE void persia_sgd_row(
 {
     (void)s;
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
+    PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++)
         w[j] = persia_bounded(w[j] - lr * persia_decayed(g[j], w[j], decay), bound);
 }
@@ -106,6 +107,7 @@ PERSIA_INLINE void persia_sgd_momentum_row(
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float momentum = o->momentum;
+    PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++) {
         const float velocity = s[j] * momentum + persia_decayed(g[j], w[j], decay);
         s[j] = velocity;
@@ -119,6 +121,7 @@ PERSIA_INLINE void persia_adagrad_row(
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float eps = o->eps, keep = o->g_square_momentum;
+    PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++) {
         const float d = persia_decayed(g[j], w[j], decay);
         const float sum = s[j] * keep + d * d;
@@ -133,6 +136,7 @@ PERSIA_INLINE void persia_adagrad_original_row(
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float eps = o->eps, keep = o->g_square_momentum;
+    PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++) {
         const float d = persia_decayed(g[j], w[j], decay);
         const float sum = s[j];
@@ -149,6 +153,7 @@ PERSIA_INLINE void persia_adagrad_shared_row(
     const float sum = s[0] * o->g_square_momentum + persia_mean_square(w, g, dim, decay);
     const float divisor = sqrtf(sum) + o->eps;
     s[0] = sum;
+    PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++)
         w[j] = persia_bounded(w[j] - lr * persia_decayed(g[j], w[j], decay) / divisor, bound);
 }
@@ -161,6 +166,7 @@ PERSIA_INLINE void persia_adagrad_shared_original_row(
     const float sum = s[0];
     const float divisor = sqrtf(sum + o->eps);
     s[0] = sum * o->g_square_momentum + persia_mean_square(w, g, dim, decay);
+    PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++)
         w[j] = persia_bounded(w[j] - lr * persia_decayed(g[j], w[j], decay) / divisor, bound);
 }
@@ -180,6 +186,7 @@ PERSIA_INLINE void persia_adam_row(
     memcpy(s + 2 * dim, &count, sizeof count);
     const persia_correction_t c =
         count <= o->num_corrections ? o->corrections[count - 1] : persia_correction(o, count);
+    PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++) {
         const float d = persia_decayed(g[j], w[j], decay);
         const float first = beta1 * m[j] + rest1 * d;

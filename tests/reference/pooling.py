@@ -1,0 +1,105 @@
+"""Plain model of ``persia._core.pooling``: f32 additions one row at a time, in order."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Numbers = NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Bags:
+    """One feature: ``slots`` and ``offsets`` as given to the core, possibly None."""
+
+    slots: Numbers | None
+    rounds: int
+    inverse: Numbers
+    offsets: Numbers | None
+
+    def rows_of(self, distinct: int) -> list[int]:
+        if self.slots is None:
+            return [distinct]
+        begin = distinct * self.rounds
+        return [int(row) for row in self.slots[begin : begin + self.rounds]]
+
+    def samples(self) -> list[list[int]]:
+        """The distinct ids of each sample."""
+        ids = [int(number) for number in self.inverse]
+        if self.offsets is None:
+            return [[one] for one in ids]
+        bounds = [int(offset) for offset in self.offsets]
+        return [ids[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def vector(bags: Bags, rows: Floats, distinct: int) -> Floats:
+    first, *others = bags.rows_of(distinct)
+    total: Floats = rows[first].copy()
+    for row in others:
+        total += rows[row]
+    return total
+
+
+def divisor(mode: str, num_ids: int) -> np.float32:
+    count = np.float32(max(num_ids, 1))
+    return np.float32({"sum": np.float32(1), "mean": count, "sqrt": np.sqrt(count)}[mode])
+
+
+def pool(mode: str, bags: Bags, rows: Floats) -> tuple[Floats, NDArray[np.int32] | None]:
+    samples, dim = bags.samples(), rows.shape[1]
+    out = np.zeros((len(samples), dim), np.float32)
+    argmax = np.full((len(samples), dim), -1, np.int32)
+    for b, sample in enumerate(samples):
+        for place, distinct in enumerate(sample):
+            one = vector(bags, rows, distinct)
+            if place == 0:
+                out[b], argmax[b] = one, distinct
+            elif mode == "max":
+                wins = one > out[b]
+                out[b][wins], argmax[b][wins] = one[wins], distinct
+            else:
+                out[b] += one
+        if mode != "max":
+            out[b] /= divisor(mode, len(sample))
+    return out, argmax if mode == "max" else None
+
+
+def pool_grad(
+    mode: str,
+    bags: Bags,
+    grad: Floats,
+    argmax: NDArray[np.int32] | None,
+    skip: NDArray[np.uint8] | None,
+    out: Floats,
+) -> Floats:
+    out = out.copy()
+    for b, sample in enumerate(bags.samples()):
+        if skip is not None and skip[b]:
+            continue
+        if argmax is not None:
+            for j, distinct in enumerate(argmax[b]):
+                for row in bags.rows_of(int(distinct)) if distinct >= 0 else []:
+                    out[row, j] += grad[b, j]
+            continue
+        scaled = grad[b] / divisor(mode, len(sample))
+        for distinct in sample:
+            for row in bags.rows_of(distinct):
+                out[row] += scaled
+    return out
+
+
+def gather(bags: Bags, rows: Floats, num_distinct: int) -> Floats:
+    vectors = [vector(bags, rows, distinct) for distinct in range(num_distinct)]
+    return np.array(vectors, np.float32).reshape(num_distinct, rows.shape[1])
+
+
+def scatter_add(bags: Bags, grad: Floats, out: Floats) -> Floats:
+    out = out.copy()
+    for distinct, row_grad in enumerate(grad):
+        for row in bags.rows_of(distinct):
+            out[row] += row_grad
+    return out
