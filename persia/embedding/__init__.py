@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from persia._rpc.messages import HyperParameters, InitializationSettings
 from persia.config import EmbeddingSchema, Initialization, check_probability
 from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
 
 __all__ = [
     "Constant",
