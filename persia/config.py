@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 import re
 import types
@@ -20,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from persia._core import initial
+from persia._core.optim import MAX_DIM
 from persia.errors import ConfigError
 from persia.logger import get_logger
 from persia.utils import load_yaml, total_memory_bytes
@@ -33,18 +34,6 @@ POOLINGS: tuple[Pooling, ...] = typing.get_args(Pooling)
 
 # Modes that hand out one vector per id, so that there is nothing to sum over.
 _PER_ID: tuple[Pooling, ...] = ("raw", "jagged")
-
-# Parameters of each distribution and their defaults; None where a value must be given.
-INITIALIZATIONS: Mapping[str, Mapping[str, float | None]] = {
-    "uniform": {"lower": -0.01, "upper": 0.01},
-    "normal": {"mean": 0.0, "standard_deviation": 0.01},
-    "truncated_normal": {"mean": 0.0, "standard_deviation": 0.01},
-    "gamma": {"shape": None, "scale": None},
-    "poisson": {"lam": None},
-    "zeros": {},
-    "constant": {"value": None},
-}
-_POSITIVE = ("standard_deviation", "shape", "scale", "lam")
 
 # Bits 49..40 of a sign's hash choose the shard.
 _MAX_SHARDS = 1 << 10
@@ -435,43 +424,21 @@ class Initialization:
     """A distribution of initial values: its name and the parameters by name, all of them."""
 
     method: str
-    """One of INITIALIZATIONS."""
+    """One of those that ``persia._core.initial`` knows."""
 
     options: Mapping[str, float]
     """Parameters; those left out get their defaults."""
 
     def __post_init__(self) -> None:
-        _check_choice("method", self.method, INITIALIZATIONS)
-        known = INITIALIZATIONS[self.method]
-        for name, value in self.options.items():
-            if name not in known:
-                expected = f"expected {', '.join(known)}" if known else "it has none"
-                hint = nearest(name, known)
-                raise ConfigError(f"{name}: not a parameter of {self.method}, {expected}{hint}")
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(f"{name}: expected a number, got {_kind(value)}")
-            if not math.isfinite(value):
-                raise ConfigError(f"{name}: expected a finite number, got {value!r}")
-            if name in _POSITIVE and value <= 0:
-                raise ConfigError(f"{name}: expected a number above 0, got {value!r}")
-        merged: dict[str, float] = {}
-        for name, default in known.items():
-            given = self.options.get(name, default)
-            if given is None:
-                raise ConfigError(f"{name}: {self.method} needs a value for it")
-            merged[name] = float(given)
-        if self.method == "uniform" and not merged["lower"] < merged["upper"]:
-            raise ConfigError(
-                f"lower: must be below upper, got {merged['lower']!r} and {merged['upper']!r}"
-            )
-        object.__setattr__(self, "options", merged)
+        options = initial.complete(self.method, dict(self.options))
+        object.__setattr__(self, "options", options)
 
 
 def _read_initialization(value: object, where: _Where) -> Initialization:
     options = dict(_mapping(value, where))
     method = options.pop("method", None)
     if not isinstance(method, str):
-        raise where.error(f"key 'method' is required: one of {', '.join(INITIALIZATIONS)}")
+        raise where.error(f"key 'method' is required: one of {', '.join(initial.OPTIONS)}")
     try:
         return Initialization(method, typing.cast("dict[str, float]", options))
     except ConfigError as exc:
@@ -507,7 +474,7 @@ class _SlotKeys:
     admit_probability: float | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("dim", self.dim, 1, 0xFFFF)
+        _check_integer("dim", self.dim, 1, MAX_DIM)
         _check_integer("sample_fixed_size", self.sample_fixed_size, 1, 0x7FFFFFFF)
         if self.index_prefix != 0:
             raise ConfigError(

@@ -1,14 +1,15 @@
 """Optimizers of embedding rows. The formulas are those of ``torch.optim``.
 
 An optimizer here holds settings only: the servers step the rows. Every option works; each is
-checked when the object is made.
+checked when the object is made, by the code that will use it.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
+from persia._core.optim import complete
 from persia._rpc import session
 from persia._rpc.messages import OptimizerSettings
 from persia.errors import ConfigError
@@ -16,20 +17,22 @@ from persia.errors import ConfigError
 __all__ = ["SGD", "Adagrad", "Adam", "Optimizer"]
 
 
-def _check(name: str, value: float, low: float = 0.0, below: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
-    if not low <= value < below:
-        bounds = f"in [{low:g}, {below:g})" if below < math.inf else f"of at least {low:g}"
-        raise ConfigError(f"{name}: expected a finite number {bounds}, got {value!r}")
-
-
 class Optimizer(ABC):
     """Base of the optimizers of embedding rows."""
 
+    name: ClassVar[str]
+
     @abstractmethod
+    def options(self) -> dict[str, float | bool]:
+        """Return every option by the name that servers know."""
+
     def settings(self) -> OptimizerSettings:
-        """Return the optimizer as servers are told it."""
+        """Return the optimizer as servers are told it.
+
+        Raises:
+            ConfigError: If an option is out of range.
+        """
+        return OptimizerSettings(self.name, complete(self.name, self.options()))
 
     def apply(self) -> None:
         """Register this optimizer on the servers of the current context.
@@ -60,31 +63,28 @@ class SGD(Optimizer):
 
     Args:
         lr: Learning rate.
-        momentum: Momentum factor in [0, 1); above 0 a row keeps one more vector.
+        momentum: Momentum factor; above 0 a row keeps one more vector.
         weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
 
     Raises:
         ConfigError: If a value is out of range.
     """
 
+    name = "sgd"
+
     def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
-        _check("lr", lr)
-        _check("momentum", momentum, below=1.0)
-        _check("weight_decay", weight_decay)
         self.lr = lr
         self.momentum = momentum
         self.weight_decay = weight_decay
+        self.settings()
 
-    def settings(self) -> OptimizerSettings:
-        """Return the optimizer as servers are told it."""
-        return OptimizerSettings(
-            "sgd",
-            {
-                "lr": float(self.lr),
-                "momentum": float(self.momentum),
-                "weight_decay": float(self.weight_decay),
-            },
-        )
+    def options(self) -> dict[str, float | bool]:
+        """Return every option by the name that servers know."""
+        return {
+            "lr": self.lr,
+            "momentum": self.momentum,
+            "weight_decay": self.weight_decay,
+        }
 
 
 class Adam(Optimizer):
@@ -100,6 +100,8 @@ class Adam(Optimizer):
         ConfigError: If a value is out of range.
     """
 
+    name = "adam"
+
     def __init__(
         self,
         lr: float = 1e-3,
@@ -111,28 +113,21 @@ class Adam(Optimizer):
             beta1, beta2 = betas
         except (TypeError, ValueError):
             raise ConfigError(f"betas: expected two numbers, got {betas!r}") from None
-        _check("lr", lr)
-        _check("betas[0]", beta1, below=1.0)
-        _check("betas[1]", beta2, below=1.0)
-        _check("weight_decay", weight_decay)
-        _check("eps", eps)
         self.lr = lr
         self.betas = (beta1, beta2)
         self.weight_decay = weight_decay
         self.eps = eps
+        self.settings()
 
-    def settings(self) -> OptimizerSettings:
-        """Return the optimizer as servers are told it."""
-        return OptimizerSettings(
-            "adam",
-            {
-                "lr": float(self.lr),
-                "beta1": float(self.betas[0]),
-                "beta2": float(self.betas[1]),
-                "eps": float(self.eps),
-                "weight_decay": float(self.weight_decay),
-            },
-        )
+    def options(self) -> dict[str, float | bool]:
+        """Return every option by the name that servers know."""
+        return {
+            "lr": self.lr,
+            "beta1": self.betas[0],
+            "beta2": self.betas[1],
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
 
 
 class Adagrad(Optimizer):
@@ -157,6 +152,8 @@ class Adagrad(Optimizer):
         ConfigError: If a value is out of range.
     """
 
+    name = "adagrad"
+
     def __init__(
         self,
         lr: float = 1e-2,
@@ -167,30 +164,23 @@ class Adagrad(Optimizer):
         vectorwise_shared: bool = False,
         original_order: bool = False,
     ) -> None:
-        _check("lr", lr)
-        _check("initial_accumulator_value", initial_accumulator_value)
-        _check("weight_decay", weight_decay)
-        _check("g_square_momentum", g_square_momentum)
-        _check("eps", eps)
         self.lr = lr
         self.initial_accumulator_value = initial_accumulator_value
         self.weight_decay = weight_decay
         self.g_square_momentum = g_square_momentum
         self.eps = eps
-        self.vectorwise_shared = bool(vectorwise_shared)
-        self.original_order = bool(original_order)
+        self.vectorwise_shared = vectorwise_shared
+        self.original_order = original_order
+        self.settings()
 
-    def settings(self) -> OptimizerSettings:
-        """Return the optimizer as servers are told it."""
-        return OptimizerSettings(
-            "adagrad",
-            {
-                "lr": float(self.lr),
-                "initial_accumulator_value": float(self.initial_accumulator_value),
-                "weight_decay": float(self.weight_decay),
-                "g_square_momentum": float(self.g_square_momentum),
-                "eps": float(self.eps),
-                "vectorwise_shared": self.vectorwise_shared,
-                "original_order": self.original_order,
-            },
-        )
+    def options(self) -> dict[str, float | bool]:
+        """Return every option by the name that servers know."""
+        return {
+            "lr": self.lr,
+            "initial_accumulator_value": self.initial_accumulator_value,
+            "weight_decay": self.weight_decay,
+            "g_square_momentum": self.g_square_momentum,
+            "eps": self.eps,
+            "vectorwise_shared": self.vectorwise_shared,
+            "original_order": self.original_order,
+        }

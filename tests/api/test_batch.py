@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from persia._rpc import block
@@ -319,6 +319,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=25)
 @given(st.sampled_from(sorted(GOOD_HEADER)), JSON)
 @example("features", [["user", 10**9]])
 @example("features", [["user", -1]])

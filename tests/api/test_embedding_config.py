@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from persia import embedding
+from persia._core.initial import OPTIONS
 from persia._rpc.messages import HyperParameters, InitializationSettings
-from persia.config import INITIALIZATIONS, EmbeddingSchema
+from persia.config import EmbeddingSchema
 from persia.embedding import (
     Constant,
     EmbeddingConfig,
@@ -62,7 +63,7 @@ def test_distributions(values: InitialValues, want: dict[str, float]) -> None:
     assert settings == InitializationSettings(values.method, want)
 
 
-def test_distributions_are_those_of_the_config_with_its_defaults() -> None:
+def test_distributions_are_those_of_the_core_with_its_defaults() -> None:
     classes = [
         item
         for name in embedding.__all__
@@ -77,7 +78,7 @@ def test_distributions_are_those_of_the_config_with_its_defaults() -> None:
         }
         for cls in classes
     }
-    assert mine == {name: dict(options) for name, options in INITIALIZATIONS.items()}
+    assert mine == OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,10 @@ def test_distributions_are_those_of_the_config_with_its_defaults() -> None:
         ({"admit_probability": -0.01}, "admit_probability"),
         ({"admit_probability": math.nan}, "admit_probability"),
         ({"weight_bound": math.nan}, "weight_bound: expected a number, got nan"),
-        ({"emb_initialization": (1.0, -1.0)}, "lower: must be below upper, got 1.0 and -1.0"),
+        (
+            {"emb_initialization": (1.0, -1.0)},
+            "lower must be below upper in f32, got 1.0 and -1.0",
+        ),
         ({"emb_initialization": (1.0,)}, r"expected \(lower, upper\) or a distribution"),
         ({"emb_initialization": 3}, r"expected \(lower, upper\) or a distribution"),
         ({"seed": -1}, r"seed: expected an integer in 0..2\*\*64 - 1, got -1"),
@@ -103,7 +107,7 @@ def test_w39_values_out_of_range_are_refused(arguments: dict[str, Any], message:
 
 
 def test_distributions_check_themselves() -> None:
-    with pytest.raises(ConfigError, match="standard_deviation: expected a number above 0"):
+    with pytest.raises(ConfigError, match="standard_deviation must be above 0"):
         Normal(0.0, -1.0)
 
 

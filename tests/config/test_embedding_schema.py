@@ -177,11 +177,11 @@ BAD = {
     ),
     "dim 0": (
         {"slots_config": {"a": {"dim": 0}}},
-        "slots_config.a: dim: expected an integer in 1..65535, got 0",
+        "slots_config.a: dim: expected an integer in 1..1048576, got 0",
     ),
     "dim beyond": (
-        {"slots_config": {"a": {"dim": 65536}}},
-        "dim: expected an integer in 1..65535, got 65536",
+        {"slots_config": {"a": {"dim": 1048577}}},
+        "dim: expected an integer in 1..1048576, got 1048577",
     ),
     "sample_fixed_size 0": (
         {"slots_config": {"a": {"dim": 8, "sample_fixed_size": 0}}},
@@ -265,11 +265,12 @@ BAD = {
     ),
     "initialization unknown": (
         {"slots_config": {"a": {"dim": 8, "initialization": {"method": "norml"}}}},
-        "got 'norml', did you mean 'normal'?",
+        "slots_config.a.initialization: initialization 'norml' is not known; did you mean "
+        "'normal'?",
     ),
     "initialization option": (
         {"slots_config": {"a": {"dim": 8, "initialization": {"method": "zeros", "mean": 1}}}},
-        "slots_config.a.initialization: mean: not a parameter of zeros, it has none",
+        "slots_config.a.initialization: initialization zeros has no option 'mean'",
     ),
 }
 
