@@ -14,9 +14,17 @@ servers, because the order in which rows are stored does not enter into it.
 """
 
 from __future__ import annotations
+from collections.abc import Iterable, Sequence
+
+from numpy.typing import NDArray
+
+from persia._core.feature_batch import FeatureBatch
+from persia._rpc.messages import Floats, Indices, Numbers, Signs, SlotOutput
+from persia._services.plan import BatchPlan, FeaturePlan
+from persia.config import EmbeddingSchema
+
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,17 +34,7 @@ from persia._core.signs import hash_stack, merge, pack
 from persia._rpc.messages import JaggedOutput, PooledOutput, RawOutput
 from persia.errors import DataError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from persia._core.feature_batch import FeatureBatch
-    from persia._rpc.messages import Floats, Indices, Numbers, Signs, SlotOutput
-    from persia._services.plan import BatchPlan, FeaturePlan
-    from persia.config import EmbeddingSchema
-
-    Mask = NDArray[np.bool_]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +179,12 @@ def is_same_batch(one: PackedBatch, other: PackedBatch) -> bool:
         if not np.array_equal(mine.signs, theirs.signs):
             return False
     for a, b in zip(one.features, other.features, strict=True):
-        if (a.ids.offsets is None) is not (b.ids.offsets is None):
+        ours, other_ids = a.ids, b.ids
+        if (ours.offsets is None) is not (other_ids.offsets is None):
             return False
-        if a.ids.offsets is not None and not np.array_equal(a.ids.offsets, b.ids.offsets):
+        if not np.array_equal(_offsets(ours), _offsets(other_ids)):
             return False
-        if not np.array_equal(a.ids.inverse, b.ids.inverse):
+        if not np.array_equal(ours.inverse, other_ids.inverse):
             return False
     return True
 
@@ -219,7 +218,13 @@ def pool_outputs(
         if plan.pooled >= 0:
             out = pooled[plan.table][plan.pooled]
             argmax = pool(
-                slot.pooling, source, feature.slots, feature.rounds, ids.inverse, ids.offsets, out
+                slot.pooling,
+                source,
+                feature.slots,
+                feature.rounds,
+                ids.inverse,
+                ids.offsets,
+                out,
             )
             outputs.append(PooledOutput(slot.name, out))
         elif slot.pooling == "raw":
@@ -281,18 +286,18 @@ def sum_gradients(
     all_sums = []
     for number, table in enumerate(batch.tables):
         sums = np.zeros((len(table.signs), batch.plan.tables[number].dim), np.float32)
-        present = [place for place in places[number] if gradients[place] is not None]
-        for place in present:
-            _accumulate(batch, place, gradients[place], maxima[place], None, sums)
+        present = {place: g for place in places[number] if (g := gradients[place]) is not None}
+        for place, gradient in present.items():
+            _accumulate(batch, place, gradient, maxima[place], None, sums)
         # No finite sum has a term that is not: where all sums are finite, so were the
         # gradients, and they need not be looked at one by one.
         skips: dict[int, NDArray[np.uint8]] = {}
         bad = nonfinite(sums)
         if bad.any():
-            skips = {place: nonfinite(gradients[place]) for place in present}
+            skips = {place: nonfinite(gradient) for place, gradient in present.items()}
             sums[:] = 0.0
-            for place, skip in skips.items():
-                _accumulate(batch, place, gradients[place], maxima[place], skip, sums)
+            for place, gradient in present.items():
+                _accumulate(batch, place, gradient, maxima[place], skips[place], sums)
             bad = nonfinite(sums)
         keep = None
         if skips or len(present) < len(places[number]):
@@ -309,14 +314,12 @@ def sum_gradients(
 def _accumulate(
     batch: PackedBatch,
     place: int,
-    gradient: Floats | None,
+    gradient: Floats,
     argmax: NDArray[np.int32] | None,
     skip: NDArray[np.uint8] | None,
     sums: Floats,
 ) -> None:
     """Add one feature's gradient to the sums of its table, without the rows in ``skip``."""
-    if gradient is None:
-        return
     feature, plan = batch.features[place], batch.plan.features[place]
     out = sums[feature.start : feature.stop]
     if plan.pooled >= 0:
@@ -372,7 +375,7 @@ def _mark_reached(
 def _count_overflows(
     batch: PackedBatch,
     number: int,
-    present: list[int],
+    present: Iterable[int],
     overflowed: Mask,
     counts: GradientCounts,
 ) -> None:

@@ -14,6 +14,22 @@ A plain object: embedded mode calls it, a transport serves it. Any thread may ca
 """
 
 from __future__ import annotations
+from collections.abc import Callable, Mapping, Sequence
+
+from numpy.typing import NDArray
+
+from persia._rpc.messages import (
+    BatchGradients,
+    Floats,
+    HyperParameters,
+    Numbers,
+    OptimizerSettings,
+    ParameterServer,
+    SlotGradient,
+    UpdateReply,
+)
+from persia._services.batch import GradientCounts, PackedBatch, TableSums
+from persia.config import EmbeddingSchema, EmbeddingWorkerConfig
 
 import secrets
 import threading
@@ -21,7 +37,7 @@ import time
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -49,23 +65,6 @@ from persia.errors import (
 )
 from persia.logger import get_logger
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from persia._rpc.messages import (
-        BatchGradients,
-        Floats,
-        HyperParameters,
-        Numbers,
-        OptimizerSettings,
-        ParameterServer,
-        SlotGradient,
-        UpdateReply,
-    )
-    from persia._services.batch import GradientCounts, PackedBatch, TableSums
-    from persia.config import EmbeddingSchema, EmbeddingWorkerConfig
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -142,7 +141,9 @@ class EmbeddingWorker:
         # Upper bits are this worker's incarnation: a ref of one that died must not mean
         # another batch to its successor.
         self._next_ref = secrets.randbits(31) << 32
-        self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()  # least recently used first
+        self._in_flight: OrderedDict[int, _InFlight] = (
+            OrderedDict()
+        )  # least recently used first
         self._ref_of_batch: dict[int, int] = {}  # batch id -> latest registered ref
         self._retired: OrderedDict[int, tuple[tuple[int, int], UpdateReport]] = OrderedDict()
         self._counts: Counter[str] = Counter()
@@ -560,9 +561,7 @@ class EmbeddingWorker:
                 )
             if not isinstance(signs, np.ndarray) or signs.dtype != np.uint64:
                 raise DataTypeError(f"table {part.table}: expected signs as uint64 array")
-            order, starts = route(
-                np.ascontiguousarray(signs), self._owners, len(self._servers)
-            )
+            order, starts = route(np.ascontiguousarray(signs), self._owners, len(self._servers))
             for server in range(len(self._servers)):
                 chosen = order[starts[server] : starts[server + 1]]
                 if len(chosen):

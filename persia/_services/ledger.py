@@ -16,15 +16,13 @@ neither applied twice nor dropped in silence.
 """
 
 from __future__ import annotations
+from collections.abc import Callable
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from persia.errors import StoreError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Far more than any staleness bound in use; an outcome takes about 100 bytes.
 WINDOW = 4096

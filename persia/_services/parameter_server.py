@@ -9,10 +9,24 @@ Any thread may call any method.
 """
 
 from __future__ import annotations
+from collections.abc import Mapping, Sequence
+
+from numpy.typing import NDArray
+
+from persia._rpc.messages import (
+    HyperParameters,
+    LookupRequest,
+    OptimizerSettings,
+    Signs,
+    TableGradients,
+    TableSigns,
+    UpdateRequest,
+)
+from persia.config import EmbeddingSchema, ParameterServerConfig, Table
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,21 +45,8 @@ from persia._services.plan import schema_fingerprint
 from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
 from persia.logger import get_logger
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
-    from numpy.typing import DTypeLike, NDArray
-
-    from persia._rpc.messages import (
-        HyperParameters,
-        LookupRequest,
-        OptimizerSettings,
-        Signs,
-        TableGradients,
-        TableSigns,
-        UpdateRequest,
-    )
-    from persia.config import EmbeddingSchema, ParameterServerConfig, Table
+Element = TypeVar("Element", bound=np.generic)
 
 _logger = get_logger("persia.parameter_server")
 
@@ -491,8 +492,8 @@ def _row_optimizer(optimizer: OptimizerSettings, settings: HyperParameters) -> R
 
 
 def _array(
-    name: str, table: Table, array: NDArray[np.generic], dtype: DTypeLike, ndim: int
-) -> NDArray[np.generic]:
+    name: str, table: Table, array: NDArray[Element], dtype: type[Element], ndim: int
+) -> NDArray[Element]:
     """Return ``array`` in C order.
 
     Raises:

@@ -9,19 +9,17 @@ order of their first feature in the batch, which also is the order of use of the
 """
 
 from __future__ import annotations
+from collections.abc import Iterable
+
+from persia.config import EmbeddingSchema, Slot
 
 import difflib
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from persia.errors import DataError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from persia.config import EmbeddingSchema, Slot
 
 POOLED = frozenset(("sum", "mean", "sqrt", "max"))
 

@@ -135,12 +135,10 @@ class ReferenceJob:
         if slot.pooling == "mean":
             return np.float32(max(count, 1))
         if slot.pooling == "sqrt":
-            return np.sqrt(np.float32(max(count, 1)))
+            return np.float32(np.sqrt(np.float32(max(count, 1))))
         return np.float32(1.0)
 
-    def update(
-        self, batch: dict[str, Samples], gradients: dict[str, Floats | None]
-    ) -> Report:
+    def update(self, batch: dict[str, Samples], gradients: dict[str, Floats | None]) -> Report:
         """One step for each sign that a finite gradient reaches."""
         report = Report()
         sums: dict[int, Floats] = {}

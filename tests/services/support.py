@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia._core.feature_batch import FeatureBatch
+from persia._core.hashing import owners, route
 from persia._rpc.messages import (
     BatchGradients,
     HyperParameters,
@@ -15,6 +16,8 @@ from persia._rpc.messages import (
     InitializationSettings,
     LookupResult,
     OptimizerSettings,
+    PooledOutput,
+    RawOutput,
     SlotGradient,
     TableSigns,
 )
@@ -65,7 +68,7 @@ CONFIG: dict[str, Any] = {
 SCHEMA = EmbeddingSchema.load(CONFIG)
 
 SETTINGS = HyperParameters(
-    InitializationSettings("uniform", {"lower": -1.0, "upper": 1.0}), 1.0, 0.0, 7
+    InitializationSettings("uniform", {"lower": -1.0, "upper": 1.0}), 1.0, 10.0, 7
 )
 SGD = OptimizerSettings("sgd", {"lr": 0.5})
 ADAM = OptimizerSettings("adam", {"lr": 0.1})
@@ -123,27 +126,27 @@ def make_worker(
 
 
 def gradient(
-    result: LookupResult, update_id: tuple[int, int] = (0, 0), scale: float = 1.0, **by_name: Any
+    result: LookupResult,
+    update_id: tuple[int, int] = (0, 0),
+    by_name: dict[str, Any] | None = None,
 ) -> BatchGradients:
     """Gradients of a lookup: those given by name, ones elsewhere."""
     if result.ref is None:
         raise ValueError("a lookup without gradients")
     slots = []
     for output in result.outputs:
-        values = output.values if hasattr(output, "values") else output.rows
-        if hasattr(output, "sample_fixed_size"):
-            values = values[1:]
-        given = by_name.get(output.name, np.ones_like(values))
+        values = output.values if isinstance(output, PooledOutput) else output.rows
+        if isinstance(output, RawOutput):
+            values = values[1:]  # row 0 is the padding's
+        given = (by_name or {}).get(output.name, np.ones_like(values))
         slots.append(SlotGradient(output.name, given))
-    return BatchGradients(result.ref, update_id, tuple(slots), scale)
+    return BatchGradients(result.ref, update_id, tuple(slots))
 
 
 def read_rows(
     servers: list[ParameterServer], signs: dict[int, list[int]]
 ) -> dict[int, NDArray[np.float32]]:
     """Rows with their state, by sign, of the signs listed by table."""
-    from persia._core.hashing import owners, route
-
     rows = {}
     owner = owners(len(servers))
     for table, wanted in signs.items():
@@ -152,6 +155,7 @@ def read_rows(
         for index, server in enumerate(servers):
             mine = array[order[starts[index] : starts[index + 1]]]
             (entries,) = server.read_embedding([TableSigns(table, mine)])
+            assert entries.states is not None
             for sign, values, state in zip(
                 entries.signs.tolist(),
                 entries.values,

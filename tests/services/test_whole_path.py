@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from persia._rpc.messages import BatchGradients, LookupResult, SlotGradient
+from persia._services.embedding_worker import EmbeddingWorker
+from persia._services.parameter_server import ParameterServer
 from tests.reference.worker import ReferenceJob, Samples, distinct
 from tests.services.support import (
     ADAGRAD,
@@ -79,18 +82,31 @@ def test_one_two_and_four_servers_are_the_plain_python_job(
 ) -> None:
     job = ReferenceJob(SCHEMA, SETTINGS, optimizer)
     clusters = [make_servers(n, optimizer=optimizer) for n in (1, 2, 4)]
-    workers = [make_worker(servers) for servers in clusters]
-    rng = np.random.default_rng(seed)
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(contextlib.closing(make_worker(servers)))
+            for servers in clusters
+        ]
+        run_steps(job, clusters, workers, steps, np.random.default_rng(seed))
+
+
+def run_steps(
+    job: ReferenceJob,
+    clusters: list[list[ParameterServer]],
+    workers: list[EmbeddingWorker],
+    steps: list[dict[str, Samples]],
+    rng: np.random.Generator,
+) -> None:
     for number, batch in enumerate(steps):
         wanted = job.lookup(batch, is_training=True)
         grads = draw_gradients(job, batch, rng)
         report = job.update(batch, grads)
-        signs = {table.number: [] for table in SCHEMA.tables}
+        signs: dict[int, list[int]] = {}
         for name, samples in batch.items():
             slot = SCHEMA.slots[name]
             for x in distinct(job.kept(name, samples)):
-                signs[slot.table] += job.signs_of(slot, x)
-        signs = {table: sorted(set(wanted)) for table, wanted in signs.items()}
+                signs.setdefault(slot.table, []).extend(job.signs_of(slot, x))
+        signs = {table: sorted(set(of_table)) for table, of_table in signs.items()}
         for servers, worker in zip(clusters, workers, strict=True):
             result = worker.lookup_direct(features(batch, number))
             assert [output.name for output in result.outputs] == list(batch)
@@ -106,8 +122,6 @@ def test_one_two_and_four_servers_are_the_plain_python_job(
             for sign, row in rows.items():
                 assert row.tobytes() == job.rows[sign].tobytes(), hex(sign)
             assert sum(worker.get_embedding_size()) == len(job.rows)
-    for worker in workers:
-        worker.close()
 
 
 @settings(max_examples=30)
