@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Derandomized throughout: a test that fails today fails tomorrow. ``deep`` runs by hand, with
 # --hypothesis-profile=deep.

@@ -19,9 +19,7 @@ EDGE_IDS = sorted({0, MAX_ID} | {2**bit + side for bit in range(1, 64) for side 
 
 def ids() -> st.SearchStrategy[int]:
     """Any u64, with repeats and edges far more often than chance would bring."""
-    return st.one_of(
-        st.integers(0, 7), st.sampled_from(EDGE_IDS), st.integers(0, MAX_ID)
-    )
+    return st.one_of(st.integers(0, 7), st.sampled_from(EDGE_IDS), st.integers(0, MAX_ID))
 
 
 def id_lists(max_size: int = 60) -> st.SearchStrategy[list[int]]:
@@ -93,20 +91,23 @@ class Damage(NamedTuple):
 @st.composite
 def damaged_offsets(draw: st.DrawFn) -> Damage:
     """Sound offsets with exactly one thing wrong."""
-    lengths = draw(st.lists(st.integers(0, 5), min_size=2, max_size=8))
+    lengths = draw(st.lists(st.integers(1, 5), min_size=3, max_size=8))
     offsets = np.cumsum([0, *lengths])
     total = int(offsets[-1])
-    kind = draw(st.sampled_from(["start", "decrease", "beyond", "short", "none"]))
+    kind = draw(st.sampled_from(["start", "decrease", "reach", "beyond", "short", "none"]))
     dtype = draw(st.sampled_from([np.int32, np.int64]))
     if kind == "start":
         offsets[0] = draw(st.sampled_from([-1, 1, 7]))
         message = "offsets start"
     elif kind == "decrease":
+        place = draw(st.integers(2, len(lengths) - 1))
+        offsets[place] = offsets[place - 1] - 1
+        message = "offsets decrease"
+    elif kind == "reach":
         place = draw(st.integers(1, len(lengths) - 1))
         offsets[place] = draw(st.sampled_from([total + 1, 2**31 - 1]))
-        message = "offsets decrease"
+        message = "offsets reach"
     elif kind == "beyond":
-        total = int(offsets[-1])
         offsets[-1] += draw(st.integers(1, 9))
         message = "offsets end"
     elif kind == "short":

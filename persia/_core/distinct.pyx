@@ -15,10 +15,10 @@ Invariants, true between calls:
     I2  At most half the entries are used, so that a probe always ends.
     I3  Between a value's first slot and its entry no entry is 0.
 
-Cost: 4 bytes an entry, at most 16 for each value announced. A number of values larger than the
-cache costs two dependent misses each, so a block of values is hashed and fetched ahead before
-the first of them is probed. The table never grows: it is sized for values that are all distinct,
-and a batch's table lives for one call only.
+Cost: 4 bytes an entry, at most 16 for each value announced. Where the table is larger than the
+cache, a value costs two dependent misses, so a block of them is hashed and fetched ahead before
+the first is probed. The table never grows: it is sized for values that are all distinct, and
+a batch's table lives for one call only.
 
 A thread may number while others do; each has its own ``Distinct``.
 """

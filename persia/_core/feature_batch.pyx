@@ -21,8 +21,8 @@ Invariants, true from construction on:
 Any u64 is an id, 0 and 2**64 - 1 included. There is no limit of 65,535 on samples or ids;
 positions are u32, which ends at 2**32 - 2 ids of one feature in one batch.
 
-Not taken: sorting (loses the first-seen order, which the reproducible mode needs, and costs four
-times as much at 4096 ids), and one table for all features (cache misses, and no threads).
+Not taken: sorting, which loses the first-seen order that the reproducible mode needs; and one
+table for all features, which would leave the cache and allow no threads.
 """
 
 from cython cimport final
@@ -313,7 +313,7 @@ cdef class FeatureBatch:
     def truncated(self, limit):
         """Return a batch with the first ``limit`` ids of each sample, in their order.
 
-        Distinct ids of which no occurrence is left are left out, and first-seen order is that of
+        Distinct ids without an occurrence left are left out, and first-seen order is that of
         what remains. Returns this object if there is nothing to cut.
 
         Raises:
@@ -339,10 +339,10 @@ cdef class FeatureBatch:
         cdef size_t num_samples = self.batch_size
         cdef ndarray inverse = new_u32(num_kept)
         cdef ndarray offsets = new_u32(num_samples + 1)
-        cdef const uint32_t *old_inverse = <const uint32_t *>PyArray_DATA(<ndarray>self.inverse)
+        cdef const uint32_t *old = <const uint32_t *>PyArray_DATA(<ndarray>self.inverse)
         cdef uint32_t *new_inverse = <uint32_t *>PyArray_DATA(inverse)
         cdef uint32_t *new_edges = <uint32_t *>PyArray_DATA(offsets)
-        cdef const uint64_t *old_values = <const uint64_t *>PyArray_DATA(<ndarray>self.distinct)
+        cdef const uint64_t *ids = <const uint64_t *>PyArray_DATA(<ndarray>self.distinct)
         cdef uint64_t *new_values
         cdef ndarray distinct
         cdef size_t count, number
@@ -354,13 +354,13 @@ cdef class FeatureBatch:
             with nogil:
                 memset(numbers, 0xFF, num_distinct * sizeof(uint32_t))
                 count = renumber(
-                    old_inverse, edges, num_samples, most,
+                    old, edges, num_samples, most,
                     new_inverse, new_edges, numbers, numbers + num_distinct
                 )
             distinct = new_u64(count)
             new_values = <uint64_t *>PyArray_DATA(distinct)
             for number in range(count):
-                new_values[number] = old_values[numbers[num_distinct + number]]
+                new_values[number] = ids[numbers[num_distinct + number]]
         finally:
             free(numbers)
         cdef FeatureBatch batch = FeatureBatch.__new__(FeatureBatch)

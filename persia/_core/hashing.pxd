@@ -8,7 +8,7 @@ cdef enum:
 
 
 cdef inline uint64_t mix64(uint64_t x) noexcept nogil:
-    """The first output of SplitMix64 seeded with ``x`` (Steele, Lea, Flood 2014): a bijection."""
+    """First output of SplitMix64 seeded with ``x`` (Steele, Lea, Flood 2014): a bijection."""
     x += <uint64_t>0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * <uint64_t>0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * <uint64_t>0x94D049BB133111EB

@@ -5,8 +5,8 @@
     sign =  |    group + 1    |        id & (2**(64-b) - 1)       |
             +-----------------+-----------------------------------+
 
-``b`` is ``feature_index_prefix_bit``. A mask rather than the original's modulus by 2**(64-b) - 1:
-no division, and the last id is not folded onto 0. Bits that the mask takes away are counted,
+``b`` is ``feature_index_prefix_bit``. A mask, not the original's modulus by 2**(64-b) - 1: no
+division, and the last id is not folded onto 0. Ids that lose bits to the mask are counted,
 because two ids of the user may now share a row. Groups count from 1 in a sign, so a prefix of
 zero belongs to nobody and marks a number that did not fit.
 """

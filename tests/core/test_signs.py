@@ -33,7 +33,9 @@ def test_w06_groups_beyond_the_prefix(bits: int) -> None:
     most = 2**bits - 1
     assert signs.prefix_of(most - 1, bits) >> (64 - bits) == most
     for group in (-1, most, most + 1):
-        with pytest.raises(ConfigError, match=rf"hold {most} feature groups.* got group {group}"):
+        with pytest.raises(
+            ConfigError, match=rf"hold {most} feature groups.* got group {group}"
+        ):
             signs.prefix_of(group, bits)
 
 

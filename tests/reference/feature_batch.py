@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from tests.reference.distinct import number
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -14,8 +18,7 @@ class FeatureBatch:
 
     @classmethod
     def from_csr(cls, values: Sequence[int], offsets: Sequence[int]) -> FeatureBatch:
-        edges = zip(offsets[:-1], offsets[1:], strict=True)
-        return cls([list(values[start:end]) for start, end in edges])
+        return cls([list(values[start:end]) for start, end in pairwise(offsets)])
 
     @property
     def ids(self) -> list[int]:

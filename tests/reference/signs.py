@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tests.reference.distinct import number
 from tests.reference.hashing import mix64
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 def prefix_of(group: int, prefix_bits: int) -> int:
     """Groups count from 0, prefixes from 1: an all-zero prefix belongs to nobody."""
-    if group + 1 >= 2**prefix_bits:
+    if group + 1 >= 1 << prefix_bits:
         raise ValueError(group)
-    return (group + 1) * 2 ** (64 - prefix_bits)
+    return (group + 1) << (64 - prefix_bits)
 
 
 def pack(ids: Sequence[int], prefix: int, prefix_bits: int) -> tuple[list[int], int]:

@@ -1,0 +1,132 @@
+# What CI runs, by name. `make` alone lists the targets.
+#
+# Everything is installed into .venv; PYTHON chooses the interpreter that makes it:
+#     make test PYTHON=python3.12
+
+PYTHON ?= python3
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+
+SOURCES := setup.py $(wildcard persia/_core/*.pyx persia/_core/*.pxd persia/_core/*.h)
+# What a build under build/ needs; .so files stay behind, so that no two builds mix.
+TREE := setup.py pyproject.toml README.md LICENSE persia tests
+
+.DEFAULT_GOAL := help
+.PHONY: help demo build test test-slow test-all lint format debug asan bench wheel wheels clean
+.SILENT: help
+
+help:  ## list the targets
+	sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @ 2>/dev/null \
+	  || sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1  \2/p' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## build, install, and train a click model in embedded mode
+	$(BIN)/python examples/quickstart/train.py
+
+# --- the environment ---------------------------------------------------------------------
+#
+# Stamps, so that nothing is installed twice: .created, .installed (what a user needs) and
+# .dev (what a developer needs as well). The install is editable: one .venv serves both.
+
+$(VENV)/.created:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: no $(PYTHON) here. On Debian or Ubuntu: sudo apt install python3 python3-venv python3-dev" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "make: persia needs Python 3.10 or later; $(PYTHON) is $$($(PYTHON) -V). Name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "make: $(PYTHON) has no venv. On Debian or Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())' || { \
+	  echo "make: $(PYTHON) has no C headers (Python.h). On Debian or Ubuntu: sudo apt install python3-dev" >&2; exit 1; }
+	@compiler='$(or $(filter-out cc,$(CC)),cc)'; for word in $$compiler; do command -v $$word >/dev/null || { \
+	  echo "make: no C compiler: '$$word' is not here. On Debian or Ubuntu: sudo apt install gcc" >&2; exit 1; }; done
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt $(SOURCES)
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+# --- building and testing -----------------------------------------------------------------
+
+build: $(VENV)/.dev  ## compile the extensions in place
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+# A worker per core, and one thread of torch in each. A file stays with one worker, because what
+# it sets up once (an sdist, a trained model) would otherwise be set up by each.
+TEST := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
+
+test: build  ## the fast tier: no GPU, no network, under three minutes on two cores
+	$(TEST) -m "not slow and not cuda"
+
+test-slow: build  ## what `make test` leaves out; cuda where there is a device
+	$(TEST) -m "slow or cuda"
+
+test-all: test test-slow  ## every tier
+
+lint: build  ## style, types, Cython, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PATH="$(BIN):$$PATH" cython-lint persia
+	$(BIN)/codespell
+
+format:  ## let ruff write the style it checks
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# A build of its own kind lives in a copy of the tree, where its objects mix with no others.
+# Files that are gone from the tree go from the copy too; its extensions stay for the next time.
+define copy_tree
+mkdir -p build/$(1)
+find build/$(1) -type f ! -path 'build/$(1)/build/*' ! -name '*.so' ! -name '*.c' -delete
+tar -cf - --exclude='*.so' --exclude='*.c' --exclude=__pycache__ $(TREE) | tar -xf - -C build/$(1)
+endef
+
+debug: $(VENV)/.dev  ## bounds checks and invariant walks; runs the core tests on them
+	$(call copy_tree,debug)
+	cd build/debug && PERSIA_DEBUG=1 $(BIN)/python setup.py --quiet build_ext --inplace
+	cd build/debug && PYTHONPATH=$(CURDIR)/build/debug $(TEST) tests/core -m "not cuda and not slow"
+
+# The interpreter is not built with the sanitizers, so their runtimes are loaded before it.
+# libstdc++ comes along because the runtime looks for its throw function once, at the start.
+# Leaks are not asked for: CPython keeps memory to its end by design.
+RUNTIMES = $(shell for name in libasan.so libubsan.so libstdc++.so; do gcc -print-file-name=$$name; done)
+SANITIZED = LD_PRELOAD="$(RUNTIMES)" PYTHONMALLOC=malloc \
+  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:strict_init_order=1 \
+  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+
+asan: $(VENV)/.dev  ## the core tests under AddressSanitizer and UBSan (gcc)
+	$(call copy_tree,asan)
+	cd build/asan && CC=gcc PERSIA_DEBUG=1 PERSIA_SANITIZE=address,undefined \
+	  $(BIN)/python setup.py --quiet build_ext --inplace
+	cd build/asan && $(SANITIZED) PYTHONPATH=$(CURDIR)/build/asan \
+	  $(TEST) tests/core -m "not cuda and not slow"
+
+bench: build  ## product and peers, interleaved in one run
+	$(BIN)/python -m tests.benchmarks $(BENCH)
+
+# --- packages -----------------------------------------------------------------------------
+
+wheel: $(VENV)/.dev  ## sdist, wheel from the sdist, checked and repaired by auditwheel
+	rm -rf dist wheelhouse
+	CFLAGS="$(CFLAGS) -g0" $(BIN)/python -m build
+	if [ "$$(uname)" = Linux ]; then \
+	  PATH="$(BIN):$$PATH" $(BIN)/auditwheel show dist/*.whl && \
+	  PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair -w wheelhouse dist/*.whl; \
+	fi
+
+wheels: $(VENV)/.dev  ## all wheels, by cibuildwheel (needs Docker on Linux)
+	$(PIP) install 'cibuildwheel>=3.2'
+	$(BIN)/cibuildwheel --output-dir wheelhouse
+
+clean:  ## forget every build and the environment
+	rm -rf build dist wheelhouse $(VENV) persia.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -f persia/_core/*.c persia/_core/*.so persia/_core/*.html
+	find persia tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

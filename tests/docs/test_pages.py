@@ -1,0 +1,117 @@
+"""What the pages say is tried: code runs, commands exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+MAKE = re.compile(r"(?:^|[`$(]\s*)make ([a-z][a-z-]*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the word after it (a file name), its text and line."""
+
+    language: str
+    file: str
+    text: str
+    line: int
+
+
+def blocks(text: str) -> list[Block]:
+    found = []
+    for match in FENCE.finditer(text):
+        language, _, file = match[1].strip().partition(" ")
+        line = text.count("\n", 0, match.start()) + 2
+        found.append(Block(language, file.strip(), match[2], line))
+    return found
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def pages_with(*languages: str) -> list[Path]:
+    return [p for p in PAGES if any(b.language in languages for b in blocks(p.read_text()))]
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    """In order, in one process, in a folder that holds the blocks which name a file."""
+    program = ["import os, sys"]
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+        if block.language == "python":
+            # Compiled with the page's own name and lines, so that a traceback points there.
+            source = "\n" * (block.line - 1) + block.text
+            program.append(f"exec(compile({source!r}, {name_of(page)!r}, 'exec'), globals())")
+    (tmp_path / "__page__.py").write_text("\n".join(program), encoding="utf-8")
+    command = [sys.executable, "-W", "error", "__page__.py"]
+    ran = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert ran.returncode == 0, f"{name_of(page)}:\n{ran.stdout}\n{ran.stderr}"
+
+
+def _environment() -> dict[str, str]:
+    """This process's, in embedded mode, with this checkout's persia."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PERSIA_")}
+    return kept | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.parametrize("page", pages_with("yaml", "yml"), ids=name_of)
+def test_yaml_blocks_are_what_the_loaders_take(page: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    from persia.config import EmbeddingSchema, GlobalConfig
+
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language in {"yaml", "yml"}:
+            content = yaml.safe_load(block.text)
+            is_schema = bool({"slots_config", "slot_configs", "slot_config"} & content.keys())
+            (EmbeddingSchema if is_schema else GlobalConfig).load(content)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_targets_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    named = set()
+    text = page.read_text(encoding="utf-8")
+    for block in blocks(text):
+        named |= set(MAKE.findall(block.text))
+    named |= set(re.findall(r"`make ([a-z][a-z-]*)", text))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        path = target.partition("#")[0]
+        if path and "://" not in path and not path.startswith("mailto:"):
+            assert (page.parent / path).exists(), target
+
+
+def test_the_reader_of_blocks_reads() -> None:
+    text = "# x\n\n```python\na = 1\n```\n\n```yaml c.yml\nb: 2\n```\n"
+    assert blocks(text) == [
+        Block("python", "", "a = 1\n", 3 + 1),
+        Block("yaml", "c.yml", "b: 2\n", 8),
+    ]

@@ -1,0 +1,159 @@
+"""Every way of installing gives the same package: wheel from sdist, pip install, editable."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.meta.sources import CORE, ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+# What only a source tree has.
+SOURCE_ONLY = {".pyx", ".c", ".html", ".pyc"}
+NEEDED = ("build", "Cython", "setuptools")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    ran = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, check=False, timeout=500
+    )
+    assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources as a fresh clone has them."""
+    for module in NEEDED:
+        pytest.importorskip(module)
+    target = tmp_path_factory.mktemp("checkout") / "persia"
+    generated = shutil.ignore_patterns(
+        *(".git", ".venv*", ".*_cache", ".hypothesis", ".benchmarks", "__pycache__", "data"),
+        *("build", "dist", "wheelhouse", "*.egg-info", "*.so", "*.c", "*.html"),
+    )
+    shutil.copytree(ROOT, target, ignore=generated)
+    return target
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    build = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(out)]
+    run(*build, cwd=checkout)
+    (archive,) = out.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel_files(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names in the wheel that is built from the sdist and from nothing else."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(folder, filter="data")
+        else:
+            archive.extractall(folder)
+    (unpacked,) = folder.iterdir()
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+    ]
+    run(*build, cwd=unpacked)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive_of_wheel:
+        names = archive_of_wheel.namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"persia"}
+    return {name for name in names if name.startswith("persia/")}
+
+
+def environment(folder: Path) -> Path:
+    """An empty environment that sees this one's libraries, but not its persia; its Python."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    site = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
+    )
+    # Named in a .pth file, a folder joins sys.path, but its own .pth files are not read: an
+    # editable persia in it stays out of sight.
+    Path(site.strip(), "outer.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    return python
+
+
+def layout(python: Path, where: Path) -> set[str]:
+    """Files of the persia that ``python`` imports, after importing all of its core."""
+    modules = [f"persia._core.{source.stem}" for source in sorted(CORE.glob("*.pyx"))]
+    code = "\n".join([*(f"import {module}" for module in modules), "print(persia.__file__)"])
+    package = Path(run(python, "-c", code, cwd=where).strip()).parent
+    return {
+        f"persia/{path.relative_to(package)}"
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix not in SOURCE_ONLY
+    }
+
+
+def test_wheel_from_sdist_has_everything(wheel_files: set[str]) -> None:
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    wanted = {"persia/py.typed", "persia/_core/__init__.pxd"}
+    wanted |= {f"persia/_core/{header.name}" for header in CORE.glob("*.h")}
+    for source in CORE.glob("*.pyx"):
+        wanted |= {f"persia/_core/{source.stem}{end}" for end in (suffix, ".pyi", ".pxd")}
+    assert wanted <= wheel_files
+    assert not {name for name in wheel_files if Path(name).suffix in SOURCE_ONLY}
+
+
+def test_pip_install_gives_the_layout_of_the_wheel(
+    checkout: Path, wheel_files: set[str], tmp_path: Path
+) -> None:
+    python = environment(tmp_path / "venv")
+    install = [
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--ignore-installed",
+    ]
+    run(python, *install, str(checkout), cwd=tmp_path)
+    assert layout(python, tmp_path) == wheel_files
+
+
+def test_editable_install_gives_the_layout_of_the_wheel(
+    checkout: Path, wheel_files: set[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "persia"
+    shutil.copytree(checkout, source, ignore=shutil.ignore_patterns("build", "*.c"))
+    python = environment(tmp_path / "venv")
+    install = [
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--ignore-installed",
+    ]
+    run(python, *install, "-e", str(source), cwd=tmp_path)
+    # Not from the folder that holds the checkout: it would be imported as a namespace.
+    assert layout(python, tmp_path / "venv") == wheel_files
+
+
+def test_sdist_carries_sources_and_nothing_generated(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "Makefile", "constraints.txt", "pyproject.toml", "setup.py"} <= names
+    assert {f"persia/_core/{source.name}" for source in CORE.glob("*.pyx")} <= names
+    assert {f"tests/meta/{path.name}" for path in Path(__file__).parent.glob("*.py")} <= names
+    assert not {name for name in names if Path(name).suffix in SOURCE_ONLY - {".pyx"} | {".so"}}

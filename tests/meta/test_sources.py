@@ -1,0 +1,171 @@
+"""Rules that every source file of the package keeps."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.meta.sources import CORE, PACKAGE, ROOT, cython_files, module_name, python_files
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_only_env_reads_the_environment() -> None:
+    wrong = []
+    for path in python_files():
+        if path == PACKAGE / "env.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.attr if isinstance(node, ast.Attribute) else None
+            name = node.name if isinstance(node, ast.alias) else name
+            if name in ENVIRONMENT:
+                wrong.append(where(path, getattr(node, "lineno", 0)))
+    for path in cython_files():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if re.search(r"\b(" + "|".join(ENVIRONMENT) + r")\b", line.partition("#")[0]):
+                wrong.append(where(path, number))
+    assert not wrong
+
+
+def test_nothing_is_asserted_in_the_package() -> None:
+    wrong = []
+    for path in python_files():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        wrong += [where(path, n.lineno) for n in ast.walk(tree) if isinstance(n, ast.Assert)]
+    for path in cython_files():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if re.match(r"\s*assert\b", line):
+                wrong.append(where(path, number))
+    assert not wrong
+
+
+def test_sources_are_ascii() -> None:
+    headers = sorted(PACKAGE.rglob("*.h"))
+    stubs = sorted(PACKAGE.rglob("*.pyi"))
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in [*python_files(), *cython_files(), *headers, *stubs]
+        if not path.read_bytes().isascii()
+    ]
+    assert not wrong
+
+
+def test_every_extension_has_declarations_and_a_stub() -> None:
+    missing = [
+        str(source.with_suffix(suffix).relative_to(ROOT))
+        for source in sorted(CORE.glob("*.pyx"))
+        for suffix in (".pxd", ".pyi")
+        if not source.with_suffix(suffix).exists()
+    ]
+    assert not missing
+
+
+def test_no_stub_without_its_extension() -> None:
+    alone = [path.name for path in CORE.glob("*.pyi") if not path.with_suffix(".pyx").exists()]
+    assert not alone
+
+
+def test_every_kernel_says_how_it_fails() -> None:
+    # A C function without a word on exceptions pays for a check after each call, or under
+    # nogil may take the GIL to make one. A pointer to a function needs the word as well.
+    wrong = []
+    for path in cython_files():
+        text = path.read_text(encoding="utf-8")
+        # One declaration may span lines: join them at open brackets.
+        text = re.sub(r"\(([^()]*)\)", lambda m: "(" + m[1].replace("\n", " ") + ")", text)
+        for line in text.splitlines():
+            code = line.partition("#")[0].rstrip()
+            # With nogil at the end of the line, after the arguments of a function.
+            if re.search(
+                r"\bcdef\b(?!\s+extern).*\)(?!.*\bexcept\b)(?!.*\bnoexcept\b).*\bnogil:?$", code
+            ):
+                wrong.append(f"{path.relative_to(ROOT)}: {code.strip()}")
+    assert not wrong
+
+
+# --- stubs and the unbuilt tree ------------------------------------------------------------
+
+# What Cython adds to each module and no stub names.
+CYTHON_NAMES = r"""
+.*\.__test__
+.*\.__pyx_capi__
+.*\.__reduce_cython__
+.*\.__setstate_cython__
+"""
+
+
+@pytest.mark.timeout(300)
+def test_stubs_match_the_compiled_modules(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    modules = [module_name(source) for source in sorted(CORE.glob("*.pyx"))]
+    allowlist = tmp_path / "allowlist"
+    allowlist.write_text(CYTHON_NAMES, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy.stubtest", *modules]
+    options = ["--allowlist", str(allowlist), "--ignore-unused-allowlist", "--concise"]
+    ran = subprocess.run(
+        [*command, *options], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def copy_of_sources(destination: Path) -> Path:
+    """The package as a checkout has it before any build."""
+    built = shutil.ignore_patterns("*.so", "*.c", "*.html", "__pycache__")
+    shutil.copytree(PACKAGE, destination / "persia", ignore=built)
+    return destination
+
+
+def run_in(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(directory)}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_unbuilt_checkout_names_the_command(tmp_path: Path) -> None:
+    copy_of_sources(tmp_path)
+    module = module_name(next(CORE.glob("*.pyx")))
+    ran = run_in(tmp_path, f"import {module}")
+    assert ran.returncode == 1
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: persia._core is not compiled")
+    assert "`make build`" in last
+    assert "`pip install -e .`" in last
+    assert str(tmp_path / "persia" / "_core") in last
+
+
+def test_half_built_checkout_names_what_is_missing(tmp_path: Path) -> None:
+    copy_of_sources(tmp_path)
+    for built in CORE.glob("*.so"):
+        shutil.copy2(built, tmp_path / "persia" / "_core")
+    (tmp_path / "persia" / "_core" / "later.pyx").touch()
+    ran = run_in(tmp_path, "import persia._core")
+    assert "no extension for later in" in ran.stderr
+
+
+def test_importing_the_core_loads_no_extension() -> None:
+    code = "import persia._core, sys; print([n for n in sys.modules if 'persia._core.' in n])"
+    assert run_in(ROOT, code).stdout.strip() == "[]"
+
+
+def test_plain_parts_import_without_a_build(tmp_path: Path) -> None:
+    copy_of_sources(tmp_path)
+    ran = run_in(tmp_path, "import persia, persia.errors, persia.version")
+    assert ran.returncode == 0, ran.stderr
