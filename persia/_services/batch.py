@@ -14,24 +14,29 @@ servers, because the order in which rows are stored does not enter into it.
 """
 
 from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
-
-from numpy.typing import NDArray
-
-from persia._core.feature_batch import FeatureBatch
-from persia._rpc.messages import Floats, Indices, Numbers, Signs, SlotOutput
-from persia._services.plan import BatchPlan, FeaturePlan
-from persia.config import EmbeddingSchema
-
-
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
+from persia._core.feature_batch import FeatureBatch
 from persia._core.hashing import route
 from persia._core.pooling import gather, nonfinite, pool, pool_grad, scatter_add
 from persia._core.signs import hash_stack, merge, pack
-from persia._rpc.messages import JaggedOutput, PooledOutput, RawOutput
+from persia._rpc.messages import (
+    Floats,
+    Indices,
+    JaggedOutput,
+    Numbers,
+    PooledOutput,
+    RawOutput,
+    Signs,
+    SlotOutput,
+)
+from persia._services.plan import BatchPlan, FeaturePlan
+from persia.config import EmbeddingSchema
 from persia.errors import DataError
 
 Mask = NDArray[np.bool_]

@@ -14,46 +14,49 @@ A plain object: embedded mode calls it, a transport serves it. Any thread may ca
 """
 
 from __future__ import annotations
-from collections.abc import Callable, Mapping, Sequence
-
-from numpy.typing import NDArray
-
-from persia._rpc.messages import (
-    BatchGradients,
-    Floats,
-    HyperParameters,
-    Numbers,
-    OptimizerSettings,
-    ParameterServer,
-    SlotGradient,
-    UpdateReply,
-)
-from persia._services.batch import GradientCounts, PackedBatch, TableSums
-from persia.config import EmbeddingSchema, EmbeddingWorkerConfig
 
 import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia._core.hashing import owners, route
 from persia._rpc.messages import (
+    BatchGradients,
+    Floats,
+    HyperParameters,
     IDFeatures,
     LookupRequest,
     LookupResult,
+    Numbers,
+    OptimizerSettings,
+    ParameterServer,
+    SlotGradient,
     TableEntries,
     TableGradients,
     TableSigns,
+    UpdateReply,
     UpdateReport,
     UpdateRequest,
 )
-from persia._services.batch import is_same_batch, pack_batch, pool_outputs, sum_gradients
+from persia._services.batch import (
+    GradientCounts,
+    PackedBatch,
+    TableSums,
+    is_same_batch,
+    pack_batch,
+    pool_outputs,
+    sum_gradients,
+)
 from persia._services.plan import POOLED, Planner, check_names, schema_fingerprint
+from persia.config import EmbeddingSchema, EmbeddingWorkerConfig
 from persia.errors import (
     ConfigError,
     DataError,
@@ -64,7 +67,6 @@ from persia.errors import (
     UnknownRef,
 )
 from persia.logger import get_logger
-
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -16,13 +16,12 @@ neither applied twice nor dropped in silence.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from persia.errors import StoreError
-
 
 # Far more than any staleness bound in use; an outcome takes about 100 bytes.
 WINDOW = 4096

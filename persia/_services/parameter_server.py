@@ -9,42 +9,37 @@ Any thread may call any method.
 """
 
 from __future__ import annotations
-from collections.abc import Mapping, Sequence
-
-from numpy.typing import NDArray
-
-from persia._rpc.messages import (
-    HyperParameters,
-    LookupRequest,
-    OptimizerSettings,
-    Signs,
-    TableGradients,
-    TableSigns,
-    UpdateRequest,
-)
-from persia.config import EmbeddingSchema, ParameterServerConfig, Table
 
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia._core.hashing import owners, route
 from persia._core.initial import Initializer
 from persia._core.optim import RowOptimizer
 from persia._core.store import EmbeddingStore
 from persia._rpc.messages import (
+    HyperParameters,
     LookupReply,
+    LookupRequest,
+    OptimizerSettings,
+    Signs,
     TableEntries,
+    TableGradients,
     TableRows,
+    TableSigns,
     UpdateReply,
+    UpdateRequest,
 )
 from persia._services.ledger import UpdateLedger
 from persia._services.plan import schema_fingerprint
+from persia.config import EmbeddingSchema, ParameterServerConfig, Table
 from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
 from persia.logger import get_logger
-
 
 Element = TypeVar("Element", bound=np.generic)
 

@@ -9,17 +9,15 @@ order of their first feature in the batch, which also is the order of use of the
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-
-from persia.config import EmbeddingSchema, Slot
 
 import difflib
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from persia.config import EmbeddingSchema, Slot
 from persia.errors import DataError
-
 
 POOLED = frozenset(("sum", "mean", "sqrt", "max"))
 

@@ -14,6 +14,7 @@ import pytest
 
 from persia._core.feature_batch import FeatureBatch
 from persia._core.signs import hash_stack
+from persia._rpc import messages
 from persia._rpc.messages import (
     BatchGradients,
     IDFeatures,
@@ -112,6 +113,12 @@ def cluster(
 def embeddings(servers: list[Faulty], name: str, ids: list[int]) -> list[Any]:
     plain = [server.server for server in servers]
     return [value(plain, name, x).tolist() for x in ids]
+
+
+def test_both_roles_answer_their_protocols() -> None:
+    server: messages.ParameterServer = make_servers()[0]  # mypy is the test
+    worker: messages.EmbeddingWorker = make_worker([server])
+    assert worker.get_embedding_size() == [server.get_embedding_size()]
 
 
 # --- the set of servers ---------------------------------------------------------------------
@@ -247,10 +254,11 @@ def test_w62_each_sign_is_asked_for_once_and_only_where_it_lives() -> None:
 def test_single_ids_are_the_same_as_samples_of_one() -> None:
     ids = np.array([5, 3, 5, 9], np.uint64)
     results = []
-    for make in (
+    makes: list[Callable[[str], FeatureBatch]] = [
         lambda name: FeatureBatch.from_single(name, ids),
         lambda name: FeatureBatch.from_csr(name, ids, np.arange(5, dtype=np.int64)),
-    ):
+    ]
+    for make in makes:
         with cluster(2) as (worker, servers):
             parts = tuple(make(name) for name in ("sum", "max", "raw", "jagged"))
             result = worker.lookup_direct(IDFeatures(parts, 0, True))
@@ -346,7 +354,9 @@ def test_w03_a_row_without_a_finite_contribution_takes_no_step() -> None:
         grads = np.ones((3, 4), np.float32)
         grads[0, 0] = np.inf
         grads[2, 0] = np.nan  # reaches no id, so nothing is left out
-        assert worker.update(gradient(result, by_name={"mean": grads})).nan_samples == {"mean": 1}
+        assert worker.update(gradient(result, by_name={"mean": grads})).nan_samples == {
+            "mean": 1
+        }
         assert embeddings(servers, "mean", [1]) == before
         moved = [a for server in servers for n, a in server.calls if n == "update"]
         signs = [s for (request,) in moved for part in request.tables for s in part.signs]

@@ -375,7 +375,12 @@ def test_w16_bad_updates_are_refused_whole(
     good = TableGradients(
         raw.table, np.array([raw.prefix], U64), None, np.ones((1, raw.dim), np.float32)
     )
-    values: dict[str, Any] = {"table": TABLE, "signs": signs(1, 2), "hints": None, "gradients": ones(2)}
+    values: dict[str, Any] = {
+        "table": TABLE,
+        "signs": signs(1, 2),
+        "hints": None,
+        "gradients": ones(2),
+    }
     request = UpdateRequest((0, 0), (good, TableGradients(**(values | change))))
     with pytest.raises(error, match=message):
         server.update(request)
@@ -406,7 +411,12 @@ def test_bad_rows_are_refused_whole(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     (server,) = make_servers(optimizer=ADAGRAD)
-    values: dict[str, Any] = {"table": TABLE, "signs": signs(1), "values": ones(1), "states": None}
+    values: dict[str, Any] = {
+        "table": TABLE,
+        "signs": signs(1),
+        "values": ones(1),
+        "states": None,
+    }
     good = TableEntries(TABLE, signs(7), ones(1), None)
     with pytest.raises(error, match=message):
         server.set_embedding([good, TableEntries(**(values | change))])
