@@ -8,6 +8,7 @@ one optimizer step on one row.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,11 +132,11 @@ class ReferenceJob:
         return (out,)
 
     @staticmethod
-    def _divisor(slot: Slot, count: int) -> np.float32:
+    def _divisor(slot: Slot, count: int) -> Any:
         if slot.pooling == "mean":
             return np.float32(max(count, 1))
         if slot.pooling == "sqrt":
-            return np.float32(np.sqrt(np.float32(max(count, 1))))
+            return np.sqrt(np.float32(max(count, 1)))
         return np.float32(1.0)
 
     def update(self, batch: dict[str, Samples], gradients: dict[str, Floats | None]) -> Report:
@@ -189,7 +190,7 @@ class ReferenceJob:
                 for sign in self.signs_of(slot, sample[winner]):
                     sums[sign][j] += gradient[j]
             return
-        share = gradient / self._divisor(slot, len(sample))
+        share: Floats = gradient / self._divisor(slot, len(sample))
         for x in sample:
             for sign in self.signs_of(slot, x):
                 with np.errstate(over="ignore"):
