@@ -1,0 +1,197 @@
+"""The sparse side of a job in plain Python: what worker and servers together must do.
+
+One dict of rows, loops over samples and ids, float32 arithmetic one operation at a time. Only
+two things are taken from the core, each with a model of its own: initial values of a row and
+one optimizer step on one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._core.initial import Initializer
+from persia._core.optim import RowOptimizer
+from persia._rpc.messages import HyperParameters, OptimizerSettings
+from persia.config import EmbeddingSchema, Slot
+
+Floats = NDArray[np.float32]
+Samples = list[list[int]]
+WORD = 2**64 - 1
+
+
+def mix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
+    return x ^ (x >> 31)
+
+
+def distinct(samples: Samples) -> list[int]:
+    return list(dict.fromkeys(x for sample in samples for x in sample))
+
+
+@dataclass
+class Report:
+    nan_samples: dict[str, int] = field(default_factory=dict)
+    nan_rows: int = 0
+    num_missing: int = 0
+
+
+class ReferenceJob:
+    def __init__(
+        self, schema: EmbeddingSchema, settings: HyperParameters, optimizer: OptimizerSettings
+    ) -> None:
+        self.schema = schema
+        self.settings = settings
+        self.optimizer = RowOptimizer(
+            optimizer.name, settings.weight_bound, **optimizer.options
+        )
+        self.rows: dict[int, Floats] = {}  # by sign: embedding and state
+
+    def signs_of(self, slot: Slot, x: int) -> list[int]:
+        """The signs of an id: one, or one for each round of the hash stack."""
+        values = [x]
+        if slot.hash_stack_rounds:
+            values = []
+            for round_ in range(slot.hash_stack_rounds):
+                x = mix64(x)
+                values.append(x % slot.hash_stack_size + round_ * slot.hash_stack_size)
+        mask = (1 << (64 - self.schema.prefix_bits)) - 1
+        return [(value & mask) | slot.prefix for value in values]
+
+    def kept(self, name: str, samples: Samples) -> Samples:
+        slot = self.schema.slots[name]
+        if slot.pooling == "raw":
+            return [sample[: slot.sample_fixed_size] for sample in samples]
+        return samples
+
+    def _insert(self, slot: Slot, sign: int) -> None:
+        table = self.schema.tables[slot.table]
+        own = table.initialization or self.settings.initialization
+        values = Initializer(own.method, **own.options).values(
+            self.settings.seed, sign, slot.dim
+        )
+        state = self.optimizer.new_state(slot.dim).view(np.float32)
+        self.rows[sign] = np.concatenate([values, state])
+
+    def vector(self, slot: Slot, x: int) -> Floats:
+        total = np.zeros(slot.dim, np.float32)
+        for number, sign in enumerate(self.signs_of(slot, x)):
+            row = self.rows.get(sign, np.zeros(slot.dim, np.float32))[: slot.dim]
+            total = row.copy() if number == 0 else total + row
+        return total
+
+    def lookup(
+        self, batch: dict[str, Samples], is_training: bool
+    ) -> dict[str, tuple[NDArray[np.generic], ...]]:
+        """Outputs by feature: (pooled,), (rows, index) for raw, (rows, index, offsets)."""
+        batch = {name: self.kept(name, samples) for name, samples in batch.items()}
+        if is_training:
+            for name, samples in batch.items():
+                slot = self.schema.slots[name]
+                for x in distinct(samples):
+                    for sign in self.signs_of(slot, x):
+                        if sign not in self.rows:
+                            self._insert(slot, sign)
+        return {name: self._output(name, samples) for name, samples in batch.items()}
+
+    def _output(self, name: str, samples: Samples) -> tuple[NDArray[np.generic], ...]:
+        slot = self.schema.slots[name]
+        if slot.pooling in ("raw", "jagged"):
+            order = distinct(samples)
+            vectors = [self.vector(slot, x) for x in order]
+            if slot.pooling == "raw":
+                vectors.insert(0, np.zeros(slot.dim, np.float32))
+                index = []
+                for sample in samples:
+                    row = [order.index(x) + 1 for x in sample]
+                    index += row + [0] * (slot.sample_fixed_size - len(row))
+                return np.stack(vectors), np.array(index, np.int64)
+            offsets = np.cumsum([0] + [len(sample) for sample in samples])
+            numbers = [order.index(x) for sample in samples for x in sample]
+            return (
+                np.array(vectors, np.float32).reshape(-1, slot.dim),
+                np.array(numbers, np.int64),
+                offsets.astype(np.int64),
+            )
+        out = np.zeros((len(samples), slot.dim), np.float32)
+        for b, sample in enumerate(samples):
+            for position, x in enumerate(sample):
+                vector = self.vector(slot, x)
+                if position == 0:
+                    out[b] = vector
+                elif slot.pooling == "max":
+                    out[b] = np.where(vector > out[b], vector, out[b])
+                else:
+                    out[b] = out[b] + vector
+            out[b] = out[b] / self._divisor(slot, len(sample))
+        return (out,)
+
+    @staticmethod
+    def _divisor(slot: Slot, count: int) -> Any:
+        if slot.pooling == "mean":
+            return np.float32(max(count, 1))
+        if slot.pooling == "sqrt":
+            return np.sqrt(np.float32(max(count, 1)))
+        return np.float32(1.0)
+
+    def update(self, batch: dict[str, Samples], gradients: dict[str, Floats | None]) -> Report:
+        """One step for each sign that a finite gradient reaches."""
+        report = Report()
+        sums: dict[int, Floats] = {}
+        for name, samples in batch.items():
+            gradient = gradients[name]
+            if gradient is None:
+                continue
+            samples = self.kept(name, samples)
+            slot = self.schema.slots[name]
+            if slot.pooling in ("raw", "jagged"):
+                for d, x in enumerate(distinct(samples)):
+                    self._add(name, slot, [x], gradient[d], sums, report)
+            else:
+                for b, sample in enumerate(samples):
+                    self._add(name, slot, sample, gradient[b], sums, report)
+        for sign, total in sums.items():
+            if not np.isfinite(total).all():
+                report.nan_rows += 1
+            elif sign not in self.rows:
+                report.num_missing += 1
+            else:
+                row = self.rows[sign][None].copy()
+                self.optimizer.step_rows(row, total[None])
+                self.rows[sign] = row[0]
+        return report
+
+    def _add(
+        self,
+        name: str,
+        slot: Slot,
+        sample: list[int],
+        gradient: Floats,
+        sums: dict[int, Floats],
+        report: Report,
+    ) -> None:
+        if not sample:
+            return
+        if not np.isfinite(gradient).all():
+            report.nan_samples[name] = report.nan_samples.get(name, 0) + 1
+            return
+        for x in sample:
+            for sign in self.signs_of(slot, x):
+                sums.setdefault(sign, np.zeros(slot.dim, np.float32))
+        if slot.pooling == "max":
+            vectors = [self.vector(slot, x) for x in sample]
+            for j in range(slot.dim):
+                winner = max(range(len(sample)), key=lambda p: (vectors[p][j], -p))
+                for sign in self.signs_of(slot, sample[winner]):
+                    sums[sign][j] += gradient[j]
+            return
+        share: Floats = gradient / self._divisor(slot, len(sample))
+        for x in sample:
+            for sign in self.signs_of(slot, x):
+                with np.errstate(over="ignore"):
+                    sums[sign] = sums[sign] + share

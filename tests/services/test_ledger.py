@@ -1,0 +1,103 @@
+"""Updates are applied at most once, and never dropped in silence."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia._services.ledger import UpdateLedger
+from persia.errors import StoreError
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=80))
+def test_an_id_runs_once_or_is_refused_whatever_the_order(ids: list[tuple[int, int]]) -> None:
+    ledger = UpdateLedger(window=4)
+    applied: list[tuple[int, int]] = []
+    highest: dict[int, int] = {}
+    for update_id in ids:
+        client, number = update_id
+
+        def apply(update_id: tuple[int, int] = update_id) -> int:
+            applied.append(update_id)
+            return update_id[1] * 10
+
+        was_applied = update_id in applied
+        try:
+            outcome, repeated = ledger.run(update_id, apply)
+        except StoreError:
+            # Only what is further back than the window may be refused.
+            assert number < highest[client] - 3
+            continue
+        assert outcome == number * 10
+        assert repeated is was_applied
+        highest[client] = max(highest.get(client, -1), number)
+    assert len(applied) == len(set(applied))
+
+
+def test_numbers_may_leave_gaps_and_arrive_late() -> None:
+    ledger = UpdateLedger(window=2)
+    assert ledger.run((0, 10), lambda: 1) == (1, False)
+    assert ledger.run((0, 4), lambda: 2) == (2, False)
+    assert ledger.run((0, 4), lambda: 3) == (2, True)
+    assert ledger.run((1, 4), lambda: 3) == (3, False)
+
+
+def test_a_number_below_the_window_is_refused_by_name() -> None:
+    ledger = UpdateLedger(window=2)
+    for number in range(5, 10):
+        ledger.run((3, number), lambda: 0)
+    with pytest.raises(StoreError, match="update 1 of client 3 is not above 7"):
+        ledger.run((3, 1), lambda: 0)
+
+
+def test_an_update_that_failed_half_way_fails_again_and_is_not_run() -> None:
+    ledger = UpdateLedger()
+    runs = []
+
+    def fail() -> int:
+        runs.append(1)
+        raise MemoryError("half way")
+
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="half way"):
+            ledger.run((0, 0), fail)
+    assert runs == [1]
+
+
+def test_an_interrupted_update_is_not_run_again() -> None:
+    ledger = UpdateLedger()
+
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ledger.run((0, 0), interrupt)
+    with pytest.raises(StoreError, match="interrupted half way"):
+        ledger.run((0, 0), lambda: 0)
+
+
+def test_a_repetition_during_the_first_call_waits_for_its_outcome() -> None:
+    ledger = UpdateLedger()
+    started, may_end = threading.Event(), threading.Event()
+    outcomes = []
+
+    def apply() -> int:
+        started.set()
+        assert may_end.wait(10)
+        return 7
+
+    def call() -> None:
+        outcomes.append(ledger.run((0, 0), apply))
+
+    first = threading.Thread(target=call)
+    first.start()
+    assert started.wait(10)
+    second = threading.Thread(target=call)
+    second.start()
+    may_end.set()
+    first.join(10)
+    second.join(10)
+    assert sorted(outcomes) == [(7, False), (7, True)]

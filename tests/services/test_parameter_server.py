@@ -1,0 +1,451 @@
+"""The parameter server called directly: settings, requests, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from persia._core.hashing import owners, route
+from persia._rpc.messages import (
+    InitializationSettings,
+    LookupReply,
+    LookupRequest,
+    OptimizerSettings,
+    TableEntries,
+    TableGradients,
+    TableSigns,
+    UpdateRequest,
+)
+from persia._services.parameter_server import ParameterServer
+from persia.config import EmbeddingSchema, ParameterServerConfig
+from persia.errors import (
+    ConfigError,
+    DataTypeError,
+    DimMismatch,
+    NotConfigured,
+    StoreError,
+)
+from tests.services.support import ADAGRAD, ADAM, SCHEMA, SETTINGS, SGD, make_servers, settings
+
+TABLE = SCHEMA.slots["mean"].table
+DIM = SCHEMA.slots["mean"].dim
+PREFIX = SCHEMA.slots["mean"].prefix
+
+
+def signs(*ids: int) -> NDArray[np.uint64]:
+    return np.array([PREFIX | x for x in ids], np.uint64)
+
+
+def look(
+    server: ParameterServer, *ids: int, is_training: bool = True, batch_id: int = 0
+) -> LookupReply:
+    return server.lookup(
+        LookupRequest(batch_id, is_training, (TableSigns(TABLE, signs(*ids)),))
+    )
+
+
+def update(
+    server: ParameterServer, number: int, gradients: Any, *ids: int, client: int = 0
+) -> Any:
+    part = TableGradients(TABLE, signs(*ids), None, np.asarray(gradients, np.float32))
+    return server.update(UpdateRequest((client, number), (part,)))
+
+
+def entries(server: ParameterServer, *ids: int) -> TableEntries:
+    return server.read_embedding([TableSigns(TABLE, signs(*ids))])[0]
+
+
+def ones(count: int) -> NDArray[np.float32]:
+    return np.ones((count, DIM), np.float32)
+
+
+# --- settings -------------------------------------------------------------------------------
+
+
+def test_training_needs_settings_and_an_optimizer_and_evaluation_neither() -> None:
+    (server,) = make_servers(hyper=None, optimizer=None)
+    arrivals: list[Callable[[], None]] = [
+        lambda: server.register_optimizer(SGD),
+        lambda: server.configure(SETTINGS),
+    ]
+    for arrive in arrivals:
+        for call in (
+            lambda: look(server, 1),
+            lambda: update(server, 0, ones(1), 1),
+            lambda: server.set_embedding([]),
+            lambda: server.read_embedding([]),
+        ):
+            with pytest.raises(NotConfigured, match="before configure"):
+                call()
+        assert not server.ready_for_serving()
+        reply = look(server, 1, 2, is_training=False)
+        np.testing.assert_array_equal(reply.tables[0].rows, np.zeros((2, DIM)))
+        assert reply.tables[0].hints is None
+        assert server.get_embedding_size() == 0
+        server.clear_embeddings()
+        arrive()
+    assert server.ready_for_serving()
+    assert server.stats()["missing"] == 4
+    look(server, 1)
+    assert server.get_embedding_size() == 1
+
+
+def test_the_optimizer_is_asked_for_by_name() -> None:
+    (server,) = make_servers(optimizer=None)
+    with pytest.raises(NotConfigured, match=r"training lookup .* before register_optimizer"):
+        look(server, 1)
+
+
+def test_a_tables_own_settings_come_before_the_global_ones() -> None:
+    schema = EmbeddingSchema.load(
+        {
+            "slots_config": {
+                "plain": {"dim": 2},
+                "zero": {"dim": 2, "initialization": {"method": "zeros"}},
+                "never": {"dim": 2, "admit_probability": 0.0},
+            }
+        }
+    )
+    hyper = settings(initialization=InitializationSettings("constant", {"value": 2.0}))
+    (server,) = make_servers(1, schema, hyper=hyper)
+    request = tuple(
+        TableSigns(slot.table, np.array([slot.prefix | 5], np.uint64))
+        for slot in schema.slots.values()
+    )
+    reply = server.lookup(LookupRequest(0, True, request))
+    assert [part.rows.tolist() for part in reply.tables] == [[[2, 2]], [[0, 0]], [[0, 0]]]
+    assert server.get_embedding_size() == 2
+    assert server.stats()["refused"] == 1
+
+
+def test_w15_the_same_settings_again_change_nothing() -> None:
+    ends = []
+    for again in (False, True):
+        (server,) = make_servers(optimizer=ADAM)
+        for number in range(5):
+            look(server, 1, 2, batch_id=number)
+            update(server, number, ones(2) * (number + 1), 1, 2)
+            if again:
+                server.configure(SETTINGS)
+                server.register_optimizer(ADAM)
+        ends.append(entries(server, 1, 2))
+    np.testing.assert_array_equal(ends[0].values, ends[1].values)
+    np.testing.assert_array_equal(ends[0].states, ends[1].states)
+    assert ends[0].states is not None
+    assert ends[0].states[:, -1].tolist() == [5, 5]  # Adam's steps, counted per row
+
+
+def test_a_learning_rate_may_change_while_rows_are_held() -> None:
+    (server,) = make_servers(optimizer=ADAGRAD)
+    look(server, 1)
+    before = entries(server, 1).values
+    server.register_optimizer(OptimizerSettings("adagrad", {**ADAGRAD.options, "lr": 0.0}))
+    update(server, 0, ones(1), 1)
+    np.testing.assert_array_equal(entries(server, 1).values, before)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (SGD, ADAM),
+        (ADAM, ADAGRAD),
+        # The same width, with another meaning.
+        (ADAGRAD, OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9})),
+    ],
+    ids=lambda optimizer: optimizer.name,
+)
+def test_another_optimizer_is_refused_while_rows_are_held(
+    old: OptimizerSettings, new: OptimizerSettings
+) -> None:
+    (server,) = make_servers(optimizer=old)
+    server.register_optimizer(new)
+    server.register_optimizer(old)
+    look(server, 1)
+    held = entries(server, 1)
+    with pytest.raises(ConfigError, match=f"optimizer {new.name} keeps .*clear_embeddings"):
+        server.register_optimizer(new)
+    np.testing.assert_array_equal(entries(server, 1).states, held.states)
+    server.clear_embeddings()
+    server.register_optimizer(new)
+    look(server, 1)
+    update(server, 0, ones(1), 1)
+
+
+def test_another_seed_is_refused_while_rows_are_held() -> None:
+    (server,) = make_servers()
+    server.configure(settings(seed=8))
+    first = look(server, 1).tables[0].rows
+    with pytest.raises(ConfigError, match=r"seed: expected 8, .* 1 rows held .* got 9"):
+        server.configure(settings(seed=9))
+    np.testing.assert_array_equal(look(server, 1).tables[0].rows, first)
+    server.clear_embeddings()
+    server.configure(settings(seed=9))
+    assert (look(server, 1).tables[0].rows != first).all()
+
+
+def test_settings_may_change_for_rows_to_come() -> None:
+    (server,) = make_servers()
+    look(server, 1)
+    server.configure(settings(admit_probability=0.0, weight_bound=0.25))
+    look(server, 1, 2)
+    assert server.get_embedding_size() == 1
+    update(server, 0, ones(1) * 100, 1)
+    np.testing.assert_array_equal(entries(server, 1).values, -0.25 * ones(1))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.configure(settings(admit_probability=1.5)), "admit_probability"),
+        (
+            lambda s: s.configure(settings(initialization=InitializationSettings("unifrom"))),
+            "unifrom",
+        ),
+        (lambda s: s.register_optimizer(OptimizerSettings("adma", {})), "adma"),
+        (lambda s: s.register_optimizer(OptimizerSettings("adam", {"beta": 1.0})), "beta"),
+    ],
+)
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_bad_settings_are_refused_and_leave_the_old(
+    call: Any, message: str, is_configured: bool
+) -> None:
+    more: dict[str, Any] = {} if is_configured else {"hyper": None, "optimizer": None}
+    (server,) = make_servers(**more)
+    with pytest.raises(ConfigError, match=message):
+        call(server)
+    assert server.ready_for_serving() is is_configured
+
+
+def test_a_replica_index_beyond_its_set_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"0\.\.replica_size - 1 = 1, got 2"):
+        ParameterServer(SCHEMA, ParameterServerConfig(), replica_index=2, replica_size=2)
+
+
+# --- rows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_w01_a_missing_sign_skips_exactly_its_own_gradient(missing: int) -> None:
+    (server,) = make_servers()
+    held = [x for x in range(4) if x != missing]
+    look(server, *held)
+    before = entries(server, *held).values
+    reply = update(server, 0, ones(4) * np.arange(1, 5)[:, None], 0, 1, 2, 3)
+    assert reply.num_missing == 1
+    steps = 0.5 * (np.array(held, np.float32) + 1)[:, None]
+    np.testing.assert_array_equal(entries(server, *held).values, before - steps)
+    assert server.stats()["update_missing"] == 1
+
+
+def test_w01_signs_that_were_not_admitted_skip_exactly_theirs() -> None:
+    (server,) = make_servers(hyper=settings(admit_probability=0.5))
+    ids = list(range(64))
+    reply = look(server, *ids)
+    held = entries(server, *ids)
+    assert 0 < len(held.signs) < 64
+    part = TableGradients(TABLE, signs(*ids), reply.tables[0].hints, ones(64))
+    answer = server.update(UpdateRequest((0, 0), (part,)))
+    assert answer.num_missing == 64 - len(held.signs)
+    np.testing.assert_array_equal(entries(server, *ids).values, held.values - 0.5)
+
+
+def test_w27_admission_draws_the_same_for_the_same_batch() -> None:
+    admitted = []
+    for batch_id in (3, 3, 4):
+        (server,) = make_servers(hyper=settings(admit_probability=0.5))
+        look(server, *range(64), batch_id=batch_id)
+        again = server.get_embedding_size()
+        look(server, *range(64), batch_id=batch_id)
+        assert server.get_embedding_size() == again
+        admitted.append(entries(server, *range(64)).signs.tolist())
+    assert admitted[0] == admitted[1] != admitted[2]
+
+
+def test_w26_evictions_are_counted_and_the_least_recently_used_goes() -> None:
+    (server,) = make_servers(capacity=3)
+    look(server, 1, 2, 3)
+    look(server, 1)
+    update(server, 0, ones(1), 2)  # an update is no use
+    look(server, 3, is_training=False)  # nor is an evaluation
+    look(server, 4, 5)
+    assert entries(server, 1, 2, 3, 4, 5).signs.tolist() == signs(1, 4, 5).tolist()
+    assert server.stats()["evicted"] == 2
+    assert server.stats()["rows"] == 3
+
+
+def test_w13_an_update_is_applied_once() -> None:
+    (server,) = make_servers()
+    look(server, 1)
+    before = entries(server, 1).values
+    assert update(server, 0, ones(2), 1, 2).num_missing == 1
+    again = update(server, 0, ones(2), 1, 2)
+    assert (again.num_missing, again.repeated) == (1, True)
+    assert not update(server, 0, ones(1), 1, client=1).repeated
+    np.testing.assert_array_equal(entries(server, 1).values, before - 1.0)
+    assert server.stats()["updates"] == 2
+    assert server.stats()["repeated_updates"] == 1
+
+
+def test_rows_are_written_and_read_whole() -> None:
+    (server,) = make_servers(optimizer=ADAGRAD)
+    values = ones(2) * [[1.0], [2.0]]
+    server.set_embedding([TableEntries(TABLE, signs(1, 2), values.astype(np.float32), None)])
+    read = entries(server, 2, 3, 1)
+    assert read.signs.tolist() == signs(2, 1).tolist()
+    np.testing.assert_array_equal(read.values, values[::-1])
+    assert read.states is not None
+    np.testing.assert_array_equal(read.states.view(np.float32), np.float32(1e-8) * ones(2))
+    states = read.states + 1
+    server.set_embedding([TableEntries(TABLE, signs(2, 1), read.values, states)])
+    np.testing.assert_array_equal(entries(server, 2, 1).states, states)
+    server.clear_embeddings()
+    assert server.get_embedding_size() == 0
+
+
+def test_memory_limit_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    (server,) = make_servers(memory_limit=1 << 20, num_hashmap_internal_shards=1)
+    for number in range(300):
+        look(server, *range(number * 200, number * 200 + 200))
+    stats = server.stats()
+    assert stats["memory_limited"] == 1
+    assert stats["evicted"] > 0
+    messages = [r for r in caplog.records if "memory limit" in r.getMessage()]
+    assert len(messages) == 1
+
+
+# --- refusals: typed, naming the thing, nothing changed --------------------------------------
+
+U64 = np.uint64
+WRONG: Any = [1]  # a list where an array is expected
+BAD_SIGNS: list[tuple[Any, type[Exception], str]] = [
+    ((TableSigns(99, signs(1)),), StoreError, r"expected a table in 0\.\.\d, got 99"),
+    ((TableSigns(-1, signs(1)),), StoreError, "got -1"),
+    (
+        (TableSigns(TABLE, signs(1)), TableSigns(TABLE, signs(2))),
+        StoreError,
+        f"table {TABLE} comes 2 times",
+    ),
+    ((TableSigns(TABLE, signs(1).astype(np.int64)),), DataTypeError, "signs as uint64.*int64"),
+    ((TableSigns(TABLE, signs(1)[None]),), DataTypeError, "1 dimensions.* 2"),
+    ((TableSigns(TABLE, WRONG),), DataTypeError, "got list"),
+]
+
+
+@pytest.mark.parametrize(("tables", "error", "message"), BAD_SIGNS)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_bad_lookups_are_refused(
+    tables: Any, error: type[Exception], message: str, is_training: bool
+) -> None:
+    (server,) = make_servers()
+    other = TableSigns(SCHEMA.slots["raw"].table, np.array([1], U64))
+    with pytest.raises(error, match=message):
+        server.lookup(LookupRequest(0, is_training, (other, *tables)))
+    assert server.get_embedding_size() == 0
+    assert server.stats()["missing"] == 0
+
+
+BAD_GRADIENTS: list[tuple[Any, type[Exception], str]] = [
+    ({"table": 99}, StoreError, "got 99"),
+    ({"gradients": ones(1)}, StoreError, "expected 2 rows of gradients, one a sign, got 1"),
+    (
+        {"gradients": np.ones((2, DIM - 1), np.float32)},
+        DimMismatch,
+        f"dim {DIM}, got {DIM - 1}",
+    ),
+    ({"gradients": ones(2).astype(np.float64)}, DataTypeError, "gradients as float32.*float64"),
+    ({"gradients": ones(2)[0]}, DataTypeError, "2 dimensions, got float32 with 1"),
+    ({"hints": np.zeros(3, np.uint32)}, StoreError, "expected 2 hints, one a sign, got 3"),
+    ({"hints": np.zeros(2, np.int32)}, DataTypeError, "hints as uint32"),
+    ({"signs": signs(1, 2).astype(np.int64)}, DataTypeError, "signs as uint64"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_GRADIENTS)
+def test_w16_bad_updates_are_refused_whole(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    (server,) = make_servers(optimizer=ADAGRAD)
+    look(server, 1, 2, 3)
+    before = entries(server, 1, 2, 3)
+    raw = SCHEMA.slots["raw"]
+    good = TableGradients(
+        raw.table, np.array([raw.prefix], U64), None, np.ones((1, raw.dim), np.float32)
+    )
+    values: dict[str, Any] = {
+        "table": TABLE,
+        "signs": signs(1, 2),
+        "hints": None,
+        "gradients": ones(2),
+    }
+    request = UpdateRequest((0, 0), (good, TableGradients(**(values | change))))
+    with pytest.raises(error, match=message):
+        server.update(request)
+    after = entries(server, 1, 2, 3)
+    np.testing.assert_array_equal(after.values, before.values)
+    np.testing.assert_array_equal(after.states, before.states)
+    # A refused update does not use up its id.
+    assert not update(server, 0, ones(1), 1).repeated
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"table": 99}, StoreError, "got 99"),
+        ({"signs": np.array([5], U64)}, StoreError, "feature bits 0, which no slot"),
+        (
+            {"signs": np.array([SCHEMA.slots["raw"].prefix], U64)},
+            StoreError,
+            "which no slot of it has",
+        ),
+        ({"values": ones(2)}, StoreError, "expected 1 rows of values"),
+        ({"values": np.ones((1, 9), np.float32)}, DimMismatch, "got 9"),
+        ({"states": np.zeros((1, DIM + 1), np.uint32)}, DimMismatch, "states"),
+        ({"states": np.zeros((1, DIM), np.float32)}, DataTypeError, "states as uint32"),
+    ],
+)
+def test_bad_rows_are_refused_whole(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    (server,) = make_servers(optimizer=ADAGRAD)
+    values: dict[str, Any] = {
+        "table": TABLE,
+        "signs": signs(1),
+        "values": ones(1),
+        "states": None,
+    }
+    good = TableEntries(TABLE, signs(7), ones(1), None)
+    with pytest.raises(error, match=message):
+        server.set_embedding([good, TableEntries(**(values | change))])
+    assert server.get_embedding_size() == 0
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_sign_of_another_server_is_refused(index: int) -> None:
+    server = make_servers(2)[index]
+    both = signs(*range(20))
+    order, starts = route(both, owners(2), 2)
+    mine = both[order[starts[index] : starts[index + 1]]]
+    foreign = both[order[starts[1 - index]]]
+    server.lookup(LookupRequest(0, True, (TableSigns(TABLE, mine),)))
+    mixed = np.append(mine, foreign)
+    message = f"{int(foreign):#018x} of table {TABLE} is not of server {index} of 2"
+    with pytest.raises(StoreError, match=message):
+        server.lookup(LookupRequest(0, True, (TableSigns(TABLE, mixed),)))
+    part = TableGradients(TABLE, mixed, None, ones(len(mixed)))
+    with pytest.raises(StoreError, match=message):
+        server.update(UpdateRequest((0, 0), (part,)))
+    assert server.get_embedding_size() == len(mine)
+
+
+def test_arrays_in_any_layout_are_taken() -> None:
+    (server,) = make_servers()
+    look(server, 1, 2)
+    before = entries(server, 1, 2).values
+    wide = np.repeat(signs(1, 2), 2)[::2]
+    grads = np.asfortranarray(ones(2))
+    server.update(UpdateRequest((0, 0), (TableGradients(TABLE, wide, None, grads),)))
+    np.testing.assert_array_equal(entries(server, 1, 2).values, before - 0.5)

@@ -1,0 +1,61 @@
+"""Names of features resolved against the schema."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from persia._services.plan import Planner, schema_fingerprint
+from persia.config import EmbeddingSchema
+from persia.errors import DataError
+from tests.services.support import CONFIG, SCHEMA
+
+
+def test_groups_of_a_table_stand_in_the_order_of_their_first_feature() -> None:
+    plan = Planner(SCHEMA).plan(("mean", "sum", "raw", "stack", "max"))
+    assert [table.number for table in plan.tables] == [
+        SCHEMA.slots["mean"].table,
+        SCHEMA.slots["raw"].table,
+    ]
+    groups = plan.tables[0].groups
+    assert [group.features for group in groups] == [(0,), (1, 4), (3,)]
+    assert [group.is_plain for group in groups] == [True, False, False]
+    assert [feature.pooled for feature in plan.features] == [0, 1, -1, 2, 3]
+    assert [table.num_pooled for table in plan.tables] == [4, 0]
+
+
+def test_a_plan_is_made_once_and_only_so_many_are_kept() -> None:
+    planner = Planner(SCHEMA)
+    assert planner.plan(("sum", "max")) is planner.plan(("sum", "max"))
+    planner.MAX_KEPT = 1
+    assert planner.plan(("max", "sum")).names == ("max", "sum")
+    assert planner.plan(("max", "sum")) is not planner.plan(("max", "sum"))
+
+
+def test_an_unknown_feature_is_named_with_the_nearest_known() -> None:
+    with pytest.raises(DataError, match=r"'mena' .*did you mean 'mean'\?"):
+        Planner(SCHEMA).plan(("sum", "mena"))
+    with pytest.raises(DataError, match=r"'zzzz' is not in the embedding config$"):
+        Planner(SCHEMA).plan(("zzzz",))
+
+
+def test_w22_a_repeated_feature_is_named() -> None:
+    with pytest.raises(DataError, match="'sum' comes twice"):
+        Planner(SCHEMA).plan(("sum", "max", "sum"))
+
+
+def test_w07_the_fingerprint_is_of_what_signs_mean() -> None:
+    same = copy.deepcopy(CONFIG)
+    same["slots_config"]["sum"]["pooling"] = "mean"
+    same["slots_config"]["raw"]["sample_fixed_size"] = 9
+    assert schema_fingerprint(EmbeddingSchema.load(same)) == schema_fingerprint(SCHEMA)
+    for key, value in (("feature_index_prefix_bit", 9), ("feature_groups", {})):
+        other = copy.deepcopy(CONFIG) | {key: value}
+        assert schema_fingerprint(EmbeddingSchema.load(other)) != schema_fingerprint(SCHEMA)
+    other = copy.deepcopy(CONFIG)
+    other["slots_config"] = {"new": {"dim": 4}} | other["slots_config"]
+    assert schema_fingerprint(EmbeddingSchema.load(other)) != schema_fingerprint(SCHEMA)
+    other = copy.deepcopy(CONFIG)
+    other["slots_config"]["mean"]["dim"] = 8
+    assert schema_fingerprint(EmbeddingSchema.load(other)) != schema_fingerprint(SCHEMA)
