@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from persia._rpc import session
-from persia._training.channel import Finished
+from persia._training.channel import Closed, Finished
 from persia.ctx import EmbeddingCtx, needs_services
 from persia.errors import ConfigError
 
@@ -178,7 +178,7 @@ def _drain(epoch: Prefetcher) -> Iterator[PersiaTrainingBatch]:
         while True:
             try:
                 batch = epoch.next()
-            except Finished:
+            except (Closed, Finished):
                 return
             yield batch
             del batch

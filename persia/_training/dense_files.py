@@ -44,7 +44,7 @@ def save(instance: Any, dst_dir: str | os.PathLike[str], file_name: str, is_jit:
             raise ConfigError(
                 f"is_jit=True needs a torch.nn.Module, got {type(instance).__name__}"
             )
-        scripted = torch.jit.script(instance)
+        scripted: Any = torch.jit.script(instance)
         return _publish(Path(dst_dir), file_name, lambda path: scripted.save(str(path)))
     state = instance.state_dict()
     return _publish(Path(dst_dir), file_name, lambda path: torch.save(state, path))

@@ -107,12 +107,12 @@ class Update:
         with torch.cuda.stream(stream):
             host = torch.empty(self._flat.shape, dtype=self._flat.dtype, pin_memory=True)
             host.copy_(self._flat, non_blocking=True)
-            self.event = torch.cuda.Event()
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(stream)
         # The buffer is freed by another thread than the stream that reads it.
         self._flat.record_stream(stream)
         sizes = [gradient.numel() for gradient in self.gradients if gradient is not None]
-        pieces = iter(host.split(sizes))
+        pieces = iter(torch.split(host, sizes))
         self.gradients = [
             None if gradient is None else next(pieces).view(gradient.shape)
             for gradient in self.gradients
@@ -177,7 +177,9 @@ class GradientEngine:
         self._pending: set[int] = set()  # numbers submitted and not yet ended
         self._next_number = 0
         self._failure: BaseException | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._warned: set[tuple[str, ...]] = set()
         self._threads = [
             threading.Thread(target=self._run, name=f"persia-backward-{number}", daemon=True)

@@ -241,6 +241,7 @@ class Prefetcher:
 
         Raises:
             Finished: If the dataset has ended and all its batches were returned.
+            Closed: If the epoch was closed, by a new one or by leaving the context.
             ServiceTimeout: If none came in time; says whom it waited for.
             ConfigError: If kept batches hold all permits, so that none can come.
             BaseException: What the dataset or a lookup raised.
@@ -271,9 +272,9 @@ class Prefetcher:
         last, self._last = self._last, None
         if last is None:
             return
-        if not self._lookups.book.release(last, Reason.ABANDONED, even_kept=False):
-            if last.state is State.KEPT:
-                self._kept.append(last)
+        self._lookups.book.release(last, Reason.ABANDONED, even_kept=False)
+        if last.state is State.KEPT:
+            self._kept.append(last)
 
     def _culprit(self) -> str:
         if self._num_looking_up:

@@ -44,24 +44,24 @@ class HasArray(Protocol):
     """A dense feature or label."""
 
     @property
-    def data(self) -> NDArray[Any]: ...  # noqa: D102
+    def data(self) -> NDArray[Any]: ...
 
 
 class UserBatch(Protocol):
     """What ``PersiaBatch`` is to this layer, which lies below it."""
 
     @property
-    def features(self) -> tuple[FeatureBatch, ...]: ...  # noqa: D102
+    def features(self) -> tuple[FeatureBatch, ...]: ...
     @property
-    def non_id_type_features(self) -> Sequence[HasArray]: ...  # noqa: D102
+    def non_id_type_features(self) -> Sequence[HasArray]: ...
     @property
-    def labels(self) -> Sequence[HasArray]: ...  # noqa: D102
+    def labels(self) -> Sequence[HasArray]: ...
     @property
-    def meta(self) -> bytes | None: ...  # noqa: D102
+    def meta(self) -> bytes | None: ...
     @property
-    def batch_size(self) -> int: ...  # noqa: D102
+    def batch_size(self) -> int: ...
     @property
-    def requires_grad(self) -> bool: ...  # noqa: D102
+    def requires_grad(self) -> bool: ...
 
 
 class Jagged(NamedTuple):
@@ -169,7 +169,7 @@ class Converter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # One for all batches: a stream per tensor costs more than it hides.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _new_stream(device)
 
     def host(self, batch: UserBatch) -> HostBatch:
         """Copy what the user may overwrite; the ids are PERSIA's own already.
@@ -240,7 +240,7 @@ class Converter:
             packed_indices, index_parts = self._pack(indices, torch.int64)
             dense = [item.to(self._device, non_blocking=True) for item in host.dense]
             labels = [item.to(self._device, non_blocking=True) for item in host.labels]
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         # A new one: the same host batch may be staged again.
         moved = HostBatch(
@@ -273,7 +273,7 @@ class Converter:
             flat[start : start + array.size] = array.reshape(-1)
             start += array.size
         packed = pinned.to(self._device, non_blocking=True)
-        pieces = packed.split([array.size for array in arrays]) if arrays else ()
+        pieces = torch.split(packed, [array.size for array in arrays]) if arrays else ()
         # detach: a part that is a view would share version counters with all the others.
         parts = [
             piece.detach().view(array.shape)
@@ -295,6 +295,12 @@ class Converter:
         return PersiaTrainingBatch(
             staged.host, staged.batch_id, embeddings, leaves, staged.ticket
         )
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _build(

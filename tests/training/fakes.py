@@ -212,7 +212,7 @@ def offsets_of(feature: object) -> np.ndarray:
     return np.asarray(feature.offsets).astype(np.int64)
 
 
-# --- batches -----------------------------------------------------------------------------------
+# --- batches ----------------------------------------------------------------------------------
 
 
 def u64(*numbers: int) -> np.ndarray:

@@ -143,7 +143,7 @@ def test_stall_of_an_update_is_a_timeout_that_names_the_staleness(worker, make_c
         hold.set()
 
 
-# --- staleness ---------------------------------------------------------------------------------
+# --- staleness --------------------------------------------------------------------------------
 
 
 def test_staleness_one_alternates_lookup_and_update(worker, make_ctx):
@@ -248,7 +248,7 @@ def test_batches_without_gradients_take_no_permit(worker, make_ctx):
     assert worker.of("read") == list(range(12))
 
 
-# --- keep --------------------------------------------------------------------------------------
+# --- keep -------------------------------------------------------------------------------------
 
 
 def test_keep_accumulates_gradients_over_batches(worker, make_ctx):
@@ -270,18 +270,22 @@ def test_keep_accumulates_gradients_over_batches(worker, make_ctx):
 
 def test_kept_batch_that_the_loss_did_not_reach_stays(worker, make_ctx):
     with make_ctx() as ctx:
-        losses = []
-        loader = DataLoader(Batches(3), reproducible=True, embedding_staleness=3)
-        for batch in loader:
-            output, labels = ctx.forward(batch)
-            losses.append(loss_of(output, labels))
-            if batch.batch_id == 0:
+        kept = None
+        for batch in DataLoader(Batches(3), reproducible=True, embedding_staleness=3):
+            if kept is None:
+                kept = batch
                 ctx.keep(batch)
-            elif batch.batch_id == 1:
-                ctx.backward(losses[1])
-            else:
-                ctx.backward(losses[0] + losses[2])
+                continue
+            losses = [loss_of(*ctx.forward(batch))]
+            if batch.batch_id == 2:
+                losses.append(loss_of(*ctx.forward(kept)))
+                ctx.prepare_features(batch)
+            ctx.backward(sum(losses))
+    assert worker.of("update")[0] == 1
     assert sorted(worker.of("update")) == [0, 1, 2]
+    assert not any(
+        slot.gradient is None for update in worker.gradients for slot in update.gradients
+    )
 
 
 def test_keep_beyond_the_permits_is_an_error_and_no_hang(make_ctx):
@@ -308,7 +312,7 @@ def test_keep_needs_gradients(make_ctx):
                 ctx.keep(batch)
 
 
-# --- leaving early -----------------------------------------------------------------------------
+# --- leaving early ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
@@ -368,7 +372,7 @@ def test_w48_leaving_the_context_ends_an_open_loop(worker, make_ctx):
     assert [*iterator] == []
 
 
-# --- errors ------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------
 
 
 def test_w42_exception_in_the_dataset_is_raised_after_the_batches_before_it(make_ctx):
@@ -469,7 +473,7 @@ def test_streams_need_servers(monkeypatch):
         StreamingDataset()
 
 
-# --- memory of the user ------------------------------------------------------------------------
+# --- memory of the user -----------------------------------------------------------------------
 
 
 def test_w41_the_same_batch_can_be_yielded_again(make_ctx):
