@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from persia._training.tensors import Converter, Jagged, PersiaTrainingBatch
     from persia.config import EmbeddingSchema, GlobalConfig
 
-    Features = tuple[
-        list[torch.Tensor], list[torch.Tensor | Jagged], list[torch.Tensor] | None
-    ]
+    Features = tuple[list[torch.Tensor], list[torch.Tensor | Jagged], list[torch.Tensor] | None]
     SchemaSource = str | os.PathLike[str] | Mapping[str, object]
     ConfigSource = str | os.PathLike[str] | Mapping[str, object]
 
@@ -237,11 +235,11 @@ class EmbeddingCtx(BaseCtx):
 
     def _build(self) -> _Embeddings:
         """Build servers in this process."""
-        from persia._services.embedded import build_embedding_worker
-
         if env.get_mode() != "embedded":
             raise ConfigError(SERVICES_MISSING)
         schema, config = _load_configs(self._schema, self._global_config)
+        from persia._services.embedded import build_embedding_worker
+
         embeddings = _Embeddings(build_embedding_worker(schema, config))
         if not self._trains:
             # A store of its own, which nobody else has configured or will.

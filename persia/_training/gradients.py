@@ -141,9 +141,7 @@ def _sum_per_row(gradient: torch.Tensor, leaf: Leaf) -> torch.Tensor:
     index = leaf.index
     summed = torch.zeros(leaf.num_rows, gradient.shape[1])
     if index is not None and len(index):
-        pooling.index_add(
-            gradient.float().contiguous().numpy(), index.numpy(), summed.numpy()
-        )
+        pooling.index_add(gradient.float().contiguous().numpy(), index.numpy(), summed.numpy())
     return summed
 
 

@@ -264,9 +264,7 @@ class Converter:
 
         The caching host allocator keeps the pinned buffer until the copy has run.
         """
-        pinned = torch.empty(
-            sum(array.size for array in arrays), dtype=dtype, pin_memory=True
-        )
+        pinned = torch.empty(sum(array.size for array in arrays), dtype=dtype, pin_memory=True)
         flat = pinned.numpy()
         start = 0
         for array in arrays:
@@ -303,9 +301,7 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _build(
-    staged: StagedBatch, trains: bool
-) -> tuple[list[torch.Tensor | Jagged], list[Leaf]]:
+def _build(staged: StagedBatch, trains: bool) -> tuple[list[torch.Tensor | Jagged], list[Leaf]]:
     """Return what the model receives, and the leaves behind it if there is a gradient."""
     embeddings: list[torch.Tensor | Jagged] = []
     leaves: list[Leaf] = []

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,9 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     env.reload_env()
 
 
+MakeCtx = Callable[..., TrainCtx]
+
+
 class Net(torch.nn.Module):
     """Dense features and pooled embeddings through one layer; raw ones are averaged."""
 
@@ -50,7 +54,7 @@ class Net(torch.nn.Module):
         self.dim = dim
         self.layer = torch.nn.Linear(num_dense + num_features * dim, 1)
 
-    def forward(self, dense: list[torch.Tensor], embeddings: list[object]) -> torch.Tensor:
+    def forward(self, dense: list[torch.Tensor], embeddings: list[Any]) -> torch.Tensor:
         columns = list(dense)
         for embedding in embeddings:
             if isinstance(embedding, tuple):
@@ -61,7 +65,8 @@ class Net(torch.nn.Module):
             elif embedding.dim() == 3:
                 embedding = embedding[:, :, : self.dim].sum(1)
             columns.append(embedding)
-        return self.layer(torch.cat(columns, 1))
+        output: torch.Tensor = self.layer(torch.cat(columns, 1))
+        return output
 
 
 @pytest.fixture
@@ -70,10 +75,12 @@ def worker() -> FakeWorker:
 
 
 @pytest.fixture
-def make_ctx(worker: FakeWorker):
-    def make(**options: object) -> TrainCtx:
+def make_ctx(worker: FakeWorker) -> MakeCtx:
+    """A TrainCtx over the fake, unless told otherwise."""
+
+    def make(**options: Any) -> TrainCtx:
         model = options.pop("model", None) or Net(options.pop("num_features", 2))
-        settings = {
+        settings: dict[str, Any] = {
             "model": model,
             "embedding_optimizer": SGD(lr=0.5),
             "dense_optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
@@ -84,5 +91,12 @@ def make_ctx(worker: FakeWorker):
     return make
 
 
-def loss_of(output: torch.Tensor, labels: list[torch.Tensor]) -> torch.Tensor:
+def loss_of(output: torch.Tensor, labels: list[torch.Tensor] | None) -> torch.Tensor:
+    assert labels is not None
     return torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0])
+
+
+def step(ctx: TrainCtx, batch: Any) -> torch.Tensor:
+    """One training step; returns the loss."""
+    output, labels = ctx.forward(batch)
+    return ctx.backward(loss_of(output, labels))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from persia._core.feature_batch import FeatureBatch
 from persia._rpc.messages import (
     BatchGradients,
     HyperParameters,
@@ -29,6 +31,9 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 DIM = 4
 FIXED = 3
 
@@ -39,7 +44,7 @@ class FakeSlot:
     dim: int = DIM
 
 
-SLOTS = {
+SLOTS: dict[str, FakeSlot] = {
     "user": FakeSlot(),
     "tags": FakeSlot(),
     "seq": FakeSlot("raw"),
@@ -47,7 +52,7 @@ SLOTS = {
 }
 
 
-def initial_row(name: str, number: int, dim: int) -> np.ndarray:
+def initial_row(name: str, number: int, dim: int) -> NDArray[np.float32]:
     rng = np.random.default_rng([len(name), number])
     return rng.uniform(-0.01, 0.01, dim).astype(np.float32)
 
@@ -61,7 +66,7 @@ class FakeWorker:
 
     def __init__(self, slots: Mapping[str, FakeSlot] = SLOTS) -> None:
         self.slots = slots
-        self.rows: dict[tuple[str, int], np.ndarray] = {}
+        self.rows: dict[tuple[str, int], NDArray[np.float32]] = {}
         self.events: list[tuple[str, int]] = []
         self.refs: dict[int, IDFeatures] = {}
         self.configured: list[HyperParameters] = []
@@ -100,7 +105,7 @@ class FakeWorker:
                 tuple(self._output(feature, is_training) for feature in features.features), ref
             )
 
-    def _rows(self, name: str, ids: np.ndarray, inserts: bool) -> np.ndarray:
+    def _rows(self, name: str, ids: NDArray[np.uint64], inserts: bool) -> NDArray[np.float32]:
         dim = self.slots[name].dim
         rows = np.zeros((len(ids), dim), np.float32)
         for place, number in enumerate(ids.tolist()):
@@ -111,7 +116,7 @@ class FakeWorker:
                 rows[place] = row
         return rows
 
-    def _output(self, feature: object, inserts: bool) -> SlotOutput:
+    def _output(self, feature: FeatureBatch, inserts: bool) -> SlotOutput:
         name = feature.name
         slot = self.slots[name]
         rows = self._rows(name, feature.distinct, inserts)
@@ -145,7 +150,8 @@ class FakeWorker:
             assert gradients.update_id not in self.update_ids
             self.update_ids.append(gradients.update_id)
             lr = np.float32(self.optimizers[-1].options["lr"])
-            skipped, nans = [], {}
+            skipped: list[str] = []
+            nans: dict[str, int] = {}
             for feature, slot in zip(features.features, gradients.gradients, strict=True):
                 assert feature.name == slot.name
                 if slot.gradient is None:
@@ -160,7 +166,9 @@ class FakeWorker:
                     self.rows[feature.name, number] -= lr * step
             return UpdateReport(nan_samples=nans, skipped=tuple(skipped))
 
-    def _steps(self, feature: object, grad: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    def _steps(
+        self, feature: FeatureBatch, grad: NDArray[np.float32]
+    ) -> list[tuple[int, NDArray[np.float32]]]:
         ids = feature.distinct.tolist()
         if self.slots[feature.name].kind == "sum":
             assert grad.shape == (feature.batch_size, self.slots[feature.name].dim)
@@ -206,7 +214,7 @@ class FakeWorker:
             return [batch_id for event, batch_id in self.events if event == kind]
 
 
-def offsets_of(feature: object) -> np.ndarray:
+def offsets_of(feature: FeatureBatch) -> NDArray[np.int64]:
     if feature.offsets is None:
         return np.arange(feature.batch_size + 1, dtype=np.int64)
     return np.asarray(feature.offsets).astype(np.int64)
@@ -215,7 +223,7 @@ def offsets_of(feature: object) -> np.ndarray:
 # --- batches ----------------------------------------------------------------------------------
 
 
-def u64(*numbers: int) -> np.ndarray:
+def u64(*numbers: int) -> NDArray[np.uint64]:
     return np.array(numbers, np.uint64)
 
 
