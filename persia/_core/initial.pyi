@@ -1,7 +1,8 @@
-from typing import Any, Self, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 MAX_LAM: float
 METHODS: dict[str, int]
