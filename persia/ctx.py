@@ -162,8 +162,10 @@ class _Embeddings:
     An evaluation context inside a TrainCtx shares the TrainCtx's.
     """
 
-    def __init__(self, worker: EmbeddingWorker) -> None:
+    def __init__(self, worker: EmbeddingWorker, is_untrained: bool = False) -> None:
         self.worker = worker
+        # Built for reading only: it never gets an optimizer, and needs none.
+        self.is_untrained = is_untrained
         self.engine: GradientEngine | None = None  # while the TrainCtx is entered
 
     def flush(self) -> None:
@@ -240,7 +242,7 @@ class EmbeddingCtx(BaseCtx):
         schema, config = _load_configs(self._schema, self._global_config)
         from persia._services.embedded import build_embedding_worker
 
-        embeddings = _Embeddings(build_embedding_worker(schema, config))
+        embeddings = _Embeddings(build_embedding_worker(schema, config), not self._trains)
         if not self._trains:
             # A store of its own, which nobody else has configured or will.
             embeddings.worker.configure(self.embedding_config.settings())
@@ -828,7 +830,8 @@ class InferCtx(EmbeddingCtx):
         Raises:
             ServiceTimeout: If they are not within 300 s.
         """
-        _wait_until_ready(self.embedding_worker)
+        if not self._connected().is_untrained:
+            _wait_until_ready(self.embedding_worker)
 
 
 def cnt_ctx() -> BaseCtx | None:

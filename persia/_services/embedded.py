@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from persia.config import EmbeddingSchema, GlobalConfig
 
 logger = logging.getLogger(__name__)
+
+# Seconds: a century. Expiry is for trainers that died; here they are this process, which
+# releases what it drops, and a notebook may rest for a day between two cells.
+NEVER = 100 * 366 * 24 * 3600
 
 
 def build_embedding_worker(schema: EmbeddingSchema, config: GlobalConfig) -> EmbeddingWorker:
@@ -45,4 +50,7 @@ def build_embedding_worker(schema: EmbeddingSchema, config: GlobalConfig) -> Emb
         len(schema.slots),
         len(schema.groups),
     )
-    return EmbeddingWorker(schema, config.embedding_worker_config, servers)
+    settings = dataclasses.replace(
+        config.embedding_worker_config, buffered_data_expired_sec=NEVER
+    )
+    return EmbeddingWorker(schema, settings, servers)
