@@ -29,14 +29,19 @@ class Finished(Exception):
 class Channel(Generic[T]):
     """A bounded first-in first-out queue of one epoch.
 
+    Two conditions over one lock, so that an item wakes one worker and not all of them: woken
+    in vain, each would take the GIL from the user's thread.
+
     Args:
         capacity: Items held before ``put`` waits; at least 1.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._items: deque[T] = deque()  # guarded by _changed, as everything below
-        self._changed = threading.Condition()
+        lock = threading.Lock()  # guards everything below
+        self._has_room = threading.Condition(lock)
+        self._has_item = threading.Condition(lock)
+        self._items: deque[T] = deque()
         self._finished = False
         self._closed = False
         self.failure: BaseException | None = None
@@ -50,8 +55,8 @@ class Channel(Generic[T]):
         Raises:
             Closed: If the channel is closed, before or while it waits.
         """
-        with self._changed:
-            self._changed.wait_for(
+        with self._has_room:
+            self._has_room.wait_for(
                 lambda: self._closed or len(self._items) < self._capacity, timeout_s
             )
             if self._closed:
@@ -59,7 +64,7 @@ class Channel(Generic[T]):
             if len(self._items) >= self._capacity:
                 return False
             self._items.append(item)
-            self._changed.notify_all()
+            self._has_item.notify()
             return True
 
     def get(self) -> T:
@@ -69,30 +74,31 @@ class Channel(Generic[T]):
             Closed: If the channel is closed.
             Finished: If nothing more will come.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._items or self._finished)
+        with self._has_item:
+            self._has_item.wait_for(lambda: self._closed or self._items or self._finished)
             if self._closed:
                 raise Closed
             if not self._items:
                 raise Finished
             item = self._items.popleft()
-            self._changed.notify_all()
+            self._has_room.notify()
             return item
 
     def finish(self, failure: BaseException | None = None) -> None:
         """Say that nothing more will be put, and what ended it if that was an exception."""
-        with self._changed:
+        with self._has_item:
             self._finished = True
             self.failure = failure
-            self._changed.notify_all()
+            self._has_item.notify_all()
 
     def close(self) -> list[T]:
         """Wake everyone with ``Closed`` and return what nobody has taken."""
-        with self._changed:
+        with self._has_item:
             self._closed = True
             left = list(self._items)
             self._items.clear()
-            self._changed.notify_all()
+            self._has_item.notify_all()
+            self._has_room.notify_all()
             return left
 
 
