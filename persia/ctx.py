@@ -159,19 +159,34 @@ class DataCtx(BaseCtx):
 class _Embeddings:
     """An embedding-worker, and the updates that reads of it must wait for.
 
-    An evaluation context inside a TrainCtx shares the TrainCtx's.
+    There is one per worker: an evaluation context that is inside a TrainCtx, or is given its
+    worker, shares it.
     """
 
     def __init__(self, worker: EmbeddingWorker, is_untrained: bool = False) -> None:
         self.worker = worker
-        # Built for reading only: it never gets an optimizer, and needs none.
-        self.is_untrained = is_untrained
+        self.is_untrained = is_untrained  # built for reading only: it needs no optimizer
         self.engine: GradientEngine | None = None  # while the TrainCtx is entered
 
     def flush(self) -> None:
         """Wait until this rank's updates are acknowledged."""
         if self.engine is not None:
             self.engine.flush()
+
+
+# By id of the worker, which an entry keeps alive: whoever is given a worker that a TrainCtx
+# updates must wait for those updates before it reads.
+_known: weakref.WeakValueDictionary[int, _Embeddings] = weakref.WeakValueDictionary()
+_known_lock = threading.Lock()
+
+
+def _embeddings_of(worker: EmbeddingWorker, is_untrained: bool = False) -> _Embeddings:
+    """Return the one ``_Embeddings`` of a worker."""
+    with _known_lock:
+        embeddings = _known.get(id(worker))
+        if embeddings is None:
+            embeddings = _known[id(worker)] = _Embeddings(worker, is_untrained)
+        return embeddings
 
 
 class EmbeddingCtx(BaseCtx):
@@ -227,7 +242,7 @@ class EmbeddingCtx(BaseCtx):
         # Batches with gradients that were prepared and may take part in the next backward.
         self._prepared: list[PersiaTrainingBatch] = []
         if embedding_worker is not None:
-            self._use(_Embeddings(embedding_worker))
+            self._use(_embeddings_of(embedding_worker))
         elif self._trains or self._schema is not None:
             self._use(self._build())
 
@@ -242,7 +257,7 @@ class EmbeddingCtx(BaseCtx):
         schema, config = _load_configs(self._schema, self._global_config)
         from persia._services.embedded import build_embedding_worker
 
-        embeddings = _Embeddings(build_embedding_worker(schema, config), not self._trains)
+        embeddings = _embeddings_of(build_embedding_worker(schema, config), not self._trains)
         if not self._trains:
             # A store of its own, which nobody else has configured or will.
             embeddings.worker.configure(self.embedding_config.settings())

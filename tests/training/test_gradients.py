@@ -416,7 +416,10 @@ def test_w48_leaving_waits_for_every_update(worker: FakeWorker, make_ctx: MakeCt
     assert ctx.backward_engine is None
 
 
-def test_reads_see_own_writes(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+@pytest.mark.parametrize("is_given_the_worker", [False, True])
+def test_reads_see_own_writes(
+    worker: FakeWorker, make_ctx: MakeCtx, is_given_the_worker: bool
+) -> None:
     release = threading.Event()
     order: list[str] = []
 
@@ -433,7 +436,8 @@ def test_reads_see_own_writes(worker: FakeWorker, make_ctx: MakeCtx) -> None:
         batch = ctx.get_embedding_from_data(make_batch(0))
         order.clear()
         step(ctx, batch)
-        with eval_ctx(model=ctx.model) as inner:
+        given = worker if is_given_the_worker else None
+        with eval_ctx(model=ctx.model, embedding_worker=given) as inner:
             reader = threading.Thread(
                 target=lambda: inner.get_embedding_from_data(make_batch(0))
             )
