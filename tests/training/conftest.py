@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from persia import env
+from persia._rpc import session
+from persia.ctx import TrainCtx
+from persia.embedding.optim import SGD
+
+from .fakes import DIM, FakeWorker
+
+
+@pytest.fixture(autouse=True)
+def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test sees a rank or servers of its surroundings, or leaves a thread or context."""
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "PERSIA_LAUNCHED",
+        "PERSIA_EMBEDDING_PARAMETER_SERVERS",
+        "PERSIA_EMBEDDING_WORKERS",
+        "PERSIA_EMBEDDING_CONFIG",
+        "PERSIA_GLOBAL_CONFIG",
+        "EMBEDDING_WORKER_SERVICE",
+        "PERSIA_NN_WORKERS",
+        "PERSIA_NATS_URL",
+        "PERSIA_NATS_IP",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    env.reload_env()
+    yield
+    assert session.current() is None
+    # The fan-out threads of several servers live as long as the servers do.
+    left = [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("persia-") and "fan-out" not in thread.name
+    ]
+    assert left == []
+    monkeypatch.undo()
+    env.reload_env()
+
+
+MakeCtx = Callable[..., TrainCtx]
+
+
+class Net(torch.nn.Module):
+    """Dense features and pooled embeddings through one layer; raw ones are averaged."""
+
+    def __init__(self, num_features: int = 2, num_dense: int = 2, dim: int = DIM) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dim = dim
+        self.layer = torch.nn.Linear(num_dense + num_features * dim, 1)
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[Any]) -> torch.Tensor:
+        columns = list(dense)
+        for embedding in embeddings:
+            if isinstance(embedding, tuple):
+                values, offsets = embedding
+                lengths = offsets.diff()
+                samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+                embedding = torch.zeros(len(lengths), self.dim).index_add(0, samples, values)
+            elif embedding.dim() == 3:
+                embedding = embedding[:, :, : self.dim].sum(1)
+            columns.append(embedding)
+        output: torch.Tensor = self.layer(torch.cat(columns, 1))
+        return output
+
+
+@pytest.fixture
+def worker() -> FakeWorker:
+    return FakeWorker()
+
+
+@pytest.fixture
+def make_ctx(worker: FakeWorker) -> MakeCtx:
+    """A TrainCtx over the fake, unless told otherwise."""
+
+    def make(**options: Any) -> TrainCtx:
+        model = options.pop("model", None) or Net(options.pop("num_features", 2))
+        settings: dict[str, Any] = {
+            "model": model,
+            "embedding_optimizer": SGD(lr=0.5),
+            "dense_optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "embedding_worker": worker,
+        }
+        return TrainCtx(**{**settings, **options})
+
+    return make
+
+
+def loss_of(output: torch.Tensor, labels: list[torch.Tensor] | None) -> torch.Tensor:
+    assert labels is not None
+    return torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0])
+
+
+def step(ctx: TrainCtx, batch: Any) -> torch.Tensor:
+    """One training step; returns the loss."""
+    output, labels = ctx.forward(batch)
+    return ctx.backward(loss_of(output, labels))

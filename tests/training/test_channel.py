@@ -1,0 +1,154 @@
+"""Queues between threads: order, bounds, and waking up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from persia._training.channel import Channel, Closed, Delivery, Finished
+from persia._training.prefetch import Gate
+
+WAIT_S = 20.0
+
+
+class Runs:
+    """Calls a function in a thread and keeps how it ended."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.result: object = None
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self.thread.start()
+
+    def _run(self, call: Callable[[], object]) -> None:
+        try:
+            self.result = call()
+        except BaseException as exc:
+            self.error = exc
+
+    def end(self) -> Runs:
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+        return self
+
+
+def test_channel_keeps_order_and_ends_with_what_it_holds() -> None:
+    channel: Channel[int] = Channel(3)
+    for number in range(3):
+        assert channel.put(number)
+    assert len(channel) == 3
+    assert not channel.put(3, timeout_s=0)
+    failure = KeyError("why")
+    channel.finish(failure)
+    assert [channel.get() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(Finished):
+        channel.get()
+    assert channel.failure is failure
+
+
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_close_wakes_whoever_waits(call: str) -> None:
+    channel: Channel[int] = Channel(1)
+    if call == "put":
+        channel.put(0)
+    waiting = [Runs(channel.get if call == "get" else lambda: channel.put(1)) for _ in range(3)]
+    assert channel.close() == ([0] if call == "put" else [])
+    assert all(isinstance(run.end().error, Closed) for run in waiting)
+    with pytest.raises(Closed):
+        channel.put(2)
+    with pytest.raises(Closed):
+        channel.get()
+
+
+def test_many_threads_lose_and_repeat_nothing() -> None:
+    channel: Channel[int] = Channel(2)
+
+    def drain() -> list[int]:
+        got = []
+        while True:
+            try:
+                got.append(channel.get())
+            except Finished:
+                return got
+
+    readers = [Runs(drain) for _ in range(4)]
+    writers = [
+        Runs(lambda first=first: [channel.put(n) for n in range(first, 400, 4)])  # type: ignore[misc]
+        for first in range(4)
+    ]
+    for writer in writers:
+        assert writer.end().error is None
+    channel.finish()
+    got: list[int] = []
+    for run in readers:
+        result = run.end().result
+        assert isinstance(result, list)
+        got += result
+    assert sorted(got) == list(range(400))
+
+
+def test_delivery_in_order_admits_the_next_beyond_its_capacity() -> None:
+    delivery: Delivery[str] = Delivery(2, ordered=True)
+    delivery.put(2, "two")
+    delivery.put(1, "one")
+    late = Runs(lambda: delivery.put(3, "three"))
+    delivery.put(0, "zero")  # full, but the reader waits for this one
+    assert [delivery.get(WAIT_S) for _ in range(4)] == ["zero", "one", "two", "three"]
+    late.end()
+    with pytest.raises(TimeoutError):
+        delivery.get(0)
+
+
+def test_delivery_out_of_order_gives_what_came_first() -> None:
+    delivery: Delivery[str] = Delivery(2, ordered=False)
+    delivery.put(5, "five")
+    delivery.put(1, "one")
+    assert [delivery.get(WAIT_S) for _ in range(2)] == ["five", "one"]
+    delivery.finish(None)
+    with pytest.raises(Finished):
+        delivery.get(WAIT_S)
+
+
+def test_delivery_raises_a_failure_at_once_and_an_end_after_its_items() -> None:
+    ended: Delivery[int] = Delivery(2, ordered=True)
+    ended.put(0, 10)
+    ended.finish(KeyError("end"))
+    assert ended.get(WAIT_S) == 10
+    with pytest.raises(KeyError, match="end"):
+        ended.get(WAIT_S)
+    failed: Delivery[int] = Delivery(2, ordered=True)
+    failed.put(0, 10)
+    failed.fail(KeyError("now"))
+    with pytest.raises(KeyError, match="now"):
+        failed.get(WAIT_S)
+    with pytest.raises(Closed):
+        failed.put(1, 11)
+    assert failed.close() == [10]
+
+
+def test_gate_lends_up_to_its_bound_and_wakes_on_return_and_close() -> None:
+    gate = Gate(2, on_demand=False)
+    gate.enter(True)
+    gate.enter(True)
+    assert gate.is_exhausted()
+    gate.enter(False)  # a batch without gradients needs none
+    waiting = Runs(lambda: gate.enter(True))
+    gate.give_back()
+    assert waiting.end().error is None
+    waiting = Runs(lambda: gate.enter(True))
+    gate.close()
+    assert isinstance(waiting.end().error, Closed)
+
+
+def test_gate_on_demand_stays_staleness_behind_the_user() -> None:
+    gate = Gate(1, on_demand=True)
+    waiting = Runs(lambda: gate.enter(True))
+    assert waiting.thread.is_alive()
+    gate.ask()
+    assert waiting.end().error is None
+    gate.give_back()
+    waiting = Runs(lambda: gate.enter(True))  # returned, but nobody asked yet
+    gate.close()
+    assert isinstance(waiting.end().error, Closed)

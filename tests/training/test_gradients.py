@@ -1,0 +1,535 @@
+"""The backward pipeline, over the fake embedding-worker."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from persia._rpc.messages import BatchGradients, UpdateReport
+from persia.ctx import eval_ctx
+from persia.data import DataLoader
+from persia.errors import ConfigError, DataError, ServiceTimeout, StoreError
+
+from .conftest import MakeCtx, Net, loss_of, step
+from .fakes import FakeWorker, make_batch
+
+WAIT_S = 20.0
+
+
+def batches(count: int, **options: Any) -> list[Any]:
+    return [make_batch(number, **options) for number in range(count)]
+
+
+def total(embeddings: list[Any]) -> torch.Tensor:
+    return torch.stack([embedding.sum() for embedding in embeddings]).sum()
+
+
+def wait(event: threading.Event) -> None:
+    event.wait(WAIT_S)
+
+
+class Spoils(torch.autograd.Function):
+    """Identity whose gradient has one element replaced."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, value: float) -> torch.Tensor:
+        ctx.value = value
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        gradient = gradient.clone()
+        gradient[0, 0] = ctx.value
+        return gradient, None
+
+
+class SpoiltNet(Net):
+    """Spoils the gradient of the first embedding at the given steps, not the dense one."""
+
+    def __init__(self, at: set[int], value: float) -> None:
+        super().__init__()
+        self.at, self.value, self.calls = at, value, 0
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[Any]) -> torch.Tensor:
+        first, *rest = embeddings
+        if self.calls in self.at:
+            first = Spoils.apply(first, self.value)  # type: ignore[no-untyped-call]
+        self.calls += 1
+        return super().forward(dense, [first, *rest])
+
+
+def test_losses_and_rows_equal_plain_torch(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    data = batches(30)
+    with make_ctx() as ctx:
+        loader = DataLoader(data, reproducible=True, embedding_staleness=1)
+        losses = [step(ctx, batch).item() for batch in loader]
+    twin = Net()
+    tables = {name: torch.nn.EmbeddingBag(10, 4, mode="sum") for name in ("user", "tags")}
+    fresh = FakeWorker()
+    for name, table in tables.items():
+        ids = np.arange(10, dtype=np.uint64)
+        table.weight.data = torch.from_numpy(fresh._rows(name, ids, True))
+    dense = torch.optim.SGD(twin.parameters(), lr=0.1)
+    sparse = torch.optim.SGD([table.weight for table in tables.values()], lr=0.5)
+    for batch, loss in zip(data, losses, strict=True):
+        embeddings = []
+        for feature in batch.features:
+            positions = torch.from_numpy(feature.distinct.astype(np.int64)[feature.inverse])
+            lengths = torch.from_numpy(feature.lengths())
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1]])
+            embeddings.append(tables[feature.name](positions, offsets))
+        features = [torch.from_numpy(item.data) for item in batch.non_id_type_features]
+        labels = [torch.from_numpy(item.data) for item in batch.labels]
+        want = loss_of(twin(features, embeddings), labels)
+        want.backward()  # type: ignore[no-untyped-call]
+        for optimizer in (dense, sparse):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert loss == pytest.approx(want.item(), abs=1e-6)
+    for (name, number), row in worker.rows.items():
+        want_row = tables[name].weight[number].detach().numpy()
+        assert np.allclose(row, want_row, atol=1e-6)
+
+
+def test_two_runs_are_bit_equal(make_ctx: MakeCtx) -> None:
+    runs = []
+    for _ in range(2):
+        fake = FakeWorker()
+        with make_ctx(embedding_worker=fake) as ctx:
+            loader = DataLoader(batches(40), reproducible=True, embedding_staleness=1)
+            losses = [step(ctx, batch).item() for batch in loader]
+        runs.append((losses, {key: row.tobytes() for key, row in fake.rows.items()}))
+    assert runs[0] == runs[1]
+
+
+def test_backward_returns_the_loss_and_counts(make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx:
+        for number, batch in enumerate(DataLoader(batches(3)), start=1):
+            output, labels = ctx.forward(batch)
+            loss = loss_of(output, labels)
+            assert ctx.backward(loss) is loss
+            assert ctx.update_times == number
+            for parameter in ctx.model.parameters():
+                assert parameter.grad is None
+
+
+def test_update_ids_are_unique_over_contexts(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    # Batch ids begin at 0 in each context; the fake refuses an id it has seen.
+    for _ in range(2):
+        with make_ctx() as ctx:
+            for batch in DataLoader(batches(3)):
+                step(ctx, batch)
+    assert len(set(worker.update_ids)) == 6
+
+
+def test_w02_non_finite_rows_are_warned_of_at_the_frequency_not_once(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = SpoiltNet({0, 5, 7, 12}, float("nan"))
+    with make_ctx(model=model) as ctx:
+        loader = DataLoader(batches(20), reproducible=True, embedding_staleness=1)
+        warned = []
+        for batch in loader:
+            output, labels = ctx.forward(batch)
+            caplog.clear()
+            ctx.get_embedding_size()  # the last update is acknowledged
+            ctx.backward(loss_of(output, labels), embedding_gradient_check_frequency=5)
+            if "were not finite" in caplog.text:
+                warned.append(ctx.update_times)
+        assert warned == [5, 10, 15]
+        ctx.get_embedding_size()
+        assert ctx.stats()["nan_samples"] == {"user": 4}
+        assert ctx.stats()["batches"] == 20
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_w04_a_non_finite_row_leaves_the_others_in_place(
+    worker: FakeWorker, make_ctx: MakeCtx, value: float
+) -> None:
+    with make_ctx(model=SpoiltNet({0}, value)) as ctx:
+        (batch,) = DataLoader(batches(1))
+        before = {key: row.copy() for key, row in worker.rows.items()}
+        ctx._prepared.clear()
+        batch = ctx.get_embedding_from_data(make_batch(0))
+        step(ctx, batch)
+        ctx.get_embedding_size()
+        assert ctx.stats()["nan_samples"] == {"user": 1}
+    changed = [key for key, row in worker.rows.items() if not np.array_equal(row, before[key])]
+    assert any(name == "user" for name, _ in changed)
+    assert any(name == "tags" for name, _ in changed)
+    assert all(np.isfinite(row).all() for row in worker.rows.values())
+
+
+# --- mixed precision ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_w03_with_a_grad_scaler_a_non_finite_gradient_skips_dense_and_sparse(
+    worker: FakeWorker, make_ctx: MakeCtx, value: float
+) -> None:
+    model = SpoiltNet({2, 3}, value)
+    with make_ctx(model=model, mixed_precision=True, grad_scalar_update_factor=4) as ctx:
+        assert ctx.grad_scaler is not None
+        loader = DataLoader(batches(6), reproducible=True, embedding_staleness=1)
+        for number, batch in enumerate(loader):
+            scale = ctx.grad_scaler.get_scale()
+            weights = [parameter.detach().clone() for parameter in model.parameters()]
+            rows = {key: row.copy() for key, row in worker.rows.items()}
+            step(ctx, batch)
+            ctx.get_embedding_size()
+            is_same = all(
+                torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True)
+            )
+            rows_same = all(np.array_equal(worker.rows[key], row) for key, row in rows.items())
+            assert is_same == rows_same == (number in (2, 3))
+            assert ctx.grad_scaler.get_scale() == (scale / 4 if number in (2, 3) else scale)
+        assert ctx.stats()["skipped"] == 2
+        assert ctx.stats()["batches"] == 4
+    assert worker.of("release") == [2, 3]
+    assert worker.refs == {}
+    assert all(np.isfinite(row).all() for row in worker.rows.values())
+
+
+def test_w03_a_non_finite_dense_gradient_skips_the_sparse_step_too(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    model = Net()
+    bias: Any = model.layer.bias
+    bias.register_hook(lambda gradient: gradient * float("inf"))
+    with make_ctx(model=model, mixed_precision=True) as ctx:
+        assert ctx.grad_scaler is not None
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        scale = ctx.grad_scaler.get_scale()
+        for batch in DataLoader(batches(1)):
+            step(ctx, batch)
+        assert ctx.grad_scaler.get_scale() < scale
+        assert ctx.stats()["skipped"] == 1
+    assert worker.of("update") == []
+    assert all(torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True))
+
+
+def test_scale_is_sent_for_the_worker_to_divide_by(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    other = FakeWorker()
+    with make_ctx(mixed_precision=True) as scaled, make_ctx(embedding_worker=other) as plain:
+        pass
+    for ctx in (scaled, plain):
+        with ctx:
+            for batch in DataLoader(batches(1)):
+                # bfloat16 under autocast would differ by more than the scale
+                _, embeddings, labels = ctx.prepare_features(batch)
+                output = ctx.model(batch.non_id_type_tensors, embeddings)
+                ctx.backward(loss_of(output, labels))
+    assert worker.gradients[0].scale == 65536.0
+    assert other.gradients[0].scale == 1.0
+    for key, row in worker.rows.items():
+        assert np.array_equal(row, other.rows[key])  # a power of two costs no bit
+
+
+def test_model_without_dense_gradients_under_a_scaler(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    with make_ctx(mixed_precision=True) as ctx:
+        for batch in DataLoader(batches(2)):
+            _, embeddings, _ = ctx.prepare_features(batch)
+            ctx.backward(total(embeddings))
+    assert sorted(worker.of("update")) == [0, 1]
+
+
+def test_mixed_precision_runs_the_model_under_autocast(make_ctx: MakeCtx) -> None:
+    seen = []
+
+    class Looks(Net):
+        def forward(self, dense: list[torch.Tensor], embeddings: list[Any]) -> torch.Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(dense, embeddings).float()
+
+    for mixed in (False, True):
+        with make_ctx(model=Looks(), mixed_precision=mixed) as ctx:
+            for batch in DataLoader(batches(1)):
+                step(ctx, batch)
+    assert seen == [False, True]
+
+
+# --- what has no gradient -------------------------------------------------------------------
+
+
+def test_feature_that_the_loss_does_not_reach_is_skipped_with_one_warning(
+    worker: FakeWorker, make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_ctx() as ctx:
+        for batch in DataLoader(batches(5)):
+            _, embeddings, _ = ctx.prepare_features(batch)
+            ctx.backward(total(embeddings[:1]))
+        ctx.get_embedding_size()
+        assert ctx.stats()["skipped_slots"] == {"tags": 5}
+    assert caplog.text.count("did not reach these id features") == 1
+    assert "tags" in caplog.text
+    assert [slot.gradient is None for slot in worker.gradients[0].gradients] == [False, True]
+
+
+def test_backward_needs_a_batch(make_ctx: MakeCtx) -> None:
+    loss = torch.zeros((), requires_grad=True)
+    ctx = make_ctx()
+    with pytest.raises(ConfigError, match="inside"):
+        ctx.backward(loss)
+    with ctx, pytest.raises(DataError, match="no batch to take gradients of"):
+        ctx.backward(loss)
+
+
+def test_direct_batches_train_without_a_loader(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx:
+        first = ctx.get_embedding_from_data(make_batch(0))
+        second = ctx.get_embedding_from_data(make_batch(1))
+        loss = loss_of(*ctx.forward(first)) + loss_of(*ctx.forward(second))
+        ctx.backward(loss)
+    assert sorted(worker.of("update")) == [0, 1]
+
+
+def test_w46_direct_batch_without_backward_is_released(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    with make_ctx() as ctx:
+        for number in range(5):
+            ctx.get_embedding_from_data(make_batch(number))
+            gc.collect()
+        assert len(worker.refs) <= 2
+    assert worker.refs == {}
+    assert ctx.stats()["abandoned"] == 5
+
+
+def test_w46_nothing_stays_at_the_worker(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx:
+        for number, batch in enumerate(DataLoader(batches(20))):
+            ctx.forward(batch)
+            if number % 2:
+                ctx.backward(loss_of(*ctx.forward(batch)))
+    assert worker.refs == {}
+
+
+# --- threads, waiting and errors --------------------------------------------------------------
+
+
+def fail_at(number: int) -> Any:
+    def fail(batch_id: int) -> None:
+        if batch_id == number:
+            raise StoreError("disk on fire")
+
+    return fail
+
+
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_w48_exception_in_an_update_is_raised_at_the_next_backward(
+    worker: FakeWorker, make_ctx: MakeCtx, staleness: int | None
+) -> None:
+    worker.before_update = fail_at(0)
+    with make_ctx() as ctx:
+        iterator = iter(
+            DataLoader(batches(3), reproducible=True, embedding_staleness=staleness)
+        )
+        step(ctx, next(iterator))
+        batch = next(iterator)
+        output, labels = ctx.forward(batch)
+        engine = ctx.backward_engine
+        assert engine is not None
+        with engine._changed:
+            engine._changed.wait_for(lambda: not engine._pending, WAIT_S)
+        with pytest.raises(StoreError, match="disk on fire") as caught:
+            ctx.backward(loss_of(output, labels))
+        frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert "_send" in frames
+        # It is raised once; the batch can still be trained.
+        ctx.backward(loss_of(*ctx.forward(batch)))
+        assert [batch.batch_id for batch in iterator] == [2]
+        ctx.get_embedding_size()
+        assert ctx.stats()["failed"] == 1
+    assert worker.of("update") == [1]
+    assert worker.refs == {}
+
+
+def test_w48_exception_in_the_last_update_is_raised_on_leaving(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    worker.before_update = fail_at(2)
+    ctx = make_ctx()
+
+    def train() -> None:
+        with ctx:
+            for batch in DataLoader(batches(3), reproducible=True, embedding_staleness=1):
+                step(ctx, batch)
+
+    with pytest.raises(StoreError, match="disk on fire"):
+        train()
+    assert ctx.stats()["batches"] == 2
+
+
+def test_exception_of_the_body_wins_over_that_of_an_update(
+    worker: FakeWorker, make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.before_update = fail_at(0)
+
+    def train() -> None:
+        with make_ctx() as ctx:
+            for batch in DataLoader(batches(1)):
+                step(ctx, batch)
+            raise KeyError("the body's")
+
+    with pytest.raises(KeyError, match="the body's"):
+        train()
+    assert "disk on fire" in caplog.text
+
+
+def test_exception_in_an_update_is_raised_by_reads(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    worker.before_update = fail_at(0)
+    with make_ctx() as ctx:
+        for batch in DataLoader(batches(1)):
+            step(ctx, batch)
+        with pytest.raises(StoreError, match="disk on fire"):
+            ctx.get_embedding_size()
+
+
+def test_w48_leaving_waits_for_every_update(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    started, go = threading.Event(), threading.Event()
+
+    def hold(batch_id: int) -> None:
+        started.set()
+        go.wait(WAIT_S)
+
+    worker.before_update = hold
+    ctx = make_ctx()
+    with ctx:
+        for batch in DataLoader(batches(6)):
+            step(ctx, batch)
+        assert started.wait(WAIT_S)
+        assert worker.of("update") == []
+        go.set()
+    assert sorted(worker.of("update")) == list(range(6))
+    assert ctx.backward_engine is None
+
+
+@pytest.mark.parametrize("is_given_the_worker", [False, True])
+def test_reads_see_own_writes(
+    worker: FakeWorker, make_ctx: MakeCtx, is_given_the_worker: bool
+) -> None:
+    release = threading.Event()
+    order: list[str] = []
+
+    def hold(batch_id: int) -> None:
+        release.wait(WAIT_S)
+        order.append("update")
+
+    with make_ctx() as ctx:
+        for batch in DataLoader(batches(1)):
+            step(ctx, batch)
+        ctx.get_embedding_size()
+        worker.before_update = hold
+        worker.before_lookup = lambda batch_id: order.append("read")
+        batch = ctx.get_embedding_from_data(make_batch(0))
+        order.clear()
+        step(ctx, batch)
+        given = worker if is_given_the_worker else None
+        with eval_ctx(model=ctx.model, embedding_worker=given) as inner:
+            reader = threading.Thread(
+                target=lambda: inner.get_embedding_from_data(make_batch(0))
+            )
+            reader.start()
+            release.set()
+            reader.join(WAIT_S)
+        assert order == ["update", "read"]
+
+
+def test_full_queue_makes_backward_wait_and_then_says_for_whom(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persia._training.gradients.WAIT_S", 0.05)
+    go = threading.Event()
+    worker.before_update = lambda batch_id: wait(go)
+    with make_ctx(backward_buffer_size=1, backward_workers_size=1) as ctx:
+        iterator = iter(DataLoader(batches(6)))
+        step(ctx, next(iterator))
+        engine = ctx.backward_engine
+        assert engine is not None
+        step(ctx, next(iterator))
+
+        def fill() -> None:
+            step(ctx, next(iterator))
+            step(ctx, next(iterator))
+
+        with pytest.raises(ServiceTimeout, match="embedding-worker to take one of 1 queued"):
+            fill()
+        with pytest.raises(ServiceTimeout, match="acknowledge"):
+            ctx.get_embedding_size()
+        go.set()
+        monkeypatch.setattr("persia._training.gradients.WAIT_S", WAIT_S)
+    assert ctx.stats()["staleness"] == 0
+
+
+def test_worker_that_outlives_the_deadline_is_named(
+    worker: FakeWorker,
+    make_ctx: MakeCtx,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("persia._training.gradients.WAIT_S", 0.05)
+    monkeypatch.setattr("persia._training.gradients.JOIN_S", 0.05)
+    go = threading.Event()
+    worker.before_update = lambda batch_id: wait(go)
+    ctx = make_ctx(backward_workers_size=1)
+
+    def train() -> None:
+        with ctx:
+            for batch in DataLoader(batches(1)):
+                step(ctx, batch)
+
+    with pytest.raises(ServiceTimeout, match="1 updates"):
+        train()
+    assert "persia-backward-0 is still inside an update" in caplog.text
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name == "persia-backward-0":
+            thread.join(WAIT_S)
+
+
+def test_many_workers_update_at_the_same_time(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    meet = threading.Barrier(3)
+
+    def join(batch_id: int) -> None:
+        meet.wait(WAIT_S)
+
+    worker.before_update = join
+    with make_ctx(backward_workers_size=3) as ctx:
+        for batch in DataLoader(batches(6)):
+            step(ctx, batch)
+    assert len(worker.of("update")) == 6
+
+
+def test_report_is_added_up(make_ctx: MakeCtx) -> None:
+    class Reports(FakeWorker):
+        def update(self, gradients: BatchGradients) -> UpdateReport:
+            super().update(gradients)
+            return UpdateReport(2, {"user": 1}, {"user": 3, "tags": 1}, ("seq",))
+
+    with make_ctx(embedding_worker=Reports()) as ctx:
+        for batch in DataLoader(batches(3)):
+            step(ctx, batch)
+    assert ctx.stats() == {
+        "batches": 3,
+        "abandoned": 0,
+        "unused": 0,
+        "skipped": 0,
+        "failed": 0,
+        "missing": 6,
+        "skipped_slots": {"seq": 3},
+        "nan_samples": {"user": 3},
+        "nan_rows": {"user": 9, "tags": 3},
+        "staleness": 0,
+    }

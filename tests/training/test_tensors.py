@@ -1,0 +1,372 @@
+"""What the model receives, and where its gradients go, against plain autograd."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from persia._rpc.messages import (
+    JaggedOutput,
+    LookupResult,
+    PooledOutput,
+    RawOutput,
+    SlotGradient,
+)
+from persia._training.flight import Book
+from persia._training.gradients import Update
+from persia._training.tensors import Converter, Jagged, PersiaTrainingBatch
+from persia.ctx import PreprocessMode, TrainCtx, _prepare_feature, eval_ctx
+from persia.embedding.data import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+
+from .conftest import MakeCtx, Net, step
+from .fakes import DIM, FIXED, FakeWorker, initial_row, make_batch, u64
+
+
+def embeddings_of(batch: PersiaTrainingBatch) -> list[torch.Tensor]:
+    assert all(isinstance(tensor, torch.Tensor) for tensor in batch.embedding_tensors)
+    return [tensor for tensor in batch.embedding_tensors if isinstance(tensor, torch.Tensor)]
+
+
+def lists_batch(name: str, lists: list[np.ndarray[Any, Any]], **options: Any) -> PersiaBatch:
+    label = Label(np.zeros((len(lists), 1), np.float32))
+    return PersiaBatch([IDTypeFeature(name, lists)], labels=[label], **options)
+
+
+def rows_of(name: str, *numbers: int) -> torch.Tensor:
+    return torch.from_numpy(np.stack([initial_row(name, number, DIM) for number in numbers]))
+
+
+def test_tensors_come_in_the_order_of_the_batch(make_ctx: MakeCtx) -> None:
+    names = ("jag", "user", "seq", "tags")
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(make_batch(3, size=5, names=names))
+    assert batch.feature_names == names
+    jagged, user, raw, tags = batch.embedding_tensors
+    assert isinstance(jagged, Jagged)
+    assert isinstance(user, torch.Tensor)
+    assert isinstance(raw, torch.Tensor)
+    assert isinstance(tags, torch.Tensor)
+    assert user.shape == tags.shape == (5, DIM)
+    assert raw.shape == (5, FIXED, DIM + 1)
+    assert jagged.offsets.shape == (6,)
+    assert jagged.values.shape == (jagged.offsets[-1], DIM)
+    for tensor in (user, raw, tags, jagged.values):
+        assert tensor.dtype is torch.float32
+        assert tensor.requires_grad
+    assert user.is_leaf
+    assert jagged.values.is_leaf
+    assert [leaf.name for leaf in batch.leaves] == list(names)
+
+
+def test_pooled_values_are_the_workers(make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(lists_batch("tags", [u64(3, 5, 3), u64(), u64(5)]))
+    (tags,) = embeddings_of(batch)
+    three, five = rows_of("tags", 3, 5)
+    assert torch.equal(tags.detach(), torch.stack([three + five + three, 0 * three, five]))
+
+
+def test_raw_is_padded_truncated_and_masked(make_ctx: MakeCtx) -> None:
+    lists = [u64(7, 8), u64(), u64(8, 7, 8, 9)]
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(lists_batch("seq", lists))
+    (raw,) = embeddings_of(batch)
+    seven, eight = rows_of("seq", 7, 8)
+    zero = torch.zeros(DIM)
+    assert raw.detach()[:, :, DIM].tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]
+    wanted = [[seven, eight, zero], [zero, zero, zero], [eight, seven, eight]]
+    assert torch.equal(
+        raw.detach()[:, :, :DIM], torch.stack([torch.stack(row) for row in wanted])
+    )
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_w36_raw_feature_without_any_id(
+    worker: FakeWorker, make_ctx: MakeCtx, size: int
+) -> None:
+    with make_ctx(model=Net(1, num_dense=0)) as ctx:
+        batch = ctx.get_embedding_from_data(lists_batch("seq", [u64()] * size))
+        (raw,) = embeddings_of(batch)
+        assert torch.equal(raw.detach(), torch.zeros(size, FIXED, DIM + 1))
+        step(ctx, batch)
+        assert ctx.get_embedding_size() == [0]
+    (slot,) = worker.gradients[0].gradients
+    assert slot.gradient is not None
+    assert slot.gradient.shape == (0, DIM)
+
+
+def test_jagged_feature_without_any_id(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    with make_ctx(model=Net(1, num_dense=0)) as ctx:
+        batch = ctx.get_embedding_from_data(lists_batch("jag", [u64()] * 3))
+        step(ctx, batch)
+    (slot,) = worker.gradients[0].gradients
+    assert slot.gradient is not None
+    assert slot.gradient.shape == (0, DIM)
+
+
+@pytest.mark.parametrize("name", ["seq", "jag", "tags"])
+def test_gradients_are_summed_per_distinct_id(
+    worker: FakeWorker, make_ctx: MakeCtx, name: str
+) -> None:
+    lists = [u64(4, 9), u64(9), u64(), u64(9, 4)]
+    weights = torch.arange(4 * FIXED * DIM, dtype=torch.float32).view(4, FIXED, DIM)
+    rows = rows_of(name, 4, 9).requires_grad_()
+    places = [[0, 1], [1], [], [1, 0]]  # of the lists in rows
+    want = sum(
+        (weights[sample, place] * rows[row]).sum()
+        for sample, row_numbers in enumerate(places)
+        for place, row in enumerate(row_numbers)
+    )
+    assert isinstance(want, torch.Tensor)
+    want.backward()  # type: ignore[no-untyped-call]
+    if name == "tags":  # a sum has one weight per sample
+        rows.grad = None
+        counts = torch.tensor([[1.0, 1], [0, 1], [0, 0], [1, 1]])
+        ((counts @ rows) * weights[:, 0]).sum().backward()  # type: ignore[no-untyped-call]
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(lists_batch(name, lists))
+        _, (embedding,), _ = ctx.prepare_features(batch)
+        if isinstance(embedding, Jagged):
+            flat = torch.cat([weights[s, : len(p)] for s, p in enumerate(places)])
+            loss = (embedding.values * flat).sum()
+        elif name == "seq":
+            loss = (embedding[:, :, :DIM] * weights).sum()
+        else:
+            loss = (embedding * weights[:, 0]).sum()
+        ctx.backward(loss)
+        ctx.get_embedding_size()
+    (slot,) = worker.gradients[0].gradients
+    assert rows.grad is not None
+    assert slot.gradient is not None
+    if name == "tags":
+        assert torch.equal(torch.from_numpy(slot.gradient), weights[:, 0])
+    else:
+        assert torch.equal(torch.from_numpy(slot.gradient), rows.grad)
+    trained = rows.detach() - 0.5 * rows.grad
+    for number, row in zip((4, 9), trained, strict=True):
+        assert torch.equal(torch.from_numpy(worker.rows[name, number]), row)
+
+
+def test_dense_and_labels_keep_their_dtype(make_ctx: MakeCtx) -> None:
+    # W-21: the original turned bool into uint8.
+    arrays = [
+        np.array([[True], [False]]),
+        np.array([[1], [2]], np.int8),
+        np.array([[1.5], [2]], np.float64),
+        np.array([[1], [2]], np.int64),
+        np.zeros((2, 3, 4), np.float32)[:, ::-1],
+    ]
+    batch = PersiaBatch(
+        [IDTypeFeatureWithSingleID("user", u64(1, 2))],
+        [NonIDTypeFeature(array) for array in arrays],
+        [Label(array) for array in arrays],
+    )
+    with make_ctx() as ctx:
+        got = ctx.get_embedding_from_data(batch)
+    dtypes = [torch.bool, torch.int8, torch.float64, torch.int64, torch.float32]
+    assert got.labels is not None
+    for tensors in (got.non_id_type_tensors, got.labels):
+        assert [tensor.dtype for tensor in tensors] == dtypes
+        for tensor, array in zip(tensors, arrays, strict=True):
+            assert np.array_equal(tensor.numpy(), array)
+
+
+def test_w37_tensors_outlive_their_batch(make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(make_batch(1))
+        (dense,), embeddings, labels = ctx.prepare_features(batch)
+        kept = [dense, *embeddings, *(labels or [])]
+        before = [
+            tensor.detach().clone() for tensor in kept if isinstance(tensor, torch.Tensor)
+        ]
+        ctx.current_batch = None
+        del batch
+        gc.collect()
+        for number in range(20):
+            ctx.get_embedding_from_data(make_batch(number))
+        for tensor, copy in zip(kept, before, strict=True):
+            assert isinstance(tensor, torch.Tensor)
+            assert torch.equal(tensor.detach(), copy)
+
+
+def test_w37_received_bytes_are_copied_and_own_arrays_are_not() -> None:
+    features = make_batch(0, size=2, names=("user",))
+    converter = Converter(torch.device("cpu"))
+    received = np.ones((2, DIM), np.float32)
+    received.flags.writeable = False
+    fresh = np.ones((2, DIM), np.float32)
+    for values, is_shared in ((received, False), (fresh, True)):
+        host = converter.host(features)
+        result = LookupResult((PooledOutput("user", values),), None)
+        batch = converter.finish(converter.stage(host, result, 0, None))
+        (tensor,) = embeddings_of(batch)
+        assert np.shares_memory(tensor.numpy(), values) is is_shared
+        tensor += 1  # and it can be written to
+    assert received.sum() == 2 * DIM
+
+
+@pytest.mark.parametrize("mode", list(PreprocessMode))
+def test_modes(worker: FakeWorker, make_ctx: MakeCtx, mode: PreprocessMode) -> None:
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(make_batch(1))
+        dense, embeddings, labels = _prepare_feature(batch, mode)
+    assert dense is batch.non_id_type_tensors
+    assert embeddings is batch.embedding_tensors
+    assert labels is (None if mode is PreprocessMode.INFERENCE else batch.labels)
+
+
+def test_batch_without_labels_has_none(make_ctx: MakeCtx) -> None:
+    batch = PersiaBatch([IDTypeFeatureWithSingleID("user", u64(1))], requires_grad=False)
+    with make_ctx() as ctx:
+        assert ctx.get_embedding_from_data(batch).labels is None
+
+
+def test_evaluation_has_no_leaves(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    names = ("jag", "user", "seq")
+    with make_ctx() as ctx, eval_ctx(model=ctx.model) as inner:
+        batch = inner.get_embedding_from_data(make_batch(1, names=names))
+        assert batch.leaves == []
+        assert batch.ticket is None
+        jagged, user, raw = batch.embedding_tensors
+        assert isinstance(jagged, Jagged)
+        for tensor in (jagged.values, user, raw):
+            assert isinstance(tensor, torch.Tensor)
+            assert not tensor.requires_grad
+            assert not tensor.any() or tensor is raw  # nothing is stored, nothing inserted
+    assert worker.rows == {}
+    assert worker.refs == {}
+
+
+def test_a_batch_can_be_forwarded_twice_in_one_loss(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    with make_ctx(num_features=2) as ctx:
+        batch = ctx.get_embedding_from_data(make_batch(1, names=("user", "seq")))
+        once, _ = ctx.forward(batch)
+        twice, _ = ctx.forward(batch)
+        once.sum().backward()
+        ctx.backward(twice.sum())
+    assert worker.of("update") == [0]
+
+
+def test_bytes_make_the_same_batch(make_ctx: MakeCtx) -> None:
+    batch = make_batch(5, meta=b"five")
+    with make_ctx() as ctx:
+        direct = ctx.get_embedding_from_data(batch)
+        through = ctx.get_embedding_from_bytes(batch.to_bytes())
+    assert through.meta == b"five"
+    assert through.labels is not None
+    assert direct.labels is not None
+    for one, other in zip(
+        [*direct.non_id_type_tensors, *embeddings_of(direct), *direct.labels],
+        [*through.non_id_type_tensors, *embeddings_of(through), *through.labels],
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.cuda
+def test_cuda_gives_what_the_cpu_gives(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    names = ("jag", "user", "seq", "tags")
+    with make_ctx() as ctx:
+        wanted = ctx.get_embedding_from_data(make_batch(3, names=names))
+        got = ctx.get_embedding_from_data(make_batch(3, names=names), device_id=0)
+    for one, other in zip(wanted.embedding_tensors, got.embedding_tensors, strict=True):
+        pair = [
+            (item.values, item.offsets) if isinstance(item, Jagged) else (item,)
+            for item in (one, other)
+        ]
+        for left, right in zip(*pair, strict=True):
+            assert right.device.type == "cuda"
+            assert torch.equal(left, right.cpu())
+    for one, other in zip(
+        [*wanted.non_id_type_tensors, *(wanted.labels or [])],
+        [*got.non_id_type_tensors, *(got.labels or [])],
+        strict=True,
+    ):
+        assert other.device.type == "cuda"
+        assert torch.equal(one, other.cpu())
+
+
+@pytest.mark.cuda
+def test_cuda_trains_what_the_cpu_trains(make_ctx: MakeCtx) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from persia.data import DataLoader
+    from persia.embedding.optim import SGD
+
+    results = []
+    for device_id in (None, 0):
+        fake = FakeWorker()
+        model = Net(2)
+        if device_id is not None:
+            model.cuda(device_id)
+        with TrainCtx(
+            SGD(lr=0.5),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model=model,
+            device_id=device_id,
+            mixed_precision=False,
+            embedding_worker=fake,
+        ) as ctx:
+            batches = [make_batch(number) for number in range(20)]
+            loader = DataLoader(batches, reproducible=True, embedding_staleness=1)
+            losses = [step(ctx, batch).item() for batch in loader]
+        results.append((losses, fake.rows))
+    (losses, rows), (cuda_losses, cuda_rows) = results
+    # The devices sum in different orders.
+    assert np.allclose(losses, cuda_losses, rtol=1e-5)
+    for key, row in rows.items():
+        assert np.allclose(row, cuda_rows[key], atol=1e-6)
+
+
+def test_update_takes_the_gradients_away() -> None:
+    fake = FakeWorker()
+    book = Book(fake)
+    converter = Converter(torch.device("cpu"))
+    host = converter.host(make_batch(0, size=2, names=("user", "seq", "jag")))
+    outputs = (
+        PooledOutput("user", np.ones((2, DIM), np.float32)),
+        RawOutput("seq", np.ones((3, DIM), np.float32), np.array([1, 2, 0, 2, 2, 2]), FIXED),
+        JaggedOutput(
+            "jag", np.ones((1, DIM), np.float32), np.array([0, 0]), np.array([0, 2, 2])
+        ),
+    )
+    ticket = book.open(fake.register(None), 0, None)  # type: ignore[arg-type]
+    batch = converter.finish(converter.stage(host, LookupResult(outputs, 1), 0, ticket))
+    user, seq, jag = batch.embedding_tensors
+    assert isinstance(user, torch.Tensor)
+    assert isinstance(seq, torch.Tensor)
+    assert isinstance(jag, Jagged)
+    (2 * user.sum() + 3 * seq[:, :, :DIM].sum()).backward()  # type: ignore[no-untyped-call]
+    update = Update(ticket, batch.leaves)
+    assert user.grad is None
+    assert update.is_finite()
+    assert not update.is_empty()
+    assert update.names_without_gradient() == ("jag",)
+    slots = update.slots()
+    want = [
+        SlotGradient("user", np.full((2, DIM), 2, np.float32)),
+        SlotGradient("seq", np.array([[3.0] * DIM, [12.0] * DIM], np.float32)),
+        SlotGradient("jag", None),
+    ]
+    for got, wanted in zip(slots, want, strict=True):
+        assert got.name == wanted.name
+        if wanted.gradient is None:
+            assert got.gradient is None
+        else:
+            assert got.gradient is not None
+            assert got.gradient.flags.c_contiguous
+            assert np.array_equal(got.gradient, wanted.gradient)
