@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -44,7 +45,7 @@ def extensions() -> list[Extension]:
         Extension(
             f"persia._core.{path.stem}",
             [str(path)],
-            include_dirs=[str(CORE)],
+            include_dirs=[str(CORE), np.get_include()],
             depends=headers,
             define_macros=MACROS,
             extra_compile_args=COMPILE,

@@ -11,6 +11,7 @@
         ServiceUnavailable(ConnectionError)
         ServiceTimeout(TimeoutError)   who was waited for, and how long
         ServiceBusy                    a bounded buffer is full; safe to retry
+        UnknownRef(LookupError)        the ref was acknowledged, released or has expired
         ProtocolError                  bytes this version cannot read
         RemoteError                    the peer's handler failed; remote type and text inside
       CheckpointError(OSError)         path and what was expected there
@@ -81,6 +82,10 @@ class ServiceTimeout(ServiceError, TimeoutError):
 
 class ServiceBusy(ServiceError):
     """A bounded buffer is full; the call changed nothing and may be repeated."""
+
+
+class UnknownRef(ServiceError, LookupError):
+    """No batch has this ref: it was acknowledged, released, expired, or another worker's."""
 
 
 class ProtocolError(ServiceError):

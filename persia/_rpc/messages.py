@@ -101,7 +101,11 @@ class TableGradients:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """``update_id`` is (rank, batch id): a server applies each at most once."""
+    """``update_id`` is (client, number): a server applies each at most once.
+
+    The client is one incarnation of one rank, its numbers grow with its batches. Both are
+    chosen once, by the nn-worker, and reach the servers unchanged.
+    """
 
     update_id: tuple[int, int]
     tables: tuple[TableGradients, ...]
@@ -110,11 +114,16 @@ class UpdateRequest:
 @dataclass(frozen=True, slots=True)
 class UpdateReply:
     num_missing: int  # signs that had no row any more; each skipped exactly its own gradient
+    repeated: bool = False  # this id was applied before: the reply is that call's, again
 
 
 @dataclass(frozen=True, slots=True)
 class TableEntries:
-    """Whole rows: values f32 [n, dim], optimizer state as u32 words [n, w] or None."""
+    """Whole rows: values f32 [n, dim], optimizer state as u32 words [n, w].
+
+    ``states`` None in a write asks for the state of a new row. A read answers with the signs
+    that have a row, in the order asked for, and with every state.
+    """
 
     table: int
     signs: Signs
@@ -129,14 +138,18 @@ class ParameterServer(Protocol):
     def replica_index(self) -> int: ...
     @property
     def replica_size(self) -> int: ...
+    @property
+    def schema_fingerprint(self) -> str: ...
     def configure(self, settings: HyperParameters) -> None: ...
     def register_optimizer(self, settings: OptimizerSettings) -> None: ...
     def ready_for_serving(self) -> bool: ...
     def lookup(self, request: LookupRequest) -> LookupReply: ...
     def update(self, request: UpdateRequest) -> UpdateReply: ...
     def set_embedding(self, tables: Sequence[TableEntries]) -> None: ...
+    def read_embedding(self, tables: Sequence[TableSigns]) -> tuple[TableEntries, ...]: ...
     def get_embedding_size(self) -> int: ...
     def clear_embeddings(self) -> None: ...
+    def stats(self) -> Mapping[str, int]: ...
 
 
 # --- nn-worker to embedding-worker ----------------------------------------------------------
@@ -222,6 +235,7 @@ class UpdateReport:
     nan_samples: Mapping[str, int] = field(default_factory=dict)  # rows of the gradient
     nan_rows: Mapping[str, int] = field(default_factory=dict)  # sums that overflowed
     skipped: tuple[str, ...] = ()  # slots without a gradient
+    repeated: bool = False  # a server, or the worker, had applied this update before
 
 
 class EmbeddingWorker(Protocol):
@@ -238,3 +252,4 @@ class EmbeddingWorker(Protocol):
     def set_embedding(self, tables: Sequence[TableEntries]) -> None: ...
     def get_embedding_size(self) -> list[int]: ...
     def clear_embeddings(self) -> None: ...
+    def stats(self) -> Mapping[str, int]: ...

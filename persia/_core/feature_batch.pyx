@@ -1,0 +1,558 @@
+"""The ids of one feature in one batch, deduplicated.
+
+    samples    [7, 9]  []  [9, 7, 9]
+
+    distinct   [7, 9]               D = 2, in first-seen order
+    inverse    [0, 1, 1, 0, 1]      N = 5, the number of each id
+    offsets    [0, 2, 2, 5]         B + 1 = 4
+
+Everything behind this class works on distinct ids: a row is looked up once and stepped once per
+batch, however often its id occurs. Ids are read in one pass over a small hash table, and the
+values themselves are not kept.
+
+Invariants, true from construction on:
+
+    I1  The values of ``distinct`` differ, and their first positions in ``inverse`` ascend.
+    I2  Every number of ``inverse`` is below D, and each of 0..D - 1 occurs.
+    I3  ``offsets`` starts at 0, never decreases and ends at N; it is None if and only if each
+        sample has exactly one id.
+    I4  The arrays belong to the object: nobody else holds the memory, and nobody may write it.
+
+Any u64 is an id, 0 and 2**64 - 1 included. There is no limit of 65,535 on samples or ids;
+positions are u32, which ends at 2**32 - 2 ids of one feature in one batch.
+
+Not taken: sorting (loses the first-seen order, which the reproducible mode needs, and costs four
+times as much at 4096 ids), and one table for all features (cache misses, and no threads).
+"""
+
+from cython cimport final
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memcpy, memset
+from numpy cimport (
+    PyArray_DATA,
+    PyArray_DIM,
+    PyArray_SIZE,
+    PyArray_STRIDE,
+    ndarray,
+    npy_intp,
+)
+
+from persia._core.arrays cimport (
+    MAX_IDS,
+    as_ids,
+    as_vector,
+    describe,
+    frozen,
+    is_vector,
+    new_i64,
+    new_u32,
+    new_u64,
+)
+from persia._core.distinct cimport (
+    Distinct,
+    distinct_free,
+    distinct_init,
+    distinct_number,
+)
+from persia._core.types cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from persia.errors import DataError, DataTypeError
+
+ctypedef fused offset_t:
+    int32_t
+    int64_t
+    uint32_t
+
+
+cdef size_t copy_offsets(
+    const offset_t *source, size_t n, uint64_t total, uint32_t *edges
+) noexcept nogil:
+    """Copy ``n`` >= 1 offsets; return n, or the first place that breaks I3 for ``total`` ids.
+
+    Each offset is read once, so that what was checked is what is kept.
+    """
+    cdef size_t i
+    cdef uint64_t here
+    cdef uint64_t last = 0
+    for i in range(n):
+        # A negative offset becomes one beyond any total.
+        here = <uint64_t><int64_t>source[i]
+        if here < last or here > total or (i == 0 and here != 0):
+            return i
+        edges[i] = <uint32_t>here
+        last = here
+    return n if last == total else n - 1
+
+
+cdef bint one_each(const uint32_t *edges, size_t num_samples) noexcept nogil:
+    """Whether the edges are 0, 1, 2, ..."""
+    cdef size_t i
+    for i in range(num_samples + 1):
+        if edges[i] != i:
+            return False
+    return True
+
+
+cdef size_t renumber(
+    const uint32_t *inverse, const uint32_t *edges, size_t num_samples, size_t limit,
+    uint32_t *kept_inverse, uint32_t *kept_edges, uint32_t *new_numbers, uint32_t *old_numbers
+) noexcept nogil:
+    """Copy the first ``limit`` ids of each sample and number them anew; return how many differ.
+
+    Needs every entry of ``new_numbers`` [D] to be the maximum. ``old_numbers`` [D] receives the
+    old number of each new one. Numbers are given by first position again, which moves when an
+    id's first position is cut and a later one stays.
+    """
+    cdef size_t sample, i, stop
+    cdef size_t kept = 0
+    cdef uint32_t count = 0
+    cdef uint32_t old
+    kept_edges[0] = 0
+    for sample in range(num_samples):
+        stop = edges[sample + 1]
+        if stop - edges[sample] > limit:
+            stop = edges[sample] + limit
+        for i in range(edges[sample], stop):
+            old = inverse[i]
+            if new_numbers[old] == <uint32_t>0xFFFFFFFF:
+                new_numbers[old] = count
+                old_numbers[count] = old
+                count += 1
+            kept_inverse[kept] = new_numbers[old]
+            kept += 1
+        kept_edges[sample + 1] = <uint32_t>kept
+    return count
+
+
+cdef size_t misnumbered(const uint32_t *inverse, size_t n, size_t num_distinct) noexcept nogil:
+    """Return the first position that breaks I1 or I2, n if they are true but for a number that
+    never occurs, n + 1 if they are true."""
+    cdef size_t i
+    cdef uint32_t count = 0
+    for i in range(n):
+        if inverse[i] > count or inverse[i] >= num_distinct:
+            return i
+        count += inverse[i] == count
+    return n + 1 if count == num_distinct else n
+
+
+@final
+cdef class FeatureBatch:
+    """The ids of one feature in one batch: distinct ids, and where each occurs.
+
+    Immutable: every array is read-only and owned, so it may be shared between threads.
+
+    Args:
+        name: Name of the feature.
+        distinct: The distinct ids in first-seen order, u64 [D].
+        inverse: Number of each id among the distinct ones, u32 [N].
+        offsets: Where each sample's ids start in ``inverse``, u32 [B + 1]. ``None`` if each
+            sample has exactly one id.
+        batch_size: B, compared with what the arrays say if given.
+
+    Raises:
+        DataTypeError: If an array has another dtype or more dimensions, or ``name`` is no str.
+        DataError: If the arrays do not describe a batch.
+
+    Example:
+        >>> import numpy as np
+        >>> from persia._core.feature_batch import FeatureBatch
+        >>> ids = [np.array(row, dtype=np.uint64) for row in ([7, 9], [], [9, 7, 9])]
+        >>> batch = FeatureBatch.from_list("clicks", ids)
+        >>> batch.distinct.tolist(), batch.inverse.tolist(), batch.offsets.tolist()
+        ([7, 9], [0, 1, 1, 0, 1], [0, 2, 2, 5])
+    """
+
+    def __init__(self, name, distinct, inverse, offsets=None, batch_size=None):
+        if self.name is not None:
+            raise TypeError(f"feature {self.name!r} is built; a FeatureBatch never changes")
+        cdef str feature = checked_name(name)
+        # Copied before they are checked: the sender's memory may change, ours may not.
+        cdef ndarray values = as_ids(distinct, f"feature {feature!r}, distinct").copy()
+        cdef ndarray numbers = as_vector(
+            inverse, c"u", 4, f"feature {feature!r}, inverse"
+        ).copy()
+        cdef size_t num_distinct = PyArray_SIZE(values)
+        cdef size_t n = PyArray_SIZE(numbers)
+        cdef size_t place = misnumbered(
+            <const uint32_t *>PyArray_DATA(numbers), n, num_distinct
+        )
+        if place < n:
+            raise DataError(
+                f"feature {feature!r}: inverse must number {num_distinct} distinct ids in "
+                f"first-seen order, got {numbers[place]} at position {place}"
+            )
+        if place == n:
+            raise DataError(
+                f"feature {feature!r}: expected each distinct id in inverse, got "
+                f"{num_distinct} distinct ids of which some never occur"
+            )
+        cdef size_t num_differing = count_distinct(values)
+        if num_differing != num_distinct:
+            raise DataError(
+                f"feature {feature!r}: expected distinct ids that differ, got "
+                f"{num_distinct} with {num_differing} values"
+            )
+        cdef object edges = None
+        if offsets is not None:
+            edges = own_offsets(
+                feature, as_vector(offsets, c"u", 4, f"feature {feature!r}, offsets"), n
+            )
+        num_samples = n if edges is None else edges.size - 1
+        if batch_size is not None and batch_size != num_samples:
+            raise DataError(
+                f"feature {feature!r}: expected {batch_size} samples, got {num_samples}"
+            )
+        fill(self, feature, values, numbers, edges)
+
+    @staticmethod
+    def from_csr(name, values, offsets):
+        """Build from the ids of all samples, one after the other; neither array is kept.
+
+        Args:
+            name: Name of the feature.
+            values: u64 [N], any layout. Read in place if contiguous.
+            offsets: int32, int64 or uint32 [B + 1]; sample i has
+                ``values[offsets[i]:offsets[i + 1]]``.
+
+        Raises:
+            DataTypeError: If an array has another dtype or more dimensions.
+            DataError: If ``offsets`` does not start at 0, decreases, or does not end at N.
+        """
+        cdef str feature = checked_name(name)
+        cdef ndarray source = as_ids(values, f"feature {feature!r}, values")
+        cdef ndarray edges
+        what = f"feature {feature!r}, offsets"
+        if is_vector(offsets, c"i", 8):
+            edges = as_vector(offsets, c"i", 8, what)
+        elif is_vector(offsets, c"i", 4):
+            edges = as_vector(offsets, c"i", 4, what)
+        elif is_vector(offsets, c"u", 4):
+            edges = as_vector(offsets, c"u", 4, what)
+        else:
+            raise DataTypeError(
+                f"{what}: expected a 1-D numpy array of int32, int64 or uint32, "
+                f"got {describe(offsets)}"
+            )
+        owned = own_offsets(feature, edges, PyArray_SIZE(source))
+        return build(
+            feature, <const uint64_t *>PyArray_DATA(source), PyArray_SIZE(source), owned
+        )
+
+    @staticmethod
+    def from_single(name, ids):
+        """Build from exactly one id for each sample, u64 [B] in any layout.
+
+        Raises:
+            DataTypeError: If ``ids`` is not a 1-D array of uint64.
+        """
+        cdef str feature = checked_name(name)
+        cdef ndarray source = as_ids(ids, f"feature {feature!r}")
+        return build(
+            feature, <const uint64_t *>PyArray_DATA(source), PyArray_SIZE(source), None
+        )
+
+    @staticmethod
+    def from_list(name, data):
+        """Build from one array for each sample; an empty array is a sample without ids.
+
+        ``from_csr`` costs less where the ids are in one piece already.
+
+        Args:
+            name: Name of the feature.
+            data: List or tuple of u64 arrays of one dimension, in any layout.
+
+        Raises:
+            DataTypeError: If ``data`` or one of its items is something else; names the sample.
+            DataError: If there are more ids than a u32 can number.
+        """
+        cdef str feature = checked_name(name)
+        if not isinstance(data, (list, tuple)):
+            raise DataTypeError(
+                f"feature {feature!r}: expected a list with one array for each sample, "
+                f"got {describe(data)}"
+            )
+        cdef Gathered gathered
+        gathered.ids = NULL
+        gathered.count = 0
+        gathered.room = 0
+        try:
+            edges = gather(feature, tuple(data), &gathered)
+            return build(feature, gathered.ids, gathered.count, edges)
+        finally:
+            free(gathered.ids)
+
+    @staticmethod
+    def from_parts(name, parts):
+        """Build from what ``parts`` returned, on the other side of a wire.
+
+        Raises:
+            DataTypeError: If a part has another dtype or more dimensions.
+            DataError: If the parts are not two or three, or do not describe a batch.
+        """
+        if not 2 <= len(parts) <= 3:
+            raise DataError(f"feature {name!r}: expected 2 or 3 parts, got {len(parts)}")
+        return FeatureBatch(name, *parts)
+
+    def parts(self):
+        """Return the arrays to send: distinct, inverse, and offsets if there are any."""
+        if self.offsets is None:
+            return self.distinct, self.inverse
+        return self.distinct, self.inverse, self.offsets
+
+    def lengths(self):
+        """Return the number of ids of each sample, i64 [B]."""
+        cdef ndarray lengths = new_i64(self.batch_size)
+        cdef int64_t *lengths_data = <int64_t *>PyArray_DATA(lengths)
+        cdef const uint32_t *edges = edges_of(self)
+        cdef Py_ssize_t i
+        for i in range(self.batch_size):
+            lengths_data[i] = 1 if edges == NULL else <int64_t>edges[i + 1] - edges[i]
+        return lengths
+
+    def truncated(self, limit):
+        """Return a batch with the first ``limit`` ids of each sample, in their order.
+
+        Distinct ids of which no occurrence is left are left out, and first-seen order is that of
+        what remains. Returns this object if there is nothing to cut.
+
+        Raises:
+            DataError: If ``limit`` is negative.
+        """
+        if limit < 0:
+            raise DataError(
+                f"feature {self.name!r}: limit must be at least 0, got {limit}"
+            )
+        cdef size_t most = min(limit, MAX_IDS)
+        cdef const uint32_t *edges = edges_of(self)
+        cdef uint64_t num_kept = 0
+        cdef Py_ssize_t i
+        if edges == NULL:
+            if most >= 1 or self.batch_size == 0:
+                return self
+            return build(self.name, NULL, 0, no_ids(self.batch_size))
+        for i in range(self.batch_size):
+            num_kept += min(<size_t>(edges[i + 1] - edges[i]), most)
+        if num_kept == <uint64_t>self.num_ids:
+            return self
+        cdef size_t num_distinct = self.num_distinct
+        cdef size_t num_samples = self.batch_size
+        cdef ndarray inverse = new_u32(num_kept)
+        cdef ndarray offsets = new_u32(num_samples + 1)
+        cdef const uint32_t *old_inverse = <const uint32_t *>PyArray_DATA(<ndarray>self.inverse)
+        cdef uint32_t *new_inverse = <uint32_t *>PyArray_DATA(inverse)
+        cdef uint32_t *new_edges = <uint32_t *>PyArray_DATA(offsets)
+        cdef const uint64_t *old_values = <const uint64_t *>PyArray_DATA(<ndarray>self.distinct)
+        cdef uint64_t *new_values
+        cdef ndarray distinct
+        cdef size_t count, number
+        # One block for both directions of the numbering.
+        cdef uint32_t *numbers = <uint32_t *>malloc(2 * num_distinct * sizeof(uint32_t))
+        if numbers == NULL:
+            raise MemoryError(f"feature {self.name!r}: cannot number {num_distinct} ids anew")
+        try:
+            with nogil:
+                memset(numbers, 0xFF, num_distinct * sizeof(uint32_t))
+                count = renumber(
+                    old_inverse, edges, num_samples, most,
+                    new_inverse, new_edges, numbers, numbers + num_distinct
+                )
+            distinct = new_u64(count)
+            new_values = <uint64_t *>PyArray_DATA(distinct)
+            for number in range(count):
+                new_values[number] = old_values[numbers[num_distinct + number]]
+        finally:
+            free(numbers)
+        cdef FeatureBatch batch = FeatureBatch.__new__(FeatureBatch)
+        single = one_each(new_edges, num_samples)
+        fill(batch, self.name, distinct, inverse, None if single else offsets)
+        return batch
+
+    def __repr__(self):
+        return (
+            f"FeatureBatch({self.name!r}: {self.batch_size} samples, {self.num_ids} ids, "
+            f"{self.num_distinct} distinct)"
+        )
+
+
+cdef struct Gathered:
+    uint64_t *ids           # from realloc; the caller frees it
+    size_t count
+    size_t room
+
+
+cdef str checked_name(object name):
+    if not isinstance(name, str):
+        raise DataTypeError(f"name of a feature: expected a str, got {describe(name)}")
+    return str(name)
+
+
+cdef const uint32_t *edges_of(FeatureBatch batch) noexcept:
+    """Return the offsets, or NULL if each sample has exactly one id."""
+    if batch.offsets is None:
+        return NULL
+    return <const uint32_t *>PyArray_DATA(<ndarray>batch.offsets)
+
+
+cdef ndarray no_ids(Py_ssize_t num_samples):
+    """Return offsets of samples without ids."""
+    cdef ndarray edges = new_u32(num_samples + 1)
+    edges.fill(0)
+    return edges
+
+
+cdef size_t count_distinct(ndarray values) except? 0:
+    cdef size_t n = PyArray_SIZE(values)
+    cdef const uint64_t *values_data = <const uint64_t *>PyArray_DATA(values)
+    cdef ndarray numbers = new_u32(n)
+    cdef uint32_t *numbers_data = <uint32_t *>PyArray_DATA(numbers)
+    cdef Distinct found
+    try:
+        with nogil:
+            status = distinct_init(&found, n)
+            if status == 0:
+                distinct_number(&found, values_data, n, numbers_data)
+        if status != 0:
+            raise MemoryError(f"cannot number {n} ids: no memory for the table")
+        return found.count
+    finally:
+        distinct_free(&found)
+
+
+cdef object own_offsets(str feature, ndarray offsets, size_t num_ids):
+    """Return checked offsets as u32, or None if each sample has exactly one id.
+
+    ``offsets`` comes from ``as_vector`` with one of the three dtypes of ``offset_t``.
+    """
+    cdef size_t n = PyArray_SIZE(offsets)
+    cdef ndarray edges = new_u32(n)
+    cdef uint32_t *edges_data = <uint32_t *>PyArray_DATA(edges)
+    cdef const void *source = PyArray_DATA(offsets)
+    cdef bint is_wide = offsets.itemsize == 8
+    cdef bint is_signed = is_wide or is_vector(offsets, c"i", 4)
+    cdef size_t place
+    cdef bint single = False
+    if n == 0:
+        raise DataError(f"feature {feature!r}: offsets must have at least one item, got none")
+    with nogil:
+        if is_wide:
+            place = copy_offsets[int64_t](<const int64_t *>source, n, num_ids, edges_data)
+        elif is_signed:
+            place = copy_offsets[int32_t](<const int32_t *>source, n, num_ids, edges_data)
+        else:
+            place = copy_offsets[uint32_t](<const uint32_t *>source, n, num_ids, edges_data)
+        if place == n:
+            single = one_each(edges_data, n - 1)
+    if place < n:
+        raise DataError(f"feature {feature!r}: {explain(offsets, place, num_ids)}")
+    return None if single else edges
+
+
+cdef str explain(ndarray offsets, size_t place, size_t num_ids):
+    """Say what is wrong with the first offset that does not fit."""
+    here = int(offsets[place])
+    if place == 0 and here != 0:
+        return f"expected offsets from 0, but the offsets start at {here}"
+    if place > 0 and here < int(offsets[place - 1]):
+        return (
+            f"expected offsets that never decrease, but the offsets decrease from "
+            f"{offsets[place - 1]} to {here} at sample {place - 1}"
+        )
+    if place == <size_t>offsets.size - 1:
+        return f"expected offsets up to {num_ids}, the ids given, but the offsets end at {here}"
+    return (
+        f"expected offsets of at most {num_ids}, the ids given, but the offsets reach {here} "
+        f"after sample {place - 1}"
+    )
+
+
+cdef object gather(str feature, tuple data, Gathered *gathered):
+    """Copy the ids of all samples behind each other; return offsets as ``own_offsets`` does.
+
+    The copy is what makes it safe to release the GIL afterwards: the arrays are the user's.
+    """
+    cdef Py_ssize_t num_samples = len(data)
+    cdef ndarray edges = new_u32(num_samples + 1)
+    cdef uint32_t *edges_data = <uint32_t *>PyArray_DATA(edges)
+    cdef Py_ssize_t sample
+    cdef object item
+    cdef ndarray ids
+    cdef size_t length, i
+    cdef npy_intp stride
+    cdef const uint8_t *source
+    cdef uint64_t *target
+    grow(feature, gathered, 4 * num_samples + 16)
+    edges_data[0] = 0
+    for sample in range(num_samples):
+        item = data[sample]
+        if not is_vector(item, c"u", 8):
+            raise DataTypeError(
+                f"feature {feature!r}, sample {sample}: expected a 1-D numpy array of uint64, "
+                f"got {describe(item)}"
+            )
+        ids = <ndarray>item
+        length = PyArray_DIM(ids, 0)
+        if length > gathered.room - gathered.count:
+            grow(feature, gathered, gathered.count + length)
+        stride = PyArray_STRIDE(ids, 0)
+        source = <const uint8_t *>PyArray_DATA(ids)
+        target = gathered.ids + gathered.count
+        if stride == sizeof(uint64_t) and length > 16:
+            memcpy(target, source, length * sizeof(uint64_t))
+        else:
+            # By memcpy of one id, since a strided array may be unaligned.
+            for i in range(length):
+                memcpy(target + i, source + <npy_intp>i * stride, sizeof(uint64_t))
+        gathered.count += length
+        edges_data[sample + 1] = <uint32_t>gathered.count
+    if one_each(edges_data, num_samples):
+        return None
+    return edges
+
+
+cdef int grow(str feature, Gathered *gathered, size_t needed) except -1:
+    """Make room for ``needed`` ids, and half as many again."""
+    if needed > MAX_IDS:
+        raise DataError(f"feature {feature!r}: expected at most {MAX_IDS} ids, got {needed}")
+    cdef size_t room = min(needed + needed // 2, <size_t>MAX_IDS)
+    cdef void *ids = realloc(gathered.ids, room * sizeof(uint64_t))
+    if ids == NULL:
+        raise MemoryError(f"feature {feature!r}: no memory for {room} ids")
+    gathered.ids = <uint64_t *>ids
+    gathered.room = room
+    return 0
+
+
+cdef FeatureBatch build(str feature, const uint64_t *ids, size_t n, object offsets):
+    """Deduplicate ``n`` ids; ``offsets`` as ``own_offsets`` returns them, not used again."""
+    cdef ndarray inverse = new_u32(n)
+    cdef uint32_t *numbers = <uint32_t *>PyArray_DATA(inverse)
+    cdef ndarray distinct
+    cdef Distinct found
+    try:
+        with nogil:
+            status = distinct_init(&found, n)
+            if status == 0:
+                distinct_number(&found, ids, n, numbers)
+        if status != 0:
+            raise MemoryError(f"feature {feature!r}: no memory to number {n} ids")
+        distinct = new_u64(found.count)
+        memcpy(PyArray_DATA(distinct), found.values, found.count * sizeof(uint64_t))
+    finally:
+        distinct_free(&found)
+    cdef FeatureBatch batch = FeatureBatch.__new__(FeatureBatch)
+    fill(batch, feature, distinct, inverse, offsets)
+    return batch
+
+
+cdef void fill(
+    FeatureBatch batch, str feature, ndarray distinct, ndarray inverse, object offsets
+) noexcept:
+    """Take over arrays that satisfy the invariants."""
+    batch.name = feature
+    batch.distinct = frozen(distinct)
+    batch.inverse = frozen(inverse)
+    batch.offsets = None if offsets is None else frozen(<ndarray>offsets)
+    batch.num_ids = PyArray_SIZE(inverse)
+    batch.num_distinct = PyArray_SIZE(distinct)
+    batch.batch_size = batch.num_ids if offsets is None else PyArray_SIZE(<ndarray>offsets) - 1

@@ -1,0 +1,21 @@
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+MAX_LAM: float
+METHODS: dict[str, int]
+OPTIONS: dict[str, dict[str, float | None]]
+
+def complete(method: str, options: dict[str, Any]) -> dict[str, float]: ...
+def elementary(x: float) -> tuple[float, float, float]: ...
+
+@final
+class Initializer:
+    name: str
+    options: dict[str, float]
+    def __new__(cls, method: str = "uniform", **options: float) -> Self: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+    def values(self, seed: int, sign: int, dim: int) -> NDArray[np.float32]: ...

@@ -1,0 +1,81 @@
+/* What every kernel header shares: the instruction-set variants and the optimizer settings.
+ *
+ * A kernel is ONE plain C loop, written as an always-inline body without a target of its own.
+ * PERSIA_VARIANTS wraps it in one function per instruction set, and the compiler vectorises
+ * the inlined body for each. All variants give the same bytes, because
+ *
+ *   - the build passes -ffp-contract=off and no fast-math, so no variant fuses or reorders;
+ *   - elementwise loops have no order to change, square root and division are exact;
+ *   - the one reduction (persia_mean_square) adds in 8 fixed lanes and a fixed tree.
+ *
+ * The alternative not taken is intrinsics per instruction set: three copies of each formula.
+ */
+#ifndef PERSIA_KERNELS_H
+#define PERSIA_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define PERSIA_INLINE static inline __attribute__((always_inline))
+
+#if defined(__x86_64__)
+#define PERSIA_NUM_LEVELS 3
+#define PERSIA_AVX2 __attribute__((target("avx2,f16c")))
+#define PERSIA_AVX512 __attribute__((target("avx2,f16c,avx512f,avx512vl,avx512bw,avx512dq")))
+/* Defines name_baseline, name_avx2 and name_avx512 with name_body's parameters. */
+#define PERSIA_VARIANTS(result, name, parameters, arguments)                        \
+    static result name##_baseline parameters { return name##_body arguments; }      \
+    PERSIA_AVX2 static result name##_avx2 parameters { return name##_body arguments; } \
+    PERSIA_AVX512 static result name##_avx512 parameters { return name##_body arguments; }
+/* The variants in the order of cpu.isa_level(), for an array of PERSIA_NUM_LEVELS. */
+#define PERSIA_LEVELS(name) { name##_baseline, name##_avx2, name##_avx512 }
+#else
+#define PERSIA_NUM_LEVELS 1
+#define PERSIA_VARIANTS(result, name, parameters, arguments) \
+    static result name##_baseline parameters { return name##_body arguments; }
+#define PERSIA_LEVELS(name) { name##_baseline }
+#endif
+
+/* Fetches the cache lines of `bytes` at `address`, at most 5: a longer row runs on under the
+ * hardware's own prefetcher. `for_write` must be a literal. */
+#define PERSIA_FETCH_LINES(address, bytes, for_write)                                    \
+    do {                                                                                 \
+        const char *start_ = (const char *)(address);                                    \
+        const size_t last_ = (bytes) - 1;                                                \
+        for (size_t at_ = 0; at_ < last_ && at_ < 256; at_ += 64)                        \
+            __builtin_prefetch(start_ + at_, for_write);                                 \
+        if (last_ < 256)                                                                 \
+            __builtin_prefetch(start_ + last_, for_write); /* a row may straddle a line */ \
+    } while (0)
+
+/* An Adam step's two corrections for one step count t, computed in double. */
+typedef struct {
+    float step_size;    /* lr / (1 - beta1^t) */
+    float inverse_root; /* 1 / sqrt(1 - beta2^t) */
+} persia_correction_t;
+
+/* Settings of an optimizer; a kernel reads only its own. Owned by a RowOptimizer. */
+typedef struct {
+    int kind; /* persia_kind_t of optim_kernels.h */
+    float lr;
+    float weight_decay;        /* coupled L2; 0 is none */
+    float weight_bound;        /* |value| after a step is at most this; infinity is no bound */
+    float momentum;
+    float beta1, beta2;
+    float beta1_rest, beta2_rest; /* 1 - beta, rounded once from double */
+    float eps;
+    float g_square_momentum;
+    float initial_accumulator;
+    double lr_exact, beta1_exact, beta2_exact; /* for step counts beyond the table */
+    const persia_correction_t *corrections;    /* [num_corrections], entry t - 1 for count t */
+    uint32_t num_corrections;
+} persia_optim_t;
+
+/* Steps n rows. values[i] is row i's embedding (dim floats, its state right behind); grads[i]
+ * is its gradient (dim floats). Rows and gradients do not overlap. */
+typedef void (*persia_step_t)(
+    float *const *values, const float *const *grads, size_t n, size_t dim,
+    const persia_optim_t *settings);
+
+#endif

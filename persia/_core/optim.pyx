@@ -1,0 +1,284 @@
+"""Optimizers that step whole rows: embedding and state lie side by side.
+
+A RowOptimizer is settings plus a kernel; it holds no state of any row, so one object serves
+every thread and shard. The state words of a row (4 bytes each):
+
+    sgd                              0
+    sgd, momentum > 0                dim        velocity, from 0
+    adagrad                          dim        sum of squares, from initial_accumulator_value
+    adagrad, vectorwise_shared       1          the same for the mean square of the whole row
+    adam                             2 dim + 1  m and v, from 0, and the row's own step count
+
+Adam's count is a u32 that saturates. The corrections 1 - beta^t come from a table up to the t
+where they stop changing, or up to 65,536; beyond it they are computed by repeated squaring,
+with the same function, so there is no seam.
+"""
+
+import difflib
+import math
+
+import numpy as np
+
+from persia.errors import ConfigError, DataError
+
+from libc.math cimport INFINITY
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
+
+from persia._core.cpu cimport isa_level
+from persia._core.types cimport uint32_t
+
+cdef extern from "optim_kernels.h" nogil:
+    enum:
+        PERSIA_SGD
+        PERSIA_SGD_MOMENTUM
+        PERSIA_ADAGRAD
+        PERSIA_ADAGRAD_ORIGINAL
+        PERSIA_ADAGRAD_SHARED
+        PERSIA_ADAGRAD_SHARED_ORIGINAL
+        PERSIA_ADAM
+        PERSIA_NUM_KINDS
+        PERSIA_NUM_LEVELS
+
+    const persia_step_t[PERSIA_NUM_KINDS][PERSIA_NUM_LEVELS] persia_steps
+    persia_correction_t persia_correction(const persia_optim_t *o, uint32_t t) noexcept
+    double persia_power(double base, uint32_t exponent) noexcept
+
+cdef enum:
+    # 512 KiB of table; the default beta2 of 0.999 stops changing at 37,410 steps.
+    MAX_CORRECTIONS = 65536
+
+# Below half an ulp of 1: from here on 1 - beta^t is 1.
+cdef double NEGLIGIBLE = 2.0 ** -54
+
+# Largest dim; 2 dim + 1 words of 4 bytes must stay far below 2^32 bytes.
+MAX_DIM = 1 << 20
+
+# name -> option -> default; None is an option without default.
+OPTIONS = {
+    "sgd": {"lr": None, "momentum": 0.0, "weight_decay": 0.0},
+    "adagrad": {
+        "lr": 1e-2,
+        "initial_accumulator_value": 1e-2,
+        "weight_decay": 0.0,
+        "g_square_momentum": 1.0,
+        "eps": 1e-10,
+        "vectorwise_shared": False,
+        "original_order": False,
+    },
+    "adam": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+}
+
+
+def nearest(name, known):
+    """The end of a message about an unknown ``name``: the nearest known one, and all."""
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}(known: {', '.join(known)})"
+
+
+def number(owner, option, value):
+    """``value`` as a finite float that f32 can hold, or a ConfigError naming ``option``."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number)):
+        raise ConfigError(f"{owner}: {option} must be a number, got {value!r}")
+    result = float(value)
+    if not math.isfinite(result) or abs(result) > 3.4e38:
+        raise ConfigError(f"{owner}: {option} must be finite in f32, got {value!r}")
+    return result
+
+
+def complete(name, options):
+    """The options of optimizer ``name`` with defaults filled in, each checked.
+
+    Raises:
+        ConfigError: If the name or an option is unknown, missing or out of its range.
+    """
+    if name not in OPTIONS:
+        raise ConfigError(f"optimizer {name!r} is not known; {nearest(name, list(OPTIONS))}")
+    defaults = OPTIONS[name]
+    for option in options:
+        if option not in defaults:
+            raise ConfigError(
+                f"{name} has no option {option!r}; {nearest(option, list(defaults))}"
+            )
+    complete_options = {}
+    for option, default in defaults.items():
+        value = options.get(option, default)
+        if value is None:
+            raise ConfigError(f"{name}: {option} must be a number, it was not given")
+        if isinstance(default, bool):
+            if not isinstance(value, (bool, np.bool_)):
+                raise ConfigError(f"{name}: {option} must be True or False, got {value!r}")
+            complete_options[option] = bool(value)
+            continue
+        value = number(name, option, value)
+        if value < 0:
+            raise ConfigError(f"{name}: {option} must be at least 0, got {value!r}")
+        # Compared as f32, as the kernel uses it: 1 - 1e-9 would be 1 there.
+        if option in ("beta1", "beta2") and np.float32(value) >= 1:
+            raise ConfigError(f"{name}: {option} must be below 1, got {value!r}")
+        complete_options[option] = value
+    # A zero gradient on a fresh row would give 0 / 0, and such rows are common here.
+    if name == "adam" and np.float32(complete_options["eps"]) == 0:
+        raise ConfigError(
+            f"adam: eps must be above 0 in f32, got {complete_options['eps']!r}"
+        )
+    if (
+        name == "adagrad"
+        and np.float32(complete_options["eps"]) == 0
+        and np.float32(complete_options["initial_accumulator_value"]) == 0
+    ):
+        raise ConfigError("adagrad: eps and initial_accumulator_value must not both be 0")
+    return complete_options
+
+
+cdef class RowOptimizer:
+    """An optimizer's settings, and the kernel that applies them to rows.
+
+    Args:
+        name: ``sgd``, ``adagrad`` or ``adam``.
+        weight_bound: Every value of a row is clamped to [-weight_bound, weight_bound] after
+            its step; 0 or less is no bound.
+        **options: As in ``OPTIONS``; the defaults are the original PERSIA's.
+
+    Attributes:
+        options: All options by name, defaults filled in.
+
+    Raises:
+        ConfigError: If the name or an option is unknown, missing or out of its range.
+    """
+
+    def __cinit__(self, name, weight_bound=0.0, **options):
+        memset(&self.settings, 0, sizeof(persia_optim_t))
+        self.options = complete(name, options)
+        self.name = name
+        self.weight_bound = number(name, "weight_bound", weight_bound)
+        self.settings.weight_bound = self.weight_bound if self.weight_bound > 0 else INFINITY
+        self.settings.lr = self.options["lr"]
+        self.settings.weight_decay = self.options["weight_decay"]
+        if name == "sgd":
+            self.settings.momentum = self.options["momentum"]
+            self.settings.kind = PERSIA_SGD_MOMENTUM if self.settings.momentum else PERSIA_SGD
+        elif name == "adagrad":
+            self._configure_adagrad()
+        else:
+            self._configure_adam()
+
+    def _configure_adagrad(self):
+        self.settings.eps = self.options["eps"]
+        self.settings.g_square_momentum = self.options["g_square_momentum"]
+        self.settings.initial_accumulator = self.options["initial_accumulator_value"]
+        shared, original = self.options["vectorwise_shared"], self.options["original_order"]
+        if shared:
+            self.settings.kind = (
+                PERSIA_ADAGRAD_SHARED_ORIGINAL if original else PERSIA_ADAGRAD_SHARED
+            )
+        else:
+            self.settings.kind = PERSIA_ADAGRAD_ORIGINAL if original else PERSIA_ADAGRAD
+
+    def _configure_adam(self):
+        cdef double beta1 = self.options["beta1"]
+        cdef double beta2 = self.options["beta2"]
+        self.settings.kind = PERSIA_ADAM
+        self.settings.eps = self.options["eps"]
+        self.settings.beta1 = beta1
+        self.settings.beta2 = beta2
+        self.settings.beta1_rest = 1.0 - beta1
+        self.settings.beta2_rest = 1.0 - beta2
+        self.settings.lr_exact = self.options["lr"]
+        self.settings.beta1_exact = beta1
+        self.settings.beta2_exact = beta2
+        cdef double larger = max(beta1, beta2)
+        cdef uint32_t count = 1
+        while count < MAX_CORRECTIONS and persia_power(larger, count) > NEGLIGIBLE:
+            count += 1
+        cdef float[:, ::1] table = np.empty((count, 2), dtype=np.float32)
+        cdef persia_correction_t *corrections = <persia_correction_t *>&table[0, 0]
+        cdef uint32_t t
+        for t in range(count):
+            corrections[t] = persia_correction(&self.settings, t + 1)
+        self._tables = table
+        self.settings.corrections = corrections
+        self.settings.num_corrections = count
+
+    def __reduce__(self):
+        return _rebuild, (self.name, self.weight_bound, self.options)
+
+    def __repr__(self):
+        options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        return f"RowOptimizer({self.name!r}, weight_bound={self.weight_bound!r}, {options})"
+
+    cdef uint32_t state_width(self, uint32_t dim) noexcept nogil:
+        """Number of 4-byte words of state behind a row of ``dim`` floats."""
+        cdef int kind = self.settings.kind
+        if kind == PERSIA_SGD:
+            return 0
+        if kind == PERSIA_ADAGRAD_SHARED or kind == PERSIA_ADAGRAD_SHARED_ORIGINAL:
+            return 1
+        if kind == PERSIA_ADAM:
+            return 2 * dim + 1
+        return dim
+
+    cdef void fill_state(self, float *state, uint32_t dim) noexcept nogil:
+        """Write the state of a row that was never stepped: ``state_width(dim)`` words."""
+        cdef uint32_t i
+        # Zero except for Adagrad; a count of 0 and 0.0f have the same bits.
+        for i in range(self.state_width(dim)):
+            state[i] = self.settings.initial_accumulator
+
+    cdef persia_step_t step(self) noexcept nogil:
+        return persia_steps[self.settings.kind][isa_level()]
+
+    def state_words(self, dim):
+        """Number of 4-byte words of state behind a row of ``dim`` floats."""
+        return self.state_width(checked_dim(dim))
+
+    def new_state(self, dim):
+        """State u32 [state_words(dim)] of a row that was never stepped, as words."""
+        cdef uint32_t size = checked_dim(dim)
+        words = np.empty(self.state_width(size), dtype=np.uint32)
+        cdef uint32_t[::1] view = words
+        if view.shape[0]:
+            self.fill_state(<float *>&view[0], size)
+        return words
+
+    def step_rows(self, float[:, ::1] values not None, const float[:, ::1] grads not None):
+        """Step rows f32 [n, dim + state_words(dim)] in place by gradients f32 [n, dim].
+
+        Raises:
+            DataError: If the two matrices do not fit each other; nothing is changed.
+        """
+        cdef Py_ssize_t n = grads.shape[0]
+        cdef uint32_t dim = checked_dim(grads.shape[1])
+        cdef Py_ssize_t width = <Py_ssize_t>dim + self.state_width(dim)
+        cdef persia_step_t kernel = self.step()
+        cdef float **rows
+        cdef const float **gradients
+        cdef Py_ssize_t i
+        if values.shape[0] != n or values.shape[1] != width:
+            raise DataError(
+                f"{self.name}: expected rows of shape ({n}, {width}) for gradients of shape "
+                f"({n}, {dim}), got ({values.shape[0]}, {values.shape[1]})"
+            )
+        if n == 0:
+            return
+        rows = <float **>malloc(2 * n * sizeof(float *))
+        if rows == NULL:
+            raise MemoryError(f"no memory for {2 * n} row pointers")
+        gradients = <const float **>(rows + n)
+        with nogil:
+            for i in range(n):
+                rows[i] = &values[i, 0]
+                gradients[i] = &grads[i, 0]
+            kernel(rows, gradients, n, dim, &self.settings)
+            free(rows)
+
+
+def _rebuild(name, weight_bound, options):
+    return RowOptimizer(name, weight_bound, **options)
+
+
+cdef uint32_t checked_dim(object dim) except 0:
+    if not 1 <= dim <= MAX_DIM:
+        raise ConfigError(f"dim must be in 1..{MAX_DIM}, got {dim!r}")
+    return dim

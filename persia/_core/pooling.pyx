@@ -1,0 +1,350 @@
+"""Rows to pooled outputs, and output gradients to row gradients, one feature at a time.
+
+    rows f32 [U, dim]         the rows of a table that the batch uses
+    slots u32 [D * R]         for each distinct id of the feature its R rows (R rounds of the
+                              hash stack); None: R = 1 and distinct id d is row d
+    inverse u32 [N]           for each id of the batch the number of its distinct id
+    offsets u32 [B + 1]       where each sample's ids begin; None: one id a sample
+
+The vector of a distinct id is the sum of its rounds, in every mode. Then a sample is
+
+    sum                       the sum over its ids, duplicates counted again
+    mean                      sum / n
+    sqrt                      sum / sqrt(n)
+    max                       elementwise; of equal values the first id's
+
+and zeros without ids. Sums run in f32 in the order (sample, position, round), which is part of
+the result. The checks are made once per call, before anything is written: the numbers come
+over the wire, and one out of range would write into foreign memory.
+"""
+
+import numpy as np
+
+from persia.errors import ConfigError, DataError
+
+from libc.stdlib cimport free, malloc
+
+from persia._core.cpu cimport isa_level
+
+MODES = {"sum": PERSIA_SUM, "mean": PERSIA_MEAN, "sqrt": PERSIA_SQRT, "max": PERSIA_MAX}
+
+
+cdef int mode_number(object mode) except -1:
+    number = MODES.get(mode)
+    if number is None:
+        raise ConfigError(f"pooling: expected one of {', '.join(MODES)}, got {mode!r}")
+    return number
+
+
+cdef const persia_pooling_t *kernels() noexcept nogil:
+    return &persia_pooling[isa_level()]
+
+
+cdef const uint32_t *first_u32(const uint32_t[::1] values) noexcept:
+    """Address of the first element; NULL for None and for an empty array."""
+    if values is None or values.shape[0] == 0:
+        return NULL
+    return &values[0]
+
+
+cdef const float *first_f32(const float[:, ::1] matrix) noexcept:
+    return &matrix[0, 0] if matrix.shape[0] and matrix.shape[1] else NULL
+
+
+cdef float *first_out(float[:, ::1] matrix) noexcept:
+    return &matrix[0, 0] if matrix.shape[0] and matrix.shape[1] else NULL
+
+
+cdef Py_ssize_t check_slots(
+    const uint32_t[::1] slots, Py_ssize_t rounds, Py_ssize_t num_rows
+) except -1:
+    """The number of distinct ids that ``slots`` describes, all of whose rows exist."""
+    cdef uint32_t largest
+    if rounds < 1:
+        raise DataError(f"rounds must be at least 1, got {rounds}")
+    if slots is None:
+        if rounds != 1:
+            raise DataError(f"slots must be given for {rounds} rounds, got None")
+        return num_rows
+    if slots.shape[0] % rounds:
+        raise DataError(f"slots must hold {rounds} per distinct id, got {slots.shape[0]}")
+    if slots.shape[0]:
+        with nogil:
+            largest = kernels().max_u32(&slots[0], slots.shape[0])
+        if largest >= num_rows:
+            raise DataError(f"slots must be below {num_rows} (the rows), got {largest}")
+    return slots.shape[0] // rounds
+
+
+cdef int fill_bags(
+    persia_bags_t *bags,
+    const uint32_t[::1] slots,
+    Py_ssize_t rounds,
+    const uint32_t[::1] inverse,
+    const uint32_t[::1] offsets,
+    Py_ssize_t num_rows,
+    Py_ssize_t dim,
+) except -1:
+    """Check the numbers of one feature and describe it in ``bags``."""
+    cdef Py_ssize_t num_distinct = check_slots(slots, rounds, num_rows)
+    cdef Py_ssize_t num_ids = inverse.shape[0]
+    cdef uint32_t largest = 0
+    cdef size_t descents
+    if dim < 1:
+        raise DataError(f"dim must be at least 1, got {dim}")
+    bags.slots = first_u32(slots)
+    bags.rounds = rounds
+    bags.inverse = first_u32(inverse)
+    bags.num_ids = num_ids
+    bags.offsets = NULL
+    bags.num_samples = num_ids
+    bags.dim = dim
+    bags.scratch = NULL
+    if num_ids:
+        with nogil:
+            largest = kernels().max_u32(bags.inverse, num_ids)
+        if largest >= num_distinct:
+            raise DataError(
+                f"inverse must be below {num_distinct} (the distinct ids), got {largest}"
+            )
+    if offsets is None:
+        return 0
+    if offsets.shape[0] < 1:
+        raise DataError("offsets must hold one more than the samples, got an empty array")
+    bags.offsets = &offsets[0]
+    bags.num_samples = offsets.shape[0] - 1
+    with nogil:
+        descents = kernels().descents(bags.offsets, bags.num_samples + 1)
+    if offsets[0] != 0 or offsets[bags.num_samples] != num_ids or descents:
+        raise DataError(
+            f"offsets must rise from 0 to {num_ids} (the ids), got {offsets[0]} to "
+            f"{offsets[bags.num_samples]} with {descents} descents"
+        )
+    return 0
+
+
+cdef int check_shape(
+    object name, Py_ssize_t rows, Py_ssize_t dim, Py_ssize_t want_rows, Py_ssize_t want_dim
+) except -1:
+    if rows != want_rows or dim != want_dim:
+        raise DataError(
+            f"{name} must have shape ({want_rows}, {want_dim}), got ({rows}, {dim})"
+        )
+    return 0
+
+
+cdef int check_skip(const uint8_t[::1] skip, Py_ssize_t num_samples) except -1:
+    if skip is not None and skip.shape[0] != num_samples:
+        raise DataError(f"skip must have {num_samples} entries, got {skip.shape[0]}")
+    return 0
+
+
+cdef int check_argmax(
+    const int32_t[:, ::1] argmax, const persia_bags_t *bags, Py_ssize_t num_distinct
+) except -1:
+    """An entry is -1 or a distinct id; a row of them belongs to every sample."""
+    cdef Py_ssize_t i, j
+    cdef int32_t value, worst = -1
+    if argmax is None:
+        raise DataError("argmax must be given for max, got None")
+    check_shape("argmax", argmax.shape[0], argmax.shape[1], bags.num_samples, bags.dim)
+    with nogil:
+        for i in range(argmax.shape[0]):
+            for j in range(argmax.shape[1]):
+                value = argmax[i, j]
+                if value < -1 or value >= num_distinct:
+                    worst = value
+    if worst != -1:
+        raise DataError(f"argmax must be in -1..{num_distinct - 1}, got {worst}")
+    return 0
+
+
+cdef float *new_scratch(size_t dim) except NULL:
+    cdef float *scratch = <float *>malloc(dim * sizeof(float))
+    if scratch == NULL:
+        raise MemoryError(f"no memory for {dim} floats")
+    return scratch
+
+
+def pool(
+    mode,
+    const float[:, ::1] rows not None,
+    const uint32_t[::1] slots,
+    Py_ssize_t rounds,
+    const uint32_t[::1] inverse not None,
+    const uint32_t[::1] offsets,
+    float[:, ::1] out not None,
+):
+    """Pool a feature's rows into one vector per sample.
+
+    Args:
+        mode: ``sum``, ``mean``, ``sqrt`` or ``max``.
+        rows: f32 [U, dim].
+        slots: u32 [D * rounds], or None for ``rounds`` 1 and D = U.
+        rounds: Rows per distinct id.
+        inverse: u32 [N], below D.
+        offsets: u32 [B + 1] from 0 to N, or None for B = N.
+        out: f32 [B, dim], overwritten.
+
+    Returns:
+        For ``max`` the distinct id that gave each element, i32 [B, dim], -1 in empty samples;
+        otherwise None.
+
+    Raises:
+        ConfigError: If ``mode`` is unknown.
+        DataError: If shapes or numbers do not fit each other; nothing is written.
+    """
+    cdef int number = mode_number(mode)
+    cdef persia_bags_t bags
+    fill_bags(&bags, slots, rounds, inverse, offsets, rows.shape[0], rows.shape[1])
+    check_shape("out", out.shape[0], out.shape[1], bags.num_samples, bags.dim)
+    argmax = None
+    cdef int32_t[:, ::1] winners
+    cdef int32_t *winners_at = NULL
+    if number == PERSIA_MAX:
+        argmax = np.empty((out.shape[0], out.shape[1]), dtype=np.int32)
+        winners = argmax
+        winners_at = &winners[0, 0] if winners.shape[0] else NULL
+    cdef const float *rows_at = first_f32(rows)
+    cdef float *out_at = first_out(out)
+    bags.scratch = new_scratch(bags.dim)
+    with nogil:
+        kernels().pool(number, &bags, rows_at, out_at, winners_at)
+        free(bags.scratch)
+    return argmax
+
+
+def pool_grad(
+    mode,
+    const float[:, ::1] grad not None,
+    const uint32_t[::1] slots,
+    Py_ssize_t rounds,
+    const uint32_t[::1] inverse not None,
+    const uint32_t[::1] offsets,
+    const int32_t[:, ::1] argmax,
+    const uint8_t[::1] skip,
+    float[:, ::1] out not None,
+):
+    """Add the gradient of ``pool`` to the gradients of the rows.
+
+    Args:
+        mode: As given to ``pool``.
+        grad: f32 [B, dim], gradient of the pooled output.
+        slots: As given to ``pool``; D = U where it is None.
+        rounds: As given to ``pool``.
+        inverse: As given to ``pool``.
+        offsets: As given to ``pool``.
+        argmax: What ``pool`` returned.
+        skip: u8 [B], samples that are left out where it is not 0; None for none.
+        out: f32 [U, dim], added to.
+
+    Raises:
+        ConfigError: If ``mode`` is unknown.
+        DataError: If shapes or numbers do not fit each other; nothing is written.
+    """
+    cdef int number = mode_number(mode)
+    cdef persia_bags_t bags
+    cdef const int32_t *argmax_at = NULL
+    cdef const uint8_t *skip_at = NULL
+    fill_bags(&bags, slots, rounds, inverse, offsets, out.shape[0], out.shape[1])
+    check_shape("grad", grad.shape[0], grad.shape[1], bags.num_samples, bags.dim)
+    check_skip(skip, bags.num_samples)
+    if number == PERSIA_MAX:
+        check_argmax(
+            argmax, &bags, out.shape[0] if slots is None else slots.shape[0] // rounds
+        )
+    if bags.num_samples == 0:
+        return
+    if number == PERSIA_MAX:
+        argmax_at = &argmax[0, 0]
+    if skip is not None:
+        skip_at = &skip[0]
+    cdef const float *grad_at = first_f32(grad)
+    cdef float *out_at = first_out(out)
+    bags.scratch = new_scratch(bags.dim)
+    with nogil:
+        kernels().pool_grad(number, &bags, grad_at, argmax_at, skip_at, out_at)
+        free(bags.scratch)
+
+
+def gather(
+    const float[:, ::1] rows not None,
+    const uint32_t[::1] slots,
+    Py_ssize_t rounds,
+    float[:, ::1] out not None,
+):
+    """Write the vector of each distinct id: f32 [U, dim] to ``out`` f32 [D, dim].
+
+    Raises:
+        DataError: If shapes or numbers do not fit each other; nothing is written.
+    """
+    cdef Py_ssize_t num_distinct = check_slots(slots, rounds, rows.shape[0])
+    check_shape("out", out.shape[0], out.shape[1], num_distinct, rows.shape[1])
+    if num_distinct == 0 or rows.shape[1] == 0:
+        return
+    cdef const uint32_t *slots_at = first_u32(slots)
+    with nogil:
+        kernels().gather(
+            &rows[0, 0], slots_at, rounds, num_distinct, rows.shape[1], &out[0, 0])
+
+
+def scatter_add(
+    const float[:, ::1] grad not None,
+    const uint32_t[::1] slots,
+    Py_ssize_t rounds,
+    float[:, ::1] out not None,
+):
+    """Add the gradient of ``gather``, f32 [D, dim], to the rows' gradients f32 [U, dim].
+
+    Raises:
+        DataError: If shapes or numbers do not fit each other; nothing is written.
+    """
+    cdef Py_ssize_t num_distinct = check_slots(slots, rounds, out.shape[0])
+    check_shape("grad", grad.shape[0], grad.shape[1], num_distinct, out.shape[1])
+    if num_distinct == 0 or out.shape[1] == 0:
+        return
+    cdef const uint32_t *slots_at = first_u32(slots)
+    with nogil:
+        kernels().scatter_add(
+            &grad[0, 0], slots_at, rounds, num_distinct, out.shape[1], &out[0, 0])
+
+
+def index_add(
+    const float[:, ::1] grad not None,
+    const int64_t[::1] index not None,
+    float[:, ::1] out not None,
+):
+    """Add row i of ``grad`` f32 [M, dim] to row ``index[i]`` of ``out`` f32 [K, dim].
+
+    Raises:
+        DataError: If shapes or numbers do not fit each other; nothing is written.
+    """
+    cdef Py_ssize_t n = index.shape[0]
+    cdef uint64_t largest
+    check_shape("grad", grad.shape[0], grad.shape[1], n, out.shape[1])
+    if n == 0 or out.shape[1] == 0:
+        return
+    with nogil:
+        largest = kernels().max_u64(&index[0], n)
+    if largest >= <uint64_t>out.shape[0]:
+        raise DataError(f"index must be in 0..{out.shape[0] - 1}, got {<int64_t>largest}")
+    with nogil:
+        kernels().index_add(&grad[0, 0], &index[0], n, out.shape[1], &out[0, 0])
+
+
+def nonfinite(const float[:, ::1] matrix not None):
+    """u8 [n]: 1 where a row of f32 [n, dim] holds a NaN or an infinity."""
+    cdef Py_ssize_t n = matrix.shape[0]
+    cdef Py_ssize_t dim = matrix.shape[1]
+    cdef Py_ssize_t i
+    flags = np.zeros(n, dtype=np.uint8)
+    cdef uint8_t[::1] view = flags
+    cdef const persia_pooling_t *table = kernels()
+    if n == 0 or dim == 0:
+        return flags
+    with nogil:
+        # Nearly always none: one scan without a decision per row.
+        if table.any_nonfinite(&matrix[0, 0], n * dim):
+            for i in range(n):
+                view[i] = table.any_nonfinite(&matrix[i, 0], dim)
+    return flags

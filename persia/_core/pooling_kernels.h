@@ -1,0 +1,408 @@
+/* Rows to pooled outputs and back, one feature at a time.
+ *
+ *     sample b -> positions offsets[b] .. offsets[b + 1] -> inverse[p] = d, a distinct id
+ *     distinct id d -> slots[d * rounds .. + rounds] -> rows, whose sum is d's vector
+ *
+ * offsets NULL: sample b has exactly position b. slots NULL: rounds is 1 and d is its own row.
+ * Every number is in range: the callers check with the scans at the end of this file, which
+ * run over each array once. Outputs overlap neither inputs nor each other.
+ *
+ * The order of additions is part of the result: rounds, then positions, then samples, each
+ * ascending. Elements of a row never meet, so the width of a vector changes nothing.
+ */
+#ifndef PERSIA_POOLING_KERNELS_H
+#define PERSIA_POOLING_KERNELS_H
+
+#include <math.h>
+
+#include "kernels.h"
+
+enum { PERSIA_SUM, PERSIA_MEAN, PERSIA_SQRT, PERSIA_MAX };
+
+typedef struct {
+    const uint32_t *slots;   /* [num_distinct * rounds] or NULL */
+    size_t rounds;           /* at least 1 */
+    const uint32_t *inverse; /* [num_ids] */
+    size_t num_ids;
+    const uint32_t *offsets; /* [num_samples + 1] or NULL */
+    size_t num_samples;
+    size_t dim;
+    float *scratch;          /* [dim], for a sum of rounds or a scaled gradient */
+} persia_bags_t;
+
+/* How many ids ahead rows are fetched: an id takes 2 to 5 ns, memory about 100. */
+#define PERSIA_POOL_AHEAD 24
+
+/* The common dims become literals to the compiler: rows without counters or remainders. */
+#define PERSIA_BY_DIM(loop, dim, ...)                \
+    switch (dim) {                                   \
+    case 8: loop(8, __VA_ARGS__); break;             \
+    case 16: loop(16, __VA_ARGS__); break;           \
+    case 32: loop(32, __VA_ARGS__); break;           \
+    case 64: loop(64, __VA_ARGS__); break;           \
+    default: loop(dim, __VA_ARGS__);                 \
+    }
+
+/* --- one row ------------------------------------------------------------------------------- */
+
+PERSIA_INLINE void persia_copy(size_t dim, float *restrict to, const float *restrict from)
+{
+    for (size_t j = 0; j < dim; j++)
+        to[j] = from[j];
+}
+
+PERSIA_INLINE void persia_add(size_t dim, float *restrict to, const float *restrict from)
+{
+    for (size_t j = 0; j < dim; j++)
+        to[j] += from[j];
+}
+
+PERSIA_INLINE void persia_divide(
+    size_t dim, float *restrict to, const float *restrict from, float divisor)
+{
+    for (size_t j = 0; j < dim; j++)
+        to[j] = from[j] / divisor;
+}
+
+PERSIA_INLINE size_t persia_row_of(const uint32_t *slots, size_t rounds, size_t d, size_t r)
+{
+    return slots ? slots[d * rounds + r] : d;
+}
+
+/* The vector of distinct id d: its row itself, or the sum of its rounds in `scratch`. */
+PERSIA_INLINE const float *persia_vector(
+    size_t dim, const float *rows, const uint32_t *slots, size_t rounds, size_t d,
+    float *restrict scratch)
+{
+    const float *first = rows + persia_row_of(slots, rounds, d, 0) * dim;
+    if (rounds == 1)
+        return first;
+    persia_copy(dim, scratch, first);
+    for (size_t r = 1; r < rounds; r++)
+        persia_add(dim, scratch, rows + persia_row_of(slots, rounds, d, r) * dim);
+    return scratch;
+}
+
+/* Fetches the rows of the id `PERSIA_POOL_AHEAD` positions behind p. */
+PERSIA_INLINE void persia_fetch_ahead(
+    size_t dim, const float *rows, const persia_bags_t *bags, size_t p, const int for_write)
+{
+    if (p + PERSIA_POOL_AHEAD >= bags->num_ids)
+        return;
+    const size_t d = bags->inverse[p + PERSIA_POOL_AHEAD];
+    for (size_t r = 0; r < bags->rounds; r++) {
+        const float *row = rows + persia_row_of(bags->slots, bags->rounds, d, r) * dim;
+        if (for_write)
+            PERSIA_FETCH_LINES(row, 4 * dim, 1);
+        else
+            PERSIA_FETCH_LINES(row, 4 * dim, 0);
+    }
+}
+
+PERSIA_INLINE float persia_divisor(int mode, size_t num_ids)
+{
+    if (mode == PERSIA_MEAN)
+        return (float)num_ids;
+    return mode == PERSIA_SQRT ? sqrtf((float)num_ids) : 1.0f;
+}
+
+/* --- pooling --------------------------------------------------------------------------------- */
+
+PERSIA_INLINE void persia_pool_sum_loop(
+    size_t dim, int mode, const persia_bags_t *settings, const float *rows, float *restrict out)
+{
+    const persia_bags_t bags = *settings;
+    for (size_t b = 0; b < bags.num_samples; b++) {
+        const size_t begin = bags.offsets ? bags.offsets[b] : b;
+        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+        float *restrict to = out + b * dim;
+        if (begin == end) {
+            memset(to, 0, dim * sizeof(float));
+            continue;
+        }
+        /* Starts from the first vector, not from zero: a single id keeps its bits. */
+        for (size_t p = begin; p < end; p++) {
+            persia_fetch_ahead(dim, rows, &bags, p, 0);
+            const float *from = persia_vector(
+                dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch);
+            if (p == begin)
+                persia_copy(dim, to, from);
+            else
+                persia_add(dim, to, from);
+        }
+        if (mode != PERSIA_SUM && end - begin > 1) {
+            const float divisor = persia_divisor(mode, end - begin);
+            for (size_t j = 0; j < dim; j++)
+                to[j] /= divisor;
+        }
+    }
+}
+
+/* The first of equal values wins; a NaN never beats a value, and stays if it came first: both
+ * as in torch's embedding_bag. */
+PERSIA_INLINE void persia_pool_max_loop(
+    size_t dim, const persia_bags_t *settings, const float *rows, float *restrict out,
+    int32_t *restrict argmax)
+{
+    const persia_bags_t bags = *settings;
+    for (size_t b = 0; b < bags.num_samples; b++) {
+        const size_t begin = bags.offsets ? bags.offsets[b] : b;
+        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+        float *restrict to = out + b * dim;
+        int32_t *restrict winner = argmax + b * dim;
+        if (begin == end) {
+            memset(to, 0, dim * sizeof(float));
+            for (size_t j = 0; j < dim; j++)
+                winner[j] = -1;
+            continue;
+        }
+        for (size_t p = begin; p < end; p++) {
+            persia_fetch_ahead(dim, rows, &bags, p, 0);
+            const int32_t d = (int32_t)bags.inverse[p];
+            const float *restrict from = persia_vector(
+                dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch);
+            if (p == begin) {
+                persia_copy(dim, to, from);
+                for (size_t j = 0; j < dim; j++)
+                    winner[j] = d;
+                continue;
+            }
+            for (size_t j = 0; j < dim; j++) {
+                winner[j] = from[j] > to[j] ? d : winner[j];
+                to[j] = from[j] > to[j] ? from[j] : to[j];
+            }
+        }
+    }
+}
+
+PERSIA_INLINE void persia_pool_body(
+    int mode, const persia_bags_t *bags, const float *rows, float *out, int32_t *argmax)
+{
+    if (mode == PERSIA_MAX) {
+        PERSIA_BY_DIM(persia_pool_max_loop, bags->dim, bags, rows, out, argmax)
+    } else {
+        PERSIA_BY_DIM(persia_pool_sum_loop, bags->dim, mode, bags, rows, out)
+    }
+}
+
+/* --- its gradient ---------------------------------------------------------------------------- */
+
+PERSIA_INLINE void persia_grad_sum_loop(
+    size_t dim, int mode, const persia_bags_t *settings, const float *grad,
+    const uint8_t *skip, float *restrict out)
+{
+    const persia_bags_t bags = *settings;
+    for (size_t b = 0; b < bags.num_samples; b++) {
+        const size_t begin = bags.offsets ? bags.offsets[b] : b;
+        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+        const float *restrict from = grad + b * dim;
+        if (skip && skip[b])
+            continue;
+        if (mode != PERSIA_SUM && end - begin > 1) {
+            persia_divide(dim, bags.scratch, from, persia_divisor(mode, end - begin));
+            from = bags.scratch;
+        }
+        for (size_t p = begin; p < end; p++) {
+            persia_fetch_ahead(dim, out, &bags, p, 1);
+            for (size_t r = 0; r < bags.rounds; r++) {
+                const size_t row = persia_row_of(bags.slots, bags.rounds, bags.inverse[p], r);
+                persia_add(dim, out + row * dim, from);
+            }
+        }
+    }
+}
+
+/* Each element goes to the id that won it; an empty sample (-1) has none. */
+PERSIA_INLINE void persia_grad_max_loop(
+    size_t dim, const persia_bags_t *bags, const float *grad, const int32_t *argmax,
+    const uint8_t *skip, float *restrict out)
+{
+    for (size_t b = 0; b < bags->num_samples; b++) {
+        if (skip && skip[b])
+            continue;
+        for (size_t j = 0; j < dim; j++) {
+            const int32_t d = argmax[b * dim + j];
+            if (d < 0)
+                continue;
+            for (size_t r = 0; r < bags->rounds; r++) {
+                const size_t row = persia_row_of(bags->slots, bags->rounds, (size_t)d, r);
+                out[row * dim + j] += grad[b * dim + j];
+            }
+        }
+    }
+}
+
+PERSIA_INLINE void persia_pool_grad_body(
+    int mode, const persia_bags_t *bags, const float *grad, const int32_t *argmax,
+    const uint8_t *skip, float *out)
+{
+    if (mode == PERSIA_MAX) {
+        persia_grad_max_loop(bags->dim, bags, grad, argmax, skip, out);
+    } else {
+        PERSIA_BY_DIM(persia_grad_sum_loop, bags->dim, mode, bags, grad, skip, out)
+    }
+}
+
+/* --- raw slots --------------------------------------------------------------------------------- */
+
+PERSIA_INLINE void persia_gather_loop(
+    size_t dim, const float *rows, const uint32_t *slots, size_t rounds, size_t num_distinct,
+    float *restrict out)
+{
+    for (size_t d = 0; d < num_distinct; d++) {
+        if (d + PERSIA_POOL_AHEAD < num_distinct)
+            for (size_t r = 0; r < rounds; r++)
+                PERSIA_FETCH_LINES(
+                    rows + persia_row_of(slots, rounds, d + PERSIA_POOL_AHEAD, r) * dim,
+                    4 * dim, 0);
+        float *restrict to = out + d * dim;
+        persia_copy(dim, to, rows + persia_row_of(slots, rounds, d, 0) * dim);
+        for (size_t r = 1; r < rounds; r++)
+            persia_add(dim, to, rows + persia_row_of(slots, rounds, d, r) * dim);
+    }
+}
+
+PERSIA_INLINE void persia_gather_body(
+    const float *rows, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
+    float *out)
+{
+    PERSIA_BY_DIM(persia_gather_loop, dim, rows, slots, rounds, num_distinct, out)
+}
+
+PERSIA_INLINE void persia_scatter_add_loop(
+    size_t dim, const float *grad, const uint32_t *slots, size_t rounds, size_t num_distinct,
+    float *restrict out)
+{
+    for (size_t d = 0; d < num_distinct; d++)
+        for (size_t r = 0; r < rounds; r++) {
+            if (d + PERSIA_POOL_AHEAD < num_distinct)
+                PERSIA_FETCH_LINES(
+                    out + persia_row_of(slots, rounds, d + PERSIA_POOL_AHEAD, r) * dim,
+                    4 * dim, 1);
+            persia_add(dim, out + persia_row_of(slots, rounds, d, r) * dim, grad + d * dim);
+        }
+}
+
+PERSIA_INLINE void persia_scatter_add_body(
+    const float *grad, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
+    float *out)
+{
+    PERSIA_BY_DIM(persia_scatter_add_loop, dim, grad, slots, rounds, num_distinct, out)
+}
+
+PERSIA_INLINE void persia_index_add_loop(
+    size_t dim, const float *grad, const int64_t *index, size_t n, float *restrict out)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (i + PERSIA_POOL_AHEAD < n)
+            PERSIA_FETCH_LINES(out + (size_t)index[i + PERSIA_POOL_AHEAD] * dim, 4 * dim, 1);
+        persia_add(dim, out + (size_t)index[i] * dim, grad + i * dim);
+    }
+}
+
+PERSIA_INLINE void persia_index_add_body(
+    const float *grad, const int64_t *index, size_t n, size_t dim, float *out)
+{
+    PERSIA_BY_DIM(persia_index_add_loop, dim, grad, index, n, out)
+}
+
+/* --- scans ------------------------------------------------------------------------------------- */
+
+/* Whether any of n floats is NaN or infinite: all exponent bits set. */
+PERSIA_INLINE int persia_any_nonfinite_body(const float *values, size_t n)
+{
+    uint32_t found = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + i, sizeof bits);
+        found |= (bits & 0x7F800000u) == 0x7F800000u;
+    }
+    return (int)found;
+}
+
+PERSIA_INLINE uint32_t persia_max_u32_body(const uint32_t *values, size_t n)
+{
+    uint32_t largest = 0;
+    for (size_t i = 0; i < n; i++)
+        largest = values[i] > largest ? values[i] : largest;
+    return largest;
+}
+
+/* As unsigned, so that a negative number is the largest of all. */
+PERSIA_INLINE uint64_t persia_max_u64_body(const int64_t *values, size_t n)
+{
+    uint64_t largest = 0;
+    for (size_t i = 0; i < n; i++)
+        largest = (uint64_t)values[i] > largest ? (uint64_t)values[i] : largest;
+    return largest;
+}
+
+/* The number of places where values[i] > values[i + 1]. */
+PERSIA_INLINE size_t persia_descents_body(const uint32_t *values, size_t n)
+{
+    size_t descents = 0;
+    for (size_t i = 0; i + 1 < n; i++)
+        descents += values[i] > values[i + 1];
+    return descents;
+}
+
+/* --- the tables -------------------------------------------------------------------------------- */
+
+PERSIA_VARIANTS(
+    void, persia_pool,
+    (int mode, const persia_bags_t *bags, const float *rows, float *out, int32_t *argmax),
+    (mode, bags, rows, out, argmax))
+PERSIA_VARIANTS(
+    void, persia_pool_grad,
+    (int mode, const persia_bags_t *bags, const float *grad, const int32_t *argmax,
+     const uint8_t *skip, float *out),
+    (mode, bags, grad, argmax, skip, out))
+PERSIA_VARIANTS(
+    void, persia_gather,
+    (const float *rows, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
+     float *out),
+    (rows, slots, rounds, num_distinct, dim, out))
+PERSIA_VARIANTS(
+    void, persia_scatter_add,
+    (const float *grad, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
+     float *out),
+    (grad, slots, rounds, num_distinct, dim, out))
+PERSIA_VARIANTS(
+    void, persia_index_add,
+    (const float *grad, const int64_t *index, size_t n, size_t dim, float *out),
+    (grad, index, n, dim, out))
+PERSIA_VARIANTS(int, persia_any_nonfinite, (const float *values, size_t n), (values, n))
+PERSIA_VARIANTS(uint32_t, persia_max_u32, (const uint32_t *values, size_t n), (values, n))
+PERSIA_VARIANTS(uint64_t, persia_max_u64, (const int64_t *values, size_t n), (values, n))
+PERSIA_VARIANTS(size_t, persia_descents, (const uint32_t *values, size_t n), (values, n))
+
+typedef struct {
+    void (*pool)(int, const persia_bags_t *, const float *, float *, int32_t *);
+    void (*pool_grad)(
+        int, const persia_bags_t *, const float *, const int32_t *, const uint8_t *, float *);
+    void (*gather)(const float *, const uint32_t *, size_t, size_t, size_t, float *);
+    void (*scatter_add)(const float *, const uint32_t *, size_t, size_t, size_t, float *);
+    void (*index_add)(const float *, const int64_t *, size_t, size_t, float *);
+    int (*any_nonfinite)(const float *, size_t);
+    uint32_t (*max_u32)(const uint32_t *, size_t);
+    uint64_t (*max_u64)(const int64_t *, size_t);
+    size_t (*descents)(const uint32_t *, size_t);
+} persia_pooling_t;
+
+#define PERSIA_POOLING(level)                                                     \
+    {                                                                             \
+        persia_pool_##level, persia_pool_grad_##level, persia_gather_##level,     \
+        persia_scatter_add_##level, persia_index_add_##level,                     \
+        persia_any_nonfinite_##level, persia_max_u32_##level,                     \
+        persia_max_u64_##level, persia_descents_##level                           \
+    }
+
+static const persia_pooling_t persia_pooling[PERSIA_NUM_LEVELS] = {
+    PERSIA_POOLING(baseline),
+#if PERSIA_NUM_LEVELS > 1
+    PERSIA_POOLING(avx2),
+    PERSIA_POOLING(avx512),
+#endif
+};
+
+#endif

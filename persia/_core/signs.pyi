@@ -1,0 +1,17 @@
+"""Packing of ids into signs, the rows of a hash stack, and one numbering for many slots."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+def prefix_of(group: int, prefix_bits: int) -> int: ...
+def pack(
+    ids: NDArray[np.uint64], prefix: int, prefix_bits: int
+) -> tuple[NDArray[np.uint64], int]: ...
+def hash_stack(
+    ids: NDArray[np.uint64], rounds: int, embedding_size: int
+) -> NDArray[np.uint64]: ...
+def merge(
+    arrays: Iterable[NDArray[np.uint64]],
+) -> tuple[NDArray[np.uint64], list[NDArray[np.uint32]]]: ...

@@ -1,0 +1,131 @@
+"""A header and some arrays as one run of bytes, for files, queues and inference requests.
+
+    bytes 0..7    kind of block and its version, such as b"PRSBAT01"
+    bytes 8..11   u32 length of the header, little-endian like everything here
+    bytes 12..15  u32 CRC-32 of all that follows
+    header        msgpack map {"h": what the caller gave, "a": [[dtype, shape], ...]}
+    arrays        raw, C order; each begins at a multiple of 8, counted from byte 0
+
+Arrays stay out of msgpack, which would copy them twice. The checksum is there because such
+bytes are kept and moved by other programs; without it a damaged id would train a wrong row.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import msgpack  # type: ignore[import-untyped]  # it ships none
+import numpy as np
+
+from persia.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+_PREFIX = struct.Struct("<8sII")
+_ALIGNMENT = 8
+
+# A closed list: np.dtype() on foreign text would accept object arrays, whose bytes are
+# pointers.
+_DTYPES = {
+    name: np.dtype(name)
+    for name in (
+        *("|b1", "|i1", "|u1"),
+        *("<i2", "<i4", "<i8", "<u2", "<u4", "<u8"),
+        *("<f2", "<f4", "<f8"),
+    )
+}
+
+
+def _padding(length: int) -> int:
+    return -length % _ALIGNMENT
+
+
+def pack(kind: bytes, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> bytes:
+    """Return the block of ``header`` and ``arrays``.
+
+    Args:
+        kind: Eight bytes that name the kind of block and its version.
+        header: Whatever msgpack can write.
+        arrays: Arrays of one of the dtypes listed above.
+    """
+    specs = []
+    raw: list[bytes | memoryview] = []
+    for array in arrays:
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        specs.append([little.dtype.str, list(array.shape)])
+        # A memoryview without elements cannot be sent through view().
+        raw.append(little.reshape(-1).view(np.uint8).data if little.size else b"")
+    head: bytes = msgpack.packb({"h": dict(header), "a": specs})
+    body: list[bytes | memoryview] = [head, bytes(_padding(_PREFIX.size + len(head)))]
+    for part in raw:
+        body += [part, bytes(_padding(len(part)))]
+    checksum = 0
+    for part in body:
+        checksum = zlib.crc32(part, checksum)
+    return b"".join([_PREFIX.pack(kind, len(head), checksum), *body])
+
+
+def unpack(kind: bytes, data: bytes) -> tuple[dict[str, Any], list[NDArray[Any]]]:
+    """Return header and arrays of a block; the arrays are the caller's own.
+
+    Raises:
+        ProtocolError: If ``data`` is no whole, undamaged block of this kind.
+    """
+    if len(data) < _PREFIX.size:
+        raise ProtocolError(
+            f"expected at least {_PREFIX.size} bytes that begin with {kind!r}, got {len(data)}"
+        )
+    got, head_bytes, checksum = _PREFIX.unpack_from(data)
+    if got != kind:
+        raise ProtocolError(f"expected bytes that begin with {kind!r}, got {got!r}")
+    actual = zlib.crc32(memoryview(data)[_PREFIX.size :])
+    if actual != checksum:
+        raise ProtocolError(
+            f"expected checksum {checksum:#010x} over {len(data) - _PREFIX.size} bytes, "
+            f"got {actual:#010x}: they are damaged or cut off"
+        )
+    place = _PREFIX.size + head_bytes
+    if place > len(data):
+        raise ProtocolError(f"expected a header of {head_bytes} bytes, {len(data)} came in all")
+    header, specs = _read_header(data[_PREFIX.size : place])
+    place += _padding(place)
+    arrays: list[NDArray[Any]] = []
+    for dtype, shape in specs:
+        count = math.prod(shape)
+        needed = count * dtype.itemsize
+        if place + needed > len(data):
+            raise ProtocolError(
+                f"array {len(arrays)}: {shape} of {dtype} needs {needed} bytes, "
+                f"{max(len(data) - place, 0)} are left"
+            )
+        view = np.frombuffer(data, dtype, count, place) if count else np.empty(0, dtype)
+        arrays.append(view.reshape(shape).astype(dtype.newbyteorder("="), copy=True))
+        place += needed + _padding(needed)
+    if place != len(data):
+        raise ProtocolError(f"expected {place} bytes by the header, got {len(data)}")
+    return header, arrays
+
+
+def _read_header(
+    raw: bytes,
+) -> tuple[dict[str, Any], list[tuple[np.dtype[Any], tuple[int, ...]]]]:
+    try:
+        content = msgpack.unpackb(raw)
+        header = content["h"]
+        specs = [(_DTYPES[name], tuple(shape)) for name, shape in content["a"]]
+    except (ValueError, KeyError, TypeError, IndexError, msgpack.UnpackException) as exc:
+        raise ProtocolError(f"unreadable header of {len(raw)} bytes") from exc
+    if not isinstance(header, dict):
+        raise ProtocolError(f"expected a map as header, got {type(header).__name__}")
+    for dtype, shape in specs:
+        # bool passes isinstance(int); two negative extents multiply to a plausible size; and
+        # numpy takes 64 axes at most (32 before version 2).
+        if len(shape) > 32 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
+            raise ProtocolError(f"expected the shape of an array of {dtype}, got {shape!r:.80}")
+    return header, specs

@@ -1,0 +1,388 @@
+"""One batch between its features and the rows of the servers.
+
+``pack_batch`` turns the ids of each feature into the distinct signs of each table, sorted by
+server. ``pool_outputs`` turns rows into what the model gets, ``sum_gradients`` turns the
+model's gradients into one gradient per sign. How a feature finds its rows:
+
+    distinct id d, round r  ->  number slots[d * rounds + r]  ->  rows[start:stop][number]
+
+Without a hash stack, a shared group or a second server that is the identity: ``slots`` is
+None, and the feature's rows are the slice alone.
+
+Sums run in the order (feature in the batch, sample, position), whatever the number of
+servers, because the order in which rows are stored does not enter into it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from persia._core.hashing import route
+from persia._core.pooling import gather, nonfinite, pool, pool_grad, scatter_add
+from persia._core.signs import hash_stack, merge, pack
+from persia._rpc.messages import JaggedOutput, PooledOutput, RawOutput
+from persia.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from persia._core.feature_batch import FeatureBatch
+    from persia._rpc.messages import Floats, Indices, Numbers, Signs, SlotOutput
+    from persia._services.plan import BatchPlan, FeaturePlan
+    from persia.config import EmbeddingSchema
+
+    Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFeature:
+    """Where the ids of one feature (raw ones cut to size) find their rows."""
+
+    ids: FeatureBatch
+    slots: Numbers | None
+    start: int  # the slice of the table's rows that ``slots`` counts from
+    stop: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTable:
+    """Distinct signs of one table; server s has ``signs[starts[s]:starts[s + 1]]``."""
+
+    signs: Signs
+    starts: tuple[int, ...]
+    # Sign ``signs[i]`` was number ``order[i]`` before it was sorted by server; None where
+    # there is one server. Group g has the numbers ``bases[g]`` and up.
+    order: Numbers | None
+    bases: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A batch as the servers see it."""
+
+    plan: BatchPlan
+    features: tuple[PackedFeature, ...]
+    tables: tuple[PackedTable, ...]
+    batch_size: int
+    num_masked: dict[str, int]  # distinct ids that did not fit the index bits, per feature
+
+
+@dataclass(frozen=True, slots=True)
+class TableSums:
+    """Summed gradients [U, dim] of one table, in the order of its signs."""
+
+    sums: Floats
+    keep: Mask | None  # which signs take a step; None: all
+
+
+@dataclass(slots=True)
+class GradientCounts:
+    """What was left out, by feature."""
+
+    samples: dict[str, int] = field(default_factory=dict)  # rows of the gradient
+    rows: dict[str, int] = field(default_factory=dict)  # sums that overflowed
+
+
+def pack_batch(
+    features: Sequence[FeatureBatch],
+    plan: BatchPlan,
+    schema: EmbeddingSchema,
+    owners: NDArray[np.uint16],
+    num_servers: int,
+) -> PackedBatch:
+    """Hash, pack, merge and route the ids of a batch.
+
+    Raises:
+        DataError: If two features differ in batch size, or an id does not fit the index bits
+            and the schema is strict.
+    """
+    batch_size = features[0].batch_size if features else 0
+    num_masked: dict[str, int] = {}
+    kept: list[FeatureBatch] = []
+    packed: list[Signs] = []
+    for ids, feature in zip(features, plan.features, strict=True):
+        slot = feature.slot
+        if ids.batch_size != batch_size:
+            raise DataError(
+                f"feature {slot.name!r} has {ids.batch_size} samples, expected {batch_size} "
+                f"as in feature {plan.names[0]!r}"
+            )
+        if slot.pooling == "raw":
+            ids = ids.truncated(slot.sample_fixed_size)
+        values = ids.distinct
+        if slot.hash_stack_rounds:
+            values = hash_stack(values, slot.hash_stack_rounds, slot.hash_stack_size)
+        signs, masked = pack(values, slot.prefix, schema.prefix_bits)
+        if masked:
+            if schema.strict_ids:
+                _refuse_wide_id(slot.name, values, schema.prefix_bits)
+            num_masked[slot.name] = masked
+        kept.append(ids)
+        packed.append(signs)
+
+    found: list[PackedFeature | None] = [None] * len(kept)
+    tables = []
+    for table in plan.tables:
+        parts: list[Signs] = []
+        bases = [0]
+        numbered: list[tuple[int, Numbers | None, int, int]] = []
+        for group in table.groups:
+            base = bases[-1]
+            signs_of_group = [packed[place] for place in group.features]
+            numbers: Sequence[Numbers | None]
+            # Masking folds ids onto each other, so that distinct ids may share a sign.
+            if group.is_plain and plan.names[group.features[0]] not in num_masked:
+                (distinct,), numbers = signs_of_group, (None,)
+            else:
+                distinct, numbers = merge(signs_of_group)
+            parts.append(distinct)
+            bases.append(base + len(distinct))
+            for place, slots in zip(group.features, numbers, strict=True):
+                numbered.append((place, slots, base, bases[-1]))
+        signs = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        order, starts = None, (0, len(signs))
+        if num_servers > 1:
+            order, bounds = route(signs, owners, num_servers)
+            signs, starts = signs[order], tuple(bounds.tolist())
+            place_of = np.empty(len(signs), np.uint32)
+            place_of[order] = np.arange(len(signs), dtype=np.uint32)
+        for place, slots, start, stop in numbered:
+            rounds = plan.features[place].slot.hash_stack_rounds or 1
+            if order is not None:
+                places = place_of[start:stop]
+                slots = places if slots is None else places[slots]
+                start, stop = 0, len(signs)
+            found[place] = PackedFeature(kept[place], slots, start, stop, rounds)
+        tables.append(PackedTable(signs, starts, order, tuple(bases)))
+    placed = tuple(feature for feature in found if feature is not None)
+    return PackedBatch(plan, placed, tuple(tables), batch_size, num_masked)
+
+
+def _refuse_wide_id(name: str, ids: Signs, prefix_bits: int) -> None:
+    index_bits = 64 - prefix_bits
+    wide = ids[ids >> np.uint64(index_bits) != 0]
+    raise DataError(
+        f"feature {name!r}: id {int(wide[0])} needs {int(wide[0]).bit_length()} bits, "
+        f"expected at most {index_bits} (64 - feature_index_prefix_bit) with strict_ids"
+    )
+
+
+def is_same_batch(one: PackedBatch, other: PackedBatch) -> bool:
+    """Whether two batches have the same features with the same ids in the same places."""
+    if one.plan is not other.plan or one.batch_size != other.batch_size:
+        return False
+    for mine, theirs in zip(one.tables, other.tables, strict=True):
+        if not np.array_equal(mine.signs, theirs.signs):
+            return False
+    for a, b in zip(one.features, other.features, strict=True):
+        if (a.ids.offsets is None) is not (b.ids.offsets is None):
+            return False
+        if a.ids.offsets is not None and not np.array_equal(a.ids.offsets, b.ids.offsets):
+            return False
+        if not np.array_equal(a.ids.inverse, b.ids.inverse):
+            return False
+    return True
+
+
+# --- rows to outputs ------------------------------------------------------------------------
+
+
+def pool_outputs(
+    batch: PackedBatch, rows: Sequence[Floats]
+) -> tuple[tuple[SlotOutput, ...], tuple[NDArray[np.int32] | None, ...]]:
+    """Make the outputs of a batch, in the order of its features.
+
+    Args:
+        batch: The batch.
+        rows: Per table of the plan, rows [U, dim] in the order of its signs.
+
+    Returns:
+        The outputs, which own their memory (pooled ones of a table share one array), and per
+        feature what ``pool`` says about the maxima.
+    """
+    pooled = [
+        np.empty((table.num_pooled, batch.batch_size, table.dim), np.float32)
+        for table in batch.plan.tables
+    ]
+    outputs: list[SlotOutput] = []
+    maxima: list[NDArray[np.int32] | None] = []
+    for feature, plan in zip(batch.features, batch.plan.features, strict=True):
+        slot, ids = plan.slot, feature.ids
+        source = rows[plan.table][feature.start : feature.stop]
+        argmax = None
+        if plan.pooled >= 0:
+            out = pooled[plan.table][plan.pooled]
+            argmax = pool(
+                slot.pooling, source, feature.slots, feature.rounds, ids.inverse, ids.offsets, out
+            )
+            outputs.append(PooledOutput(slot.name, out))
+        elif slot.pooling == "raw":
+            vectors = np.empty((ids.num_distinct + 1, slot.dim), np.float32)
+            vectors[0] = 0.0
+            gather(source, feature.slots, feature.rounds, vectors[1:])
+            index = _padded_index(ids, slot.sample_fixed_size)
+            outputs.append(RawOutput(slot.name, vectors, index, slot.sample_fixed_size))
+        else:
+            vectors = np.empty((ids.num_distinct, slot.dim), np.float32)
+            gather(source, feature.slots, feature.rounds, vectors)
+            outputs.append(
+                JaggedOutput(slot.name, vectors, ids.inverse.astype(np.int64), _offsets(ids))
+            )
+        maxima.append(argmax)
+    return tuple(outputs), tuple(maxima)
+
+
+def _offsets(ids: FeatureBatch) -> Indices:
+    if ids.offsets is None:
+        return np.arange(ids.batch_size + 1, dtype=np.int64)
+    return ids.offsets.astype(np.int64)
+
+
+def _padded_index(ids: FeatureBatch, width: int) -> Indices:
+    """1 + the number of the id at each of ``width`` positions a sample, 0 where none is."""
+    index = np.zeros(ids.batch_size * width, np.int64)
+    offsets = _offsets(ids)
+    first = np.arange(ids.batch_size, dtype=np.int64) * width - offsets[:-1]
+    places = np.arange(ids.num_ids, dtype=np.int64)
+    places += np.repeat(first, np.diff(offsets))
+    index[places] = ids.inverse
+    index[places] += 1
+    return index
+
+
+# --- gradients to sums ----------------------------------------------------------------------
+
+
+def sum_gradients(
+    batch: PackedBatch,
+    gradients: Sequence[Floats | None],
+    maxima: Sequence[NDArray[np.int32] | None],
+) -> tuple[tuple[TableSums, ...], GradientCounts]:
+    """Sum the gradients of a batch's outputs per sign, leaving out what is not finite.
+
+    A row of a gradient with NaN or Inf is left out whole; so is a sum that overflows. A sign
+    for which nothing is left takes no step: to most optimizers a step by zero is one too.
+
+    Args:
+        batch: The batch.
+        gradients: Per feature f32 [B, dim] if it is pooled, else [D, dim]; None: skipped.
+        maxima: What ``pool_outputs`` returned.
+    """
+    counts = GradientCounts()
+    places: list[list[int]] = [[] for _ in batch.tables]
+    for place, plan in enumerate(batch.plan.features):
+        places[plan.table].append(place)
+    all_sums = []
+    for number, table in enumerate(batch.tables):
+        sums = np.zeros((len(table.signs), batch.plan.tables[number].dim), np.float32)
+        present = [place for place in places[number] if gradients[place] is not None]
+        for place in present:
+            _accumulate(batch, place, gradients[place], maxima[place], None, sums)
+        # No finite sum has a term that is not: where all sums are finite, so were the
+        # gradients, and they need not be looked at one by one.
+        skips: dict[int, NDArray[np.uint8]] = {}
+        bad = nonfinite(sums)
+        if bad.any():
+            skips = {place: nonfinite(gradients[place]) for place in present}
+            sums[:] = 0.0
+            for place, skip in skips.items():
+                _accumulate(batch, place, gradients[place], maxima[place], skip, sums)
+            bad = nonfinite(sums)
+        keep = None
+        if skips or len(present) < len(places[number]):
+            keep = np.zeros(len(table.signs), np.bool_)
+            for place in present:
+                _mark_reached(batch, place, skips.get(place), keep, counts)
+            overflowed = bad.astype(np.bool_)
+            _count_overflows(batch, number, present, overflowed, counts)
+            keep &= ~overflowed
+        all_sums.append(TableSums(sums, keep))
+    return tuple(all_sums), counts
+
+
+def _accumulate(
+    batch: PackedBatch,
+    place: int,
+    gradient: Floats | None,
+    argmax: NDArray[np.int32] | None,
+    skip: NDArray[np.uint8] | None,
+    sums: Floats,
+) -> None:
+    """Add one feature's gradient to the sums of its table, without the rows in ``skip``."""
+    if gradient is None:
+        return
+    feature, plan = batch.features[place], batch.plan.features[place]
+    out = sums[feature.start : feature.stop]
+    if plan.pooled >= 0:
+        ids = feature.ids
+        pool_grad(
+            plan.slot.pooling,
+            gradient,
+            feature.slots,
+            feature.rounds,
+            ids.inverse,
+            ids.offsets,
+            argmax,
+            skip,
+            out,
+        )
+        return
+    if skip is not None:
+        gradient = np.where(skip[:, None] != 0, np.float32(0.0), gradient)
+    scatter_add(gradient, feature.slots, feature.rounds, out)
+
+
+def _mark_reached(
+    batch: PackedBatch,
+    place: int,
+    skip: NDArray[np.uint8] | None,
+    keep: Mask,
+    counts: GradientCounts,
+) -> None:
+    """Set ``keep`` for each sign that a row of this gradient reaches; count those left out."""
+    feature, plan = batch.features[place], batch.plan.features[place]
+    ids = feature.ids
+    reached = np.ones(ids.num_distinct, np.bool_)
+    if skip is not None:
+        taken = skip == 0
+        num_left_out = int(len(taken) - np.count_nonzero(taken))
+        if plan.pooled >= 0:
+            lengths = np.diff(_offsets(ids))
+            # The row of a sample without ids reaches nothing and is not missed.
+            num_left_out = int(np.count_nonzero(~taken & (lengths > 0)))
+            reached = np.zeros(ids.num_distinct, np.bool_)
+            reached[ids.inverse[np.repeat(taken, lengths)]] = True
+        else:
+            reached = taken
+        if num_left_out:
+            counts.samples[plan.slot.name] = num_left_out
+    window = keep[feature.start : feature.stop]
+    if feature.slots is None:
+        window |= reached
+    else:
+        window[feature.slots.reshape(-1, feature.rounds)[reached].ravel()] = True
+
+
+def _count_overflows(
+    batch: PackedBatch,
+    number: int,
+    present: list[int],
+    overflowed: Mask,
+    counts: GradientCounts,
+) -> None:
+    """Count each sum that overflowed under the first feature of its group with a gradient."""
+    table = batch.tables[number]
+    signs = np.flatnonzero(overflowed)
+    if table.order is not None:
+        signs = table.order[signs].astype(np.int64)
+    groups = np.searchsorted(np.asarray(table.bases), signs, side="right") - 1
+    for group in groups.tolist():
+        features: list[FeaturePlan] = [batch.plan.features[place] for place in present]
+        name = next(plan.slot.name for plan in features if plan.group == group)
+        counts.rows[name] = counts.rows.get(name, 0) + 1

@@ -1,0 +1,48 @@
+"""The servers of embedded mode: the same objects, in this process, without sockets."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from persia._services.embedding_worker import EmbeddingWorker
+from persia._services.parameter_server import ParameterServer
+
+if TYPE_CHECKING:
+    from persia.config import EmbeddingSchema, GlobalConfig
+
+logger = logging.getLogger(__name__)
+
+
+def build_embedding_worker(schema: EmbeddingSchema, config: GlobalConfig) -> EmbeddingWorker:
+    """Build the parameter servers that the configuration asks for, and a worker over them.
+
+    Args:
+        schema: Slots, groups and tables.
+        config: ``embedded_config`` says how many servers, and how many threads each takes
+            for a request.
+
+    Returns:
+        The embedding-worker. Rows live as long as it does.
+    """
+    num_servers = config.embedded_config.num_servers
+    num_threads = config.embedded_config.num_threads
+    servers = [
+        ParameterServer(
+            schema,
+            config.embedding_parameter_server_config,
+            replica_index=number,
+            replica_size=num_servers,
+            num_threads=num_threads,
+        )
+        for number in range(num_servers)
+    ]
+    logger.info(
+        "embedded mode: %d parameter server(s) with %d thread(s) each in this process, "
+        "%d slots in %d groups",
+        num_servers,
+        num_threads,
+        len(schema.slots),
+        len(schema.groups),
+    )
+    return EmbeddingWorker(schema, config.embedding_worker_config, servers)

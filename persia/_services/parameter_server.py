@@ -1,0 +1,511 @@
+"""The embedding-parameter-server: rows of its share of the signs, and the steps on them.
+
+A plain object; embedded mode calls it, a transport serves it. It is empty until it is
+configured (the seed of its rows arrives with ``HyperParameters``) and trains once it has an
+optimizer too. Evaluation needs neither: what is not there is zeros, and is counted.
+
+A request is checked whole before anything changes, so a refused one has changed nothing.
+Any thread may call any method.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from persia._core.hashing import owners, route
+from persia._core.initial import Initializer
+from persia._core.optim import RowOptimizer
+from persia._core.store import EmbeddingStore
+from persia._rpc.messages import (
+    LookupReply,
+    TableEntries,
+    TableRows,
+    UpdateReply,
+)
+from persia._services.ledger import UpdateLedger
+from persia._services.plan import schema_fingerprint
+from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
+from persia.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from persia._rpc.messages import (
+        HyperParameters,
+        LookupRequest,
+        OptimizerSettings,
+        Signs,
+        TableGradients,
+        TableSigns,
+        UpdateRequest,
+    )
+    from persia.config import EmbeddingSchema, ParameterServerConfig, Table
+
+_logger = get_logger("persia.parameter_server")
+
+# Training lookups between two looks at whether the memory limit evicts: the look takes each
+# shard's lock once.
+_MEMORY_CHECK_INTERVAL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Configured:
+    """What ``configure`` set, as one value, so that a request sees all of it or nothing."""
+
+    settings: HyperParameters
+    store: EmbeddingStore
+    initializers: tuple[Initializer, ...]  # by table
+    admit_probabilities: tuple[float, ...]  # by table
+
+
+class ParameterServer:
+    """Implements ``messages.ParameterServer`` over an ``EmbeddingStore``.
+
+    Args:
+        schema: The embedding config.
+        settings: Section ``embedding_parameter_server_config``.
+        replica_index: Number of this server.
+        replica_size: Number of servers that share the signs.
+        num_threads: Threads that one request may use.
+
+    Raises:
+        ConfigError: If ``replica_index`` is not in ``0..replica_size - 1``.
+    """
+
+    def __init__(
+        self,
+        schema: EmbeddingSchema,
+        settings: ParameterServerConfig,
+        *,
+        replica_index: int = 0,
+        replica_size: int = 1,
+        num_threads: int = 1,
+    ) -> None:
+        if not 0 <= replica_index < replica_size:
+            raise ConfigError(
+                f"replica_index must be in 0..replica_size - 1 = {replica_size - 1}, "
+                f"got {replica_index}"
+            )
+        self._schema = schema
+        self._settings = settings
+        self._replica_index = replica_index
+        self._replica_size = replica_size
+        self._num_threads = num_threads
+        self._owners = owners(replica_size)
+        self._fingerprint = schema_fingerprint(schema)
+        self._ledger = UpdateLedger()
+        # Held while settings change; requests read the next two fields without it.
+        self._settings_lock = threading.Lock()
+        self._configured: _Configured | None = None
+        self._row_optimizer: RowOptimizer | None = None  # set once the store has it
+        self._optimizer: OptimizerSettings | None = None
+        self._counts_lock = threading.Lock()  # guards the counts
+        self._counts = dict.fromkeys(
+            ("lookups", "updates", "repeated_updates", "missing", "update_missing"), 0
+        )
+        self._warned_of_memory = False
+
+    @property
+    def replica_index(self) -> int:
+        """Number of this server."""
+        return self._replica_index
+
+    @property
+    def replica_size(self) -> int:
+        """Number of servers that share the signs."""
+        return self._replica_size
+
+    @property
+    def schema_fingerprint(self) -> str:
+        """What this server takes signs and tables to mean; see ``plan``."""
+        return self._fingerprint
+
+    # --- settings ---------------------------------------------------------------------------
+
+    def configure(self, settings: HyperParameters) -> None:
+        """Take the settings of rows; the same settings again change nothing.
+
+        A table's own initialization and admission come before these.
+
+        Raises:
+            ConfigError: If the seed differs from that of the rows held, or a value cannot be
+                used.
+        """
+        with self._settings_lock:
+            old = self._configured
+            if old is not None and old.settings == settings:
+                return
+            if old is not None and old.settings.seed != settings.seed and len(old.store):
+                raise ConfigError(
+                    f"seed: expected {old.settings.seed}, which the {len(old.store)} rows held "
+                    f"began with, got {settings.seed}; clear_embeddings() first"
+                )
+            if not 0.0 <= settings.admit_probability <= 1.0:
+                raise ConfigError(
+                    f"admit_probability must be in 0..1, got {settings.admit_probability}"
+                )
+            tables = self._schema.tables
+            initializers = tuple(_initializer(table, settings) for table in tables)
+            probabilities = tuple(
+                settings.admit_probability
+                if table.admit_probability is None
+                else table.admit_probability
+                for table in tables
+            )
+            if old is None or old.settings.seed != settings.seed:
+                store = EmbeddingStore(
+                    self._settings.capacity,
+                    num_shards=self._settings.num_hashmap_internal_shards,
+                    seed=settings.seed,
+                    memory_limit=self._settings.memory_limit_bytes(),
+                    num_threads=self._num_threads,
+                )
+            else:
+                store = old.store
+            if self._optimizer is not None:
+                self._row_optimizer = _row_optimizer(self._optimizer, settings)
+                store.configure(self._row_optimizer)
+            self._configured = _Configured(settings, store, initializers, probabilities)
+
+    def register_optimizer(self, settings: OptimizerSettings) -> None:
+        """Take the optimizer; the same one again changes nothing, nor does it touch a row.
+
+        Another learning rate, or any other option that leaves the state what it is, takes
+        effect with the next update.
+
+        Raises:
+            ConfigError: If an option cannot be used, or rows are held whose state another
+                optimizer keeps.
+        """
+        with self._settings_lock:
+            if self._optimizer == settings:
+                return
+            configured, old = self._configured, self._row_optimizer
+            if configured is None:
+                # The weight bound is still to come; this call only refuses bad options.
+                RowOptimizer(settings.name, **settings.options)
+            else:
+                new = _row_optimizer(settings, configured.settings)
+                if old is not None and len(configured.store):
+                    self._check_states_agree(old, new, len(configured.store))
+                configured.store.configure(new)
+                self._row_optimizer = new
+            self._optimizer = settings
+
+    def _check_states_agree(self, old: RowOptimizer, new: RowOptimizer, num_rows: int) -> None:
+        """Rows keep their state, so what it means must stay: equal width is not enough."""
+        for table in self._schema.tables:
+            held, asked = old.state_words(table.dim), new.state_words(table.dim)
+            if held != asked or (held and old.name != new.name):
+                raise ConfigError(
+                    f"optimizer {new.name} keeps {asked} words of state beside {table.dim} "
+                    f"floats, but the {num_rows} rows held have {held} of {old.name}; "
+                    f"register {old.name} again with the options that shape its state, or "
+                    f"clear_embeddings() first"
+                )
+
+    def ready_for_serving(self) -> bool:
+        """Whether training lookups and updates can be answered."""
+        return self._row_optimizer is not None
+
+    def _for_training(self, what: str) -> tuple[_Configured, RowOptimizer]:
+        configured, optimizer = self._configured, self._row_optimizer
+        if configured is None or optimizer is None:
+            expected = "configure" if configured is None else "register_optimizer"
+            raise NotConfigured(
+                f"{what} came to parameter server {self._replica_index} before {expected}, "
+                f"which says what a new row is"
+            )
+        return configured, optimizer
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def lookup(self, request: LookupRequest) -> LookupReply:
+        """Return the rows asked for, inserting those that are admitted if it is training.
+
+        Raises:
+            NotConfigured: If it is training and settings or optimizer have not arrived.
+            StoreError: If a table is unknown or comes twice, or a sign is another server's.
+            DataTypeError: If signs are not u64 [n].
+        """
+        tables = [
+            self._table("a lookup", part.table, [other.table for other in request.tables])
+            for part in request.tables
+        ]
+        signs = [self._signs("a lookup", part.table, part.signs) for part in request.tables]
+        if request.is_training:
+            replies = self._lookup_train(request.batch_id, tables, signs)
+        else:
+            replies = self._lookup_eval(tables, signs)
+        self._count(lookups=1)
+        return LookupReply(tuple(replies))
+
+    def _lookup_train(
+        self, batch_id: int, tables: list[Table], signs: list[Signs]
+    ) -> list[TableRows]:
+        configured, _ = self._for_training("a training lookup")
+        replies = []
+        for table, asked in zip(tables, signs, strict=True):
+            rows = np.empty((len(asked), table.dim), np.float32)
+            hints = np.empty(len(asked), np.uint32)
+            configured.store.lookup_train(
+                asked,
+                configured.initializers[table.number],
+                configured.admit_probabilities[table.number],
+                batch_id,
+                rows,
+                hints,
+            )
+            replies.append(TableRows(table.number, rows, hints))
+        if not self._warned_of_memory and self._counts["lookups"] % _MEMORY_CHECK_INTERVAL == 0:
+            self._warn_of_memory(configured.store)
+        return replies
+
+    def _lookup_eval(self, tables: list[Table], signs: list[Signs]) -> list[TableRows]:
+        configured = self._configured
+        replies = []
+        num_missing = 0
+        for table, asked in zip(tables, signs, strict=True):
+            if configured is None:
+                rows = np.zeros((len(asked), table.dim), np.float32)
+                num_missing += len(asked)
+            else:
+                rows = np.empty((len(asked), table.dim), np.float32)
+                num_missing += configured.store.lookup_eval(asked, rows)
+            replies.append(TableRows(table.number, rows, None))
+        self._count(missing=num_missing)
+        return replies
+
+    def update(self, request: UpdateRequest) -> UpdateReply:
+        """Step each row by its gradient, once per update id.
+
+        Raises:
+            NotConfigured: If settings or optimizer have not arrived.
+            StoreError: If a table is unknown or comes twice, lengths differ, a sign is
+                another server's, or the id is too old to tell whether it was applied.
+            DimMismatch: If gradients are not of the table's dim.
+            DataTypeError: If an array has another dtype than its message says.
+        """
+        configured, _ = self._for_training("an update")
+        parts = [
+            self._gradients(part, [other.table for other in request.tables])
+            for part in request.tables
+        ]
+
+        def apply() -> int:
+            return sum(configured.store.update(*part) for part in parts)
+
+        num_missing, repeated = self._ledger.run(request.update_id, apply)
+        if repeated:
+            self._count(repeated_updates=1)
+        else:
+            self._count(updates=1, update_missing=num_missing)
+        return UpdateReply(num_missing, repeated)
+
+    def _gradients(
+        self, part: TableGradients, numbers: list[int]
+    ) -> tuple[Signs, NDArray[np.uint32] | None, NDArray[np.float32]]:
+        table = self._table("an update", part.table, numbers)
+        signs = self._signs("an update", part.table, part.signs)
+        gradients = self._matrix("gradients", table, signs, part.gradients)
+        if part.hints is None:
+            return signs, None, gradients
+        hints = _array("hints", table, part.hints, np.uint32, 1)
+        if len(hints) != len(signs):
+            raise StoreError(
+                f"table {table.number}: expected {len(signs)} hints, one a sign, "
+                f"got {len(hints)}"
+            )
+        return signs, hints, gradients
+
+    # --- whole rows -------------------------------------------------------------------------
+
+    def set_embedding(self, tables: Sequence[TableEntries]) -> None:
+        """Write rows, in place of what was there.
+
+        Raises:
+            NotConfigured: If settings or optimizer have not arrived.
+            StoreError: If a table is unknown, lengths differ, or a sign is of another table
+                or another server.
+            DimMismatch: If values are not of the table's dim, or states not of the
+                optimizer's width for it.
+            DataTypeError: If an array has another dtype than its message says.
+        """
+        configured, optimizer = self._for_training("set_embedding")
+        writes = []
+        for part in tables:
+            table = self._table("set_embedding", part.table, [part.table])
+            signs = self._signs("set_embedding", part.table, part.signs)
+            self._check_groups(table, signs)
+            values = self._matrix("values", table, signs, part.values)
+            states = part.states
+            if states is not None:
+                states = _array("states", table, states, np.uint32, 2)
+                expected = (len(signs), optimizer.state_words(table.dim))
+                if states.shape != expected:
+                    raise DimMismatch(
+                        f"table {table.number}: expected states {list(expected)} for "
+                        f"{optimizer.name}, got {list(states.shape)}"
+                    )
+            writes.append((signs, values, states))
+        for signs, values, states in writes:
+            configured.store.write(signs, values, states)
+
+    def _check_groups(self, table: Table, signs: Signs) -> None:
+        """Check that each sign's feature bits are of a group with rows in this table."""
+        groups = {
+            self._schema.groups[slot.group]
+            for slot in self._schema.slots.values()
+            if slot.table == table.number
+        }
+        bits = signs >> np.uint64(64 - self._schema.prefix_bits)
+        known = np.isin(bits, np.array([group + 1 for group in groups], np.uint64))
+        if not known.all():
+            sign = int(signs[~known][0])
+            raise StoreError(
+                f"table {table.number}: sign {sign:#018x} has feature bits "
+                f"{sign >> (64 - self._schema.prefix_bits)}, which no slot of it has"
+            )
+
+    def read_embedding(self, tables: Sequence[TableSigns]) -> tuple[TableEntries, ...]:
+        """Return those of the rows asked for that exist, whole, without using them.
+
+        Raises:
+            NotConfigured: If settings or optimizer have not arrived.
+            StoreError: If a table is unknown or a sign is another server's.
+            DataTypeError: If signs are not u64 [n].
+        """
+        configured, _ = self._for_training("read_embedding")
+        entries = []
+        for part in tables:
+            table = self._table("read_embedding", part.table, [part.table])
+            signs = self._signs("read_embedding", part.table, part.signs)
+            found, values, states = configured.store.read(signs, table.dim)
+            entries.append(
+                TableEntries(table.number, signs[found], values[found], states[found])
+            )
+        return tuple(entries)
+
+    def get_embedding_size(self) -> int:
+        """Return the number of rows held."""
+        configured = self._configured
+        return 0 if configured is None else len(configured.store)
+
+    def clear_embeddings(self) -> None:
+        """Drop every row; settings, optimizer and applied updates stay."""
+        configured = self._configured
+        if configured is not None:
+            configured.store.clear()
+
+    def stats(self) -> Mapping[str, int]:
+        """Return counts since the start, and what is held now.
+
+        ``rows``, ``bytes``, ``inserted``, ``evicted``, ``refused`` (not admitted) and
+        ``memory_limited`` are the store's; ``missing`` counts zeros that evaluation answered
+        with, ``update_missing`` gradients without a row.
+        """
+        configured = self._configured
+        held = {} if configured is None else configured.store.stats()
+        names = ("rows", "bytes", "inserted", "evicted", "refused", "memory_limited")
+        with self._counts_lock:
+            return {**{name: int(held.get(name, 0)) for name in names}, **self._counts}
+
+    # --- checks -----------------------------------------------------------------------------
+
+    def _table(self, what: str, number: int, numbers: list[int]) -> Table:
+        if not 0 <= number < len(self._schema.tables):
+            raise StoreError(
+                f"{what}: expected a table in 0..{len(self._schema.tables) - 1}, got {number}"
+            )
+        if numbers.count(number) != 1:
+            raise StoreError(f"{what}: table {number} comes {numbers.count(number)} times")
+        return self._schema.tables[number]
+
+    def _signs(self, what: str, number: int, signs: Signs) -> Signs:
+        """Check signs; one that another server owns would make a second row of it here."""
+        signs = _array("signs", self._schema.tables[number], signs, np.uint64, 1)
+        if self._replica_size > 1:
+            order, starts = route(signs, self._owners, self._replica_size)
+            index = self._replica_index
+            if starts[index + 1] - starts[index] != len(signs):
+                foreign = 0 if starts[index] else int(starts[index + 1])
+                raise StoreError(
+                    f"{what}: sign {int(signs[order[foreign]]):#018x} of table {number} is not "
+                    f"of server {index} of {self._replica_size}; is the list of servers the "
+                    f"same everywhere?"
+                )
+        return signs
+
+    def _matrix(
+        self, name: str, table: Table, signs: Signs, matrix: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        matrix = _array(name, table, matrix, np.float32, 2)
+        if matrix.shape[1] != table.dim:
+            raise DimMismatch(
+                f"table {table.number}: expected {name} of dim {table.dim}, "
+                f"got {matrix.shape[1]}"
+            )
+        if matrix.shape[0] != len(signs):
+            raise StoreError(
+                f"table {table.number}: expected {len(signs)} rows of {name}, one a sign, "
+                f"got {matrix.shape[0]}"
+            )
+        return matrix
+
+    def _count(self, **counts: int) -> None:
+        with self._counts_lock:
+            for name, count in counts.items():
+                self._counts[name] += count
+
+    def _warn_of_memory(self, store: EmbeddingStore) -> None:
+        stats = store.stats()
+        if not stats["memory_limited"]:
+            return
+        self._warned_of_memory = True
+        _logger.warning(
+            "parameter server %d of %d: %d rows take %.2f GB and reach the memory limit of "
+            "%.2f GB; from now on the least recently used rows are evicted",
+            self._replica_index,
+            self._replica_size,
+            stats["rows"],
+            stats["bytes"] / 1e9,
+            self._settings.memory_limit_bytes() / 1e9,
+        )
+
+
+def _initializer(table: Table, settings: HyperParameters) -> Initializer:
+    own = table.initialization
+    if own is None:
+        return Initializer(settings.initialization.method, **settings.initialization.options)
+    return Initializer(own.method, **own.options)
+
+
+def _row_optimizer(optimizer: OptimizerSettings, settings: HyperParameters) -> RowOptimizer:
+    return RowOptimizer(optimizer.name, settings.weight_bound, **optimizer.options)
+
+
+def _array(
+    name: str, table: Table, array: NDArray[np.generic], dtype: DTypeLike, ndim: int
+) -> NDArray[np.generic]:
+    """Return ``array`` in C order.
+
+    Raises:
+        DataTypeError: If it has another dtype or number of dimensions.
+    """
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != ndim:
+        got = (
+            f"{array.dtype} with {array.ndim}"
+            if isinstance(array, np.ndarray)
+            else type(array).__name__
+        )
+        raise DataTypeError(
+            f"table {table.number}: expected {name} as {np.dtype(dtype)} with {ndim} "
+            f"dimensions, got {got}"
+        )
+    return np.ascontiguousarray(array)

@@ -1,0 +1,191 @@
+"""Bounded queues between the threads of one pipeline, woken by close and by errors.
+
+``queue.Queue`` cannot be closed before Python 3.13, and a worker blocked in it would have to
+poll a flag to notice the end of an epoch. Here one condition guards everything, so that
+``close`` wakes whoever waits, for room or for an item, at once.
+
+A thread that waits for *work* has no deadline: it waits for the user's next step, which may
+take as long as it likes, and the owner of the channel closes it when it leaves. A thread of
+the *user* that waits has one, in its caller.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Closed(Exception):
+    """The channel was closed: whoever meets this ends its work without a word."""
+
+
+class Finished(Exception):
+    """Everything that was put has been taken and nothing more will come."""
+
+
+class Channel(Generic[T]):
+    """A bounded first-in first-out queue of one epoch.
+
+    Args:
+        capacity: Items held before ``put`` waits; at least 1.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._items: deque[T] = deque()  # guarded by _changed, as everything below
+        self._changed = threading.Condition()
+        self._finished = False
+        self._closed = False
+        self.failure: BaseException | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: T, timeout_s: float | None = None) -> bool:
+        """Append an item once there is room; False if there was none in time.
+
+        Raises:
+            Closed: If the channel is closed, before or while it waits.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or len(self._items) < self._capacity, timeout_s
+            )
+            if self._closed:
+                raise Closed
+            if len(self._items) >= self._capacity:
+                return False
+            self._items.append(item)
+            self._changed.notify_all()
+            return True
+
+    def get(self) -> T:
+        """Take the oldest item, waiting for one.
+
+        Raises:
+            Closed: If the channel is closed.
+            Finished: If nothing more will come.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._items or self._finished)
+            if self._closed:
+                raise Closed
+            if not self._items:
+                raise Finished
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def finish(self, failure: BaseException | None = None) -> None:
+        """Say that nothing more will be put, and what ended it if that was an exception."""
+        with self._changed:
+            self._finished = True
+            self.failure = failure
+            self._changed.notify_all()
+
+    def close(self) -> list[T]:
+        """Wake everyone with ``Closed`` and return what nobody has taken."""
+        with self._changed:
+            self._closed = True
+            left = list(self._items)
+            self._items.clear()
+            self._changed.notify_all()
+            return left
+
+
+class Delivery(Generic[T]):
+    """The last stage: many workers put numbered items, one reader takes them.
+
+    Args:
+        capacity: Items held before ``put`` waits.
+        ordered: Hand out in the order of the numbers 0, 1, 2, ...; otherwise in the order
+            of arrival. The next number in line is always admitted, whatever the capacity,
+            or the reader would wait for an item that waits for the reader.
+    """
+
+    def __init__(self, capacity: int, ordered: bool) -> None:
+        self._capacity = capacity
+        self._ordered = ordered
+        self._items: dict[int, T] = {}  # in order of arrival; guarded by _changed
+        self._next = 0
+        self._changed = threading.Condition()
+        self._finished = False
+        self._closed = False
+        self._failure: BaseException | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def _has_room(self, number: int) -> bool:
+        return len(self._items) < self._capacity or (self._ordered and number == self._next)
+
+    def put(self, number: int, item: T) -> None:
+        """Store an item once there is room.
+
+        Raises:
+            Closed: If the reader has left.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_room(number))
+            if self._closed:
+                raise Closed
+            self._items[number] = item
+            self._changed.notify_all()
+
+    def _ready(self) -> bool:
+        if self._closed or self._finished:
+            return True
+        return self._next in self._items if self._ordered else bool(self._items)
+
+    def get(self, timeout_s: float) -> T:
+        """Take the next item.
+
+        Raises:
+            Finished: If nothing more will come.
+            TimeoutError: If nothing came in time.
+            Closed: If this end was closed.
+            BaseException: What ``fail`` or ``finish`` was given, itself, so that the user
+                sees the traceback of the thread it comes from.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self._ready, timeout_s):
+                raise TimeoutError
+            if self._closed:
+                if self._failure is not None:
+                    raise self._failure
+                raise Closed
+            if not self._items:
+                if self._failure is not None:
+                    raise self._failure
+                raise Finished
+            number = self._next if self._ordered else next(iter(self._items))
+            item = self._items.pop(number)
+            self._next += 1
+            self._changed.notify_all()
+            return item
+
+    def finish(self, failure: BaseException | None) -> None:
+        """Nothing more will be put; a failure is raised after what is already here."""
+        with self._changed:
+            self._finished = True
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def fail(self, failure: BaseException) -> None:
+        """Raise this at the reader now; what is here stays for ``close`` to return."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._closed = True
+            self._changed.notify_all()
+
+    def close(self) -> list[T]:
+        """Wake everyone with ``Closed`` and return what nobody has taken."""
+        with self._changed:
+            self._closed = True
+            left = list(self._items.values())
+            self._items.clear()
+            self._changed.notify_all()
+            return left

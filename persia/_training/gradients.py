@@ -1,0 +1,369 @@
+"""The backward pipeline: leaf gradients to the embedding-worker, in threads of its own.
+
+    ctx.backward --Channel--> backward workers --update--> embedding-worker
+    takes the leaves'         sum per distinct id,         steps the rows
+    gradients                 wait for the copy
+
+The user's thread only takes references (on CUDA it packs them into one buffer and starts one
+copy to pinned memory); summing and sending happen in the workers. An update that raises is
+kept and raised at the user's next ``backward``, flush or exit.
+
+Reads see own writes: ``flush`` waits for every update submitted before it was called.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from persia._core import pooling
+from persia._rpc.messages import BatchGradients, SlotGradient
+from persia._training.channel import Channel, Closed, Finished
+from persia._training.flight import Reason, State
+from persia.errors import ServiceTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from persia._rpc.messages import EmbeddingWorker
+    from persia._training.flight import Book, Ticket
+    from persia._training.tensors import Leaf, PersiaTrainingBatch
+
+logger = logging.getLogger(__name__)
+
+# How long the user's thread waits for the embedding-worker before it says so.
+WAIT_S = 300.0
+# A backward worker that has not ended by then is inside an update that hangs.
+JOIN_S = 10.0
+
+
+class Update:
+    """The gradients of one batch on their way.
+
+    ``gradients`` are parallel to ``leaves``; None where the loss did not reach. The leaves'
+    own ``grad`` is taken away, so that nobody adds to a buffer that is being sent.
+    """
+
+    __slots__ = ("_flat", "event", "gradients", "leaves", "number", "ticket")
+
+    def __init__(self, ticket: Ticket, leaves: list[Leaf]) -> None:
+        self.ticket = ticket
+        self.leaves = leaves
+        self.number = -1  # place in the order of submission; set by the engine
+        self.gradients: list[torch.Tensor | None] = []
+        for leaf in leaves:
+            gradient = leaf.tensor.grad
+            if gradient is not None:
+                gradient = gradient.detach()
+                leaf.tensor.grad = None
+            self.gradients.append(gradient)
+        self.event: torch.cuda.Event | None = None  # recorded behind the copy to the host
+        self._flat: torch.Tensor | None = None  # all gradients of a CUDA batch, f32
+
+    def is_empty(self) -> bool:
+        """Whether the loss reached no feature at all."""
+        return all(gradient is None for gradient in self.gradients)
+
+    def names_without_gradient(self) -> tuple[str, ...]:
+        """Return the features that the loss did not reach."""
+        return tuple(
+            leaf.name
+            for leaf, gradient in zip(self.leaves, self.gradients, strict=True)
+            if gradient is None
+        )
+
+    def pack(self) -> None:
+        """Sum CUDA gradients per distinct id and put them into one buffer."""
+        present = [gradient for gradient in self.gradients if gradient is not None]
+        if not present or present[0].device.type != "cuda":
+            return
+        for place, leaf in enumerate(self.leaves):
+            gradient = self.gradients[place]
+            if gradient is not None and leaf.index is not None:
+                summed = gradient.new_zeros(leaf.num_rows, gradient.shape[1])
+                self.gradients[place] = summed.index_add_(0, leaf.index, gradient)
+        self._flat = torch.cat(
+            [gradient.reshape(-1) for gradient in self.gradients if gradient is not None]
+        )
+
+    def is_finite(self) -> bool:
+        """Whether no gradient holds NaN or Inf. Waits for the device."""
+        if self._flat is not None:
+            return bool(torch.isfinite(self._flat).all())
+        return all(
+            bool(torch.isfinite(gradient).all())
+            for gradient in self.gradients
+            if gradient is not None
+        )
+
+    def start_copy(self, stream: torch.cuda.Stream) -> None:
+        """Start the one copy to the host, beside the dense step."""
+        if self._flat is None:
+            return
+        stream.wait_stream(torch.cuda.current_stream(self._flat.device))
+        with torch.cuda.stream(stream):
+            host = torch.empty(self._flat.shape, dtype=self._flat.dtype, pin_memory=True)
+            host.copy_(self._flat, non_blocking=True)
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record(stream)
+        # The buffer is freed by another thread than the stream that reads it.
+        self._flat.record_stream(stream)
+        sizes = [gradient.numel() for gradient in self.gradients if gradient is not None]
+        pieces = iter(torch.split(host, sizes))
+        self.gradients = [
+            None if gradient is None else next(pieces).view(gradient.shape)
+            for gradient in self.gradients
+        ]
+        self._flat = None
+
+    def slots(self) -> tuple[SlotGradient, ...]:
+        """Return what the embedding-worker takes; runs in a backward worker."""
+        was_packed = self.event is not None
+        if self.event is not None:
+            self.event.synchronize()  # this thread waits, without the GIL; the device does not
+        slots = []
+        for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
+            if gradient is None:
+                slots.append(SlotGradient(leaf.name, None))
+                continue
+            if leaf.index is not None and not was_packed:
+                gradient = _sum_per_row(gradient, leaf)
+            first = 1 if leaf.has_padding else 0
+            slots.append(SlotGradient(leaf.name, gradient[first:].contiguous().numpy()))
+        return tuple(slots)
+
+
+def _sum_per_row(gradient: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    """Add the rows of a leaf's gradient per distinct id, in the order of their positions."""
+    index = leaf.index
+    summed = torch.zeros(leaf.num_rows, gradient.shape[1])
+    if index is not None and len(index):
+        pooling.index_add(
+            gradient.float().contiguous().numpy(), index.numpy(), summed.numpy()
+        )
+    return summed
+
+
+class GradientEngine:
+    """Sends updates from a bounded queue.
+
+    Args:
+        worker: The embedding-worker.
+        book: Where the outcome of each batch is noted.
+        client: First half of the update ids; one incarnation of one rank.
+        num_workers: Updates sent at the same time.
+        capacity: Updates that wait before ``submit`` does.
+        device: Where the gradients are.
+    """
+
+    def __init__(
+        self,
+        worker: EmbeddingWorker,
+        book: Book,
+        *,
+        client: int,
+        num_workers: int,
+        capacity: int,
+        device: torch.device,
+    ) -> None:
+        self._worker = worker
+        self._book = book
+        self._client = client
+        self._queue: Channel[tuple[Update, float]] = Channel(capacity)
+        self._changed = threading.Condition()  # guards the three below
+        self._pending: set[int] = set()  # numbers submitted and not yet ended
+        self._next_number = 0
+        self._failure: BaseException | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._warned: set[tuple[str, ...]] = set()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"persia-backward-{number}", daemon=True)
+            for number in range(num_workers)
+        ]
+
+    @property
+    def queue(self) -> Channel[tuple[Update, float]]:
+        """Updates that no worker has taken yet."""
+        return self._queue
+
+    def start(self) -> None:
+        """Start the workers."""
+        for thread in self._threads:
+            thread.start()
+
+    # --- the user's thread ----------------------------------------------------------------
+
+    def raise_failure(self) -> None:
+        """Raise what an update raised since the last call, once.
+
+        Raises:
+            BaseException: The exception itself, with its worker's traceback.
+        """
+        with self._changed:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def collect(
+        self, batches: Sequence[PersiaTrainingBatch], current: PersiaTrainingBatch
+    ) -> list[Update]:
+        """Take the gradients of the batches that one backward reached.
+
+        A batch other than the current one that got no gradient took no part in the loss: it
+        stays if it is kept, and is released as abandoned otherwise.
+
+        Raises:
+            DataError: If the current batch has ended or is submitted already.
+        """
+        updates = []
+        for batch in batches:
+            ticket = batch.ticket
+            if ticket is None:
+                continue
+            if batch is not current and ticket.state not in (State.READY, State.KEPT):
+                continue
+            update = Update(ticket, batch.leaves)
+            if batch is not current and update.is_empty():
+                self._book.release(ticket, Reason.ABANDONED, even_kept=False)
+                continue
+            self._book.submit(ticket)
+            self._warn_of_missing(update)
+            update.pack()
+            updates.append(update)
+        return updates
+
+    def _warn_of_missing(self, update: Update) -> None:
+        names = update.names_without_gradient()
+        if names and names not in self._warned:
+            self._warned.add(names)
+            logger.warning(
+                "the loss did not reach these id features, which are skipped and counted "
+                "from now on: %s",
+                ", ".join(names),
+            )
+
+    def submit(self, updates: Sequence[Update], scale: float) -> None:
+        """Queue updates; waits while the queue is full.
+
+        Args:
+            updates: What ``collect`` returned.
+            scale: What the loss was multiplied with; the embedding-worker divides by it.
+
+        Raises:
+            ServiceTimeout: If the embedding-worker takes nothing for minutes.
+        """
+        for place, update in enumerate(updates):
+            if self._stream is not None:
+                update.start_copy(self._stream)
+            with self._changed:
+                update.number = self._next_number
+                self._next_number += 1
+                self._pending.add(update.number)
+            if not self._queue.put((update, scale), WAIT_S):
+                for lost in updates[place:]:
+                    self._book.fail(lost.ticket)
+                self._ended(update.number)
+                raise ServiceTimeout(
+                    f"waited {WAIT_S:g} s for the embedding-worker to take one of "
+                    f"{len(self._queue)} queued updates",
+                    role="embedding-worker",
+                    method="update",
+                )
+
+    def skip(self, updates: Sequence[Update]) -> None:
+        """Release the batches of these updates instead of sending them."""
+        for update in updates:
+            self._book.skip(update.ticket)
+
+    def flush(self) -> None:
+        """Wait until every update submitted so far is acknowledged.
+
+        Raises:
+            ServiceTimeout: If that takes minutes.
+            BaseException: What one of the updates raised.
+        """
+        with self._changed:
+            last = self._next_number
+            if not self._changed.wait_for(
+                lambda: all(number >= last for number in self._pending), WAIT_S
+            ):
+                raise ServiceTimeout(
+                    f"waited {WAIT_S:g} s for the embedding-worker to acknowledge "
+                    f"{len(self._pending)} updates",
+                    role="embedding-worker",
+                    method="update",
+                )
+        self.raise_failure()
+
+    def close(self) -> None:
+        """Send what is queued, then end and join the workers.
+
+        Raises:
+            BaseException: What an update raised and nobody has seen yet.
+        """
+        try:
+            self.flush()
+        finally:
+            self._queue.finish()
+            for thread in self._threads:
+                thread.join(JOIN_S)
+                if thread.is_alive():
+                    logger.warning("%s is still inside an update", thread.name)
+        self.raise_failure()
+
+    # --- backward workers -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        """Send one update; a function of its own, so that nothing of it outlives it."""
+        try:
+            update, scale = self._queue.get()
+        except (Closed, Finished):
+            return False
+        try:
+            self._send(update, scale)
+        except BaseException as exc:
+            with self._changed:
+                self._failure = self._failure or exc
+            self._give_up(update)
+        finally:
+            self._ended(update.number)
+        return True
+
+    def _send(self, update: Update, scale: float) -> None:
+        slots = update.slots()
+        ticket = update.ticket
+        if ticket.in_order:
+            # Those before it were taken from the queue before it, so they end without it.
+            with self._changed:
+                self._changed.wait_for(lambda: min(self._pending) == update.number)
+        report = self._worker.update(
+            BatchGradients(ticket.ref, (self._client, ticket.batch_id), slots, scale)
+        )
+        self._book.acknowledge(ticket, report)
+
+    def _give_up(self, update: Update) -> None:
+        """The update failed: free its ref, if the worker still has it, and its permit."""
+        ticket = update.ticket
+        if ticket.state is not State.SUBMITTED:
+            return
+        try:
+            self._worker.release(ticket.ref)
+        except Exception as exc:
+            # The failure of the update is what the user will see; this one follows from it.
+            logger.debug("ref %d could not be released: %s", ticket.ref, exc)
+        finally:
+            self._book.fail(ticket)
+
+    def _ended(self, number: int) -> None:
+        with self._changed:
+            self._pending.discard(number)
+            self._changed.notify_all()

@@ -1,0 +1,945 @@
+"""The contexts: where a script says what it trains, and how.
+
+    BaseCtx                 device, nesting
+      DataCtx               sends batches (torch-free)
+      EmbeddingCtx          embeddings of a batch, in one of three modes
+        TrainCtx            backward: dense step here, sparse step at the servers
+        InferCtx            no labels, no gradients
+
+Importing this module does not import torch: a data-loader's script needs ``DataCtx`` only.
+Torch is imported when the first ``EmbeddingCtx`` is made.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from persia import env
+from persia._rpc import session
+from persia.embedding import EmbeddingConfig, get_default_embedding_config
+from persia.embedding.data import PersiaBatch
+from persia.embedding.optim import Optimizer
+from persia.errors import ConfigError, DataError, ServiceTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    import torch
+    from typing_extensions import Self
+
+    from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
+    from persia._training.channel import Channel
+    from persia._training.flight import Book
+    from persia._training.gradients import GradientEngine, Update
+    from persia._training.prefetch import Prefetcher
+    from persia._training.tensors import Converter, Jagged, PersiaTrainingBatch
+    from persia.config import EmbeddingSchema, GlobalConfig
+
+    Features = tuple[
+        list[torch.Tensor], list[torch.Tensor | Jagged], list[torch.Tensor] | None
+    ]
+    SchemaSource = str | os.PathLike[str] | Mapping[str, object]
+    ConfigSource = str | os.PathLike[str] | Mapping[str, object]
+
+__all__ = [
+    "BaseCtx",
+    "DataCtx",
+    "EmbeddingCtx",
+    "InferCtx",
+    "PreprocessMode",
+    "TrainCtx",
+    "cnt_ctx",
+    "eval_ctx",
+]
+
+logger = logging.getLogger(__name__)
+
+# How long to wait for servers before saying that they are not ready.
+READY_S = 300.0
+# Between two questions whether they are; a server answers in far less.
+ASK_AGAIN_S = 0.1
+
+SERVICES_MISSING = (
+    "this version of PERSIA has embedded mode only; unset PERSIA_EMBEDDING_PARAMETER_SERVERS, "
+    "PERSIA_EMBEDDING_WORKERS, EMBEDDING_WORKER_SERVICE, PERSIA_NN_WORKERS and "
+    "PERSIA_NATS_URL, and start the script with python instead of persia-launcher"
+)
+
+
+class PreprocessMode(enum.Enum):
+    """What a context does with batches.
+
+    TRAIN gives embeddings a gradient and new ids a row. EVAL and INFERENCE read only, and
+    INFERENCE gives no labels.
+    """
+
+    TRAIN = 1
+    EVAL = 2
+    INFERENCE = 3
+
+
+class BaseCtx:
+    """A context that can be entered; the one entered last is the current one.
+
+    Args:
+        threadpool_worker_size: Kept for scripts of the original; PERSIA's threads are set
+            where they are used.
+        device_id: Number of the CUDA device of the model. None, or below 0, is the CPU.
+
+    Raises:
+        ConfigError: If there is no such device.
+    """
+
+    def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
+        self.threadpool_worker_size = threadpool_worker_size
+        self.device_id = _usable_device(device_id)
+        self.origin_context: object | None = None  # the current context when this was entered
+        self._entered = False
+
+    def _enter(self) -> None:
+        """Do what entering means for the class."""
+
+    def _exit(self) -> None:
+        """Undo it; called however the body ended."""
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise ConfigError(f"this {type(self).__name__} is entered already")
+        self.origin_context = session.current()
+        self._enter()
+        self._entered = True
+        session.push(self)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._entered = False
+        try:
+            self._exit()
+        except BaseException as own:
+            if exc is None:
+                raise
+            # The body's exception is the one that the user must see.
+            logger.error("leaving %s also failed: %r", type(self).__name__, own)
+        finally:
+            session.pop(self)
+
+
+class DataCtx(BaseCtx):
+    """Sends batches from a data-loader process to nn-workers; needs servers.
+
+    Args:
+        threadpool_worker_size: Kept for scripts of the original.
+        device_id: Kept for scripts of the original.
+    """
+
+    def _enter(self) -> None:
+        raise ConfigError(needs_services("DataCtx"))
+
+    def send_data(self, persia_batch: PersiaBatch) -> None:
+        """Send one batch.
+
+        Raises:
+            ConfigError: In embedded mode, where the batch has nowhere to go.
+        """
+        raise ConfigError(needs_services("DataCtx.send_data"))
+
+
+class _Embeddings:
+    """An embedding-worker, and the updates that reads of it must wait for.
+
+    An evaluation context inside a TrainCtx shares the TrainCtx's.
+    """
+
+    def __init__(self, worker: EmbeddingWorker) -> None:
+        self.worker = worker
+        self.engine: GradientEngine | None = None  # while the TrainCtx is entered
+
+    def flush(self) -> None:
+        """Wait until this rank's updates are acknowledged."""
+        if self.engine is not None:
+            self.engine.flush()
+
+
+class EmbeddingCtx(BaseCtx):
+    """Looks embeddings up for the batches of a model.
+
+    In EVAL and INFERENCE mode a context that is entered inside another one reads the outer
+    one's embeddings, unless it is given an embedding config or worker of its own. It
+    configures nothing, and its lookups see every update before them.
+
+    Args:
+        preprocess_mode: What batches are for.
+        model: Called as ``model(non_id_type_tensors, embedding_tensors)``.
+        embedding_config: ``EmbeddingConfig``, or the slots as a mapping or the path of a
+            YAML file. Without slots, ``PERSIA_EMBEDDING_CONFIG`` names the file.
+        threadpool_worker_size: Kept for scripts of the original.
+        device_id: Number of the CUDA device of the model. None, or below 0, is the CPU.
+        global_config: Settings of the servers, as a mapping or the path of a YAML file;
+            None reads the file named by ``PERSIA_GLOBAL_CONFIG``, if any.
+        embedding_worker: Use this one instead of building servers, such as another
+            context's ``embedding_worker``.
+
+    Attributes:
+        model: As given.
+        embedding_config: What servers are told on entering TrainCtx.
+        preprocess_mode: As given.
+        current_batch: The batch prepared last.
+
+    Raises:
+        ConfigError: If a setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        preprocess_mode: PreprocessMode,
+        model: Any = None,
+        embedding_config: EmbeddingConfig | SchemaSource | None = None,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
+        *,
+        global_config: ConfigSource | None = None,
+        embedding_worker: EmbeddingWorker | None = None,
+    ) -> None:
+        super().__init__(threadpool_worker_size, device_id)
+        self.preprocess_mode = preprocess_mode
+        self.model = model
+        self.embedding_config, self._schema = _split_config(embedding_config)
+        self.current_batch: PersiaTrainingBatch | None = None
+        self._global_config = global_config
+        self._embeddings: _Embeddings | None = None
+        self._book: Book | None = None
+        self._epochs: list[weakref.ref[Prefetcher]] = []  # may still have threads
+        self._converters: dict[int | None, Converter] = {}
+        # Batches with gradients that were prepared and may take part in the next backward.
+        self._prepared: list[PersiaTrainingBatch] = []
+        if embedding_worker is not None:
+            self._use(_Embeddings(embedding_worker))
+        elif self._trains or self._schema is not None:
+            self._use(self._build())
+
+    @property
+    def _trains(self) -> bool:
+        return self.preprocess_mode is PreprocessMode.TRAIN
+
+    def _build(self) -> _Embeddings:
+        """Build servers in this process."""
+        from persia._services.embedded import build_embedding_worker
+
+        if env.get_mode() != "embedded":
+            raise ConfigError(SERVICES_MISSING)
+        schema, config = _load_configs(self._schema, self._global_config)
+        embeddings = _Embeddings(build_embedding_worker(schema, config))
+        if not self._trains:
+            # A store of its own, which nobody else has configured or will.
+            embeddings.worker.configure(self.embedding_config.settings())
+            logger.warning(
+                "this %s context has an embedding store of its own, which begins empty: to "
+                "read what a TrainCtx trains, enter it inside that TrainCtx or pass "
+                "embedding_worker=",
+                self.preprocess_mode.name,
+            )
+        return embeddings
+
+    def _use(self, embeddings: _Embeddings) -> None:
+        from persia._training.flight import Book
+        from persia._training.prefetch import Lookups
+
+        self._embeddings = embeddings
+        self._book = Book(embeddings.worker)
+        self._lookups = Lookups(
+            embeddings.worker, self._book, self._trains, before_evaluation=embeddings.flush
+        )
+
+    def _connected(self) -> _Embeddings:
+        if self._embeddings is None:
+            raise ConfigError(
+                f"this {type(self).__name__} has no embeddings yet: enter it, inside the "
+                "TrainCtx whose embeddings it is to read, or pass embedding_config="
+            )
+        return self._embeddings
+
+    def _own_book(self) -> Book:
+        self._connected()
+        if self._book is None:
+            raise ConfigError(f"this {type(self).__name__} has no embeddings yet")
+        return self._book
+
+    def _enter(self) -> None:
+        if self._embeddings is not None:
+            return
+        outer = session.current()
+        if isinstance(outer, EmbeddingCtx) and outer._embeddings is not None:
+            self._use(outer._embeddings)
+        else:
+            self._use(self._build())
+
+    def _exit(self) -> None:
+        self._close_epochs()
+        self.current_batch = None
+
+    def _close_epochs(self) -> None:
+        epochs, self._epochs = self._epochs, []
+        for reference in epochs:
+            epoch = reference()
+            if epoch is not None:
+                epoch.close()
+
+    # --- what a loader needs --------------------------------------------------------------
+
+    def open_epoch(
+        self,
+        dataset: Iterable[PersiaBatch],
+        *,
+        input_capacity: int,
+        output_capacity: int,
+        num_workers: int,
+        reproducible: bool,
+        staleness: int | None,
+        timeout_s: float,
+    ) -> Prefetcher:
+        """Prepare the pipeline of one pass over a dataset; for ``DataLoader``.
+
+        Raises:
+            BaseException: What an update of the last epoch raised.
+        """
+        from persia._training.prefetch import Prefetcher
+
+        # No lookup of this epoch may overtake an update of the last one.
+        self._connected().flush()
+        epoch = Prefetcher(
+            dataset,
+            self._lookups,
+            self._converter(self.device_id),
+            input_capacity=input_capacity,
+            output_capacity=output_capacity,
+            num_workers=num_workers,
+            reproducible=reproducible,
+            staleness=staleness,
+            timeout_s=timeout_s,
+        )
+        self._epochs = [known for known in self._epochs if known() is not None]
+        self._epochs.append(weakref.ref(epoch))
+        return epoch
+
+    def _converter(self, device_id: int | None) -> Converter:
+        if device_id not in self._converters:
+            from persia._training.tensors import Converter
+
+            self._converters[device_id] = Converter(_torch_device(device_id))
+        return self._converters[device_id]
+
+    # --- public -----------------------------------------------------------------------------
+
+    @property
+    def embedding_worker(self) -> EmbeddingWorker:
+        """The embedding-worker that this context asks."""
+        return self._connected().worker
+
+    @property
+    def common_context(self) -> EmbeddingWorker:
+        """The original's name for what ``embedding_worker`` is."""
+        return self.embedding_worker
+
+    def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
+        """Tell the servers other settings than those given at first."""
+        self._connected().worker.configure(embedding_config.settings())
+        self.embedding_config = embedding_config
+
+    def register_optimizer(self, settings: OptimizerSettings) -> None:
+        """Register an embedding optimizer on the servers; ``Optimizer.apply`` calls it."""
+        self._connected().worker.register_optimizer(settings)
+
+    def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[torch.Tensor] | None]:
+        """Return the model's output for a batch, and the batch's labels.
+
+        Raises:
+            ConfigError: If the context has no model.
+        """
+        if self.model is None:
+            raise ConfigError(f"{type(self).__name__}.forward needs model=, got None")
+        non_id_type_tensors, embedding_tensors, labels = self.prepare_features(batch)
+        return self.model(non_id_type_tensors, embedding_tensors), labels
+
+    def prepare_features(self, batch: PersiaTrainingBatch) -> Features:
+        """Return dense tensors, embeddings in the order of the features, and labels.
+
+        Labels are None if the batch has none, and in INFERENCE mode.
+        """
+        self.current_batch = batch
+        if batch.ticket is not None and not any(batch is known for known in self._prepared):
+            self._prepared.append(batch)
+        return _prepare_feature(batch, self.preprocess_mode)
+
+    def get_embedding_from_data(
+        self, persia_batch: PersiaBatch, device_id: int | None = None
+    ) -> PersiaTrainingBatch:
+        """Look one batch up now, outside any loader and its staleness bound.
+
+        Args:
+            persia_batch: The batch. In TRAIN mode with ``requires_grad`` it can take one
+                backward; it is released when it is dropped without.
+            device_id: Where the tensors go; None is the context's device, below 0 the CPU.
+        """
+        device = self.device_id if device_id is None else _usable_device(device_id)
+        book = self._own_book()
+        book.release_orphans()
+        converter = self._converter(device)
+        host = converter.host(persia_batch)
+        batch_id = self._lookups.number()
+        result, ticket = self._lookups.lookup(host, batch_id)
+        batch = converter.finish(converter.stage(host, result, batch_id, ticket))
+        if ticket is not None:
+            finalizer = weakref.finalize(batch, book.orphans.append, ticket)
+            finalizer.atexit = False
+        return batch
+
+    def get_embedding_from_bytes(
+        self, data: bytes, device_id: int | None = None
+    ) -> PersiaTrainingBatch:
+        """Look up a batch that ``PersiaBatch.to_bytes`` wrote.
+
+        Raises:
+            DataError: If these are no such bytes.
+        """
+        return self.get_embedding_from_data(PersiaBatch.from_bytes(data), device_id)
+
+    def get_embedding_size(self) -> list[int]:
+        """Return the number of rows on each parameter server."""
+        embeddings = self._connected()
+        embeddings.flush()
+        return embeddings.worker.get_embedding_size()
+
+    def clear_embeddings(self) -> None:
+        """Remove all rows."""
+        embeddings = self._connected()
+        embeddings.flush()
+        embeddings.worker.clear_embeddings()
+
+    def dump_torch_state_dict(
+        self,
+        torch_instance: Any,
+        dst_dir: str | os.PathLike[str],
+        file_name: str,
+        is_jit: bool = False,
+    ) -> None:
+        """Write the state dict of a model or optimizer, or with ``is_jit`` a scripted model.
+
+        A data-parallel wrapper is left out. The file appears whole or not at all.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        from persia._training import dense_files
+
+        dense_files.save(torch_instance, dst_dir, file_name, is_jit)
+
+    def load_torch_state_dict(
+        self,
+        torch_instance: Any,
+        src_dir: str | os.PathLike[str],
+        map_location: Any = None,
+    ) -> None:
+        """Load a state dict into a model or optimizer.
+
+        Args:
+            torch_instance: What receives it.
+            src_dir: Path of the file; the name is the original's.
+            map_location: As of ``torch.load``.
+
+        Raises:
+            CheckpointError: If the file is missing, unreadable, or does not fit.
+        """
+        from persia._training import dense_files
+
+        dense_files.load(torch_instance, src_dir, map_location)
+
+    def stats(self) -> Mapping[str, int | Mapping[str, int]]:
+        """Return what became of this context's training batches so far.
+
+        ``batches`` were trained, ``abandoned`` had no backward, ``unused`` were looked up
+        ahead and never handed out, ``skipped`` had a non-finite gradient under a GradScaler,
+        ``failed`` had an update that raised. ``missing`` counts gradients of rows that were
+        gone. By feature: ``skipped_slots`` had no gradient, ``nan_samples`` and ``nan_rows``
+        were left out as not finite. ``staleness`` is the number in flight now.
+        """
+        return self._own_book().stats()
+
+
+class TrainCtx(EmbeddingCtx):
+    """Trains a model: the dense part here, the embeddings at the parameter servers.
+
+    Args:
+        embedding_optimizer: One of ``persia.embedding.optim``.
+        dense_optimizer: A torch optimizer over the model's parameters.
+        grad_scalar_update_factor: With mixed precision, what the scale of the loss is
+            divided by when an embedding gradient is not finite. (The original's spelling.)
+        backward_buffer_size: Updates that wait before ``backward`` does.
+        backward_workers_size: Updates sent at the same time.
+        grad_update_buffer_size: Kept for scripts of the original; gradients are owned by
+            their update, so that no buffer has to keep them alive.
+        lookup_emb_directly: Kept for scripts of the original.
+        mixed_precision: Scale the loss and run the model under autocast. None is True with
+            a CUDA device and False without.
+        distributed_option: Used with more than one rank.
+        model: As of ``EmbeddingCtx``.
+        embedding_config: As of ``EmbeddingCtx``.
+        threadpool_worker_size: Kept for scripts of the original.
+        device_id: Number of the CUDA device of the model. None, or below 0, is the CPU.
+        global_config: As of ``EmbeddingCtx``.
+        embedding_worker: As of ``EmbeddingCtx``.
+        embedding_gradient_reduction: Over ranks, ``"mean"`` (equals synchronous training) or
+            ``"sum"``.
+
+    Attributes:
+        world_size: Number of ranks.
+        rank_id: This rank.
+        mixed_precision: Whether the loss is scaled.
+        grad_scaler: The ``torch.amp.GradScaler``, or None.
+        update_times: Number of ``backward`` calls.
+        dense_optimizer: As given.
+        embedding_optimizer: As given.
+        backward_engine: Sends the updates, while the context is entered.
+
+    Raises:
+        ConfigError: If a setting cannot be used.
+
+    Example:
+        >>> with TrainCtx(  # doctest: +SKIP
+        ...     model=model,
+        ...     embedding_optimizer=Adagrad(lr=0.05),
+        ...     dense_optimizer=torch.optim.Adam(model.parameters()),
+        ...     embedding_config="embedding_config.yml",
+        ... ) as ctx:
+        ...     for batch in DataLoader(dataset):
+        ...         output, labels = ctx.forward(batch)
+        ...         ctx.backward(loss_fn(output, labels[0]))
+    """
+
+    def __init__(
+        self,
+        embedding_optimizer: Optimizer,
+        dense_optimizer: torch.optim.Optimizer,
+        grad_scalar_update_factor: float = 4,
+        backward_buffer_size: int = 10,
+        backward_workers_size: int = 8,
+        grad_update_buffer_size: int = 60,
+        lookup_emb_directly: bool = True,
+        mixed_precision: bool | None = None,
+        distributed_option: object | None = None,
+        model: Any = None,
+        embedding_config: EmbeddingConfig | SchemaSource | None = None,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
+        *,
+        global_config: ConfigSource | None = None,
+        embedding_worker: EmbeddingWorker | None = None,
+        embedding_gradient_reduction: str = "mean",
+    ) -> None:
+        if not isinstance(embedding_optimizer, Optimizer):
+            raise ConfigError(
+                "embedding_optimizer: expected one of persia.embedding.optim, got "
+                f"{type(embedding_optimizer).__name__}"
+            )
+        for name, given in (("dense_optimizer", dense_optimizer), ("model", model)):
+            if given is None:
+                raise ConfigError(f"TrainCtx needs {name}=, got None")
+        if not grad_scalar_update_factor > 0:
+            raise ConfigError(
+                f"grad_scalar_update_factor must be above 0, got {grad_scalar_update_factor!r}"
+            )
+        for name, size in (
+            ("backward_buffer_size", backward_buffer_size),
+            ("backward_workers_size", backward_workers_size),
+        ):
+            if size < 1:
+                raise ConfigError(f"{name} must be at least 1, got {size}")
+        if embedding_gradient_reduction not in ("mean", "sum"):
+            raise ConfigError(
+                "embedding_gradient_reduction must be 'mean' or 'sum', got "
+                f"{embedding_gradient_reduction!r}"
+            )
+        super().__init__(
+            PreprocessMode.TRAIN,
+            model,
+            embedding_config,
+            threadpool_worker_size,
+            device_id,
+            global_config=global_config,
+            embedding_worker=embedding_worker,
+        )
+        self.embedding_optimizer = embedding_optimizer
+        self.dense_optimizer = dense_optimizer
+        self.grad_scalar_update_factor = grad_scalar_update_factor
+        self.backward_buffer_size = backward_buffer_size
+        self.backward_workers_size = backward_workers_size
+        self.distributed_option = distributed_option
+        self.world_size = env.get_world_size() or 1
+        self.rank_id = env.get_rank() or 0
+        self.mixed_precision = (
+            self.device_id is not None if mixed_precision is None else mixed_precision
+        )
+        self.grad_scaler = _grad_scaler(self.device_id) if self.mixed_precision else None
+        self.update_times = 0
+        # Each rank computes the mean over its own batch; the worker divides by the scale.
+        self._reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
+        # One incarnation of one rank: a second TrainCtx over the same servers begins its
+        # batch ids at 0 again, and must not be taken for a repetition of the first.
+        self._client = secrets.randbits(47) << 16 | self.rank_id
+        self._warned_nans = 0
+
+    @property
+    def backward_engine(self) -> GradientEngine | None:
+        """What sends the updates; None outside the ``with`` block."""
+        return self._connected().engine
+
+    @property
+    def grad_queue(self) -> Channel[tuple[Update, float]] | None:
+        """Updates that wait to be sent; None outside the ``with`` block."""
+        engine = self.backward_engine
+        return None if engine is None else engine.queue
+
+    def _enter(self) -> None:
+        from persia._training.gradients import GradientEngine
+
+        embeddings = self._connected()
+        if embeddings.engine is not None:
+            raise ConfigError("another TrainCtx that shares these embeddings is entered")
+        embeddings.worker.configure(self.embedding_config.settings())
+        embeddings.worker.register_optimizer(self.embedding_optimizer.settings())
+        engine = GradientEngine(
+            embeddings.worker,
+            self._own_book(),
+            client=self._client,
+            num_workers=self.backward_workers_size,
+            capacity=self.backward_buffer_size,
+            device=_torch_device(self.device_id),
+        )
+        engine.start()
+        embeddings.engine = engine
+
+    def _exit(self) -> None:
+        from persia._training.flight import Reason
+
+        embeddings, book = self._connected(), self._own_book()
+        engine, embeddings.engine = embeddings.engine, None
+        prepared, self._prepared = self._prepared, []
+        try:
+            super()._exit()
+            for batch in prepared:
+                if batch.ticket is not None:
+                    book.release(batch.ticket, Reason.ABANDONED)
+            book.release_orphans()
+        finally:
+            if engine is not None:
+                engine.close()
+
+    def wait_servers_ready(self) -> None:
+        """Wait until all servers are configured and answer.
+
+        Raises:
+            ServiceTimeout: If they are not within 300 s.
+        """
+        _wait_until_ready(self.embedding_worker)
+
+    def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[torch.Tensor] | None]:
+        """Return the model's output for a batch, and the batch's labels.
+
+        With mixed precision the model runs under autocast.
+        """
+        if not self.mixed_precision:
+            return super().forward(batch)
+        import torch
+
+        with torch.autocast(_torch_device(self.device_id).type):
+            return super().forward(batch)
+
+    def keep(self, batch: PersiaTrainingBatch) -> None:
+        """Hold a batch over the next ones, to accumulate gradients.
+
+        Its permit stays lent until the next ``backward`` whose loss reaches it, so
+        ``embedding_staleness`` bounds how many can be kept.
+
+        Raises:
+            DataError: If the batch has ended already.
+
+        Example:
+            >>> for number, batch in enumerate(loader, start=1):  # doctest: +SKIP
+            ...     output, labels = ctx.forward(batch)
+            ...     losses.append(loss_fn(output, labels[0]) / 4)
+            ...     if number % 4:
+            ...         ctx.keep(batch)
+            ...     else:
+            ...         ctx.backward(sum(losses))
+            ...         losses.clear()
+        """
+        if batch.ticket is None:
+            raise DataError(f"batch {batch.batch_id} has no gradients that could be kept")
+        self._own_book().keep(batch.ticket)
+        if not any(batch is known for known in self._prepared):
+            self._prepared.append(batch)
+
+    def backward(
+        self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20
+    ) -> torch.Tensor:
+        """Run the loss backward, step the dense optimizer, and send embedding gradients.
+
+        Without a GradScaler, the embedding-worker leaves non-finite rows out one by one and
+        counts them. With one, any non-finite gradient skips the whole batch, dense and
+        sparse alike; every step is checked, for the scaler waits for the device anyway.
+
+        Args:
+            loss: A scalar that depends on the current batch, and on those kept.
+            embedding_gradient_check_frequency: Without a GradScaler, every how many steps to
+                warn of the non-finite rows that were left out since.
+
+        Returns:
+            The loss, multiplied with the scale under mixed precision.
+
+        Raises:
+            DataError: If no batch was prepared, or the current one had its backward.
+            ConfigError: Outside the ``with`` block.
+            BaseException: What an earlier update raised.
+        """
+        engine, book = self.backward_engine, self._own_book()
+        if engine is None:
+            raise ConfigError("TrainCtx.backward must be called inside `with TrainCtx(...)`")
+        engine.raise_failure()
+        current = self.current_batch
+        if current is None:
+            raise DataError(
+                "no batch to take gradients of: call ctx.forward(batch) or "
+                "ctx.prepare_features(batch) first"
+            )
+        book.release_orphans()
+        scaler = self.grad_scaler
+        scale = 1.0
+        if scaler is not None:
+            loss = scaler.scale(loss)
+            scale = scaler.get_scale()
+        loss.backward()  # type: ignore[no-untyped-call]
+        updates = engine.collect(self._prepared, current)
+        self._prepared = [
+            batch
+            for batch in self._prepared
+            if batch.ticket is not None and batch.ticket.is_open()
+        ]
+        if scaler is None:
+            engine.submit(updates, scale * self._reduction)
+            self.dense_optimizer.step()
+        elif self._scaled_step(scaler, updates, scale):
+            engine.submit(updates, scale * self._reduction)
+        else:
+            engine.skip(updates)
+        self.dense_optimizer.zero_grad()
+        self.update_times += 1
+        if self.update_times % max(embedding_gradient_check_frequency, 1) == 0:
+            self._warn_of_nans(book)
+        return loss
+
+    def _scaled_step(
+        self, scaler: torch.amp.GradScaler, updates: list[Update], scale: float
+    ) -> bool:
+        """Step the dense part; False if a gradient, dense or sparse, was not finite."""
+        if not all(update.is_finite() for update in updates):
+            # The dense gradients are dropped too: no step, and a smaller scale from now on.
+            scaler.update(scale / self.grad_scalar_update_factor)
+            return False
+        if not any(
+            parameter.grad is not None
+            for group in self.dense_optimizer.param_groups
+            for parameter in group["params"]
+        ):
+            return True  # the scaler refuses an optimizer without any gradient
+        scaler.step(self.dense_optimizer)
+        scaler.update()
+        # The scaler says that it skipped the step by lowering the scale.
+        return scaler.get_scale() >= scale
+
+    def _warn_of_nans(self, book: Book) -> None:
+        total, by_feature = book.nan_counts()
+        if total > self._warned_nans:
+            self._warned_nans = total
+            logger.warning(
+                "%d embedding gradients were not finite so far and were left out: %s",
+                total,
+                ", ".join(f"{name} {count}" for name, count in sorted(by_feature.items())),
+            )
+
+
+class InferCtx(EmbeddingCtx):
+    """Looks embeddings up for serving: no labels, no gradients, nothing configured.
+
+    Args:
+        embedding_worker_address_list: ``host:port`` of embedding-workers; none of them in
+            embedded mode.
+        model: As of ``EmbeddingCtx``.
+        embedding_config: As of ``EmbeddingCtx``.
+        threadpool_worker_size: Kept for scripts of the original.
+        device_id: Number of the CUDA device of the model. None, or below 0, is the CPU.
+        global_config: As of ``EmbeddingCtx``.
+        embedding_worker: As of ``EmbeddingCtx``.
+
+    Raises:
+        ConfigError: If a setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        embedding_worker_address_list: list[str] | None = None,
+        model: Any = None,
+        embedding_config: EmbeddingConfig | SchemaSource | None = None,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
+        *,
+        global_config: ConfigSource | None = None,
+        embedding_worker: EmbeddingWorker | None = None,
+    ) -> None:
+        if embedding_worker_address_list:
+            raise ConfigError(
+                "embedding_worker_address_list: there are no embedding-workers at "
+                f"{', '.join(embedding_worker_address_list)}, as this version of PERSIA has "
+                "embedded mode only; leave the list empty"
+            )
+        super().__init__(
+            PreprocessMode.INFERENCE,
+            model,
+            embedding_config,
+            threadpool_worker_size,
+            device_id,
+            global_config=global_config,
+            embedding_worker=embedding_worker,
+        )
+
+    def wait_for_serving(self) -> None:
+        """Wait until all servers are configured and answer.
+
+        Raises:
+            ServiceTimeout: If they are not within 300 s.
+        """
+        _wait_until_ready(self.embedding_worker)
+
+
+def cnt_ctx() -> BaseCtx | None:
+    """Return the context entered last, or None outside any."""
+    ctx = session.current()
+    return ctx if isinstance(ctx, BaseCtx) else None
+
+
+def eval_ctx(
+    model: Any = None,
+    embedding_config: EmbeddingConfig | SchemaSource | None = None,
+    threadpool_worker_size: int = 10,
+    device_id: int | None = None,
+    *,
+    global_config: ConfigSource | None = None,
+    embedding_worker: EmbeddingWorker | None = None,
+) -> EmbeddingCtx:
+    """Return an ``EmbeddingCtx`` in EVAL mode; the arguments are its own."""
+    return EmbeddingCtx(
+        PreprocessMode.EVAL,
+        model,
+        embedding_config,
+        threadpool_worker_size,
+        device_id,
+        global_config=global_config,
+        embedding_worker=embedding_worker,
+    )
+
+
+def _prepare_feature(batch: PersiaTrainingBatch, preprocess_mode: PreprocessMode) -> Features:
+    """Return what a model is called with, and the labels unless in INFERENCE mode."""
+    labels = None if preprocess_mode is PreprocessMode.INFERENCE else batch.labels
+    return batch.non_id_type_tensors, batch.embedding_tensors, labels
+
+
+def needs_services(what: str) -> str:
+    if env.get_mode() == "embedded":
+        return (
+            f"{what} needs servers, and this process runs in embedded mode: feed the "
+            "TrainCtx from a persia.data.IterableDataset"
+        )
+    return f"{what}: {SERVICES_MISSING}"
+
+
+def _usable_device(device_id: int | None) -> int | None:
+    """Return the device's number, selected in torch, or None for the CPU."""
+    if device_id is None or device_id < 0:
+        return None
+    import torch
+
+    count = torch.cuda.device_count()
+    if device_id >= count:
+        raise ConfigError(
+            f"device_id: expected one of the {count} CUDA devices of this machine, "
+            f"got {device_id}"
+        )
+    torch.cuda.set_device(device_id)
+    return device_id
+
+
+def _torch_device(device_id: int | None) -> torch.device:
+    import torch
+
+    return torch.device("cpu") if device_id is None else torch.device("cuda", device_id)
+
+
+def _grad_scaler(device_id: int | None) -> torch.amp.GradScaler:
+    import torch
+
+    return torch.amp.GradScaler(_torch_device(device_id).type)
+
+
+def _split_config(
+    given: EmbeddingConfig | SchemaSource | None,
+) -> tuple[EmbeddingConfig, SchemaSource | EmbeddingSchema | None]:
+    """Return the run-time settings and, if given, where the slots are."""
+    if given is None:
+        return get_default_embedding_config(), None
+    if isinstance(given, EmbeddingConfig):
+        return given, given.schema
+    return get_default_embedding_config(), given
+
+
+def _load_configs(
+    schema: SchemaSource | EmbeddingSchema | None, config: ConfigSource | None
+) -> tuple[EmbeddingSchema, GlobalConfig]:
+    from persia.config import EmbeddingSchema, GlobalConfig
+
+    if schema is None:
+        schema = env.embedding_config_path()
+    if schema is None:
+        raise ConfigError(
+            "no embedding config: pass embedding_config= (a mapping, the path of a YAML "
+            "file, or an EmbeddingConfig with schema=), or set PERSIA_EMBEDDING_CONFIG"
+        )
+    if config is None:
+        config = env.global_config_path()
+    return EmbeddingSchema.load(schema), GlobalConfig.load(config)
+
+
+def _wait_until_ready(worker: EmbeddingWorker) -> None:
+    deadline = time.monotonic() + READY_S
+    pause = threading.Event()  # never set: a wait that Ctrl-C ends
+    while not worker.ready_for_serving():
+        if time.monotonic() > deadline:
+            raise ServiceTimeout(
+                f"the embedding-worker and its parameter servers were not ready in "
+                f"{READY_S:g} s; they are once a TrainCtx was entered",
+                role="embedding-worker",
+                method="ready_for_serving",
+            )
+        pause.wait(ASK_AGAIN_S)

@@ -1,0 +1,186 @@
+"""Datasets, and the loader that turns their batches into tensors with embeddings."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from persia._rpc import session
+from persia._training.channel import Closed, Finished
+from persia.ctx import EmbeddingCtx, needs_services
+from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from persia._training.prefetch import Prefetcher
+    from persia._training.tensors import PersiaTrainingBatch
+    from persia.embedding.data import PersiaBatch
+
+__all__ = ["DataLoader", "IterableDataset", "IterableDatasetBase", "StreamingDataset"]
+
+logger = logging.getLogger(__name__)
+
+
+class IterableDatasetBase(ABC):
+    """What a ``DataLoader`` iterates.
+
+    Args:
+        buffer_size: Batches read ahead of the lookups.
+
+    Raises:
+        ConfigError: If the buffer has no room.
+    """
+
+    buffer_size: int = 10
+
+    def __init__(self, buffer_size: int = 10) -> None:
+        if buffer_size < 1:
+            raise ConfigError(f"buffer_size must be at least 1, got {buffer_size}")
+        self.buffer_size = buffer_size
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield the batches of one epoch."""
+
+
+class IterableDataset(IterableDatasetBase):
+    """A dataset in this process: subclass it and yield batches.
+
+    ``__iter__`` runs in a thread of its own, once per epoch. A batch is copied while the
+    generator stands still, so its arrays may be filled anew for the next one, and the same
+    batch may be yielded again.
+
+    Args:
+        buffer_size: Batches read ahead of the lookups.
+
+    Example:
+        >>> class Clicks(IterableDataset):
+        ...     def __init__(self, batches):
+        ...         super().__init__(buffer_size=20)
+        ...         self.batches = batches
+        ...
+        ...     def __iter__(self):
+        ...         yield from self.batches
+    """
+
+
+class StreamingDataset(IterableDatasetBase):
+    """Batches that data-loader processes send; needs servers.
+
+    Args:
+        buffer_size: Batches held for each rank.
+
+    Raises:
+        ConfigError: In embedded mode, where nobody could send any.
+    """
+
+    def __init__(self, buffer_size: int = 10) -> None:
+        super().__init__(buffer_size)
+        raise ConfigError(needs_services("StreamingDataset"))
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Streams are read by the loader only.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("a StreamingDataset is read by DataLoader, not iterated")
+
+
+class DataLoader:
+    """Iterates a dataset inside a context, with embeddings looked up ahead.
+
+    Each pass starts anew. Leaving the loop early ends its threads. An exception in the
+    dataset is raised in the loop after the batches before it, one in a lookup at once.
+
+    A batch that had no backward when the next one is asked for is released and counted as
+    abandoned (``ctx.stats()``), unless ``ctx.keep`` holds it.
+
+    Args:
+        dataset: An ``IterableDataset``, or any iterable of ``PersiaBatch``.
+        forward_buffer_size: Batches looked up ahead of the loop.
+        timeout_ms: How long the loop waits for a batch, in milliseconds.
+        num_workers: Lookups at the same time.
+        reproducible: Keep the dataset's order; with ``embedding_staleness=1`` two runs give
+            the same bits.
+        embedding_staleness: Most batches between lookup and acknowledged update; None
+            leaves it to the buffers.
+
+    Raises:
+        ConfigError: If a number is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDatasetBase | Iterable[PersiaBatch],
+        forward_buffer_size: int = 10,
+        timeout_ms: int = 1000 * 60 * 10,
+        num_workers: int = 10,
+        reproducible: bool = False,
+        embedding_staleness: int | None = None,
+    ) -> None:
+        for name, value in (
+            ("forward_buffer_size", forward_buffer_size),
+            ("timeout_ms", timeout_ms),
+            ("num_workers", num_workers),
+            ("embedding_staleness", embedding_staleness),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if reproducible and embedding_staleness != 1:
+            logger.info(
+                "reproducible=True keeps the order of batches; runs are bit-equal only with "
+                "embedding_staleness=1, got %s",
+                embedding_staleness,
+            )
+        self.dataset = dataset
+        self.forward_buffer_size = forward_buffer_size
+        self.timeout_ms = timeout_ms
+        self.num_workers = num_workers
+        self.reproducible = reproducible
+        self.embedding_staleness = embedding_staleness
+        self._epoch: Prefetcher | None = None
+
+    def __iter__(self) -> Iterator[PersiaTrainingBatch]:
+        """Start one pass, in the mode of the current context.
+
+        Raises:
+            ConfigError: If no context is entered that looks embeddings up.
+        """
+        ctx = session.current()
+        if not isinstance(ctx, EmbeddingCtx):
+            what = "none" if ctx is None else type(ctx).__name__
+            raise ConfigError(
+                "a DataLoader is iterated inside a context, such as `with TrainCtx(...)`; "
+                f"the current one is {what}"
+            )
+        if self._epoch is not None:
+            self._epoch.close()
+        self._epoch = ctx.open_epoch(
+            self.dataset,
+            input_capacity=getattr(self.dataset, "buffer_size", 10),
+            output_capacity=self.forward_buffer_size,
+            num_workers=self.num_workers,
+            reproducible=self.reproducible,
+            staleness=self.embedding_staleness,
+            timeout_s=self.timeout_ms / 1000,
+        )
+        return _drain(self._epoch)
+
+
+def _drain(epoch: Prefetcher) -> Iterator[PersiaTrainingBatch]:
+    # Threads start with the first batch asked for: a generator that is dropped before that
+    # never runs its finally block.
+    try:
+        epoch.start()
+        while True:
+            try:
+                batch = epoch.next()
+            except (Closed, Finished):
+                return
+            yield batch
+            del batch
+    finally:
+        epoch.close()

@@ -1,0 +1,174 @@
+"""How embeddings begin and how far they may go: ``EmbeddingConfig`` and initial values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from persia._rpc.messages import HyperParameters, InitializationSettings
+from persia.config import EmbeddingSchema, Initialization, check_probability
+from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+__all__ = [
+    "Constant",
+    "EmbeddingConfig",
+    "Gamma",
+    "InitialValues",
+    "Normal",
+    "Poisson",
+    "TruncatedNormal",
+    "Uniform",
+    "Zeros",
+    "get_default_embedding_config",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class InitialValues:
+    """Base of the distributions that initial values of a row are drawn from.
+
+    A draw depends on the seed and the row's sign only, so a row that was evicted and comes
+    back begins as it did the first time.
+    """
+
+    method: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self.settings()
+
+    def settings(self) -> InitializationSettings:
+        """Return the distribution as servers are told it.
+
+        Raises:
+            ConfigError: If a parameter cannot be used.
+        """
+        checked = Initialization(self.method, dataclasses.asdict(self))
+        return InitializationSettings(checked.method, checked.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform(InitialValues):
+    """Uniform in [lower, upper)."""
+
+    method: ClassVar[str] = "uniform"
+    lower: float = -0.01
+    upper: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Normal(InitialValues):
+    """Normal."""
+
+    method: ClassVar[str] = "normal"
+    mean: float = 0.0
+    standard_deviation: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class TruncatedNormal(InitialValues):
+    """Normal, cut at two standard deviations from the mean."""
+
+    method: ClassVar[str] = "truncated_normal"
+    mean: float = 0.0
+    standard_deviation: float = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Gamma(InitialValues):
+    """Gamma; its mean is shape * scale."""
+
+    method: ClassVar[str] = "gamma"
+    shape: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson(InitialValues):
+    """Poisson with mean ``lam``."""
+
+    method: ClassVar[str] = "poisson"
+    lam: float
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros(InitialValues):
+    """All zeros."""
+
+    method: ClassVar[str] = "zeros"
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(InitialValues):
+    """One value everywhere."""
+
+    method: ClassVar[str] = "constant"
+    value: float
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """What parameter servers are told before training.
+
+    Args:
+        emb_initialization: Bounds of a uniform distribution, or one of the distributions
+            here. A slot's own ``initialization`` in the embedding config wins.
+        admit_probability: Chance that a new id gets a row, in 0..1. A slot's own wins.
+        weight_bound: Absolute bound on every value of an embedding after a step; 0 or less
+            for none.
+        seed: Key of initial values and admission, in 0..2**64 - 1.
+        schema: The embedding config: path of a YAML file, a mapping, or what
+            ``EmbeddingSchema.load`` returned. None leaves it to ``PERSIA_EMBEDDING_CONFIG``
+            or the context.
+
+    Raises:
+        ConfigError: If a value is out of range or the embedding config cannot be used.
+    """
+
+    emb_initialization: tuple[float, float] | InitialValues = (-0.01, 0.01)
+    admit_probability: float = 1.0
+    weight_bound: float = 10
+    seed: int = dataclasses.field(default=0, kw_only=True)
+    schema: str | os.PathLike[str] | Mapping[str, object] | EmbeddingSchema | None = (
+        dataclasses.field(default=None, kw_only=True)
+    )
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"seed: expected an integer in 0..2**64 - 1, got {self.seed!r}")
+        check_probability("admit_probability", self.admit_probability)
+        if math.isnan(self.weight_bound):
+            raise ConfigError("weight_bound: expected a number, got nan")
+        self.settings()
+        if self.schema is not None:
+            # Read now: a bad file is this argument's error, not that of a later batch.
+            object.__setattr__(self, "schema", EmbeddingSchema.load(self.schema))
+
+    def settings(self) -> HyperParameters:
+        """Return the settings as servers are told them."""
+        initial = self.emb_initialization
+        if not isinstance(initial, InitialValues):
+            try:
+                lower, upper = initial
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    "emb_initialization: expected (lower, upper) or a distribution such as "
+                    f"persia.embedding.Normal(), got {initial!r}"
+                ) from None
+            initial = Uniform(lower, upper)
+        return HyperParameters(
+            initialization=initial.settings(),
+            admit_probability=float(self.admit_probability),
+            weight_bound=float(self.weight_bound),
+            seed=self.seed,
+        )
+
+
+def get_default_embedding_config() -> EmbeddingConfig:
+    """Return the configuration used where none is given."""
+    return EmbeddingConfig()

@@ -1,0 +1,623 @@
+"""The batch a user builds: id features, dense features, labels.
+
+This is the door where user data enters. Everything is checked here, once, over whole arrays,
+before anything else has happened; behind it code trusts what it gets. With
+``PERSIA_SKIP_CHECK_DATA=1`` the checks of the dtypes and values of dense data and labels are
+skipped; sizes, and everything that memory safety hangs on, are checked always.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from persia import env
+from persia._core.feature_batch import FeatureBatch
+from persia._rpc import block
+from persia.errors import DataError, DataTypeError, ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = [
+    "MAX_BATCH_SIZE",
+    "IDTypeFeature",
+    "IDTypeFeatureWithSingleID",
+    "Label",
+    "NdarrayDataBase",
+    "NonIDTypeFeature",
+    "PersiaBatch",
+]
+
+# The original's limit, kept for code that reads it. Nothing enforces it: a batch may be as
+# large as memory allows.
+MAX_BATCH_SIZE = 65535
+
+# What torch.from_numpy takes (unsigned 16, 32 and 64 bits since torch 2.3).
+_ND_ARRAY_SUPPORT_TYPE = frozenset(
+    {
+        np.bool_,
+        np.int8,
+        np.int16,
+        np.int32,
+        np.int64,
+        np.uint8,
+        np.uint16,
+        np.uint32,
+        np.uint64,
+        np.float16,
+        np.float32,
+        np.float64,
+    }
+)
+
+_BLOCK_KIND = b"PRSBAT01"
+
+
+def _check_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise DataTypeError(f"expected a str as feature name, got {type(name).__name__}")
+    if not name:
+        raise DataError("expected a feature name, got ''")
+    return name
+
+
+def _unsigned(values: Any) -> Any:
+    """Return int64 ids as uint64 with the same bits; anything else as it is."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int64:
+        return values.view(np.uint64)
+    return values
+
+
+def _offsets_of(name: str, lengths: Any) -> NDArray[np.int64]:
+    if (
+        not isinstance(lengths, np.ndarray)
+        or lengths.ndim != 1
+        or lengths.dtype not in (np.int32, np.int64)
+    ):
+        got = (
+            f"{lengths.dtype} of shape {lengths.shape}"
+            if isinstance(lengths, np.ndarray)
+            else type(lengths).__name__
+        )
+        raise DataTypeError(
+            f"feature {name!r}: expected lengths as 1-D int32 or int64, got {got}"
+        )
+    # Descending offsets would be found later too; this says which length it was.
+    if lengths.size and lengths.min() < 0:
+        sample = int(np.argmax(lengths < 0))
+        raise DataError(
+            f"feature {name!r}: expected lengths of at least 0, "
+            f"got {lengths[sample]} in sample {sample}"
+        )
+    offsets = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _from_torch(name: str, what: str, value: Any) -> Any:
+    """Return the memory of a torch tensor as an array; anything else as it is.
+
+    torch is known by its module's name, so that a data-loader without torch never loads it.
+    """
+    if type(value).__module__.split(".")[0] != "torch":
+        return value
+    if value.device.type != "cpu":
+        raise DataTypeError(
+            f"feature {name!r}: expected {what} in CPU memory, got {value.device}; "
+            "call .cpu() on it"
+        )
+    return value.detach().numpy()
+
+
+def _from_arrow(name: str, list_array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Return ids and offsets of an Arrow list array; ids without a copy if it can be done."""
+    expected = f"feature {name!r}: expected an Arrow list array of uint64 or int64"
+    # Known by its module's name: pyarrow is optional, and slow to import.
+    if type(list_array).__module__.split(".")[0] != "pyarrow":
+        raise DataTypeError(f"{expected}, got {type(list_array).__name__}")
+    import pyarrow as pa
+
+    if isinstance(list_array, pa.ChunkedArray):
+        if list_array.num_chunks != 1:
+            raise DataError(
+                f"feature {name!r}: expected a chunked array of one chunk, got "
+                f"{list_array.num_chunks}; call .combine_chunks() on it"
+            )
+        list_array = list_array.chunk(0)
+    num_samples = len(list_array)
+    if isinstance(list_array, pa.ListArray | pa.LargeListArray):
+        # .offsets knows about slicing and .values does not, so they fit together.
+        offsets = list_array.offsets.to_numpy().astype(np.int64)
+    elif isinstance(list_array, pa.FixedSizeListArray):
+        offsets = np.arange(num_samples + 1, dtype=np.int64) + list_array.offset
+        offsets *= list_array.type.list_size
+    else:
+        raise DataTypeError(f"{expected}, got {getattr(list_array, 'type', type(list_array))}")
+    child = list_array.values.slice(offsets[0], offsets[-1] - offsets[0])
+    if child.type not in (pa.uint64(), pa.int64()):
+        raise DataTypeError(f"{expected}, got {getattr(list_array, 'type', type(list_array))}")
+    offsets -= offsets[0]
+    buffer = child.buffers()[1]
+    values = (
+        np.frombuffer(buffer, np.uint64)[child.offset : child.offset + len(child)]
+        if len(child)
+        else np.empty(0, np.uint64)
+    )
+    is_known = None
+    if child.null_count:
+        is_known = child.is_valid().to_numpy(zero_copy_only=False)
+    if list_array.null_count:
+        # An absent list is an empty sample. Arrow allows values to lie behind it; only then
+        # is a copy needed, which leaves them out.
+        is_list = list_array.is_valid().to_numpy(zero_copy_only=False)
+        lengths = np.diff(offsets)
+        if lengths[~is_list].any():
+            keep = np.repeat(is_list, lengths)
+            values = values[keep]
+            is_known = None if is_known is None else is_known[keep]
+            np.cumsum(np.where(is_list, lengths, 0), out=offsets[1:])
+    if is_known is not None and not is_known.all():
+        place = int(np.argmin(is_known))
+        sample = int(np.searchsorted(offsets, place, side="right")) - 1
+        raise DataError(f"feature {name!r}: expected ids, got a null in sample {sample}")
+    return values, offsets
+
+
+class IDTypeFeature:
+    """Ids of one feature, any number per sample; an empty sample is legal.
+
+    Args:
+        name: The feature's name, as in the embedding config.
+        data: One 1-D array of uint64 per sample.
+
+    Raises:
+        DataTypeError: If a sample is no 1-D array of uint64; names feature and sample.
+
+    Example:
+        >>> import numpy as np
+        >>> from persia.embedding.data import IDTypeFeature
+        >>> ids = [np.array([3, 7], np.uint64), np.array([], np.uint64)]
+        >>> IDTypeFeature("clicks", ids).batch_size
+        2
+
+    ``from_csr``, ``from_jagged`` and ``from_arrow`` take a whole batch as one array of ids,
+    without copying it; with them the time per sample is a small part of a list's.
+    """
+
+    def __init__(self, name: str, data: Sequence[NDArray[np.uint64]] | NDArray[Any]) -> None:
+        self.name = _check_name(name)
+        # A matrix, or an object array as pandas makes them, iterates over its samples.
+        samples: Any = list(data) if isinstance(data, np.ndarray) and data.ndim else data
+        self.feature_batch = FeatureBatch.from_list(name, samples)  # checks all of it
+        self._data: Sequence[NDArray[np.uint64]] = samples
+        self._csr: tuple[NDArray[np.uint64], NDArray[Any]] | None = None
+
+    @classmethod
+    def _of(cls, name: str, values: NDArray[np.uint64], offsets: NDArray[Any]) -> IDTypeFeature:
+        feature = cls.__new__(cls)
+        feature.feature_batch = FeatureBatch.from_csr(name, values, offsets)
+        feature.name = name
+        feature._data = []
+        feature._csr = (values, offsets)
+        return feature
+
+    @classmethod
+    def from_csr(
+        cls, name: str, values: NDArray[np.uint64], offsets: NDArray[Any]
+    ) -> IDTypeFeature:
+        """Take all ids of the batch in one array.
+
+        Args:
+            name: The feature's name.
+            values: Ids u64 [N], sample after sample.
+            offsets: int32, int64 or uint32 [B + 1], ascending from 0 to N: sample ``b``
+                holds ``values[offsets[b]:offsets[b + 1]]``.
+
+        Raises:
+            DataTypeError: If dtype or ndim differ.
+            DataError: If ``offsets`` do not begin at 0, descend, or do not end at N.
+        """
+        return cls._of(_check_name(name), values, offsets)
+
+    @classmethod
+    def from_jagged(
+        cls, name: str, values: Any, offsets: Any = None, *, lengths: Any = None
+    ) -> IDTypeFeature:
+        """Take a jagged pair of torch tensors (or arrays) in CPU memory.
+
+        Args:
+            name: The feature's name.
+            values: Ids [N], int64 or uint64. Signed ids keep their bits: -1 is 2**64 - 1.
+            offsets: int32 or int64 [B + 1], ascending from 0 to N; or else
+            lengths: int32 or int64 [B], the number of ids of each sample.
+
+        Raises:
+            DataTypeError: If dtype, ndim or device differ.
+            DataError: If not exactly one of ``offsets`` and ``lengths`` is given, or they do
+                not fit the values.
+        """
+        ids = _unsigned(_from_torch(_check_name(name), "values", values))
+        if (offsets is None) is (lengths is None):
+            both = "neither" if offsets is None else "both"
+            raise DataError(f"feature {name!r}: expected offsets or lengths, got {both}")
+        if lengths is not None:
+            offsets = _offsets_of(name, _from_torch(name, "lengths", lengths))
+        return cls._of(name, ids, _from_torch(name, "offsets", offsets))
+
+    @classmethod
+    def from_arrow(cls, name: str, list_array: Any) -> IDTypeFeature:
+        """Take an Arrow list array: ``list``, ``large_list`` or ``fixed_size_list``.
+
+        An absent (null) list is an empty sample.
+
+        Args:
+            name: The feature's name.
+            list_array: Lists of uint64 or int64, sliced or not, or a chunked array of one
+                chunk. Signed ids keep their bits: -1 is 2**64 - 1.
+
+        Raises:
+            DataTypeError: If it is no list array of these types.
+            DataError: If an id is null, or there are several chunks.
+        """
+        return cls._of(name, *_from_arrow(_check_name(name), list_array))
+
+    @property
+    def data(self) -> Sequence[NDArray[np.uint64]]:
+        """One array of ids per sample."""
+        if self._csr is not None:
+            values, offsets = self._csr
+            self._data = [values[i:j] for i, j in itertools.pairwise(offsets.tolist())]
+            self._csr = None
+        return self._data
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return self.feature_batch.batch_size
+
+
+class IDTypeFeatureWithSingleID:
+    """Ids of one feature, exactly one per sample.
+
+    Args:
+        name: The feature's name, as in the embedding config.
+        data: Ids u64 [B]; an array with gaps, such as a column of a matrix, is copied.
+
+    Raises:
+        DataTypeError: If ``data`` is no 1-D array of uint64.
+
+    Example:
+        >>> import numpy as np
+        >>> from persia.embedding.data import IDTypeFeatureWithSingleID
+        >>> IDTypeFeatureWithSingleID("user", np.array([10001, 10002], np.uint64)).batch_size
+        2
+    """
+
+    def __init__(self, name: str, data: NDArray[np.uint64]) -> None:
+        self.name = _check_name(name)
+        self.data = data
+        self.feature_batch = FeatureBatch.from_single(name, data)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return self.feature_batch.batch_size
+
+
+class NdarrayDataBase:
+    """An array with one entry per sample, which becomes a tensor of the same dtype.
+
+    Args:
+        data: Array [B, ...] of bool, an integer or a float dtype that torch has; an array
+            with gaps is copied.
+        name: Its name; the class's ``DEFAULT_NAME`` if not given.
+
+    Raises:
+        DataTypeError: If it is no such array.
+
+    The array is not copied: do not write to it before its batch is consumed.
+    """
+
+    DEFAULT_NAME: ClassVar[str] = "ndarray_base"
+    _WHAT: ClassVar[str] = "data"
+
+    def __init__(self, data: NDArray[Any], name: str | None = None) -> None:
+        self._name = name if name is None else _check_name(name)
+        given: object = data
+        # A masked array would lose its mask on the way.
+        if not isinstance(given, np.ndarray) or isinstance(given, np.ma.MaskedArray):
+            raise DataTypeError(
+                f"{self._WHAT} {self.name!r}: expected a numpy array, got {type(data).__name__}"
+            )
+        if data.ndim < 1:
+            raise DataTypeError(
+                f"{self._WHAT} {self.name!r}: expected at least 1 dimension, got {data.ndim}"
+            )
+        if not env.skip_check_data():
+            self._check_values(data)
+        self.data: NDArray[Any] = np.ascontiguousarray(data)
+
+    def _check_values(self, data: NDArray[Any]) -> None:
+        if data.dtype.type not in _ND_ARRAY_SUPPORT_TYPE or not data.dtype.isnative:
+            names = ", ".join(sorted(np.dtype(kind).name for kind in _ND_ARRAY_SUPPORT_TYPE))
+            raise DataTypeError(
+                f"{self._WHAT} {self.name!r}: expected a dtype of {names}; got {data.dtype}"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return int(self.data.shape[0])
+
+    @property
+    def name(self) -> str:
+        """The name given, or the class's default."""
+        return self._name or self.DEFAULT_NAME
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+
+class Label(NdarrayDataBase):
+    """What the model shall predict; see ``NdarrayDataBase``.
+
+    Raises:
+        DataError: If a value is NaN or infinite; names label and sample. One such value
+            would make the loss, and then every parameter, NaN.
+    """
+
+    DEFAULT_NAME = "label_anonymous"
+    _WHAT = "label"
+
+    def _check_values(self, data: NDArray[Any]) -> None:
+        super()._check_values(data)
+        if data.dtype.kind != "f" or not data.size:
+            return
+        is_finite = np.isfinite(data)
+        if not is_finite.all():
+            place = np.unravel_index(int(np.argmin(is_finite)), data.shape)
+            raise DataError(
+                f"label {self.name!r}: expected finite values, "
+                f"got {data[place]} in sample {place[0]}"
+            )
+
+
+class NonIDTypeFeature(NdarrayDataBase):
+    """Dense input of the model; see ``NdarrayDataBase``."""
+
+    DEFAULT_NAME = "non_id_type_feature_anonymous"
+    _WHAT = "dense feature"
+
+
+class PersiaBatch:
+    """One batch: id features, dense features, labels and bytes of the user's own.
+
+    A batch is not changed by being sent, so it can be sent again.
+
+    Args:
+        id_type_features: Id features, at least one, each name once.
+        non_id_type_features: Dense features.
+        labels: Labels.
+        batch_size: Number of samples; that of the first id feature if not given.
+        requires_grad: Whether embeddings shall be trained by this batch.
+        meta: Bytes that travel along.
+
+    Raises:
+        DataTypeError: If an argument is of another type.
+        DataError: If there are no id features or no samples, if two id features have one
+            name, if sizes differ, or if gradients are asked for without a label.
+
+    Example:
+        >>> import numpy as np
+        >>> from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+        >>> users = IDTypeFeatureWithSingleID("user", np.array([1, 2, 2], np.uint64))
+        >>> batch = PersiaBatch([users], labels=[Label(np.array([[1.0], [0.0], [1.0]]))])
+        >>> batch.batch_size
+        3
+
+    Attributes:
+        features: The id features as ``FeatureBatch``, in the order given.
+        batch_id: Number that whoever sends the batch gives it; None before.
+    """
+
+    def __init__(
+        self,
+        id_type_features: Sequence[IDTypeFeature | IDTypeFeatureWithSingleID],
+        non_id_type_features: Sequence[NonIDTypeFeature] | None = None,
+        labels: Sequence[Label] | None = None,
+        batch_size: int | None = None,
+        requires_grad: bool = True,
+        meta: bytes | None = None,
+    ) -> None:
+        features = []
+        for number, feature in enumerate(id_type_features):
+            if not isinstance(feature, IDTypeFeature | IDTypeFeatureWithSingleID):
+                raise DataTypeError(
+                    f"id_type_features[{number}]: expected IDTypeFeature or "
+                    f"IDTypeFeatureWithSingleID, got {type(feature).__name__}"
+                )
+            features.append(feature.feature_batch)
+        self._fill(
+            tuple(features),
+            tuple(non_id_type_features or ()),
+            tuple(labels or ()),
+            batch_size,
+            requires_grad,
+            meta,
+        )
+
+    def _fill(
+        self,
+        features: tuple[FeatureBatch, ...],
+        dense: tuple[NdarrayDataBase, ...],
+        labels: tuple[Label, ...],
+        batch_size: int | None,
+        requires_grad: bool,
+        meta: bytes | None,
+    ) -> None:
+        """Check that the parts fit together, then keep them."""
+        if not features:
+            raise DataError("id_type_features: expected at least one, got none")
+        for what, cls, items in (
+            ("non_id_type_features", NdarrayDataBase, dense),
+            ("labels", Label, labels),
+        ):
+            for number, item in enumerate(items):
+                if not isinstance(item, cls):
+                    raise DataTypeError(
+                        f"{what}[{number}]: expected {cls.__name__}, got {type(item).__name__}"
+                    )
+        if meta is not None and not isinstance(meta, bytes):
+            raise DataTypeError(
+                f"meta: expected bytes, got {type(meta).__name__}; encode it first"
+            )
+        if requires_grad and not labels:
+            raise DataError(
+                "requires_grad: expected a label where gradients are asked, got none"
+            )
+        names: set[str] = set()
+        for feature in features:
+            if feature.name in names:
+                raise DataError(
+                    f"feature {feature.name!r}: expected once in a batch, got twice"
+                )
+            names.add(feature.name)
+        source = "batch_size"
+        if batch_size is None:
+            source = f"feature {features[0].name!r}"
+            batch_size = features[0].batch_size
+        if batch_size < 1:
+            raise DataError(f"{source}: expected at least 1 sample, got {batch_size}")
+        sizes = [(f"feature {feature.name!r}", feature.batch_size) for feature in features]
+        sizes += [
+            (f"{item._WHAT} {item.name!r}", item.batch_size) for item in (*dense, *labels)
+        ]
+        for what, size in sizes:
+            if size != batch_size:
+                raise DataError(
+                    f"{what}: expected {batch_size} samples as in {source}, got {size}"
+                )
+        self.features = features
+        self._dense = dense
+        self._labels = labels
+        self._batch_size = batch_size
+        self._requires_grad = bool(requires_grad)
+        self._meta = meta
+        self.batch_id: int | None = None
+
+    @property
+    def id_type_features(self) -> list[FeatureBatch]:
+        """The id features, in the order given."""
+        return list(self.features)
+
+    @property
+    def non_id_type_features(self) -> list[NdarrayDataBase]:
+        """The dense features, in the order given."""
+        return list(self._dense)
+
+    @property
+    def labels(self) -> list[Label]:
+        """The labels, in the order given."""
+        return list(self._labels)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return self._batch_size
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether embeddings shall be trained by this batch."""
+        return self._requires_grad
+
+    @property
+    def meta(self) -> bytes | None:
+        """Bytes of the user's own."""
+        return self._meta
+
+    @property
+    def data(self) -> PersiaBatch:
+        """The batch itself; the original kept a native object here."""
+        return self
+
+    def to_bytes(self) -> bytes:
+        """Return the batch as one run of bytes, for ``from_bytes``.
+
+        The layout is that of ``persia._rpc.block`` with kind ``PRSBAT01``. Its header holds
+        ``size``, ``grad``, ``id`` and ``meta`` of the batch; ``features``, a list of [name,
+        number of arrays]; and ``dense`` and ``labels``, lists of names or nil. The arrays are,
+        per feature, its distinct ids u64 [D], the number of each id among them u32 [N] and,
+        unless each sample has one id, offsets u32 [B + 1]; then dense features; then labels.
+        """
+        features: list[list[object]] = []
+        arrays: list[NDArray[Any]] = []
+        for feature in self.features:
+            parts = feature.parts()
+            features.append([feature.name, len(parts)])
+            arrays += parts
+        header = {
+            "size": self._batch_size,
+            "grad": self._requires_grad,
+            "id": self.batch_id,
+            "meta": self._meta,
+            "features": features,
+            "dense": [item._name for item in self._dense],
+            "labels": [item._name for item in self._labels],
+        }
+        arrays += [item.data for item in (*self._dense, *self._labels)]
+        return block.pack(_BLOCK_KIND, header, arrays)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PersiaBatch:
+        """Return the batch that ``to_bytes`` wrote.
+
+        Raises:
+            ProtocolError: If the bytes are not such a batch, or are damaged.
+        """
+        header, arrays = block.unpack(_BLOCK_KIND, data)
+        remaining = arrays[::-1]
+
+        def take() -> NDArray[Any]:
+            if not remaining:
+                raise DataError(f"expected more arrays, got {len(arrays)}")
+            return remaining.pop()
+
+        batch = cls.__new__(cls)
+        try:
+            features = tuple(
+                FeatureBatch.from_parts(
+                    _check_name(name), [take() for _ in range(_typed(num_parts, int))]
+                )
+                for name, num_parts in _typed(header["features"], list)
+            )
+            dense = tuple(
+                NonIDTypeFeature(take(), name) for name in _typed(header["dense"], list)
+            )
+            labels = tuple(Label(take(), name) for name in _typed(header["labels"], list))
+            batch._fill(
+                features,
+                dense,
+                labels,
+                _typed(header["size"], int),
+                _typed(header["grad"], bool),
+                header["meta"],
+            )
+            if header["id"] is not None:
+                batch.batch_id = _typed(header["id"], int)
+            if remaining:
+                raise DataError(f"expected {len(arrays) - len(remaining)} arrays, got more")
+        except (DataError, KeyError, TypeError, ValueError) as exc:
+            raise ProtocolError(f"expected a batch, got bytes that say: {exc}") from exc
+        return batch
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """Return ``value`` if it is exactly of that type; bool is no int here."""
+    if type(value) is not kind:
+        raise DataTypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value

@@ -1,0 +1,262 @@
+"""Everything PERSIA reads from the environment: the only reader of ``os.environ``.
+
+Who this process is (rank or replica) is parsed on first use and kept until ``reload_env`` or
+``set_env``, because a launcher sets it once. Everything else is read at each call.
+
+A variable that is set to the empty string counts as not set.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from persia.errors import ConfigError
+
+Mode = Literal["embedded", "services"]
+
+DEFAULT_EMBEDDING_WORKER_SERVICE = "embedding_worker:8887"
+
+# Set by persia-launcher and PersiaServiceCtx for the processes they start.
+LAUNCHED_VARIABLE = "PERSIA_LAUNCHED"
+
+# Any of these says that there are servers to talk to. The values of the two NATS names are
+# ignored: the broker is gone, the old deployments that set them are not.
+_SERVICES_VARIABLES = (
+    "PERSIA_EMBEDDING_PARAMETER_SERVERS",
+    "PERSIA_EMBEDDING_WORKERS",
+    "EMBEDDING_WORKER_SERVICE",
+    "PERSIA_NN_WORKERS",
+    "PERSIA_NATS_URL",
+    "PERSIA_NATS_IP",
+)
+
+_FLAGS = {"0": False, "1": True, "false": False, "true": True}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Who this process is: an nn-worker has a rank, every other role a replica number."""
+
+    world_size: int | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    replica_size: int | None = None
+    replica_index: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, low in (
+            ("WORLD_SIZE", self.world_size, 1),
+            ("RANK", self.rank, 0),
+            ("LOCAL_RANK", self.local_rank, 0),
+            ("REPLICA_SIZE", self.replica_size, 1),
+            ("REPLICA_INDEX", self.replica_index, 0),
+        ):
+            if value is not None and value < low:
+                raise ConfigError(f"{name} must be at least {low}, got {value}")
+        for name, number, of, count in (
+            ("RANK", self.rank, "WORLD_SIZE", self.world_size),
+            ("REPLICA_INDEX", self.replica_index, "REPLICA_SIZE", self.replica_size),
+        ):
+            if number is not None and count is not None and number >= count:
+                raise ConfigError(f"{name} must be below {of} {count}, got {number}")
+
+
+_place: _Place | None = None
+
+
+def _text(name: str) -> str | None:
+    return os.environ.get(name) or None
+
+
+def _integer(name: str) -> int | None:
+    text = _text(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError as exc:
+        raise ConfigError(
+            f"environment variable {name} must be an integer, got {text!r}"
+        ) from exc
+
+
+def _flag(name: str) -> bool:
+    text = _text(name)
+    if text is None:
+        return False
+    try:
+        return _FLAGS[text.strip().lower()]
+    except KeyError as exc:
+        raise ConfigError(f"environment variable {name} must be 0 or 1, got {text!r}") from exc
+
+
+def _path(name: str) -> Path | None:
+    text = _text(name)
+    return None if text is None else Path(text)
+
+
+def _read_place() -> _Place:
+    rank = _integer("RANK")
+    if rank is None:
+        index, size = _integer("REPLICA_INDEX"), _integer("REPLICA_SIZE")
+        return _Place(
+            replica_size=1 if size is None else size,
+            replica_index=0 if index is None else index,
+        )
+    local_rank, world_size = _integer("LOCAL_RANK"), _integer("WORLD_SIZE")
+    missing = [
+        name
+        for name, value in (("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size))
+        if value is None
+    ]
+    if missing:
+        raise ConfigError(f"RANK is set to {rank}, so {' and '.join(missing)} must be set too")
+    return _Place(world_size=world_size, rank=rank, local_rank=local_rank)
+
+
+def _current() -> _Place:
+    global _place
+    if _place is None:
+        _place = _read_place()
+    return _place
+
+
+def reload_env() -> None:
+    """Read rank and replica numbers from the environment again.
+
+    Raises:
+        ConfigError: If a variable is no integer, out of range, or missing beside ``RANK``;
+            what was known before stays.
+    """
+    global _place
+    _place = _read_place()
+
+
+def set_env(
+    replica_size: int | None = None,
+    replica_index: int | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    local_rank: int | None = None,
+) -> None:
+    """Say who this process is, whatever the environment says; what is not given is None.
+
+    Raises:
+        ConfigError: If a number is out of range.
+    """
+    global _place
+    _place = _Place(
+        world_size=world_size,
+        rank=rank,
+        local_rank=local_rank,
+        replica_size=replica_size,
+        replica_index=replica_index,
+    )
+
+
+def get_world_size() -> int | None:
+    """Return the number of nn-workers, or None outside one."""
+    return _current().world_size
+
+
+def get_rank() -> int | None:
+    """Return this nn-worker's number over all nodes, or None outside one."""
+    return _current().rank
+
+
+def get_local_rank() -> int | None:
+    """Return this nn-worker's number on its node, or None outside one."""
+    return _current().local_rank
+
+
+def get_replica_size() -> int | None:
+    """Return the number of replicas of this role, or None in an nn-worker."""
+    return _current().replica_size
+
+
+def get_replica_index() -> int | None:
+    """Return this replica's number, or None in an nn-worker."""
+    return _current().replica_index
+
+
+def get_mode() -> Mode:
+    """Say where the embeddings live: in this process, or in servers.
+
+    Raises:
+        ConfigError: If several ranks would each get a private table, which nobody means.
+    """
+    if _flag(LAUNCHED_VARIABLE) or any(_text(name) for name in _SERVICES_VARIABLES):
+        return "services"
+    world_size = _current().world_size or _integer("WORLD_SIZE") or 1
+    if world_size > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size}, but embedded mode has one rank: each would train "
+            "a table of its own; start servers and set PERSIA_EMBEDDING_PARAMETER_SERVERS "
+            "and PERSIA_EMBEDDING_WORKERS, or use persia-launcher"
+        )
+    return "embedded"
+
+
+def skip_check_data() -> bool:
+    """Whether checks of the dtypes and values of dense data and labels are skipped."""
+    return _flag("PERSIA_SKIP_CHECK_DATA")
+
+
+def launcher_verbose() -> bool:
+    """Whether the launcher prints the commands it runs."""
+    return _flag("PERSIA_LAUNCHER_VERBOSE")
+
+
+def global_config_path() -> Path | None:
+    """Return the path of the global config, if one is named."""
+    return _path("PERSIA_GLOBAL_CONFIG")
+
+
+def embedding_config_path() -> Path | None:
+    """Return the path of the embedding config, if one is named."""
+    return _path("PERSIA_EMBEDDING_CONFIG")
+
+
+def nn_worker_entry() -> Path | None:
+    """Return the script that nn-workers run, if one is named."""
+    return _path("PERSIA_NN_WORKER_ENTRY")
+
+
+def data_loader_entry() -> Path | None:
+    """Return the script that data-loaders run, if one is named."""
+    return _path("PERSIA_DATALOADER_ENTRY")
+
+
+def data_dir() -> Path | None:
+    """Return the directory where examples and tests look for data sets, if one is named."""
+    return _path("PERSIA_DATA_DIR")
+
+
+def isa() -> str | None:
+    """Return the instruction-set variant of the kernels that is asked for, if any.
+
+    ``persia._core.cpu.select`` knows the names and refuses what this machine lacks.
+    """
+    return _text("PERSIA_ISA")
+
+
+def embedding_worker_service() -> str:
+    """Return ``host:port`` of the embedding-worker that inference asks."""
+    return _text("EMBEDDING_WORKER_SERVICE") or DEFAULT_EMBEDDING_WORKER_SERVICE
+
+
+def master_address() -> str | None:
+    """Return the host where the ranks of torch.distributed meet, if one is named."""
+    return _text("MASTER_ADDR")
+
+
+def __getattr__(name: str) -> bool:
+    """Read PERSIA's two flags, which the original copied once at import, at each use."""
+    if name == "PERSIA_LAUNCHER_VERBOSE":
+        return launcher_verbose()
+    if name == "PERSIA_SKIP_CHECK_DATA":
+        return skip_check_data()
+    raise AttributeError(f"module 'persia.env' has no attribute {name!r}")

@@ -1,0 +1,184 @@
+"""Small helpers for scripts and for PERSIA itself: seeds, YAML, programs, ports, memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from persia import env as _env
+from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+MAXIMUM_LOCAL_PORT_NUM = 65535
+
+
+def setup_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's generators and ask for deterministic kernels.
+
+    On CUDA, cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment besides.
+    """
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML where a key given twice is an error; YAML forbids it, PyYAML lets it pass."""
+
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, Any]:
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue  # SafeLoader itself refuses a key that cannot be hashed
+            line = key_node.start_mark.line + 1
+            if key_node.value in seen:
+                raise ConfigError(
+                    f"line {line}: key {key_node.value!r} is already given "
+                    f"in line {seen[key_node.value]}"
+                )
+            seen[key_node.value] = line
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(filepath: str | os.PathLike[str]) -> Any:
+    """Read one YAML document.
+
+    Returns:
+        What the document holds; None for an empty file.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ConfigError: If the file is not YAML, or a mapping gives a key twice.
+    """
+    path = Path(filepath)
+    if not path.is_file():
+        raise FileNotFoundError(f"expected a YAML file at {path}, found none")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {exc}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path}: expected YAML: {exc}") from exc
+
+
+def dump_yaml(content: Any, filepath: str | os.PathLike[str]) -> None:
+    """Write plain data as YAML, mappings in their own order."""
+    with Path(filepath).open("w", encoding="utf-8") as file:
+        yaml.safe_dump(content, file, sort_keys=False)
+
+
+def run_command(cmd: Sequence[object], env: Mapping[str, str] | None = None) -> None:
+    """Run a command and wait for it.
+
+    Args:
+        cmd: The program and its arguments; each becomes its ``str``.
+        env: Its whole environment; this process's own if not given.
+
+    Raises:
+        subprocess.CalledProcessError: If the command exits with another status than 0.
+    """
+    words = [str(word) for word in cmd]
+    if _env.launcher_verbose():
+        print(f"execute command: {' '.join(words)}", file=sys.stderr)
+    subprocess.check_call(words, env=None if env is None else dict(env))
+
+
+def resolve_binary_execute_path(binary_name: str) -> str:
+    """Find a program beside the running Python, or else on the search path.
+
+    Raises:
+        FileNotFoundError: If there is none; says where it was looked for.
+    """
+    beside = Path(sys.executable).parent
+    found = shutil.which(binary_name, path=str(beside)) or shutil.which(binary_name)
+    if found is None:
+        raise FileNotFoundError(
+            f"expected the program {binary_name!r} in {beside} or on PATH, found none"
+        )
+    return found
+
+
+def find_free_port(port: int = 10000, interval: int = 1) -> int:
+    """Return the first port from ``port`` on, in steps of ``interval``, that nobody listens on.
+
+    Another process may take it before the caller does. Where that matters, bind to port 0
+    and ask the socket instead.
+
+    Raises:
+        ConfigError: If there is none up to 65535; it is a ValueError, as in the original.
+    """
+    if interval < 1:
+        raise ConfigError(f"interval must be at least 1, got {interval}")
+    for candidate in range(port, MAXIMUM_LOCAL_PORT_NUM + 1, interval):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", candidate))
+            except OSError:
+                continue
+            return candidate
+    raise ConfigError(
+        f"expected a free port in {port}..{MAXIMUM_LOCAL_PORT_NUM}, all are taken"
+    )
+
+
+def total_memory_bytes(root: str | os.PathLike[str] = "/") -> int:
+    """Return the bytes of memory this process may use: its cgroup's limit, or the host's.
+
+    Every group above the process's own counts, since the lowest limit is the one that kills.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are looked for; another place only in tests.
+    """
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([host, *_cgroup_limits(Path(root))])
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    """Read every memory limit above this process; empty where there are no cgroups."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    limits: list[int] = []
+    for line in lines:
+        # hierarchy:controllers:path; version 2 is hierarchy 0 without controllers.
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0" and not controllers:
+            mount, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's, which is not mounted here; its parents
+        # down to the mount point, which is then the container's own group, are read anyway.
+        here = mount / group.strip("/")
+        for folder in (here, *here.parents):
+            if not folder.is_relative_to(mount):
+                break
+            try:
+                text = (folder / name).read_text().strip()
+            except OSError:
+                continue
+            # "max" is version 2's word for no limit; version 1 writes a number near 2**63.
+            if text.isdecimal():
+                limits.append(int(text))
+    return limits

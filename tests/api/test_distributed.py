@@ -1,0 +1,152 @@
+"""Data parallelism of the dense net: PyTorch's, under PERSIA's names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from persia.distributed import (
+    BaguaDistributedOption,
+    DDPOption,
+    DistributedBaseOption,
+    get_default_distributed_option,
+)
+from persia.errors import ConfigError
+
+
+@pytest.fixture
+def _no_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_default_option_follows_the_device() -> None:
+    assert get_default_distributed_option().backend == "gloo"
+    assert get_default_distributed_option(0).backend == "nccl"
+    option = DDPOption()
+    assert (option.initialization_method, option.backend) == ("tcp", "nccl")
+    assert (option.master_port, option.master_addr) == (23456, None)
+    assert isinstance(option, DistributedBaseOption)
+
+
+def test_w67_the_documented_spelling_of_the_method_works() -> None:
+    with pytest.warns(DeprecationWarning, match="initialization_method"):
+        option = DDPOption(init_method="file", backend="gloo", sync_file="x")
+    assert option.initialization_method == "file"
+    assert option.init_with_env_file() is True
+    assert DDPOption().init_with_env_file() is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"backend": "glo"},
+            "backend: expected one of nccl, gloo, got 'glo', did you mean 'gloo'",
+        ),
+        ({"initialization_method": "udp"}, "initialization_method: expected one of tcp, file"),
+        ({"initialization_method": "file"}, "sync_file: expected a path"),
+        ({"master_prt": 1}, "unknown option 'master_prt', did you mean 'master_port'"),
+        ({"master_port": 0}, "master_port: expected a port in 1..65535, got 0"),
+        ({"master_port": "1"}, "master_port: expected a port in 1..65535, got '1'"),
+    ],
+)
+def test_options_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DDPOption(**arguments)
+
+
+def test_nccl_needs_a_device() -> None:
+    with pytest.raises(ConfigError, match="'nccl' needs a CUDA device"):
+        DDPOption().convert2distributed_model(torch.nn.Linear(1, 1), 1, 0)
+
+
+def test_ranks_must_know_where_to_meet() -> None:
+    with pytest.raises(ConfigError, match="the host where 2 ranks meet, got none"):
+        DDPOption(backend="gloo").convert2distributed_model(torch.nn.Linear(1, 1), 2, 0)
+
+
+def test_a_file_of_an_earlier_job(tmp_path: Path) -> None:
+    path = tmp_path / "sync"
+    path.touch()
+    os.utime(path, (0, 0))
+    option = DDPOption("file", "gloo", sync_file=str(path))
+    with pytest.raises(ConfigError, match=f"expected no file at {path}"):
+        option.convert2distributed_model(torch.nn.Linear(1, 1), 2, 0)
+
+
+@pytest.mark.usefixtures("_no_group_left")
+def test_one_rank_alone(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    option = DDPOption("file", "gloo", sync_file=str(tmp_path / "sync"))
+    parallel, same = option.convert2distributed_model(model, 1, 0, optimizer=optimizer)
+    assert isinstance(parallel, torch.nn.parallel.DistributedDataParallel)
+    assert parallel.module is model
+    assert same is optimizer
+    assert parallel.find_unused_parameters is False
+    # A second model joins the group that is there, Bagua's option too; another rank cannot.
+    bagua = BaguaDistributedOption("gradient_allreduce")
+    second, _ = bagua.convert2distributed_model(torch.nn.Linear(2, 1), 1, 0)
+    assert isinstance(second, torch.nn.parallel.DistributedDataParallel)
+    with pytest.raises(
+        ConfigError, match="this is rank 1 of 2, got one where it is rank 0 of 1"
+    ):
+        option.convert2distributed_model(torch.nn.Linear(2, 1), 2, 1)
+
+
+RANK = """
+import sys, torch
+from persia.distributed import DDPOption
+rank, sync_file = int(sys.argv[1]), sys.argv[2]
+model = torch.nn.Linear(2, 1, bias=False)
+option = DDPOption("file", "gloo", sync_file=sync_file)
+parallel, _ = option.convert2distributed_model(model, 2, rank)
+parallel(torch.full((1, 2), float(rank + 1))).sum().backward()
+print(model.weight.grad.tolist(), model.weight.sum().item())
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_two_ranks_average_gradients_and_begin_equal(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "sync")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("[[1.5, 1.5]]")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    ["decentralized", "low_precision_decentralized", "qadam", "bytegrad", "async", "other"],
+)
+def test_bagua_algorithms_that_are_not_available(algorithm: str) -> None:
+    with pytest.raises(ConfigError, match="expected 'gradient_allreduce'"):
+        BaguaDistributedOption(algorithm)
+
+
+def test_bagua_options(caplog: pytest.LogCaptureFixture) -> None:
+    option = BaguaDistributedOption("gradient_allreduce", autotune_level=1, master_port=1234)
+    assert "autotune_level has no effect" in caplog.text
+    assert option.algorithm == "gradient_allreduce"
+    assert option.master_port == 1234
+    assert option.init_with_env_file() is False
+    with pytest.raises(ConfigError, match="unknown option 'autotune', did you mean"):
+        BaguaDistributedOption("gradient_allreduce", autotune=1)

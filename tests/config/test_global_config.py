@@ -1,0 +1,191 @@
+"""The global config: defaults, the original's files, sizes of memory, bad values."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persia.config import (
+    EmbeddedConfig,
+    GlobalConfig,
+    ParameterServerConfig,
+    resolve_memory_limit,
+)
+from persia.errors import ConfigError
+
+ORIGINAL = """
+common_config:
+  metrics_config:
+    enable_metrics: false
+    push_interval_sec: 20
+  job_type: Train
+  checkpointing_config:
+    num_workers: 8
+  infer_config:
+    servers: ["10.0.0.1:8888", "10.0.0.2:8888"]
+    embedding_checkpoint: /ckpt
+embedding_parameter_server_config:
+  capacity: 1_000_000
+  num_hashmap_internal_shards: 1
+  enable_incremental_update: false
+  incremental_buffer_size: 5_000_000
+  incremental_dir: /workspace/incremental_dir/
+embedding_worker_config:
+  forward_buffer_size: 1000
+"""
+
+
+def server(**keys: Any) -> ParameterServerConfig:
+    source = {"embedding_parameter_server_config": keys}
+    return GlobalConfig.load(source).embedding_parameter_server_config
+
+
+def test_reads_a_file_of_the_original(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "global_config.yml"
+    path.write_text(ORIGINAL)
+    config = GlobalConfig.load(path)
+    assert config.common_config.metrics_config.push_interval_seconds == 20
+    assert config.common_config.checkpointing_config.num_workers == 8
+    infer = config.common_config.infer_config
+    assert infer is not None
+    assert infer.servers == ("10.0.0.1:8888", "10.0.0.2:8888")
+    assert config.embedding_parameter_server_config.capacity == 1_000_000
+    assert config.embedding_parameter_server_config.num_hashmap_internal_shards == 1
+    assert caplog.text == ""
+
+
+def test_defaults() -> None:
+    config = GlobalConfig.load(None)
+    assert config == GlobalConfig() == GlobalConfig.load({})
+    assert GlobalConfig.load(config) is config
+    assert config.common_config.job_type == "Train"
+    assert config.common_config.metrics_config.enable_metrics is False
+    assert config.common_config.infer_config is None
+    assert config.embedding_worker_config.forward_buffer_size == 1000
+    assert config.embedding_parameter_server_config.capacity == 1_000_000_000
+    assert config.embedded_config == EmbeddedConfig(num_servers=1, num_threads=1)
+
+
+def test_w28_a_section_without_its_keys_has_the_defaults_of_an_absent_one() -> None:
+    assert server() == ParameterServerConfig()
+    assert GlobalConfig.load({"embedding_parameter_server_config": None}) == GlobalConfig()
+    assert server(capacity=None).capacity == 1_000_000_000
+    assert server(capacity=5).num_hashmap_internal_shards == 16
+
+
+def test_w28_push_interval_sec_works() -> None:
+    keys: dict[str, Any] = {"push_interval_sec": 7}
+    source = {"common_config": {"metrics_config": keys}}
+    assert GlobalConfig.load(source).common_config.metrics_config.push_interval_seconds == 7
+    keys["push_interval_seconds"] = 8
+    with pytest.raises(ConfigError, match="'push_interval_sec' and 'push_interval_seconds'"):
+        GlobalConfig.load(source)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"incremental_channel_capacity": 10}, {"enable_incremental_update": True}]
+)
+def test_w28_settings_without_effect_say_so(
+    keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "persia.config"):
+        server(**keys)
+    (key,) = keys
+    assert f"embedding_parameter_server_config.{key} has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            {"embeding_worker_config": {}},
+            "unknown key 'embeding_worker_config', did you mean 'embedding_worker_config'?",
+        ),
+        (
+            {"common_config": {"metrics_config": {"enable_metric": True}}},
+            "common_config.metrics_config: unknown key 'enable_metric', "
+            "did you mean 'enable_metrics'?",
+        ),
+        (
+            {"common_config": {"job_type": "train"}},
+            "common_config.job_type: expected one of Train, Eval, Infer, got str 'train', "
+            "did you mean 'Train'?",
+        ),
+        (
+            {"common_config": {"infer_config": {"servers": ["a:1"]}}},
+            "common_config.infer_config: key 'embedding_checkpoint' is required",
+        ),
+        (
+            {"common_config": {"infer_config": {"servers": [1], "embedding_checkpoint": ""}}},
+            "common_config.infer_config.servers.0: expected a text, got int 1",
+        ),
+        ({"common_config": 3}, "common_config: expected a mapping, got int 3"),
+        (
+            {"embedded_config": {"num_servers": 0}},
+            "embedded_config: num_servers: expected an integer of at least 1, got 0",
+        ),
+        (
+            {"embedding_parameter_server_config": {"capacity": 1e6}},
+            "embedding_parameter_server_config.capacity: expected an integer, "
+            "got float 1000000.0",
+        ),
+        (
+            {"embedding_parameter_server_config": {"num_hashmap_internal_shards": 1025}},
+            "num_hashmap_internal_shards: expected an integer in 1..1024, got 1025",
+        ),
+        (
+            {"embedding_parameter_server_config": {"enable_incremental_update": 1}},
+            "enable_incremental_update: expected true or false, got int 1",
+        ),
+        (
+            {"embedding_parameter_server_config": {"memory_limit": "70 percent"}},
+            "memory_limit: expected bytes, a size such as 8GiB, or a percentage",
+        ),
+    ],
+)
+def test_bad_keys_and_values_name_their_place(source: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GlobalConfig.load(source)
+    assert str(caught.value).startswith("global config: ")
+    assert message in str(caught.value)
+
+
+def test_sections_check_themselves_too() -> None:
+    with pytest.raises(ConfigError, match="capacity: expected an integer of at least 1, got 0"):
+        ParameterServerConfig(capacity=0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "want"),
+    [
+        (None, 700),
+        (0, 0),
+        (12345, 12345),
+        ("70%", 700),
+        ("100%", 1000),
+        ("0.5 %", 5),
+        ("8GiB", 8 << 30),
+        ("1.5KiB", 1536),
+        ("2MB", 2_000_000),
+        ("3TiB", 3 << 40),
+        ("512", 512),
+        ("512B", 512),
+    ],
+)
+def test_memory_limit(limit: int | str | None, want: int) -> None:
+    assert resolve_memory_limit(limit, total_bytes=1000) == want
+
+
+@pytest.mark.parametrize("limit", [-1, True, "", "0%", "101%", "8gib", "1..5GiB", "-3", "GiB"])
+def test_memory_limit_that_is_none(limit: int | str) -> None:
+    with pytest.raises(ConfigError, match="memory_limit"):
+        resolve_memory_limit(limit, total_bytes=1000)
+
+
+def test_memory_limit_of_this_machine() -> None:
+    whole = resolve_memory_limit("100%")
+    assert whole > 1 << 20
+    assert server().memory_limit_bytes() == int(whole * 0.7)

@@ -1,0 +1,126 @@
+"""``persia._core.hashing`` against its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia._core import hashing
+from persia.errors import ConfigError, DataError, DataTypeError
+from tests import strategies as own
+from tests.reference import hashing as model
+
+# SplitMix64 as published: https://prng.di.unimi.it/splitmix64.c. The first value of the stream
+# seeded with each x; those of seed 0 after the first are mix64 of multiples of the increment.
+VECTORS = {
+    0: 0xE220A8397B1DCDAF,
+    0x9E3779B97F4A7C15: 0x6E789E6AA1B965F4,
+    2 * 0x9E3779B97F4A7C15 % 2**64: 0x06C45D188009454F,
+    3 * 0x9E3779B97F4A7C15 % 2**64: 0xF88BB8A8724C81EC,
+    1234567: 6457827717110365317,
+    (1234567 + 0x9E3779B97F4A7C15) % 2**64: 3203168211198807973,
+    (1234567 + 2 * 0x9E3779B97F4A7C15) % 2**64: 9817491932198370423,
+}
+
+
+@pytest.mark.parametrize(("x", "hashed"), VECTORS.items())
+def test_published_vectors(x: int, hashed: int) -> None:
+    assert hashing.mix64(x) == hashed
+    assert model.mix64(x) == hashed
+    assert hashing.mix64.__name__ == "mix64"
+
+
+@pytest.mark.parametrize("x", [-1, 2**64])
+def test_a_hash_is_of_64_bits(x: int) -> None:
+    with pytest.raises(OverflowError):
+        hashing.mix64(x)
+
+
+@given(st.data(), own.id_lists())
+def test_mix64_array(data: st.DataObject, ids: list[int]) -> None:
+    array = data.draw(own.layouts(ids))
+    assert hashing.mix64_array(array).tolist() == [model.mix64(one) for one in ids]
+    assert array.tolist() == ids
+
+
+@given(own.ids(), st.integers(1, 1024))
+def test_bucket_and_shard(sign: int, num_shards: int) -> None:
+    assert hashing.bucket(sign) == model.bucket(sign)
+    shard = hashing.shard(sign, num_shards)
+    assert shard == model.shard(sign, num_shards)
+    assert 0 <= shard < num_shards
+
+
+@pytest.mark.parametrize("num_shards", [-1, 0, 1025])
+def test_shards_that_ten_bits_cannot_tell_apart(num_shards: int) -> None:
+    with pytest.raises(ConfigError, match=rf"1\.\.1024, got {num_shards}"):
+        hashing.shard(1, num_shards)
+
+
+def test_bucket_and_shard_come_from_disjoint_bits() -> None:
+    # One server of sixteen owns these; its shards must still share them evenly.
+    signs = np.arange(200_000, dtype=np.uint64)
+    hashes = hashing.mix64_array(signs)
+    owned = hashes[(hashes >> np.uint64(50)) < 1024]
+    shards = (owned >> np.uint64(40)) & np.uint64(1023)
+    counts = np.bincount((shards // np.uint64(64)).astype(np.int64), minlength=16)
+    assert counts.min() > 0.8 * counts.mean()
+    assert counts.max() < 1.2 * counts.mean()
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 4, 7, 1000, 16383, 16384])
+def test_owners_are_contiguous_and_even(num_servers: int) -> None:
+    owner = hashing.owners(num_servers)
+    assert owner.dtype == np.uint16
+    assert owner.tolist() == model.owners(num_servers)
+    sizes = np.bincount(owner, minlength=num_servers)
+    assert sizes.max() - sizes.min() <= 1
+    assert (np.diff(owner.astype(np.int64)) >= 0).all()
+
+
+@pytest.mark.parametrize("num_servers", [-1, 0, 16385])
+def test_servers_beyond_the_buckets(num_servers: int) -> None:
+    with pytest.raises(ConfigError, match=rf"1\.\.16384, got {num_servers}"):
+        hashing.owners(num_servers)
+    with pytest.raises(ConfigError, match=rf"1\.\.16384, got {num_servers}"):
+        hashing.route(own.id_array([1]), np.zeros(16384, dtype=np.uint16), num_servers)
+
+
+@given(st.data(), own.id_lists(), st.sampled_from([1, 2, 3, 5, 16384]))
+def test_route(data: st.DataObject, signs: list[int], num_servers: int) -> None:
+    owner = hashing.owners(num_servers)
+    if data.draw(st.booleans()):  # moved buckets: no longer contiguous
+        owner = owner[::-1]
+    order, starts = hashing.route(data.draw(own.layouts(signs)), owner, num_servers)
+    assert (order.dtype, starts.dtype) == (np.uint32, np.int64)
+    assert (order.tolist(), starts.tolist()) == model.route(signs, owner.tolist(), num_servers)
+
+
+def test_route_refuses_a_table_that_does_not_fit() -> None:
+    signs = own.id_array([1])
+    with pytest.raises(ConfigError, match="16384 buckets, got 16383"):
+        hashing.route(signs, hashing.owners(2)[1:], 2)
+    with pytest.raises(ConfigError, match="below 2, got 2"):
+        hashing.route(signs, hashing.owners(3), 2)
+    with pytest.raises(DataTypeError, match="uint16, got int64"):
+        hashing.route(signs, hashing.owners(2).astype(np.int64), 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("value", "message"), own.NOT_IDS)
+def test_w39_not_ids(value: Any, message: str) -> None:
+    for call in (
+        lambda: hashing.mix64_array(value),
+        lambda: hashing.route(value, hashing.owners(1), 1),
+    ):
+        with pytest.raises(DataTypeError, match=message):
+            call()
+
+
+def test_more_than_a_u32_can_number() -> None:
+    endless = np.broadcast_to(np.uint64(1), 2**32 - 1)
+    with pytest.raises(DataError, match="at most 4294967294 items, got 4294967295"):
+        hashing.mix64_array(endless)

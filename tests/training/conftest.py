@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from persia import env
+from persia._rpc import session
+from persia.ctx import TrainCtx
+from persia.embedding.optim import SGD
+
+from .fakes import DIM, FakeWorker
+
+
+@pytest.fixture(autouse=True)
+def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test sees a rank or servers of its surroundings, or leaves a thread or context."""
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "PERSIA_LAUNCHED",
+        "PERSIA_EMBEDDING_PARAMETER_SERVERS",
+        "PERSIA_EMBEDDING_WORKERS",
+        "PERSIA_EMBEDDING_CONFIG",
+        "PERSIA_GLOBAL_CONFIG",
+        "EMBEDDING_WORKER_SERVICE",
+        "PERSIA_NN_WORKERS",
+        "PERSIA_NATS_URL",
+        "PERSIA_NATS_IP",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    env.reload_env()
+    yield
+    assert session.current() is None
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("persia-")]
+    assert left == []
+    monkeypatch.undo()
+    env.reload_env()
+
+
+class Net(torch.nn.Module):
+    """Dense features and pooled embeddings through one layer; raw ones are averaged."""
+
+    def __init__(self, num_features: int = 2, num_dense: int = 2, dim: int = DIM) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dim = dim
+        self.layer = torch.nn.Linear(num_dense + num_features * dim, 1)
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[object]) -> torch.Tensor:
+        columns = list(dense)
+        for embedding in embeddings:
+            if isinstance(embedding, tuple):
+                values, offsets = embedding
+                lengths = offsets.diff()
+                samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+                embedding = torch.zeros(len(lengths), self.dim).index_add(0, samples, values)
+            elif embedding.dim() == 3:
+                embedding = embedding[:, :, : self.dim].sum(1)
+            columns.append(embedding)
+        return self.layer(torch.cat(columns, 1))
+
+
+@pytest.fixture
+def worker() -> FakeWorker:
+    return FakeWorker()
+
+
+@pytest.fixture
+def make_ctx(worker: FakeWorker):
+    def make(**options: object) -> TrainCtx:
+        model = options.pop("model", None) or Net(options.pop("num_features", 2))
+        settings = {
+            "model": model,
+            "embedding_optimizer": SGD(lr=0.5),
+            "dense_optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "embedding_worker": worker,
+        }
+        return TrainCtx(**{**settings, **options})
+
+    return make
+
+
+def loss_of(output: torch.Tensor, labels: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0])
