@@ -53,7 +53,6 @@ class Vocabulary:
     id_bits: int = 48
 
 
-# The file config/embedding_config.yml has a slot for each feature, in the same words.
 VOCABULARIES = {
     "user": Vocabulary(1_500_000, 1.0, turnover=0.5, head=100),
     "item": Vocabulary(200_000, 1.15, turnover=0.3, head=50),
@@ -64,6 +63,9 @@ VOCABULARIES = {
     "device": Vocabulary(100, 1.0, head=200),
     "country": Vocabulary(10, 0.8, head=200),
 }
+
+# Slots named otherwise than their vocabulary.
+SLOTS = {"item": "candidate", "category": "candidate_category"}
 
 # Standard deviations of the effects, in units of the logit.
 EFFECTS = {
@@ -174,7 +176,7 @@ def generate(num_samples: int, seed: int) -> ClickLog:
     probability = 1 / (1 + np.exp(-logit))
     clicks = (rng.random(num_samples) < probability).astype(np.float32)
     return ClickLog(
-        single=ids,
+        single={SLOTS.get(name, name): values for name, values in ids.items()},
         ragged={
             "viewed_items": Ragged(viewed_ids, viewed),
             "recent_categories": Ragged(recent_ids, recent),

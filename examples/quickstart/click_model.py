@@ -7,20 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-ITEM_DIM = 16
-CATEGORY_DIM = 16
-# Widths of the vectors that PERSIA pools, in the order of FEATURES in train.py; the sequence
-# comes last.
+# The slots that PERSIA pools to one vector each, and its width, in the order of the batches;
+# the sequence follows them.
 POOLED_DIMS = {
     "user": 16,
-    "item": ITEM_DIM,
-    "viewed_items": ITEM_DIM,
+    "candidate": 16,
+    "viewed_items": 16,
     "query_words": 16,
     "url": 16,
     "publisher": 8,
     "device": 8,
     "country": 8,
-    "category": CATEGORY_DIM,
+    "candidate_category": 16,
 }
 NUM_DENSE = 4
 
@@ -29,7 +27,8 @@ class ClickModel(nn.Module):
     """Two layers over the embeddings, the dense numbers, and how history meets candidate.
 
     The viewed items share their rows with the candidate, so the dot product of the two says
-    how much of the candidate is in the history; likewise place by place for the categories.
+    how much of the candidate is in the history. Among the recent categories a match is a
+    distance of zero, place by place.
 
     Args:
         use_embeddings: False feeds zeros in place of every embedding, which shows what they
@@ -43,6 +42,7 @@ class ClickModel(nn.Module):
         self.deep = nn.Sequential(
             nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1)
         )
+        # Equal ids have equal rows, so a distance of 0 is a match, whatever the rows say.
         self.sharpness = nn.Parameter(torch.tensor(4.0))
         self.wide = nn.Linear(width, 1)
 
@@ -60,9 +60,9 @@ class ClickModel(nn.Module):
             embeddings = [embedding * 0.0 for embedding in embeddings]
         *pooled, sequence = embeddings
         by_name = dict(zip(POOLED_DIMS, pooled, strict=True))
-        seen_item = (by_name["item"] * by_name["viewed_items"]).sum(1, keepdim=True)
+        seen_item = (by_name["candidate"] * by_name["viewed_items"]).sum(1, keepdim=True)
         places, filled = sequence[..., :-1], sequence[..., -1]
-        distance = (places - by_name["category"][:, None, :]).square().sum(2)
+        distance = (places - by_name["candidate_category"][:, None, :]).square().sum(2)
         match = torch.exp(-distance * self.sharpness)
         seen_category = torch.log1p((match * filled).sum(1, keepdim=True))
         inputs = torch.cat([*pooled, seen_item, seen_category, *dense], dim=1)
