@@ -35,6 +35,7 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.embedding.optim import Adagrad
+from persia.utils import load_yaml
 
 CONFIG = Path(__file__).parent / "config"
 BATCH_SIZE = 128
@@ -103,6 +104,11 @@ def build_ctx(options: Options) -> TrainCtx:
     """Return the context of a fresh model; equal seeds give equal beginnings."""
     torch.manual_seed(options.seed)
     model = IncomeModel()
+    servers = load_yaml(CONFIG / "global_config.yml")
+    servers["embedded_config"] = {
+        "num_servers": options.servers,
+        "num_threads": options.threads,
+    }
     return TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=EMBEDDING_LR),
@@ -110,12 +116,7 @@ def build_ctx(options: Options) -> TrainCtx:
         embedding_config=EmbeddingConfig(
             seed=options.seed, schema=CONFIG / "embedding_config.yml"
         ),
-        global_config={
-            "embedded_config": {
-                "num_servers": options.servers,
-                "num_threads": options.threads,
-            }
-        },
+        global_config=servers,
     )
 
 
