@@ -104,7 +104,10 @@ def _arrays(rows: list[list[str]], codes: list[dict[str, int]]) -> Income:
     return Income(
         np.array([[float(row[i]) for i in continuous] for row in rows], np.float32),
         np.array(
-            [[code[row[i]] for i, code in zip(categorical, codes, strict=True)] for row in rows],
+            [
+                [code[row[i]] for i, code in zip(categorical, codes, strict=True)]
+                for row in rows
+            ],
             np.uint64,
         ),
         np.array([[row[-1].startswith(">50K")] for row in rows], np.float32),

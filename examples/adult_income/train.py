@@ -92,7 +92,9 @@ class IncomeDataset(IterableDataset):
             yield PersiaBatch(
                 [
                     IDTypeFeatureWithSingleID(name, np.ascontiguousarray(column))
-                    for name, column in zip(CATEGORICAL, income.categorical[part].T, strict=True)
+                    for name, column in zip(
+                        CATEGORICAL, income.categorical[part].T, strict=True
+                    )
                 ],
                 non_id_type_features=[NonIDTypeFeature(income.continuous[part])],
                 labels=[Label(income.target[part])],
@@ -176,7 +178,9 @@ def auc(labels: NDArray[np.floating], scores: NDArray[np.floating]) -> float:
     _, group, counts = np.unique(scores, return_inverse=True, return_counts=True)
     mean_rank = np.cumsum(counts) - (counts - 1) / 2
     rank_sum = mean_rank[group][positive].sum()
-    return float((rank_sum - num_positive * (num_positive + 1) / 2) / num_positive / num_negative)
+    return float(
+        (rank_sum - num_positive * (num_positive + 1) / 2) / num_positive / num_negative
+    )
 
 
 def parse_args(argv: list[str] | None = None) -> Options:

@@ -136,8 +136,11 @@ def generate(num_samples: int, seed: int) -> ClickLog:
     """
     rng = np.random.default_rng(seed)
     time = np.arange(num_samples) / num_samples
-    ranks = {name: _zipf_ranks(rng, vocabulary, num_samples)
-             for name, vocabulary in VOCABULARIES.items() if name != "word"}
+    ranks = {
+        name: _zipf_ranks(rng, vocabulary, num_samples)
+        for name, vocabulary in VOCABULARIES.items()
+        if name != "word"
+    }
     ids = {name: _ids(name, rank, time, seed) for name, rank in ranks.items()}
 
     viewed = _offsets(_basket_lengths(rng, num_samples))
@@ -146,7 +149,9 @@ def generate(num_samples: int, seed: int) -> ClickLog:
     viewed_ids = _ids("item", viewed_ranks, viewed_time, seed)
     seen = _plant(rng, 0.2, viewed, np.diff(viewed))
     viewed_ranks[seen.places], viewed_ids[seen.places] = (
-        ranks["item"][seen.samples], ids["item"][seen.samples])
+        ranks["item"][seen.samples],
+        ids["item"][seen.samples],
+    )
 
     recent = _offsets(rng.integers(0, 13, num_samples))
     recent_ranks = _zipf_ranks(rng, VOCABULARIES["category"], int(recent[-1]))
@@ -160,18 +165,26 @@ def generate(num_samples: int, seed: int) -> ClickLog:
 
     hour = rng.uniform(0, 2 * np.pi, num_samples)
     dense = np.stack(
-        [rng.normal(size=num_samples), rng.normal(size=num_samples), np.sin(hour), np.cos(hour)],
+        [
+            rng.normal(size=num_samples),
+            rng.normal(size=num_samples),
+            np.sin(hour),
+            np.cos(hour),
+        ],
         axis=1,
     ).astype(np.float32)
 
     logit = INTERCEPT + dense @ np.array(DENSE_EFFECTS)
     for name, rank in ranks.items():
         logit += _effects(name, name, ids[name], rank, seed)
-    logit += _mean_effect(_effects("viewed_items", "item", viewed_ids, viewed_ranks, seed), viewed)
+    logit += _mean_effect(
+        _effects("viewed_items", "item", viewed_ids, viewed_ranks, seed), viewed
+    )
     logit += _mean_effect(_effects("query_words", "word", word_ids, word_ranks, seed), words)
     logit += SEEN_ITEM * (_matches(viewed_ids, viewed, ids["item"], None) > 0)
     logit += SEEN_CATEGORY * np.log1p(
-        _matches(recent_ids, recent, ids["category"], SEQUENCE_LENGTH))
+        _matches(recent_ids, recent, ids["category"], SEQUENCE_LENGTH)
+    )
 
     probability = 1 / (1 + np.exp(-logit))
     clicks = (rng.random(num_samples) < probability).astype(np.float32)
@@ -204,11 +217,14 @@ def auc(labels: NDArray[np.floating], scores: NDArray[np.floating]) -> float:
     num_negative = positive.size - num_positive
     if num_positive == 0 or num_negative == 0:
         raise ValueError(
-            f"AUC needs both classes, got {num_positive} positive and {num_negative} negative")
+            f"AUC needs both classes, got {num_positive} positive and {num_negative} negative"
+        )
     _, group, counts = np.unique(scores, return_inverse=True, return_counts=True)
     mean_rank = np.cumsum(counts) - (counts - 1) / 2  # ties share the mean of their ranks
     rank_sum = mean_rank[group][positive].sum()
-    return float((rank_sum - num_positive * (num_positive + 1) / 2) / num_positive / num_negative)
+    return float(
+        (rank_sum - num_positive * (num_positive + 1) / 2) / num_positive / num_negative
+    )
 
 
 # --- drawing ids ------------------------------------------------------------------------------

@@ -196,14 +196,22 @@ def parse_args(argv: list[str] | None = None) -> Options:
     add("--samples", type=int, default=default.samples, help="length of the log")
     add("--batch-size", type=int, default=default.batch_size)
     add("--seed", type=int, default=default.seed, help="of the log, the rows and the model")
-    add("--staleness", type=int, default=None,
+    add(
+        "--staleness",
+        type=int,
+        default=None,
         help=f"most batches between lookup and update (default {default.staleness}, or 1 with "
-        "--reproducible)")
+        "--reproducible)",
+    )
     add("--reproducible", action="store_true", help="the same bits in every run")
     add("--threads", type=int, default=default.threads, help="of each server")
     add("--servers", type=int, default=default.servers, help="parameter servers in the process")
-    add("--no-embeddings", dest="embeddings", action="store_false",
-        help="feed the model zeros instead, to see what embeddings are worth")
+    add(
+        "--no-embeddings",
+        dest="embeddings",
+        action="store_false",
+        help="feed the model zeros instead, to see what embeddings are worth",
+    )
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="print the report as one line of JSON")
     args = parser.parse_args(argv)

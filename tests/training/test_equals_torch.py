@@ -84,7 +84,10 @@ def _steps(meets_all: bool) -> list[Step]:
         ]
         if meets_all:
             everyone = rng.permutation(BATCH).astype(np.uint64) % VOCABULARY
-            ids = [np.concatenate([[first], rest]) for first, rest in zip(everyone, ids, strict=True)]
+            ids = [
+                np.concatenate([[first], rest])
+                for first, rest in zip(everyone, ids, strict=True)
+            ]
             ids = [sample.astype(np.uint64) for sample in ids]
         steps.append(Step(ids, rng.normal(size=(BATCH, 1)).astype(np.float32)))
     return steps
