@@ -20,11 +20,14 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from persia import env
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SOURCE = "https://archive.ics.uci.edu/ml/machine-learning-databases/adult"
 CHECKSUMS = {  # sha256 of the unpacked files

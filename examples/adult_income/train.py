@@ -17,11 +17,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from income_model import IncomeModel
-from numpy.typing import NDArray
 from prepare_data import CATEGORICAL, Income, load
 from tqdm import tqdm
 
@@ -36,6 +36,9 @@ from persia.embedding.data import (
 )
 from persia.embedding.optim import Adagrad
 from persia.utils import load_yaml
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 CONFIG = Path(__file__).parent / "config"
 BATCH_SIZE = 128

@@ -133,7 +133,7 @@ def main() -> None:
     args = parser.parse_args()
 
     pinned = pin_malloc()
-    torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, or torch warns
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # said aloud, or torch warns
     print(
         f"python {platform.python_version()}, torch {torch.__version__}, numpy "
         f"{np.__version__}, {platform.machine()}, {sum(sizes(args.quick)):,} rows of dim 16, "

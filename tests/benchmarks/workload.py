@@ -11,9 +11,12 @@ the ids of a row are the same in both. Every pattern has 4096 samples of 26 feat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 BATCH = 4096
 DIM = 16
@@ -30,7 +33,7 @@ def sizes(quick: bool) -> list[int]:
 def raw_ids(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return ids that look like hashes (56 bits, one to one) for a feature's row numbers."""
     spread = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return spread & np.uint64(2**56 - 1)
+    return np.bitwise_and(spread, np.uint64(2**56 - 1))
 
 
 @dataclass(frozen=True)
@@ -100,4 +103,5 @@ def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def _zipf(rng: np.random.Generator, size: int, count: int) -> NDArray[np.int64]:
     power = 1 - EXPONENT
     x = (1 + rng.random(count) * ((size + 1.0) ** power - 1)) ** (1 / power)
-    return np.minimum(x.astype(np.int64), size) - 1
+    ranks: NDArray[np.int64] = np.minimum(x.astype(np.int64), size) - 1
+    return ranks

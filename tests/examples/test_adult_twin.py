@@ -76,7 +76,7 @@ def _twin_auc(data: Any, seed: int) -> float:
         loss = torch.nn.functional.binary_cross_entropy(forward(train_data, part), target)
         sparse.zero_grad()
         dense.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         sparse.step()
         dense.step()
     model.eval()

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from persia._core.signs import pack
 from persia._rpc.messages import TableEntries, TableSigns
@@ -24,6 +23,9 @@ from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 STEPS = 200
 BATCH = 32
@@ -55,7 +57,8 @@ def _vector(pooling: str, embedding: Any) -> torch.Tensor:
     """Return [B, DIM]. Places and positions weigh differently, so that a mix-up shows."""
     if pooling == "raw":
         places = torch.arange(1.0, FIXED + 1)[None, :, None]
-        return (embedding[..., :-1] * embedding[..., -1:] / places).sum(1)
+        weighted: torch.Tensor = embedding[..., :-1] * embedding[..., -1:] / places
+        return weighted.sum(1)
     if pooling == "jagged":
         values, offsets = embedding
         lengths = offsets.diff()
@@ -137,7 +140,7 @@ def _train_twin(
         loss = torch.nn.functional.mse_loss(model.head(vector), torch.from_numpy(step.labels))
         optimizer.zero_grad()
         dense.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if isinstance(optimizer, torch.optim.SparseAdam) and weight.grad is not None:
             weight.grad = torch.sparse_coo_tensor(
                 torch.arange(VOCABULARY)[None], weight.grad, weight.shape, check_invariants=True
