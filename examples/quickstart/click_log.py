@@ -290,7 +290,7 @@ def _effects(
     return EFFECTS[effect] * normal / (1 + ranks / VOCABULARIES[vocabulary].head)
 
 
-# --- samples with several ids -------------------------------------------------------------------
+# --- samples with several ids ----------------------------------------------------------------
 
 
 def _basket_lengths(rng: np.random.Generator, count: int) -> NDArray[np.int64]:

@@ -37,7 +37,7 @@ class Contender(Protocol):
 
 
 class Persia:
-    """From raw ids to updated rows: FeatureBatch, EmbeddingWorker, ParameterServer; no torch."""
+    """FeatureBatch, EmbeddingWorker, ParameterServer: raw ids to updated rows, no torch."""
 
     name = "PERSIA, exact Adagrad"
     ids = "any u64, LRU"

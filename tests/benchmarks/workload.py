@@ -33,7 +33,8 @@ def sizes(quick: bool) -> list[int]:
 def raw_ids(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return ids that look like hashes (56 bits, one to one) for a feature's row numbers."""
     spread = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return np.bitwise_and(spread, np.uint64(2**56 - 1))
+    ids: NDArray[np.uint64] = np.bitwise_and(spread, np.uint64(2**56 - 1))
+    return ids
 
 
 @dataclass(frozen=True)
