@@ -1,0 +1,73 @@
+"""Memory of a parameter server, by resident set, each figure in a process of its own.
+
+    python -m tests.benchmarks.memory OPTIMIZER ROWS     growth to ROWS rows
+    python -m tests.benchmarks.memory empty 0            capacity 1e9, no row
+
+Prints one line of JSON: bytes per row at ROWS, and the worst between a quarter of ROWS (from
+5 million at the full size) and ROWS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from persia._core.store import EmbeddingStore
+
+from persia._core.initial import Initializer
+from persia._core.optim import RowOptimizer
+
+DIM = 16
+CHUNK = 100_000
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adagrad": {"name": "adagrad"},
+    "sgd": {"name": "sgd", "lr": 0.1},
+    "shared": {"name": "adagrad", "vectorwise_shared": True},
+}
+
+
+def resident() -> int:
+    """Return the resident set of this process in bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(what: str, num_rows: int) -> dict[str, float]:
+    """Grow a store to ``num_rows`` rows in this process and watch its resident set."""
+    start = resident()
+    store = EmbeddingStore(1_000_000_000)
+    if what == "empty":
+        return {"process_bytes": resident(), "store_bytes": resident() - start}
+    store.configure(RowOptimizer(**OPTIMIZERS[what]))
+    initializer = Initializer("uniform", lower=-0.01, upper=0.01)
+    rows, hints = np.zeros((CHUNK, DIM), np.float32), np.zeros(CHUNK, np.uint32)
+    start = resident() - store.stats()["bytes"]
+    at_size, worst = 0.0, 0.0
+    for first in range(0, num_rows, CHUNK):
+        signs = np.arange(first, first + CHUNK, dtype=np.uint64) | np.uint64(1 << 56)
+        store.lookup_train(signs, initializer, 1.0, first, rows, hints)
+        at_size = (resident() - start) / (first + CHUNK)
+        if first + CHUNK >= num_rows // 4:
+            worst = max(worst, at_size)
+    return {"bytes_per_row": at_size, "worst_bytes_per_row": worst}
+
+
+def in_fresh_process(what: str, num_rows: int) -> dict[str, float]:
+    """Return ``measure`` as a process sees it that has done nothing else."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.memory", what, str(num_rows)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    measured: dict[str, float] = json.loads(done.stdout)
+    return measured
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
