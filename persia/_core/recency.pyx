@@ -238,7 +238,7 @@ cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept no
     for word in range(into.num_used):
         row_at(slabs, into.rows[word]).position = (target << OFFSET_BITS) | word
         into.held[word // 64] |= <uint64_t> 1 << (word % 64)
-    for word in range(SEGMENT_WORDS):
+    for word in range(<uint32_t> SEGMENT_WORDS):
         into.live[word] = into.held[word]
     into.num_held = into.num_used
     into.num_live = into.num_used

@@ -127,7 +127,7 @@ cdef uint32_t take_rows(SignIndex *index, Table *table) noexcept nogil:
     """Move the table's rows to the scratch array and leave its buckets alone."""
     cdef uint32_t i, slot, count = 0
     for i in range(table.num_buckets):
-        for slot in range(BUCKET_SLOTS):
+        for slot in range(<uint32_t> BUCKET_SLOTS):
             if table.buckets[i].tags[slot]:
                 index.scratch[count] = table.buckets[i].rows[slot]
                 count += 1
@@ -180,7 +180,7 @@ cdef int split_table(SignIndex *index, Slabs *slabs, uint32_t number) noexcept n
     count = take_rows(index, table)
     for i in range(table.num_buckets):
         table.buckets[i].num_passed = 0
-        for ahead in range(BUCKET_SLOTS):
+        for ahead in range(<uint32_t> BUCKET_SLOTS):
             table.buckets[i].tags[ahead] = 0
     table.count = 0
     table.depth += 1
@@ -230,7 +230,7 @@ cdef void index_remove(SignIndex *index, uint64_t hash, row_t row) noexcept nogi
     cdef uint32_t slot
     while True:
         bucket = &table.buckets[at]
-        for slot in range(BUCKET_SLOTS):
+        for slot in range(<uint32_t> BUCKET_SLOTS):
             if bucket.tags[slot] == tag and bucket.rows[slot] == row:
                 bucket.tags[slot] = 0
                 table.count -= 1

@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,11 +8,13 @@ from typing_extensions import Self
 from persia._core.initial import Initializer
 from persia._core.optim import RowOptimizer
 
+@final
 class Batch:
     """One request: its arguments, and its signs in shard order."""
 
     def serve(self, first: int, end: int) -> None: ...
 
+@final
 class EmbeddingStore:
     """Rows by sign, with the least recently used evicted first; safe from many threads.
 

@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+cimport cython
+
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -449,6 +451,7 @@ cdef void delete_shard(
     recency_settle(&shard.recency)
 
 
+@cython.final
 cdef class Batch:
     """One request: its arguments, and its signs in shard order. Reused."""
 
@@ -547,6 +550,7 @@ cdef inline void add_tally(Tally *total, const Tally *part) noexcept nogil:
         total.state_words = part.state_words
 
 
+@cython.final
 cdef class EmbeddingStore:
     """See the stub for the contract of each method."""
 
@@ -923,7 +927,7 @@ cdef const char *broken_invariant(Shard *shard) noexcept nogil:
             return b"recency: a segment does not know its predecessor"
         taken = 0
         count = 0
-        for offset in range(SEGMENT_ENTRIES):
+        for offset in range(<uint32_t> SEGMENT_ENTRIES):
             if (segment.live[offset // 64] >> (offset % 64)) & 1:
                 if not (segment.held[offset // 64] >> (offset % 64)) & 1:
                     return b"recency I2: an entry is live and not held"
@@ -959,7 +963,7 @@ cdef const char *broken_invariant(Shard *shard) noexcept nogil:
     for i in range(shard.index.num_tables):
         count = 0
         for offset in range(shard.index.tables[i].num_buckets):
-            for slot in range(BUCKET_SLOTS):
+            for slot in range(<uint32_t> BUCKET_SLOTS):
                 count += shard.index.tables[i].buckets[offset].tags[slot] != 0
         if count != shard.index.tables[i].count:
             return b"index I2: a table's count is not its tags"

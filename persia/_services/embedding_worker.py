@@ -158,6 +158,11 @@ class EmbeddingWorker:
 
     # --- refs -------------------------------------------------------------------------------
 
+    @property
+    def servers(self) -> tuple[ParameterServer, ...]:
+        """The parameter servers, by replica index."""
+        return self._servers
+
     def register(self, features: IDFeatures) -> int:
         """Take the ids of a batch and return its ref.
 
