@@ -23,12 +23,14 @@ the index (8 more bytes a row, and the row's line is needed all the same); one b
 rehashed as a whole.
 """
 
-from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memset
 
 from persia._core.hashing cimport mix64
-from persia._core.slabs cimport (
-    persia_prefetch, slabs_drop_block, slabs_new_block,
-)
+from persia._core.slabs cimport persia_prefetch, slabs_new_block
+
+cdef extern from "stdlib.h" nogil:
+    int posix_memalign(void **block, size_t alignment, size_t num_bytes) noexcept
 
 
 cdef int index_init(SignIndex *index, Slabs *slabs) noexcept nogil:
@@ -40,20 +42,23 @@ cdef int index_init(SignIndex *index, Slabs *slabs) noexcept nogil:
     index.directory = <Entry *> malloc(sizeof(Entry))
     index.tables = NULL
     index.scratch = <row_t *> malloc(MAX_BUCKETS * BUCKET_SLOTS * sizeof(row_t))
-    if index.directory == NULL or index.scratch == NULL or add_table(index, slabs, 0) < 0:
+    if index.directory == NULL or index.scratch == NULL or add_table(index, slabs, 1) < 0:
         return -1
     point_entries(index, 0)
     return 0
 
 
 cdef void index_free(SignIndex *index) noexcept nogil:
-    """Buckets belong to the slabs and go with them."""
+    """Give back everything but the tables of full size, which go with the slabs."""
+    if index.num_tables == 1 and index.tables[0].num_buckets < MAX_BUCKETS:
+        free(index.tables[0].buckets)
     free(index.directory)
     free(index.tables)
     free(index.scratch)
     index.directory = NULL
     index.tables = NULL
     index.scratch = NULL
+    index.num_tables = 0
 
 
 cdef uint64_t index_bytes(const SignIndex *index) noexcept nogil:
@@ -61,11 +66,27 @@ cdef uint64_t index_bytes(const SignIndex *index) noexcept nogil:
     return (
         (<uint64_t> 1 << index.depth) * sizeof(Entry)
         + index.table_capacity * sizeof(Table)
+        + (index.tables[0].num_buckets % MAX_BUCKETS) * sizeof(Bucket)
         + MAX_BUCKETS * BUCKET_SLOTS * sizeof(row_t))
 
 
-cdef int add_table(SignIndex *index, Slabs *slabs, uint32_t block_class) noexcept nogil:
-    """Append a table of ``1 << block_class`` empty buckets; -1: no memory."""
+cdef Bucket *new_buckets(Slabs *slabs, uint32_t count) noexcept nogil:
+    """So many empty buckets; NULL: no memory.
+
+    Only a shard's first table is ever smaller than a block, and then comes from malloc:
+    little tables in a chunk would leave the last one of a big shard almost unused.
+    """
+    cdef void *buckets = NULL
+    if count == MAX_BUCKETS:
+        return <Bucket *> slabs_new_block(slabs)
+    if posix_memalign(&buckets, sizeof(Bucket), count * sizeof(Bucket)) != 0:
+        return NULL
+    memset(buckets, 0, count * sizeof(Bucket))
+    return <Bucket *> buckets
+
+
+cdef int add_table(SignIndex *index, Slabs *slabs, uint32_t num_buckets) noexcept nogil:
+    """Append a table of so many empty buckets; -1: no memory."""
     cdef Table *tables
     cdef Table *table
     cdef uint32_t capacity
@@ -77,10 +98,10 @@ cdef int add_table(SignIndex *index, Slabs *slabs, uint32_t block_class) noexcep
         index.tables = tables
         index.table_capacity = capacity
     table = &index.tables[index.num_tables]
-    table.buckets = <Bucket *> slabs_new_block(slabs, block_class)
+    table.buckets = new_buckets(slabs, num_buckets)
     if table.buckets == NULL:
         return -1
-    table.num_buckets = <uint32_t> 1 << block_class
+    table.num_buckets = num_buckets
     table.count = 0
     table.depth = 0
     table.pattern = 0
@@ -137,16 +158,12 @@ cdef uint32_t take_rows(SignIndex *index, Table *table) noexcept nogil:
 
 cdef int double_table(SignIndex *index, Slabs *slabs, uint32_t number) noexcept nogil:
     cdef Table *table = &index.tables[number]
-    cdef uint32_t block_class = 0
     cdef uint32_t i, count
-    cdef Bucket *buckets
-    while (<uint32_t> 1 << block_class) < table.num_buckets:
-        block_class += 1
-    buckets = <Bucket *> slabs_new_block(slabs, block_class + 1)
+    cdef Bucket *buckets = new_buckets(slabs, 2 * table.num_buckets)
     if buckets == NULL:
         return -1
     count = take_rows(index, table)
-    slabs_drop_block(slabs, table.buckets, block_class)
+    free(table.buckets)     # of less than full size, so it came from malloc
     table.buckets = buckets
     table.num_buckets *= 2
     table.count = 0
@@ -172,7 +189,7 @@ cdef int split_table(SignIndex *index, Slabs *slabs, uint32_t number) noexcept n
         for i in range(<uint32_t> 1 << index.depth):
             directory[i + (<uint32_t> 1 << index.depth)] = directory[i]
         index.depth += 1
-    if add_table(index, slabs, BUCKET_BITS) < 0:
+    if add_table(index, slabs, MAX_BUCKETS) < 0:
         return -1
     table = &index.tables[number]
     other = &index.tables[index.num_tables - 1]

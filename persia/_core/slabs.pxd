@@ -22,7 +22,7 @@ cdef enum:
     NO_CHUNK = 0xFFFFFFFF
     NO_POSITION = 0xFFFFFFFF
     MAX_SLABS = 64
-    NUM_BLOCK_CLASSES = 10          # index tables of 64 << class bytes
+    BLOCK_BYTES = 32768             # an index table of full size
     CACHE_LINE = 64
 
 cdef struct Row:
@@ -60,10 +60,9 @@ cdef struct Slabs:
     uint32_t num_regions
     uint32_t region_capacity
     uint32_t region_chunks_left     # of the newest region
-    uint32_t num_mapped             # chunks taken from regions, row chunks and block chunks
+    uint32_t num_mapped             # chunks taken from regions, for rows and for blocks
     char *block_next                # unused rest of the newest block chunk
     uint64_t block_left             # bytes
-    void *block_free[NUM_BLOCK_CLASSES]
     uint64_t bytes_used             # handed out at least once: what is or will be resident
 
 
@@ -94,6 +93,5 @@ cdef int slabs_slab(Slabs *slabs, uint32_t dim, uint32_t state_words) noexcept n
 # NO_ROW: no memory. The row is live with NO_POSITION until it enters the order of use.
 cdef row_t slabs_new_row(Slabs *slabs, uint32_t slab) noexcept nogil
 cdef void slabs_drop_row(Slabs *slabs, row_t row) noexcept nogil
-# 64 << block_class zeroed bytes, line-aligned; NULL: no memory.
-cdef void *slabs_new_block(Slabs *slabs, uint32_t block_class) noexcept nogil
-cdef void slabs_drop_block(Slabs *slabs, void *block, uint32_t block_class) noexcept nogil
+# BLOCK_BYTES zeroed bytes, line-aligned, for the life of the slabs; NULL: no memory.
+cdef void *slabs_new_block(Slabs *slabs) noexcept nogil

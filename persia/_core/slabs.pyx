@@ -205,26 +205,16 @@ cdef void slabs_drop_row(Slabs *slabs, row_t row) noexcept nogil:
         open_chunk(slabs, chunk)
 
 
-cdef void *slabs_new_block(Slabs *slabs, uint32_t block_class) noexcept nogil:
-    cdef uint64_t num_bytes = <uint64_t> CACHE_LINE << block_class
-    cdef void *block = slabs.block_free[block_class]
-    if block != NULL:
-        slabs.block_free[block_class] = (<void **> block)[0]
-        memset(block, 0, num_bytes)
-        return block
-    if slabs.block_left < num_bytes:
+cdef void *slabs_new_block(Slabs *slabs) noexcept nogil:
+    cdef void *block
+    if slabs.block_left == 0:
         block = map_chunk(slabs)
         if block == NULL:
             return NULL
         slabs.block_next = <char *> block
         slabs.block_left = CHUNK_BYTES
     block = slabs.block_next
-    slabs.block_next += num_bytes
-    slabs.block_left -= num_bytes
-    slabs.bytes_used += num_bytes
+    slabs.block_next += BLOCK_BYTES
+    slabs.block_left -= BLOCK_BYTES
+    slabs.bytes_used += BLOCK_BYTES
     return block
-
-
-cdef void slabs_drop_block(Slabs *slabs, void *block, uint32_t block_class) noexcept nogil:
-    (<void **> block)[0] = slabs.block_free[block_class]
-    slabs.block_free[block_class] = block

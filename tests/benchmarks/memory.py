@@ -45,7 +45,8 @@ def measure(what: str, num_rows: int) -> dict[str, float]:
         return {"process_bytes": resident(), "store_bytes": resident() - start}
     store.configure(RowOptimizer(**OPTIMIZERS[what]))
     initializer = Initializer("uniform", lower=-0.01, upper=0.01)
-    rows, hints = np.zeros((CHUNK, DIM), np.float32), np.zeros(CHUNK, np.uint32)
+    # Written, so that they are resident before the store is measured.
+    rows, hints = np.ones((CHUNK, DIM), np.float32), np.ones(CHUNK, np.uint32)
     start = resident() - store.stats()["bytes"]
     at_size, worst = 0.0, 0.0
     for first in range(0, num_rows, CHUNK):
