@@ -22,6 +22,11 @@
 #define MAP_NORESERVE 0
 #endif
 
+/* The debug build walks every structure after each request. */
+#ifndef PERSIA_DEBUG
+#define PERSIA_DEBUG 0
+#endif
+
 static inline void persia_prefetch(const void *address) { __builtin_prefetch(address, 0, 3); }
 
 static inline void persia_prefetch_write(const void *address) { __builtin_prefetch(address, 1, 3); }

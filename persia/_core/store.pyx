@@ -50,6 +50,9 @@ from persia._core.types cimport NO_ROW, uint8_t
 
 from persia.errors import ConfigError, DataError, DimMismatch, InternalError, NotConfigured
 
+cdef extern from "portable.h":
+    const bint PERSIA_DEBUG
+
 cdef extern from "pythread.h" nogil:
     PyThread_type_lock PyThread_allocate_lock() noexcept
     void PyThread_free_lock(PyThread_type_lock lock) noexcept
@@ -664,6 +667,8 @@ cdef class EmbeddingStore:
         batch.optimizer = None
         batch.initializer = None
         self.batches.append(batch)
+        if PERSIA_DEBUG:
+            self.check()
         if tally.status == STATUS_NO_MEMORY:
             raise MemoryError(f"no memory for another row of dim {dim} ({len(self)} held)")
         if tally.status == STATUS_SHAPES:
