@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from persia._core.initial import Initializer
+from persia._core.optim import RowOptimizer
+from persia._core.store import EmbeddingStore
+from tests.reference.hashing import mix64
+from tests.reference.store import unmix64
+
+Floats = NDArray[np.float32]
+Words = NDArray[np.uint32]
+Signs = Sequence[int] | NDArray[np.int64] | NDArray[np.uint64]
+
+UNIFORM = Initializer("uniform")
+NO_ROW = 2**32 - 1
+
+
+def u64(signs: Iterable[int] | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    if isinstance(signs, np.ndarray):
+        return np.ascontiguousarray(signs, np.uint64)
+    return np.array(list(signs), dtype=np.uint64)
+
+
+def new_store(
+    capacity: int,
+    optimizer: RowOptimizer | None = None,
+    *,
+    num_shards: int = 1,
+    seed: int = 0,
+    memory_limit: int = 0,
+    num_threads: int = 1,
+) -> EmbeddingStore:
+    store = EmbeddingStore(
+        capacity,
+        num_shards=num_shards,
+        seed=seed,
+        memory_limit=memory_limit,
+        num_threads=num_threads,
+    )
+    store.configure(optimizer or RowOptimizer("sgd", lr=0.5))
+    return store
+
+
+def train(
+    store: EmbeddingStore,
+    signs: Signs,
+    dim: int = 4,
+    *,
+    admit: float = 1.0,
+    batch_id: int = 0,
+    initializer: Initializer = UNIFORM,
+) -> tuple[Floats, Words, int, int]:
+    """Rows, hints, and how many were inserted and refused."""
+    array = u64(signs)
+    rows = np.full((len(array), dim), np.nan, np.float32)
+    hints = np.full(len(array), 7, np.uint32)
+    inserted, refused = store.lookup_train(array, initializer, admit, batch_id, rows, hints)
+    return rows, hints, inserted, refused
+
+
+def evaluate(store: EmbeddingStore, signs: Signs, dim: int = 4) -> tuple[Floats, int]:
+    array = u64(signs)
+    rows = np.full((len(array), dim), np.nan, np.float32)
+    return rows, store.lookup_eval(array, rows)
+
+
+def held(store: EmbeddingStore, shard: int = 0) -> list[int]:
+    """Signs of a shard that holds one shape, oldest first."""
+    return [int(sign) for signs, _, _ in store.shard_entries(shard) for sign in signs]
+
+
+# --- recency ------------------------------------------------------------------------------
+
+
+def test_a_row_touched_while_its_segment_is_merged_keeps_one_place() -> None:
+    # Every 2048 appends the newest segment closes; both it and the one before have few live
+    # entries then, so they merge, and the touch that closed it is of a row that moved.
+    store = new_store(1000)
+    train(store, range(300))
+    for shift in range(60):
+        hot = np.roll(np.arange(100), shift)
+        train(store, hot)
+        store.check()
+        assert held(store)[-100:] == list(hot)
+    assert held(store)[:200] == list(range(100, 300))
