@@ -144,9 +144,8 @@ cdef void evict(Shard *shard) noexcept nogil:
 cdef void end_request(
     Shard *shard, uint64_t rows_before, uint64_t bytes_before, uint32_t row_bytes
 ) noexcept nogil:
-    """Bring the order of use within its bound and the rows within capacity and limit."""
+    """Bring the rows within capacity and limit, then the order of use within its bound."""
     cdef uint64_t after, grown
-    recency_settle(&shard.recency)
     if shard.byte_limit:
         after = shard_bytes(shard)
         if after > shard.byte_limit and after > bytes_before:
@@ -158,6 +157,7 @@ cdef void end_request(
                 shard.soft_capacity = rows_before
             shard.soft_capacity -= min(grown, shard.soft_capacity)
     evict(shard)
+    recency_settle(&shard.recency)
 
 
 cdef inline bint is_admitted(Batch batch, sign_t sign) noexcept nogil:
