@@ -88,3 +88,39 @@ def test_a_row_touched_while_its_segment_is_merged_keeps_one_place() -> None:
         store.check()
         assert held(store)[-100:] == list(hot)
     assert held(store)[:200] == list(range(100, 300))
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 10])
+def test_entries_are_bounded_after_a_batch_larger_than_the_capacity(capacity: int) -> None:
+    store = new_store(capacity)
+    for first in range(0, 5000, 500):
+        train(store, range(first, first + 500))
+        store.check()
+        assert store.stats()["entries"] <= 1.25 * capacity
+        assert held(store) == list(range(first + 500 - capacity, first + 500))
+
+
+# --- the index ----------------------------------------------------------------------------
+
+
+def sign_of_bucket(bucket: int, serial: int) -> int:
+    """A sign whose home is that bucket; serials differ in the tag and above it."""
+    return unmix64((serial + 1) << 32 | bucket)
+
+
+def test_a_search_ends_although_rows_passed_every_bucket() -> None:
+    store = new_store(64)
+    # Two buckets of twelve. The thirteenth row passes the first, then room is made there, the
+    # second fills, and its thirteenth row passes on to the first.
+    first = [sign_of_bucket(0, serial) for serial in range(13)]
+    train(store, first)
+    assert store.delete(u64(first[:10])) == 10
+    second = [sign_of_bucket(1, serial) for serial in range(100, 112)]
+    expected, _, _, _ = train(store, second)
+    store.check()
+    for bucket in range(2):
+        rows, missing = evaluate(store, [sign_of_bucket(bucket, 999)])
+        assert missing == 1
+        assert not rows.any()
+    assert np.array_equal(evaluate(store, second)[0], expected)
+    assert evaluate(store, first)[1] == 10
