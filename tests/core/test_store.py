@@ -124,3 +124,37 @@ def test_a_search_ends_although_rows_passed_every_bucket() -> None:
         assert not rows.any()
     assert np.array_equal(evaluate(store, second)[0], expected)
     assert evaluate(store, first)[1] == 10
+
+
+# --- the memory limit ---------------------------------------------------------------------
+
+
+LIMIT = 8 << 20
+
+
+def test_a_first_request_beyond_the_limit_leaves_a_useful_store() -> None:
+    store = new_store(10**9, memory_limit=LIMIT)
+    train(store, range(200_000), 16)
+    assert store.stats()["memory_limited"]
+    assert len(store) * (16 + 64) > LIMIT // 2
+    for first in range(0, 10_000, 1000):
+        train(store, range(first, first + 1000), 16)
+        assert held(store)[-1000:] == list(range(first, first + 1000))
+    assert len(store) * (16 + 64) > LIMIT // 2
+    store.check()
+
+
+def test_the_limit_holds_and_the_rows_stay_many() -> None:
+    rng = np.random.default_rng(1)
+    store = new_store(10**9, memory_limit=LIMIT)
+    rows = []
+    for step in range(1500):
+        dim = (8, 64)[step % 2]
+        signs = np.unique(rng.integers(0, 500_000, 1000)) * 2 + dim // 64
+        train(store, signs, dim)
+        stats = store.stats()
+        assert stats["bytes"] < 1.06 * LIMIT
+        rows.append(stats["rows"])
+    store.check()
+    # Half the rows of each dim: 48 and 272 bytes, beside some 12 for index and order.
+    assert min(rows[500:]) > 0.85 * LIMIT / ((48 + 272) / 2 + 12)
