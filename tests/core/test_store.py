@@ -17,7 +17,7 @@ from persia._core.optim import RowOptimizer
 from persia._core.store import EmbeddingStore
 from persia.errors import ConfigError, DataError, DimMismatch, NotConfigured
 from tests.reference.hashing import mix64, shard
-from tests.reference.store import Store, admits, shard_capacities, unmix64
+from tests.reference.store import admits, shard_capacities, unmix64
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
@@ -598,7 +598,7 @@ def test_configure_keeps_rows_only_of_the_same_state_size() -> None:
     store.configure(RowOptimizer("sgd", lr=0.25))
     assert store.optimizer is not None
     assert store.optimizer.options["lr"] == 0.25
-    with pytest.raises(ConfigError, match="adagrad keeps 4 words.*10 rows.*keep 0"):
+    with pytest.raises(ConfigError, match=r"adagrad keeps 4 words.*10 rows.*keep 0"):
         store.configure(ADAGRAD)
     assert store.optimizer.name == "sgd"
     store.delete(u64(range(10)))
@@ -686,8 +686,8 @@ def test_arrays_that_do_not_fit_each_other() -> None:
         with pytest.raises(ConfigError, match="admit_probability"):
             store.lookup_train(signs, UNIFORM, probability, 0, rows, hints)
     wrong: list[Any] = [
-        lambda: store.lookup_eval(signs.astype(np.int64), rows),  # type: ignore[arg-type]
-        lambda: store.lookup_eval(signs, rows.astype(np.float64)),  # type: ignore[arg-type]
+        lambda: store.lookup_eval(signs.astype(np.int64), rows),
+        lambda: store.lookup_eval(signs, rows.astype(np.float64)),
         lambda: store.lookup_eval(signs, np.zeros((2, 8), np.float32)[:, ::2]),
         lambda: store.lookup_eval(signs.reshape(1, 2), rows),
     ]
