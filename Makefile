@@ -24,12 +24,18 @@ help:  ## list the targets
 	  || sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1  \2/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## build, install, and train a click model in embedded mode
-	$(BIN)/python examples/quickstart/train.py
+	@$(BIN)/python examples/quickstart/train.py
 
 # --- the environment ---------------------------------------------------------------------
 #
 # Stamps, so that nothing is installed twice: .created, .installed (what a user needs) and
 # .dev (what a developer needs as well). The install is editable: one .venv serves both.
+#
+# What the build needs goes in as well and pip builds with it. In an environment of its own, as
+# pip does by itself, Cython's files would be newer each time and everything compiled anew.
+BUILD_NEEDS := 'setuptools>=77' 'cython>=3.1,<4' 'numpy>=2.0'
+INSTALL = $(PIP) install -c constraints.txt $(BUILD_NEEDS) && \
+  $(PIP) install -c constraints.txt --no-build-isolation --check-build-dependencies -e
 
 $(VENV)/.created:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -42,15 +48,17 @@ $(VENV)/.created:
 	  echo "make: $(PYTHON) has no C headers (Python.h). On Debian or Ubuntu: sudo apt install python3-dev" >&2; exit 1; }
 	@compiler='$(or $(filter-out cc,$(CC)),cc)'; for word in $$compiler; do command -v $$word >/dev/null || { \
 	  echo "make: no C compiler: '$$word' is not here. On Debian or Ubuntu: sudo apt install gcc" >&2; exit 1; }; done
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt $(SOURCES)
-	$(PIP) install -c constraints.txt -e .
+	@echo "installing persia, torch and what they need into $(VENV): a minute or two, once"
+	@$(INSTALL) .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	@echo "installing persia and a developer's tools into $(VENV): a minute or two, once"
+	@$(INSTALL) '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 # --- building and testing -----------------------------------------------------------------
