@@ -246,10 +246,7 @@ cdef void train_shard(
     cdef uint32_t state_words = batch.optimizer.state_width(dim)
     cdef uint32_t block, first, last, i, place
     cdef row_t row
-    cdef int slab = slabs_slab(&shard.slabs, dim, state_words)
-    if slab < 0:
-        tally.status = STATUS_SHAPES
-        return
+    cdef int slab = -1      # looked up for the first new row; a refused request makes none
     for block in range((end - begin + BLOCK - 1) // BLOCK):
         first = begin + block * BLOCK
         last = min(first + BLOCK, end)
@@ -267,6 +264,11 @@ cdef void train_shard(
                     batch.hints_out[place] = NO_ROW
                     memset(rows_out + <size_t> place * dim, 0, dim * sizeof(float))
                     continue
+                if slab < 0:
+                    slab = slabs_slab(&shard.slabs, dim, state_words)
+                if slab < 0:
+                    tally.status = STATUS_SHAPES
+                    break
                 row = insert(shard, batch, slab, batch.hashes[i], signs[place])
                 if row == NO_ROW:
                     tally.status = STATUS_NO_MEMORY
@@ -408,14 +410,16 @@ cdef void write_shard(
     cdef uint32_t i, place
     cdef float *values
     cdef row_t row
-    cdef int slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
-    if slab < 0:
-        tally.status = STATUS_SHAPES
-        return
+    cdef int slab = -1      # looked up for the first new row; a refused request makes none
     for i in range(begin, end):
         place = batch.order[i]
         row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
         if row == NO_ROW:
+            if slab < 0:
+                slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
+            if slab < 0:
+                tally.status = STATUS_SHAPES
+                break
             row = insert(shard, batch, slab, batch.hashes[i], batch.signs[place])
             if row == NO_ROW:
                 tally.status = STATUS_NO_MEMORY

@@ -726,6 +726,18 @@ def test_too_many_shapes_of_rows() -> None:
     assert train(store, [64], 64)[2] == 0
 
 
+def test_refused_requests_use_up_no_shape() -> None:
+    store = new_store(10_000)
+    train(store, [1], 1)
+    for dim in range(2, 100):
+        with pytest.raises(DimMismatch):
+            train(store, [1], dim)
+        with pytest.raises(DimMismatch):
+            store.write(u64([1]), np.zeros((1, dim), np.float32), None)
+        train(store, [2], dim, admit=0.0)
+    assert train(store, [2], 100)[2] == 1
+
+
 @pytest.mark.parametrize("dim", [1, 2, 3, 1000, 65_536])
 def test_dims_from_one_to_the_largest(dim: int) -> None:
     store = new_store(4, RowOptimizer("adam"))
