@@ -516,34 +516,35 @@ cdef class Batch:
 cdef void split(Batch batch, uint32_t num_shards) noexcept nogil:
     """Order the request by shard, stable. Hashing twice is cheaper than keeping the hashes."""
     cdef const sign_t *signs = batch.signs
+    cdef uint32_t *starts = batch.starts
     cdef uint32_t i, shard, start, count
     cdef uint64_t hash
-    memset(batch.starts, 0, (num_shards + 1) * sizeof(uint32_t))
+    memset(starts, 0, (num_shards + 1) * sizeof(uint32_t))
     if num_shards == 1:
         for i in range(batch.num_signs):
             batch.hashes[i] = mix64(signs[i])
             batch.order[i] = i
-        batch.starts[1] = batch.num_signs
+        starts[1] = batch.num_signs
         return
     for i in range(batch.num_signs):
-        batch.starts[shard_of(mix64(signs[i]), num_shards)] += 1
+        starts[shard_of(mix64(signs[i]), num_shards)] += 1
     start = 0
     for shard in range(num_shards):
-        count = batch.starts[shard]
-        batch.starts[shard] = start
+        count = starts[shard]
+        starts[shard] = start
         start += count
     for i in range(batch.num_signs):
         hash = mix64(signs[i])
         shard = shard_of(hash, num_shards)
-        batch.hashes[batch.starts[shard]] = hash
-        batch.order[batch.starts[shard]] = i
-        batch.starts[shard] += 1
+        batch.hashes[starts[shard]] = hash
+        batch.order[starts[shard]] = i
+        starts[shard] += 1
     # Each start now is the next shard's; shift them back by one.
     shard = num_shards
     while shard > 0:
-        batch.starts[shard] = batch.starts[shard - 1]
+        starts[shard] = starts[shard - 1]
         shard -= 1
-    batch.starts[0] = 0
+    starts[0] = 0
 
 
 cdef inline void add_tally(Tally *total, const Tally *part) noexcept nogil:
