@@ -398,9 +398,10 @@ cdef void read_shard(
                 return
             values = row_values(row_at(&shard.slabs, row))
             copy_floats(batch.rows_out + <size_t> place * batch.dim, values, batch.dim)
-            memcpy(
-                batch.states_out + <size_t> place * batch.state_words, values + batch.dim,
-                batch.state_words * sizeof(float))
+            if batch.state_words:       # otherwise states_out is NULL
+                memcpy(
+                    batch.states_out + <size_t> place * batch.state_words,
+                    values + batch.dim, batch.state_words * sizeof(float))
 
 
 cdef void write_shard(
