@@ -43,8 +43,8 @@ from persia._core.sign_index cimport (
     index_insert, index_remove,
 )
 from persia._core.slabs cimport (
-    CACHE_LINE, PLACE_BITS, Row, persia_prefetch, persia_prefetch_write, row_at, row_is, row_values, slabs_drop_row, slabs_free, slabs_init,
-    slabs_new_row, slabs_slab,
+    CACHE_LINE, PLACE_BITS, Row, Slab, persia_prefetch, persia_prefetch_write, row_at, row_is,
+    row_values, slabs_drop_row, slabs_free, slabs_init, slabs_new_row, slabs_slab,
 )
 from persia._core.types cimport NO_ROW, uint8_t
 
@@ -226,13 +226,13 @@ cdef bint has_shape(
     Tally *tally
 ) noexcept nogil:
     """Whether the row is of that shape; if not, the tally says what it is."""
-    cdef uint32_t slab = shard.slabs.views[row >> PLACE_BITS].slab
-    if shard.slabs.slabs[slab].dim == dim and shard.slabs.slabs[slab].state_words == state_words:
+    cdef const Slab *slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
+    if slab.dim == dim and slab.state_words == state_words:
         return True
     tally.status = STATUS_DIM
     tally.sign = sign
-    tally.dim = shard.slabs.slabs[slab].dim
-    tally.state_words = shard.slabs.slabs[slab].state_words
+    tally.dim = slab.dim
+    tally.state_words = slab.state_words
     return False
 
 
@@ -656,19 +656,21 @@ cdef class EmbeddingStore:
     cdef Tally run(self, Batch batch) except *:
         """Serve the request on all threads, give its scratch back, raise what it met."""
         cdef Tally tally
-        if self.pool is None or batch.num_signs < MIN_THREADED_SIGNS:
+        pool = self.pool        # close() may take it away meanwhile
+        if pool is None or batch.num_signs < MIN_THREADED_SIGNS:
             batch.serve(0, self.num_shards)
         else:
             bounds = [
                 i * self.num_shards // self.num_threads for i in range(self.num_threads + 1)]
             others = [
-                self.pool.submit(batch.serve, bounds[i], bounds[i + 1])
+                pool.submit(batch.serve, bounds[i], bounds[i + 1])
                 for i in range(1, self.num_threads)]
             batch.serve(bounds[0], bounds[1])
             for other in others:
                 other.result()
         tally = batch.tally
         dim = batch.dim
+        batch.held = None
         batch.optimizer = None
         batch.initializer = None
         self.batches.append(batch)
@@ -706,6 +708,7 @@ cdef class EmbeddingStore:
             admit_probability * 18446744073709551616.0)
         batch.rows_out = &rows_out[0, 0]
         batch.hints_out = &hints_out[0]
+        batch.held = (signs, rows_out, hints_out)
         tally = self.run(batch)
         return tally.num_missing, tally.num_refused
 
@@ -718,6 +721,7 @@ cdef class EmbeddingStore:
             return 0
         batch = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1])
         batch.rows_out = &rows_out[0, 0]
+        batch.held = (signs, rows_out)
         return self.run(batch).num_missing
 
     def update(
@@ -736,6 +740,7 @@ cdef class EmbeddingStore:
         if hints is not None:
             batch.hints = &hints[0]
         batch.gradients = &gradients[0, 0]
+        batch.held = (signs, hints, gradients)
         return self.run(batch).num_missing
 
     def read(self, const uint64_t[::1] signs not None, uint32_t dim, state_words=None):
@@ -759,6 +764,7 @@ cdef class EmbeddingStore:
             values_view = values
             states_view = states
             batch.found = &found_view[0]
+            batch.held = (signs, found, values, states)
             batch.rows_out = &values_view[0, 0]
             batch.states_out = &states_view[0, 0] if words else NULL
             batch.state_words = words
@@ -785,6 +791,7 @@ cdef class EmbeddingStore:
         batch = self.begin(signs, write_shard, dim)
         batch.initializer = ZEROS
         batch.gradients = &values[0, 0]
+        batch.held = (signs, values, states)
         batch.states = NULL
         if states is not None and words:
             batch.states = &states[0, 0]
