@@ -16,7 +16,7 @@ and many small shards would pay 2 MiB for a few rows. Not taken: one malloc per 
 of overhead in the original), and slabs that grow by moving (they stop the world).
 """
 
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from persia._core.types cimport NO_ROW

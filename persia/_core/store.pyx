@@ -43,8 +43,8 @@ from persia._core.sign_index cimport (
     index_insert, index_remove,
 )
 from persia._core.slabs cimport (
-    CACHE_LINE, PLACE_BITS, Row, persia_prefetch, persia_prefetch_write, row_at, row_is, row_values, slabs_drop_row, slabs_free, slabs_init,
-    slabs_new_row, slabs_slab,
+    CACHE_LINE, PLACE_BITS, Row, Slab, persia_prefetch, persia_prefetch_write, row_at, row_is,
+    row_values, slabs_drop_row, slabs_free, slabs_init, slabs_new_row, slabs_slab,
 )
 from persia._core.types cimport NO_ROW, uint8_t
 
@@ -227,7 +227,8 @@ cdef bint has_shape(
 ) noexcept nogil:
     """Whether the row is of that shape; if not, the tally says what it is."""
     cdef uint32_t slab = shard.slabs.views[row >> PLACE_BITS].slab
-    if shard.slabs.slabs[slab].dim == dim and shard.slabs.slabs[slab].state_words == state_words:
+    cdef Slab *shape = &shard.slabs.slabs[slab]
+    if shape.dim == dim and shape.state_words == state_words:
         return True
     tally.status = STATUS_DIM
     tally.sign = sign
@@ -512,34 +513,35 @@ cdef class Batch:
 cdef void split(Batch batch, uint32_t num_shards) noexcept nogil:
     """Order the request by shard, stable. Hashing twice is cheaper than keeping the hashes."""
     cdef const sign_t *signs = batch.signs
+    cdef uint32_t *starts = batch.starts
     cdef uint32_t i, shard, start, count
     cdef uint64_t hash
-    memset(batch.starts, 0, (num_shards + 1) * sizeof(uint32_t))
+    memset(starts, 0, (num_shards + 1) * sizeof(uint32_t))
     if num_shards == 1:
         for i in range(batch.num_signs):
             batch.hashes[i] = mix64(signs[i])
             batch.order[i] = i
-        batch.starts[1] = batch.num_signs
+        starts[1] = batch.num_signs
         return
     for i in range(batch.num_signs):
-        batch.starts[shard_of(mix64(signs[i]), num_shards)] += 1
+        starts[shard_of(mix64(signs[i]), num_shards)] += 1
     start = 0
     for shard in range(num_shards):
-        count = batch.starts[shard]
-        batch.starts[shard] = start
+        count = starts[shard]
+        starts[shard] = start
         start += count
     for i in range(batch.num_signs):
         hash = mix64(signs[i])
         shard = shard_of(hash, num_shards)
-        batch.hashes[batch.starts[shard]] = hash
-        batch.order[batch.starts[shard]] = i
-        batch.starts[shard] += 1
+        batch.hashes[starts[shard]] = hash
+        batch.order[starts[shard]] = i
+        starts[shard] += 1
     # Each start now is the next shard's; shift them back by one.
     shard = num_shards
     while shard > 0:
-        batch.starts[shard] = batch.starts[shard - 1]
+        starts[shard] = starts[shard - 1]
         shard -= 1
-    batch.starts[0] = 0
+    starts[0] = 0
 
 
 cdef inline void add_tally(Tally *total, const Tally *part) noexcept nogil:

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from persia._core.initial import Initializer
 from persia._core.optim import RowOptimizer
 from persia._core.store import EmbeddingStore
-from tests.reference.hashing import mix64
 from tests.reference.store import unmix64
 
 Floats = NDArray[np.float32]
