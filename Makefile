@@ -73,8 +73,10 @@ TEST := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 test: build  ## the fast tier: no GPU, no network, under three minutes on two cores
 	$(TEST) -m "not slow and not cuda"
 
+# These take minutes, each with a timeout of its own: no stacks are shown before it. What they
+# print is what they measured.
 test-slow: build  ## what `make test` leaves out; cuda where there is a device
-	$(TEST) -m "slow or cuda"
+	$(TEST) -m "slow or cuda" -rsP -o faulthandler_timeout=600
 
 test-all: test test-slow  ## every tier
 
