@@ -51,8 +51,8 @@ cdef enum:
 # Below half an ulp of 1: from here on 1 - beta^t is 1.
 cdef double NEGLIGIBLE = 2.0 ** -54
 
-# Largest dim; 2 dim + 1 words of 4 bytes must stay far below 2^32 bytes.
-MAX_DIM = 1 << 20
+# Largest dim, the store's: a row with Adam's state, 768 KiB here, must fit its chunk of 2 MiB.
+MAX_DIM = 1 << 16
 
 # name -> option -> default; None is an option without default.
 OPTIONS = {

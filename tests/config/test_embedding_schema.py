@@ -177,11 +177,11 @@ BAD = {
     ),
     "dim 0": (
         {"slots_config": {"a": {"dim": 0}}},
-        "slots_config.a: dim: expected an integer in 1..1048576, got 0",
+        "slots_config.a: dim: expected an integer in 1..65536, got 0",
     ),
     "dim beyond": (
-        {"slots_config": {"a": {"dim": 1048577}}},
-        "dim: expected an integer in 1..1048576, got 1048577",
+        {"slots_config": {"a": {"dim": 65537}}},
+        "dim: expected an integer in 1..65536, got 65537",
     ),
     "sample_fixed_size 0": (
         {"slots_config": {"a": {"dim": 8, "sample_fixed_size": 0}}},

@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from persia._core import cpu
+from persia._core.initial import Initializer
 from persia._core.optim import MAX_DIM, OPTIONS, RowOptimizer
+from persia._core.store import EmbeddingStore
 from persia.errors import ConfigError, DataError
 from tests.reference import optim as model
 
@@ -308,6 +310,17 @@ def test_state_words(kernel: str) -> None:
 def test_dims_out_of_range_are_refused(dim: int) -> None:
     with pytest.raises(ConfigError, match="dim must be in 1"):
         RowOptimizer("adam").state_words(dim)
+
+
+def test_the_largest_dim_is_the_one_that_a_store_takes() -> None:
+    store = EmbeddingStore(4)
+    store.configure(RowOptimizer("adam"))
+    signs, hints = np.array([1], np.uint64), np.empty(1, np.uint32)
+    rows = np.empty((1, MAX_DIM), np.float32)
+    assert store.lookup_train(signs, Initializer("zeros"), 1.0, 0, rows, hints) == (1, 0)
+    assert not rows.any()
+    with pytest.raises(DataError, match=f"1..{MAX_DIM} columns"):
+        store.lookup_eval(signs, np.empty((1, MAX_DIM + 1), np.float32))
 
 
 def test_no_rows_are_legal() -> None:
