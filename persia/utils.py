@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from persia import env as _env
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 MAXIMUM_LOCAL_PORT_NUM = 65535
 
@@ -38,11 +39,14 @@ def setup_seed(seed: int) -> None:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML where a key given twice is an error; YAML forbids it, PyYAML lets it pass."""
+    """Safe YAML where a key given twice is an error; YAML forbids it, PyYAML lets it pass.
 
-    def construct_mapping(
-        self, node: yaml.MappingNode, deep: bool = False
-    ) -> dict[Hashable, Any]:
+    ``1e-3`` is a number here, as in YAML 1.2 and JSON; PyYAML asks for a dot in it.
+    """
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        # Looked at as it was written: merging ``<<`` later puts keys in front of a node's own.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -54,7 +58,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                     f"in line {seen[key_node.value]}"
                 )
             seen[key_node.value] = line
-        return super().construct_mapping(node, deep)
+        return node
+
+
+_UniqueKeyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\d+|\d*\.\d+|\d+\.)[eE][-+]?\d+\Z"),
+    list("-+.0123456789"),
+)
 
 
 def load_yaml(filepath: str | os.PathLike[str]) -> Any:
@@ -75,8 +86,11 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
         return yaml.load(text, Loader=_UniqueKeyLoader)
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+    except (yaml.YAMLError, ValueError) as exc:
+        # ValueError: bytes that are not UTF-8, and dates such as 2021-13-45.
         raise ConfigError(f"{path}: expected YAML: {exc}") from exc
+    except RecursionError:
+        raise ConfigError(f"{path}: expected YAML, got collections nested too deep") from None
 
 
 def dump_yaml(content: Any, filepath: str | os.PathLike[str]) -> None:

@@ -53,6 +53,8 @@ def test_load_yaml_of_a_missing_file(tmp_path: Path) -> None:
         (b"a: 1\nb:\n  c: 1\n  c: 2\n", "line 4: key 'c' is already given in line 3"),
         (b"a: [1\n", "expected YAML"),
         (b"a: \xff\n", "expected YAML"),
+        (b"a: 2021-13-45\n", "expected YAML: month must be in 1..12"),
+        (b"[" * 5000, "expected YAML, got collections nested too deep"),
         (b"!!python/object/apply:os.getcwd []\n", "expected YAML"),
         (b"? [a]\n: 1\n", "expected YAML"),
     ],
@@ -64,6 +66,29 @@ def test_load_yaml_of_what_is_none(tmp_path: Path, content: bytes, message: str)
         utils.load_yaml(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
+
+
+def test_keys_that_were_merged_are_not_given_twice(tmp_path: Path) -> None:
+    path = tmp_path / "file.yml"
+    # b reaches base before base, which lies deeper, has been built.
+    path.write_text(
+        "root: &root {dim: 4}\na: {x: &base {<<: *root, dim: 8}}\nb: {<<: *base, y: 1}\n"
+    )
+    content = utils.load_yaml(path)
+    assert content["a"] == {"x": {"dim": 8}}
+    assert content["b"] == {"dim": 8, "y": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("1e-3", 1e-3), ("-1E5", -1e5), ("1.5e3", 1500.0), (".5e1", 5.0), ("'1e-3'", "1e-3")],
+)
+def test_a_number_in_powers_of_ten_needs_no_dot(
+    tmp_path: Path, text: str, want: object
+) -> None:
+    path = tmp_path / "file.yml"
+    path.write_text(f"a: {text}\nb: e5\nc: 1e\n")
+    assert utils.load_yaml(path) == {"a": want, "b": "e5", "c": "1e"}
 
 
 def test_run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
