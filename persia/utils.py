@@ -139,6 +139,8 @@ def find_free_port(port: int = 10000, interval: int = 1) -> int:
     Raises:
         ConfigError: If there is none up to 65535; it is a ValueError, as in the original.
     """
+    if port < 1:
+        raise ConfigError(f"port must be at least 1, got {port}")
     if interval < 1:
         raise ConfigError(f"interval must be at least 1, got {interval}")
     for candidate in range(port, MAXIMUM_LOCAL_PORT_NUM + 1, interval):

@@ -135,6 +135,12 @@ def test_find_free_port() -> None:
         utils.find_free_port(interval=0)
 
 
+@pytest.mark.parametrize("port", [0, -1])
+def test_find_free_port_starts_at_a_port(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"port must be at least 1, got {port}"):
+        utils.find_free_port(port)
+
+
 HOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
