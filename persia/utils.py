@@ -61,11 +61,16 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return node
 
 
-_UniqueKeyLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:\d+|\d*\.\d+|\d+\.)[eE][-+]?\d+\Z"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML in quotes wherever the loader above would read something else than text."""
+
+
+for _cls in (_UniqueKeyLoader, _Dumper):
+    _cls.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(?:\d+|\d*\.\d+|\d+\.)[eE][-+]?\d+\Z"),
+        list("-+.0123456789"),
+    )
 
 
 def load_yaml(filepath: str | os.PathLike[str]) -> Any:
@@ -96,7 +101,7 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
 def dump_yaml(content: Any, filepath: str | os.PathLike[str]) -> None:
     """Write plain data as YAML, mappings in their own order."""
     with Path(filepath).open("w", encoding="utf-8") as file:
-        yaml.safe_dump(content, file, sort_keys=False)
+        yaml.dump(content, file, Dumper=_Dumper, sort_keys=False)
 
 
 def run_command(cmd: Sequence[object], env: Mapping[str, str] | None = None) -> None:
