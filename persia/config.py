@@ -122,6 +122,9 @@ class _Where:
         return ConfigError(": ".join(part for part in (self.file, self.path, message) if part))
 
 
+_TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+
+
 def _kind(value: object) -> str:
     """Name a value as YAML would, for messages."""
     if isinstance(value, Mapping):
@@ -161,10 +164,12 @@ def _convert(hint: Any, value: object, where: _Where) -> Any:
         )
     if origin in (typing.Union, types.UnionType):
         choices = [argument for argument in arguments if argument is not type(None)]
-        for choice in choices[:-1]:
-            if type(value) is choice:
-                return value
-        return _convert(choices[-1], value, where)
+        if len(choices) == 1:
+            return _convert(choices[0], value, where)
+        if type(value) not in choices:
+            names = " or ".join(_TYPES[choice] for choice in choices)
+            raise where.error(f"expected {names}, got {_kind(value)}")
+        return value
     if origin is Literal:
         if value not in arguments:
             near = nearest(str(value), arguments)
@@ -175,8 +180,7 @@ def _convert(hint: Any, value: object, where: _Where) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        names = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
-        raise where.error(f"expected {names[hint]}, got {_kind(value)}")
+        raise where.error(f"expected {_TYPES[hint]}, got {_kind(value)}")
     return value
 
 
@@ -202,7 +206,7 @@ def _read(cls: type[T], value: object, where: _Where) -> T:
             warnings.warn(
                 f"{where.at(key).path} in {where.file} is an old spelling of {f.name!r}",
                 DeprecationWarning,
-                stacklevel=2,
+                stacklevel=3,   # whoever called load()
             )
         if item is not None:
             given[f.name] = _convert(hints[f.name], item, where.at(key))
@@ -228,7 +232,7 @@ def _load(
     path = os.fspath(source)
     try:
         return load_yaml(path), path
-    except FileNotFoundError as exc:
+    except OSError as exc:
         raise ConfigError(f"{name}: {exc}") from exc
 
 

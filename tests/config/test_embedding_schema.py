@@ -60,9 +60,10 @@ def test_a_schema_is_returned_as_it_is_and_can_be_sent() -> None:
 
 @pytest.mark.parametrize("spelling", ["slot_config", "slot_configs"])
 def test_old_spellings_work_and_say_so(spelling: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{spelling}.*'slots_config'"):
+    with pytest.warns(DeprecationWarning, match=f"{spelling}.*'slots_config'") as caught:
         schema = EmbeddingSchema.load({spelling: slots("a")})
     assert list(schema.slots) == ["a"]
+    assert caught[0].filename == __file__   # Python shows it only where it points at the user
 
 
 def test_two_spellings_at_once_are_refused() -> None:
@@ -385,6 +386,21 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> No
 def test_w39_a_missing_file_is_an_error_at_once(tmp_path: Path) -> None:
     path = tmp_path / "none.yml"
     with pytest.raises(ConfigError, match=f"embedding config: .*{path}"):
+        EmbeddingSchema.load(path)
+
+
+def test_w39_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yml"
+    path.touch()
+
+    def refuse(self: Path, **_: object) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    # Not by chmod, which does not keep root out.
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=f"embedding config: .*Permission denied.*{path}"):
         EmbeddingSchema.load(path)
 
 

@@ -144,6 +144,10 @@ def test_w28_settings_without_effect_say_so(
             {"embedding_parameter_server_config": {"memory_limit": "70 percent"}},
             "memory_limit: expected bytes, a size such as 8GiB, or a percentage",
         ),
+        (
+            {"embedding_parameter_server_config": {"memory_limit": 0.7}},
+            "memory_limit: expected an integer or a text, got float 0.7",
+        ),
     ],
 )
 def test_bad_keys_and_values_name_their_place(source: dict[str, Any], message: str) -> None:
