@@ -38,6 +38,13 @@ _PER_ID: tuple[Pooling, ...] = ("raw", "jagged")
 # Bits 49..40 of a sign's hash choose the shard.
 _MAX_SHARDS = 1 << 10
 
+# Bits 63..50 choose the server: one beyond their number would own nothing.
+_MAX_SERVERS = 1 << 14
+
+# Of rows and of bytes, what the store can count; and its threads.
+_MAX_COUNT = (1 << 63) - 1
+_MAX_THREADS = 1024
+
 _MEMORY_UNITS = {
     "": 1,
     "B": 1,
@@ -96,12 +103,14 @@ def resolve_memory_limit(limit: int | str | None, total_bytes: int | None = None
             total = total_memory_bytes() if total_bytes is None else total_bytes
             return int(total * float(number) / 100)
         if unit in _MEMORY_UNITS:
-            return int(float(number) * _MEMORY_UNITS[unit])
-    elif type(limit) is int and limit >= 0:
+            num_bytes = float(number) * _MEMORY_UNITS[unit]
+            if num_bytes < _MAX_COUNT:
+                return int(num_bytes)
+    elif type(limit) is int and 0 <= limit <= _MAX_COUNT:
         return limit
     raise ConfigError(
-        f"memory_limit: expected bytes, a size such as 8GiB, or a percentage in 0..100 such "
-        f"as 70%, got {limit!r}"
+        "memory_limit: expected bytes below 2**63, a size such as 8GiB, or a percentage in "
+        f"0..100 such as 70%, got {limit!r}"
     )
 
 
@@ -343,7 +352,7 @@ class ParameterServerConfig:
     """Read because old files hold it; has no effect."""
 
     def __post_init__(self) -> None:
-        _check_integer("capacity", self.capacity, 1)
+        _check_integer("capacity", self.capacity, 1, _MAX_COUNT)
         _check_integer(
             "num_hashmap_internal_shards", self.num_hashmap_internal_shards, 1, _MAX_SHARDS
         )
@@ -367,8 +376,8 @@ class EmbeddedConfig:
     """Threads that one request to a server spreads over."""
 
     def __post_init__(self) -> None:
-        _check_integer("num_servers", self.num_servers, 1)
-        _check_integer("num_threads", self.num_threads, 1)
+        _check_integer("num_servers", self.num_servers, 1, _MAX_SERVERS)
+        _check_integer("num_threads", self.num_threads, 1, _MAX_THREADS)
 
 
 @dataclass(frozen=True, slots=True)
