@@ -470,6 +470,9 @@ class _HashStackKeys:
             raise ConfigError(
                 f"embedding_size: {self.hash_stack_rounds} rounds need at least 1 row, got 0"
             )
+        if not self.hash_stack_rounds:
+            # Without rounds the size says nothing, and slots cannot disagree about it.
+            object.__setattr__(self, "embedding_size", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,8 +542,9 @@ class _EmbeddingKeys:
         _check_integer("feature_index_prefix_bit", self.feature_index_prefix_bit, 1, 63)
         if not self.slots_config:
             raise ConfigError("slots_config: expected at least one slot, got none")
-        if "" in self.slots_config:
-            raise ConfigError("slots_config: expected names for slots, got ''")
+        for key, names in (("slots", self.slots_config), ("groups", self.feature_groups)):
+            if "" in names:
+                raise ConfigError(f"expected names for {key}, got ''")
 
 
 @dataclass(frozen=True, slots=True)
@@ -743,7 +747,7 @@ def _resolve(
             pooling=pooling,
             sample_fixed_size=slot.sample_fixed_size,
             hash_stack_rounds=stack.hash_stack_rounds,
-            hash_stack_size=stack.embedding_size if stack.hash_stack_rounds else 0,
+            hash_stack_size=stack.embedding_size,
             group=group,
             table=table.number,
             prefix=(groups[group] + 1) << id_bits,

@@ -130,8 +130,10 @@ def test_sqrt_scaling_without_a_sum_warns(
 def test_hash_stack() -> None:
     slot = one(hash_stack_config={"hash_stack_rounds": 2, "embedding_size": 1000})
     assert (slot.hash_stack_rounds, slot.hash_stack_size) == (2, 1000)
-    off = one(hash_stack_config={"hash_stack_rounds": 0, "embedding_size": 1000})
-    assert (off.hash_stack_rounds, off.hash_stack_size) == (0, 0)
+    off = {"hash_stack_config": {"hash_stack_rounds": 0, "embedding_size": 1000}}
+    assert (one(**off).hash_stack_rounds, one(**off).hash_stack_size) == (0, 0)
+    # A stack of no rounds is none, so it agrees with one that is not given.
+    load(slots_config={**slots("a"), **slots("b", **off)}, feature_groups={"g": ["a", "b"]})
 
 
 def test_row_settings_make_tables() -> None:
@@ -194,6 +196,8 @@ BAD = {
         "got str 'summ', did you mean 'sum'?",
     ),
     "no slots": ({"slots_config": {}}, "slots_config: expected at least one slot, got none"),
+    "slot without a name": ({"slots_config": slots("")}, "expected names for slots, got ''"),
+    "group without a name": ({"feature_groups": {"": ["a"]}}, "expected names for groups"),
     "slots absent": ({"slots_config": None}, "key 'slots_config' is required"),
     "slots as a list": (
         {"slots_config": [{"a": 1}]},
