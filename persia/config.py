@@ -415,17 +415,19 @@ class GlobalConfig:
             return GlobalConfig()
         content, name = _load(source, "global config")
         config = _read(GlobalConfig, content, _Where(name))
-        section = config.embedding_parameter_server_config
+        common, server = config.common_config, config.embedding_parameter_server_config
         unused = {
-            "enable_incremental_update": section.enable_incremental_update,
-            "incremental_channel_capacity": section.incremental_channel_capacity != 1000,
+            "common_config.metrics_config.enable_metrics": common.metrics_config.enable_metrics,
+            "common_config.job_type": common.job_type != "Train",
+            "embedding_parameter_server_config.enable_incremental_update": (
+                server.enable_incremental_update
+            ),
+            "embedding_parameter_server_config.incremental_channel_capacity": (
+                server.incremental_channel_capacity != 1000
+            ),
         }
         for key in (key for key, is_set in unused.items() if is_set):
-            _logger.warning(
-                "%s: embedding_parameter_server_config.%s has no effect in this version",
-                name,
-                key,
-            )
+            _logger.warning("%s: %s has no effect in this version", name, key)
         return config
 
 

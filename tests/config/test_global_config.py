@@ -88,15 +88,23 @@ def test_w28_push_interval_sec_works() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"incremental_channel_capacity": 10}, {"enable_incremental_update": True}]
+    ("section", "key", "value"),
+    [
+        ("embedding_parameter_server_config", "incremental_channel_capacity", 10),
+        ("embedding_parameter_server_config", "enable_incremental_update", True),
+        ("common_config", "job_type", "Infer"),
+        ("common_config.metrics_config", "enable_metrics", True),
+    ],
 )
 def test_w28_settings_without_effect_say_so(
-    keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+    section: str, key: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
+    source: dict[str, Any] = {key: value}
+    for name in reversed(section.split(".")):
+        source = {name: source}
     with caplog.at_level(logging.WARNING, "persia.config"):
-        server(**keys)
-    (key,) = keys
-    assert f"embedding_parameter_server_config.{key} has no effect" in caplog.text
+        GlobalConfig.load(source)
+    assert f"global config: {section}.{key} has no effect in this version" in caplog.text
 
 
 @pytest.mark.parametrize(
