@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import numbers
 import os
 import re
 import types
@@ -77,8 +78,9 @@ def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def check_probability(name: str, value: float) -> None:
-    """Raise ConfigError unless ``value`` is a probability; NaN is none."""
-    if not 0.0 <= value <= 1.0:
+    """Raise ConfigError unless ``value`` is a probability; NaN and True are none."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= value <= 1.0:
         raise ConfigError(f"{name}: expected a probability in 0..1, got {value!r}")
 
 
