@@ -9,6 +9,7 @@ skipped; sizes, and everything that memory safety hangs on, are checked always.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -64,6 +65,14 @@ def _check_name(name: object) -> str:
     if not name:
         raise DataError("expected a feature name, got ''")
     return name
+
+
+def _items(what: str, given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Iterable):
+        raise DataTypeError(f"{what}: expected a list, got {type(given).__name__}")
+    return tuple(given)
 
 
 def _unsigned(values: Any) -> Any:
@@ -435,7 +444,7 @@ class PersiaBatch:
         meta: bytes | None = None,
     ) -> None:
         features = []
-        for number, feature in enumerate(id_type_features):
+        for number, feature in enumerate(_items("id_type_features", id_type_features)):
             if not isinstance(feature, IDTypeFeature | IDTypeFeatureWithSingleID):
                 raise DataTypeError(
                     f"id_type_features[{number}]: expected IDTypeFeature or "
@@ -444,8 +453,8 @@ class PersiaBatch:
             features.append(feature.feature_batch)
         self._fill(
             tuple(features),
-            tuple(non_id_type_features or ()),
-            tuple(labels or ()),
+            _items("non_id_type_features", non_id_type_features),
+            _items("labels", labels),
             batch_size,
             requires_grad,
             meta,
@@ -491,6 +500,11 @@ class PersiaBatch:
         if batch_size is None:
             source = f"feature {features[0].name!r}"
             batch_size = features[0].batch_size
+        elif isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
+            raise DataTypeError(
+                f"batch_size: expected an integer, got {type(batch_size).__name__}"
+            )
+        batch_size = int(batch_size)
         if batch_size < 1:
             raise DataError(f"{source}: expected at least 1 sample, got {batch_size}")
         sizes = [(f"feature {feature.name!r}", feature.batch_size) for feature in features]
