@@ -113,14 +113,20 @@ def _from_torch(name: str, what: str, value: Any) -> Any:
 
     torch is known by its module's name, so that a data-loader without torch never loads it.
     """
-    if type(value).__module__.split(".")[0] != "torch":
+    if type(value).__module__.split(".")[0] != "torch" or not hasattr(value, "detach"):
         return value
     if value.device.type != "cpu":
         raise DataTypeError(
             f"feature {name!r}: expected {what} in CPU memory, got {value.device}; "
             "call .cpu() on it"
         )
-    return value.detach().numpy()
+    try:
+        return value.detach().numpy()
+    except (TypeError, RuntimeError) as exc:
+        raise DataTypeError(
+            f"feature {name!r}: expected {what} as a dense tensor of integers, "
+            f"got {value.dtype} with layout {value.layout}"
+        ) from exc
 
 
 def _from_arrow(name: str, list_array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -151,9 +157,9 @@ def _from_arrow(name: str, list_array: Any) -> tuple[NDArray[np.uint64], NDArray
     if child.type not in (pa.uint64(), pa.int64()):
         raise DataTypeError(f"{expected}, got {getattr(list_array, 'type', type(list_array))}")
     offsets -= offsets[0]
-    buffer = child.buffers()[1]
     values = (
-        np.frombuffer(buffer, np.uint64)[child.offset : child.offset + len(child)]
+        # By count: a buffer from elsewhere need not end where the ids do.
+        np.frombuffer(child.buffers()[1], np.uint64, len(child), 8 * child.offset)
         if len(child)
         else np.empty(0, np.uint64)
     )
