@@ -40,6 +40,11 @@ class InitialValues:
     method: ClassVar[str]
 
     def __post_init__(self) -> None:
+        if type(self) is InitialValues:
+            raise ConfigError(
+                "InitialValues: expected one of the distributions, such as "
+                "persia.embedding.Normal(), got their base"
+            )
         self.settings()
 
     def settings(self) -> InitializationSettings:

@@ -113,6 +113,8 @@ def test_w39_values_out_of_range_are_refused(arguments: dict[str, Any], message:
 
 
 def test_distributions_check_themselves() -> None:
+    with pytest.raises(ConfigError, match="expected one of the distributions"):
+        InitialValues()
     with pytest.raises(ConfigError, match="standard_deviation must be above 0"):
         Normal(0.0, -1.0)
 
