@@ -217,7 +217,7 @@ def _read(cls: type[T], value: object, where: _Where) -> T:
             warnings.warn(
                 f"{where.at(key).path} in {where.file} is an old spelling of {f.name!r}",
                 DeprecationWarning,
-                stacklevel=3,   # whoever called load()
+                stacklevel=3,  # whoever called load()
             )
         if item is not None:
             given[f.name] = _convert(hints[f.name], item, where.at(key))

@@ -44,9 +44,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     ``1e-3`` is a number here, as in YAML 1.2 and JSON; PyYAML asks for a dot in it.
     """
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Looked at as it was written: merging ``<<`` later puts keys in front of a node's own.
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):

@@ -209,7 +209,7 @@ def test_parts_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_a_batch_size_of_numpy_can_be_sent() -> None:
-    batch = PersiaBatch([users()], labels=[label()], batch_size=np.int64(3))  # type: ignore[arg-type]
+    batch = PersiaBatch([users()], labels=[label()], batch_size=np.int64(3))
     assert PersiaBatch.from_bytes(batch.to_bytes()).batch_size == 3
 
 

@@ -172,9 +172,7 @@ U64 = np.array([1, 2], np.uint64)
             "'f': expected values as a dense tensor of integers, got torch.bfloat16",
         ),
         (
-            lambda: IDTypeFeature.from_jagged(
-                "f", U64, lengths=torch.tensor([2]).to_sparse()
-            ),
+            lambda: IDTypeFeature.from_jagged("f", U64, lengths=torch.tensor([2]).to_sparse()),
             "'f': expected lengths as a dense tensor .*, got torch.int64 with layout",
         ),
         (

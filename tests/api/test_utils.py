@@ -35,7 +35,10 @@ def test_setup_seed() -> None:
 
 
 def test_yaml_round_trip_keeps_order(tmp_path: Path) -> None:
-    content = {"z": [1, 2.5, None, "1e-3", 1e-7, "1e", "no"], "a": {"text": "caf\u00e9", "flag": True}}
+    content = {
+        "z": [1, 2.5, None, "1e-3", 1e-7, "1e", "no"],
+        "a": {"text": "caf\u00e9", "flag": True},
+    }
     path = tmp_path / "file.yml"
     utils.dump_yaml(content, str(path))
     assert utils.load_yaml(str(path)) == content

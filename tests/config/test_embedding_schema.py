@@ -63,7 +63,7 @@ def test_old_spellings_work_and_say_so(spelling: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"{spelling}.*'slots_config'") as caught:
         schema = EmbeddingSchema.load({spelling: slots("a")})
     assert list(schema.slots) == ["a"]
-    assert caught[0].filename == __file__   # Python shows it only where it points at the user
+    assert caught[0].filename == __file__  # Python shows it only where it points at the user
 
 
 def test_two_spellings_at_once_are_refused() -> None:

@@ -168,7 +168,9 @@ def test_bad_keys_and_values_name_their_place(source: dict[str, Any], message: s
 
 
 def test_sections_check_themselves_too() -> None:
-    with pytest.raises(ConfigError, match="capacity: expected an integer in 1..9223372036854775807"):
+    with pytest.raises(
+        ConfigError, match=r"capacity: expected an integer in 1\.\.9223372036854775807"
+    ):
         ParameterServerConfig(capacity=0)
 
 
@@ -193,7 +195,23 @@ def test_memory_limit(limit: int | str | None, want: int) -> None:
     assert resolve_memory_limit(limit, total_bytes=1000) == want
 
 
-@pytest.mark.parametrize("limit", [-1, True, "", "0%", "101%", "8gib", "1..5GiB", "-3", "GiB", "8388608TiB", 1 << 63, "9" * 400])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        -1,
+        True,
+        "",
+        "0%",
+        "101%",
+        "8gib",
+        "1..5GiB",
+        "-3",
+        "GiB",
+        "8388608TiB",
+        1 << 63,
+        "9" * 400,
+    ],
+)
 def test_memory_limit_that_is_none(limit: int | str) -> None:
     with pytest.raises(ConfigError, match="memory_limit"):
         resolve_memory_limit(limit, total_bytes=1000)
