@@ -46,15 +46,18 @@ def layouts(draw: st.DrawFn, values: list[int]) -> U64:
     if layout == "strided":
         wide = np.full((len(values), 3), MAX_ID, dtype=np.uint64)
         wide[:, 1] = array
-        return wide[:, 1]
+        column: U64 = wide[:, 1]
+        return column
     if layout == "reversed":
-        return array[::-1].copy()[::-1]
+        backward: U64 = array[::-1].copy()[::-1]
+        return backward
     if layout == "read-only":
         array.flags.writeable = False
     if layout == "odd":  # one byte off the word, as a field of a packed record is
         packed = np.zeros(len(values), dtype=np.dtype([("pad", "u1"), ("id", "<u8")]))
         packed["id"] = array
-        return packed["id"]
+        field: U64 = packed["id"]
+        return field
     return array
 
 

@@ -18,6 +18,7 @@ cdef struct Shard:
     uint64_t capacity           # rows
     uint64_t soft_capacity      # rows; lowered when the byte limit is met
     uint64_t byte_limit         # 0: none
+    uint64_t byte_peak          # most bytes since they were within the limit, or the limit
     uint64_t num_evicted
     uint64_t num_inserted
     uint64_t num_refused        # admissions

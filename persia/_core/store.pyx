@@ -106,6 +106,7 @@ cdef int shard_init(Shard *shard) noexcept nogil:
     slabs_init(&shard.slabs)
     recency_init(&shard.recency)
     shard.soft_capacity = shard.capacity
+    shard.byte_peak = shard.byte_limit
     shard.is_limited = False
     return index_init(&shard.index, &shard.slabs)
 
@@ -141,23 +142,27 @@ cdef void evict(Shard *shard) noexcept nogil:
         shard.num_evicted += count
 
 
-cdef void end_request(
-    Shard *shard, uint64_t rows_before, uint64_t bytes_before, uint32_t row_bytes
-) noexcept nogil:
-    """Bring the order of use within its bound and the rows within capacity and limit."""
-    cdef uint64_t after, grown
-    recency_settle(&shard.recency)
+cdef void end_request(Shard *shard) noexcept nogil:
+    """Bring the rows within capacity and limit, then the order of use within its bound."""
+    cdef uint64_t after
+    cdef uint64_t fitting
     if shard.byte_limit:
         after = shard_bytes(shard)
-        if after > shard.byte_limit and after > bytes_before:
-            # Memory that was handed out stays with the store, so the shard gives up as many
-            # of its oldest rows as this request made it grow; later rows take their places.
+        if after <= shard.byte_limit:
+            shard.soft_capacity = shard.capacity
+            shard.byte_peak = shard.byte_limit
+        elif after > shard.byte_peak:
+            # Memory that was handed out stays with the store, so the shard keeps the share of
+            # its rows that the limit is of its bytes; later rows take the places of the
+            # others. Only growth counts: the same bytes again would cost rows each time.
             shard.is_limited = True
-            grown = (after - bytes_before) // row_bytes + 1
-            if shard.soft_capacity > rows_before:
-                shard.soft_capacity = rows_before
-            shard.soft_capacity -= min(grown, shard.soft_capacity)
+            shard.byte_peak = after
+            fitting = <uint64_t> (
+                <double> shard.recency.num_live * shard.byte_limit / after)
+            if fitting < shard.soft_capacity:
+                shard.soft_capacity = fitting
     evict(shard)
+    recency_settle(&shard.recency)
 
 
 cdef inline bint is_admitted(Batch batch, sign_t sign) noexcept nogil:
@@ -239,9 +244,6 @@ cdef void train_shard(
     cdef float *rows_out = batch.rows_out
     cdef uint32_t dim = batch.dim
     cdef uint32_t state_words = batch.optimizer.state_width(dim)
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (dim + state_words)
-    cdef uint64_t rows_before = shard.recency.num_live
-    cdef uint64_t bytes_before = shard_bytes(shard)
     cdef uint32_t block, first, last, i, place
     cdef row_t row
     cdef int slab = slabs_slab(&shard.slabs, dim, state_words)
@@ -281,7 +283,7 @@ cdef void train_shard(
                 rows_out + <size_t> place * dim, row_values(row_at(&shard.slabs, row)), dim)
         if tally.status != STATUS_OK:
             break
-    end_request(shard, rows_before, bytes_before, row_bytes)
+    end_request(shard)
 
 
 cdef void eval_shard(
@@ -403,9 +405,6 @@ cdef void write_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
 ) noexcept nogil:
     """Insert or overwrite whole rows; each becomes the most recent."""
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (batch.dim + batch.state_words)
-    cdef uint64_t rows_before = shard.recency.num_live
-    cdef uint64_t bytes_before = shard_bytes(shard)
     cdef uint32_t i, place
     cdef float *values
     cdef row_t row
@@ -436,7 +435,7 @@ cdef void write_shard(
                 batch.state_words * sizeof(float))
         else:
             batch.optimizer.fill_state(values + batch.dim, batch.dim)
-    end_request(shard, rows_before, bytes_before, row_bytes)
+    end_request(shard)
 
 
 cdef void delete_shard(

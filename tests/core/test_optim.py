@@ -63,7 +63,8 @@ def batch(rng: np.random.Generator, n: int, dim: int) -> Floats:
 
 
 def bits(values: Floats) -> list[int]:
-    return values.view(np.uint32).ravel().tolist()
+    words: list[int] = values.view(np.uint32).ravel().tolist()
+    return words
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
