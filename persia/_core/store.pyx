@@ -656,7 +656,8 @@ cdef class EmbeddingStore:
     cdef Tally run(self, Batch batch) except *:
         """Serve the request on all threads, give its scratch back, raise what it met."""
         cdef Tally tally
-        pool = self.pool        # close() may take it away meanwhile
+        batch.held = (self, batch.held)     # for threads that outlast an interrupted call
+        pool = self.pool                    # close() may take it away meanwhile
         if pool is None or batch.num_signs < MIN_THREADED_SIGNS:
             batch.serve(0, self.num_shards)
         else:
