@@ -226,14 +226,13 @@ cdef bint has_shape(
     Tally *tally
 ) noexcept nogil:
     """Whether the row is of that shape; if not, the tally says what it is."""
-    cdef uint32_t slab = shard.slabs.views[row >> PLACE_BITS].slab
-    cdef Slab *shape = &shard.slabs.slabs[slab]
-    if shape.dim == dim and shape.state_words == state_words:
+    cdef const Slab *slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
+    if slab.dim == dim and slab.state_words == state_words:
         return True
     tally.status = STATUS_DIM
     tally.sign = sign
-    tally.dim = shard.slabs.slabs[slab].dim
-    tally.state_words = shard.slabs.slabs[slab].state_words
+    tally.dim = slab.dim
+    tally.state_words = slab.state_words
     return False
 
 
@@ -247,10 +246,7 @@ cdef void train_shard(
     cdef uint32_t state_words = batch.optimizer.state_width(dim)
     cdef uint32_t block, first, last, i, place
     cdef row_t row
-    cdef int slab = slabs_slab(&shard.slabs, dim, state_words)
-    if slab < 0:
-        tally.status = STATUS_SHAPES
-        return
+    cdef int slab = -1      # looked up for the first new row; a refused request makes none
     for block in range((end - begin + BLOCK - 1) // BLOCK):
         first = begin + block * BLOCK
         last = min(first + BLOCK, end)
@@ -268,6 +264,11 @@ cdef void train_shard(
                     batch.hints_out[place] = NO_ROW
                     memset(rows_out + <size_t> place * dim, 0, dim * sizeof(float))
                     continue
+                if slab < 0:
+                    slab = slabs_slab(&shard.slabs, dim, state_words)
+                if slab < 0:
+                    tally.status = STATUS_SHAPES
+                    break
                 row = insert(shard, batch, slab, batch.hashes[i], signs[place])
                 if row == NO_ROW:
                     tally.status = STATUS_NO_MEMORY
@@ -397,9 +398,10 @@ cdef void read_shard(
                 return
             values = row_values(row_at(&shard.slabs, row))
             copy_floats(batch.rows_out + <size_t> place * batch.dim, values, batch.dim)
-            memcpy(
-                batch.states_out + <size_t> place * batch.state_words, values + batch.dim,
-                batch.state_words * sizeof(float))
+            if batch.state_words:       # otherwise states_out is NULL
+                memcpy(
+                    batch.states_out + <size_t> place * batch.state_words,
+                    values + batch.dim, batch.state_words * sizeof(float))
 
 
 cdef void write_shard(
@@ -409,14 +411,16 @@ cdef void write_shard(
     cdef uint32_t i, place
     cdef float *values
     cdef row_t row
-    cdef int slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
-    if slab < 0:
-        tally.status = STATUS_SHAPES
-        return
+    cdef int slab = -1      # looked up for the first new row; a refused request makes none
     for i in range(begin, end):
         place = batch.order[i]
         row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
         if row == NO_ROW:
+            if slab < 0:
+                slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
+            if slab < 0:
+                tally.status = STATUS_SHAPES
+                break
             row = insert(shard, batch, slab, batch.hashes[i], batch.signs[place])
             if row == NO_ROW:
                 tally.status = STATUS_NO_MEMORY
@@ -652,19 +656,21 @@ cdef class EmbeddingStore:
     cdef Tally run(self, Batch batch) except *:
         """Serve the request on all threads, give its scratch back, raise what it met."""
         cdef Tally tally
-        if self.pool is None or batch.num_signs < MIN_THREADED_SIGNS:
+        pool = self.pool        # close() may take it away meanwhile
+        if pool is None or batch.num_signs < MIN_THREADED_SIGNS:
             batch.serve(0, self.num_shards)
         else:
             bounds = [
                 i * self.num_shards // self.num_threads for i in range(self.num_threads + 1)]
             others = [
-                self.pool.submit(batch.serve, bounds[i], bounds[i + 1])
+                pool.submit(batch.serve, bounds[i], bounds[i + 1])
                 for i in range(1, self.num_threads)]
             batch.serve(bounds[0], bounds[1])
             for other in others:
                 other.result()
         tally = batch.tally
         dim = batch.dim
+        batch.held = None
         batch.optimizer = None
         batch.initializer = None
         self.batches.append(batch)
@@ -702,6 +708,7 @@ cdef class EmbeddingStore:
             admit_probability * 18446744073709551616.0)
         batch.rows_out = &rows_out[0, 0]
         batch.hints_out = &hints_out[0]
+        batch.held = (signs, rows_out, hints_out)
         tally = self.run(batch)
         return tally.num_missing, tally.num_refused
 
@@ -714,6 +721,7 @@ cdef class EmbeddingStore:
             return 0
         batch = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1])
         batch.rows_out = &rows_out[0, 0]
+        batch.held = (signs, rows_out)
         return self.run(batch).num_missing
 
     def update(
@@ -732,6 +740,7 @@ cdef class EmbeddingStore:
         if hints is not None:
             batch.hints = &hints[0]
         batch.gradients = &gradients[0, 0]
+        batch.held = (signs, hints, gradients)
         return self.run(batch).num_missing
 
     def read(self, const uint64_t[::1] signs not None, uint32_t dim, state_words=None):
@@ -755,6 +764,7 @@ cdef class EmbeddingStore:
             values_view = values
             states_view = states
             batch.found = &found_view[0]
+            batch.held = (signs, found, values, states)
             batch.rows_out = &values_view[0, 0]
             batch.states_out = &states_view[0, 0] if words else NULL
             batch.state_words = words
@@ -781,6 +791,7 @@ cdef class EmbeddingStore:
         batch = self.begin(signs, write_shard, dim)
         batch.initializer = ZEROS
         batch.gradients = &values[0, 0]
+        batch.held = (signs, values, states)
         batch.states = NULL
         if states is not None and words:
             batch.states = &states[0, 0]
