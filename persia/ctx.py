@@ -739,6 +739,9 @@ class TrainCtx(EmbeddingCtx):
                 "no batch to take gradients of: call ctx.forward(batch) or "
                 "ctx.prepare_features(batch) first"
             )
+        if current.ticket is not None:
+            # Afterwards would be too late: the loss's gradients were in the dense model.
+            book.check_open(current.ticket)
         book.release_orphans()
         scaler = self.grad_scaler
         scale = 1.0
@@ -755,10 +758,16 @@ class TrainCtx(EmbeddingCtx):
         if scaler is None:
             engine.submit(updates, scale * self._reduction)
             self.dense_optimizer.step()
-        elif self._scaled_step(scaler, updates, scale):
-            engine.submit(updates, scale * self._reduction)
         else:
-            engine.skip(updates)
+            try:
+                is_finite = self._scaled_step(scaler, updates, scale)
+            except BaseException:
+                engine.give_up(updates)
+                raise
+            if is_finite:
+                engine.submit(updates, scale * self._reduction)
+            else:
+                engine.skip(updates)
         self.dense_optimizer.zero_grad()
         self.update_times += 1
         if self.update_times % max(embedding_gradient_check_frequency, 1) == 0:

@@ -499,6 +499,91 @@ def test_worker_that_outlives_the_deadline_is_named(
             thread.join(WAIT_S)
 
 
+def test_a_second_loss_of_a_batch_is_refused_before_anything_has_changed(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    with make_ctx() as ctx:
+        for batch in DataLoader(batches(1)):
+            _, embeddings, _ = ctx.prepare_features(batch)
+            ctx.backward(total(embeddings))
+            weights = [parameter.detach().clone() for parameter in ctx.model.parameters()]
+            # Another graph over the same embeddings, so that torch has nothing against it.
+            second = ctx.model(batch.non_id_type_tensors, embeddings).sum()
+            with pytest.raises(DataError, match=r"sent already|trained already"):
+                ctx.backward(second)
+            assert all(parameter.grad is None for parameter in ctx.model.parameters())
+            assert all(
+                torch.equal(*pair) for pair in zip(weights, ctx.model.parameters(), strict=True)
+            )
+    assert worker.of("update") == [0]
+
+
+def test_dense_step_that_raises_under_a_scaler_gives_the_batch_up(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_ctx(mixed_precision=True) as ctx:
+        iterator = iter(DataLoader(batches(3), reproducible=True, embedding_staleness=1))
+        batch = next(iterator)
+
+        def refuse(optimizer: object) -> None:
+            raise MemoryError("no room for the moments")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ctx.grad_scaler, "step", refuse)
+            with pytest.raises(MemoryError, match="no room"):
+                ctx.backward(loss_of(*ctx.forward(batch)))
+        assert (ctx.stats()["failed"], ctx.stats()["staleness"]) == (1, 0)
+        ctx.dense_optimizer.zero_grad()
+        # The only permit is back, and the scaler goes on.
+        assert [step(ctx, batch).isfinite().item() for batch in iterator] == [True, True]
+    assert worker.refs == {}
+    assert worker.of("update") == [1, 2]
+
+
+def test_backward_that_is_interrupted_while_it_waits_leaves_nothing_behind(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persia._training.gradients.WAIT_S", 1.0)
+    with make_ctx() as ctx:
+        (batch,) = DataLoader(batches(1))
+        batch = ctx.get_embedding_from_data(make_batch(0))
+        output, labels = ctx.forward(batch)
+        engine = ctx.backward_engine
+        assert engine is not None
+
+        def interrupt(item: object, timeout_s: float) -> bool:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.queue, "put", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                ctx.backward(loss_of(output, labels))
+        assert ctx.stats()["failed"] == 1
+        assert worker.refs == {}
+    # leaving waited for no update that was never sent, or it would be a ServiceTimeout
+
+
+def test_timeout_of_a_full_queue_gives_the_refs_back(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persia._training.gradients.WAIT_S", 0.05)
+    go = threading.Event()
+    worker.before_update = lambda batch_id: wait(go)
+    with make_ctx(backward_buffer_size=1, backward_workers_size=1) as ctx:
+
+        def fill() -> None:
+            for number in range(4):
+                step(ctx, ctx.get_embedding_from_data(make_batch(number)))
+
+        with pytest.raises(ServiceTimeout, match="to take one of 1 queued"):
+            fill()
+        num_waiting = ctx.stats()["staleness"]
+        assert len(worker.refs) == num_waiting
+        go.set()
+        monkeypatch.setattr("persia._training.gradients.WAIT_S", WAIT_S)
+    assert worker.refs == {}
+
+
 def test_many_workers_update_at_the_same_time(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     meet = threading.Barrier(3)
 
