@@ -302,6 +302,17 @@ class GradientEngine:
             ServiceTimeout: If that takes minutes.
             BaseException: What one of the updates raised.
         """
+        self.wait()
+        self.raise_failure()
+
+    def wait(self) -> None:
+        """Wait until every update submitted so far is acknowledged, or has failed.
+
+        What one raised stays for the user's thread.
+
+        Raises:
+            ServiceTimeout: If that takes minutes.
+        """
         with self._changed:
             last = self._next_number
             if not self._changed.wait_for(
@@ -313,7 +324,6 @@ class GradientEngine:
                     role="embedding-worker",
                     method="update",
                 )
-        self.raise_failure()
 
     def close(self) -> None:
         """Send what is queued, then end and join the workers.

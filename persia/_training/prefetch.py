@@ -56,7 +56,7 @@ class Lookups:
         book: Tickets of the batches with gradients.
         trains: Whether batches may have gradients at all.
         before_evaluation: Called before each lookup without gradients; waits until this
-            rank's updates are acknowledged.
+            rank's updates are acknowledged or have failed.
     """
 
     def __init__(
@@ -70,14 +70,17 @@ class Lookups:
         self.book = book
         self.trains = trains
         self.before_evaluation = before_evaluation
-        self._next_number = 0
-        self._lock = threading.Lock()  # guards _next_number
+        # Two series, by whether there are gradients: update ids and admission depend on the
+        # numbers of training batches, and an evaluation must not shift them.
+        self._next_numbers = {False: 0, True: 0}
+        self._lock = threading.Lock()  # guards _next_numbers
 
-    def number(self) -> int:
-        """Return the next batch id of the context; update ids and admission depend on it."""
+    def number(self, host: HostBatch) -> int:
+        """Return the batch id, the next one of its kind in the context."""
+        trains = self.has_gradients(host)
         with self._lock:
-            number = self._next_number
-            self._next_number += 1
+            number = self._next_numbers[trains]
+            self._next_numbers[trains] += 1
             return number
 
     def has_gradients(self, host: HostBatch) -> bool:
@@ -378,7 +381,7 @@ class Prefetcher:
             self._gate.enter(needs_permit)
             place = self._num_taken
             self._num_taken += 1
-            batch_id = self._lookups.number()
+            batch_id = self._lookups.number(host)
             if self._in_order:
                 result, ticket = self._look_up(host, batch_id)
         if not self._in_order:

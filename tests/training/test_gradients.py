@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from persia._rpc.messages import BatchGradients, UpdateReport
-from persia.ctx import eval_ctx
+from persia.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia.data import DataLoader
+from persia.embedding.optim import SGD
 from persia.errors import ConfigError, DataError, ServiceTimeout, StoreError
 
 from .conftest import MakeCtx, Net, loss_of, step
@@ -305,6 +307,62 @@ def test_w46_direct_batch_without_backward_is_released(
     assert ctx.stats()["abandoned"] == 5
 
 
+def test_w46_batches_that_are_prepared_and_never_stepped_are_freed(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    with make_ctx() as ctx:
+        seen = []
+        for batch in DataLoader(batches(8)):
+            ctx.forward(batch)
+            seen.append(weakref.ref(batch))
+        del batch
+        assert sum(known() is not None for known in seen) <= 1  # ctx.current_batch
+        for number in range(8):
+            batch = ctx.get_embedding_from_data(make_batch(number))
+            ctx.forward(batch)
+            seen.append(weakref.ref(batch))
+        del batch
+        assert sum(known() is not None for known in seen) <= 1
+        assert len(worker.refs) <= 2
+    assert worker.refs == {}
+    assert ctx.stats()["abandoned"] == 16
+
+
+def test_w46_a_training_context_without_backward_releases_what_it_looked_up(
+    worker: FakeWorker,
+) -> None:
+    worker.optimizers.append(SGD(lr=1).settings())
+    with EmbeddingCtx(PreprocessMode.TRAIN, Net(), embedding_worker=worker) as ctx:
+        for number in range(3):
+            ctx.forward(ctx.get_embedding_from_data(make_batch(number)))
+    assert worker.refs == {}
+
+
+def test_direct_batches_that_are_kept_accumulate(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx:
+        losses = []
+        for number in range(3):
+            batch = ctx.get_embedding_from_data(make_batch(number))
+            losses.append(loss_of(*ctx.forward(batch)))
+            ctx.keep(batch)
+        ctx.backward(torch.stack(losses).sum())
+    assert sorted(worker.of("update")) == [0, 1, 2]
+
+
+def test_w25_a_direct_batch_that_fails_after_its_lookup_is_released(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise MemoryError("no room for the tensors")
+
+    with make_ctx() as ctx:
+        monkeypatch.setattr("persia._training.tensors.Converter.stage", refuse)
+        with pytest.raises(MemoryError, match="no room"):
+            ctx.get_embedding_from_data(make_batch(0))
+        assert worker.refs == {}
+        assert ctx.stats()["staleness"] == 0
+
+
 def test_w46_nothing_stays_at_the_worker(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
         for number, batch in enumerate(DataLoader(batches(20))):
@@ -393,6 +451,22 @@ def test_exception_in_an_update_is_raised_by_reads(
     with make_ctx() as ctx:
         for batch in DataLoader(batches(1)):
             step(ctx, batch)
+        with pytest.raises(StoreError, match="disk on fire"):
+            ctx.get_embedding_size()
+
+
+def test_a_read_ahead_does_not_swallow_what_an_update_raised(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    worker.before_update = fail_at(0)
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(make_batch(0))
+        with eval_ctx(model=ctx.model):
+            reading = iter(DataLoader([make_batch(1)]))
+            step(ctx, batch)
+            # Its thread waits for the update; had it raised, a loop left early would
+            # have taken the exception with it.
+            next(reading)
         with pytest.raises(StoreError, match="disk on fire"):
             ctx.get_embedding_size()
 
