@@ -604,6 +604,35 @@ def test_a_repeated_update_waits_for_the_first() -> None:
     assert [name for name, _ in slow.calls].count("update") == 1
 
 
+def test_another_update_of_a_ref_that_waits_for_the_first_is_refused() -> None:
+    started, may_end = threading.Event(), threading.Event()
+
+    class Slow(Faulty):
+        def update(self, request: UpdateRequest) -> UpdateReply:
+            started.set()
+            assert may_end.wait(10)
+            return self.server.update(request)
+
+    worker = make_worker([Slow(make_servers()[0])])
+    result = worker.lookup_direct(features({"sum": [[1]]}))
+    ends: list[object] = []
+
+    def call(number: int) -> None:
+        try:
+            ends.append(worker.update(gradient(result, (0, number))).repeated)
+        except UnknownRef as error:
+            ends.append(type(error))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+    threads[0].start()
+    assert started.wait(10)
+    threads[1].start()
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(ends, key=str) == [UnknownRef, False]
+
+
 # --- ids that do not fit --------------------------------------------------------------------
 
 
