@@ -21,7 +21,7 @@ import torch
 
 from persia._core import pooling
 from persia._rpc.messages import BatchGradients, SlotGradient
-from persia._training.channel import Channel, Closed, Finished
+from persia._training.channel import Channel, Closed, Finished, join
 from persia._training.flight import Reason
 from persia.errors import ServiceTimeout
 
@@ -190,9 +190,14 @@ class GradientEngine:
         return self._queue
 
     def start(self) -> None:
-        """Start the workers."""
-        for thread in self._threads:
-            thread.start()
+        """Start the workers, all or none."""
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._queue.close()
+            join(self._threads, JOIN_S)
+            raise
 
     # --- the user's thread ----------------------------------------------------------------
 
@@ -335,10 +340,8 @@ class GradientEngine:
             self.flush()
         finally:
             self._queue.finish()
-            for thread in self._threads:
-                thread.join(JOIN_S)
-                if thread.is_alive():
-                    logger.warning("%s is still inside an update", thread.name)
+            for thread in join(self._threads, JOIN_S):
+                logger.warning("%s is still inside an update", thread.name)
         self.raise_failure()
 
     # --- backward workers -------------------------------------------------------------------

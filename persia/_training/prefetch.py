@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from persia._rpc.messages import IDFeatures
-from persia._training.channel import Channel, Closed, Delivery, Finished
+from persia._training.channel import Channel, Closed, Delivery, Finished, join
 from persia._training.flight import Reason, State
 from persia._training.tensors import StagedBatch
 from persia.errors import ConfigError, InternalError, ServiceTimeout
@@ -228,14 +229,12 @@ class Prefetcher:
                 for number in range(num_workers)
             ),
         ]
-        self._started = False
         self._closed = False
 
     # --- the user's thread ----------------------------------------------------------------
 
     def start(self) -> None:
         """Start the threads."""
-        self._started = True
         for thread in self._threads:
             thread.start()
 
@@ -307,26 +306,20 @@ class Prefetcher:
             for item in left:
                 self._drop(item.ticket)
         finally:
-            if self._started:
-                self._join()
+            self._join()
 
     def _drop(self, ticket: Ticket | None) -> None:
         if ticket is not None:
             self._lookups.book.release(ticket, Reason.UNUSED)
 
     def _join(self) -> None:
-        for thread in self._threads:
-            # The collector may close a forgotten iterator on one of its own threads.
-            if thread is threading.current_thread():
-                continue
-            thread.join(JOIN_S)
-            if thread.is_alive():
-                logger.warning(
-                    "%s has not ended %g s after the loop did: it is still inside %s",
-                    thread.name,
-                    JOIN_S,
-                    "the user's dataset" if thread is self._threads[0] else "a lookup",
-                )
+        for thread in join(self._threads, JOIN_S):
+            logger.warning(
+                "%s has not ended %g s after the loop did: it is still inside %s",
+                thread.name,
+                JOIN_S,
+                "the user's dataset" if thread is self._threads[0] else "a lookup",
+            )
 
     # --- the dataset's thread ---------------------------------------------------------------
 
@@ -337,22 +330,22 @@ class Prefetcher:
             for batch in iterator:
                 self._input.put(self._converter.host(batch))
         except Closed:
-            self._close_iterator(iterator)
+            pass
         except BaseException as exc:
             self._reading_ended = True
             self._input.finish(exc)
         else:
             self._reading_ended = True
             self._input.finish()
+        self._close_iterator(iterator)  # it may stand still at a batch that was refused
 
     @staticmethod
     def _close_iterator(iterator: object) -> None:
         """Run the ``finally`` blocks of the user's generator now, in its own thread."""
-        close = getattr(iterator, "close", None)
-        if close is None:
-            return
+        if not isinstance(iterator, Generator):
+            return  # another iterator's ``close`` may be meant for its owner
         try:
-            close()
+            iterator.close()
         except Exception:
             # The loop is over and nobody is left to raise this at.
             logger.exception("the dataset raised while it was closed")
