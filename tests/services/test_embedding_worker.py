@@ -633,6 +633,34 @@ def test_another_update_of_a_ref_that_waits_for_the_first_is_refused() -> None:
     assert sorted(ends, key=str) == [UnknownRef, False]
 
 
+def test_w49_no_lock_is_held_while_a_server_is_asked() -> None:
+    asked, may_end = threading.Event(), threading.Event()
+
+    class Slow(Faulty):
+        def lookup(self, request: LookupRequest) -> LookupReply:
+            if request.batch_id == 0:
+                asked.set()
+                assert may_end.wait(10)
+            return self.server.lookup(request)
+
+    worker = make_worker([Slow(make_servers()[0])])
+    slow = threading.Thread(target=lambda: worker.lookup_direct(features({"sum": [[1]]}, 0)))
+    slow.start()
+    assert asked.wait(10)
+    # In a thread, so that a lock would be a failure and no hang.
+    others = threading.Thread(
+        target=lambda: worker.update(
+            gradient(worker.lookup_direct(features({"sum": [[1]]}, 1)), (0, 1))
+        )
+    )
+    others.start()
+    others.join(5)
+    assert not others.is_alive()
+    assert worker.stats()["updates"] == 1
+    may_end.set()
+    slow.join(10)
+
+
 # --- ids that do not fit --------------------------------------------------------------------
 
 

@@ -471,6 +471,19 @@ def test_a_read_ahead_does_not_swallow_what_an_update_raised(
             ctx.get_embedding_size()
 
 
+def test_w40_an_exception_in_an_update_does_not_end_its_worker(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    worker.before_update = fail_at(0)
+    with make_ctx(backward_workers_size=1) as ctx:
+        step(ctx, ctx.get_embedding_from_data(make_batch(0)))
+        with pytest.raises(StoreError, match="disk on fire"):
+            ctx.get_embedding_size()
+        for number in range(1, 4):
+            step(ctx, ctx.get_embedding_from_data(make_batch(number)))
+    assert worker.of("update") == [1, 2, 3]
+
+
 def test_w48_leaving_waits_for_every_update(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     started, go = threading.Event(), threading.Event()
 
