@@ -24,12 +24,18 @@ help:  ## list the targets
 	  || sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1  \2/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## build, install, and train a click model in embedded mode
-	$(BIN)/python examples/quickstart/train.py
+	@$(BIN)/python examples/quickstart/train.py
 
 # --- the environment ---------------------------------------------------------------------
 #
 # Stamps, so that nothing is installed twice: .created, .installed (what a user needs) and
 # .dev (what a developer needs as well). The install is editable: one .venv serves both.
+#
+# What the build needs goes in as well and pip builds with it. In an environment of its own, as
+# pip does by itself, Cython's files would be newer each time and everything compiled anew.
+BUILD_NEEDS := 'setuptools>=77' 'cython>=3.1,<4' 'numpy>=2.0'
+INSTALL = $(PIP) install -c constraints.txt $(BUILD_NEEDS) && \
+  $(PIP) install -c constraints.txt --no-build-isolation --check-build-dependencies -e
 
 $(VENV)/.created:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -42,15 +48,17 @@ $(VENV)/.created:
 	  echo "make: $(PYTHON) has no C headers (Python.h). On Debian or Ubuntu: sudo apt install python3-dev" >&2; exit 1; }
 	@compiler='$(or $(filter-out cc,$(CC)),cc)'; for word in $$compiler; do command -v $$word >/dev/null || { \
 	  echo "make: no C compiler: '$$word' is not here. On Debian or Ubuntu: sudo apt install gcc" >&2; exit 1; }; done
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt $(SOURCES)
-	$(PIP) install -c constraints.txt -e .
+	@echo "installing persia, torch and what they need into $(VENV): a minute or two, once"
+	@$(INSTALL) .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	@echo "installing persia and a developer's tools into $(VENV): a minute or two, once"
+	@$(INSTALL) '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 # --- building and testing -----------------------------------------------------------------
@@ -65,8 +73,10 @@ TEST := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 test: build  ## the fast tier: no GPU, no network, under three minutes on two cores
 	$(TEST) -m "not slow and not cuda"
 
+# These take minutes, each with a timeout of its own: no stacks are shown before it. What they
+# print is what they measured.
 test-slow: build  ## what `make test` leaves out; cuda where there is a device
-	$(TEST) -m "slow or cuda"
+	$(TEST) -m "slow or cuda" -rsP -o faulthandler_timeout=600
 
 test-all: test test-slow  ## every tier
 
@@ -96,18 +106,36 @@ debug: $(VENV)/.dev  ## bounds checks and invariant walks; runs the core tests o
 
 # The interpreter is not built with the sanitizers, so their runtimes are loaded before it.
 # libstdc++ comes along because the runtime looks for its throw function once, at the start.
-# Leaks are not asked for: CPython keeps memory to its end by design.
+# Leaks are not asked for: CPython keeps memory to its end by design. Findings go to files,
+# because pytest holds what a process wrote when it dies; one file fails the run.
 RUNTIMES = $(shell for name in libasan.so libubsan.so libstdc++.so; do gcc -print-file-name=$$name; done)
+FINDINGS := $(CURDIR)/build/asan/findings
 SANITIZED = LD_PRELOAD="$(RUNTIMES)" PYTHONMALLOC=malloc \
-  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:strict_init_order=1 \
-  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:strict_init_order=1:log_path=$(FINDINGS) \
+  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:log_path=$(FINDINGS)
+
+# Two planted errors, which both have to be found before a clean run proves anything.
+define PLANTED
+#include <stdlib.h>
+int past_the_end(int n) { int *p = malloc(n * sizeof(int)); int last = p[n]; free(p); return last; }
+int too_far(int n) { return 1 << n; }
+endef
+export PLANTED
 
 asan: $(VENV)/.dev  ## the core tests under AddressSanitizer and UBSan (gcc)
 	$(call copy_tree,asan)
 	cd build/asan && CC=gcc PERSIA_DEBUG=1 PERSIA_SANITIZE=address,undefined \
 	  $(BIN)/python setup.py --quiet build_ext --inplace
+	printenv PLANTED | gcc -shared -fPIC -g -fsanitize=address,undefined -fno-sanitize-recover=all \
+	  -x c - -o build/asan/planted.so
+	@for call in 'past_the_end(4) heap-buffer-overflow' 'too_far(40) shift'; do set -- $$call; \
+	  rm -f $(FINDINGS).*; \
+	  $(SANITIZED) $(BIN)/python -c "import ctypes; ctypes.CDLL('build/asan/planted.so').$$1" || true; \
+	  grep -q "$$2" $(FINDINGS).* || { echo "make: the sanitizers do not find $$1" >&2; exit 1; }; \
+	done; rm -f $(FINDINGS).*
 	cd build/asan && $(SANITIZED) PYTHONPATH=$(CURDIR)/build/asan \
-	  $(TEST) tests/core -m "not cuda and not slow"
+	  $(TEST) tests/core -m "not cuda and not slow"; \
+	status=$$?; cat $(FINDINGS).* 2>/dev/null && status=1; exit $$status
 
 bench: build  ## product and peers, interleaved in one run
 	$(BIN)/python -m tests.benchmarks $(BENCH)

@@ -46,15 +46,18 @@ def layouts(draw: st.DrawFn, values: list[int]) -> U64:
     if layout == "strided":
         wide = np.full((len(values), 3), MAX_ID, dtype=np.uint64)
         wide[:, 1] = array
-        return wide[:, 1]
+        column: U64 = wide[:, 1]
+        return column
     if layout == "reversed":
-        return array[::-1].copy()[::-1]
+        backward: U64 = array[::-1].copy()[::-1]
+        return backward
     if layout == "read-only":
         array.flags.writeable = False
     if layout == "odd":  # one byte off the word, as a field of a packed record is
         packed = np.zeros(len(values), dtype=np.dtype([("pad", "u1"), ("id", "<u8")]))
         packed["id"] = array
-        return packed["id"]
+        field: U64 = packed["id"]
+        return field
     return array
 
 
@@ -129,6 +132,7 @@ NOT_IDS: list[tuple[Any, str]] = [
     (np.zeros(3, dtype=">u8"), ">u8"),
     (np.zeros(3, dtype=object), "object"),
     (np.zeros(3, dtype="M8[s]"), "datetime64"),
+    (np.ma.masked_array(np.zeros(3, dtype=np.uint64), [False, True, False]), "a masked array"),
     (np.zeros((3, 1), dtype=np.uint64), "2 dimensions"),
     (np.uint64(3), "uint64"),
     (np.array(3, dtype=np.uint64), "0 dimensions"),

@@ -2,8 +2,7 @@
 
     python examples/quickstart/train.py
 
-The embeddings live in this process (embedded mode). The same script trains against parameter
-servers on other machines when it is started by ``persia-launcher``.
+The embeddings live in this process (embedded mode): nothing else is started.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept no
         + segment_at(recency, segment_at(recency, number).next).num_live)
     cdef Segment *into
     cdef Segment *segment
-    cdef uint32_t part, word, taken, following
+    cdef uint32_t _part, word, taken, following
     cdef uint64_t held, live
     if target == NO_SEGMENT:
         return NO_SEGMENT
@@ -219,7 +219,7 @@ cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept no
     else:
         recency.oldest = target
     segment.previous = target
-    for part in range(2):
+    for _part in range(2):
         segment = segment_at(recency, number)
         following = segment.next
         taken = 0
@@ -287,13 +287,15 @@ cdef void bury(Recency *recency, Slabs *slabs, position_t position) noexcept nog
 
 cdef int recency_touch(Recency *recency, Slabs *slabs, row_t row) noexcept nogil:
     cdef Row *at = row_at(slabs, row)
-    cdef position_t old = at.position
+    cdef position_t old
     cdef Segment *segment
     cdef uint32_t offset
     if recency.newest == NO_SEGMENT or (
             segment_at(recency, recency.newest).num_used == SEGMENT_ENTRIES):
         if open_segment(recency, slabs) < 0:
             return -1
+    # Only now: a merge while the newest segment was closed may have renumbered this very row.
+    old = at.position
     segment = segment_at(recency, recency.newest)
     offset = segment.num_used
     segment.num_used += 1

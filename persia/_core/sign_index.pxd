@@ -96,7 +96,8 @@ cdef inline row_t index_find(
 ) noexcept nogil:
     """The row of the sign, or NO_ROW."""
     cdef Entry *entry = entry_of(index, hash)
-    cdef uint32_t at = <uint32_t> hash & entry.mask
+    cdef uint32_t home = <uint32_t> hash & entry.mask
+    cdef uint32_t at = home
     cdef uint8_t tag = tag_of(hash)
     cdef Bucket *bucket
     cdef uint64_t found
@@ -118,6 +119,9 @@ cdef inline row_t index_find(
         if bucket.num_passed == 0:
             return NO_ROW
         at = (at + 1) & entry.mask
+        # Rows may have passed every bucket, each at a time when that one was full.
+        if at == home:
+            return NO_ROW
 
 
 cdef int index_init(SignIndex *index, Slabs *slabs) noexcept nogil

@@ -13,8 +13,8 @@ Invariants, true between calls:
 
     I1  A live row is in the table its hash leads to, in the first bucket from its home on
         that had a free place when it came; every bucket it passed counts it in num_passed.
-    I2  table.count is the number of its non-zero tags, and at most 10.5 per bucket, so that a
-        search always ends.
+    I2  table.count is the number of its non-zero tags, and at most 10.5 per bucket, so that
+        an insertion finds a place.
     I3  Every directory entry whose low table.depth bits are table.pattern points at the table.
 
 A search stops at the first bucket that nobody passed; removal subtracts from the same counts,
@@ -34,7 +34,7 @@ cdef extern from "stdlib.h" nogil:
 
 
 cdef int index_init(SignIndex *index, Slabs *slabs) noexcept nogil:
-    """An empty index with one table of one bucket; -1: no memory, and ``index_free`` is safe."""
+    """An index of one table of one bucket; -1: no memory, and ``index_free`` is safe."""
     index.depth = 0
     index.num_tables = 0
     index.table_capacity = 0

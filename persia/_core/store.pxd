@@ -18,6 +18,7 @@ cdef struct Shard:
     uint64_t capacity           # rows
     uint64_t soft_capacity      # rows; lowered when the byte limit is met
     uint64_t byte_limit         # 0: none
+    uint64_t byte_peak          # most bytes since they were within the limit, or the limit
     uint64_t num_evicted
     uint64_t num_inserted
     uint64_t num_refused        # admissions
@@ -66,6 +67,7 @@ cdef class Batch:
     cdef bint admit_all
     cdef Initializer initializer
     cdef RowOptimizer optimizer
+    cdef object held            # the arrays behind the pointers, if the caller is interrupted
 
     cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1
 

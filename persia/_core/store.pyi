@@ -84,9 +84,7 @@ class EmbeddingStore:
             DimMismatch: A sign is stored with another dim or state size.
         """
 
-    def lookup_eval(
-        self, signs: NDArray[np.uint64], rows_out: NDArray[np.float32]
-    ) -> int:
+    def lookup_eval(self, signs: NDArray[np.uint64], rows_out: NDArray[np.float32]) -> int:
         """Write each sign's embedding, or zeros; changes nothing. Returns the number missing.
 
         Raises:
@@ -125,7 +123,10 @@ class EmbeddingStore:
         values: NDArray[np.float32],
         states: NDArray[np.uint32] | None,
     ) -> None:
-        """Insert or overwrite rows; each becomes the most recent. Without states, initial ones."""
+        """Insert or overwrite rows; each becomes the most recent.
+
+        Without states, rows get initial ones.
+        """
 
     def delete(self, signs: NDArray[np.uint64]) -> int:
         """Drop the rows of these signs; returns how many there were."""
@@ -136,7 +137,7 @@ class EmbeddingStore:
     def shard_entries(
         self, number: int
     ) -> list[tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint32]]]:
-        """Return one shard's rows as (signs, values, states), oldest first, a tuple per shape."""
+        """Return one shard's (signs, values, states), a tuple per shape, oldest first."""
 
     def iterate(
         self,

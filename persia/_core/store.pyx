@@ -43,8 +43,8 @@ from persia._core.sign_index cimport (
     index_insert, index_remove,
 )
 from persia._core.slabs cimport (
-    CACHE_LINE, PLACE_BITS, Row, persia_prefetch, persia_prefetch_write, row_at, row_is, row_values, slabs_drop_row, slabs_free, slabs_init,
-    slabs_new_row, slabs_slab,
+    CACHE_LINE, PLACE_BITS, Row, Slab, persia_prefetch, persia_prefetch_write, row_at, row_is,
+    row_values, slabs_drop_row, slabs_free, slabs_init, slabs_new_row, slabs_slab,
 )
 from persia._core.types cimport NO_ROW, uint8_t
 
@@ -106,6 +106,7 @@ cdef int shard_init(Shard *shard) noexcept nogil:
     slabs_init(&shard.slabs)
     recency_init(&shard.recency)
     shard.soft_capacity = shard.capacity
+    shard.byte_peak = shard.byte_limit
     shard.is_limited = False
     return index_init(&shard.index, &shard.slabs)
 
@@ -141,23 +142,27 @@ cdef void evict(Shard *shard) noexcept nogil:
         shard.num_evicted += count
 
 
-cdef void end_request(
-    Shard *shard, uint64_t rows_before, uint64_t bytes_before, uint32_t row_bytes
-) noexcept nogil:
-    """Bring the order of use within its bound and the rows within capacity and limit."""
-    cdef uint64_t after, grown
-    recency_settle(&shard.recency)
+cdef void end_request(Shard *shard) noexcept nogil:
+    """Bring the rows within capacity and limit, then the order of use within its bound."""
+    cdef uint64_t after
+    cdef uint64_t fitting
     if shard.byte_limit:
         after = shard_bytes(shard)
-        if after > shard.byte_limit and after > bytes_before:
-            # Memory that was handed out stays with the store, so the shard gives up as many
-            # of its oldest rows as this request made it grow; later rows take their places.
+        if after <= shard.byte_limit:
+            shard.soft_capacity = shard.capacity
+            shard.byte_peak = shard.byte_limit
+        elif after > shard.byte_peak:
+            # Memory that was handed out stays with the store, so the shard keeps the share of
+            # its rows that the limit is of its bytes; later rows take the places of the
+            # others. Only growth counts: the same bytes again would cost rows each time.
             shard.is_limited = True
-            grown = (after - bytes_before) // row_bytes + 1
-            if shard.soft_capacity > rows_before:
-                shard.soft_capacity = rows_before
-            shard.soft_capacity -= min(grown, shard.soft_capacity)
+            shard.byte_peak = after
+            fitting = <uint64_t> (
+                <double> shard.recency.num_live * shard.byte_limit / after)
+            if fitting < shard.soft_capacity:
+                shard.soft_capacity = fitting
     evict(shard)
+    recency_settle(&shard.recency)
 
 
 cdef inline bint is_admitted(Batch batch, sign_t sign) noexcept nogil:
@@ -221,13 +226,13 @@ cdef bint has_shape(
     Tally *tally
 ) noexcept nogil:
     """Whether the row is of that shape; if not, the tally says what it is."""
-    cdef uint32_t slab = shard.slabs.views[row >> PLACE_BITS].slab
-    if shard.slabs.slabs[slab].dim == dim and shard.slabs.slabs[slab].state_words == state_words:
+    cdef const Slab *slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
+    if slab.dim == dim and slab.state_words == state_words:
         return True
     tally.status = STATUS_DIM
     tally.sign = sign
-    tally.dim = shard.slabs.slabs[slab].dim
-    tally.state_words = shard.slabs.slabs[slab].state_words
+    tally.dim = slab.dim
+    tally.state_words = slab.state_words
     return False
 
 
@@ -239,15 +244,9 @@ cdef void train_shard(
     cdef float *rows_out = batch.rows_out
     cdef uint32_t dim = batch.dim
     cdef uint32_t state_words = batch.optimizer.state_width(dim)
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (dim + state_words)
-    cdef uint64_t rows_before = shard.recency.num_live
-    cdef uint64_t bytes_before = shard_bytes(shard)
     cdef uint32_t block, first, last, i, place
     cdef row_t row
-    cdef int slab = slabs_slab(&shard.slabs, dim, state_words)
-    if slab < 0:
-        tally.status = STATUS_SHAPES
-        return
+    cdef int slab = -1      # looked up for the first new row; a refused request makes none
     for block in range((end - begin + BLOCK - 1) // BLOCK):
         first = begin + block * BLOCK
         last = min(first + BLOCK, end)
@@ -265,6 +264,11 @@ cdef void train_shard(
                     batch.hints_out[place] = NO_ROW
                     memset(rows_out + <size_t> place * dim, 0, dim * sizeof(float))
                     continue
+                if slab < 0:
+                    slab = slabs_slab(&shard.slabs, dim, state_words)
+                if slab < 0:
+                    tally.status = STATUS_SHAPES
+                    break
                 row = insert(shard, batch, slab, batch.hashes[i], signs[place])
                 if row == NO_ROW:
                     tally.status = STATUS_NO_MEMORY
@@ -281,7 +285,7 @@ cdef void train_shard(
                 rows_out + <size_t> place * dim, row_values(row_at(&shard.slabs, row)), dim)
         if tally.status != STATUS_OK:
             break
-    end_request(shard, rows_before, bytes_before, row_bytes)
+    end_request(shard)
 
 
 cdef void eval_shard(
@@ -394,29 +398,29 @@ cdef void read_shard(
                 return
             values = row_values(row_at(&shard.slabs, row))
             copy_floats(batch.rows_out + <size_t> place * batch.dim, values, batch.dim)
-            memcpy(
-                batch.states_out + <size_t> place * batch.state_words, values + batch.dim,
-                batch.state_words * sizeof(float))
+            if batch.state_words:       # otherwise states_out is NULL
+                memcpy(
+                    batch.states_out + <size_t> place * batch.state_words,
+                    values + batch.dim, batch.state_words * sizeof(float))
 
 
 cdef void write_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
 ) noexcept nogil:
     """Insert or overwrite whole rows; each becomes the most recent."""
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (batch.dim + batch.state_words)
-    cdef uint64_t rows_before = shard.recency.num_live
-    cdef uint64_t bytes_before = shard_bytes(shard)
     cdef uint32_t i, place
     cdef float *values
     cdef row_t row
-    cdef int slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
-    if slab < 0:
-        tally.status = STATUS_SHAPES
-        return
+    cdef int slab = -1      # looked up for the first new row; a refused request makes none
     for i in range(begin, end):
         place = batch.order[i]
         row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
         if row == NO_ROW:
+            if slab < 0:
+                slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
+            if slab < 0:
+                tally.status = STATUS_SHAPES
+                break
             row = insert(shard, batch, slab, batch.hashes[i], batch.signs[place])
             if row == NO_ROW:
                 tally.status = STATUS_NO_MEMORY
@@ -436,7 +440,7 @@ cdef void write_shard(
                 batch.state_words * sizeof(float))
         else:
             batch.optimizer.fill_state(values + batch.dim, batch.dim)
-    end_request(shard, rows_before, bytes_before, row_bytes)
+    end_request(shard)
 
 
 cdef void delete_shard(
@@ -513,34 +517,35 @@ cdef class Batch:
 cdef void split(Batch batch, uint32_t num_shards) noexcept nogil:
     """Order the request by shard, stable. Hashing twice is cheaper than keeping the hashes."""
     cdef const sign_t *signs = batch.signs
+    cdef uint32_t *starts = batch.starts
     cdef uint32_t i, shard, start, count
     cdef uint64_t hash
-    memset(batch.starts, 0, (num_shards + 1) * sizeof(uint32_t))
+    memset(starts, 0, (num_shards + 1) * sizeof(uint32_t))
     if num_shards == 1:
         for i in range(batch.num_signs):
             batch.hashes[i] = mix64(signs[i])
             batch.order[i] = i
-        batch.starts[1] = batch.num_signs
+        starts[1] = batch.num_signs
         return
     for i in range(batch.num_signs):
-        batch.starts[shard_of(mix64(signs[i]), num_shards)] += 1
+        starts[shard_of(mix64(signs[i]), num_shards)] += 1
     start = 0
     for shard in range(num_shards):
-        count = batch.starts[shard]
-        batch.starts[shard] = start
+        count = starts[shard]
+        starts[shard] = start
         start += count
     for i in range(batch.num_signs):
         hash = mix64(signs[i])
         shard = shard_of(hash, num_shards)
-        batch.hashes[batch.starts[shard]] = hash
-        batch.order[batch.starts[shard]] = i
-        batch.starts[shard] += 1
+        batch.hashes[starts[shard]] = hash
+        batch.order[starts[shard]] = i
+        starts[shard] += 1
     # Each start now is the next shard's; shift them back by one.
     shard = num_shards
     while shard > 0:
-        batch.starts[shard] = batch.starts[shard - 1]
+        starts[shard] = starts[shard - 1]
         shard -= 1
-    batch.starts[0] = 0
+    starts[0] = 0
 
 
 cdef inline void add_tally(Tally *total, const Tally *part) noexcept nogil:
@@ -651,19 +656,21 @@ cdef class EmbeddingStore:
     cdef Tally run(self, Batch batch) except *:
         """Serve the request on all threads, give its scratch back, raise what it met."""
         cdef Tally tally
-        if self.pool is None or batch.num_signs < MIN_THREADED_SIGNS:
+        pool = self.pool        # close() may take it away meanwhile
+        if pool is None or batch.num_signs < MIN_THREADED_SIGNS:
             batch.serve(0, self.num_shards)
         else:
             bounds = [
                 i * self.num_shards // self.num_threads for i in range(self.num_threads + 1)]
             others = [
-                self.pool.submit(batch.serve, bounds[i], bounds[i + 1])
+                pool.submit(batch.serve, bounds[i], bounds[i + 1])
                 for i in range(1, self.num_threads)]
             batch.serve(bounds[0], bounds[1])
             for other in others:
                 other.result()
         tally = batch.tally
         dim = batch.dim
+        batch.held = None
         batch.optimizer = None
         batch.initializer = None
         self.batches.append(batch)
@@ -701,6 +708,7 @@ cdef class EmbeddingStore:
             admit_probability * 18446744073709551616.0)
         batch.rows_out = &rows_out[0, 0]
         batch.hints_out = &hints_out[0]
+        batch.held = (signs, rows_out, hints_out)
         tally = self.run(batch)
         return tally.num_missing, tally.num_refused
 
@@ -713,6 +721,7 @@ cdef class EmbeddingStore:
             return 0
         batch = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1])
         batch.rows_out = &rows_out[0, 0]
+        batch.held = (signs, rows_out)
         return self.run(batch).num_missing
 
     def update(
@@ -731,6 +740,7 @@ cdef class EmbeddingStore:
         if hints is not None:
             batch.hints = &hints[0]
         batch.gradients = &gradients[0, 0]
+        batch.held = (signs, hints, gradients)
         return self.run(batch).num_missing
 
     def read(self, const uint64_t[::1] signs not None, uint32_t dim, state_words=None):
@@ -754,6 +764,7 @@ cdef class EmbeddingStore:
             values_view = values
             states_view = states
             batch.found = &found_view[0]
+            batch.held = (signs, found, values, states)
             batch.rows_out = &values_view[0, 0]
             batch.states_out = &states_view[0, 0] if words else NULL
             batch.state_words = words
@@ -780,6 +791,7 @@ cdef class EmbeddingStore:
         batch = self.begin(signs, write_shard, dim)
         batch.initializer = ZEROS
         batch.gradients = &values[0, 0]
+        batch.held = (signs, values, states)
         batch.states = NULL
         if states is not None and words:
             batch.states = &states[0, 0]

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from persia._core.store import EmbeddingStore
 
 from persia._core.initial import Initializer
 from persia._core.optim import RowOptimizer
+from persia._core.store import EmbeddingStore
 
 DIM = 16
 CHUNK = 100_000

@@ -33,7 +33,8 @@ def mean_square(gradient: Floats) -> np.float32:
     total = ((lane[0] + lane[4]) + (lane[2] + lane[6])) + (
         (lane[1] + lane[5]) + (lane[3] + lane[7])
     )
-    return F32(total / F32(len(gradient)))
+    mean: np.float32 = F32(total / F32(len(gradient)))
+    return mean
 
 
 def bounded(values: Floats, weight_bound: float) -> Floats:

@@ -46,7 +46,12 @@ def vector(bags: Bags, rows: Floats, distinct: int) -> Floats:
 
 def divisor(mode: str, num_ids: int) -> np.float32:
     count = np.float32(max(num_ids, 1))
-    return np.float32({"sum": np.float32(1), "mean": count, "sqrt": np.sqrt(count)}[mode])
+    divisors: dict[str, np.float32] = {
+        "sum": np.float32(1),
+        "mean": count,
+        "sqrt": np.sqrt(count),
+    }
+    return divisors[mode]
 
 
 def pool(mode: str, bags: Bags, rows: Floats) -> tuple[Floats, NDArray[np.int32] | None]:
