@@ -254,7 +254,7 @@ def test_bad_config_is_refused_before_anything_is_built() -> None:
         eval_ctx(embedding_config={"slots_confg": {}})
 
 
-def test_serving_alone_is_ready_and_empty() -> None:
+def test_w43_a_serving_context_can_be_entered_alone() -> None:
     with InferCtx(model=Net(1), embedding_config=SLOTS) as ctx:
         ctx.wait_for_serving()
         assert ctx.get_embedding_size() == [0]
