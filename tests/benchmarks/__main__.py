@@ -1,125 +1,217 @@
 """PERSIA and its peers on one workload, interleaved in one run.
 
-    python -m tests.benchmarks [--quick] [--threads 1 2] [--json FILE]
+    python -m tests.benchmarks [--quick] [--threads 1 2] [--only NAME ...] [--json FILE]
 
-Prints million ids per second (median of the repetitions), the ratio to torch in brackets, page
-faults per step, and bytes per row.
+Prints Markdown tables: million ids per second, one figure for each number of threads, and in
+brackets how many times torch's rate that is. Both are medians over repetitions; a ratio is
+taken within a repetition, where both met the same load. Then page faults a step (the worst
+cell of the row) and resident bytes per row; with --quick those are mostly code, not rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib.util
+import gc
+import importlib.metadata
 import json
+import os
 import platform
 import resource
 import statistics
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from tests.benchmarks.contenders import INSTALL_PEERS, Contender, TorchMerged, contenders
-from tests.benchmarks.memory import in_fresh_process
-from tests.benchmarks.workload import PATTERNS, batches, sizes
+from persia._core import cpu
+from tests.benchmarks.contenders import Persia, TorchMerged
+from tests.benchmarks.memory import OPTIMIZERS, in_fresh_process, resident
+from tests.benchmarks.peers import INSTALL_PEERS, is_installed, peers
+from tests.benchmarks.workload import PATTERNS, Batch, Contender, Step, batches, sizes
 
+PERSIA = "PERSIA, exact Adagrad"
+TORCH = "torch EmbeddingBag + Adagrad, merged"
+KINDS = {
+    "train": "Training step: lookup, pooling, update",
+    "evaluate": "Evaluation: lookup, pooling",
+}
 # glibc's mallopt: without these, some contenders give their big buffers back after each batch
 # and pay for the pages again. Alike for all, and the faults are counted.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEEP_BYTES = 1 << 30
 
 
+@dataclass(frozen=True)
+class Cell:
+    """One contender on one pattern; medians over the repetitions."""
+
+    rate: float  # million ids a second
+    to_torch: float
+    faults: float  # a step
+
+
+def libc_call(name: str, *arguments: int) -> bool:
+    """Call a function of the C library; returns whether it is there and returned 1."""
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return function is not None and function(*arguments) == 1
+
+
 def pin_malloc() -> bool:
     """Make malloc keep freed memory; returns whether this C library can."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all(mallopt(option, KEEP_BYTES) for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD))
+    options = (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)
+    return all(libc_call("mallopt", option, KEEP_BYTES) for option in options)
+
+
+def settled() -> int:
+    """Return the resident bytes of this process without what malloc keeps for later."""
+    gc.collect()
+    libc_call("malloc_trim", 0)
+    return resident()
+
+
+def build(
+    quick: bool, threads: int, only: list[str], warm: Batch
+) -> tuple[dict[str, Contender], dict[str, float]]:
+    """Return the contenders by name, filled with rows, and resident bytes per row of each."""
+    makers: dict[str, Callable[[], Contender]] = {
+        PERSIA: lambda: Persia(quick, threads),
+        TORCH: lambda: TorchMerged(quick),
+        **peers(quick),
+    }
+    everyone, per_row = {}, {}
+    for name, make in makers.items():
+        if name == TORCH or not only or any(word.lower() in name.lower() for word in only):
+            before = settled()
+            everyone[name] = make()
+            # Optimizers make their state in the first step.
+            everyone[name].train_step(warm)()
+            per_row[name] = (settled() - before) / sum(sizes(quick))
+    return everyone, per_row
+
+
+def run(steps: list[Step]) -> tuple[float, float]:
+    """Return seconds and page faults of the steps.
+
+    An untimed one goes before: it finds the caches as the contender before has left them, and
+    that one's threads still looking for work.
+    """
+    steps[-1]()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    start = time.perf_counter()
+    for step in steps:
+        step()
+    seconds = time.perf_counter() - start
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
 
 
 def measure(
-    everyone: list[Contender], kind: str, pattern: str, quick: bool, repetitions: int
-) -> dict[str, dict[str, float]]:
-    """Return rate and faults by contender. Each repetition runs them one after another."""
-    data = batches(pattern, quick, 4 if quick else 8)
+    everyone: dict[str, Contender], kind: str, data: list[Batch], times: int
+) -> dict[str, Cell]:
+    """Measure one column: all contenders one after another, ``times`` over.
+
+    Each repetition starts with another contender, so that none always follows the same one.
+    """
     num_ids = sum(batch.num_ids for batch in data)
-    rates: dict[str, list[float]] = {contender.name: [] for contender in everyone}
-    faults: dict[str, list[float]] = {contender.name: [] for contender in everyone}
-    for repetition in range(repetitions + 1):
-        for contender in everyone:
-            step = contender.train if kind == "train" else contender.evaluate
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            start = time.perf_counter()
-            for batch in data:
-                step(batch)
-            seconds = time.perf_counter() - start
-            if repetition:  # the first warms caches and buffers
-                after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-                rates[contender.name].append(num_ids / seconds / 1e6)
-                faults[contender.name].append((after - before) / len(data))
+    steps = {
+        name: [
+            contender.train_step(batch) if kind == "train" else contender.evaluate_step(batch)
+            for batch in data
+        ]
+        for name, contender in everyone.items()
+    }
+    names = list(steps)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    faults: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        run(steps[name])  # buffers grow to their size
+    for repetition in range(times):
+        first = repetition % len(names)
+        for name in names[first:] + names[:first]:
+            seconds, faulted = run(steps[name])
+            rates[name].append(num_ids / seconds / 1e6)
+            faults[name].append(faulted / len(data))
     return {
-        name: {
-            "rate": statistics.median(rates[name]),
-            "faults": statistics.median(faults[name]),
-        }
-        for name in rates
+        name: Cell(
+            rate=statistics.median(rates[name]),
+            to_torch=statistics.median(np.divide(rates[name], rates[TORCH]).tolist()),
+            faults=statistics.median(faults[name]),
+        )
+        for name in names
     }
 
 
-def speed(quick: bool, threads: list[int], repetitions: int) -> list[dict[str, Any]]:
-    """Measure every contender with each number of threads and print the tables."""
-    results = []
-    for num_threads in threads:
-        torch.set_num_threads(num_threads)
-        everyone = contenders(quick, num_threads)
-        for kind, title in (("train", "training step"), ("evaluate", "evaluation lookup")):
-            print(f"\n{title}, {num_threads} thread(s), M ids/s (to torch; faults a step)")
-            print(f"{'':38}{'ids':14}" + "".join(f"{pattern:>22}" for pattern in PATTERNS))
-            measured = {
-                pattern: measure(everyone, kind, pattern, quick, repetitions)
-                for pattern in PATTERNS
-            }
-            for contender in everyone:
-                line = f"{contender.name:38}{contender.ids:14}"
-                for pattern in PATTERNS:
-                    of = measured[pattern]
-                    rate, torch_rate = of[contender.name]["rate"], of[TorchMerged.name]["rate"]
-                    faults = of[contender.name]["faults"]
-                    cell = f"{rate:.1f} ({rate / torch_rate:.2f}x; {faults:.0f})"
-                    line += f"{cell:>22}"
-                    results.append(
-                        {
-                            "contender": contender.name,
-                            "kind": kind,
-                            "threads": num_threads,
-                            "pattern": pattern,
-                            **of[contender.name],
-                        }
-                    )
-                print(line, flush=True)
-    return results
+def speed(
+    quick: bool, thread_counts: list[int], only: list[str], times: int
+) -> list[dict[str, object]]:
+    """Measure every contender with each number of threads and print a table of each kind."""
+    data = {pattern: batches(pattern, quick, 4 if quick else 8) for pattern in PATTERNS}
+    cells: dict[tuple[str, int, str], dict[str, Cell]] = {}
+    bytes_per_row: dict[str, float] = {}
+    ids: dict[str, str] = {}
+    for threads in thread_counts:
+        torch.set_num_threads(threads)
+        everyone, per_row = build(quick, threads, only, data["multi"][0])
+        bytes_per_row = bytes_per_row or per_row  # later ones may reuse what earlier ones freed
+        ids = {name: contender.ids for name, contender in everyone.items()}
+        for kind in KINDS:
+            for pattern in PATTERNS:
+                print(f"measuring {kind}, {pattern}, {threads} thread(s)", file=sys.stderr)
+                column = measure(everyone, kind, data[pattern], times)
+                cells[kind, threads, pattern] = column
+        del everyone
+
+    threads_text = " / ".join(str(threads) for threads in thread_counts)
+    for kind, title in KINDS.items():
+        print(f"\n{title}; {threads_text} thread(s), M ids/s (times torch)\n")
+        print(f"| | ids | {' | '.join(PATTERNS)} | faults a step | B/row |")
+        print("|---|---|" + "---|" * len(PATTERNS) + "---|---|")
+        for name in ids:
+            row = [name, ids[name]]
+            for pattern in PATTERNS:
+                own = [cells[kind, threads, pattern][name] for threads in thread_counts]
+                rates = " / ".join(f"{cell.rate:.1f}" for cell in own)
+                ratios = " / ".join(f"{cell.to_torch:.2f}" for cell in own)
+                row.append(f"{rates} ({ratios})")
+            worst = max(column[name].faults for at, column in cells.items() if at[0] == kind)
+            row += [f"{worst:.0f}", f"{bytes_per_row[name]:.0f}"]
+            print(f"| {' | '.join(row)} |")
+    return [
+        {
+            "contender": name,
+            "kind": kind,
+            "threads": threads,
+            "pattern": pattern,
+            "bytes_per_row": bytes_per_row[name],
+            **asdict(cell),
+        }
+        for (kind, threads, pattern), column in cells.items()
+        for name, cell in column.items()
+    ]
 
 
-def memory(quick: bool) -> dict[str, Any]:
-    """Measure bytes per row in fresh processes and print the table."""
-    at, upto = (500_000, 1_000_000) if quick else (10_000_000, 20_000_000)
-    results: dict[str, Any] = {}
+def memory(quick: bool) -> dict[str, dict[str, float]]:
+    """Measure a store's bytes per row in fresh processes and print the table."""
+    at = 500_000 if quick else 10_000_000
+    results = {what: in_fresh_process(what, at) for what in OPTIMIZERS}
+    results["empty"] = in_fresh_process("empty", 0)
+    print("\nResident bytes per row of PERSIA's store, a process each\n")
+    print(f"| optimizer | at {at:,} rows | worst from {at // 2:,} to {2 * at:,} |")
+    print("|---|---|---|")
+    for what in OPTIMIZERS:
+        per_row = results[what]
+        print(
+            f"| {what} | {per_row['bytes_per_row']:.1f} | "
+            f"{per_row['worst_bytes_per_row']:.1f} |"
+        )
+    empty = results["empty"]
     print(
-        f"\nmemory, dim 16, bytes per row at {at:,} rows; worst from {upto // 4:,} to {upto:,}"
-    )
-    for what in ("adagrad", "sgd", "shared"):
-        per_row = in_fresh_process(what, at)["bytes_per_row"]
-        worst = in_fresh_process(what, upto)["worst_bytes_per_row"]
-        results[what] = {"bytes_per_row": per_row, "worst_bytes_per_row": worst}
-        print(f"{what:10} {per_row:6.1f}   worst {worst:6.1f}", flush=True)
-    empty = in_fresh_process("empty", 0)
-    results["empty"] = empty
-    print(
-        f"empty server, capacity 1e9: store {empty['store_bytes'] / 1e6:.1f} MB, "
-        f"process {empty['process_bytes'] / 1e6:.1f} MB"
+        f"\nEmpty store of capacity 1e9: {empty['store_bytes'] / 1e6:.1f} MB, its process "
+        f"{empty['process_bytes'] / 1e6:.1f} MB."
     )
     return results
 
@@ -128,23 +220,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="1 %% of the rows, for CI")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="words in the names to measure; torch always is"
+    )
+    parser.add_argument("--repetitions", type=int, help="default: 7, or 3 with --quick")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     args = parser.parse_args()
 
     pinned = pin_malloc()
-    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # said aloud, or torch warns
-    print(
-        f"python {platform.python_version()}, torch {torch.__version__}, numpy "
-        f"{np.__version__}, {platform.machine()}, {sum(sizes(args.quick)):,} rows of dim 16, "
-        f"malloc {'pinned' if pinned else 'as it is'}"
-    )
-    if importlib.util.find_spec("fbgemm_gpu") is None:
-        print(f"FBGEMM is not installed; to measure it too: {INSTALL_PEERS}")
-    results = {
-        "memory": memory(args.quick),
-        "speed": speed(args.quick, args.threads, args.repetitions),
+    # Said aloud, or torch warns.
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
     }
+    for package in ("fbgemm-gpu-cpu", "torchrec"):
+        if is_installed(package.replace("-cpu", "").replace("-", "_")):
+            versions[package] = importlib.metadata.version(package)
+        else:
+            print(f"{package} is not installed; to measure it too: {INSTALL_PEERS}")
+    conditions = {
+        "versions": versions,
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "isa": cpu.selected(),
+        "load_at_start": os.getloadavg()[0],
+        "rows": sum(sizes(args.quick)),
+        "malloc_pinned": pinned,
+    }
+    print(f"{conditions}")
+    results = {
+        "conditions": conditions,
+        "memory": memory(args.quick),
+        "speed": speed(
+            args.quick, args.threads, args.only, args.repetitions or (3 if args.quick else 7)
+        ),
+    }
+    print(f"\nLoad of the machine at the end: {os.getloadavg()[0]:.1f}")
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -10,8 +10,9 @@ the ids of a row are the same in both. Every pattern has 4096 samples of 26 feat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 BATCH = 4096
 DIM = 16
 EXPONENT = 1.05
+LR = 0.01
+ACCUMULATOR = 1e-8  # where Adagrad starts, so small that peers that start at 0 do the same
 PATTERNS = ("single", "multi", "cold")
 _SIZES = [10_000_000] + 4 * [1_000_000] + 6 * [100_000] + 7 * [10_000] + 5 * [1000] + 3 * [100]
 
@@ -56,6 +59,20 @@ class Batch:
     @property
     def num_ids(self) -> int:
         return len(self.merged_rows)
+
+
+Step = Callable[[], None]
+
+
+class Contender(Protocol):
+    """What is measured. A step holds its batch in the form the contender needs, made before
+    the clock starts; a training step is lookup, pooling and update, an evaluation step lookup
+    and pooling."""
+
+    ids: str  # which ids it takes
+
+    def train_step(self, batch: Batch) -> Step: ...
+    def evaluate_step(self, batch: Batch) -> Step: ...
 
 
 def batches(pattern: str, quick: bool, count: int) -> list[Batch]:
