@@ -5,23 +5,21 @@
     update(gradients of ref)        one summed gradient per sign, to all servers
     release(ref)                    no gradient will come
 
-A ref is a handle that may be used again until it is retired: by an update that all servers
-acknowledged, by ``release``, or by lying unused for too long. So whoever lost an answer asks
-again: the same batch registered twice has one ref, a lookup draws the same admissions, an
-update is applied once (the servers know its id), and a retired one is answered again.
+Whoever lost an answer asks again (see ``refs``): the same batch registered twice has one ref, a
+lookup draws the same admissions, an update is applied once (the servers know its id), and a
+retired one is answered again.
 
 A plain object: embedded mode calls it, a transport serves it. Any thread may call any method.
 """
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -42,7 +40,6 @@ from persia._rpc.messages import (
     TableEntries,
     TableGradients,
     TableSigns,
-    UpdateReply,
     UpdateReport,
     UpdateRequest,
 )
@@ -50,21 +47,19 @@ from persia._services.batch import (
     GradientCounts,
     PackedBatch,
     TableSums,
-    is_same_batch,
     pack_batch,
     pool_outputs,
     sum_gradients,
 )
 from persia._services.plan import POOLED, Planner, check_names, schema_fingerprint
+from persia._services.refs import InFlight, LookedUp, Refs
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig
 from persia.errors import (
     ConfigError,
     DataError,
     DataTypeError,
     ProtocolError,
-    ServiceBusy,
     StoreError,
-    UnknownRef,
 )
 from persia.logger import get_logger
 
@@ -72,33 +67,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _logger = get_logger("persia.embedding_worker")
-
-ROLE = "embedding-worker"
-
-
-@dataclass(frozen=True, slots=True)
-class _LookedUp:
-    """What the update of a batch needs from its last training lookup."""
-
-    hints: tuple[Numbers, ...]  # by table of the plan, in the order of its signs
-    maxima: tuple[NDArray[np.int32] | None, ...]  # by feature
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """One ref."""
-
-    ref: int
-    batch_id: int
-    requires_grad: bool
-    packed: PackedBatch
-    used_at: float  # monotonic seconds; guarded by the worker's lock
-    looked_up: _LookedUp | None = None
-    # One update at a time; the fields below are the update's.
-    updating: threading.Lock = field(default_factory=threading.Lock)
-    update_id: tuple[int, int] | None = None
-    acknowledged: dict[int, UpdateReply] = field(default_factory=dict)  # by server
-    report: UpdateReport | None = None  # set when all servers have acknowledged
 
 
 class EmbeddingWorker:
@@ -129,9 +97,7 @@ class EmbeddingWorker:
         self._servers = _whole_set(servers, schema)
         self._owners = owners(len(self._servers))
         self._planner = Planner(schema)
-        self._max_in_flight = settings.forward_buffer_size
-        self._expiry_s = float(settings.buffered_data_expired_sec)
-        self._clock = clock
+        self._refs = Refs(settings, clock)
         self._pool: ThreadPoolExecutor | None = None
         if len(self._servers) > 1:
             # The caller's own thread asks one server.
@@ -139,15 +105,7 @@ class EmbeddingWorker:
                 max(1, (num_threads or len(self._servers)) - 1),
                 thread_name_prefix="persia-fan-out",
             )
-        self._lock = threading.Lock()  # guards all below
-        # Upper bits are this worker's incarnation: a ref of one that died must not mean
-        # another batch to its successor.
-        self._next_ref = secrets.randbits(31) << 32
-        self._in_flight: OrderedDict[int, _InFlight] = (
-            OrderedDict()
-        )  # least recently used first
-        self._ref_of_batch: dict[int, int] = {}  # batch id -> latest registered ref
-        self._retired: OrderedDict[int, tuple[tuple[int, int], UpdateReport]] = OrderedDict()
+        self._lock = threading.Lock()  # guards the counts
         self._counts: Counter[str] = Counter()
         self._masked_ids: Counter[str] = Counter()
 
@@ -176,37 +134,11 @@ class EmbeddingWorker:
         """
         return self._register(features, is_repeatable=True).ref
 
-    def _register(self, features: IDFeatures, *, is_repeatable: bool) -> _InFlight:
+    def _register(self, features: IDFeatures, *, is_repeatable: bool) -> InFlight:
         packed = self._pack(features)
-        with self._lock:
-            now = self._clock()
-            self._expire(now)
-            if is_repeatable:
-                known = self._in_flight.get(self._ref_of_batch.get(features.batch_id, -1))
-                if (
-                    known is not None
-                    and known.requires_grad is features.requires_grad
-                    and is_same_batch(known.packed, packed)
-                ):
-                    self._counts["registered_again"] += 1
-                    self._touch(known, now)
-                    return known
-            if len(self._in_flight) >= self._max_in_flight:
-                self._counts["refused_busy"] += 1
-                raise ServiceBusy(
-                    f"{len(self._in_flight)} batches are in flight, expected fewer than "
-                    f"forward_buffer_size = {self._max_in_flight}; try again when one is done",
-                    role=ROLE,
-                    method="register",
-                )
-            ref = self._next_ref
-            self._next_ref += 1
-            batch = _InFlight(ref, features.batch_id, features.requires_grad, packed, now)
-            self._in_flight[ref] = batch
-            if is_repeatable:
-                self._ref_of_batch[features.batch_id] = ref
-            self._counts["registered"] += 1
-        self._count_masked(packed)
+        batch, is_new = self._refs.add(features, packed, is_repeatable=is_repeatable)
+        if is_new:
+            self._count_masked(packed)
         return batch
 
     def _pack(self, features: IDFeatures) -> PackedBatch:
@@ -231,60 +163,9 @@ class EmbeddingWorker:
                     index_bits,
                 )
 
-    def _find(self, ref: int, method: str) -> _InFlight:
-        with self._lock:
-            now = self._clock()
-            self._expire(now)
-            batch = self._in_flight.get(ref)
-            if batch is None:
-                raise self._unknown(ref, method)
-            self._touch(batch, now)
-            return batch
-
-    def _unknown(self, ref: int, method: str) -> UnknownRef:
-        return UnknownRef(
-            f"no batch in flight has ref {ref}: it was acknowledged, released, unused for "
-            f"{self._expiry_s:g} s (buffered_data_expired_sec), or is another worker's; "
-            f"register the batch again",
-            role=ROLE,
-            method=method,
-        )
-
-    def _touch(self, batch: _InFlight, now: float) -> None:
-        batch.used_at = now
-        self._in_flight.move_to_end(batch.ref)
-
-    def _expire(self, now: float) -> None:
-        """Retire what nobody has used for too long. The lock is held."""
-        num_expired = 0
-        while self._in_flight:
-            oldest = next(iter(self._in_flight.values()))
-            if now - oldest.used_at < self._expiry_s:
-                break
-            self._retire(oldest.ref)
-            num_expired += 1
-        if num_expired:
-            self._counts["expired"] += num_expired
-            _logger.warning(
-                "%d batches expired: nobody looked them up or sent their gradients for %g s",
-                num_expired,
-                self._expiry_s,
-            )
-
-    def _retire(self, ref: int) -> bool:
-        """Forget a ref; False if it was not in flight. The lock is held."""
-        batch = self._in_flight.pop(ref, None)
-        if batch is None:
-            return False
-        if self._ref_of_batch.get(batch.batch_id) == ref:
-            del self._ref_of_batch[batch.batch_id]
-        return True
-
     def release(self, ref: int) -> None:
         """Retire a ref for which no gradient will come; nothing if it is retired already."""
-        with self._lock:
-            if self._retire(ref):
-                self._counts["released"] += 1
+        self._refs.release(ref)
 
     # --- lookup -----------------------------------------------------------------------------
 
@@ -299,7 +180,7 @@ class EmbeddingWorker:
             UnknownRef: If the ref is retired or not this worker's.
             NotConfigured: If it is training and the servers have no settings yet.
         """
-        batch = self._find(ref, "lookup")
+        batch = self._refs.find(ref, "lookup")
         result = self._lookup(batch.packed, batch.batch_id, batch if is_training else None)
         return replace(result, ref=ref if is_training else None)
 
@@ -324,13 +205,13 @@ class EmbeddingWorker:
         return replace(result, ref=batch.ref)
 
     def _lookup(
-        self, packed: PackedBatch, batch_id: int, training: _InFlight | None
+        self, packed: PackedBatch, batch_id: int, training: InFlight | None
     ) -> LookupResult:
         is_training = training is not None
         rows, hints = self._fetch(packed, batch_id, is_training)
         outputs, maxima = pool_outputs(packed, rows)
         if training is not None:
-            training.looked_up = _LookedUp(tuple(hints), maxima)
+            training.looked_up = LookedUp(tuple(hints), maxima)
         with self._lock:
             self._counts["lookups"] += 1
         return LookupResult(outputs, None)
@@ -426,20 +307,17 @@ class EmbeddingWorker:
             DataTypeError: If a gradient is neither f32 nor f16.
             ServiceError: Whatever the first server that failed raised.
         """
-        with self._lock:
-            retired = self._retired.get(gradients.ref)
-            if retired is not None and retired[0] == gradients.update_id:
-                self._counts["updates_again"] += 1
-                return replace(retired[1], repeated=True)
-        batch = self._find(gradients.ref, "update")
+        batch = self._refs.find_for_update(gradients.ref, gradients.update_id)
+        if isinstance(batch, UpdateReport):
+            return replace(batch, repeated=True)
         with batch.updating:
             if batch.report is not None:  # acknowledged while this call waited
                 if batch.update_id != gradients.update_id:
-                    raise self._unknown(gradients.ref, "update")
+                    raise self._refs.unknown(gradients.ref, "update")
                 return replace(batch.report, repeated=True)
             return self._update(batch, gradients)
 
-    def _update(self, batch: _InFlight, gradients: BatchGradients) -> UpdateReport:
+    def _update(self, batch: InFlight, gradients: BatchGradients) -> UpdateReport:
         looked_up = batch.looked_up
         if looked_up is None:
             raise DataError(
@@ -475,15 +353,16 @@ class EmbeddingWorker:
             repeated=any(reply.repeated for reply in batch.acknowledged.values()),
         )
         batch.report = report
-        self._acknowledge(batch, gradients.update_id, report, counts)
+        self._refs.acknowledge(batch, gradients.update_id, report)
+        self._count_update(report, counts)
         return report
 
     def _requests(
         self,
-        batch: _InFlight,
+        batch: InFlight,
         update_id: tuple[int, int],
         sums: Sequence[TableSums],
-        looked_up: _LookedUp,
+        looked_up: LookedUp,
     ) -> dict[int, UpdateRequest]:
         """The requests of the servers that have a step to make and have not acknowledged it."""
         packed = batch.packed
@@ -507,18 +386,8 @@ class EmbeddingWorker:
                 requests[server] = UpdateRequest(update_id, tuple(parts))
         return requests
 
-    def _acknowledge(
-        self,
-        batch: _InFlight,
-        update_id: tuple[int, int],
-        report: UpdateReport,
-        counts: GradientCounts,
-    ) -> None:
+    def _count_update(self, report: UpdateReport, counts: GradientCounts) -> None:
         with self._lock:
-            self._retire(batch.ref)
-            self._retired[batch.ref] = update_id, report
-            if len(self._retired) > self._max_in_flight:
-                self._retired.popitem(last=False)
             self._counts["updates"] += 1
             self._counts["repeated_updates"] += report.repeated
             self._counts["missing"] += report.num_missing
@@ -602,10 +471,10 @@ class EmbeddingWorker:
         Counts by feature are named ``masked_ids.<feature>``, ``nan_samples.<feature>`` and
         ``nan_rows.<feature>``; those that are zero are absent.
         """
+        refs = self._refs.stats()
         with self._lock:
-            self._expire(self._clock())
             masked = {f"masked_ids.{name}": n for name, n in self._masked_ids.items()}
-            return {**self._counts, **masked, "in_flight": len(self._in_flight)}
+            return {**refs, **self._counts, **masked}
 
 
 def _whole_set(
