@@ -11,7 +11,6 @@ BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-SOURCES := setup.py $(wildcard persia/_core/*.pyx persia/_core/*.pxd persia/_core/*.h)
 # What a build under build/ needs; .so files stay behind, so that no two builds mix.
 TREE := setup.py pyproject.toml README.md LICENSE persia tests
 
@@ -24,6 +23,7 @@ help:  ## list the targets
 	  || sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1  \2/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## build, install, and train a click model in embedded mode
+	@$(COMPILE)
 	@$(BIN)/python examples/quickstart/train.py
 
 # --- the environment ---------------------------------------------------------------------
@@ -31,11 +31,12 @@ demo: $(VENV)/.installed  ## build, install, and train a click model in embedded
 # Stamps, so that nothing is installed twice: .created, .installed (what a user needs) and
 # .dev (what a developer needs as well). The install is editable: one .venv serves both.
 #
-# What the build needs goes in as well and pip builds with it. In an environment of its own, as
-# pip does by itself, Cython's files would be newer each time and everything compiled anew.
+# What the build needs goes in as well: COMPILE then does what changed. pip compiles everything
+# each time, so it does it once, and a developer's tools are added to what is installed.
 BUILD_NEEDS := 'setuptools>=77' 'cython>=3.1,<4' 'numpy>=2.0'
 INSTALL = $(PIP) install -c constraints.txt $(BUILD_NEEDS) && \
-  $(PIP) install -c constraints.txt --no-build-isolation --check-build-dependencies -e
+  $(PIP) install -c constraints.txt --no-build-isolation --check-build-dependencies -e .
+COMPILE := $(BIN)/python setup.py --quiet build_ext --inplace
 
 $(VENV)/.created:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -51,20 +52,20 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt $(SOURCES)
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "installing persia, torch and what they need into $(VENV): a minute or two, once"
-	@$(INSTALL) .
+	@$(INSTALL)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
-	@echo "installing persia and a developer's tools into $(VENV): a minute or two, once"
-	@$(INSTALL) '.[dev]'
-	@touch $@ $(VENV)/.installed
+$(VENV)/.dev: $(VENV)/.installed
+	@echo "installing a developer's tools into $(VENV)"
+	@$(PIP) install -c constraints.txt 'persia[dev]'
+	@touch $@
 
 # --- building and testing -----------------------------------------------------------------
 
 build: $(VENV)/.dev  ## compile the extensions in place
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	$(COMPILE)
 
 # A worker per core, and one thread of torch in each. A file stays with one worker, because what
 # it sets up once (an sdist, a trained model) would otherwise be set up by each.
@@ -73,8 +74,10 @@ TEST := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 test: build  ## the fast tier: no GPU, no network, under three minutes on two cores
 	$(TEST) -m "not slow and not cuda"
 
+# These take minutes, each with a timeout of its own: no stacks are shown before it. What they
+# print is what they measured.
 test-slow: build  ## what `make test` leaves out; cuda where there is a device
-	$(TEST) -m "slow or cuda"
+	$(TEST) -m "slow or cuda" -rsP -o faulthandler_timeout=600
 
 test-all: test test-slow  ## every tier
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import numbers
 import os
 import re
 import types
@@ -37,6 +38,13 @@ _PER_ID: tuple[Pooling, ...] = ("raw", "jagged")
 
 # Bits 49..40 of a sign's hash choose the shard.
 _MAX_SHARDS = 1 << 10
+
+# Bits 63..50 choose the server: one beyond their number would own nothing.
+_MAX_SERVERS = 1 << 14
+
+# Of rows and of bytes, what the store can count; and its threads.
+_MAX_COUNT = (1 << 63) - 1
+_MAX_THREADS = 1024
 
 _MEMORY_UNITS = {
     "": 1,
@@ -70,8 +78,9 @@ def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def check_probability(name: str, value: float) -> None:
-    """Raise ConfigError unless ``value`` is a probability; NaN is none."""
-    if not 0.0 <= value <= 1.0:
+    """Raise ConfigError unless ``value`` is a probability; NaN and True are none."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= value <= 1.0:
         raise ConfigError(f"{name}: expected a probability in 0..1, got {value!r}")
 
 
@@ -96,12 +105,14 @@ def resolve_memory_limit(limit: int | str | None, total_bytes: int | None = None
             total = total_memory_bytes() if total_bytes is None else total_bytes
             return int(total * float(number) / 100)
         if unit in _MEMORY_UNITS:
-            return int(float(number) * _MEMORY_UNITS[unit])
-    elif type(limit) is int and limit >= 0:
+            num_bytes = float(number) * _MEMORY_UNITS[unit]
+            if num_bytes < _MAX_COUNT:
+                return int(num_bytes)
+    elif type(limit) is int and 0 <= limit <= _MAX_COUNT:
         return limit
     raise ConfigError(
-        f"memory_limit: expected bytes, a size such as 8GiB, or a percentage in 0..100 such "
-        f"as 70%, got {limit!r}"
+        "memory_limit: expected bytes below 2**63, a size such as 8GiB, or a percentage in "
+        f"0..100 such as 70%, got {limit!r}"
     )
 
 
@@ -120,6 +131,9 @@ class _Where:
 
     def error(self, message: str) -> ConfigError:
         return ConfigError(": ".join(part for part in (self.file, self.path, message) if part))
+
+
+_TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 
 
 def _kind(value: object) -> str:
@@ -161,10 +175,12 @@ def _convert(hint: Any, value: object, where: _Where) -> Any:
         )
     if origin in (typing.Union, types.UnionType):
         choices = [argument for argument in arguments if argument is not type(None)]
-        for choice in choices[:-1]:
-            if type(value) is choice:
-                return value
-        return _convert(choices[-1], value, where)
+        if len(choices) == 1:
+            return _convert(choices[0], value, where)
+        if type(value) not in choices:
+            names = " or ".join(_TYPES[choice] for choice in choices)
+            raise where.error(f"expected {names}, got {_kind(value)}")
+        return value
     if origin is Literal:
         if value not in arguments:
             near = nearest(str(value), arguments)
@@ -175,8 +191,7 @@ def _convert(hint: Any, value: object, where: _Where) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        names = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
-        raise where.error(f"expected {names[hint]}, got {_kind(value)}")
+        raise where.error(f"expected {_TYPES[hint]}, got {_kind(value)}")
     return value
 
 
@@ -202,7 +217,7 @@ def _read(cls: type[T], value: object, where: _Where) -> T:
             warnings.warn(
                 f"{where.at(key).path} in {where.file} is an old spelling of {f.name!r}",
                 DeprecationWarning,
-                stacklevel=2,
+                stacklevel=3,  # whoever called load()
             )
         if item is not None:
             given[f.name] = _convert(hints[f.name], item, where.at(key))
@@ -228,7 +243,7 @@ def _load(
     path = os.fspath(source)
     try:
         return load_yaml(path), path
-    except FileNotFoundError as exc:
+    except OSError as exc:
         raise ConfigError(f"{name}: {exc}") from exc
 
 
@@ -339,7 +354,7 @@ class ParameterServerConfig:
     """Read because old files hold it; has no effect."""
 
     def __post_init__(self) -> None:
-        _check_integer("capacity", self.capacity, 1)
+        _check_integer("capacity", self.capacity, 1, _MAX_COUNT)
         _check_integer(
             "num_hashmap_internal_shards", self.num_hashmap_internal_shards, 1, _MAX_SHARDS
         )
@@ -363,8 +378,8 @@ class EmbeddedConfig:
     """Threads that one request to a server spreads over."""
 
     def __post_init__(self) -> None:
-        _check_integer("num_servers", self.num_servers, 1)
-        _check_integer("num_threads", self.num_threads, 1)
+        _check_integer("num_servers", self.num_servers, 1, _MAX_SERVERS)
+        _check_integer("num_threads", self.num_threads, 1, _MAX_THREADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,17 +417,19 @@ class GlobalConfig:
             return GlobalConfig()
         content, name = _load(source, "global config")
         config = _read(GlobalConfig, content, _Where(name))
-        section = config.embedding_parameter_server_config
+        common, server = config.common_config, config.embedding_parameter_server_config
         unused = {
-            "enable_incremental_update": section.enable_incremental_update,
-            "incremental_channel_capacity": section.incremental_channel_capacity != 1000,
+            "common_config.metrics_config.enable_metrics": common.metrics_config.enable_metrics,
+            "common_config.job_type": common.job_type != "Train",
+            "embedding_parameter_server_config.enable_incremental_update": (
+                server.enable_incremental_update
+            ),
+            "embedding_parameter_server_config.incremental_channel_capacity": (
+                server.incremental_channel_capacity != 1000
+            ),
         }
         for key in (key for key, is_set in unused.items() if is_set):
-            _logger.warning(
-                "%s: embedding_parameter_server_config.%s has no effect in this version",
-                name,
-                key,
-            )
+            _logger.warning("%s: %s has no effect in this version", name, key)
         return config
 
 
@@ -457,6 +474,9 @@ class _HashStackKeys:
             raise ConfigError(
                 f"embedding_size: {self.hash_stack_rounds} rounds need at least 1 row, got 0"
             )
+        if not self.hash_stack_rounds:
+            # Without rounds the size says nothing, and slots cannot disagree about it.
+            object.__setattr__(self, "embedding_size", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,8 +546,9 @@ class _EmbeddingKeys:
         _check_integer("feature_index_prefix_bit", self.feature_index_prefix_bit, 1, 63)
         if not self.slots_config:
             raise ConfigError("slots_config: expected at least one slot, got none")
-        if "" in self.slots_config:
-            raise ConfigError("slots_config: expected names for slots, got ''")
+        for key, names in (("slots", self.slots_config), ("groups", self.feature_groups)):
+            if "" in names:
+                raise ConfigError(f"expected names for {key}, got ''")
 
 
 @dataclass(frozen=True, slots=True)
@@ -730,7 +751,7 @@ def _resolve(
             pooling=pooling,
             sample_fixed_size=slot.sample_fixed_size,
             hash_stack_rounds=stack.hash_stack_rounds,
-            hash_stack_size=stack.embedding_size if stack.hash_stack_rounds else 0,
+            hash_stack_size=stack.embedding_size,
             group=group,
             table=table.number,
             prefix=(groups[group] + 1) << id_bits,

@@ -169,9 +169,14 @@ class _Embeddings:
         self.engine: GradientEngine | None = None  # while the TrainCtx is entered
 
     def flush(self) -> None:
-        """Wait until this rank's updates are acknowledged."""
+        """Wait until this rank's updates are acknowledged; raise what one of them raised."""
         if self.engine is not None:
             self.engine.flush()
+
+    def wait(self) -> None:
+        """Wait as ``flush`` does, in a thread where nobody could see what is raised."""
+        if self.engine is not None:
+            self.engine.wait()
 
 
 # By id of the worker, which an entry keeps alive: whoever is given a worker that a TrainCtx
@@ -239,8 +244,13 @@ class EmbeddingCtx(BaseCtx):
         self._book: Book | None = None
         self._epochs: list[weakref.ref[Prefetcher]] = []  # may still have threads
         self._converters: dict[int | None, Converter] = {}
-        # Batches with gradients that were prepared and may take part in the next backward.
-        self._prepared: list[PersiaTrainingBatch] = []
+        # Batches with gradients that were prepared and may take part in the next backward,
+        # in that order, by id(). Weak: who prepares and never steps must not fill the memory.
+        self._prepared: weakref.WeakValueDictionary[int, PersiaTrainingBatch] = (
+            weakref.WeakValueDictionary()
+        )
+        self._kept: list[PersiaTrainingBatch] = []  # what keeps those of ``keep``
+        self._follows_outer = False  # reads the context it is entered in
         if embedding_worker is not None:
             self._use(_embeddings_of(embedding_worker))
         elif self._trains or self._schema is not None:
@@ -276,7 +286,7 @@ class EmbeddingCtx(BaseCtx):
         self._embeddings = embeddings
         self._book = Book(embeddings.worker)
         self._lookups = Lookups(
-            embeddings.worker, self._book, self._trains, before_evaluation=embeddings.flush
+            embeddings.worker, self._book, self._trains, before_evaluation=embeddings.wait
         )
 
     def _connected(self) -> _Embeddings:
@@ -294,17 +304,29 @@ class EmbeddingCtx(BaseCtx):
         return self._book
 
     def _enter(self) -> None:
-        if self._embeddings is not None:
+        if self._embeddings is not None and not self._follows_outer:
             return
         outer = session.current()
         if isinstance(outer, EmbeddingCtx) and outer._embeddings is not None:
-            self._use(outer._embeddings)
-        else:
+            self._follows_outer = True
+            if self._embeddings is not outer._embeddings:
+                self._use(outer._embeddings)
+        elif self._embeddings is None:
             self._use(self._build())
 
     def _exit(self) -> None:
-        self._close_epochs()
+        from persia._training.flight import Reason
+
+        book = self._own_book()
+        prepared = list(self._prepared.values())
+        self._prepared.clear()
+        self._kept.clear()
         self.current_batch = None
+        self._close_epochs()
+        for batch in prepared:
+            if batch.ticket is not None:
+                book.release(batch.ticket, Reason.ABANDONED)
+        book.release_orphans()
 
     def _close_epochs(self) -> None:
         epochs, self._epochs = self._epochs, []
@@ -395,8 +417,8 @@ class EmbeddingCtx(BaseCtx):
         Labels are None if the batch has none, and in INFERENCE mode.
         """
         self.current_batch = batch
-        if batch.ticket is not None and not any(batch is known for known in self._prepared):
-            self._prepared.append(batch)
+        if batch.ticket is not None:
+            self._prepared[id(batch)] = batch
         return _prepare_feature(batch, self.preprocess_mode)
 
     def get_embedding_from_data(
@@ -406,17 +428,27 @@ class EmbeddingCtx(BaseCtx):
 
         Args:
             persia_batch: The batch. In TRAIN mode with ``requires_grad`` it can take one
-                backward; it is released when it is dropped without.
+                backward; it is released when it is dropped without, unless ``TrainCtx.keep``
+                holds it.
             device_id: Where the tensors go; None is the context's device, below 0 the CPU.
         """
+        from persia._training.flight import Reason
+
         device = self.device_id if device_id is None else _usable_device(device_id)
         book = self._own_book()
         book.release_orphans()
         converter = self._converter(device)
         host = converter.host(persia_batch)
-        batch_id = self._lookups.number()
+        if not self._lookups.has_gradients(host):
+            self._connected().flush()
+        batch_id = self._lookups.number(host)
         result, ticket = self._lookups.lookup(host, batch_id)
-        batch = converter.finish(converter.stage(host, result, batch_id, ticket))
+        try:
+            batch = converter.finish(converter.stage(host, result, batch_id, ticket))
+        except BaseException:
+            if ticket is not None:
+                book.release(ticket, Reason.UNUSED)
+            raise
         if ticket is not None:
             finalizer = weakref.finalize(batch, book.orphans.append, ticket)
             finalizer.atexit = False
@@ -647,17 +679,10 @@ class TrainCtx(EmbeddingCtx):
         embeddings.engine = engine
 
     def _exit(self) -> None:
-        from persia._training.flight import Reason
-
-        embeddings, book = self._connected(), self._own_book()
+        embeddings = self._connected()
         engine, embeddings.engine = embeddings.engine, None
-        prepared, self._prepared = self._prepared, []
         try:
             super()._exit()
-            for batch in prepared:
-                if batch.ticket is not None:
-                    book.release(batch.ticket, Reason.ABANDONED)
-            book.release_orphans()
         finally:
             if engine is not None:
                 engine.close()
@@ -704,8 +729,8 @@ class TrainCtx(EmbeddingCtx):
         if batch.ticket is None:
             raise DataError(f"batch {batch.batch_id} has no gradients that could be kept")
         self._own_book().keep(batch.ticket)
-        if not any(batch is known for known in self._prepared):
-            self._prepared.append(batch)
+        self._prepared[id(batch)] = batch
+        self._kept.append(batch)
 
     def backward(
         self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20
@@ -739,6 +764,9 @@ class TrainCtx(EmbeddingCtx):
                 "no batch to take gradients of: call ctx.forward(batch) or "
                 "ctx.prepare_features(batch) first"
             )
+        if current.ticket is not None:
+            # Afterwards would be too late: the loss's gradients were in the dense model.
+            book.check_open(current.ticket)
         book.release_orphans()
         scaler = self.grad_scaler
         scale = 1.0
@@ -746,19 +774,24 @@ class TrainCtx(EmbeddingCtx):
             loss = scaler.scale(loss)
             scale = scaler.get_scale()
         loss.backward()  # type: ignore[no-untyped-call]
-        updates = engine.collect(self._prepared, current)
-        self._prepared = [
-            batch
-            for batch in self._prepared
-            if batch.ticket is not None and batch.ticket.is_open()
-        ]
+        updates = engine.collect(list(self._prepared.values()), current)
+        self._kept = [batch for batch in self._kept if batch.awaits_backward()]
+        for key, batch in list(self._prepared.items()):
+            if not batch.awaits_backward():
+                del self._prepared[key]
         if scaler is None:
             engine.submit(updates, scale * self._reduction)
             self.dense_optimizer.step()
-        elif self._scaled_step(scaler, updates, scale):
-            engine.submit(updates, scale * self._reduction)
         else:
-            engine.skip(updates)
+            try:
+                is_finite = self._scaled_step(scaler, updates, scale)
+            except BaseException:
+                engine.give_up(updates)
+                raise
+            if is_finite:
+                engine.submit(updates, scale * self._reduction)
+            else:
+                engine.skip(updates)
         self.dense_optimizer.zero_grad()
         self.update_times += 1
         if self.update_times % max(embedding_gradient_check_frequency, 1) == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,8 @@ class StreamingDataset(IterableDatasetBase):
 class DataLoader:
     """Iterates a dataset inside a context, with embeddings looked up ahead.
 
-    Each pass starts anew. Leaving the loop early ends its threads. An exception in the
+    Each pass starts anew and ends the one before it, which is an error there if it goes on.
+    Leaving the loop early ends its threads. An exception in the
     dataset is raised in the loop after the batches before it, one in a lookup at once.
 
     A batch that had no backward when the next one is asked for is released and counted as
@@ -141,7 +143,8 @@ class DataLoader:
         self.num_workers = num_workers
         self.reproducible = reproducible
         self.embedding_staleness = embedding_staleness
-        self._epoch: Prefetcher | None = None
+        # Weak: a loader that outlives its context must not keep the rows of the servers.
+        self._epoch: weakref.ref[Prefetcher] | None = None
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:
         """Start one pass, in the mode of the current context.
@@ -156,9 +159,10 @@ class DataLoader:
                 "a DataLoader is iterated inside a context, such as `with TrainCtx(...)`; "
                 f"the current one is {what}"
             )
-        if self._epoch is not None:
-            self._epoch.close()
-        self._epoch = ctx.open_epoch(
+        last = None if self._epoch is None else self._epoch()
+        if last is not None:
+            last.close()
+        epoch = ctx.open_epoch(
             self.dataset,
             input_capacity=getattr(self.dataset, "buffer_size", 10),
             output_capacity=self.forward_buffer_size,
@@ -167,7 +171,8 @@ class DataLoader:
             staleness=self.embedding_staleness,
             timeout_s=self.timeout_ms / 1000,
         )
-        return _drain(self._epoch)
+        self._epoch = weakref.ref(epoch)
+        return _drain(epoch)
 
 
 def _drain(epoch: Prefetcher) -> Iterator[PersiaTrainingBatch]:
@@ -178,8 +183,14 @@ def _drain(epoch: Prefetcher) -> Iterator[PersiaTrainingBatch]:
         while True:
             try:
                 batch = epoch.next()
-            except (Closed, Finished):
+            except Finished:
                 return
+            except Closed:
+                raise ConfigError(
+                    "this pass over a DataLoader was ended before its data: the same "
+                    "DataLoader was iterated again, or the context was left; for two passes "
+                    "at the same time make two DataLoaders"
+                ) from None
             yield batch
             del batch
     finally:

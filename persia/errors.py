@@ -42,11 +42,15 @@ class DataTypeError(DataError, TypeError):
 
 
 class StoreError(PersiaError):
-    """An embedding store refused an operation; the store is unchanged."""
+    """An embedding store refused an operation."""
 
 
 class DimMismatch(StoreError, ValueError):
-    """A sign is stored with another dim, or another state width, than the one asked for."""
+    """A sign is stored with another dim, or another state width, than the one asked for.
+
+    A server checks tables before it touches rows. Asked directly, a store may have served an
+    earlier part of the request; no row was served wrongly.
+    """
 
 
 class NotConfigured(StoreError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from persia import env as _env
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 MAXIMUM_LOCAL_PORT_NUM = 65535
 
@@ -38,11 +39,14 @@ def setup_seed(seed: int) -> None:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML where a key given twice is an error; YAML forbids it, PyYAML lets it pass."""
+    """Safe YAML where a key given twice is an error; YAML forbids it, PyYAML lets it pass.
 
-    def construct_mapping(
-        self, node: yaml.MappingNode, deep: bool = False
-    ) -> dict[Hashable, Any]:
+    ``1e-3`` is a number here, as in YAML 1.2 and JSON; PyYAML asks for a dot in it.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Looked at as it was written: merging ``<<`` later puts keys in front of a node's own.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -54,7 +58,19 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                     f"in line {seen[key_node.value]}"
                 )
             seen[key_node.value] = line
-        return super().construct_mapping(node, deep)
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML in quotes wherever the loader above would read something else than text."""
+
+
+for _cls in (_UniqueKeyLoader, _Dumper):
+    _cls.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(?:\d+|\d*\.\d+|\d+\.)[eE][-+]?\d+\Z"),
+        list("-+.0123456789"),
+    )
 
 
 def load_yaml(filepath: str | os.PathLike[str]) -> Any:
@@ -75,14 +91,17 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
         return yaml.load(text, Loader=_UniqueKeyLoader)
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+    except (yaml.YAMLError, ValueError) as exc:
+        # ValueError: bytes that are not UTF-8, and dates such as 2021-13-45.
         raise ConfigError(f"{path}: expected YAML: {exc}") from exc
+    except RecursionError:
+        raise ConfigError(f"{path}: expected YAML, got collections nested too deep") from None
 
 
 def dump_yaml(content: Any, filepath: str | os.PathLike[str]) -> None:
     """Write plain data as YAML, mappings in their own order."""
     with Path(filepath).open("w", encoding="utf-8") as file:
-        yaml.safe_dump(content, file, sort_keys=False)
+        yaml.dump(content, file, Dumper=_Dumper, sort_keys=False)
 
 
 def run_command(cmd: Sequence[object], env: Mapping[str, str] | None = None) -> None:
@@ -125,6 +144,8 @@ def find_free_port(port: int = 10000, interval: int = 1) -> int:
     Raises:
         ConfigError: If there is none up to 65535; it is a ValueError, as in the original.
     """
+    if port < 1:
+        raise ConfigError(f"port must be at least 1, got {port}")
     if interval < 1:
         raise ConfigError(f"interval must be at least 1, got {interval}")
     for candidate in range(port, MAXIMUM_LOCAL_PORT_NUM + 1, interval):

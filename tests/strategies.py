@@ -132,6 +132,7 @@ NOT_IDS: list[tuple[Any, str]] = [
     (np.zeros(3, dtype=">u8"), ">u8"),
     (np.zeros(3, dtype=object), "object"),
     (np.zeros(3, dtype="M8[s]"), "datetime64"),
+    (np.ma.masked_array(np.zeros(3, dtype=np.uint64), [False, True, False]), "a masked array"),
     (np.zeros((3, 1), dtype=np.uint64), "2 dimensions"),
     (np.uint64(3), "uint64"),
     (np.array(3, dtype=np.uint64), "0 dimensions"),

@@ -20,6 +20,7 @@ from numpy cimport (
     NPY_UINT64,
     PyArray_CHKFLAGS,
     PyArray_Check,
+    PyArray_CheckExact,
     PyArray_CLEARFLAGS,
     PyArray_DESCR,
     PyArray_FROM_OF,
@@ -34,6 +35,8 @@ from numpy cimport (
     npy_intp,
 )
 
+from numpy.ma import MaskedArray
+
 from persia.errors import DataError, DataTypeError
 
 import_array()
@@ -45,14 +48,20 @@ cdef str describe(object value):
     """Say in words what came instead of the array that was expected."""
     if not PyArray_Check(value):
         return f"an object of type {type(value).__name__}"
+    if isinstance(value, MaskedArray):
+        return "a masked array; .compressed() has the values without the masked ones"
     plural = "" if value.ndim == 1 else "s"
     return f"{value.dtype} of {value.ndim} dimension{plural}"
 
 
 cdef bint is_vector(object value, char kind, int itemsize) noexcept:
-    """Whether ``value`` is an array of one dimension and native ``kind``; any layout."""
-    if not PyArray_Check(value):
-        return False
+    """Whether ``value`` is an array of one dimension and native ``kind``; any layout.
+
+    A masked array is none: the kernels would read what the mask hides.
+    """
+    if not PyArray_CheckExact(value):
+        if not PyArray_Check(value) or isinstance(value, MaskedArray):
+            return False
     cdef ndarray array = <ndarray>value
     # By kind and size, not by type number: int64 has two numbers (long and long long).
     return (

@@ -32,9 +32,8 @@ from persia._core.hashing cimport mix64
 from persia._core.types cimport uint32_t, uint64_t
 
 
-cdef extern from *:
-    # Both compilers we build with have it, on every platform; a hint, never a read.
-    void prefetch "__builtin_prefetch"(const void *address) noexcept nogil
+cdef extern from "portable.h" nogil:
+    void prefetch "persia_prefetch"(const void *address) noexcept
 
 
 cdef enum:

@@ -368,6 +368,11 @@ cdef class FeatureBatch:
         fill(batch, self.name, distinct, inverse, None if single else offsets)
         return batch
 
+    def __reduce__(self):
+        """Pickle and copy through the checks: what Cython would generate gives writable arrays
+        and takes any state, and numbers out of range would write into foreign memory."""
+        return FeatureBatch, (self.name, *self.parts())
+
     def __repr__(self):
         return (
             f"FeatureBatch({self.name!r}: {self.batch_size} samples, {self.num_ids} ids, "

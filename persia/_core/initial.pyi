@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+MAX_DIM: int
 MAX_LAM: float
 METHODS: dict[str, int]
 OPTIONS: dict[str, dict[str, float | None]]

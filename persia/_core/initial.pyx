@@ -26,7 +26,7 @@ from libc.string cimport memcpy
 
 import numpy as np
 
-from persia._core.optim import nearest, number
+from persia._core.optim import MAX_DIM, nearest, number
 
 from persia._core.hashing cimport mix64
 from persia._core.types cimport uint32_t, uint64_t
@@ -369,8 +369,8 @@ cdef class Initializer:
         """First values f32 [dim] of the row of ``sign`` under ``seed`` (both u64)."""
         cdef uint64_t seed_word = seed
         cdef uint64_t sign_word = sign
-        if not 1 <= dim <= 1 << 20:
-            raise ConfigError(f"dim must be in 1..{1 << 20}, got {dim!r}")
+        if not 1 <= dim <= MAX_DIM:
+            raise ConfigError(f"dim must be in 1..{MAX_DIM}, got {dim!r}")
         cdef uint32_t size = dim
         result = np.empty(size, dtype=np.float32)
         cdef float[::1] view = result

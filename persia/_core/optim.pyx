@@ -51,8 +51,8 @@ cdef enum:
 # Below half an ulp of 1: from here on 1 - beta^t is 1.
 cdef double NEGLIGIBLE = 2.0 ** -54
 
-# Largest dim; 2 dim + 1 words of 4 bytes must stay far below 2^32 bytes.
-MAX_DIM = 1 << 20
+# Largest dim, the store's: a row with Adam's state, 768 KiB here, must fit its chunk of 2 MiB.
+MAX_DIM = 1 << 16
 
 # name -> option -> default; None is an option without default.
 OPTIONS = {
@@ -79,9 +79,12 @@ def nearest(name, known):
 
 def number(owner, option, value):
     """``value`` as a finite float that f32 can hold, or a ConfigError naming ``option``."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.number)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ConfigError(f"{owner}: {option} must be a number, got {value!r}")
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
     if not math.isfinite(result) or abs(result) > 3.4e38:
         raise ConfigError(f"{owner}: {option} must be finite in f32, got {value!r}")
     return result
@@ -129,6 +132,15 @@ def complete(name, options):
         and np.float32(complete_options["initial_accumulator_value"]) == 0
     ):
         raise ConfigError("adagrad: eps and initial_accumulator_value must not both be 0")
+    if (
+        name == "adagrad"
+        and np.float32(complete_options["eps"]) == 0
+        and np.float32(complete_options["g_square_momentum"]) < 1
+    ):
+        raise ConfigError(
+            "adagrad: eps must be above 0 where g_square_momentum is below 1, because the sum "
+            f"may then fade to 0; got {complete_options['eps']!r}"
+        )
     return complete_options
 
 

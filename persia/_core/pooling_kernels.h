@@ -164,7 +164,7 @@ PERSIA_INLINE void persia_pool_max_loop(
         for (size_t p = begin; p < end; p++) {
             persia_fetch_ahead(dim, rows, &bags, p, 0);
             const int32_t d = (int32_t)bags.inverse[p];
-            const float *restrict from = persia_vector(
+            const float *from = persia_vector(
                 dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch);
             if (p == begin) {
                 persia_copy(dim, to, from);
@@ -205,7 +205,7 @@ PERSIA_INLINE void persia_grad_sum_loop(
     for (size_t b = 0; b < bags.num_samples; b++) {
         const size_t begin = bags.offsets ? bags.offsets[b] : b;
         const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
-        const float *restrict from = grad + b * dim;
+        const float *from = grad + b * dim;
         if (skip && skip[b])
             continue;
         if (mode != PERSIA_SUM && end - begin > 1) {

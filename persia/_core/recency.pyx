@@ -205,7 +205,7 @@ cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept no
         + segment_at(recency, segment_at(recency, number).next).num_live)
     cdef Segment *into
     cdef Segment *segment
-    cdef uint32_t part, word, taken, following
+    cdef uint32_t _part, word, taken, following
     cdef uint64_t held, live
     if target == NO_SEGMENT:
         return NO_SEGMENT
@@ -219,7 +219,7 @@ cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept no
     else:
         recency.oldest = target
     segment.previous = target
-    for part in range(2):
+    for _part in range(2):
         segment = segment_at(recency, number)
         following = segment.next
         taken = 0

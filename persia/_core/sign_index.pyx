@@ -34,7 +34,7 @@ cdef extern from "stdlib.h" nogil:
 
 
 cdef int index_init(SignIndex *index, Slabs *slabs) noexcept nogil:
-    """An empty index with one table of one bucket; -1: no memory, and ``index_free`` is safe."""
+    """An index of one table of one bucket; -1: no memory, and ``index_free`` is safe."""
     index.depth = 0
     index.num_tables = 0
     index.table_capacity = 0

@@ -37,7 +37,7 @@ cdef struct ChunkView:              # what a lookup needs of a chunk, 16 bytes
 
 cdef struct ChunkState:             # what allocation needs of a chunk
     uint32_t num_places             # rows that fit
-    uint32_t num_touched            # places handed out at least once
+    uint32_t num_touched            # places handed out since it was empty
     uint32_t num_live
     uint32_t freed                  # first freed place, or NO_ROW
     uint32_t previous, next         # among the slab's chunks that have room

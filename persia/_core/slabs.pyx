@@ -8,15 +8,15 @@ Invariants, true between calls:
 
     I1  num_live of a chunk counts its rows that are not free; of a slab, of its chunks.
     I2  A chunk is in its slab's open list if and only if a row can be taken from it.
-    I3  bytes_used counts places touched since their chunk was cut, times their stride, and
-        index blocks. It falls only when an empty chunk is recut.
+    I3  bytes_used counts places touched since their chunk was last empty, times their stride,
+        and index blocks.
 
 The first chunks of a shard stay on small pages, because a huge page is resident as a whole
 and many small shards would pay 2 MiB for a few rows. Not taken: one malloc per row (48 bytes
 of overhead in the original), and slabs that grow by moving (they stop the world).
 """
 
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from persia._core.types cimport NO_ROW
@@ -156,8 +156,6 @@ cdef bint take_empty_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
     for chunk in range(slabs.num_chunks):
         if slabs.states[chunk].num_live == 0 and slabs.views[chunk].slab != slab:
             close_chunk(slabs, chunk)
-            slabs.bytes_used -= (
-                <uint64_t> slabs.states[chunk].num_touched * slabs.views[chunk].stride)
             cut_chunk(slabs, chunk, slab)
             return True
     return False
@@ -203,6 +201,12 @@ cdef void slabs_drop_row(Slabs *slabs, row_t row) noexcept nogil:
     slabs.slabs[slabs.views[chunk].slab].num_live -= 1
     if was_full:
         open_chunk(slabs, chunk)
+    if state.num_live == 0:
+        # Anybody's memory now, so nobody's bytes: otherwise a store whose rows change their
+        # shape would be over its memory limit with empty chunks.
+        slabs.bytes_used -= <uint64_t> state.num_touched * slabs.views[chunk].stride
+        state.num_touched = 0
+        state.freed = NO_ROW
 
 
 cdef void *slabs_new_block(Slabs *slabs) noexcept nogil:

@@ -67,6 +67,7 @@ cdef class Batch:
     cdef bint admit_all
     cdef Initializer initializer
     cdef RowOptimizer optimizer
+    cdef object held            # what the pointers point into
 
     cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1
 

@@ -43,8 +43,8 @@ from persia._core.sign_index cimport (
     index_insert, index_remove,
 )
 from persia._core.slabs cimport (
-    CACHE_LINE, PLACE_BITS, Row, persia_prefetch, persia_prefetch_write, row_at, row_is, row_values, slabs_drop_row, slabs_free, slabs_init,
-    slabs_new_row, slabs_slab,
+    CACHE_LINE, PLACE_BITS, Row, Slab, persia_prefetch, persia_prefetch_write, row_at, row_is,
+    row_values, slabs_drop_row, slabs_free, slabs_init, slabs_new_row, slabs_slab,
 )
 from persia._core.types cimport NO_ROW, uint8_t
 
@@ -226,13 +226,13 @@ cdef bint has_shape(
     Tally *tally
 ) noexcept nogil:
     """Whether the row is of that shape; if not, the tally says what it is."""
-    cdef uint32_t slab = shard.slabs.views[row >> PLACE_BITS].slab
-    if shard.slabs.slabs[slab].dim == dim and shard.slabs.slabs[slab].state_words == state_words:
+    cdef const Slab *slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
+    if slab.dim == dim and slab.state_words == state_words:
         return True
     tally.status = STATUS_DIM
     tally.sign = sign
-    tally.dim = shard.slabs.slabs[slab].dim
-    tally.state_words = shard.slabs.slabs[slab].state_words
+    tally.dim = slab.dim
+    tally.state_words = slab.state_words
     return False
 
 
@@ -246,10 +246,7 @@ cdef void train_shard(
     cdef uint32_t state_words = batch.optimizer.state_width(dim)
     cdef uint32_t block, first, last, i, place
     cdef row_t row
-    cdef int slab = slabs_slab(&shard.slabs, dim, state_words)
-    if slab < 0:
-        tally.status = STATUS_SHAPES
-        return
+    cdef int slab = -1      # looked up for the first new row; a refused request makes none
     for block in range((end - begin + BLOCK - 1) // BLOCK):
         first = begin + block * BLOCK
         last = min(first + BLOCK, end)
@@ -267,6 +264,11 @@ cdef void train_shard(
                     batch.hints_out[place] = NO_ROW
                     memset(rows_out + <size_t> place * dim, 0, dim * sizeof(float))
                     continue
+                if slab < 0:
+                    slab = slabs_slab(&shard.slabs, dim, state_words)
+                if slab < 0:
+                    tally.status = STATUS_SHAPES
+                    break
                 row = insert(shard, batch, slab, batch.hashes[i], signs[place])
                 if row == NO_ROW:
                     tally.status = STATUS_NO_MEMORY
@@ -396,9 +398,10 @@ cdef void read_shard(
                 return
             values = row_values(row_at(&shard.slabs, row))
             copy_floats(batch.rows_out + <size_t> place * batch.dim, values, batch.dim)
-            memcpy(
-                batch.states_out + <size_t> place * batch.state_words, values + batch.dim,
-                batch.state_words * sizeof(float))
+            if batch.state_words:       # otherwise states_out is NULL
+                memcpy(
+                    batch.states_out + <size_t> place * batch.state_words,
+                    values + batch.dim, batch.state_words * sizeof(float))
 
 
 cdef void write_shard(
@@ -408,14 +411,16 @@ cdef void write_shard(
     cdef uint32_t i, place
     cdef float *values
     cdef row_t row
-    cdef int slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
-    if slab < 0:
-        tally.status = STATUS_SHAPES
-        return
+    cdef int slab = -1      # looked up for the first new row; a refused request makes none
     for i in range(begin, end):
         place = batch.order[i]
         row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
         if row == NO_ROW:
+            if slab < 0:
+                slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
+            if slab < 0:
+                tally.status = STATUS_SHAPES
+                break
             row = insert(shard, batch, slab, batch.hashes[i], batch.signs[place])
             if row == NO_ROW:
                 tally.status = STATUS_NO_MEMORY
@@ -512,34 +517,35 @@ cdef class Batch:
 cdef void split(Batch batch, uint32_t num_shards) noexcept nogil:
     """Order the request by shard, stable. Hashing twice is cheaper than keeping the hashes."""
     cdef const sign_t *signs = batch.signs
+    cdef uint32_t *starts = batch.starts
     cdef uint32_t i, shard, start, count
     cdef uint64_t hash
-    memset(batch.starts, 0, (num_shards + 1) * sizeof(uint32_t))
+    memset(starts, 0, (num_shards + 1) * sizeof(uint32_t))
     if num_shards == 1:
         for i in range(batch.num_signs):
             batch.hashes[i] = mix64(signs[i])
             batch.order[i] = i
-        batch.starts[1] = batch.num_signs
+        starts[1] = batch.num_signs
         return
     for i in range(batch.num_signs):
-        batch.starts[shard_of(mix64(signs[i]), num_shards)] += 1
+        starts[shard_of(mix64(signs[i]), num_shards)] += 1
     start = 0
     for shard in range(num_shards):
-        count = batch.starts[shard]
-        batch.starts[shard] = start
+        count = starts[shard]
+        starts[shard] = start
         start += count
     for i in range(batch.num_signs):
         hash = mix64(signs[i])
         shard = shard_of(hash, num_shards)
-        batch.hashes[batch.starts[shard]] = hash
-        batch.order[batch.starts[shard]] = i
-        batch.starts[shard] += 1
+        batch.hashes[starts[shard]] = hash
+        batch.order[starts[shard]] = i
+        starts[shard] += 1
     # Each start now is the next shard's; shift them back by one.
     shard = num_shards
     while shard > 0:
-        batch.starts[shard] = batch.starts[shard - 1]
+        starts[shard] = starts[shard - 1]
         shard -= 1
-    batch.starts[0] = 0
+    starts[0] = 0
 
 
 cdef inline void add_tally(Tally *total, const Tally *part) noexcept nogil:
@@ -650,19 +656,22 @@ cdef class EmbeddingStore:
     cdef Tally run(self, Batch batch) except *:
         """Serve the request on all threads, give its scratch back, raise what it met."""
         cdef Tally tally
-        if self.pool is None or batch.num_signs < MIN_THREADED_SIGNS:
+        batch.held = (self, batch.held)     # for threads that outlast an interrupted call
+        pool = self.pool                    # close() may take it away meanwhile
+        if pool is None or batch.num_signs < MIN_THREADED_SIGNS:
             batch.serve(0, self.num_shards)
         else:
             bounds = [
                 i * self.num_shards // self.num_threads for i in range(self.num_threads + 1)]
             others = [
-                self.pool.submit(batch.serve, bounds[i], bounds[i + 1])
+                pool.submit(batch.serve, bounds[i], bounds[i + 1])
                 for i in range(1, self.num_threads)]
             batch.serve(bounds[0], bounds[1])
             for other in others:
                 other.result()
         tally = batch.tally
         dim = batch.dim
+        batch.held = None
         batch.optimizer = None
         batch.initializer = None
         self.batches.append(batch)
@@ -700,6 +709,7 @@ cdef class EmbeddingStore:
             admit_probability * 18446744073709551616.0)
         batch.rows_out = &rows_out[0, 0]
         batch.hints_out = &hints_out[0]
+        batch.held = (signs, rows_out, hints_out)
         tally = self.run(batch)
         return tally.num_missing, tally.num_refused
 
@@ -712,6 +722,7 @@ cdef class EmbeddingStore:
             return 0
         batch = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1])
         batch.rows_out = &rows_out[0, 0]
+        batch.held = (signs, rows_out)
         return self.run(batch).num_missing
 
     def update(
@@ -730,6 +741,7 @@ cdef class EmbeddingStore:
         if hints is not None:
             batch.hints = &hints[0]
         batch.gradients = &gradients[0, 0]
+        batch.held = (signs, hints, gradients)
         return self.run(batch).num_missing
 
     def read(self, const uint64_t[::1] signs not None, uint32_t dim, state_words=None):
@@ -753,6 +765,7 @@ cdef class EmbeddingStore:
             values_view = values
             states_view = states
             batch.found = &found_view[0]
+            batch.held = (signs, found, values, states)
             batch.rows_out = &values_view[0, 0]
             batch.states_out = &states_view[0, 0] if words else NULL
             batch.state_words = words
@@ -779,6 +792,7 @@ cdef class EmbeddingStore:
         batch = self.begin(signs, write_shard, dim)
         batch.initializer = ZEROS
         batch.gradients = &values[0, 0]
+        batch.held = (signs, values, states)
         batch.states = NULL
         if states is not None and words:
             batch.states = &states[0, 0]

@@ -390,7 +390,7 @@ def _count_overflows(
     if table.order is not None:
         signs = table.order[signs].astype(np.int64)
     groups = np.searchsorted(np.asarray(table.bases), signs, side="right") - 1
-    for group in groups.tolist():
-        features: list[FeaturePlan] = [batch.plan.features[place] for place in present]
+    features: list[FeaturePlan] = [batch.plan.features[place] for place in present]
+    for group, count in zip(*np.unique(groups, return_counts=True), strict=True):
         name = next(plan.slot.name for plan in features if plan.group == group)
-        counts.rows[name] = counts.rows.get(name, 0) + 1
+        counts.rows[name] = int(count)

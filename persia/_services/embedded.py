@@ -6,6 +6,8 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
+from persia import env
+from persia._core import cpu
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
 
@@ -29,7 +31,12 @@ def build_embedding_worker(schema: EmbeddingSchema, config: GlobalConfig) -> Emb
 
     Returns:
         The embedding-worker. Rows live as long as it does.
+
+    Raises:
+        ConfigError: ``PERSIA_ISA`` names kernels that this machine cannot run.
     """
+    if (name := env.isa()) is not None:
+        cpu.select(name)
     num_servers = config.embedded_config.num_servers
     num_threads = config.embedded_config.num_threads
     servers = [

@@ -237,15 +237,18 @@ class EmbeddingWorker:
             self._expire(now)
             batch = self._in_flight.get(ref)
             if batch is None:
-                raise UnknownRef(
-                    f"no batch in flight has ref {ref}: it was acknowledged, released, unused "
-                    f"for {self._expiry_s:g} s (buffered_data_expired_sec), or is another "
-                    f"worker's; register the batch again",
-                    role=ROLE,
-                    method=method,
-                )
+                raise self._unknown(ref, method)
             self._touch(batch, now)
             return batch
+
+    def _unknown(self, ref: int, method: str) -> UnknownRef:
+        return UnknownRef(
+            f"no batch in flight has ref {ref}: it was acknowledged, released, unused for "
+            f"{self._expiry_s:g} s (buffered_data_expired_sec), or is another worker's; "
+            f"register the batch again",
+            role=ROLE,
+            method=method,
+        )
 
     def _touch(self, batch: _InFlight, now: float) -> None:
         batch.used_at = now
@@ -430,7 +433,9 @@ class EmbeddingWorker:
                 return replace(retired[1], repeated=True)
         batch = self._find(gradients.ref, "update")
         with batch.updating:
-            if batch.report is not None:
+            if batch.report is not None:  # acknowledged while this call waited
+                if batch.update_id != gradients.update_id:
+                    raise self._unknown(gradients.ref, "update")
                 return replace(batch.report, repeated=True)
             return self._update(batch, gradients)
 

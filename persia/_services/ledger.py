@@ -30,8 +30,9 @@ WINDOW = 4096
 @dataclass(slots=True)
 class _Client:
     floor: int = -1
-    # What the update returned or raised; an update that failed half way is not tried again.
-    outcomes: dict[int, int | Exception] = field(default_factory=dict)
+    # What the update returned, or what it raised, as text: the exception itself would keep
+    # the request alive, and an update that failed half way is not tried again.
+    outcomes: dict[int, int | str] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
 
 
@@ -59,9 +60,9 @@ class UpdateLedger:
 
         Raises:
             StoreError: If the number is so old that a repetition cannot be told from a
-                first call.
-            Exception: What ``apply`` raised, again in each repetition: it may have changed
-                rows, so that running it once more could step them twice.
+                first call; or if the first call raised: it may have changed rows, so that
+                running it once more could step them twice.
+            BaseException: What ``apply`` raised.
         """
         name, number = update_id
         with self._ended:
@@ -78,16 +79,16 @@ class UpdateLedger:
                     )
                 client.running.add(number)
         if outcome is not None:
-            if isinstance(outcome, Exception):
-                raise outcome
+            if isinstance(outcome, str):
+                raise StoreError(
+                    f"update {number} of client {name} failed half way and is not run again: "
+                    f"{outcome}"
+                )
             return outcome, True
         try:
             outcome = apply()
-        except Exception as error:
-            outcome = error
-            raise
-        except BaseException:
-            outcome = StoreError(f"update {number} of client {name} was interrupted half way")
+        except BaseException as error:
+            outcome = repr(error)
             raise
         finally:
             with self._ended:

@@ -12,10 +12,28 @@ the *user* that waits has one, in its caller.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from threading import Thread
 
 T = TypeVar("T")
+
+
+def join(threads: Sequence[Thread], timeout_s: float) -> list[Thread]:
+    """Wait for threads, for so long in all, and return those that are still alive.
+
+    Left out are those that never started and the caller's own: the collector may close a
+    forgotten iterator on one of its own threads.
+    """
+    deadline = time.monotonic() + timeout_s
+    started = [each for each in threads if each.ident not in (None, threading.get_ident())]
+    for thread in started:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    return [thread for thread in started if thread.is_alive()]
 
 
 class Closed(Exception):

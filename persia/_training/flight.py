@@ -15,6 +15,7 @@ thread and given up by another is counted once.
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from persia._rpc.messages import EmbeddingWorker, UpdateReport
+
+
+logger = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
@@ -106,9 +110,19 @@ class Book:
             DataError: If it has ended or is submitted already.
         """
         with self._lock:
-            if ticket.state not in (State.READY, State.KEPT):
+            if not ticket.is_open():
                 raise DataError(self._explain(ticket, "cannot be kept"))
             ticket.state = State.KEPT
+
+    def check_open(self, ticket: Ticket) -> None:
+        """Check that a batch can take a backward, before anything of it is done.
+
+        Raises:
+            DataError: If it has ended or is submitted already.
+        """
+        with self._lock:
+            if not ticket.is_open():
+                raise DataError(self._explain(ticket, "cannot take a backward"))
 
     def submit(self, ticket: Ticket) -> None:
         """Claim a batch for its update.
@@ -117,7 +131,7 @@ class Book:
             DataError: If another backward, or the loader, was faster.
         """
         with self._lock:
-            if ticket.state not in (State.READY, State.KEPT):
+            if not ticket.is_open():
                 raise DataError(self._explain(ticket, "cannot take a backward"))
             ticket.state = State.SUBMITTED
 
@@ -164,6 +178,8 @@ class Book:
     def acknowledge(self, ticket: Ticket, report: UpdateReport) -> None:
         """End a batch whose update is applied, and add up what it left out."""
         with self._lock:
+            if ticket.state is State.ENDED:  # given up by a Ctrl-C that came too late
+                return
             self._end(ticket, "trained already")
             self._counts["batches"] += 1
             self._counts["missing"] += report.num_missing
@@ -173,11 +189,19 @@ class Book:
         self._give_back(ticket)
 
     def fail(self, ticket: Ticket) -> None:
-        """End a batch whose update raised."""
+        """End a submitted batch whose update raised, or was never sent; once."""
         with self._lock:
+            if ticket.state is not State.SUBMITTED:
+                return
             self._end(ticket, "lost in a failed update")
             self._counts["failed"] += 1
-        self._give_back(ticket)
+        try:
+            self._worker.release(ticket.ref)
+        except Exception as exc:
+            # What the user will see is the failure of the update; this one follows from it.
+            logger.debug("ref %d could not be released: %s", ticket.ref, exc)
+        finally:
+            self._give_back(ticket)
 
     def _end(self, ticket: Ticket, how: str) -> None:
         ticket.state = State.ENDED

@@ -21,8 +21,8 @@ import torch
 
 from persia._core import pooling
 from persia._rpc.messages import BatchGradients, SlotGradient
-from persia._training.channel import Channel, Closed, Finished
-from persia._training.flight import Reason, State
+from persia._training.channel import Channel, Closed, Finished, join
+from persia._training.flight import Reason
 from persia.errors import ServiceTimeout
 
 if TYPE_CHECKING:
@@ -190,9 +190,14 @@ class GradientEngine:
         return self._queue
 
     def start(self) -> None:
-        """Start the workers."""
-        for thread in self._threads:
-            thread.start()
+        """Start the workers, all or none."""
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._queue.close()
+            join(self._threads, JOIN_S)
+            raise
 
     # --- the user's thread ----------------------------------------------------------------
 
@@ -218,21 +223,23 @@ class GradientEngine:
         Raises:
             DataError: If the current batch has ended or is submitted already.
         """
-        updates = []
-        for batch in batches:
-            ticket = batch.ticket
-            if ticket is None:
-                continue
-            if batch is not current and ticket.state not in (State.READY, State.KEPT):
-                continue
-            update = Update(ticket, batch.leaves)
-            if batch is not current and update.is_empty():
-                self._book.release(ticket, Reason.ABANDONED, even_kept=False)
-                continue
-            self._book.submit(ticket)
-            self._warn_of_missing(update)
-            update.pack()
-            updates.append(update)
+        updates: list[Update] = []
+        try:
+            for batch in batches:
+                ticket = batch.ticket
+                if ticket is None or (batch is not current and not ticket.is_open()):
+                    continue
+                update = Update(ticket, batch.leaves)
+                if batch is not current and update.is_empty():
+                    self._book.release(ticket, Reason.ABANDONED, even_kept=False)
+                    continue
+                self._book.submit(ticket)
+                updates.append(update)
+                self._warn_of_missing(update)
+                update.pack()
+        except BaseException:
+            self.give_up(updates)
+            raise
         return updates
 
     def _warn_of_missing(self, update: Update) -> None:
@@ -256,22 +263,37 @@ class GradientEngine:
             ServiceTimeout: If the embedding-worker takes nothing for minutes.
         """
         for place, update in enumerate(updates):
-            if self._stream is not None:
-                update.start_copy(self._stream)
-            with self._changed:
-                update.number = self._next_number
-                self._next_number += 1
-                self._pending.add(update.number)
-            if not self._queue.put((update, scale), WAIT_S):
-                for lost in updates[place:]:
-                    self._book.fail(lost.ticket)
+            try:
+                self._submit_one(update, scale)
+            except BaseException:  # Ctrl-C while it waits, too
+                self.give_up(updates[place:])
+                raise
+
+    def _submit_one(self, update: Update, scale: float) -> None:
+        if self._stream is not None:
+            update.start_copy(self._stream)
+        with self._changed:
+            update.number = self._next_number
+            self._next_number += 1
+            self._pending.add(update.number)
+        is_queued = False
+        try:
+            is_queued = self._queue.put((update, scale), WAIT_S)
+        finally:
+            if not is_queued:
                 self._ended(update.number)
-                raise ServiceTimeout(
-                    f"waited {WAIT_S:g} s for the embedding-worker to take one of "
-                    f"{len(self._queue)} queued updates",
-                    role="embedding-worker",
-                    method="update",
-                )
+        if not is_queued:
+            raise ServiceTimeout(
+                f"waited {WAIT_S:g} s for the embedding-worker to take one of "
+                f"{len(self._queue)} queued updates",
+                role="embedding-worker",
+                method="update",
+            )
+
+    def give_up(self, updates: Sequence[Update]) -> None:
+        """End collected batches that will not be sent: refs and permits come back."""
+        for update in updates:
+            self._book.fail(update.ticket)
 
     def skip(self, updates: Sequence[Update]) -> None:
         """Release the batches of these updates instead of sending them."""
@@ -285,6 +307,17 @@ class GradientEngine:
             ServiceTimeout: If that takes minutes.
             BaseException: What one of the updates raised.
         """
+        self.wait()
+        self.raise_failure()
+
+    def wait(self) -> None:
+        """Wait until every update submitted so far is acknowledged, or has failed.
+
+        What one raised stays for the user's thread.
+
+        Raises:
+            ServiceTimeout: If that takes minutes.
+        """
         with self._changed:
             last = self._next_number
             if not self._changed.wait_for(
@@ -296,7 +329,6 @@ class GradientEngine:
                     role="embedding-worker",
                     method="update",
                 )
-        self.raise_failure()
 
     def close(self) -> None:
         """Send what is queued, then end and join the workers.
@@ -308,10 +340,8 @@ class GradientEngine:
             self.flush()
         finally:
             self._queue.finish()
-            for thread in self._threads:
-                thread.join(JOIN_S)
-                if thread.is_alive():
-                    logger.warning("%s is still inside an update", thread.name)
+            for thread in join(self._threads, JOIN_S):
+                logger.warning("%s is still inside an update", thread.name)
         self.raise_failure()
 
     # --- backward workers -------------------------------------------------------------------
@@ -331,7 +361,7 @@ class GradientEngine:
         except BaseException as exc:
             with self._changed:
                 self._failure = self._failure or exc
-            self._give_up(update)
+            self._book.fail(update.ticket)
         finally:
             self._ended(update.number)
         return True
@@ -347,19 +377,6 @@ class GradientEngine:
             BatchGradients(ticket.ref, (self._client, ticket.batch_id), slots, scale)
         )
         self._book.acknowledge(ticket, report)
-
-    def _give_up(self, update: Update) -> None:
-        """The update failed: free its ref, if the worker still has it, and its permit."""
-        ticket = update.ticket
-        if ticket.state is not State.SUBMITTED:
-            return
-        try:
-            self._worker.release(ticket.ref)
-        except Exception as exc:
-            # The failure of the update is what the user will see; this one follows from it.
-            logger.debug("ref %d could not be released: %s", ticket.ref, exc)
-        finally:
-            self._book.fail(ticket)
 
     def _ended(self, number: int) -> None:
         with self._changed:

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from persia._rpc.messages import IDFeatures
-from persia._training.channel import Channel, Closed, Delivery, Finished
+from persia._training.channel import Channel, Closed, Delivery, Finished, join
 from persia._training.flight import Reason, State
 from persia._training.tensors import StagedBatch
 from persia.errors import ConfigError, InternalError, ServiceTimeout
@@ -56,7 +57,7 @@ class Lookups:
         book: Tickets of the batches with gradients.
         trains: Whether batches may have gradients at all.
         before_evaluation: Called before each lookup without gradients; waits until this
-            rank's updates are acknowledged.
+            rank's updates are acknowledged or have failed.
     """
 
     def __init__(
@@ -70,14 +71,17 @@ class Lookups:
         self.book = book
         self.trains = trains
         self.before_evaluation = before_evaluation
-        self._next_number = 0
-        self._lock = threading.Lock()  # guards _next_number
+        # Two series, by whether there are gradients: update ids and admission depend on the
+        # numbers of training batches, and an evaluation must not shift them.
+        self._next_numbers = {False: 0, True: 0}
+        self._lock = threading.Lock()  # guards _next_numbers
 
-    def number(self) -> int:
-        """Return the next batch id of the context; update ids and admission depend on it."""
+    def number(self, host: HostBatch) -> int:
+        """Return the batch id, the next one of its kind in the context."""
+        trains = self.has_gradients(host)
         with self._lock:
-            number = self._next_number
-            self._next_number += 1
+            number = self._next_numbers[trains]
+            self._next_numbers[trains] += 1
             return number
 
     def has_gradients(self, host: HostBatch) -> bool:
@@ -225,14 +229,12 @@ class Prefetcher:
                 for number in range(num_workers)
             ),
         ]
-        self._started = False
         self._closed = False
 
     # --- the user's thread ----------------------------------------------------------------
 
     def start(self) -> None:
         """Start the threads."""
-        self._started = True
         for thread in self._threads:
             thread.start()
 
@@ -304,26 +306,20 @@ class Prefetcher:
             for item in left:
                 self._drop(item.ticket)
         finally:
-            if self._started:
-                self._join()
+            self._join()
 
     def _drop(self, ticket: Ticket | None) -> None:
         if ticket is not None:
             self._lookups.book.release(ticket, Reason.UNUSED)
 
     def _join(self) -> None:
-        for thread in self._threads:
-            # The collector may close a forgotten iterator on one of its own threads.
-            if thread is threading.current_thread():
-                continue
-            thread.join(JOIN_S)
-            if thread.is_alive():
-                logger.warning(
-                    "%s has not ended %g s after the loop did: it is still inside %s",
-                    thread.name,
-                    JOIN_S,
-                    "the user's dataset" if thread is self._threads[0] else "a lookup",
-                )
+        for thread in join(self._threads, JOIN_S):
+            logger.warning(
+                "%s has not ended %g s after the loop did: it is still inside %s",
+                thread.name,
+                JOIN_S,
+                "the user's dataset" if thread is self._threads[0] else "a lookup",
+            )
 
     # --- the dataset's thread ---------------------------------------------------------------
 
@@ -334,22 +330,22 @@ class Prefetcher:
             for batch in iterator:
                 self._input.put(self._converter.host(batch))
         except Closed:
-            self._close_iterator(iterator)
+            pass
         except BaseException as exc:
             self._reading_ended = True
             self._input.finish(exc)
         else:
             self._reading_ended = True
             self._input.finish()
+        self._close_iterator(iterator)  # it may stand still at a batch that was refused
 
     @staticmethod
     def _close_iterator(iterator: object) -> None:
         """Run the ``finally`` blocks of the user's generator now, in its own thread."""
-        close = getattr(iterator, "close", None)
-        if close is None:
-            return
+        if not isinstance(iterator, Generator):
+            return  # another iterator's ``close`` may be meant for its owner
         try:
-            close()
+            iterator.close()
         except Exception:
             # The loop is over and nobody is left to raise this at.
             logger.exception("the dataset raised while it was closed")
@@ -378,7 +374,7 @@ class Prefetcher:
             self._gate.enter(needs_permit)
             place = self._num_taken
             self._num_taken += 1
-            batch_id = self._lookups.number()
+            batch_id = self._lookups.number(host)
             if self._in_order:
                 result, ticket = self._look_up(host, batch_id)
         if not self._in_order:

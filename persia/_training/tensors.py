@@ -99,7 +99,8 @@ class PersiaTrainingBatch:
         embedding_tensors: One entry per id feature, in the order of the batch's features.
         labels: Label tensors, or None if the batch has none.
         meta: The bytes that the user attached, or None.
-        batch_id: Running number within the context.
+        batch_id: Running number within the context; batches without gradients have a series
+            of their own.
         feature_names: Names of the id features, in the order of ``embedding_tensors``.
         batch_size: Number of samples.
     """
@@ -126,6 +127,10 @@ class PersiaTrainingBatch:
     def requires_grad(self) -> bool:
         """Whether a backward is expected for this batch."""
         return self.ticket is not None
+
+    def awaits_backward(self) -> bool:
+        """Whether a backward is expected and has not come."""
+        return self.ticket is not None and self.ticket.is_open()
 
     def __repr__(self) -> str:
         return (

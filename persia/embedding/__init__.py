@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from persia._core.optim import number
 from persia._rpc.messages import HyperParameters, InitializationSettings
 from persia.config import EmbeddingSchema, Initialization, check_probability
 from persia.errors import ConfigError
@@ -40,6 +40,11 @@ class InitialValues:
     method: ClassVar[str]
 
     def __post_init__(self) -> None:
+        if type(self) is InitialValues:
+            raise ConfigError(
+                "InitialValues: expected one of the distributions, such as "
+                "persia.embedding.Normal(), got their base"
+            )
         self.settings()
 
     def settings(self) -> InitializationSettings:
@@ -142,8 +147,7 @@ class EmbeddingConfig:
         if type(self.seed) is not int or not 0 <= self.seed < 1 << 64:
             raise ConfigError(f"seed: expected an integer in 0..2**64 - 1, got {self.seed!r}")
         check_probability("admit_probability", self.admit_probability)
-        if math.isnan(self.weight_bound):
-            raise ConfigError("weight_bound: expected a number, got nan")
+        number("EmbeddingConfig", "weight_bound", self.weight_bound)
         self.settings()
         if self.schema is not None:
             # Read now: a bad file is this argument's error, not that of a later batch.

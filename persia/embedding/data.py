@@ -9,6 +9,7 @@ skipped; sizes, and everything that memory safety hangs on, are checked always.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -66,6 +67,14 @@ def _check_name(name: object) -> str:
     return name
 
 
+def _items(what: str, given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Iterable):
+        raise DataTypeError(f"{what}: expected a list, got {type(given).__name__}")
+    return tuple(given)
+
+
 def _unsigned(values: Any) -> Any:
     """Return int64 ids as uint64 with the same bits; anything else as it is."""
     if isinstance(values, np.ndarray) and values.dtype == np.int64:
@@ -104,14 +113,20 @@ def _from_torch(name: str, what: str, value: Any) -> Any:
 
     torch is known by its module's name, so that a data-loader without torch never loads it.
     """
-    if type(value).__module__.split(".")[0] != "torch":
+    if type(value).__module__.split(".")[0] != "torch" or not hasattr(value, "detach"):
         return value
     if value.device.type != "cpu":
         raise DataTypeError(
             f"feature {name!r}: expected {what} in CPU memory, got {value.device}; "
             "call .cpu() on it"
         )
-    return value.detach().numpy()
+    try:
+        return value.detach().numpy()
+    except (TypeError, RuntimeError) as exc:
+        raise DataTypeError(
+            f"feature {name!r}: expected {what} as a dense tensor of integers, "
+            f"got {value.dtype} with layout {value.layout}"
+        ) from exc
 
 
 def _from_arrow(name: str, list_array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
@@ -142,9 +157,9 @@ def _from_arrow(name: str, list_array: Any) -> tuple[NDArray[np.uint64], NDArray
     if child.type not in (pa.uint64(), pa.int64()):
         raise DataTypeError(f"{expected}, got {getattr(list_array, 'type', type(list_array))}")
     offsets -= offsets[0]
-    buffer = child.buffers()[1]
     values = (
-        np.frombuffer(buffer, np.uint64)[child.offset : child.offset + len(child)]
+        # By count: a buffer from elsewhere need not end where the ids do.
+        np.frombuffer(child.buffers()[1], np.uint64, len(child), 8 * child.offset)
         if len(child)
         else np.empty(0, np.uint64)
     )
@@ -435,7 +450,7 @@ class PersiaBatch:
         meta: bytes | None = None,
     ) -> None:
         features = []
-        for number, feature in enumerate(id_type_features):
+        for number, feature in enumerate(_items("id_type_features", id_type_features)):
             if not isinstance(feature, IDTypeFeature | IDTypeFeatureWithSingleID):
                 raise DataTypeError(
                     f"id_type_features[{number}]: expected IDTypeFeature or "
@@ -444,8 +459,8 @@ class PersiaBatch:
             features.append(feature.feature_batch)
         self._fill(
             tuple(features),
-            tuple(non_id_type_features or ()),
-            tuple(labels or ()),
+            _items("non_id_type_features", non_id_type_features),
+            _items("labels", labels),
             batch_size,
             requires_grad,
             meta,
@@ -491,6 +506,11 @@ class PersiaBatch:
         if batch_size is None:
             source = f"feature {features[0].name!r}"
             batch_size = features[0].batch_size
+        elif isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
+            raise DataTypeError(
+                f"batch_size: expected an integer, got {type(batch_size).__name__}"
+            )
+        batch_size = int(batch_size)
         if batch_size < 1:
             raise DataError(f"{source}: expected at least 1 sample, got {batch_size}")
         sizes = [(f"feature {feature.name!r}", feature.batch_size) for feature in features]

@@ -88,7 +88,10 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam, as ``torch.optim.SparseAdam``, with the bias correction counted per row.
+    """Adam, as ``torch.optim.Adam``, with moments and bias correction counted per row.
+
+    ``torch.optim.SparseAdam`` adds ``eps`` before the bias correction; it differs where a
+    gradient is not far above ``eps``.
 
     Args:
         lr: Learning rate.

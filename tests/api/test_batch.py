@@ -208,6 +208,11 @@ def test_parts_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
         PersiaBatch(**{"id_type_features": [users()], "labels": [label()], **arguments})
 
 
+def test_a_batch_size_of_numpy_can_be_sent() -> None:
+    batch = PersiaBatch([users()], labels=[label()], batch_size=np.int64(3))
+    assert PersiaBatch.from_bytes(batch.to_bytes()).batch_size == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -224,6 +229,16 @@ def test_parts_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
             r"non_id_type_features\[0\]: expected NdarrayDataBase, got ndarray",
         ),
         ({"meta": "text"}, "meta: expected bytes, got str; encode it first"),
+        ({"id_type_features": users()}, "id_type_features: expected a list, got IDTypeFeature"),
+        (
+            {"non_id_type_features": NonIDTypeFeature(np.zeros(3))},
+            "non_id_type_features: expected a list, got NonIDTypeFeature",
+        ),
+        ({"labels": label()}, "labels: expected a list, got Label"),
+        ({"labels": np.zeros(3)}, r"labels\[0\]: expected Label, got float64"),
+        ({"batch_size": "3"}, "batch_size: expected an integer, got str"),
+        ({"batch_size": 3.0}, "batch_size: expected an integer, got float"),
+        ({"batch_size": True}, "batch_size: expected an integer, got bool"),
     ],
 )
 def test_parts_of_another_type(arguments: dict[str, Any], message: str) -> None:

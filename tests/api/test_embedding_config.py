@@ -87,7 +87,13 @@ def test_distributions_are_those_of_the_core_with_its_defaults() -> None:
         ({"admit_probability": 1.01}, "admit_probability: expected a probability in 0..1"),
         ({"admit_probability": -0.01}, "admit_probability"),
         ({"admit_probability": math.nan}, "admit_probability"),
-        ({"weight_bound": math.nan}, "weight_bound: expected a number, got nan"),
+        ({"admit_probability": "0.5"}, "admit_probability: expected a probability in 0..1"),
+        ({"admit_probability": None}, "admit_probability: expected a probability in 0..1"),
+        ({"admit_probability": True}, "admit_probability: expected a probability in 0..1"),
+        ({"weight_bound": math.nan}, "weight_bound must be finite in f32, got nan"),
+        ({"weight_bound": math.inf}, "weight_bound must be finite in f32, got inf"),
+        ({"weight_bound": "10"}, "weight_bound must be a number, got '10'"),
+        ({"weight_bound": None}, "weight_bound must be a number, got None"),
         (
             {"emb_initialization": (1.0, -1.0)},
             "lower must be below upper in f32, got 1.0 and -1.0",
@@ -107,6 +113,8 @@ def test_w39_values_out_of_range_are_refused(arguments: dict[str, Any], message:
 
 
 def test_distributions_check_themselves() -> None:
+    with pytest.raises(ConfigError, match="expected one of the distributions"):
+        InitialValues()
     with pytest.raises(ConfigError, match="standard_deviation must be above 0"):
         Normal(0.0, -1.0)
 

@@ -106,6 +106,13 @@ def test_values_behind_an_absent_arrow_list_are_left_out() -> None:
     assert ids_of(IDTypeFeature.from_arrow("f", array).feature_batch) == [[1, 2], [], [5]]
 
 
+def test_an_arrow_buffer_may_be_longer_than_its_ids() -> None:
+    buffer = pa.py_buffer(np.array([1, 2], np.uint64).tobytes() + b"\xff\xff\xff")
+    values = pa.Array.from_buffers(pa.uint64(), 2, [None, buffer])
+    array = pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), values)
+    assert ids_of(IDTypeFeature.from_arrow("f", array).feature_batch) == [[1, 2]]
+
+
 def test_arrow_without_samples_or_ids() -> None:
     assert IDTypeFeature.from_arrow("f", arrow([])).batch_size == 0
     assert ids_of(IDTypeFeature.from_arrow("f", arrow([[], None])).feature_batch) == [[], []]
@@ -157,6 +164,20 @@ U64 = np.array([1, 2], np.uint64)
         (
             lambda: IDTypeFeature.from_jagged("f", torch.empty(2, device="meta"), OFFSETS),
             "'f': expected values in CPU memory, got meta",
+        ),
+        (
+            lambda: IDTypeFeature.from_jagged(
+                "f", torch.ones(2, dtype=torch.bfloat16), OFFSETS
+            ),
+            "'f': expected values as a dense tensor of integers, got torch.bfloat16",
+        ),
+        (
+            lambda: IDTypeFeature.from_jagged("f", U64, lengths=torch.tensor([2]).to_sparse()),
+            "'f': expected lengths as a dense tensor .*, got torch.int64 with layout",
+        ),
+        (
+            lambda: IDTypeFeature.from_jagged("f", torch.Size([1]), OFFSETS),
+            "'f'.*values.*got an object of type Size",
         ),
         (lambda: IDTypeFeature.from_arrow("f", [U64]), "'f'.*Arrow list array.*got list"),
         (lambda: IDTypeFeature.from_arrow("f", pa.array([1, 2])), "'f'.*Arrow.*got int64"),

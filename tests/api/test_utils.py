@@ -35,7 +35,10 @@ def test_setup_seed() -> None:
 
 
 def test_yaml_round_trip_keeps_order(tmp_path: Path) -> None:
-    content = {"z": [1, 2.5, None], "a": {"text": "caf\u00e9", "flag": True}}
+    content = {
+        "z": [1, 2.5, None, "1e-3", 1e-7, "1e", "no"],
+        "a": {"text": "caf\u00e9", "flag": True},
+    }
     path = tmp_path / "file.yml"
     utils.dump_yaml(content, str(path))
     assert utils.load_yaml(str(path)) == content
@@ -53,6 +56,8 @@ def test_load_yaml_of_a_missing_file(tmp_path: Path) -> None:
         (b"a: 1\nb:\n  c: 1\n  c: 2\n", "line 4: key 'c' is already given in line 3"),
         (b"a: [1\n", "expected YAML"),
         (b"a: \xff\n", "expected YAML"),
+        (b"a: 2021-13-45\n", "expected YAML: month must be in 1..12"),
+        (b"[" * 5000, "expected YAML, got collections nested too deep"),
         (b"!!python/object/apply:os.getcwd []\n", "expected YAML"),
         (b"? [a]\n: 1\n", "expected YAML"),
     ],
@@ -64,6 +69,29 @@ def test_load_yaml_of_what_is_none(tmp_path: Path, content: bytes, message: str)
         utils.load_yaml(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
+
+
+def test_keys_that_were_merged_are_not_given_twice(tmp_path: Path) -> None:
+    path = tmp_path / "file.yml"
+    # b reaches base before base, which lies deeper, has been built.
+    path.write_text(
+        "root: &root {dim: 4}\na: {x: &base {<<: *root, dim: 8}}\nb: {<<: *base, y: 1}\n"
+    )
+    content = utils.load_yaml(path)
+    assert content["a"] == {"x": {"dim": 8}}
+    assert content["b"] == {"dim": 8, "y": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("1e-3", 1e-3), ("-1E5", -1e5), ("1.5e3", 1500.0), (".5e1", 5.0), ("'1e-3'", "1e-3")],
+)
+def test_a_number_in_powers_of_ten_needs_no_dot(
+    tmp_path: Path, text: str, want: object
+) -> None:
+    path = tmp_path / "file.yml"
+    path.write_text(f"a: {text}\nb: e5\nc: 1e\n")
+    assert utils.load_yaml(path) == {"a": want, "b": "e5", "c": "1e"}
 
 
 def test_run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +136,12 @@ def test_find_free_port() -> None:
         utils.find_free_port(65536)
     with pytest.raises(ConfigError, match="interval must be at least 1, got 0"):
         utils.find_free_port(interval=0)
+
+
+@pytest.mark.parametrize("port", [0, -1])
+def test_find_free_port_starts_at_a_port(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"port must be at least 1, got {port}"):
+        utils.find_free_port(port)
 
 
 HOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

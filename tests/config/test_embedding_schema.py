@@ -60,9 +60,10 @@ def test_a_schema_is_returned_as_it_is_and_can_be_sent() -> None:
 
 @pytest.mark.parametrize("spelling", ["slot_config", "slot_configs"])
 def test_old_spellings_work_and_say_so(spelling: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{spelling}.*'slots_config'"):
+    with pytest.warns(DeprecationWarning, match=f"{spelling}.*'slots_config'") as caught:
         schema = EmbeddingSchema.load({spelling: slots("a")})
     assert list(schema.slots) == ["a"]
+    assert caught[0].filename == __file__  # Python shows it only where it points at the user
 
 
 def test_two_spellings_at_once_are_refused() -> None:
@@ -129,8 +130,10 @@ def test_sqrt_scaling_without_a_sum_warns(
 def test_hash_stack() -> None:
     slot = one(hash_stack_config={"hash_stack_rounds": 2, "embedding_size": 1000})
     assert (slot.hash_stack_rounds, slot.hash_stack_size) == (2, 1000)
-    off = one(hash_stack_config={"hash_stack_rounds": 0, "embedding_size": 1000})
-    assert (off.hash_stack_rounds, off.hash_stack_size) == (0, 0)
+    off = {"hash_stack_config": {"hash_stack_rounds": 0, "embedding_size": 1000}}
+    assert (one(**off).hash_stack_rounds, one(**off).hash_stack_size) == (0, 0)
+    # A stack of no rounds is none, so it agrees with one that is not given.
+    load(slots_config={**slots("a"), **slots("b", **off)}, feature_groups={"g": ["a", "b"]})
 
 
 def test_row_settings_make_tables() -> None:
@@ -177,11 +180,11 @@ BAD = {
     ),
     "dim 0": (
         {"slots_config": {"a": {"dim": 0}}},
-        "slots_config.a: dim: expected an integer in 1..1048576, got 0",
+        "slots_config.a: dim: expected an integer in 1..65536, got 0",
     ),
     "dim beyond": (
-        {"slots_config": {"a": {"dim": 1048577}}},
-        "dim: expected an integer in 1..1048576, got 1048577",
+        {"slots_config": {"a": {"dim": 65537}}},
+        "dim: expected an integer in 1..65536, got 65537",
     ),
     "sample_fixed_size 0": (
         {"slots_config": {"a": {"dim": 8, "sample_fixed_size": 0}}},
@@ -193,6 +196,8 @@ BAD = {
         "got str 'summ', did you mean 'sum'?",
     ),
     "no slots": ({"slots_config": {}}, "slots_config: expected at least one slot, got none"),
+    "slot without a name": ({"slots_config": slots("")}, "expected names for slots, got ''"),
+    "group without a name": ({"feature_groups": {"": ["a"]}}, "expected names for groups"),
     "slots absent": ({"slots_config": None}, "key 'slots_config' is required"),
     "slots as a list": (
         {"slots_config": [{"a": 1}]},
@@ -385,6 +390,21 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> No
 def test_w39_a_missing_file_is_an_error_at_once(tmp_path: Path) -> None:
     path = tmp_path / "none.yml"
     with pytest.raises(ConfigError, match=f"embedding config: .*{path}"):
+        EmbeddingSchema.load(path)
+
+
+def test_w39_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yml"
+    path.touch()
+
+    def refuse(self: Path, **_: object) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    # Not by chmod, which does not keep root out.
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=f"embedding config: .*Permission denied.*{path}"):
         EmbeddingSchema.load(path)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from persia._core.hashing import owners
+from persia._core.store import EmbeddingStore
 from persia.config import (
     EmbeddedConfig,
     GlobalConfig,
@@ -86,15 +88,23 @@ def test_w28_push_interval_sec_works() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"incremental_channel_capacity": 10}, {"enable_incremental_update": True}]
+    ("section", "key", "value"),
+    [
+        ("embedding_parameter_server_config", "incremental_channel_capacity", 10),
+        ("embedding_parameter_server_config", "enable_incremental_update", True),
+        ("common_config", "job_type", "Infer"),
+        ("common_config.metrics_config", "enable_metrics", True),
+    ],
 )
 def test_w28_settings_without_effect_say_so(
-    keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+    section: str, key: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
+    source: dict[str, Any] = {key: value}
+    for name in reversed(section.split(".")):
+        source = {name: source}
     with caplog.at_level(logging.WARNING, "persia.config"):
-        server(**keys)
-    (key,) = keys
-    assert f"embedding_parameter_server_config.{key} has no effect" in caplog.text
+        GlobalConfig.load(source)
+    assert f"global config: {section}.{key} has no effect in this version" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -125,7 +135,7 @@ def test_w28_settings_without_effect_say_so(
         ({"common_config": 3}, "common_config: expected a mapping, got int 3"),
         (
             {"embedded_config": {"num_servers": 0}},
-            "embedded_config: num_servers: expected an integer of at least 1, got 0",
+            "embedded_config: num_servers: expected an integer in 1..16384, got 0",
         ),
         (
             {"embedding_parameter_server_config": {"capacity": 1e6}},
@@ -142,7 +152,11 @@ def test_w28_settings_without_effect_say_so(
         ),
         (
             {"embedding_parameter_server_config": {"memory_limit": "70 percent"}},
-            "memory_limit: expected bytes, a size such as 8GiB, or a percentage",
+            "memory_limit: expected bytes below 2**63, a size such as 8GiB, or a percentage",
+        ),
+        (
+            {"embedding_parameter_server_config": {"memory_limit": 0.7}},
+            "memory_limit: expected an integer or a text, got float 0.7",
         ),
     ],
 )
@@ -154,7 +168,9 @@ def test_bad_keys_and_values_name_their_place(source: dict[str, Any], message: s
 
 
 def test_sections_check_themselves_too() -> None:
-    with pytest.raises(ConfigError, match="capacity: expected an integer of at least 1, got 0"):
+    with pytest.raises(
+        ConfigError, match=r"capacity: expected an integer in 1\.\.9223372036854775807"
+    ):
         ParameterServerConfig(capacity=0)
 
 
@@ -179,10 +195,44 @@ def test_memory_limit(limit: int | str | None, want: int) -> None:
     assert resolve_memory_limit(limit, total_bytes=1000) == want
 
 
-@pytest.mark.parametrize("limit", [-1, True, "", "0%", "101%", "8gib", "1..5GiB", "-3", "GiB"])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        -1,
+        True,
+        "",
+        "0%",
+        "101%",
+        "8gib",
+        "1..5GiB",
+        "-3",
+        "GiB",
+        "8388608TiB",
+        1 << 63,
+        "9" * 400,
+    ],
+)
 def test_memory_limit_that_is_none(limit: int | str) -> None:
     with pytest.raises(ConfigError, match="memory_limit"):
         resolve_memory_limit(limit, total_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "most"),
+    [
+        ("embedding_parameter_server_config", "capacity", 2**63 - 1),
+        ("embedding_parameter_server_config", "num_hashmap_internal_shards", 1024),
+        ("embedded_config", "num_servers", 16384),
+        ("embedded_config", "num_threads", 1024),
+    ],
+)
+def test_bounds_are_those_of_the_store(section: str, key: str, most: int) -> None:
+    loaded = getattr(GlobalConfig.load({section: {key: most}}), section)
+    assert getattr(loaded, key) == most
+    with pytest.raises(ConfigError, match=rf"{key}: expected an integer in 1\.\.{most}, got"):
+        GlobalConfig.load({section: {key: most + 1}})
+    EmbeddingStore(2**63 - 1, num_shards=1024, num_threads=1, memory_limit=2**63 - 1)
+    assert owners(16384).max() == 16383
 
 
 def test_memory_limit_of_this_machine() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -226,6 +229,18 @@ def test_it_never_changes() -> None:
         batch.__init__("other", *parts([7], [0]))
     check(batch, [[1, 2], [1]])
     assert repr(batch) == "FeatureBatch('clicks': 2 samples, 3 ids, 2 distinct)"
+
+
+@pytest.mark.parametrize(
+    "duplicate", [lambda one: pickle.loads(pickle.dumps(one)), copy.copy, copy.deepcopy]
+)
+@pytest.mark.parametrize("samples", [[[7, 9], [], [9, 7, 9]], [[1], [2]], []])
+def test_a_copy_is_read_only_and_checked_too(
+    duplicate: Callable[[FeatureBatch], FeatureBatch], samples: list[list[int]]
+) -> None:
+    check(duplicate(build(samples)), samples)
+    # What Cython generates for pickle would take any arrays, and write through them later.
+    assert not hasattr(FeatureBatch, "__setstate_cython__")
 
 
 def test_threads_have_their_own_tables() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia._core.initial import MAX_LAM, OPTIONS, Initializer, elementary
+from persia._core.optim import MAX_DIM
 from persia.errors import ConfigError
 from tests.reference import initial as model
 
@@ -269,7 +270,7 @@ def test_bad_settings_name_the_option(
         Initializer(method, **options)
 
 
-@pytest.mark.parametrize("dim", [0, -1, 2**20 + 1])
+@pytest.mark.parametrize("dim", [0, -1, MAX_DIM + 1])
 def test_dims_out_of_range_are_refused(dim: int) -> None:
     with pytest.raises(ConfigError, match="dim must be in 1"):
         Initializer().values(0, 0, dim)

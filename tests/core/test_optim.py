@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from persia._core import cpu
+from persia._core.initial import Initializer
 from persia._core.optim import MAX_DIM, OPTIONS, RowOptimizer
+from persia._core.store import EmbeddingStore
 from persia.errors import ConfigError, DataError
 from tests.reference import optim as model
 
@@ -311,6 +313,17 @@ def test_dims_out_of_range_are_refused(dim: int) -> None:
         RowOptimizer("adam").state_words(dim)
 
 
+def test_the_largest_dim_is_the_one_that_a_store_takes() -> None:
+    store = EmbeddingStore(4)
+    store.configure(RowOptimizer("adam"))
+    signs, hints = np.array([1], np.uint64), np.empty(1, np.uint32)
+    rows = np.empty((1, MAX_DIM), np.float32)
+    assert store.lookup_train(signs, Initializer("zeros"), 1.0, 0, rows, hints) == (1, 0)
+    assert not rows.any()
+    with pytest.raises(DataError, match=f"1..{MAX_DIM} columns"):
+        store.lookup_eval(signs, np.empty((1, MAX_DIM + 1), np.float32))
+
+
 def test_no_rows_are_legal() -> None:
     for name, options in KERNELS.values():
         optimizer = RowOptimizer(name, **options)
@@ -366,11 +379,19 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("sgd", {"lr": 1e39}, "sgd: lr must be finite in f32"),
     ("sgd", {"lr": "0.1"}, "sgd: lr must be a number, got '0.1'"),
     ("sgd", {"lr": True}, "sgd: lr must be a number, got True"),
+    ("sgd", {"lr": np.True_}, "sgd: lr must be a number, got"),
+    ("sgd", {"lr": 10**400}, "sgd: lr must be finite in f32"),
+    ("sgd", {"lr": np.complex64(1)}, "sgd: lr must be a number, got"),
     ("sgd", {"lr": 0.1, "momentun": 0.9}, "sgd has no option 'momentun'.*'momentum'"),
     ("sgd", {"lr": 0.1, "momentum": -1}, "sgd: momentum must be at least 0"),
     ("sgd", {"lr": 0.1, "weight_bound": float("nan")}, "sgd: weight_bound must be finite"),
     ("adagrad", {"vectorwise_shared": 1}, "adagrad: vectorwise_shared must be True or False"),
     ("adagrad", {"eps": 0, "initial_accumulator_value": 0}, "must not both be 0"),
+    (
+        "adagrad",
+        {"eps": 0, "initial_accumulator_value": 1.0, "g_square_momentum": 0.9},
+        "eps must be above 0 where g_square_momentum is below 1.*got 0",
+    ),
     ("adam", {"beta1": 1.0}, "adam: beta1 must be below 1"),
     ("adam", {"beta2": 1 - 1e-9}, "adam: beta2 must be below 1"),
     ("adam", {"beta2": -0.1}, "adam: beta2 must be at least 0"),

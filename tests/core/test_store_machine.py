@@ -111,7 +111,10 @@ class StoreMachine(RuleBasedStateMachine):
     def lookup_train(self, signs: list[int], probability: float) -> None:
         self._train(signs, probability)
 
-    @rule(signs=st.lists(st.sampled_from(HOT), min_size=15, max_size=30), times=st.integers(10, 80))
+    @rule(
+        signs=st.lists(st.sampled_from(HOT), min_size=15, max_size=30),
+        times=st.integers(10, 80),
+    )
     def hammer(self, signs: list[int], times: int) -> None:
         """Enough uses to close segments of the order of use while few entries live."""
         for turn in range(times):
@@ -138,7 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
         rng = np.random.default_rng(seed)
         for dim, part in by_dim(signs).items():
             hints: NDArray[np.uint32] | None = None
-            if kind == "kept":      # right or stale
+            if kind == "kept":  # right or stale
                 hints = np.array([self.hints.get(sign, NO_ROW) for sign in part], np.uint32)
             elif kind == "garbage":
                 hints = rng.integers(0, 2**32, len(part)).astype(np.uint32)

@@ -57,7 +57,7 @@ def shard_number(sign: int, num_shards: int) -> int:
 @dataclass
 class Row:
     values: Floats
-    state: Floats       # words, whatever their type, as f32 bits
+    state: Floats  # words, whatever their type, as f32 bits
 
     @property
     def shape(self) -> tuple[int, int]:

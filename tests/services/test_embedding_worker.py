@@ -604,6 +604,63 @@ def test_a_repeated_update_waits_for_the_first() -> None:
     assert [name for name, _ in slow.calls].count("update") == 1
 
 
+def test_another_update_of_a_ref_that_waits_for_the_first_is_refused() -> None:
+    started, may_end = threading.Event(), threading.Event()
+
+    class Slow(Faulty):
+        def update(self, request: UpdateRequest) -> UpdateReply:
+            started.set()
+            assert may_end.wait(10)
+            return self.server.update(request)
+
+    worker = make_worker([Slow(make_servers()[0])])
+    result = worker.lookup_direct(features({"sum": [[1]]}))
+    ends: list[object] = []
+
+    def call(number: int) -> None:
+        try:
+            ends.append(worker.update(gradient(result, (0, number))).repeated)
+        except UnknownRef as error:
+            ends.append(type(error))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+    threads[0].start()
+    assert started.wait(10)
+    threads[1].start()
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(ends, key=str) == [UnknownRef, False]
+
+
+def test_w49_no_lock_is_held_while_a_server_is_asked() -> None:
+    asked, may_end = threading.Event(), threading.Event()
+
+    class Slow(Faulty):
+        def lookup(self, request: LookupRequest) -> LookupReply:
+            if request.batch_id == 0:
+                asked.set()
+                assert may_end.wait(10)
+            return self.server.lookup(request)
+
+    worker = make_worker([Slow(make_servers()[0])])
+    slow = threading.Thread(target=lambda: worker.lookup_direct(features({"sum": [[1]]}, 0)))
+    slow.start()
+    assert asked.wait(10)
+    # In a thread, so that a lock would be a failure and no hang.
+    others = threading.Thread(
+        target=lambda: worker.update(
+            gradient(worker.lookup_direct(features({"sum": [[1]]}, 1)), (0, 1))
+        )
+    )
+    others.start()
+    others.join(5)
+    assert not others.is_alive()
+    assert worker.stats()["updates"] == 1
+    may_end.set()
+    slow.join(10)
+
+
 # --- ids that do not fit --------------------------------------------------------------------
 
 

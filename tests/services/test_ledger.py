@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 from hypothesis import given
@@ -53,18 +55,41 @@ def test_a_number_below_the_window_is_refused_by_name() -> None:
         ledger.run((3, 1), lambda: 0)
 
 
-def test_an_update_that_failed_half_way_fails_again_and_is_not_run() -> None:
+def test_an_update_that_failed_half_way_is_not_run_again() -> None:
     ledger = UpdateLedger()
     runs = []
 
     def fail() -> int:
         runs.append(1)
-        raise MemoryError("half way")
+        raise MemoryError("no room")
 
+    with pytest.raises(MemoryError, match="no room"):
+        ledger.run((0, 0), fail)
     for _ in range(2):
-        with pytest.raises(MemoryError, match="half way"):
+        with pytest.raises(StoreError, match=r"0 of client 0 failed half way.*no room"):
             ledger.run((0, 0), fail)
     assert runs == [1]
+
+
+def test_a_failed_update_keeps_no_request_alive() -> None:
+    class Request:
+        pass
+
+    request = Request()
+    known = weakref.ref(request)
+    ledger = UpdateLedger()
+
+    def call(request: Request) -> None:
+        def fail() -> int:
+            raise MemoryError(f"no room for {type(request).__name__}")
+
+        with pytest.raises(MemoryError):
+            ledger.run((0, 0), fail)
+
+    call(request)
+    del request
+    gc.collect()
+    assert known() is None
 
 
 def test_an_interrupted_update_is_not_run_again() -> None:
@@ -75,7 +100,7 @@ def test_an_interrupted_update_is_not_run_again() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         ledger.run((0, 0), interrupt)
-    with pytest.raises(StoreError, match="interrupted half way"):
+    with pytest.raises(StoreError, match=r"half way.*KeyboardInterrupt"):
         ledger.run((0, 0), lambda: 0)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +35,7 @@ from persia.errors import (
 )
 from tests.services.support import ADAGRAD, ADAM, SCHEMA, SETTINGS, SGD, make_servers, settings
 
+ROOT = Path(__file__).parents[2]
 TABLE = SCHEMA.slots["mean"].table
 DIM = SCHEMA.slots["mean"].dim
 PREFIX = SCHEMA.slots["mean"].prefix
@@ -449,3 +454,66 @@ def test_arrays_in_any_layout_are_taken() -> None:
     grads = np.asfortranarray(ones(2))
     server.update(UpdateRequest((0, 0), (TableGradients(TABLE, wide, None, grads),)))
     np.testing.assert_array_equal(entries(server, 1, 2).values, before - 0.5)
+
+
+# --- the process -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["training", "evaluation", "update"])
+def test_w47_other_python_threads_run_during_a_request(what: str) -> None:
+    schema = EmbeddingSchema.load({"slots_config": {"sum": {"dim": 16}}})
+    (server,) = make_servers(1, schema)
+    many = np.arange(400_000, dtype=np.uint64) | np.uint64(schema.slots["sum"].prefix)
+    tables = (TableSigns(0, many),)
+    hints = server.lookup(LookupRequest(0, True, tables)).tables[0].hints
+    ones = np.ones((len(many), 16), np.float32)
+    calls: dict[str, Callable[[], object]] = {
+        "training": lambda: server.lookup(LookupRequest(1, True, tables)),
+        "evaluation": lambda: server.lookup(LookupRequest(2, False, tables)),
+        "update": lambda: server.update(
+            UpdateRequest((0, 0), (TableGradients(0, many, hints, ones),))
+        ),
+    }
+    begun, ended = threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        calls[what]()
+        ended.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # whoever has the GIL now keeps it until it lets it go
+    try:
+        thread = threading.Thread(target=call)
+        thread.start()
+        begun.wait(10)
+        was_over = ended.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+    thread.join(60)
+    assert ended.is_set()
+    assert not was_over
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_w60_an_empty_server_of_a_large_capacity_is_small() -> None:
+    # VmHWM: ru_maxrss would still hold the peak of the process that forked this one.
+    code = """
+from pathlib import Path
+from tests.services.support import make_servers
+(server,) = make_servers(1, capacity=1_000_000_000)
+lines = Path("/proc/self/status").read_text().splitlines()
+(peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
+print(peak, server.stats()["bytes"] // 1024)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    process, store = map(int, ran.stdout.split())  # KiB
+    assert process < 100 * 1024
+    assert store < 1024

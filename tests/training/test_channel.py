@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
-from persia._training.channel import Channel, Closed, Delivery, Finished
+from persia._training.channel import Channel, Closed, Delivery, Finished, join
 from persia._training.prefetch import Gate
 
 WAIT_S = 20.0
@@ -152,3 +153,16 @@ def test_gate_on_demand_stays_staleness_behind_the_user() -> None:
     waiting = Runs(lambda: gate.enter(True))  # returned, but nobody asked yet
     gate.close()
     assert isinstance(waiting.end().error, Closed)
+
+
+def test_threads_are_joined_within_one_deadline_for_all() -> None:
+    go = threading.Event()
+    threads = [threading.Thread(target=go.wait, args=(WAIT_S,)) for _ in range(20)]
+    never = threading.Thread(target=go.wait)
+    for thread in threads:
+        thread.start()
+    begin = time.monotonic()
+    assert join([*threads, never, threading.current_thread()], 0.2) == threads
+    assert time.monotonic() - begin < 20 * 0.2
+    go.set()
+    assert join(threads, WAIT_S) == []

@@ -166,6 +166,33 @@ def test_evaluation_between_steps_changes_no_training_bit(make_ctx: MakeCtx) -> 
     assert runs[0] == runs[1]
 
 
+def test_evaluation_inside_a_training_context_does_not_shift_its_batch_ids(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    # Admission by probability draws by batch id.
+    with make_ctx() as ctx:
+        for number in range(3):
+            ctx.get_embedding_from_data(make_batch(9, requires_grad=False))
+            step(ctx, ctx.get_embedding_from_data(make_batch(number)))
+    assert worker.of("lookup") == [0, 1, 2]
+    assert [number for _, number in sorted(worker.update_ids)] == [0, 1, 2]
+
+
+def test_an_evaluation_context_follows_the_one_it_is_entered_in(make_ctx: MakeCtx) -> None:
+    one, other = FakeWorker(), FakeWorker()
+    reader = eval_ctx(model=Net())
+    with make_ctx(embedding_worker=one), reader:
+        assert reader.embedding_worker is one
+    assert reader.embedding_worker is one
+    with make_ctx(embedding_worker=other), reader:
+        assert reader.embedding_worker is other
+    with reader:
+        assert reader.embedding_worker is other
+    given = eval_ctx(model=Net(), embedding_worker=one)
+    with make_ctx(embedding_worker=other), given:
+        assert given.embedding_worker is one
+
+
 def test_context_without_embeddings_says_how_to_get_them() -> None:
     ctx = eval_ctx(model=Net())
     with pytest.raises(ConfigError, match="has no embeddings yet"):

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from persia._core import cpu
+from persia._services.embedded import build_embedding_worker
+from persia.config import EmbeddingSchema, GlobalConfig
 from persia.ctx import InferCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import Constant, EmbeddingConfig
@@ -251,7 +254,7 @@ def test_bad_config_is_refused_before_anything_is_built() -> None:
         eval_ctx(embedding_config={"slots_confg": {}})
 
 
-def test_serving_alone_is_ready_and_empty() -> None:
+def test_w43_a_serving_context_can_be_entered_alone() -> None:
     with InferCtx(model=Net(1), embedding_config=SLOTS) as ctx:
         ctx.wait_for_serving()
         assert ctx.get_embedding_size() == [0]
@@ -268,3 +271,22 @@ def test_rows_outlive_the_with_block() -> None:
     assert sum(ctx.get_embedding_size()) > 0
     with ctx:
         assert values_of(ctx) == before
+
+
+@pytest.mark.parametrize("name", cpu.available())
+def test_the_environment_chooses_the_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSIA_ISA", name)
+    before = cpu.selected()
+    try:
+        build_embedding_worker(EmbeddingSchema.load(SLOTS), GlobalConfig.load(None)).close()
+        assert cpu.selected() == name
+    finally:
+        cpu.select(before)
+
+
+def test_kernels_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_ISA", "mmx")
+    with pytest.raises(ConfigError, match="mmx"):
+        build_embedding_worker(EmbeddingSchema.load(SLOTS), GlobalConfig.load(None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from persia._rpc.messages import BatchGradients, UpdateReport
-from persia.ctx import eval_ctx
+from persia.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia.data import DataLoader
+from persia.embedding.optim import SGD
 from persia.errors import ConfigError, DataError, ServiceTimeout, StoreError
 
 from .conftest import MakeCtx, Net, loss_of, step
@@ -305,6 +307,62 @@ def test_w46_direct_batch_without_backward_is_released(
     assert ctx.stats()["abandoned"] == 5
 
 
+def test_w46_batches_that_are_prepared_and_never_stepped_are_freed(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    with make_ctx() as ctx:
+        seen = []
+        for batch in DataLoader(batches(8)):
+            ctx.forward(batch)
+            seen.append(weakref.ref(batch))
+        del batch
+        assert sum(known() is not None for known in seen) <= 1  # ctx.current_batch
+        for number in range(8):
+            batch = ctx.get_embedding_from_data(make_batch(number))
+            ctx.forward(batch)
+            seen.append(weakref.ref(batch))
+        del batch
+        assert sum(known() is not None for known in seen) <= 1
+        assert len(worker.refs) <= 2
+    assert worker.refs == {}
+    assert ctx.stats()["abandoned"] == 16
+
+
+def test_w46_a_training_context_without_backward_releases_what_it_looked_up(
+    worker: FakeWorker,
+) -> None:
+    worker.optimizers.append(SGD(lr=1).settings())
+    with EmbeddingCtx(PreprocessMode.TRAIN, Net(), embedding_worker=worker) as ctx:
+        for number in range(3):
+            ctx.forward(ctx.get_embedding_from_data(make_batch(number)))
+    assert worker.refs == {}
+
+
+def test_direct_batches_that_are_kept_accumulate(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx:
+        losses = []
+        for number in range(3):
+            batch = ctx.get_embedding_from_data(make_batch(number))
+            losses.append(loss_of(*ctx.forward(batch)))
+            ctx.keep(batch)
+        ctx.backward(torch.stack(losses).sum())
+    assert sorted(worker.of("update")) == [0, 1, 2]
+
+
+def test_w25_a_direct_batch_that_fails_after_its_lookup_is_released(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise MemoryError("no room for the tensors")
+
+    with make_ctx() as ctx:
+        monkeypatch.setattr("persia._training.tensors.Converter.stage", refuse)
+        with pytest.raises(MemoryError, match="no room"):
+            ctx.get_embedding_from_data(make_batch(0))
+        assert worker.refs == {}
+        assert ctx.stats()["staleness"] == 0
+
+
 def test_w46_nothing_stays_at_the_worker(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
         for number, batch in enumerate(DataLoader(batches(20))):
@@ -395,6 +453,35 @@ def test_exception_in_an_update_is_raised_by_reads(
             step(ctx, batch)
         with pytest.raises(StoreError, match="disk on fire"):
             ctx.get_embedding_size()
+
+
+def test_a_read_ahead_does_not_swallow_what_an_update_raised(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    worker.before_update = fail_at(0)
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(make_batch(0))
+        with eval_ctx(model=ctx.model):
+            reading = iter(DataLoader([make_batch(1)]))
+            step(ctx, batch)
+            # Its thread waits for the update; had it raised, a loop left early would
+            # have taken the exception with it.
+            next(reading)
+        with pytest.raises(StoreError, match="disk on fire"):
+            ctx.get_embedding_size()
+
+
+def test_w40_an_exception_in_an_update_does_not_end_its_worker(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    worker.before_update = fail_at(0)
+    with make_ctx(backward_workers_size=1) as ctx:
+        step(ctx, ctx.get_embedding_from_data(make_batch(0)))
+        with pytest.raises(StoreError, match="disk on fire"):
+            ctx.get_embedding_size()
+        for number in range(1, 4):
+            step(ctx, ctx.get_embedding_from_data(make_batch(number)))
+    assert worker.of("update") == [1, 2, 3]
 
 
 def test_w48_leaving_waits_for_every_update(worker: FakeWorker, make_ctx: MakeCtx) -> None:
@@ -497,6 +584,91 @@ def test_worker_that_outlives_the_deadline_is_named(
     for thread in threading.enumerate():
         if thread.name == "persia-backward-0":
             thread.join(WAIT_S)
+
+
+def test_a_second_loss_of_a_batch_is_refused_before_anything_has_changed(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    with make_ctx() as ctx:
+        for batch in DataLoader(batches(1)):
+            _, embeddings, _ = ctx.prepare_features(batch)
+            ctx.backward(total(embeddings))
+            weights = [parameter.detach().clone() for parameter in ctx.model.parameters()]
+            # Another graph over the same embeddings, so that torch has nothing against it.
+            second = ctx.model(batch.non_id_type_tensors, embeddings).sum()
+            with pytest.raises(DataError, match=r"sent already|trained already"):
+                ctx.backward(second)
+            assert all(parameter.grad is None for parameter in ctx.model.parameters())
+            assert all(
+                torch.equal(*pair) for pair in zip(weights, ctx.model.parameters(), strict=True)
+            )
+    assert worker.of("update") == [0]
+
+
+def test_dense_step_that_raises_under_a_scaler_gives_the_batch_up(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_ctx(mixed_precision=True) as ctx:
+        iterator = iter(DataLoader(batches(3), reproducible=True, embedding_staleness=1))
+        batch = next(iterator)
+
+        def refuse(optimizer: object) -> None:
+            raise MemoryError("no room for the moments")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ctx.grad_scaler, "step", refuse)
+            with pytest.raises(MemoryError, match="no room"):
+                ctx.backward(loss_of(*ctx.forward(batch)))
+        assert (ctx.stats()["failed"], ctx.stats()["staleness"]) == (1, 0)
+        ctx.dense_optimizer.zero_grad()
+        # The only permit is back, and the scaler goes on.
+        assert [step(ctx, batch).isfinite().item() for batch in iterator] == [True, True]
+    assert worker.refs == {}
+    assert worker.of("update") == [1, 2]
+
+
+def test_backward_that_is_interrupted_while_it_waits_leaves_nothing_behind(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persia._training.gradients.WAIT_S", 1.0)
+    with make_ctx() as ctx:
+        (batch,) = DataLoader(batches(1))
+        batch = ctx.get_embedding_from_data(make_batch(0))
+        output, labels = ctx.forward(batch)
+        engine = ctx.backward_engine
+        assert engine is not None
+
+        def interrupt(item: object, timeout_s: float) -> bool:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.queue, "put", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                ctx.backward(loss_of(output, labels))
+        assert ctx.stats()["failed"] == 1
+        assert worker.refs == {}
+    # leaving waited for no update that was never sent, or it would be a ServiceTimeout
+
+
+def test_timeout_of_a_full_queue_gives_the_refs_back(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persia._training.gradients.WAIT_S", 0.05)
+    go = threading.Event()
+    worker.before_update = lambda batch_id: wait(go)
+    with make_ctx(backward_buffer_size=1, backward_workers_size=1) as ctx:
+
+        def fill() -> None:
+            for number in range(4):
+                step(ctx, ctx.get_embedding_from_data(make_batch(number)))
+
+        with pytest.raises(ServiceTimeout, match="to take one of 1 queued"):
+            fill()
+        num_waiting = ctx.stats()["staleness"]
+        assert len(worker.refs) == num_waiting
+        go.set()
+        monkeypatch.setattr("persia._training.gradients.WAIT_S", WAIT_S)
+    assert worker.refs == {}
 
 
 def test_many_workers_update_at_the_same_time(worker: FakeWorker, make_ctx: MakeCtx) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -378,8 +379,32 @@ def test_second_iteration_ends_the_first(make_ctx: MakeCtx) -> None:
         next(first)
         second = iter(loader)
         assert next(second).meta == b"0"
-        assert [*first] == []
+        # Silence would look like the end of the data.
+        with pytest.raises(ConfigError, match="the same DataLoader was iterated again"):
+            next(first)
         assert len([*second]) == 29
+
+
+def test_loop_around_a_loop_over_the_same_loader_is_an_error(make_ctx: MakeCtx) -> None:
+    loader = DataLoader(Batches(4), reproducible=True)
+
+    def train() -> None:
+        for _ in loader:
+            assert len(list(loader)) == 4
+
+    with make_ctx(), pytest.raises(ConfigError, match="make two DataLoaders"):
+        train()
+
+
+def test_a_loader_that_outlives_its_context_keeps_no_rows(make_ctx: MakeCtx) -> None:
+    loader = DataLoader(Batches(4))
+    fake = FakeWorker()
+    with make_ctx(embedding_worker=fake) as ctx:
+        train_all(ctx, loader)
+    known = weakref.ref(fake)
+    del ctx, fake
+    gc.collect()
+    assert known() is None
 
 
 def test_iterator_that_was_never_asked_has_no_threads(make_ctx: MakeCtx) -> None:
@@ -398,7 +423,8 @@ def test_w48_leaving_the_context_ends_an_open_loop(
         next(iterator)
     # conftest finds no thread; every ref is gone
     assert worker.refs == {}
-    assert [*iterator] == []
+    with pytest.raises(ConfigError, match="the context was left"):
+        next(iterator)
 
 
 # --- errors -----------------------------------------------------------------------------------
@@ -470,6 +496,59 @@ def test_dataset_that_raises_while_it_is_closed_harms_nobody(
         for _ in DataLoader(Fails()):
             break
     assert "the dataset raised while it was closed" in caplog.text
+
+
+def test_a_refused_batch_ends_the_users_generator(make_ctx: MakeCtx) -> None:
+    closed = threading.Event()
+
+    def generate() -> Iterator[Any]:
+        try:
+            yield {}
+        finally:
+            closed.set()
+
+    with make_ctx(), pytest.raises(DataTypeError) as caught:
+        list(DataLoader(generate()))
+    assert closed.wait(WAIT_S)
+    del caught
+
+
+def test_an_iterator_that_is_no_generator_is_not_closed(make_ctx: MakeCtx) -> None:
+    class Reader:
+        def __init__(self) -> None:
+            self.is_closed = False
+
+        def __iter__(self) -> Reader:
+            return self
+
+        def __next__(self) -> PersiaBatch:
+            return make_batch()
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    reader = Reader()
+    with make_ctx() as ctx:
+        for batch in DataLoader(reader):
+            step(ctx, batch)
+            break
+    assert not reader.is_closed
+
+
+@pytest.mark.parametrize("refused", ["persia-backward-3", "persia-forward-3"])
+def test_threads_that_cannot_be_started_are_an_error_and_no_hang(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"), make_ctx():
+        list(DataLoader(Batches(4)))
 
 
 def test_dataset_must_yield_batches(make_ctx: MakeCtx) -> None:
