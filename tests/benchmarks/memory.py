@@ -41,6 +41,7 @@ def measure(what: str, num_rows: int) -> dict[str, float]:
     start = resident()
     store = EmbeddingStore(1_000_000_000)
     if what == "empty":
+        store.configure(RowOptimizer(**OPTIMIZERS["adagrad"]))
         return {"process_bytes": resident(), "store_bytes": resident() - start}
     store.configure(RowOptimizer(**OPTIMIZERS[what]))
     initializer = Initializer("uniform", lower=-0.01, upper=0.01)
