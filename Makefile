@@ -131,7 +131,8 @@ asan: $(VENV)/.dev  ## the core tests under AddressSanitizer and UBSan (gcc)
 	  -x c - -o build/asan/planted.so
 	@for call in 'past_the_end(4) heap-buffer-overflow' 'too_far(40) shift'; do set -- $$call; \
 	  rm -f $(FINDINGS).*; \
-	  $(SANITIZED) $(BIN)/python -c "import ctypes; ctypes.CDLL('build/asan/planted.so').$$1" || true; \
+	  if $(SANITIZED) $(BIN)/python -c "import ctypes; ctypes.CDLL('build/asan/planted.so').$$1" \
+	    2>$(FINDINGS).planted; then echo "make: $$1 ended as if nothing were wrong" >&2; exit 1; fi; \
 	  grep -q "$$2" $(FINDINGS).* || { echo "make: the sanitizers do not find $$1" >&2; exit 1; }; \
 	done; rm -f $(FINDINGS).*
 	cd build/asan && $(SANITIZED) PYTHONPATH=$(CURDIR)/build/asan \
