@@ -43,6 +43,7 @@ _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 8_000  # a connection silent for so long is closed
 _HANDSHAKE_MS = 5_000  # who connects and says nothing is cut off
 _CONNECT_MS = 5_000
+_UNBIND_MS = 2_000
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1_000
 
@@ -84,9 +85,10 @@ class _SocketThread(Generic[T]):
     for messages of the socket's monitor.
     """
 
-    def __init__(self, name: str, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, name: str, socket: zmq.Socket[bytes], bound_to: str = "") -> None:
         self._name = name
         self._socket = socket
+        self._bound_to = bound_to
         self._queue: deque[T] = deque()  # appended by any thread, emptied by this one
         self._lock = threading.Lock()  # guards the next two
         self._is_woken = False
@@ -99,7 +101,7 @@ class _SocketThread(Generic[T]):
 
     def start(
         self,
-        receive: Callable[[], None],
+        receive: Callable[[], object],
         send: Callable[[T], bool],
         monitor: zmq.Socket[Any] | None = None,
         on_event: Callable[[], None] | None = None,
@@ -149,15 +151,31 @@ class _SocketThread(Generic[T]):
             thread.join()
 
     def _release(self) -> None:
-        self._socket.close(linger=self._linger_ms)
+        self._socket.setsockopt(zmq.LINGER, self._linger_ms)
+        if self._bound_to:
+            self._unbind()
+        self._socket.close()
         with self._lock:
             self._is_woken = True  # nobody writes to a closed pair
             self._wake_in.close()
             self._wake_out.close()
 
+    def _unbind(self) -> None:
+        """Return when the address is free: closing alone would leave that to libzmq's pace."""
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
+        try:
+            self._socket.unbind(self._bound_to)
+            if not monitor.poll(_UNBIND_MS):
+                logger.warning("%s: still bound after %d ms", self._name, _UNBIND_MS)
+        except zmq.ZMQError as exc:
+            logger.warning("%s: cannot unbind: %s", self._name, exc.strerror)
+        finally:
+            self._socket.disable_monitor()
+            monitor.close(linger=0)
+
     def _run(
         self,
-        receive: Callable[[], None],
+        receive: Callable[[], object],
         send: Callable[[T], bool],
         monitor: zmq.Socket[Any] | None,
         on_event: Callable[[], None] | None,
@@ -175,7 +193,7 @@ class _SocketThread(Generic[T]):
 
     def _loop(
         self,
-        receive: Callable[[], None],
+        receive: Callable[[], object],
         send: Callable[[T], bool],
         monitor: zmq.Socket[Any] | None,
         on_event: Callable[[], None] | None,
@@ -339,7 +357,9 @@ class ZmqListener:
         self._socket = socket
         self._address = address
         self._limits = limits
-        self._thread = _SocketThread[tuple[bytes, Parts]](f"persia-listen {address}", socket)
+        self._thread = _SocketThread[tuple[bytes, Parts]](
+            f"persia-listen {address}", socket, address
+        )
         self._on_message: Callable[[bytes, Parts], None] | None = None
         self._on_dropped: Callable[[str], None] | None = None
 
@@ -423,14 +443,15 @@ class ZmqChannel:
         """End the connection; what was not sent is dropped."""
         self._thread.close(0.0)
 
-    def _receive_burst(self) -> None:
+    def _receive_burst(self) -> bool:
+        """Take what is there; False if there may be more."""
         if self._on_message is None:
             raise InternalError(f"{self._address}: receives before start")
         for _ in range(_BURST):
             try:
                 parts, reason = _receive(self._socket, self._limits)
             except zmq.Again:
-                return
+                return True
             if reason:
                 logger.warning(
                     "%s: dropped an answer that exceeds the limit of %s",
@@ -439,6 +460,7 @@ class ZmqChannel:
                 )
             else:
                 self._on_message(parts)
+        return False
 
     def _on_event(self) -> None:
         monitor = self._monitor
@@ -450,6 +472,10 @@ class ZmqChannel:
                 monitor.recv_multipart(zmq.NOBLOCK)
                 is_lost = True
         if is_lost:
+            # Answers that came before the connection broke count, although the poll may not
+            # have seen them.
+            while not self._receive_burst():
+                pass
             self._on_lost()
 
     def _send_one(self, outgoing: Outgoing) -> bool:

@@ -177,7 +177,7 @@ def numbers(count: int) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize(
     ("fits", "exceeds", "reason"),
     [
-        ("x" * 86, "x" * 87, "header_bytes"),
+        ("x" * 97, "x" * 98, "header_bytes"),
         ((1, 1), (1, 1, 1), "num_arrays"),
         ((64,), (65,), "array_bytes"),
     ],
