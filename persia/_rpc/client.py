@@ -378,12 +378,15 @@ class Client:
             answer = decode(parts, self._limits)
             if isinstance(answer, Call):
                 raise UnreadableFrame(
-                    "call", f"expected an answer, got a call {answer.method!r}"
+                    "call",
+                    f"expected an answer, got a call {answer.method!r}",
+                    answer.call_id,
                 )
         except UnreadableFrame as error:
             self._count(f"bad.{error.reason}")
             logger.warning("%s: unreadable answer: %s", self.place(""), error)
-            self._resolve(error.call_id, ProtocolError(f"unreadable answer: {error}"))
+            if error.call_id:
+                self._resolve(error.call_id, ProtocolError(f"unreadable answer: {error}"))
             return
         if answer.call_id == 0 and isinstance(answer, Failure):
             # It cannot say which call it means, and all are written alike.

@@ -21,6 +21,7 @@ import contextlib
 import logging
 import socket as sockets
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -283,6 +284,8 @@ class ZmqTransport:
     def __init__(self, limits: Limits = LIMITS, num_io_threads: int = 1) -> None:
         self._limits = limits
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_io_threads)
+        # Those still in use; libzmq would wait for ever for one that nobody closes.
+        self._ends: weakref.WeakSet[ZmqListener | ZmqChannel] = weakref.WeakSet()
 
     def listen(self, address: str) -> ZmqListener:
         """Bind to an address; port 0 or ``*`` is one that the kernel chooses.
@@ -302,7 +305,9 @@ class ZmqTransport:
             socket.close(linger=0)
             raise ConfigError(f"cannot listen at {wanted}: {exc.strerror}") from exc
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        return ZmqListener(socket, bound, self._limits)
+        listener = ZmqListener(socket, bound, self._limits)
+        self._ends.add(listener)
+        return listener
 
     def connect(self, address: str) -> ZmqChannel:
         """Prepare a channel to an address; nobody needs to listen there yet.
@@ -316,7 +321,9 @@ class ZmqTransport:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
-        return ZmqChannel(socket, wanted, self._limits)
+        channel = ZmqChannel(socket, wanted, self._limits)
+        self._ends.add(channel)
+        return channel
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -333,7 +340,12 @@ class ZmqTransport:
         return socket
 
     def close(self) -> None:
-        """End libzmq's threads, once what lingers has left or given up."""
+        """Close what is still open, and end libzmq's threads once nothing lingers."""
+        for end in list(self._ends):
+            if isinstance(end, ZmqListener):
+                end.close(0.0)
+            else:
+                end.close()
         self._context.term()
 
 

@@ -22,3 +22,17 @@ def zmq_wire(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wire]:
     made = Wire(request.param, tmp_path)
     yield made
     made.transport.close()
+
+
+@pytest.fixture
+def ipc_wire(tmp_path: Path) -> Iterator[Wire]:
+    made = Wire("ipc", tmp_path)
+    yield made
+    made.transport.close()
+
+
+@pytest.fixture
+def tcp_wire(tmp_path: Path) -> Iterator[Wire]:
+    made = Wire("tcp", tmp_path)
+    yield made
+    made.transport.close()
