@@ -124,7 +124,7 @@ def test_the_tables_have_every_method_of_the_protocols() -> None:
 
 
 def test_numbers_of_numpy_are_written_as_numbers() -> None:
-    sent = messages.UpdateRequest((np.int64(3), np.uint64(2**64 - 1)), ())  # type: ignore[arg-type]
+    sent = messages.UpdateRequest((np.int64(3), np.uint64(2**64 - 1)), ())
     assert there_and_back(UpdateRequest, sent).update_id == (3, 2**64 - 1)
     options = {"lr": 1, "flag": np.bool_(True)}
     sent_too = messages.OptimizerSettings("sgd", options)  # type: ignore[arg-type]

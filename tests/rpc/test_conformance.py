@@ -28,6 +28,7 @@ from tests.services.support import (
     CONFIG,
     SCHEMA,
     SETTINGS,
+    Samples,
     features,
     gradient,
     make_servers,
@@ -128,7 +129,8 @@ def ask_worker(worker: EmbeddingWorker) -> list[Any]:
         outcome(lambda: worker.register_optimizer(ADAM)),
         outcome(worker.ready_for_serving),
     ]
-    for number, batch in enumerate((BATCH, SINGLE, {"sum": []}, BATCH)):
+    batches: list[dict[str, Samples]] = [BATCH, SINGLE, {"sum": []}, BATCH]
+    for number, batch in enumerate(batches):
         given = features(batch, number)
         ref = worker.register(given)
         assert worker.register(given) == ref

@@ -367,9 +367,6 @@ def test_too_many_parts_are_dropped_and_counted(tmp_path: Path) -> None:
         peer.send([PROTOCOL, header(), bytes(5000)])
         peer.settle()
         assert server.stats()["dropped.message_bytes"] == 1
-        peer.send([PROTOCOL, header(), *[b""] * 5])
-        assert isinstance(peer.answer(7), Failure)
-        assert server.stats()["bad.num_arrays"] == 1
     server.stop()
     transport.close()
 
