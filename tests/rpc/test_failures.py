@@ -53,7 +53,7 @@ def test_every_class_crosses(cls: type[PersiaError]) -> None:
 def test_every_class_is_raised_again_by_a_call(cls: type[PersiaError], tmp_path: Any) -> None:
     wire = Wire("memory", tmp_path)
     server = serve(wire.transport, wire.address(), TOY, ToyService())
-    with make_client(wire, server, timeout_s=0.05) as client:
+    with make_client(wire, server, timeout_s=0.4) as client:
         with pytest.raises(cls, match="with its text") as caught:
             client.call("fail", cls.__name__)
         assert type(caught.value) is cls

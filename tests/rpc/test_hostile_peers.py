@@ -107,6 +107,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Any
         yield server, peer, client
     client.close()
     server.stop()
+    wire.transport.close()
 
 
 JUNK = st.recursive(
@@ -339,7 +340,7 @@ def test_parts_beyond_the_limit_cut_the_connection_off(tmp_path: Path) -> None:
     server = serve(transport, f"ipc://{tmp_path}/a", TOY, ToyService(), limits=limits)
     other = Client(transport, server.address, TOY, timeout_s=PATIENCE_S, limits=limits)
     wide = ZmqTransport()
-    client = Client(wide, server.address, TOY, timeout_s=0.2)
+    client = Client(wide, server.address, TOY, timeout_s=1.0)
     assert (client.call("add", 1), other.call("add", 1)) == (1, 2)
     with pytest.raises((ServiceTimeout, ServiceUnavailable), match=r"no (answer|connection)"):
         client.call("echo", [TableSigns(0, np.zeros(1 << 14, np.uint64))])
