@@ -110,9 +110,7 @@ class ToyService:
     def fail(self, name: str) -> None:
         cls = getattr(errors, name, None)
         if cls is None:
-            raise {"KeyError": KeyError, "ZeroDivisionError": ZeroDivisionError}[name](
-                "why\udc80"
-            )
+            raise {"KeyError": KeyError, "ZeroDivisionError": ZeroDivisionError}[name]("why")
         raise cls(f"a {name} with its text")
 
     def echo(self, tables: Sequence[TableSigns]) -> tuple[TableSigns, ...]:
