@@ -219,7 +219,9 @@ def memory(quick: bool) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="1 %% of the rows, for CI")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--threads", type=int, nargs="+", help="default: 1 and 2, or 1 with --quick"
+    )
     parser.add_argument(
         "--only", nargs="+", default=[], help="words in the names to measure; torch always is"
     )
@@ -254,7 +256,10 @@ def main() -> None:
         "conditions": conditions,
         "memory": memory(args.quick),
         "speed": speed(
-            args.quick, args.threads, args.only, args.repetitions or (3 if args.quick else 7)
+            args.quick,
+            args.threads or ([1] if args.quick else [1, 2]),
+            args.only,
+            args.repetitions or (3 if args.quick else 7),
         ),
     }
     print(f"\nLoad of the machine at the end: {os.getloadavg()[0]:.1f}")
