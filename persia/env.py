@@ -8,6 +8,7 @@ A variable that is set to the empty string counts as not set.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from persia.errors import ConfigError
 Mode = Literal["embedded", "services"]
 
 DEFAULT_EMBEDDING_WORKER_SERVICE = "embedding_worker:8887"
+DEFAULT_RPC_TIMEOUT_S = 300.0
 
 # Set by persia-launcher and PersiaServiceCtx for the processes they start.
 LAUNCHED_VARIABLE = "PERSIA_LAUNCHED"
@@ -241,6 +243,27 @@ def isa() -> str | None:
     ``persia._core.cpu.select`` knows the names and refuses what this machine lacks.
     """
     return _text("PERSIA_ISA")
+
+
+def rpc_timeout_s() -> float:
+    """Return the seconds that a call to another process may take, 300 if nothing is said.
+
+    Raises:
+        ConfigError: If ``PERSIA_RPC_TIMEOUT`` is no positive number.
+    """
+    text = _text("PERSIA_RPC_TIMEOUT")
+    if text is None:
+        return DEFAULT_RPC_TIMEOUT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds < math.inf:
+        raise ConfigError(
+            f"environment variable PERSIA_RPC_TIMEOUT must be a positive number of seconds, "
+            f"got {text!r}"
+        )
+    return seconds
 
 
 def embedding_worker_service() -> str:

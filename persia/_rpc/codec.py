@@ -1,0 +1,378 @@
+"""Messages as scalars and arrays, by the types their fields declare; no pickle.
+
+    what                        in the body
+    None                        nil
+    bool, int, float, str       itself
+    array                       its number among the message's arrays, which come in order
+    dataclass                   list of its fields, in the order they are declared
+    one of several dataclasses  list of the class's name and its fields
+    tuple, list                 list
+    mapping                     map with text as keys
+    FeatureBatch                [name, distinct, inverse, lengths or nil], three arrays; the
+                                last two as u8, u16 or u32, whichever is the narrowest
+
+The writer is lenient where nothing is lost (a numpy scalar, an int where a float is meant) and
+refuses another dtype as the services do, with a DataTypeError. The reader takes exactly what
+a writer sends: it names the field that differs in a ProtocolError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from persia._core.feature_batch import FeatureBatch
+from persia._rpc.frame import Array
+from persia.errors import DataError, DataTypeError, InternalError, ProtocolError
+
+# Axes of each array field: a field's name says what it is, in every message alike.
+_AXES = {
+    "signs": 1,
+    "hints": 1,
+    "index": 1,
+    "offsets": 1,
+    "rows": 2,
+    "values": 2,
+    "states": 2,
+    "gradients": 2,
+    "gradient": 2,
+}
+
+_NARROW = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"))
+
+
+class ArrayReader:
+    """Hands out a message's arrays in order, each exactly once."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._arrays = arrays
+        self._next = 0
+
+    def take(self, number: Any, where: str) -> Array:
+        """Return array ``number``, which has to be the next one."""
+        if type(number) is not int or number != self._next or number >= len(self._arrays):
+            raise ProtocolError(
+                f"{where}: expected array {self._next} of {len(self._arrays)}, "
+                f"got {number!r:.40}"
+            )
+        self._next += 1
+        return self._arrays[number]
+
+    def check_all_taken(self, where: str) -> None:
+        """Refuse arrays that no field refers to."""
+        if self._next != len(self._arrays):
+            raise ProtocolError(
+                f"{where}: {len(self._arrays)} arrays came, its fields have {self._next}"
+            )
+
+
+class Coder(NamedTuple):
+    """Writes and reads values of one type. ``where`` names the field, for messages."""
+
+    write: Callable[[Any, str, list[Array]], Any]
+    read: Callable[[Any, str, ArrayReader], Any]
+
+
+def coder_of(hint: Any, where: str = "") -> Coder:
+    """Return the coder of a type.
+
+    Args:
+        hint: A type as ``get_type_hints`` resolves it.
+        where: The field; arrays take their number of axes from it.
+
+    Raises:
+        InternalError: If messages cannot have such a field.
+    """
+    name = where.rpartition(".")[2]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    if hint is FeatureBatch:
+        return Coder(_write_feature, _read_feature)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _dataclass_coder(hint)
+    if origin in (Union, types.UnionType):
+        return _union_coder(arguments, where)
+    if origin is np.ndarray:
+        return _array_coder((np.dtype(get_args(arguments[1])[0]),), name)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return _list_coder(coder_of(arguments[0], where), tuple)
+    if origin is tuple:
+        return _tuple_coder([coder_of(part, where) for part in arguments])
+    if origin in (list, Sequence):
+        return _list_coder(coder_of(arguments[0], where), list)
+    if origin is Mapping and arguments[0] is str:
+        return _mapping_coder(coder_of(arguments[1], where))
+    raise InternalError(f"{where}: no form on the wire for {hint}")
+
+
+# --- scalars ------------------------------------------------------------------------------
+
+
+def _wrong(where: str, expected: str, got: Any) -> ProtocolError:
+    return ProtocolError(f"{where}: expected {expected}, got {got!r:.80}")
+
+
+def _scalar(kind: type, accepted: tuple[type, ...]) -> Coder:
+    def write(value: Any, where: str, arrays: list[Array]) -> Any:
+        if not isinstance(value, accepted) or (
+            kind is not bool and isinstance(value, (bool, np.bool_))
+        ):
+            raise DataTypeError(
+                f"{where}: expected {kind.__name__}, got {type(value).__name__}"
+            )
+        converted = kind(value)
+        if kind is int and not -(1 << 63) <= converted < 1 << 64:
+            raise DataTypeError(f"{where}: {converted} does not fit 64 bits")
+        return converted
+
+    def read(value: Any, where: str, arrays: ArrayReader) -> Any:
+        if type(value) is not kind:
+            raise _wrong(where, kind.__name__, value)
+        return value
+
+    return Coder(write, read)
+
+
+def _write_nothing(value: Any, where: str, arrays: list[Array]) -> None:
+    if value is not None:
+        raise DataTypeError(f"{where}: expected None, got {type(value).__name__}")
+
+
+def _read_nothing(value: Any, where: str, arrays: ArrayReader) -> None:
+    if value is not None:
+        raise _wrong(where, "nil", value)
+
+
+_SCALARS: dict[Any, Coder] = {
+    bool: _scalar(bool, (bool, np.bool_)),
+    int: _scalar(int, (int, np.integer)),
+    float: _scalar(float, (int, float, np.integer, np.floating)),
+    str: _scalar(str, (str,)),
+    type(None): Coder(_write_nothing, _read_nothing),
+}
+
+
+def _write_option(value: Any, where: str, arrays: list[Array]) -> float | bool:
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    number: float = _SCALARS[float].write(value, where, arrays)
+    return number
+
+
+def _read_option(value: Any, where: str, arrays: ArrayReader) -> float | bool:
+    if type(value) is not bool and type(value) is not float:
+        raise _wrong(where, "float or bool", value)
+    return value
+
+
+# --- arrays -------------------------------------------------------------------------------
+
+
+def _array_coder(dtypes: tuple[np.dtype[Any], ...], name: str) -> Coder:
+    axes = _AXES.get(name)
+    if axes is None:
+        raise InternalError(f"no number of axes is known for array field {name!r}")
+    expected = f"{' or '.join(str(dtype) for dtype in dtypes)} with {axes} dimension(s)"
+
+    def got(array: Any) -> str:
+        if isinstance(array, np.ndarray):
+            return f"{array.dtype} with {array.ndim}"
+        return type(array).__name__
+
+    def fits(array: Any) -> bool:
+        return isinstance(array, np.ndarray) and array.dtype in dtypes and array.ndim == axes
+
+    def write(value: Any, where: str, arrays: list[Array]) -> int:
+        if not fits(value):
+            raise DataTypeError(f"{where}: expected {expected}, got {got(value)}")
+        arrays.append(value)
+        return len(arrays) - 1
+
+    def read(value: Any, where: str, arrays: ArrayReader) -> Array:
+        array = arrays.take(value, where)
+        if not fits(array):
+            raise ProtocolError(f"{where}: expected {expected}, got {got(array)}")
+        return array
+
+    return Coder(write, read)
+
+
+def _narrowest(array: Array) -> Array:
+    """The same numbers in the narrowest of u8, u16 and u32 that holds the largest."""
+    top = int(array.max(initial=0))
+    dtype = next(dtype for dtype in _NARROW if top <= np.iinfo(dtype).max)
+    return array.astype(dtype)
+
+
+def _write_feature(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+    if not isinstance(value, FeatureBatch):
+        raise DataTypeError(f"{where}: expected a FeatureBatch, got {type(value).__name__}")
+    number = len(arrays)
+    arrays += [value.distinct, _narrowest(value.inverse)]
+    if value.offsets is None:
+        return [value.name, number, number + 1, None]
+    # Lengths, because most fit one byte, and offsets would be as many bytes as short samples.
+    arrays.append(_narrowest(np.diff(value.offsets)))
+    return [value.name, number, number + 1, number + 2]
+
+
+def _read_feature(value: Any, where: str, arrays: ArrayReader) -> FeatureBatch:
+    if type(value) is not list or len(value) != 4 or type(value[0]) is not str:
+        raise _wrong(where, "[name, distinct, inverse, lengths]", value)
+    where = f"{where} {value[0][:64]!r}"
+    distinct = arrays.take(value[1], f"{where}, distinct")
+    inverse = _numbers(arrays.take(value[2], f"{where}, inverse"), f"{where}, inverse")
+    offsets = None
+    if value[3] is not None:
+        lengths = _numbers(arrays.take(value[3], f"{where}, lengths"), f"{where}, lengths")
+        # In u64: a sum that wraps around in u32 could end where it should.
+        edges = np.zeros(len(lengths) + 1, np.uint64)
+        np.cumsum(lengths, out=edges[1:])
+        if edges[-1] != len(inverse):
+            raise ProtocolError(
+                f"{where}: lengths add up to {edges[-1]}, expected {len(inverse)} ids"
+            )
+        offsets = edges.astype(np.uint32)
+    try:
+        return FeatureBatch(value[0], distinct, inverse, offsets)
+    except DataError as exc:
+        raise ProtocolError(f"{where}: {exc}") from exc
+
+
+def _numbers(array: Array, where: str) -> Array:
+    if array.dtype not in _NARROW or array.ndim != 1:
+        raise ProtocolError(
+            f"{where}: expected u8, u16 or u32 with 1 dimension, got {array.dtype} "
+            f"with {array.ndim}"
+        )
+    return array.astype(np.uint32)
+
+
+# --- what holds others --------------------------------------------------------------------
+
+
+@functools.cache
+def _dataclass_coder(cls: type) -> Coder:
+    hints = get_type_hints(cls)
+    fields = [(field.name, f"{cls.__name__}.{field.name}") for field in dataclasses.fields(cls)]
+    coders = [coder_of(hints[name], where) for name, where in fields]
+    plan = [(name, where, coder) for (name, where), coder in zip(fields, coders, strict=True)]
+
+    def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+        if type(value) is not cls:
+            raise DataTypeError(f"{where}: expected {cls.__name__}, got {type(value).__name__}")
+        return [coder.write(getattr(value, name), at, arrays) for name, at, coder in plan]
+
+    def read(value: Any, where: str, arrays: ArrayReader) -> Any:
+        if type(value) is not list or len(value) != len(plan):
+            raise _wrong(where, f"the {len(plan)} fields of {cls.__name__}", value)
+        return cls(
+            *[
+                coder.read(one, at, arrays)
+                for one, (_, at, coder) in zip(value, plan, strict=True)
+            ]
+        )
+
+    return Coder(write, read)
+
+
+def _union_coder(options: tuple[Any, ...], where: str) -> Coder:
+    if set(options) == {float, bool}:
+        return Coder(_write_option, _read_option)
+    others = [option for option in options if option is not type(None)]
+    if all(get_origin(option) is np.ndarray for option in others):
+        dtypes = tuple(np.dtype(get_args(get_args(option)[1])[0]) for option in others)
+        inner = _array_coder(dtypes, where.rpartition(".")[2])
+    elif len(others) == 1:
+        inner = coder_of(others[0], where)
+    else:
+        inner = _choice_coder(others, where)
+    return inner if len(others) == len(options) else _optional_coder(inner)
+
+
+def _optional_coder(inner: Coder) -> Coder:
+    def write(value: Any, where: str, arrays: list[Array]) -> Any:
+        return None if value is None else inner.write(value, where, arrays)
+
+    def read(value: Any, where: str, arrays: ArrayReader) -> Any:
+        return None if value is None else inner.read(value, where, arrays)
+
+    return Coder(write, read)
+
+
+def _choice_coder(classes: Sequence[Any], where: str) -> Coder:
+    if not all(isinstance(cls, type) and dataclasses.is_dataclass(cls) for cls in classes):
+        raise InternalError(f"{where}: only dataclasses can be told apart, got {classes}")
+    coders = {cls.__name__: _dataclass_coder(cls) for cls in classes}
+    expected = f"one of {', '.join(coders)}"
+
+    def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+        name = type(value).__name__
+        if name not in coders:
+            raise DataTypeError(f"{where}: expected {expected}, got {name}")
+        return [name, *coders[name].write(value, where, arrays)]
+
+    def read(value: Any, where: str, arrays: ArrayReader) -> Any:
+        if type(value) is not list or not value or type(value[0]) is not str:
+            raise _wrong(where, expected, value)
+        if value[0] not in coders:
+            raise _wrong(where, expected, value[0])
+        return coders[value[0]].read(value[1:], where, arrays)
+
+    return Coder(write, read)
+
+
+def _list_coder(inner: Coder, make: Callable[[list[Any]], Any]) -> Coder:
+    def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+        if not isinstance(value, (list, tuple)):
+            raise DataTypeError(f"{where}: expected a list, got {type(value).__name__}")
+        return [inner.write(one, where, arrays) for one in value]
+
+    def read(value: Any, where: str, arrays: ArrayReader) -> Any:
+        if type(value) is not list:
+            raise _wrong(where, "a list", value)
+        return make([inner.read(one, where, arrays) for one in value])
+
+    return Coder(write, read)
+
+
+def _tuple_coder(inner: Sequence[Coder]) -> Coder:
+    def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+        if not isinstance(value, tuple) or len(value) != len(inner):
+            raise DataTypeError(f"{where}: expected a tuple of {len(inner)}, got {value!r:.80}")
+        return [
+            coder.write(one, where, arrays) for coder, one in zip(inner, value, strict=True)
+        ]
+
+    def read(value: Any, where: str, arrays: ArrayReader) -> Any:
+        if type(value) is not list or len(value) != len(inner):
+            raise _wrong(where, f"a list of {len(inner)}", value)
+        return tuple(
+            coder.read(one, where, arrays) for coder, one in zip(inner, value, strict=True)
+        )
+
+    return Coder(write, read)
+
+
+def _mapping_coder(inner: Coder) -> Coder:
+    def write(value: Any, where: str, arrays: list[Array]) -> dict[str, Any]:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise DataTypeError(
+                f"{where}: expected a mapping from str, got {type(value).__name__}"
+            )
+        return {key: inner.write(one, f"{where} {key}", arrays) for key, one in value.items()}
+
+    def read(value: Any, where: str, arrays: ArrayReader) -> dict[str, Any]:
+        if type(value) is not dict or not all(type(key) is str for key in value):
+            raise _wrong(where, "a map from text", value)
+        return {
+            key: inner.read(one, f"{where} {key:.64}", arrays) for key, one in value.items()
+        }
+
+    return Coder(write, read)

@@ -1,0 +1,328 @@
+"""One message on the wire, as a list of parts.
+
+    part 0    b"PERSIA/1"     protocol name and version
+    part 1    msgpack map     which message of which call, and its scalars:
+                k   "call" | "reply" | "error"
+                id  u64, the caller's number of the call; 0 in an error about unreadable bytes
+                m   method                                                  (call)
+                t   milliseconds the caller will still wait, u32            (call)
+                i   u64, drawn anew by each server process                  (reply, error)
+                a   [[dtype, shape], ...], one for each part that follows
+                b   the scalars; an array stands there as its number in ``a``
+    part 2..  raw bytes       one part per array, little-endian, C order
+
+Arrays stay out of msgpack so that neither side copies them: ZeroMQ sends each part from the
+array's own buffer, and the receiver's arrays view the parts it was given. Nothing that a peer
+wrote is used, and no memory is taken on its word, before it was checked here.
+
+The time left is relative because the clocks of two machines differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]  # it ships none
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.errors import ProtocolError
+
+Array = NDArray[Any]
+Part = bytes | bytearray | memoryview
+
+PROTOCOL = b"PERSIA/1"
+
+# A closed list: np.dtype() on a peer's string would accept object arrays, whose bytes are
+# pointers.
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name)
+    for name in (
+        *("|b1", "|i1", "|u1"),
+        *("<i2", "<i4", "<i8", "<u2", "<u4", "<u8"),
+        *("<f2", "<f4", "<f8"),
+    )
+}
+
+_ALIGNMENT = 8
+_MAX_AXES = 8  # the messages use two; numpy before version 2 ends at 32
+_MAX_METHOD = 64
+_U32 = 1 << 32
+_U64 = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one message may be; the same numbers hold for sending and receiving."""
+
+    header_bytes: int = 1 << 20  # bounds the objects msgpack makes, some 60 bytes for each
+    num_arrays: int = 1 << 14  # 5,000 features with three arrays each
+    array_bytes: int = 1 << 31  # also what ZeroMQ is told, which sees one part at a time
+    message_bytes: int = 1 << 33
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request. ``timeout_ms`` is what the caller will still wait."""
+
+    call_id: int
+    method: str
+    timeout_ms: int
+    body: Any
+    arrays: tuple[Array, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a call returned."""
+
+    call_id: int
+    incarnation: int
+    body: Any
+    arrays: tuple[Array, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a call raised. ``call_id`` 0: about a message of which no id could be read."""
+
+    call_id: int
+    incarnation: int
+    body: Any
+    arrays: tuple[Array, ...] = ()
+
+
+Message = Call | Reply | Failure
+
+
+class UnreadableFrame(ProtocolError):
+    """A message that breaks the layout.
+
+    Attributes:
+        reason: One of a few words, for counting.
+        call_id: The id in its header if that could be read, else 0.
+    """
+
+    def __init__(self, reason: str, message: str, call_id: int = 0) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.call_id = call_id
+
+
+# --- writing ------------------------------------------------------------------------------
+
+
+def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
+    """Return the parts of a message; those of contiguous arrays are views of them.
+
+    Raises:
+        ProtocolError: If the receiver would refuse it: it exceeds a limit, or holds a value
+            that msgpack cannot carry.
+    """
+    specs: list[list[Any]] = []
+    parts: list[Part] = [PROTOCOL, b""]
+    num_bytes = 0
+    for array in message.arrays:
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        if little.dtype.str not in DTYPES:
+            raise ProtocolError(f"array {len(specs)}: {array.dtype} cannot be sent")
+        if little.nbytes > limits.array_bytes:
+            raise ProtocolError(
+                f"array {len(specs)}: expected at most {limits.array_bytes} bytes, "
+                f"got {little.nbytes}"
+            )
+        # ascontiguousarray gives a scalar one axis; its own shape is what counts.
+        specs.append([little.dtype.str, list(array.shape)])
+        # A memoryview without elements cannot be cast to bytes.
+        parts.append(little.reshape(-1).view(np.uint8).data if little.size else b"")
+        num_bytes += little.nbytes
+    header = _header_of(message)
+    header["a"] = specs
+    header["b"] = message.body
+    try:
+        parts[1] = msgpack.packb(header)
+    except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+        raise ProtocolError(f"a message holds what msgpack cannot carry: {exc}") from exc
+    num_bytes += len(PROTOCOL) + len(parts[1])
+    for name, got, limit in (
+        ("bytes of header", len(parts[1]), limits.header_bytes),
+        ("arrays", len(specs), limits.num_arrays),
+        ("bytes", num_bytes, limits.message_bytes),
+    ):
+        if got > limit:
+            raise ProtocolError(f"a message may have {limit} {name}, this one has {got}")
+    return parts
+
+
+def _header_of(message: Message) -> dict[str, Any]:
+    if isinstance(message, Call):
+        timeout_ms = min(max(message.timeout_ms, 0), _U32 - 1)
+        return {"k": "call", "id": message.call_id, "m": message.method, "t": timeout_ms}
+    kind = "reply" if isinstance(message, Reply) else "error"
+    return {"k": kind, "id": message.call_id, "i": message.incarnation}
+
+
+# --- reading ------------------------------------------------------------------------------
+
+
+def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
+    """Parse a message as the transport delivered it, routing id already removed.
+
+    Returns:
+        The message; its arrays view ``parts`` where those begin at a multiple of 8 bytes.
+
+    Raises:
+        UnreadableFrame: If the parts do not match the layout above or exceed a limit. The
+            connection stays usable: one bad message says nothing about the next.
+    """
+    if len(parts) < 2:
+        raise UnreadableFrame(
+            "parts", f"expected a protocol name and a header, got {len(parts)} part(s)"
+        )
+    if len(parts[0]) != len(PROTOCOL) or bytes(parts[0]) != PROTOCOL:
+        raise UnreadableFrame(
+            "protocol", f"expected protocol {PROTOCOL!r}, got {bytes(parts[0][:16])!r}"
+        )
+    if len(parts[1]) > limits.header_bytes:
+        raise UnreadableFrame(
+            "header_bytes",
+            f"expected a header of at most {limits.header_bytes} bytes, got {len(parts[1])}",
+        )
+    num_arrays = len(parts) - 2
+    num_bytes = sum(len(part) for part in parts)
+    header = _read_header(parts[1])
+    call_id = _integer(header, "id", _U64)
+    for reason, name, got, limit in (
+        ("num_arrays", "arrays", num_arrays, limits.num_arrays),
+        ("message_bytes", "bytes", num_bytes, limits.message_bytes),
+    ):
+        if got > limit:
+            raise UnreadableFrame(
+                reason, f"a message may have {limit} {name}, this one has {got}", call_id
+            )
+    try:
+        arrays = _read_arrays(header["a"], parts[2:], limits)
+        return _message(header, call_id, arrays)
+    except UnreadableFrame as error:
+        error.call_id = call_id
+        raise
+
+
+# The keys of each kind, apart from k.
+_KEYS = {
+    "call": {"id", "m", "t", "a", "b"},
+    "reply": {"id", "i", "a", "b"},
+    "error": {"id", "i", "a", "b"},
+}
+
+
+def _refuse_extension(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension type {code} of {len(data)} bytes")
+
+
+def _read_header(raw: Part) -> dict[str, Any]:
+    try:
+        header: Any = msgpack.unpackb(raw, ext_hook=_refuse_extension)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as exc:
+        raise UnreadableFrame(
+            "header", f"unreadable header of {len(raw)} bytes: {exc}"[:200]
+        ) from exc
+    kind = header.get("k") if isinstance(header, dict) else None
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise UnreadableFrame(
+            "header",
+            f"expected a header with k one of {', '.join(_KEYS)}, got {header!r:.80}",
+        )
+    if not isinstance(header, dict) or header.keys() != _KEYS[kind] | {"k"}:
+        # The id is worth an answer if there is one.
+        number = header.get("id")
+        is_number = type(number) is int and 0 <= number < _U64
+        raise UnreadableFrame(
+            "header",
+            f"a {kind} has the keys {', '.join(sorted(_KEYS[kind]))}, "
+            f"got {sorted(map(str, header.keys() - {'k'}))!r:.80}",
+            number if is_number else 0,
+        )
+    return header
+
+
+def _integer(header: dict[str, Any], key: str, end: int) -> int:
+    number = header[key]
+    # bool passes isinstance(int).
+    if type(number) is not int or not 0 <= number < end:
+        raise UnreadableFrame(
+            "header", f"{key}: expected an integer in 0..{end - 1}, got {number!r:.80}"
+        )
+    return number
+
+
+def _message(header: dict[str, Any], call_id: int, arrays: tuple[Array, ...]) -> Message:
+    if header["k"] == "call":
+        method = header["m"]
+        if not isinstance(method, str) or not 0 < len(method) <= _MAX_METHOD:
+            raise UnreadableFrame("header", f"expected a method's name, got {method!r:.80}")
+        if call_id == 0:
+            raise UnreadableFrame("header", f"{method}: a call's id begins at 1, got 0")
+        timeout_ms = _integer(header, "t", _U32)
+        return Call(call_id, method, timeout_ms, header["b"], arrays)
+    make = Reply if header["k"] == "reply" else Failure
+    return make(call_id, _integer(header, "i", _U64), header["b"], arrays)
+
+
+def _read_arrays(specs: Any, parts: Sequence[Part], limits: Limits) -> tuple[Array, ...]:
+    if not isinstance(specs, list) or len(specs) != len(parts):
+        named = len(specs) if isinstance(specs, list) else repr(specs)[:40]
+        raise UnreadableFrame(
+            "array_count", f"the header names {named} arrays, {len(parts)} came"
+        )
+    return tuple(
+        _read_array(number, spec, part, limits)
+        for number, (spec, part) in enumerate(zip(specs, parts, strict=True))
+    )
+
+
+def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
+    # One test for all: what fails it is looked at again for the message.
+    if not (
+        type(spec) is list
+        and len(spec) == 2
+        and isinstance(spec[0], str)
+        and spec[0] in DTYPES
+        and type(spec[1]) is list
+        and len(spec[1]) <= _MAX_AXES
+        # Two negative extents would multiply to a plausible size.
+        and all(type(extent) is int and 0 <= extent < 1 << 48 for extent in spec[1])
+    ):
+        raise UnreadableFrame(
+            "array_spec",
+            f"array {number}: expected [dtype, shape] with one of {', '.join(DTYPES)}, "
+            f"got {spec!r:.80}",
+        )
+    dtype, shape = DTYPES[spec[0]], tuple(spec[1])
+    needed = math.prod(shape) * dtype.itemsize
+    if needed != len(part):
+        raise UnreadableFrame(
+            "array_bytes",
+            f"array {number}: {list(shape)} of {spec[0]} needs {needed} bytes, got {len(part)}",
+        )
+    if needed > limits.array_bytes:
+        raise UnreadableFrame(
+            "array_bytes",
+            f"array {number}: expected at most {limits.array_bytes} bytes, got {needed}",
+        )
+    if not needed:
+        return np.empty(shape, dtype)
+    if dtype.kind == "b" and np.frombuffer(part, np.uint8).max() > 1:
+        # numpy takes any byte for a bool and then computes with more than two values.
+        raise UnreadableFrame("array_bytes", f"array {number}: a bool is neither 0 nor 1")
+    flat = np.frombuffer(part, dtype)
+    if flat.__array_interface__["data"][0] % _ALIGNMENT:
+        # ZeroMQ delivers small parts from inside its receive buffer.
+        flat = flat.copy()
+    return flat.reshape(shape)

@@ -1,0 +1,206 @@
+"""The roles' Protocols, answered by a server somewhere else.
+
+Each class stands where the plain object would: the embedding-worker asks a
+``RemoteParameterServer`` as it asks a ``ParameterServer`` of its own process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from persia._rpc.client import Client
+from persia._rpc.messages import (
+    BatchGradients,
+    HyperParameters,
+    IDFeatures,
+    LookupReply,
+    LookupRequest,
+    LookupResult,
+    OptimizerSettings,
+    TableEntries,
+    TableSigns,
+    UpdateReply,
+    UpdateReport,
+    UpdateRequest,
+)
+from persia._rpc.methods import Hello, Role, embedding_worker, parameter_server
+from persia._rpc.transport import Transport
+
+Self = TypeVar("Self", bound="_Remote")
+
+
+class _Remote:
+    """A client and what its server said about itself when it was first asked."""
+
+    def __init__(self, client: Client, hello: Hello) -> None:
+        self._client = client
+        self._hello = hello
+
+    # Called when a client is made: the tables are built on first use.
+    _role: ClassVar[Callable[[], Role]]
+
+    @classmethod
+    def connect(
+        cls: type[Self],
+        transport: Transport,
+        address: str,
+        *,
+        hello_timeout_s: float | None = None,
+        **options: Any,
+    ) -> Self:
+        """Connect and ask who is there.
+
+        Args:
+            transport: How to get there.
+            address: Where the server listens.
+            hello_timeout_s: Seconds to wait for the server to be there.
+            options: Further arguments of ``Client``.
+
+        Raises:
+            ConfigError: If another role or replica answers.
+            ServiceError: If nobody answers in time.
+        """
+        client = Client(transport, address, cls._role(), **options)
+        try:
+            return cls(client, client.hello(hello_timeout_s))
+        except BaseException:
+            client.close()
+            raise
+
+    @property
+    def client(self) -> Client:
+        """What calls go through."""
+        return self._client
+
+    @property
+    def replica_index(self) -> int:
+        """Number of this server."""
+        return self._hello.replica_index
+
+    @property
+    def replica_size(self) -> int:
+        """Number of servers of its role."""
+        return self._hello.replica_size
+
+    @property
+    def schema_fingerprint(self) -> str:
+        """What the server takes signs and tables to mean."""
+        return self._hello.schema_fingerprint
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
+
+
+class RemoteParameterServer(_Remote):
+    """Implements ``messages.ParameterServer``."""
+
+    _role = staticmethod(parameter_server)
+
+    def configure(self, settings: HyperParameters) -> None:
+        """Give the server the settings of rows."""
+        self._client.call("configure", settings)
+
+    def register_optimizer(self, settings: OptimizerSettings) -> None:
+        """Give the server the optimizer."""
+        self._client.call("register_optimizer", settings)
+
+    def ready_for_serving(self) -> bool:
+        """Whether training can begin."""
+        ready: bool = self._client.call("ready_for_serving")
+        return ready
+
+    def lookup(self, request: LookupRequest) -> LookupReply:
+        """Return the rows asked for."""
+        reply: LookupReply = self._client.call("lookup", request)
+        return reply
+
+    def update(self, request: UpdateRequest) -> UpdateReply:
+        """Step each row by its gradient, once per update id."""
+        reply: UpdateReply = self._client.call("update", request)
+        return reply
+
+    def set_embedding(self, tables: Sequence[TableEntries]) -> None:
+        """Write rows."""
+        self._client.call("set_embedding", tables)
+
+    def read_embedding(self, tables: Sequence[TableSigns]) -> tuple[TableEntries, ...]:
+        """Return those of the rows asked for that exist."""
+        entries: tuple[TableEntries, ...] = self._client.call("read_embedding", tables)
+        return entries
+
+    def get_embedding_size(self) -> int:
+        """Return the number of rows held."""
+        size: int = self._client.call("get_embedding_size")
+        return size
+
+    def clear_embeddings(self) -> None:
+        """Drop every row."""
+        self._client.call("clear_embeddings")
+
+    def stats(self) -> Mapping[str, int]:
+        """Return the server's counts."""
+        stats: Mapping[str, int] = self._client.call("stats")
+        return stats
+
+
+class RemoteEmbeddingWorker(_Remote):
+    """Implements ``messages.EmbeddingWorker``."""
+
+    _role = staticmethod(embedding_worker)
+
+    def register(self, features: IDFeatures) -> int:
+        """Take the ids of a batch and return its ref."""
+        ref: int = self._client.call("register", features)
+        return ref
+
+    def lookup(self, ref: int, is_training: bool) -> LookupResult:
+        """Return the outputs of a registered batch."""
+        result: LookupResult = self._client.call("lookup", ref, is_training)
+        return result
+
+    def lookup_direct(self, features: IDFeatures) -> LookupResult:
+        """Register and look up in one."""
+        result: LookupResult = self._client.call("lookup_direct", features)
+        return result
+
+    def update(self, gradients: BatchGradients) -> UpdateReport:
+        """Step the rows of a batch and retire its ref."""
+        report: UpdateReport = self._client.call("update", gradients)
+        return report
+
+    def release(self, ref: int) -> None:
+        """Retire a ref for which no gradient will come."""
+        self._client.call("release", ref)
+
+    def configure(self, settings: HyperParameters) -> None:
+        """Give every server the settings of rows."""
+        self._client.call("configure", settings)
+
+    def register_optimizer(self, settings: OptimizerSettings) -> None:
+        """Give every server the optimizer."""
+        self._client.call("register_optimizer", settings)
+
+    def ready_for_serving(self) -> bool:
+        """Whether every server can train."""
+        ready: bool = self._client.call("ready_for_serving")
+        return ready
+
+    def set_embedding(self, tables: Sequence[TableEntries]) -> None:
+        """Write rows, each to the server that owns its sign."""
+        self._client.call("set_embedding", tables)
+
+    def get_embedding_size(self) -> list[int]:
+        """Return the number of rows of each server."""
+        sizes: list[int] = self._client.call("get_embedding_size")
+        return sizes
+
+    def clear_embeddings(self) -> None:
+        """Drop every row of every server."""
+        self._client.call("clear_embeddings")
+
+    def stats(self) -> Mapping[str, int]:
+        """Return the worker's counts."""
+        stats: Mapping[str, int] = self._client.call("stats")
+        return stats

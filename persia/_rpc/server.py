@@ -1,0 +1,357 @@
+"""Serving an object's methods: calls in, one reply or error out for each.
+
+    listener's thread   reads the frame, answers hello and whatever cannot be served, queues
+    worker threads      take one call each, peer by peer in turn, run the method, answer
+
+A bounded number of threads runs methods, and a bounded number of calls waits: beyond it the
+answer is ServiceBusy, which changed nothing. One peer has a share of the queue, so that a
+flood from one leaves the others their turn.
+
+A call that is repeated while the first is still here is answered once; a call whose caller
+has stopped waiting is not begun.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from persia._rpc import failures
+from persia._rpc.frame import (
+    LIMITS,
+    Call,
+    Failure,
+    Limits,
+    Reply,
+    UnreadableFrame,
+    decode,
+    encode,
+)
+from persia._rpc.methods import HELLO, Hello, Role
+from persia._rpc.transport import Listener, Parts, Transport
+from persia.errors import PersiaError, ProtocolError, ServiceBusy
+from persia.version import __version__
+
+logger = logging.getLogger(__name__)
+
+# Seconds that replies get to leave when the server stops.
+_LINGER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """How much one server takes on at a time."""
+
+    num_threads: int = 4
+    calls_per_peer: int = 64  # waiting or running
+    calls: int = 1024  # waiting or running, of all peers
+    bytes: int = 4 << 30  # of waiting and running calls; one call is always taken
+
+
+SETTINGS = ServerSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    peer: bytes
+    call: Call
+    num_bytes: int
+    expires_at: float  # monotonic seconds
+
+
+class Server:
+    """Serves one object at one address.
+
+    Args:
+        transport: Where to listen.
+        address: Port 0 is one that the kernel chooses; see ``address``.
+        role: The methods and their forms.
+        service: The object whose methods are called, by several threads at once.
+        replica_index: Its number among the replicas of its role.
+        replica_size: How many of them there are.
+        schema_fingerprint: Of its embedding config; what ``hello`` answers.
+        settings: Threads and bounds.
+        limits: What a message may be.
+
+    Raises:
+        ConfigError: If the address cannot be used.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        address: str,
+        role: Role,
+        service: object,
+        *,
+        replica_index: int = 0,
+        replica_size: int = 1,
+        schema_fingerprint: str = "",
+        settings: ServerSettings = SETTINGS,
+        limits: Limits = LIMITS,
+    ) -> None:
+        self._role = role
+        self._service = service
+        self._settings = settings
+        self._limits = limits
+        self._incarnation = secrets.randbits(63) + 1
+        self._hello = Hello(
+            role.name,
+            replica_index,
+            replica_size,
+            self._incarnation,
+            __version__,
+            schema_fingerprint,
+        )
+        self._changed = threading.Condition()  # guards all below
+        self._waiting: OrderedDict[bytes, deque[_Job]] = OrderedDict()  # next peer first
+        self._here: dict[bytes, set[int]] = {}  # ids waiting or running, by peer
+        self._num_calls = 0  # waiting or running
+        self._num_running = 0
+        self._num_bytes = 0
+        self._is_stopping = False
+        self._is_stopped = False
+        self._counts: Counter[str] = Counter()
+        self._listener: Listener = transport.listen(address)
+        self._threads = [
+            threading.Thread(
+                target=self._work, name=f"persia-serve {role.name} {number}", daemon=True
+            )
+            for number in range(settings.num_threads)
+        ]
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the true port."""
+        return self._listener.address
+
+    @property
+    def hello(self) -> Hello:
+        """Who it says it is."""
+        return self._hello
+
+    def start(self) -> None:
+        """Begin to serve."""
+        for thread in self._threads:
+            thread.start()
+        self._listener.start(self._on_message, self._on_dropped)
+
+    def stats(self) -> Mapping[str, int]:
+        """Return counts since the start; those that are zero are absent.
+
+        ``calls`` were begun; of these ``replies`` returned and ``errors`` raised. ``busy`` were
+        refused, ``repeated`` were here already, ``expired`` waited longer than their callers.
+        ``bad.<reason>`` could not be read, ``dropped.<reason>`` could not be taken or answered.
+        ``unfinished`` were waiting or running when the server stopped.
+        """
+        with self._changed:
+            return dict(self._counts)
+
+    def stop(self, timeout_s: float = 10.0) -> Mapping[str, int]:
+        """Finish what is here and stop; what is not finished in time is counted.
+
+        Returns:
+            As ``stats``.
+        """
+        with self._changed:
+            is_first = not self._is_stopping
+            self._is_stopping = True
+            self._changed.wait_for(lambda: not self._num_calls, timeout_s)
+            if is_first and self._num_calls:
+                self._counts["unfinished"] += self._num_calls
+                logger.warning(
+                    "%s at %s: stopped with %d calls unfinished after %g s",
+                    self._role.name,
+                    self.address,
+                    self._num_calls,
+                    timeout_s,
+                )
+            self._is_stopped = True
+            self._waiting.clear()
+            is_idle = not self._num_running
+            self._changed.notify_all()
+        self._listener.close(_LINGER_S)
+        if is_idle:
+            for thread in self._threads:
+                if thread.ident is not None:
+                    thread.join()
+        return self.stats()
+
+    # --- in the listener's thread -----------------------------------------------------------
+
+    def _on_dropped(self, reason: str) -> None:
+        self._count_bad(f"dropped.{reason}", f"a message was dropped: {reason}")
+
+    def _count_bad(self, name: str, text: str) -> None:
+        with self._changed:
+            self._counts[name] += 1
+            is_first = self._counts[name] == 1
+        if is_first:
+            # A line for each message would let a stranger fill the disk.
+            logger.warning(
+                "%s at %s: %s; more of this kind are only counted, as %s",
+                self._role.name,
+                self.address,
+                text,
+                name,
+            )
+
+    def _on_message(self, peer: bytes, parts: Parts) -> None:
+        try:
+            message = decode(parts, self._limits)
+            if not isinstance(message, Call):
+                raise UnreadableFrame("not_a_call", "expected a call", message.call_id)
+        except UnreadableFrame as error:
+            self._count_bad(f"bad.{error.reason}", f"a bad message: {error}")
+            self._fail(peer, error.call_id, error)
+            return
+        if message.method == HELLO.name:
+            # Here, so that it is answered however busy the workers are.
+            body, arrays = HELLO.write_result(self._hello)
+            self._send(peer, Reply(message.call_id, self._incarnation, body, arrays))
+            return
+        if message.method not in self._role.methods:
+            self._count_bad("bad.method", f"no method {message.method!r}")
+            self._fail(
+                peer,
+                message.call_id,
+                ProtocolError(f"{self._role.name} has no method {message.method!r}"),
+            )
+            return
+        job = _Job(
+            peer,
+            message,
+            sum(len(part) for part in parts),
+            time.monotonic() + message.timeout_ms / 1000.0,
+        )
+        refusal = self._take(job)
+        if refusal:
+            self._fail(peer, message.call_id, ServiceBusy(refusal, method=message.method))
+
+    def _take(self, job: _Job) -> str:
+        """Queue a job; returns why it cannot be, or ""."""
+        settings = self._settings
+        with self._changed:
+            here = self._here.get(job.peer, set())
+            refusal = ""
+            if job.call.call_id in here:
+                self._counts["repeated"] += 1
+                return ""
+            if self._is_stopping:
+                refusal = "it is stopping"
+            elif len(here) >= settings.calls_per_peer:
+                refusal = f"{len(here)} calls of this peer are waiting or running"
+            elif self._num_calls >= settings.calls:
+                refusal = f"{self._num_calls} calls are waiting or running"
+            elif self._num_calls and self._num_bytes + job.num_bytes > settings.bytes:
+                refusal = f"{self._num_bytes} bytes of calls are waiting or running"
+            if refusal:
+                self._counts["busy"] += 1
+                return f"{self._role.name} {self._hello.replica_index} is busy: {refusal}"
+            here.add(job.call.call_id)
+            self._here[job.peer] = here
+            self._num_calls += 1
+            self._num_bytes += job.num_bytes
+            self._waiting.setdefault(job.peer, deque()).append(job)
+            self._changed.notify()
+        return ""
+
+    # --- in the workers ---------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            job = self._next()
+            if job is None:
+                return
+            try:
+                self._serve(job)
+            finally:
+                self._done(job)
+                # Its arrays are the request's memory: not to be kept while idle.
+                del job
+
+    def _next(self) -> _Job | None:
+        """Wait for a call: the oldest of the peer whose turn it is. None to stop."""
+        with self._changed:
+            while not self._waiting:
+                if self._is_stopped:
+                    return None
+                self._changed.wait()
+            peer, jobs = self._waiting.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._waiting[peer] = jobs  # behind the others
+            self._num_running += 1
+            return job
+
+    def _done(self, job: _Job) -> None:
+        with self._changed:
+            here = self._here[job.peer]
+            here.discard(job.call.call_id)
+            if not here:
+                del self._here[job.peer]
+            self._num_calls -= 1
+            self._num_running -= 1
+            self._num_bytes -= job.num_bytes
+            if not self._num_calls:
+                self._changed.notify_all()
+
+    def _serve(self, job: _Job) -> None:
+        call = job.call
+        if time.monotonic() > job.expires_at:
+            with self._changed:
+                self._counts["expired"] += 1
+            return
+        method = self._role.methods[call.method]
+        with self._changed:
+            self._counts["calls"] += 1
+        try:
+            arguments = method.read_arguments(call.body, call.arrays)
+            result = getattr(self._service, method.name)(*arguments)
+            body, arrays = method.write_result(result)
+            parts = encode(Reply(call.call_id, self._incarnation, body, arrays), self._limits)
+        except BaseException as error:
+            # All of them: the caller is told, and the thread has other callers to serve.
+            with self._changed:
+                self._counts["errors"] += 1
+            if not isinstance(error, PersiaError):
+                logger.exception(
+                    "%s at %s: %s failed", self._role.name, self.address, method.name
+                )
+            self._fail(job.peer, call.call_id, error)
+            return
+        with self._changed:
+            self._counts["replies"] += 1
+        self._listener.send(job.peer, parts)
+
+    def _fail(self, peer: bytes, call_id: int, error: BaseException) -> None:
+        self._send(peer, Failure(call_id, self._incarnation, failures.to_body(error)))
+
+    def _send(self, peer: bytes, message: Reply | Failure) -> None:
+        self._listener.send(peer, encode(message, self._limits))
+
+
+def serve(
+    transport: Transport, address: str, role: Role, service: Any, **options: Any
+) -> Server:
+    """Start a server for an object that says itself which replica it is.
+
+    Args:
+        transport: Where to listen.
+        address: As for ``Server``.
+        role: As for ``Server``.
+        service: Its ``replica_index``, ``replica_size`` and ``schema_fingerprint`` are used
+            where it has them.
+        options: Further arguments of ``Server``.
+    """
+    names = ("replica_index", "replica_size", "schema_fingerprint")
+    known = {name: getattr(service, name) for name in names if hasattr(service, name)}
+    server = Server(transport, address, role, service, **(known | options))
+    server.start()
+    return server

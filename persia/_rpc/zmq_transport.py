@@ -1,0 +1,501 @@
+"""The transport over ZeroMQ: DEALER to ROUTER, by ``ipc://`` or ``tcp://``.
+
+A ZeroMQ socket belongs to one thread. Each end has a thread of its own that does nothing but
+move messages: others append to its queue and wake it by a byte on a socket pair.
+
+    any thread --queue--> thread of the end --zmq--> thread of the other end --callback-->
+
+``ZMQ_IMMEDIATE`` keeps messages out of a connection that is not there, so that "was it sent"
+has an answer. libzmq drops what a broken connection still held: nothing is sent twice behind
+our back. Its own threads answer heartbeats, so a server that computes is not taken for dead,
+and one that is stopped or cut off is noticed.
+
+libzmq bounds a message part by part and holds all parts before it delivers the first, so a
+peer can make it hold parts without end; ``Limits`` bounds what Python sees. Who cannot trust
+the network must keep strangers out of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket as sockets
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import zmq
+
+from persia._rpc.frame import LIMITS, Limits, Part
+from persia._rpc.transport import Outgoing, Parts
+from persia.errors import ConfigError, InternalError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Messages per connection and direction. Bytes are bounded by the calls in flight; this
+# bounds what a peer that does not read can make us hold.
+_HIGH_WATER_MARK = 64
+
+_HEARTBEAT_MS = 2_000
+_HEARTBEAT_TIMEOUT_MS = 8_000  # a connection silent for so long is closed
+_HANDSHAKE_MS = 5_000  # who connects and says nothing is cut off
+_CONNECT_MS = 5_000
+_UNBIND_MS = 2_000
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 1_000
+
+# Messages taken before what is to be sent gets its turn.
+_BURST = 64
+_IPC = "ipc://"
+_MAX_IPC_PATH = 107  # sockaddr_un holds 108 bytes with the final zero
+
+
+def normalized(address: str) -> str:
+    """Return an address with its scheme; ``host:port`` alone is TCP.
+
+    Raises:
+        ConfigError: If it is neither ``ipc://<path>`` nor ``[tcp://]<host>:<port>``.
+    """
+    if address.startswith(_IPC):
+        path = address[len(_IPC) :]
+        if not 0 < len(path.encode()) <= _MAX_IPC_PATH:
+            raise ConfigError(
+                f"address {address!r}: expected a path of 1..{_MAX_IPC_PATH} bytes, "
+                f"got {len(path.encode())}"
+            )
+        return address
+    scheme, separator, rest = address.rpartition("://")
+    host, colon, port = rest.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and int(port) < 1 << 16
+    if (separator and scheme != "tcp") or not host or not colon or not is_port:
+        raise ConfigError(
+            f"expected an address as tcp://<host>:<port>, <host>:<port> or ipc://<path>, "
+            f"got {address!r}"
+        )
+    return f"tcp://{rest}"
+
+
+class _SocketThread(Generic[T]):
+    """Owns a socket: calls ``receive`` for what comes and ``send`` for what is queued.
+
+    ``send`` returns False if there is no room now. Both run in the thread, as does ``on_event``
+    for messages of the socket's monitor.
+    """
+
+    def __init__(self, name: str, socket: zmq.Socket[bytes], bound_to: str = "") -> None:
+        self._name = name
+        self._socket = socket
+        self._bound_to = bound_to
+        self._queue: deque[T] = deque()  # appended by any thread, emptied by this one
+        self._lock = threading.Lock()  # guards the next two
+        self._is_woken = False
+        self._is_closing = False
+        self._linger_ms = 0
+        self._wake_in, self._wake_out = sockets.socketpair()
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
+        self._thread: threading.Thread | None = None
+
+    def start(
+        self,
+        receive: Callable[[], object],
+        send: Callable[[T], bool],
+        monitor: zmq.Socket[Any] | None = None,
+        on_event: Callable[[], None] | None = None,
+    ) -> None:
+        """Start the thread."""
+        if self._thread is not None:
+            raise InternalError(f"{self._name}: started twice")
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(receive, send, monitor, on_event),
+            name=self._name,
+            daemon=True,
+        )
+        self._thread.start()
+
+    def post(self, item: T) -> None:
+        """Queue something to send; dropped if the end is closed."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._queue.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._is_woken:
+                return
+            self._is_woken = True
+            # Under the lock, which close() takes before the pair is closed. One byte in a
+            # buffer that is emptied before the flag is cleared always fits.
+            with contextlib.suppress(OSError):
+                self._wake_out.send(b"\0")
+
+    def close(self, linger_s: float) -> None:
+        """Stop the thread and close the socket; repeating it does nothing."""
+        with self._lock:
+            is_first = not self._is_closing
+            self._is_closing = True
+            if is_first:
+                self._linger_ms = max(0, int(linger_s * 1000))
+        self._wake()
+        thread = self._thread
+        if thread is None:
+            if is_first:
+                self._release()
+        elif thread is not threading.current_thread():
+            thread.join()
+
+    def _release(self) -> None:
+        self._socket.setsockopt(zmq.LINGER, self._linger_ms)
+        if self._bound_to:
+            self._unbind()
+        self._socket.close()
+        with self._lock:
+            self._is_woken = True  # nobody writes to a closed pair
+            self._wake_in.close()
+            self._wake_out.close()
+
+    def _unbind(self) -> None:
+        """Return when the address is free: closing alone would leave that to libzmq's pace."""
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
+        try:
+            self._socket.unbind(self._bound_to)
+            if not monitor.poll(_UNBIND_MS):
+                logger.warning("%s: still bound after %d ms", self._name, _UNBIND_MS)
+        except zmq.ZMQError as exc:
+            logger.warning("%s: cannot unbind: %s", self._name, exc.strerror)
+        finally:
+            self._socket.disable_monitor()
+            monitor.close(linger=0)
+
+    def _run(
+        self,
+        receive: Callable[[], object],
+        send: Callable[[T], bool],
+        monitor: zmq.Socket[Any] | None,
+        on_event: Callable[[], None] | None,
+    ) -> None:
+        try:
+            self._loop(receive, send, monitor, on_event)
+        except Exception:
+            # Nobody can be told: calls run into their deadlines, and this says why.
+            logger.exception("%s: a thread that moves messages failed", self._name)
+        finally:
+            if monitor is not None:
+                self._socket.disable_monitor()
+                monitor.close(linger=0)
+            self._release()
+
+    def _loop(
+        self,
+        receive: Callable[[], object],
+        send: Callable[[T], bool],
+        monitor: zmq.Socket[Any] | None,
+        on_event: Callable[[], None] | None,
+    ) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_in.fileno(), zmq.POLLIN)
+        if monitor is not None:
+            poller.register(monitor, zmq.POLLIN)
+        has_room = True
+        while True:
+            # Asked for room only when something waits for it: an idle socket has room.
+            wanted = zmq.POLLIN if has_room else zmq.POLLIN | zmq.POLLOUT
+            poller.modify(self._socket, wanted)
+            ready = dict(poller.poll())
+            if self._wake_in.fileno() in ready:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_in.recv(64)
+                with self._lock:
+                    self._is_woken = False
+            if ready.get(self._socket, 0) & zmq.POLLIN:
+                receive()
+            if monitor is not None and on_event is not None and monitor in ready:
+                on_event()
+            has_room = self._send_queued(send)
+            with self._lock:
+                if self._is_closing:
+                    return
+
+    def _send_queued(self, send: Callable[[T], bool]) -> bool:
+        while self._queue:
+            item = self._queue.popleft()
+            if not send(item):
+                self._queue.appendleft(item)
+                return False
+        return True
+
+
+def _receive(socket: zmq.Socket[bytes], limits: Limits) -> tuple[list[Part], str]:
+    """Take one message off the socket.
+
+    Returns:
+        Its parts, and why it has to be dropped or "". All its parts are taken either way.
+
+    Raises:
+        zmq.Again: If there is none.
+    """
+    parts: list[Part] = []
+    reason = ""
+    num_bytes = 0
+    while True:
+        part = socket.recv(zmq.NOBLOCK, copy=False)
+        num_bytes += len(part.buffer)
+        # Routing id, protocol name and header come beside the arrays.
+        if len(parts) >= limits.num_arrays + 3:
+            reason = "num_arrays"
+        elif num_bytes > limits.message_bytes:
+            reason = "message_bytes"
+        if reason:
+            parts.clear()
+        else:
+            parts.append(part.buffer)
+        if not part.more:
+            return parts, reason
+
+
+def _send(socket: zmq.Socket[bytes], parts: Parts) -> None:
+    """Put one message on the socket; large parts are not copied.
+
+    Raises:
+        zmq.Again: If there is no room; nothing of it was sent.
+    """
+    last = len(parts) - 1
+    for number, part in enumerate(parts):
+        more = zmq.SNDMORE if number < last else 0
+        socket.send(part, zmq.NOBLOCK | more, copy=False)
+
+
+class ZmqTransport:
+    """Ends that share libzmq's threads.
+
+    Args:
+        limits: What a message may be.
+        num_io_threads: libzmq's own; one moves about a gigabyte a second.
+    """
+
+    def __init__(self, limits: Limits = LIMITS, num_io_threads: int = 1) -> None:
+        self._limits = limits
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_io_threads)
+        # Those still in use; libzmq would wait for ever for one that nobody closes.
+        self._ends: weakref.WeakSet[ZmqListener | ZmqChannel] = weakref.WeakSet()
+
+    def listen(self, address: str) -> ZmqListener:
+        """Bind to an address; port 0 or ``*`` is one that the kernel chooses.
+
+        Raises:
+            ConfigError: If the address cannot be read, or is in use.
+        """
+        wanted = normalized(address)
+        if wanted.startswith(_IPC):
+            _check_nobody_listens(wanted)
+        socket = self._socket(zmq.ROUTER, wanted)
+        # A reply that nobody can take is an error to count, not to lose.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            socket.bind(wanted)
+        except zmq.ZMQError as exc:
+            socket.close(linger=0)
+            raise ConfigError(f"cannot listen at {wanted}: {exc.strerror}") from exc
+        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        listener = ZmqListener(socket, bound, self._limits)
+        self._ends.add(listener)
+        return listener
+
+    def connect(self, address: str) -> ZmqChannel:
+        """Prepare a channel to an address; nobody needs to listen there yet.
+
+        Raises:
+            ConfigError: If the address cannot be read.
+        """
+        wanted = normalized(address)
+        socket = self._socket(zmq.DEALER, wanted)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        channel = ZmqChannel(socket, wanted, self._limits)
+        self._ends.add(channel)
+        return channel
+
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.array_bytes, 1 << 16))
+        socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        # Only where it is asked for: with it, libzmq would take a name's IPv6 address alone.
+        socket.setsockopt(zmq.IPV6, int("://[" in address))
+        return socket
+
+    def close(self) -> None:
+        """Close what is still open, and end libzmq's threads once nothing lingers."""
+        for end in list(self._ends):
+            if isinstance(end, ZmqListener):
+                end.close(0.0)
+            else:
+                end.close()
+        self._context.term()
+
+
+def _check_nobody_listens(address: str) -> None:
+    """Refuse a path that is in use: libzmq would take it over without a word."""
+    path = address[len(_IPC) :]
+    name = "\0" + path[1:] if path.startswith("@") else path
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(name)
+        except OSError:
+            return  # nobody is there, or the bind that follows says what is wrong
+    raise ConfigError(f"cannot listen at {address}: another process does")
+
+
+class ZmqListener:
+    """Server end."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
+        self._socket = socket
+        self._address = address
+        self._limits = limits
+        self._thread = _SocketThread[tuple[bytes, Parts]](
+            f"persia-listen {address}", socket, address
+        )
+        self._on_message: Callable[[bytes, Parts], None] | None = None
+        self._on_dropped: Callable[[str], None] | None = None
+
+    @property
+    def address(self) -> str:
+        """The address it is bound to, with the true port."""
+        return self._address
+
+    def start(
+        self,
+        on_message: Callable[[bytes, Parts], None],
+        on_dropped: Callable[[str], None],
+    ) -> None:
+        """Begin to receive."""
+        self._on_message, self._on_dropped = on_message, on_dropped
+        self._thread.start(self._receive_burst, self._send_one)
+
+    def send(self, peer: bytes, parts: Parts) -> None:
+        """Send to a peer, or drop if it has gone or does not read."""
+        self._thread.post((peer, parts))
+
+    def close(self, linger_s: float) -> None:
+        """Stop listening, giving what was to be sent that many seconds to leave."""
+        self._thread.close(linger_s)
+
+    def _receive_burst(self) -> None:
+        on_message, on_dropped = self._on_message, self._on_dropped
+        if on_message is None or on_dropped is None:
+            raise InternalError(f"{self._address}: receives before start")
+        for _ in range(_BURST):
+            try:
+                parts, reason = _receive(self._socket, self._limits)
+            except zmq.Again:
+                return
+            if reason:
+                on_dropped(reason)
+            else:
+                on_message(bytes(parts[0]), parts[1:])
+
+    def _send_one(self, item: tuple[bytes, Parts]) -> bool:
+        peer, parts = item
+        try:
+            _send(self._socket, [peer, *parts])
+        except zmq.ZMQError as exc:
+            if exc.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            if self._on_dropped is not None:
+                self._on_dropped("peer_slow" if exc.errno == zmq.EAGAIN else "peer_gone")
+        return True
+
+
+class ZmqChannel:
+    """Client end."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
+        self._socket = socket
+        self._address = address
+        self._limits = limits
+        self._thread = _SocketThread[Outgoing](f"persia-channel {address}", socket)
+        self._monitor: zmq.Socket[Any] | None = None
+        self._on_message: Callable[[Parts], None] | None = None
+        self._on_lost: Callable[[], None] | None = None
+
+    @property
+    def address(self) -> str:
+        """The address it connects to."""
+        return self._address
+
+    def start(self, on_message: Callable[[Parts], None], on_lost: Callable[[], None]) -> None:
+        """Begin to connect."""
+        self._on_message, self._on_lost = on_message, on_lost
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self._address)
+        self._thread.start(self._receive_burst, self._send_one, self._monitor, self._on_event)
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Send as soon as there is a connection with room."""
+        self._thread.post(outgoing)
+
+    def close(self) -> None:
+        """End the connection; what was not sent is dropped."""
+        self._thread.close(0.0)
+
+    def _receive_burst(self) -> bool:
+        """Take what is there; False if there may be more."""
+        if self._on_message is None:
+            raise InternalError(f"{self._address}: receives before start")
+        for _ in range(_BURST):
+            try:
+                parts, reason = _receive(self._socket, self._limits)
+            except zmq.Again:
+                return True
+            if reason:
+                logger.warning(
+                    "%s: dropped an answer that exceeds the limit of %s",
+                    self._address,
+                    reason,
+                )
+            else:
+                self._on_message(parts)
+        return False
+
+    def _on_event(self) -> None:
+        monitor = self._monitor
+        if monitor is None or self._on_lost is None:
+            raise InternalError(f"{self._address}: watched before start")
+        is_lost = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                monitor.recv_multipart(zmq.NOBLOCK)
+                is_lost = True
+        if is_lost:
+            # Answers that came before the connection broke count, although the poll may not
+            # have seen them.
+            while not self._receive_burst():
+                pass
+            self._on_lost()
+
+    def _send_one(self, outgoing: Outgoing) -> bool:
+        if not outgoing.claim():
+            return True
+        try:
+            _send(self._socket, outgoing.parts)
+        except zmq.Again:
+            outgoing.unclaim()
+            return False
+        return True

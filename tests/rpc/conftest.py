@@ -1,0 +1,38 @@
+"""A wire of each kind, closed after the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rpc.support import TRANSPORTS, Wire
+
+
+@pytest.fixture(params=TRANSPORTS)
+def wire(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wire]:
+    made = Wire(request.param, tmp_path)
+    yield made
+    made.transport.close()
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def zmq_wire(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wire]:
+    made = Wire(request.param, tmp_path)
+    yield made
+    made.transport.close()
+
+
+@pytest.fixture
+def ipc_wire(tmp_path: Path) -> Iterator[Wire]:
+    made = Wire("ipc", tmp_path)
+    yield made
+    made.transport.close()
+
+
+@pytest.fixture
+def tcp_wire(tmp_path: Path) -> Iterator[Wire]:
+    made = Wire("tcp", tmp_path)
+    yield made
+    made.transport.close()

@@ -1,0 +1,253 @@
+"""Transports, a role of its own, and raw peers for the tests of the wire."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgpack  # type: ignore[import-untyped]
+import numpy as np
+import zmq
+
+from persia import errors
+from persia._core.feature_batch import FeatureBatch
+from persia._rpc.frame import PROTOCOL, Call, Failure, Message, Part, Reply, decode, encode
+from persia._rpc.memory_transport import MemoryTransport
+from persia._rpc.messages import TableSigns
+from persia._rpc.methods import role_of
+from persia._rpc.transport import Transport
+from persia._rpc.zmq_transport import ZmqTransport
+
+TRANSPORTS = ("memory", "ipc", "tcp")
+
+# Seconds; nothing here takes long unless it is broken.
+PATIENCE_S = 20.0
+
+
+class Wire:
+    """A transport with addresses that are free."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind = kind
+        self.transport: Transport = MemoryTransport() if kind == "memory" else ZmqTransport()
+        self._directory = directory
+        self._num_addresses = 0
+
+    def address(self) -> str:
+        self._num_addresses += 1
+        if self.kind == "tcp":
+            return "tcp://127.0.0.1:0"
+        prefix = "ipc://" if self.kind == "ipc" else ""
+        return f"{prefix}{self._directory}/{self._num_addresses}"
+
+
+class Toy(Protocol):
+    """Methods to see calls by."""
+
+    def add(self, number: int) -> int: ...
+    def add_once(self, number: int) -> int: ...
+    def hold(self, number: int) -> int: ...
+    def fail(self, name: str) -> None: ...
+    def echo(self, tables: Sequence[TableSigns]) -> tuple[TableSigns, ...]: ...
+    def fill(self, num_signs: int) -> TableSigns: ...
+    def wrong(self) -> int: ...
+
+
+def _always(arguments: Sequence[Any]) -> bool:
+    return True
+
+
+def _never(arguments: Sequence[Any]) -> bool:
+    return False
+
+
+TOY = role_of(
+    "toy",
+    Toy,
+    {
+        "add": _always,
+        "add_once": _never,
+        "hold": _never,
+        "fail": _always,
+        "echo": _always,
+        "fill": _always,
+        "wrong": _always,
+    },
+)
+
+
+class ToyService:
+    """Implements ``Toy``; ``hold`` waits for a permit."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.total = 0
+        self.calls: list[tuple[str, int]] = []
+        self.permits = threading.Semaphore(0)
+        self.holding = threading.Semaphore(0)  # released by each call that waits
+
+    def add(self, number: int) -> int:
+        with self.lock:
+            self.total += number
+            self.calls.append(("add", number))
+            return self.total
+
+    def add_once(self, number: int) -> int:
+        return self.add(number)
+
+    def hold(self, number: int) -> int:
+        with self.lock:
+            self.calls.append(("hold", number))
+        self.holding.release()
+        if not self.permits.acquire(timeout=PATIENCE_S):
+            raise TimeoutError("nobody gave a permit")
+        return number
+
+    def fail(self, name: str) -> None:
+        cls = getattr(errors, name, None)
+        if cls is None:
+            raise {"KeyError": KeyError, "ZeroDivisionError": ZeroDivisionError}[name]("why")
+        raise cls(f"a {name} with its text")
+
+    def echo(self, tables: Sequence[TableSigns]) -> tuple[TableSigns, ...]:
+        return tuple(tables)
+
+    def fill(self, num_signs: int) -> TableSigns:
+        return TableSigns(0, np.arange(num_signs, dtype=np.uint64))
+
+    def wrong(self) -> Any:
+        return "not an int"
+
+
+def same(one: Any, two: Any) -> bool:
+    """Bit-equal, of the same types, all the way down."""
+    if isinstance(one, FeatureBatch):
+        pairs = zip(one.parts(), two.parts(), strict=True)
+        return one.name == two.name and all(same(a, b) for a, b in pairs)
+    if isinstance(one, np.ndarray):
+        return (
+            isinstance(two, np.ndarray)
+            and one.dtype == two.dtype
+            and one.shape == two.shape
+            and one.tobytes() == two.tobytes()
+        )
+    if isinstance(one, Mapping):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if type(one) is not type(two):
+        return False
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        return all(same(getattr(one, name), getattr(two, name)) for name in names)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(same, one, two))
+    return bool(one == two)
+
+
+class RawPeer:
+    """A DEALER without our client: sends what it is told."""
+
+    def __init__(self, address: str, **options: int) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        self.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
+        for name, value in options.items():
+            self.socket.setsockopt(getattr(zmq, name), value)
+        self.socket.connect(address)
+
+    def send(self, parts: Sequence[Part]) -> None:
+        self.socket.send_multipart(parts)
+
+    def call(
+        self, call_id: int, method: str, *arguments: Any, timeout_ms: int = 20_000
+    ) -> None:
+        self.send(encode(Call(call_id, method, timeout_ms, list(arguments))))
+
+    def receive(self) -> Message:
+        return decode(self.socket.recv_multipart())
+
+    def answer(self, call_id: int) -> Reply | Failure:
+        """The answer to one call; those to others are dropped."""
+        while True:
+            message = self.receive()
+            assert not isinstance(message, Call)
+            if message.call_id == call_id:
+                return message
+
+    def settle(self, call_id: int = 1 << 40) -> Reply | Failure:
+        """Return when the server has taken all that was sent before."""
+        self.call(call_id, "hello")
+        return self.answer(call_id)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+        self.context.term()
+
+
+@contextlib.contextmanager
+def raw_peer(address: str, **options: int) -> Iterator[RawPeer]:
+    peer = RawPeer(address, **options)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def header(**changes: Any) -> bytes:
+    """A call's header, with some keys changed or, where None is given as ..., left out."""
+    content: dict[str, Any] = {"k": "call", "id": 7, "m": "add", "t": 1000, "a": [], "b": [1]}
+    content |= changes
+    packed: bytes = msgpack.packb({k: v for k, v in content.items() if v is not ...})
+    return packed
+
+
+# Messages with exactly one thing wrong, and the reason that is counted.
+BAD: list[tuple[str, list[bytes], str]] = [
+    ("no part", [b""], "parts"),
+    ("one part", [PROTOCOL], "parts"),
+    ("empty delimiter", [b"", PROTOCOL, header()], "protocol"),
+    ("other version", [b"PERSIA/2", header()], "protocol"),
+    ("other protocol", [b"GET / HT", b"TP/1.1"], "protocol"),
+    ("long name", [b"P" * 100_000, header()], "protocol"),
+    ("empty header", [PROTOCOL, b""], "header"),
+    ("no msgpack", [PROTOCOL, b"\xc1"], "header"),
+    ("cut off", [PROTOCOL, header()[:-1]], "header"),
+    ("more behind", [PROTOCOL, header() + b"\x00"], "header"),
+    ("not a map", [PROTOCOL, msgpack.packb([1, 2])], "header"),
+    ("deep", [PROTOCOL, b"\x91" * 100_000 + b"\xc0"], "header"),
+    ("extension", [PROTOCOL, header(b=msgpack.ExtType(4, b"x"))], "header"),
+    ("not UTF-8", [PROTOCOL, b"\x81\xa1k\xa2\xff\xfe"], "header"),
+    ("unhashable kind", [PROTOCOL, header(k=[1])], "header"),
+    ("unknown kind", [PROTOCOL, header(k="cast")], "header"),
+    ("missing key", [PROTOCOL, header(t=...)], "header"),
+    ("additional key", [PROTOCOL, header(x=1)], "header"),
+    ("id is text", [PROTOCOL, header(id="7")], "header"),
+    ("id is bool", [PROTOCOL, header(id=True)], "header"),
+    ("id is negative", [PROTOCOL, header(id=-1)], "header"),
+    ("id is 0", [PROTOCOL, header(id=0)], "header"),
+    ("time is float", [PROTOCOL, header(t=1.0)], "header"),
+    ("time is long", [PROTOCOL, header(t=1 << 32)], "header"),
+    ("method is bytes", [PROTOCOL, header(m=b"add")], "header"),
+    ("method is long", [PROTOCOL, header(m="a" * 65)], "header"),
+    ("specs are a map", [PROTOCOL, header(a={})], "array_count"),
+    ("array missing", [PROTOCOL, header(a=[["<u8", [1]]])], "array_count"),
+    ("array too many", [PROTOCOL, header(), b"12345678"], "array_count"),
+    ("object dtype", [PROTOCOL, header(a=[["|O", [1]]]), bytes(8)], "array_spec"),
+    ("big-endian", [PROTOCOL, header(a=[[">u8", [1]]]), bytes(8)], "array_spec"),
+    ("dtype is a list", [PROTOCOL, header(a=[[["<u8"], [1]]]), bytes(8)], "array_spec"),
+    ("spec of three", [PROTOCOL, header(a=[["<u8", [1], 0]]), bytes(8)], "array_spec"),
+    ("two negatives", [PROTOCOL, header(a=[["<u8", [-1, -1]]]), bytes(8)], "array_spec"),
+    ("bool extent", [PROTOCOL, header(a=[["<u8", [True]]]), bytes(8)], "array_spec"),
+    ("float extent", [PROTOCOL, header(a=[["<u8", [1.0]]]), bytes(8)], "array_spec"),
+    ("huge extent", [PROTOCOL, header(a=[["<u8", [1 << 60]]]), bytes(8)], "array_spec"),
+    ("nine axes", [PROTOCOL, header(a=[["<u8", [1] * 9]]), bytes(8)], "array_spec"),
+    ("short array", [PROTOCOL, header(a=[["<u8", [2]]]), bytes(15)], "array_bytes"),
+    ("long array", [PROTOCOL, header(a=[["<u8", [2]]]), bytes(17)], "array_bytes"),
+    ("bytes for nothing", [PROTOCOL, header(a=[["<u8", [0]]]), bytes(1)], "array_bytes"),
+    ("bool of 2", [PROTOCOL, header(a=[["|b1", [1]]]), b"\x02"], "array_bytes"),
+]

@@ -1,0 +1,246 @@
+"""One suite for every transport: both Protocols give the plain object's bits through it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia._rpc.messages import (
+    EmbeddingWorker,
+    LookupRequest,
+    ParameterServer,
+    TableEntries,
+    TableGradients,
+    TableSigns,
+    UpdateRequest,
+)
+from persia._rpc.methods import embedding_worker, parameter_server
+from persia._rpc.remote import RemoteEmbeddingWorker, RemoteParameterServer
+from persia._rpc.server import serve
+from persia.errors import ConfigError, DataError, PersiaError, UnknownRef
+from tests.rpc.support import PATIENCE_S, Wire, same
+from tests.services.support import (
+    ADAM,
+    CONFIG,
+    SCHEMA,
+    SETTINGS,
+    Samples,
+    features,
+    gradient,
+    make_servers,
+    make_worker,
+    sign,
+)
+
+BATCH = {name: [[1, 2, 2], [], [3, 1]] for name in CONFIG["slots_config"]}
+SINGLE = {name: [[1], [2], [1]] for name in CONFIG["slots_config"]}
+
+
+@contextlib.contextmanager
+def remote_servers(wire: Wire, plain: list[Any]) -> Iterator[list[RemoteParameterServer]]:
+    with contextlib.ExitStack() as stack:
+        found = []
+        for server in plain:
+            served = serve(wire.transport, wire.address(), parameter_server(), server)
+            stack.callback(served.stop)
+            remote = RemoteParameterServer.connect(
+                wire.transport, served.address, timeout_s=PATIENCE_S
+            )
+            stack.callback(remote.close)
+            found.append(remote)
+        yield found
+
+
+@contextlib.contextmanager
+def remote_worker(wire: Wire, worker: Any) -> Iterator[RemoteEmbeddingWorker]:
+    with contextlib.ExitStack() as stack:
+        served = serve(wire.transport, wire.address(), embedding_worker(), worker)
+        stack.callback(served.stop)
+        remote = RemoteEmbeddingWorker.connect(
+            wire.transport, served.address, timeout_s=PATIENCE_S
+        )
+        stack.callback(remote.close)
+        yield remote
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returned, or class and text of what it raised."""
+    try:
+        return call()
+    except PersiaError as error:
+        return type(error), str(error)
+
+
+def ask_server(server: ParameterServer) -> list[Any]:
+    """Every method, with what it may be asked and some of what it may not."""
+    pooled = SCHEMA.slots["sum"]
+    signs = np.array([sign("sum", n) for n in (3, 1, 2)], np.uint64)
+    ask = (TableSigns(pooled.table, signs),)
+    training, evaluation = LookupRequest(1, True, ask), LookupRequest(1, False, ask)
+    found: list[Any] = [
+        outcome(lambda: (server.replica_index, server.replica_size)),
+        outcome(lambda: server.schema_fingerprint),
+        outcome(server.ready_for_serving),
+        outcome(lambda: server.lookup(training)),  # NotConfigured
+        outcome(lambda: server.configure(SETTINGS)),
+        outcome(lambda: server.register_optimizer(ADAM)),
+        outcome(server.ready_for_serving),
+        outcome(lambda: server.lookup(evaluation)),
+    ]
+    rows = server.lookup(training)
+    found.append(rows)
+    grads = TableGradients(
+        pooled.table, signs, rows.tables[0].hints, np.ones((3, pooled.dim), np.float32)
+    )
+    found += [
+        outcome(lambda: server.update(UpdateRequest((7, 1), (grads,)))),
+        outcome(lambda: server.update(UpdateRequest((7, 1), (grads,)))),  # repeated
+        outcome(lambda: server.lookup(evaluation)),
+        outcome(lambda: server.read_embedding(ask)),
+        outcome(lambda: server.get_embedding_size()),
+        outcome(lambda: server.lookup(LookupRequest(1, True, (TableSigns(99, signs),)))),
+    ]
+    values = np.full((3, pooled.dim), 0.25, np.float32)
+    entries = [TableEntries(pooled.table, signs, values, None)]
+    found += [
+        outcome(lambda: server.set_embedding(entries)),
+        outcome(lambda: server.read_embedding(ask)),
+        outcome(lambda: server.set_embedding([TableEntries(0, signs[:1], values, None)])),
+        outcome(lambda: server.stats()),
+        outcome(server.clear_embeddings),
+        outcome(server.get_embedding_size),
+        outcome(lambda: server.lookup(evaluation)),
+    ]
+    return found
+
+
+def without_ref(result: Any) -> Any:
+    return [*result.outputs]
+
+
+def ask_worker(worker: EmbeddingWorker) -> list[Any]:
+    found: list[Any] = [
+        outcome(worker.ready_for_serving),
+        outcome(lambda: worker.configure(SETTINGS)),
+        outcome(lambda: worker.register_optimizer(ADAM)),
+        outcome(worker.ready_for_serving),
+    ]
+    batches: list[dict[str, Samples]] = [BATCH, SINGLE, {"sum": []}, BATCH]
+    for number, batch in enumerate(batches):
+        given = features(batch, number)
+        ref = worker.register(given)
+        assert worker.register(given) == ref
+        result = worker.lookup(ref, True)
+        assert result.ref == ref
+        found.append(without_ref(result))
+        grads = gradient(result, (5, number))
+        found += [worker.update(grads), worker.update(grads)]
+    evaluated = features(BATCH, 9, requires_grad=False)
+    found += [
+        without_ref(worker.lookup_direct(evaluated)),
+        worker.lookup_direct(evaluated).ref,
+        outcome(lambda: worker.lookup_direct(features({"nobody": [[1]]}))),
+        outcome(worker.get_embedding_size),
+    ]
+    direct = worker.lookup_direct(features(BATCH, 10))
+    found.append(without_ref(direct))
+    assert direct.ref is not None
+    worker.release(direct.ref)
+    with pytest.raises(UnknownRef, match=f"ref {direct.ref}"):
+        worker.lookup(direct.ref, True)
+    slot = SCHEMA.slots["sum"]
+    signs = np.array([sign("sum", n) for n in range(8)], np.uint64)
+    entries = [TableEntries(slot.table, signs, np.ones((8, slot.dim), np.float32), None)]
+    found += [
+        outcome(lambda: worker.set_embedding(entries)),
+        without_ref(worker.lookup_direct(evaluated)),
+        outcome(worker.stats),
+        outcome(worker.clear_embeddings),
+        outcome(worker.get_embedding_size),
+    ]
+    return found
+
+
+def first_difference(wanted: list[Any], got: list[Any]) -> Any:
+    pairs = zip(wanted, got, strict=True)
+    return next(((n, a, b) for n, (a, b) in enumerate(pairs) if not same(a, b)), None)
+
+
+def test_parameter_server_through_the_wire(wire: Wire) -> None:
+    (plain,) = make_servers(1, hyper=None, optimizer=None)
+    wanted = ask_server(plain)
+    with remote_servers(wire, make_servers(1, hyper=None, optimizer=None)) as (remote,):
+        assert first_difference(wanted, ask_server(remote)) is None
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_embedding_worker_through_the_wire(wire: Wire, num_servers: int) -> None:
+    plain = make_servers(num_servers, hyper=None, optimizer=None)
+    with contextlib.closing(make_worker(plain)) as worker:
+        wanted = ask_worker(worker)
+    served = make_servers(num_servers, hyper=None, optimizer=None)
+    with (
+        remote_servers(wire, served) as remotes,
+        contextlib.closing(make_worker(list(remotes))) as worker,
+        remote_worker(wire, worker) as remote,
+    ):
+        assert first_difference(wanted, ask_worker(remote)) is None
+
+
+def test_arrays_that_arrive_are_the_receivers_own(wire: Wire) -> None:
+    """T2: writing into what came back changes no row."""
+    with remote_servers(wire, make_servers(1)) as (remote,):
+        slot = SCHEMA.slots["sum"]
+        ask = (TableSigns(slot.table, np.array([sign("sum", 1)], np.uint64)),)
+        rows = remote.lookup(LookupRequest(1, True, ask)).tables[0].rows
+        before = rows.copy()
+        rows[:] = 7.0
+        again = remote.lookup(LookupRequest(1, False, ask)).tables[0].rows
+        np.testing.assert_array_equal(again, before)
+
+
+def test_errors_name_the_server_behind_the_worker(wire: Wire) -> None:
+    with (
+        remote_servers(wire, make_servers(2)) as remotes,
+        contextlib.closing(make_worker(list(remotes))) as worker,
+        remote_worker(wire, worker) as remote,
+    ):
+        remotes[1].close()
+        with pytest.raises(PersiaError, match="embedding-parameter-server 1") as caught:
+            remote.get_embedding_size()
+        error: Any = caught.value
+        assert (error.role, error.replica) == ("embedding-parameter-server", 1)
+        assert (error.address, error.method) == (
+            remotes[1].client.address,
+            "get_embedding_size",
+        )
+
+
+def test_hello_is_checked(wire: Wire) -> None:
+    (plain, _) = make_servers(2)
+    served = serve(wire.transport, wire.address(), parameter_server(), plain)
+    with pytest.raises(ConfigError, match="expected embedding-worker, found embedding-para"):
+        RemoteEmbeddingWorker.connect(wire.transport, served.address)
+    with pytest.raises(
+        ConfigError, match="expected embedding-parameter-server 1, found 0 of 2"
+    ):
+        RemoteParameterServer.connect(wire.transport, served.address, replica=1)
+    remote = RemoteParameterServer.connect(wire.transport, served.address)
+    assert remote.schema_fingerprint == plain.schema_fingerprint
+    assert remote.client.hello() == served.hello
+    assert remote.client.incarnation == served.hello.incarnation
+    remote.close()
+    served.stop()
+
+
+def test_data_errors_keep_their_text(wire: Wire) -> None:
+    with (
+        contextlib.closing(make_worker(list(make_servers(1)))) as worker,
+        remote_worker(wire, worker) as remote,
+        pytest.raises(DataError, match="nobody"),
+    ):
+        remote.register(features({"nobody": [[1]]}))

@@ -1,0 +1,217 @@
+"""The layout of one message: golden bytes, round trips, and whatever is not a message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from persia._rpc.frame import (
+    DTYPES,
+    PROTOCOL,
+    Call,
+    Failure,
+    Limits,
+    Message,
+    Part,
+    Reply,
+    UnreadableFrame,
+    decode,
+    encode,
+)
+from persia.errors import ProtocolError
+from tests.rpc.support import BAD, header, same
+
+SCALARS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+ARRAYS = st.sampled_from(sorted(DTYPES)).flatmap(
+    lambda name: hnp.arrays(name, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0))
+)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> Message:
+    number, body = draw(st.integers(1, 2**64 - 1)), draw(SCALARS)
+    arrays = tuple(draw(st.lists(ARRAYS, max_size=4)))
+    kind = draw(st.sampled_from(["call", "reply", "failure"]))
+    if kind == "call":
+        method = draw(st.text(min_size=1, max_size=64))
+        return Call(number, method, draw(st.integers(0, 2**32 - 1)), body, arrays)
+    make = Reply if kind == "reply" else Failure
+    return make(number, draw(st.integers(0, 2**64 - 1)), body, arrays)
+
+
+def raw(parts: list[Part]) -> list[bytes]:
+    return [bytes(part) for part in parts]
+
+
+def test_golden_call() -> None:
+    array = np.array([[1, 2], [3, 4]], np.uint16)
+    parts = raw(encode(Call(5, "lookup", 300_000, [7, None, 0], (array,))))
+    assert parts == [
+        b"PERSIA/1",
+        bytes.fromhex(
+            "86 a16b a463616c6c"  # k: call
+            "a26964 05"  # id: 5
+            "a16d a66c6f6f6b7570"  # m: lookup
+            "a174 ce000493e0"  # t: 300000
+            "a161 91 92 a33c7532 92 02 02"  # a: [["<u2", [2, 2]]]
+            "a162 93 07 c0 00"  # b: [7, nil, 0]
+        ),
+        bytes.fromhex("0100 0200 0300 0400"),
+    ]
+
+
+def test_golden_reply_and_error() -> None:
+    assert raw(encode(Reply(5, 1, True))) == [
+        b"PERSIA/1",
+        bytes.fromhex("85 a16b a57265706c79 a26964 05 a169 01 a161 90 a162 c3"),
+    ]
+    assert raw(encode(Failure(0, 255, ["x"]))) == [
+        b"PERSIA/1",
+        bytes.fromhex("85 a16b a56572726f72 a26964 00 a169 ccff a161 90 a162 91 a178"),
+    ]
+
+
+@given(messages())
+def test_what_is_written_is_read(message: Message) -> None:
+    # Bytes at odd places, as inside a receive buffer.
+    parts = [memoryview(b"x" + bytes(part))[1:] for part in encode(message)]
+    read = decode(parts)
+    assert same(read, message)
+    for array in read.arrays:
+        assert array.__array_interface__["data"][0] % 8 == 0 or not array.size
+
+
+@pytest.mark.parametrize("layout", ["strided", "reversed", "fortran", "big-endian"])
+def test_layouts_are_made_plain(layout: str) -> None:
+    array: Any = np.arange(24, dtype=np.int32).reshape(4, 6)
+    array = {
+        "strided": array[:, ::2],
+        "reversed": array[::-1],
+        "fortran": np.asfortranarray(array),
+        "big-endian": array.astype(">i4"),
+    }[layout]
+    (read,) = decode(encode(Reply(1, 1, None, (array,)))).arrays
+    np.testing.assert_array_equal(read, array)
+    assert read.dtype == np.dtype("<i4")
+
+
+def test_neither_side_copies_an_aligned_array() -> None:
+    array = np.arange(100, dtype=np.uint64)
+    parts = encode(Reply(1, 1, None, (array,)))
+    assert np.shares_memory(np.frombuffer(parts[2], np.uint64), array)
+    (read,) = decode(parts).arrays
+    assert np.shares_memory(read, array)
+
+
+@pytest.mark.parametrize(("parts", "reason"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_messages_say_what_is_wrong(parts: list[bytes], reason: str) -> None:
+    with pytest.raises(UnreadableFrame) as caught:
+        decode(parts)
+    assert caught.value.reason == reason
+    assert len(str(caught.value)) < 400
+
+
+def test_a_bad_array_leaves_the_id() -> None:
+    with pytest.raises(UnreadableFrame) as caught:
+        decode([PROTOCOL, header(id=9, a=[["<u8", [1]]])])
+    assert caught.value.call_id == 9
+
+
+@given(messages(), st.data())
+@example(Reply(1, 1, 0), None)
+def test_damage_is_a_protocol_error_or_another_message(message: Message, data: Any) -> None:
+    parts = raw(encode(message))
+    if data is not None:
+        for _ in range(data.draw(st.integers(1, 3))):
+            which = data.draw(st.integers(0, len(parts) - 1))
+            part = bytearray(parts[which])
+            place = data.draw(st.integers(0, len(part)))
+            kind = data.draw(st.sampled_from(["set", "cut", "insert", "drop", "double"]))
+            if kind == "set" and place < len(part):
+                part[place] = data.draw(st.integers(0, 255))
+            elif kind == "cut":
+                del part[place:]
+            elif kind == "insert":
+                part[place:place] = data.draw(st.binary(min_size=1, max_size=8))
+            parts[which] = bytes(part)
+            if kind == "drop":
+                del parts[which]
+            if kind == "double":
+                parts.insert(which, parts[which])
+            if not parts:
+                break
+    try:
+        read = decode(parts)
+    except UnreadableFrame:
+        return
+    # What can be read can be written, and means the same.
+    assert len(encode(read)) == len(parts)
+
+
+@given(st.binary(max_size=200), st.lists(st.binary(max_size=20), max_size=3))
+def test_any_bytes_as_header(content: bytes, rest: list[bytes]) -> None:
+    with pytest.raises(UnreadableFrame):
+        decode([PROTOCOL, content, *rest])
+
+
+SMALL = Limits(header_bytes=120, num_arrays=2, array_bytes=64, message_bytes=300)
+
+
+def numbers(count: int) -> np.ndarray[Any, Any]:
+    return np.zeros(count, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("fits", "exceeds", "reason"),
+    [
+        ("x" * 97, "x" * 98, "header_bytes"),
+        ((1, 1), (1, 1, 1), "num_arrays"),
+        ((64,), (65,), "array_bytes"),
+    ],
+)
+def test_limits_hold_on_both_sides(fits: Any, exceeds: Any, reason: str) -> None:
+    def message(content: Any) -> Reply:
+        if isinstance(content, str):
+            return Reply(1, 1, content)
+        return Reply(1, 1, None, tuple(numbers(n) for n in content))
+
+    decode(encode(message(fits), SMALL), SMALL)
+    with pytest.raises(ProtocolError, match=r"at most|may have"):
+        encode(message(exceeds), SMALL)
+    with pytest.raises(UnreadableFrame) as caught:
+        decode(encode(message(exceeds)), SMALL)
+    assert caught.value.reason == reason
+
+
+def test_the_sum_of_the_parts_is_limited() -> None:
+    limits = Limits(message_bytes=200)
+    message = Reply(1, 1, None, (numbers(100), numbers(100)))
+    with pytest.raises(ProtocolError, match="200 bytes"):
+        encode(message, limits)
+    with pytest.raises(UnreadableFrame, match="200 bytes"):
+        decode(encode(message), limits)
+
+
+@pytest.mark.parametrize("body", [object(), 1 << 64, {1, 2}, "\udc80"])
+def test_what_msgpack_cannot_carry_is_refused_by_the_writer(body: Any) -> None:
+    with pytest.raises(ProtocolError, match="msgpack"):
+        encode(Reply(1, 1, body))
+
+
+@pytest.mark.parametrize("dtype", ["O", "M8[s]", "c8", "S3", "g"])
+def test_other_dtypes_are_refused_by_the_writer(dtype: str) -> None:
+    with pytest.raises(ProtocolError, match="cannot be sent"):
+        encode(Reply(1, 1, None, (np.zeros(1, dtype),)))

@@ -1,0 +1,420 @@
+"""Peers that send rubbish, say nothing, do not read, or send without end.
+
+In each case the server goes on, another client is served meanwhile, and there is a count of
+what was refused or dropped.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket as sockets
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from persia._rpc.client import Client
+from persia._rpc.failures import Place, from_body
+from persia._rpc.frame import PROTOCOL, Call, Failure, Limits, Part, Reply, encode
+from persia._rpc.messages import TableSigns
+from persia._rpc.methods import parameter_server
+from persia._rpc.remote import RemoteParameterServer
+from persia._rpc.server import Server, serve
+from persia._rpc.zmq_transport import ZmqTransport
+from persia.errors import (
+    DataTypeError,
+    ProtocolError,
+    ServiceBusy,
+    ServiceTimeout,
+    ServiceUnavailable,
+)
+from tests.rpc.support import BAD, PATIENCE_S, TOY, ToyService, Wire, header, raw_peer
+from tests.rpc.toys import make_client, toy_server
+from tests.services.support import make_servers
+
+ASKED = Place("toy", 0, "here", "add")
+
+
+def total_of(counts: Any, prefix: str) -> int:
+    return sum(count for name, count in counts.items() if name.startswith(prefix))
+
+
+@pytest.mark.parametrize(("parts", "reason"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_messages_are_answered_and_counted(
+    ipc_wire: Wire, tmp_path: Path, parts: list[bytes], reason: str
+) -> None:
+    wire = ipc_wire
+    with toy_server(wire) as (server, _), raw_peer(server.address) as peer:
+        peer.send(parts)
+        answer = peer.receive()
+        assert isinstance(answer, Failure)
+        assert type(from_body(answer.body, ASKED)) is ProtocolError
+        assert server.stats()[f"bad.{reason}"] == 1
+        # The same connection still serves.
+        peer.call(3, "add", 5)
+        good = peer.answer(3)
+        assert isinstance(good, Reply)
+        assert good.body == 5
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (Call(1, "subtract", 1000, [1]), "toy has no method 'subtract'"),
+        (Call(1, "__class__", 1000, []), "has no method"),
+        (Call(1, "add", 1000, 1), "expected a list of 1 arguments"),
+        (Call(1, "add", 1000, [1, 2]), "expected a list of 1 arguments"),
+        (Call(1, "add", 1000, ["1"]), "expected int, got '1'"),
+        (Call(1, "add", 1000, [1], (np.zeros(1),)), "1 arrays came"),
+        (Call(1, "echo", 1000, [[[0, 0]]], (np.zeros(1),)), "expected uint64"),
+        (Reply(1, 1, 5), "expected a call"),
+    ],
+)
+def test_calls_that_do_not_fit_are_answered(
+    tcp_wire: Wire, tmp_path: Path, call: Any, text: str
+) -> None:
+    wire = tcp_wire
+    with toy_server(wire) as (server, service), raw_peer(server.address) as peer:
+        peer.send(encode(call))
+        answer = peer.answer(1)
+        assert isinstance(answer, Failure)
+        error = from_body(answer.body, ASKED)
+        assert type(error) is ProtocolError
+        assert text in str(error)
+        assert service.calls == []
+
+
+# --- fuzzing a live server --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Any, Any]]:
+    """A parameter server, a stranger's connection to it, and a client that must not notice."""
+    wire = Wire("ipc", tmp_path_factory.mktemp("live"))
+    (plain,) = make_servers(1)
+    server = serve(wire.transport, wire.address(), parameter_server(), plain)
+    client = RemoteParameterServer.connect(
+        wire.transport, server.address, timeout_s=PATIENCE_S, hello_timeout_s=PATIENCE_S
+    )
+    with raw_peer(server.address) as peer:
+        yield server, peer, client
+    client.close()
+    server.stop()
+    wire.transport.close()
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=10,
+)
+DTYPE = st.sampled_from(["<u8", "<u4", "<f4", "|u1", "|b1", "|O", "<U3", ">f4", "<f2"])
+
+
+@st.composite
+def strange_messages(draw: st.DrawFn) -> list[Part]:
+    kind = draw(st.sampled_from(["bytes", "header", "call", "call"]))
+    if kind == "bytes":
+        return list(draw(st.lists(st.binary(max_size=40), min_size=1, max_size=4)))
+    parts = draw(st.lists(st.binary(max_size=32), max_size=3))
+    specs = [[draw(DTYPE), [len(part) // draw(st.sampled_from([1, 4, 8]))]] for part in parts]
+    changes: dict[str, Any] = {"m": "lookup", "b": draw(JUNK), "a": specs}
+    if kind == "header":
+        key = draw(st.sampled_from(["k", "id", "m", "t", "a", "b", "x"]))
+        changes[key] = draw(JUNK)
+    else:
+        changes["m"] = draw(st.sampled_from(sorted(parameter_server().methods)))
+        signs = st.builds(lambda n: [n, 0], st.integers(-1, 9))
+        tables = st.lists(signs, max_size=2)
+        changes["b"] = draw(
+            st.one_of(JUNK, tables.map(lambda t: [[1, False, t]]), tables.map(lambda t: [t]))
+        )
+        if changes["m"] == "clear_embeddings":
+            changes["m"] = "read_embedding"
+    return [PROTOCOL, header(**changes), *parts]
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(parts=strange_messages())
+def test_whatever_comes_is_answered_and_others_are_not_disturbed(
+    live: tuple[Server, Any, RemoteParameterServer], parts: list[Part]
+) -> None:
+    server, peer, client = live
+    peer.send(parts)
+    # Answered in order: hello comes back, so the message before it has been dealt with or is
+    # with a worker.
+    assert isinstance(peer.settle(), Reply)
+    assert client.get_embedding_size() == 0
+    assert client.client.stats().get("lost", 0) == 0
+    counts = server.stats()
+    assert total_of(counts, "dropped.") == 0
+
+
+def test_after_the_fuzz_everything_is_accounted_for(
+    live: tuple[Server, Any, RemoteParameterServer],
+) -> None:
+    server, _, client = live
+    counts = server.stop()
+    assert counts["calls"] == counts["replies"] + counts["errors"]
+    assert "unfinished" not in counts
+    client.close()
+
+
+# --- connections that are no ZeroMQ -------------------------------------------------------
+
+
+def tcp_of(server: Server) -> sockets.socket:
+    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    return sockets.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",  # half open: connects, says nothing
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f",  # a handshake begun and left there
+        b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff" * 100,
+        bytes(100),
+    ],
+)
+def test_connections_that_are_none_disturb_nobody(
+    tcp_wire: Wire, tmp_path: Path, content: bytes
+) -> None:
+    wire = tcp_wire
+    with toy_server(wire) as (server, _), make_client(wire, server) as client:
+        strangers = [tcp_of(server) for _ in range(8)]
+        for stranger in strangers:
+            stranger.sendall(content)
+        assert client.call("add", 1) == 1
+        for stranger in strangers:
+            stranger.close()
+        assert client.call("add", 1) == 2
+        assert client.stats().get("lost", 0) == 0
+
+
+def test_a_server_that_accepts_and_says_nothing(tcp_wire: Wire, tmp_path: Path) -> None:
+    """Half open from the other side: there is no connection until the handshake is done."""
+    wire = tcp_wire
+    with sockets.create_server(("127.0.0.1", 0)) as mute:
+        address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        with (
+            make_client(wire, address, timeout_s=0.1) as client,
+            pytest.raises(ServiceUnavailable, match="no connection within"),
+        ):
+            client.call("add", 1)
+
+
+def test_a_server_that_takes_calls_and_says_nothing(zmq_wire: Wire, tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    silent = context.socket(zmq.ROUTER)
+    silent.bind(f"ipc://{tmp_path}/silent")
+    with (
+        make_client(zmq_wire, f"ipc://{tmp_path}/silent") as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(client.call, "add", 1, timeout_s=0.5)
+        assert silent.poll(int(PATIENCE_S * 1000))
+        with pytest.raises(ServiceTimeout, match="no answer to add within"):
+            waiting.result(PATIENCE_S)
+    silent.close(linger=0)
+    context.term()
+
+
+def test_a_server_that_answers_rubbish(ipc_wire: Wire, tmp_path: Path) -> None:
+    """Rubbish with an id fails that call at once; without one it is counted."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    address = f"ipc://{tmp_path}/rubbish"
+    router.bind(address)
+    wire = ipc_wire
+
+    def answer(*answers: list[Part]) -> None:
+        peer, _, raw = router.recv_multipart()
+        assert b"add" in raw
+        for parts in answers:
+            router.send_multipart([peer, *parts])
+
+    reply = encode(Reply(1, 1, 0, (np.zeros(2),)))
+    odd = [*reply[:2], b"123"]
+    with make_client(wire, address) as client, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.call, "add", 1)
+        answer([b"x"], [PROTOCOL, b"\xc1"], encode(Call(1, "add", 1, [1])))
+        with pytest.raises(ProtocolError, match="expected an answer, got a call"):
+            waiting.result(PATIENCE_S)
+        waiting = pool.submit(client.call, "add", 1)
+        answer([PROTOCOL, header(k="reply", id=2, i=1, b=1, m=..., t=..., a=[["<u8", [1]]])])
+        with pytest.raises(ProtocolError, match="names 1 arrays, 0 came"):
+            waiting.result(PATIENCE_S)
+        waiting = pool.submit(client.call, "add", 1)
+        answer(odd, encode(Reply(3, 1, "text")))
+        with pytest.raises(ProtocolError, match="add's result: expected int") as caught:
+            waiting.result(PATIENCE_S)
+        assert (caught.value.role, caught.value.address) == ("toy", address)
+        waiting = pool.submit(client.call, "add", 1)
+        answer(encode(Failure(0, 1, ["ProtocolError", "version 1 only", "", None, "", "", ""])))
+        with pytest.raises(ProtocolError, match="version 1 only"):
+            waiting.result(PATIENCE_S)
+        assert total_of(client.stats(), "bad.") == 5
+    router.close(linger=0)
+    context.term()
+
+
+# --- too much ---------------------------------------------------------------------------
+
+
+def test_a_flood_leaves_others_their_turn(zmq_wire: Wire) -> None:
+    """100 calls of one peer, a share of 64, one thread: the other's call is third in turn."""
+    with (
+        toy_server(zmq_wire, num_threads=1, calls_per_peer=64) as (server, service),
+        raw_peer(server.address) as flood,
+        raw_peer(server.address) as other,
+    ):
+        for number in range(1, 101):
+            flood.call(number, "hold", number)
+        refused = []
+        for _ in range(36):
+            answer = flood.receive()
+            assert isinstance(answer, Failure)
+            assert type(from_body(answer.body, ASKED)) is ServiceBusy
+            refused.append(answer.call_id)
+        assert refused == list(range(65, 101))
+        other.call(1, "add", 5)
+        other.settle()
+        service.permits.release(2)
+        good = other.answer(1)
+        assert isinstance(good, Reply)
+        assert good.body == 5
+        assert service.calls == [("hold", 1), ("hold", 2), ("add", 5)] or service.calls == [
+            ("hold", 1),
+            ("hold", 2),
+            ("add", 5),
+            ("hold", 3),
+        ]
+        assert server.stats()["busy"] == 36
+
+
+def test_who_does_not_read_loses_answers_and_holds_up_nobody(
+    ipc_wire: Wire, tmp_path: Path
+) -> None:
+    wire = ipc_wire
+    with (
+        toy_server(wire) as (server, _),
+        make_client(wire, server) as client,
+        raw_peer(server.address, RCVHWM=1, RCVBUF=4096) as slow,
+    ):
+        number = 0
+        while not server.stats().get("dropped.peer_slow", 0):
+            number += 1
+            slow.call(number, "fill", 16384)  # 128 KiB each
+            assert client.call("fill", 1).signs.tolist() == [0]
+            assert number < 10_000
+        assert client.stats().get("lost", 0) == 0
+
+
+def test_who_leaves_before_the_answer_is_counted(zmq_wire: Wire) -> None:
+    with (
+        toy_server(zmq_wire) as (server, service),
+        make_client(zmq_wire, server) as client,
+    ):
+        # TCP may take the answer before it learns that nobody is there, and then nobody can
+        # count it; so peers go on leaving until one is missed in time.
+        while not server.stats().get("dropped.peer_gone", 0):
+            with raw_peer(server.address) as peer:
+                peer.call(1, "hold", 1)
+                assert service.holding.acquire(timeout=PATIENCE_S)
+            client.hello()
+            service.permits.release()
+            client.hello()
+        assert client.call("add", 1) == 1
+
+
+def test_parts_beyond_the_limit_cut_the_connection_off(tmp_path: Path) -> None:
+    """libzmq closes it before it holds the part; our client sees that and another is served."""
+    limits = Limits(array_bytes=1 << 16)
+    transport = ZmqTransport(limits)
+    server = serve(transport, f"ipc://{tmp_path}/a", TOY, ToyService(), limits=limits)
+    other = Client(transport, server.address, TOY, timeout_s=PATIENCE_S, limits=limits)
+    wide = ZmqTransport()
+    client = Client(wide, server.address, TOY, timeout_s=1.0)
+    assert (client.call("add", 1), other.call("add", 1)) == (1, 2)
+    with pytest.raises((ServiceTimeout, ServiceUnavailable), match=r"no (answer|connection)"):
+        client.call("echo", [TableSigns(0, np.zeros(1 << 14, np.uint64))])
+    assert client.stats()["lost"] >= 1
+    assert other.call("add", 1) == 3
+    assert other.stats().get("lost", 0) == 0
+    # A client with the same limits refuses to send it.
+    with pytest.raises(ProtocolError, match="expected at most 65536 bytes"):
+        other.call("echo", [TableSigns(0, np.zeros(1 << 14, np.uint64))])
+    client.close()
+    wide.close()
+    other.close()
+    server.stop()
+    transport.close()
+
+
+def test_too_many_parts_are_dropped_and_counted(tmp_path: Path) -> None:
+    limits = Limits(num_arrays=4, message_bytes=4096)
+    transport = ZmqTransport(limits)
+    server = serve(transport, f"ipc://{tmp_path}/a", TOY, ToyService(), limits=limits)
+    with raw_peer(server.address) as peer:
+        peer.send([PROTOCOL, *[b""] * 1000])
+        peer.settle()
+        assert server.stats()["dropped.num_arrays"] == 1
+        peer.send([PROTOCOL, header(), bytes(5000)])
+        peer.settle()
+        assert server.stats()["dropped.message_bytes"] == 1
+    server.stop()
+    transport.close()
+
+
+def test_a_result_too_large_is_an_error_for_its_caller(tmp_path: Path) -> None:
+    limits = Limits(array_bytes=1 << 16)
+    transport = ZmqTransport(limits)
+    server = serve(transport, f"ipc://{tmp_path}/a", TOY, ToyService(), limits=limits)
+    client = Client(transport, server.address, TOY, timeout_s=PATIENCE_S, limits=limits)
+    with pytest.raises(ProtocolError, match="expected at most 65536 bytes, got 80000"):
+        client.call("fill", 10_000)
+    with pytest.raises(DataTypeError):
+        client.call("fill", "x")
+    assert len(client.call("fill", 8192).signs) == 8192
+    client.close()
+    server.stop()
+    transport.close()
+
+
+# --- nothing is left behind -------------------------------------------------------------
+
+
+def test_fifty_starts_and_stops_leave_no_thread_and_no_socket(tmp_path: Path) -> None:
+    def cycle(number: int) -> None:
+        wire = Wire("ipc" if number % 2 else "tcp", tmp_path)
+        with toy_server(wire, f"ipc://{tmp_path}/one" if number % 2 else None) as (server, _):
+            with make_client(wire, server) as client:
+                # Large enough to be sent without a copy, which starts pyzmq's collector.
+                assert len(client.call("echo", [TableSigns(0, np.zeros(1 << 14, "u8"))])) == 1
+            lost = Client(wire.transport, f"ipc://{tmp_path}/nobody", TOY, timeout_s=0.0)
+            with pytest.raises(ServiceUnavailable):
+                lost.call("add", 1)
+            lost.close()
+        wire.transport.close()
+
+    def left() -> tuple[set[str], int]:
+        gc.collect()
+        descriptors = Path("/proc/self/fd")
+        num_open = len(list(descriptors.iterdir())) if descriptors.exists() else 0
+        return {thread.name for thread in threading.enumerate()}, num_open
+
+    for number in range(2):
+        cycle(number)
+    before = left()
+    for number in range(50):
+        cycle(number)
+    assert left() == before
