@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from persia import env
+from persia._core import cpu
 from persia._core.signs import pack
 from persia._rpc.messages import TableEntries
 from persia.config import EmbeddingSchema
@@ -106,8 +107,12 @@ def _reproducible(data: Any, **options: Any) -> tuple[float, float, str]:
         return report.auc, report.loss, digest(ctx)
 
 
+@pytest.mark.usefixtures("restored_isa")
 def test_reproducible_runs_are_bit_equal(data: Any) -> None:
     want = _reproducible(data)
     assert _reproducible(data) == want
     for servers, threads in ((2, 1), (4, 1), (1, 2), (2, 2)):
         assert _reproducible(data, servers=servers, threads=threads) == want
+    for name in cpu.available():
+        cpu.select(name)
+        assert _reproducible(data) == want

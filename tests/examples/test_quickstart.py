@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,6 @@ from tests.examples.loading import digest, load
 
 SEEDS = range(1, 6)
 SMALL = 6_000  # samples that touch every feature, in a second
-
-
-@pytest.fixture
-def restored_isa() -> Iterator[None]:
-    before = cpu.selected()
-    yield
-    cpu.select(before)
 
 
 def _run(**options: Any) -> tuple[Any, str]:
