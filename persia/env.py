@@ -196,8 +196,8 @@ def get_mode() -> Mode:
     if world_size > 1:
         raise ConfigError(
             f"WORLD_SIZE is {world_size}, but embedded mode has one rank: each would train "
-            "a table of its own; start servers and set PERSIA_EMBEDDING_PARAMETER_SERVERS "
-            "and PERSIA_EMBEDDING_WORKERS, or use persia-launcher"
+            "a table of its own; unset WORLD_SIZE and start the script with python (this "
+            "version has no servers that several ranks could share)"
         )
     return "embedded"
 

@@ -493,7 +493,8 @@ class PersiaBatch:
             )
         if requires_grad and not labels:
             raise DataError(
-                "requires_grad: expected a label where gradients are asked, got none"
+                "labels: expected a label where gradients are asked, got none; pass "
+                "labels=[Label(...)], or requires_grad=False for evaluation"
             )
         names: set[str] = set()
         for feature in features:
