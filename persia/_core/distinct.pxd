@@ -1,5 +1,7 @@
 """Numbering of distinct u64 values in first-seen order."""
 
+from numpy cimport ndarray
+
 from persia._core.types cimport uint32_t, uint64_t
 
 cdef struct Distinct:
@@ -15,3 +17,5 @@ cdef int distinct_init(Distinct *self, size_t most) noexcept nogil
 cdef void distinct_free(Distinct *self) noexcept nogil
 cdef void distinct_number(
     Distinct *self, const uint64_t *values, size_t n, uint32_t *numbers) noexcept nogil
+# Fills ``numbers`` [n] and returns the distinct values; ``what`` names them in a MemoryError.
+cdef ndarray distinct_of(str what, const uint64_t *values, size_t n, uint32_t *numbers)

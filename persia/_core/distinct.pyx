@@ -124,16 +124,21 @@ def number(values):
     cdef ndarray numbers = new_u32(n)
     cdef const uint64_t *source_data = <const uint64_t *>PyArray_DATA(source)
     cdef uint32_t *numbers_data = <uint32_t *>PyArray_DATA(numbers)
+    return distinct_of("values", source_data, n, numbers_data), numbers
+
+
+cdef ndarray distinct_of(str what, const uint64_t *values, size_t n, uint32_t *numbers):
+    cdef ndarray distinct
     cdef Distinct found
     try:
         with nogil:
             status = distinct_init(&found, n)
             if status == 0:
-                distinct_number(&found, source_data, n, numbers_data)
+                distinct_number(&found, values, n, numbers)
         if status != 0:
-            raise MemoryError(f"cannot number {n} values: no memory for the table")
+            raise MemoryError(f"{what}: no memory to number {n} of them")
         distinct = new_u64(found.count)
         memcpy(PyArray_DATA(distinct), found.values, found.count * sizeof(uint64_t))
     finally:
         distinct_free(&found)
-    return distinct, numbers
+    return distinct

@@ -53,6 +53,7 @@ from persia._core.distinct cimport (
     distinct_free,
     distinct_init,
     distinct_number,
+    distinct_of,
 )
 from persia._core.types cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
@@ -532,19 +533,7 @@ cdef FeatureBatch build(str feature, const uint64_t *ids, size_t n, object offse
     """Deduplicate ``n`` ids; ``offsets`` as ``own_offsets`` returns them, not used again."""
     cdef ndarray inverse = new_u32(n)
     cdef uint32_t *numbers = <uint32_t *>PyArray_DATA(inverse)
-    cdef ndarray distinct
-    cdef Distinct found
-    try:
-        with nogil:
-            status = distinct_init(&found, n)
-            if status == 0:
-                distinct_number(&found, ids, n, numbers)
-        if status != 0:
-            raise MemoryError(f"feature {feature!r}: no memory to number {n} ids")
-        distinct = new_u64(found.count)
-        memcpy(PyArray_DATA(distinct), found.values, found.count * sizeof(uint64_t))
-    finally:
-        distinct_free(&found)
+    cdef ndarray distinct = distinct_of(f"feature {feature!r}: ids", ids, n, numbers)
     cdef FeatureBatch batch = FeatureBatch.__new__(FeatureBatch)
     fill(batch, feature, distinct, inverse, offsets)
     return batch

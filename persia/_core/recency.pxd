@@ -35,7 +35,6 @@ cdef struct Recency:
     uint64_t num_live
     uint64_t num_held
     uint64_t bytes_held             # of the rows arrays
-    uint64_t num_moved              # entries copied or rows renumbered by tidying, in all
 
 
 cdef inline Segment *segment_at(const Recency *recency, uint32_t number) noexcept nogil:

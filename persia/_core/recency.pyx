@@ -150,7 +150,6 @@ cdef void squeeze(Recency *recency, Segment *segment) noexcept nogil:
             taken += 1
             held &= held - 1
         segment.held[word] = live
-    recency.num_moved += kept
     recency.num_held -= segment.num_held - kept
     segment.num_held = kept
 
@@ -243,7 +242,6 @@ cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept no
     into.num_held = into.num_used
     into.num_live = into.num_used
     recency.num_held += into.num_used
-    recency.num_moved += into.num_used
     return target
 
 

@@ -37,7 +37,6 @@ cdef struct SignIndex:
     uint32_t num_tables
     uint32_t table_capacity
     row_t *scratch                  # one table's rows while it is rebuilt
-    uint64_t num_rebuilt            # rows moved by rebuilding, in all
 
 
 cdef inline uint8_t tag_of(uint64_t hash) noexcept nogil:

@@ -38,7 +38,6 @@ cdef int index_init(SignIndex *index, Slabs *slabs) noexcept nogil:
     index.depth = 0
     index.num_tables = 0
     index.table_capacity = 0
-    index.num_rebuilt = 0
     index.directory = <Entry *> malloc(sizeof(Entry))
     index.tables = NULL
     index.scratch = <row_t *> malloc(MAX_BUCKETS * BUCKET_SLOTS * sizeof(row_t))
@@ -152,7 +151,6 @@ cdef uint32_t take_rows(SignIndex *index, Table *table) noexcept nogil:
             if table.buckets[i].tags[slot]:
                 index.scratch[count] = table.buckets[i].rows[slot]
                 count += 1
-    index.num_rebuilt += count
     return count
 
 
