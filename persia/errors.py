@@ -12,6 +12,8 @@
         ServiceTimeout(TimeoutError)   who was waited for, and how long
         ServiceBusy                    a bounded buffer is full; safe to retry
         UnknownRef(LookupError)        the ref was acknowledged, released or has expired
+        UnknownStream(LookupError)     the data-loader has no such stream there; open it again
+        JobFinished                    the job has ended, with the status in the message
         ProtocolError                  bytes this version cannot read
         RemoteError                    the peer's handler failed; remote type and text inside
       CheckpointError(OSError)         path and what was expected there
@@ -90,6 +92,14 @@ class ServiceBusy(ServiceError):
 
 class UnknownRef(ServiceError, LookupError):
     """No batch has this ref: it was acknowledged, released, expired, or another worker's."""
+
+
+class UnknownStream(ServiceError, LookupError):
+    """The nn-worker has no such stream: it was started anew, or another loader took over."""
+
+
+class JobFinished(ServiceError):
+    """The job has ended, so that what was asked for is needed by nobody."""
 
 
 class ProtocolError(ServiceError):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from persia._core.feature_batch import FeatureBatch
-from persia._rpc.frame import Array
+from persia._rpc.frame import DTYPES, Array
 from persia.errors import DataError, DataTypeError, InternalError, ProtocolError
 
 # Axes of each array field: a field's name says what it is, in every message alike.
@@ -41,7 +41,10 @@ _AXES = {
     "states": 2,
     "gradients": 2,
     "gradient": 2,
+    "meta": 1,
 }
+# Its dtype and axes are the user's.
+_ANY = "array"
 
 _NARROW = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"))
 
@@ -99,7 +102,7 @@ def coder_of(hint: Any, where: str = "") -> Coder:
     if origin in (Union, types.UnionType):
         return _union_coder(arguments, where)
     if origin is np.ndarray:
-        return _array_coder((np.dtype(get_args(arguments[1])[0]),), name)
+        return _array_coder(_dtypes(arguments[1]), name)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
         return _list_coder(coder_of(arguments[0], where), tuple)
     if origin is tuple:
@@ -174,11 +177,19 @@ def _read_option(value: Any, where: str, arrays: ArrayReader) -> float | bool:
 # --- arrays -------------------------------------------------------------------------------
 
 
+def _dtypes(hint: Any) -> tuple[np.dtype[Any], ...]:
+    """The dtypes that ``np.dtype[...]`` stands for."""
+    (scalar,) = get_args(hint)
+    return tuple(DTYPES.values()) if scalar is Any else (np.dtype(scalar),)
+
+
 def _array_coder(dtypes: tuple[np.dtype[Any], ...], name: str) -> Coder:
     axes = _AXES.get(name)
-    if axes is None:
+    if axes is None and name != _ANY:
         raise InternalError(f"no number of axes is known for array field {name!r}")
-    expected = f"{' or '.join(str(dtype) for dtype in dtypes)} with {axes} dimension(s)"
+    expected = " or ".join(str(dtype) for dtype in dtypes)
+    if axes is not None:
+        expected = f"{expected} with {axes} dimension(s)"
 
     def got(array: Any) -> str:
         if isinstance(array, np.ndarray):
@@ -186,7 +197,11 @@ def _array_coder(dtypes: tuple[np.dtype[Any], ...], name: str) -> Coder:
         return type(array).__name__
 
     def fits(array: Any) -> bool:
-        return isinstance(array, np.ndarray) and array.dtype in dtypes and array.ndim == axes
+        return (
+            isinstance(array, np.ndarray)
+            and array.dtype in dtypes
+            and axes in (None, array.ndim)
+        )
 
     def write(value: Any, where: str, arrays: list[Array]) -> int:
         if not fits(value):
@@ -287,7 +302,7 @@ def _union_coder(options: tuple[Any, ...], where: str) -> Coder:
         return Coder(_write_option, _read_option)
     others = [option for option in options if option is not type(None)]
     if all(get_origin(option) is np.ndarray for option in others):
-        dtypes = tuple(np.dtype(get_args(get_args(option)[1])[0]) for option in others)
+        dtypes = tuple(dtype for option in others for dtype in _dtypes(get_args(option)[1]))
         inner = _array_coder(dtypes, where.rpartition(".")[2])
     elif len(others) == 1:
         inner = coder_of(others[0], where)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ Signs = NDArray[np.uint64]
 Numbers = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
+AnyArray = NDArray[Any]  # any dtype of the wire, any shape
 
 
 # --- settings -----------------------------------------------------------------------------
@@ -253,3 +254,105 @@ class EmbeddingWorker(Protocol):
     def get_embedding_size(self) -> list[int]: ...
     def clear_embeddings(self) -> None: ...
     def stats(self) -> Mapping[str, int]: ...
+
+
+# --- data-loader to nn-worker ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NamedArray:
+    """A dense feature or label: array [B, ...] of any dtype that a batch takes."""
+
+    name: str
+    array: AnyArray
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRef:
+    """Where the ids of a batch are: a ref of an embedding-worker."""
+
+    worker: int  # replica index
+    ref: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedBatch:
+    """What an nn-worker gets of a batch; its ids wait at the embedding-worker.
+
+    Batch ``i`` of data-loader ``l`` of ``n`` has the id ``i * n + l`` and goes to the rank
+    ``id % world_size``.
+    """
+
+    batch_id: int
+    batch_size: int
+    requires_grad: bool
+    ids: RemoteRef
+    non_id_type_features: tuple[NamedArray, ...]
+    labels: tuple[NamedArray, ...]
+    meta: NDArray[np.uint8] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOpening:
+    """A data-loader begins, or meets an nn-worker that was started anew.
+
+    ``first_batch_id`` is the lowest id that this rank may still get from it: the oldest batch
+    that it holds unacknowledged, or the next it will send.
+    """
+
+    loader: int
+    num_loaders: int
+    incarnation: int  # drawn anew by each DataCtx
+    first_batch_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """What the rank knows of this data-loader's stream.
+
+    Ids below ``next_batch_id`` have been received, from this incarnation or the one before:
+    they are not sent again, but for those in ``wanted``, whose ids nobody holds any more.
+    """
+
+    next_batch_id: int
+    wanted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamNews:
+    """What changed at the rank since the ``version`` that the data-loader saw last.
+
+    ``credits`` counts from the opening: so many batches may have been delivered in all.
+    ``acknowledged`` have ended, and their ids need not be kept. ``wanted`` have a ref that its
+    embedding-worker does not know: they are to be registered again, and relocated.
+    """
+
+    version: int
+    credits: int
+    acknowledged: tuple[int, ...]
+    wanted: tuple[int, ...]
+    is_closed: bool  # nothing more is read, and nothing more need be sent
+
+
+class NNWorker(Protocol):
+    """What an nn-worker answers. ``stream`` is (loader, incarnation) of an opening."""
+
+    @property
+    def replica_index(self) -> int: ...  # the rank
+    @property
+    def replica_size(self) -> int: ...  # the world size
+    def open_stream(self, opening: StreamOpening) -> StreamState: ...
+    def deliver(self, stream: tuple[int, int], batch: StreamedBatch) -> None: ...
+    def relocate(self, stream: tuple[int, int], batch_id: int, ids: RemoteRef) -> None: ...
+    def end_stream(self, stream: tuple[int, int], next_batch_id: int, failure: str) -> None: ...
+    def poll(self, stream: tuple[int, int], seen: int) -> StreamNews: ...
+
+
+# --- the end of a job -----------------------------------------------------------------------
+
+
+class Job(Protocol):
+    """What every server answers beside its role, and beside ``hello``."""
+
+    def finish_job(self, status: int) -> None: ...
+    def job_status(self, watcher: str) -> int | None: ...

@@ -134,6 +134,18 @@ def role_of(
     Raises:
         InternalError: If ``repeatable`` names other methods than the Protocol has.
     """
+    methods = _methods_of(protocol, repeatable)
+    if methods.keys() != repeatable.keys():
+        raise InternalError(
+            f"{name}: expected a word on repeating for each of {sorted(methods)}, "
+            f"got {sorted(repeatable)}"
+        )
+    return Role(name, {**methods, **COMMON})
+
+
+def _methods_of(
+    protocol: type, repeatable: Mapping[str, Callable[[Sequence[Any]], bool]]
+) -> dict[str, Method]:
     methods = {}
     for method, function in inspect.getmembers(protocol, inspect.isfunction):
         if method.startswith("_"):
@@ -146,12 +158,14 @@ def role_of(
         )
         is_repeatable = repeatable.get(method, _never)
         methods[method] = Method(method, arguments, result, is_repeatable)
-    if methods.keys() != repeatable.keys():
-        raise InternalError(
-            f"{name}: expected a word on repeating for each of {sorted(methods)}, "
-            f"got {sorted(repeatable)}"
-        )
-    return Role(name, {**methods, "hello": HELLO})
+    return methods
+
+
+# What every server answers, whatever its role.
+COMMON: Mapping[str, Method] = {
+    HELLO.name: HELLO,
+    **_methods_of(messages.Job, {"finish_job": _always, "job_status": _always}),
+}
 
 
 @functools.cache
@@ -204,6 +218,23 @@ def embedding_worker() -> Role:
     )
 
 
+@functools.cache
+def nn_worker() -> Role:
+    """The role of ``messages.NNWorker``."""
+    return role_of(
+        "nn-worker",
+        messages.NNWorker,
+        {
+            # Each says what shall be, by stream and batch id; said again it changes nothing.
+            "open_stream": _always,
+            "deliver": _always,
+            "relocate": _always,
+            "end_stream": _always,
+            "poll": _always,
+        },
+    )
+
+
 def schema_text() -> str:
     """Say in lines of text what every message is; ``docs/protocol.md`` holds the same.
 
@@ -214,12 +245,19 @@ def schema_text() -> str:
         hints = inspect.get_annotations(cls)
         names = ", ".join(f"{f.name}: {hints[f.name]}" for f in fields(cls))
         lines.append(f"{cls.__name__}({names})")
-    for role, protocol in (
-        (parameter_server(), messages.ParameterServer),
-        (embedding_worker(), messages.EmbeddingWorker),
+    for room, names_of, protocol in (
+        ("all", COMMON.keys() - {HELLO.name}, messages.Job),
+        *(
+            (role.name, role.methods.keys() - COMMON.keys(), protocol)
+            for role, protocol in (
+                (parameter_server(), messages.ParameterServer),
+                (embedding_worker(), messages.EmbeddingWorker),
+                (nn_worker(), messages.NNWorker),
+            )
+        ),
     ):
-        lines.append(f"[{role.name}]")
-        for name in sorted(role.methods.keys() - {"hello"}):
+        lines.append(f"[{room}]")
+        for name in sorted(names_of):
             function = getattr(protocol, name)
             hints = dict(inspect.get_annotations(function))
             result = hints.pop("return")

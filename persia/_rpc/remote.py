@@ -18,13 +18,18 @@ from persia._rpc.messages import (
     LookupRequest,
     LookupResult,
     OptimizerSettings,
+    RemoteRef,
+    StreamedBatch,
+    StreamNews,
+    StreamOpening,
+    StreamState,
     TableEntries,
     TableSigns,
     UpdateReply,
     UpdateReport,
     UpdateRequest,
 )
-from persia._rpc.methods import Hello, Role, embedding_worker, parameter_server
+from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.transport import Transport
 
 Self = TypeVar("Self", bound="_Remote")
@@ -87,6 +92,19 @@ class _Remote:
     def schema_fingerprint(self) -> str:
         """What the server takes signs and tables to mean."""
         return self._hello.schema_fingerprint
+
+    def finish_job(self, status: int) -> None:
+        """Tell the server that the job has ended, with this exit status."""
+        self._client.call("finish_job", status)
+
+    def job_status(self, watcher: str) -> int | None:
+        """Return the exit status of the job; None while it goes on.
+
+        Args:
+            watcher: Who asks; the server stays until each of them has been told.
+        """
+        status: int | None = self._client.call("job_status", watcher)
+        return status
 
     def close(self) -> None:
         """End the connection."""
@@ -204,3 +222,31 @@ class RemoteEmbeddingWorker(_Remote):
         """Return the worker's counts."""
         stats: Mapping[str, int] = self._client.call("stats")
         return stats
+
+
+class RemoteNNWorker(_Remote):
+    """Implements ``messages.NNWorker``."""
+
+    _role = staticmethod(nn_worker)
+
+    def open_stream(self, opening: StreamOpening) -> StreamState:
+        """Begin to send batches, or go on with an nn-worker that was started anew."""
+        state: StreamState = self._client.call("open_stream", opening)
+        return state
+
+    def deliver(self, stream: tuple[int, int], batch: StreamedBatch) -> None:
+        """Send one batch, for which there must be a credit."""
+        self._client.call("deliver", stream, batch)
+
+    def relocate(self, stream: tuple[int, int], batch_id: int, ids: RemoteRef) -> None:
+        """Say where the ids of a batch are now."""
+        self._client.call("relocate", stream, batch_id, ids)
+
+    def end_stream(self, stream: tuple[int, int], next_batch_id: int, failure: str) -> None:
+        """Say that no batch from ``next_batch_id`` on will come, and why if by a failure."""
+        self._client.call("end_stream", stream, next_batch_id, failure)
+
+    def poll(self, stream: tuple[int, int], seen: int) -> StreamNews:
+        """Return what is new, as soon as there is something, or after some seconds."""
+        news: StreamNews = self._client.call("poll", stream, seen)
+        return news

@@ -1,6 +1,7 @@
 """Serving an object's methods: calls in, one reply or error out for each.
 
-    listener's thread   reads the frame, answers hello and whatever cannot be served, queues
+    listener's thread   reads the frame, answers what every server answers and whatever cannot
+                        be served, queues the rest
     worker threads      take one call each, peer by peer in turn, run the method, answer
 
 A bounded number of threads runs methods, and a bounded number of calls waits: beyond it the
@@ -33,7 +34,8 @@ from persia._rpc.frame import (
     decode,
     encode,
 )
-from persia._rpc.methods import HELLO, Hello, Role
+from persia._rpc.job import JobState
+from persia._rpc.methods import COMMON, HELLO, Hello, Method, Role
 from persia._rpc.transport import Listener, Parts, Transport
 from persia.errors import PersiaError, ProtocolError, ServiceBusy
 from persia.version import __version__
@@ -48,7 +50,7 @@ _LINGER_S = 2.0
 class ServerSettings:
     """How much one server takes on at a time."""
 
-    num_threads: int = 4
+    num_threads: int = 4  # started when they are needed
     calls_per_peer: int = 64  # waiting or running
     calls: int = 1024  # waiting or running, of all peers
     bytes: int = 4 << 30  # of waiting and running calls; one call is always taken
@@ -76,6 +78,7 @@ class Server:
         replica_index: Its number among the replicas of its role.
         replica_size: How many of them there are.
         schema_fingerprint: Of its embedding config; what ``hello`` answers.
+        job: Where the end of the job is noted; one of its own if not given.
         settings: Threads and bounds.
         limits: What a message may be.
 
@@ -93,6 +96,7 @@ class Server:
         replica_index: int = 0,
         replica_size: int = 1,
         schema_fingerprint: str = "",
+        job: JobState | None = None,
         settings: ServerSettings = SETTINGS,
         limits: Limits = LIMITS,
     ) -> None:
@@ -109,6 +113,7 @@ class Server:
             __version__,
             schema_fingerprint,
         )
+        self._job = JobState() if job is None else job
         self._changed = threading.Condition()  # guards all below
         self._waiting: OrderedDict[bytes, deque[_Job]] = OrderedDict()  # next peer first
         self._here: dict[bytes, set[int]] = {}  # ids waiting or running, by peer
@@ -118,13 +123,8 @@ class Server:
         self._is_stopping = False
         self._is_stopped = False
         self._counts: Counter[str] = Counter()
+        self._threads: list[threading.Thread] = []  # as many as calls ever ran at a time
         self._listener: Listener = transport.listen(address)
-        self._threads = [
-            threading.Thread(
-                target=self._work, name=f"persia-serve {role.name} {number}", daemon=True
-            )
-            for number in range(settings.num_threads)
-        ]
 
     @property
     def address(self) -> str:
@@ -136,10 +136,13 @@ class Server:
         """Who it says it is."""
         return self._hello
 
+    @property
+    def job(self) -> JobState:
+        """Where the end of the job is noted."""
+        return self._job
+
     def start(self) -> None:
         """Begin to serve."""
-        for thread in self._threads:
-            thread.start()
         self._listener.start(self._on_message, self._on_dropped)
 
     def stats(self) -> Mapping[str, int]:
@@ -179,8 +182,7 @@ class Server:
         self._listener.close(_LINGER_S)
         if is_idle:
             for thread in self._threads:
-                if thread.ident is not None:
-                    thread.join()
+                thread.join()
         return self.stats()
 
     # --- in the listener's thread -----------------------------------------------------------
@@ -211,10 +213,9 @@ class Server:
             self._count_bad(f"bad.{error.reason}", f"a bad message: {error}")
             self._fail(peer, error.call_id, error)
             return
-        if message.method == HELLO.name:
+        if message.method in COMMON:
             # Here, so that it is answered however busy the workers are.
-            body, arrays = HELLO.write_result(self._hello)
-            self._send(peer, Reply(message.call_id, self._incarnation, body, arrays))
+            self._answer_common(peer, message, COMMON[message.method])
             return
         if message.method not in self._role.methods:
             self._count_bad("bad.method", f"no method {message.method!r}")
@@ -233,6 +234,19 @@ class Server:
         refusal = self._take(job)
         if refusal:
             self._fail(peer, message.call_id, ServiceBusy(refusal, method=message.method))
+
+    def _answer_common(self, peer: bytes, call: Call, method: Method) -> None:
+        try:
+            arguments = method.read_arguments(call.body, call.arrays)
+        except ProtocolError as error:
+            self._count_bad("bad.arguments", f"a bad call: {error}")
+            self._fail(peer, call.call_id, error)
+            return
+        result: object = self._hello
+        if method is not HELLO:
+            result = getattr(self._job, method.name)(*arguments)
+        body, arrays = method.write_result(result)
+        self._send(peer, Reply(call.call_id, self._incarnation, body, arrays))
 
     def _take(self, job: _Job) -> str:
         """Queue a job; returns why it cannot be, or ""."""
@@ -260,7 +274,18 @@ class Server:
             self._num_bytes += job.num_bytes
             self._waiting.setdefault(job.peer, deque()).append(job)
             self._changed.notify()
+            if self._num_calls > len(self._threads) < settings.num_threads:
+                self._start_thread()
         return ""
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(
+            target=self._work,
+            name=f"persia-serve {self._role.name} {len(self._threads)}",
+            daemon=True,
+        )
+        self._threads.append(thread)
+        thread.start()
 
     # --- in the workers ---------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from persia._core.feature_batch import FeatureBatch
 from persia._rpc import messages
 from persia._rpc.codec import ArrayReader, coder_of
-from persia._rpc.frame import Call, Reply, decode, encode
+from persia._rpc.frame import DTYPES, Call, Reply, decode, encode
 from persia._rpc.messages import (
     BatchGradients,
     IDFeatures,
@@ -32,7 +32,7 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._rpc.methods import Hello, embedding_worker, parameter_server
+from persia._rpc.methods import Hello, embedding_worker, nn_worker, parameter_server
 from persia.errors import DataTypeError, InternalError, ProtocolError
 from tests.rpc.support import same
 from tests.strategies import ids, samples
@@ -78,7 +78,12 @@ def values_of(hint: Any, name: str) -> st.SearchStrategy[Any]:
     if origin is np.ndarray:
         axes = AXES.get(name, 1)
         shapes = hnp.array_shapes(min_dims=axes, max_dims=axes, min_side=0, max_side=4)
-        return hnp.arrays(get_args(arguments[1])[0], shapes)
+        (scalar,) = get_args(arguments[1])
+        if scalar is Any:
+            shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
+            scalar = st.sampled_from(list(DTYPES.values()))
+            return scalar.flatmap(lambda dtype: hnp.arrays(dtype, shapes))
+        return hnp.arrays(scalar, shapes)
     if origin is tuple and arguments[-1] is not Ellipsis:
         return st.tuples(*[values_of(part, name) for part in arguments])
     if origin is Mapping:
@@ -116,11 +121,12 @@ def test_the_tables_have_every_method_of_the_protocols() -> None:
     for role, protocol in (
         (parameter_server(), messages.ParameterServer),
         (embedding_worker(), messages.EmbeddingWorker),
+        (nn_worker(), messages.NNWorker),
     ):
         declared = {
             name for name, f in vars(protocol).items() if callable(f) and name[0] != "_"
         }
-        assert role.methods.keys() == declared | {"hello"}
+        assert role.methods.keys() == declared | {"hello", "finish_job", "job_status"}
 
 
 def test_numbers_of_numpy_are_written_as_numbers() -> None:

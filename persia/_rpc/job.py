@@ -1,0 +1,66 @@
+"""The end of a job, as each server process knows it.
+
+Whoever ran the training script says once, to every server, with which status it ended. Servers
+are told; a data-loader has no address where it could be, so it asks an embedding-worker time
+and again. The process that is asked must not leave before each of those has heard the answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+# Seconds. Who has not asked for so long is gone, and nobody waits for it.
+FORGOTTEN_S = 5.0
+
+
+class JobState:
+    """Implements ``messages.Job``; any thread may call it.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()  # guards all below
+        self._status: int | None = None
+        self._asked_at: dict[str, float] = {}  # by watcher, of those that have not been told
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of the job; None while it goes on."""
+        return self._status
+
+    def finish_job(self, status: int) -> None:
+        """Note that the job has ended; the first status stays."""
+        with self._changed:
+            if self._status is None:
+                self._status = status
+            self._changed.notify_all()
+
+    def job_status(self, watcher: str) -> int | None:
+        """Return the status, and note that ``watcher`` has been told it, or has not yet."""
+        with self._changed:
+            if self._status is None:
+                self._asked_at[watcher] = self._clock()
+            else:
+                self._asked_at.pop(watcher, None)
+                self._changed.notify_all()
+            return self._status
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for the end; returns the status, or None if it did not come in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._status is not None, timeout_s)
+            return self._status
+
+    def wait_until_told(self, timeout_s: float) -> bool:
+        """Wait until every watcher of the last seconds has been told; False if not in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting(), timeout_s)
+
+    def _waiting(self) -> list[str]:
+        now = self._clock()
+        return [who for who, at in self._asked_at.items() if now - at < FORGOTTEN_S]
