@@ -21,18 +21,29 @@ Mode = Literal["embedded", "services"]
 DEFAULT_EMBEDDING_WORKER_SERVICE = "embedding_worker:8887"
 DEFAULT_RPC_TIMEOUT_S = 300.0
 
+# Where the services of a job on one machine listen; the ports of the first two are the
+# original's.
+DEFAULT_PARAMETER_SERVERS = "127.0.0.1:8888"
+DEFAULT_EMBEDDING_WORKERS = "127.0.0.1:8887"
+DEFAULT_NN_WORKERS = "127.0.0.1:23457"
+DEFAULT_LISTEN_HOST = "127.0.0.1"
+
+PARAMETER_SERVERS_VARIABLE = "PERSIA_EMBEDDING_PARAMETER_SERVERS"
+EMBEDDING_WORKERS_VARIABLE = "PERSIA_EMBEDDING_WORKERS"
+NN_WORKERS_VARIABLE = "PERSIA_NN_WORKERS"
+
 # Set by persia-launcher and PersiaServiceCtx for the processes they start.
 LAUNCHED_VARIABLE = "PERSIA_LAUNCHED"
 
 # Any of these says that there are servers to talk to. The values of the two NATS names are
 # ignored: the broker is gone, the old deployments that set them are not.
+_NATS_VARIABLES = ("PERSIA_NATS_URL", "PERSIA_NATS_IP")
 _SERVICES_VARIABLES = (
-    "PERSIA_EMBEDDING_PARAMETER_SERVERS",
-    "PERSIA_EMBEDDING_WORKERS",
+    PARAMETER_SERVERS_VARIABLE,
+    EMBEDDING_WORKERS_VARIABLE,
     "EMBEDDING_WORKER_SERVICE",
-    "PERSIA_NN_WORKERS",
-    "PERSIA_NATS_URL",
-    "PERSIA_NATS_IP",
+    NN_WORKERS_VARIABLE,
+    *_NATS_VARIABLES,
 )
 
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
@@ -196,8 +207,8 @@ def get_mode() -> Mode:
     if world_size > 1:
         raise ConfigError(
             f"WORLD_SIZE is {world_size}, but embedded mode has one rank: each would train "
-            "a table of its own; unset WORLD_SIZE and start the script with python (this "
-            "version has no servers that several ranks could share)"
+            "a table of its own; start servers that the ranks share, and the script with "
+            "persia-launcher nn-worker, or name the servers in PERSIA_EMBEDDING_WORKERS"
         )
     return "embedded"
 
@@ -264,6 +275,59 @@ def rpc_timeout_s() -> float:
             f"got {text!r}"
         )
     return seconds
+
+
+def _addresses(names: tuple[str, ...], default: str) -> list[str]:
+    for name in names:
+        text = _text(name)
+        if text is None:
+            continue
+        addresses = [address.strip() for address in text.split(",")]
+        if not all(addresses):
+            raise ConfigError(
+                f"environment variable {name} must be a list of addresses with commas between "
+                f"them, got {text!r}"
+            )
+        return addresses
+    return [default]
+
+
+def parameter_server_addresses() -> list[str]:
+    """Return the addresses of the embedding-parameter-servers, as they are written.
+
+    Raises:
+        ConfigError: If the list in the environment has an empty entry.
+    """
+    return _addresses((PARAMETER_SERVERS_VARIABLE,), DEFAULT_PARAMETER_SERVERS)
+
+
+def embedding_worker_addresses() -> list[str]:
+    """Return the addresses of the embedding-workers, as they are written.
+
+    Raises:
+        ConfigError: If the list in the environment has an empty entry.
+    """
+    names = (EMBEDDING_WORKERS_VARIABLE, "EMBEDDING_WORKER_SERVICE")
+    return _addresses(names, DEFAULT_EMBEDDING_WORKERS)
+
+
+def nn_worker_addresses() -> list[str]:
+    """Return the addresses of the nn-workers, as they are written: of ranks, or of nodes.
+
+    Raises:
+        ConfigError: If the list in the environment has an empty entry.
+    """
+    return _addresses((NN_WORKERS_VARIABLE,), DEFAULT_NN_WORKERS)
+
+
+def listen_host() -> str:
+    """Return the host at which servers listen, 127.0.0.1 if nothing is said."""
+    return _text("PERSIA_LISTEN_HOST") or DEFAULT_LISTEN_HOST
+
+
+def named_nats_variable() -> str | None:
+    """Return the variable that names a NATS broker, if one does; its value is ignored."""
+    return next((name for name in _NATS_VARIABLES if _text(name)), None)
 
 
 def embedding_worker_service() -> str:

@@ -1,0 +1,461 @@
+"""Finding the servers: lists of addresses, names of several hosts, sets that are not whole."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persia import env
+from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
+from persia._rpc.server import Server
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._services import addresses, search
+from persia._services.addresses import (
+    connect_embedding_workers,
+    connect_nn_workers,
+    connect_parameter_servers,
+    listening_address,
+)
+from persia.errors import ConfigError, JobFinished, ServiceUnavailable
+
+Monkey = pytest.MonkeyPatch
+# Seconds; nothing here takes long unless it is broken.
+PATIENCE_S = 20.0
+
+
+class Place:
+    """A transport, and servers that answer nothing but ``hello``."""
+
+    def __init__(self, directory: Path) -> None:
+        self.transport = ZmqTransport()
+        self.directory = directory
+        self.servers: list[Server] = []
+
+    def ipc(self, name: str | int) -> str:
+        return f"ipc://{self.directory}/{name}"
+
+    def serve(
+        self,
+        number: int,
+        size: int,
+        address: str = "",
+        *,
+        role: Role | None = None,
+        fingerprint: str = "f",
+    ) -> Server:
+        server = Server(
+            self.transport,
+            address or self.ipc(number),
+            role or parameter_server(),
+            object(),
+            replica_index=number,
+            replica_size=size,
+            schema_fingerprint=fingerprint,
+        )
+        server.start()
+        self.servers.append(server)
+        return server
+
+    def find(self, *listed: str, timeout_s: float = PATIENCE_S, **options: Any) -> list[int]:
+        """The numbers of the servers that are found."""
+        found = connect_parameter_servers(
+            self.transport, addresses=listed, timeout_s=timeout_s, **options
+        )
+        numbers = [server.replica_index for server in found]
+        for server in found:
+            server.close()
+        return numbers
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    for server in made.servers:
+        server.stop()
+    made.transport.close()
+    left = [t.name for t in threading.enumerate() if t.name.startswith("persia-ask")]
+    assert not left
+
+
+@pytest.fixture(autouse=True)
+def _same_rank_after() -> Iterator[None]:
+    yield
+    env.reload_env()
+
+
+# --- lists ----------------------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    assert env.parameter_server_addresses() == ["127.0.0.1:8888"]
+    assert env.embedding_worker_addresses() == ["127.0.0.1:8887"]
+    assert env.nn_worker_addresses() == ["127.0.0.1:23457"]
+    assert env.listen_host() == "127.0.0.1"
+    assert listening_address("embedding-parameter-server", 0) == "tcp://127.0.0.1:8888"
+    assert listening_address("embedding-worker", 3) == "tcp://127.0.0.1:8887"
+    assert listening_address("nn-worker", 0) == "tcp://127.0.0.1:23457"
+
+
+def test_the_old_name_of_the_embedding_workers_counts(monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", "old:1")
+    assert env.embedding_worker_addresses() == ["old:1"]
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "new:1, new:2")
+    assert env.embedding_worker_addresses() == ["new:1", "new:2"]
+
+
+@pytest.mark.parametrize("text", ["a:1,,b:2", "a:1,", " "])
+def test_empty_entries_are_refused(monkeypatch: Monkey, text: str) -> None:
+    monkeypatch.setenv("PERSIA_NN_WORKERS", text)
+    with pytest.raises(ConfigError, match="PERSIA_NN_WORKERS must be a list of addresses"):
+        env.nn_worker_addresses()
+
+
+@pytest.mark.parametrize(
+    "address", ["here", "here:", ":1", "http://here:1", "a:65536", "ipc://"]
+)
+def test_an_address_that_cannot_be_read_is_named(place: Place, address: str) -> None:
+    with pytest.raises(ConfigError, match=r"PERSIA_EMBEDDING_PARAMETER_SERVERS: .*address"):
+        place.find(address)
+
+
+@pytest.mark.parametrize(
+    ("listed", "index", "options", "want"),
+    [
+        ("a:1", 2, {}, "tcp://127.0.0.1:1"),
+        ("a:1,b:2", 1, {}, "tcp://127.0.0.1:2"),
+        ("a:1,ipc:///tmp/x", 1, {}, "ipc:///tmp/x"),
+        ("a:1,ipc:///tmp/x", 1, {"port": 7}, "tcp://127.0.0.1:7"),
+        ("a:1", 0, {"host": "0.0.0.0"}, "tcp://0.0.0.0:1"),
+        ("a:1", 0, {"host": "::1"}, "tcp://[::1]:1"),
+    ],
+)
+def test_where_a_server_listens(
+    monkeypatch: Monkey, listed: str, index: int, options: Any, want: str
+) -> None:
+    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", listed)
+    assert listening_address("embedding-parameter-server", index, **options) == want
+
+
+def test_the_host_to_listen_at(monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("PERSIA_LISTEN_HOST", "10.0.0.7")
+    assert listening_address("embedding-worker", 0) == "tcp://10.0.0.7:8887"
+
+
+def test_a_server_that_no_entry_is_for(monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "a:1,b:1")
+    with pytest.raises(ConfigError, match="expected an address for embedding-worker 2, got 2"):
+        listening_address("embedding-worker", 2)
+
+
+@pytest.mark.parametrize(
+    ("listed", "rank", "want"),
+    [
+        ("a:10", 3, "tcp://127.0.0.1:11"),  # one name of all nodes: the local rank counts
+        ("a:10,b:20", 2, "tcp://127.0.0.1:20"),
+        ("a:10,b:20", 3, "tcp://127.0.0.1:21"),
+        ("a:1,b:2,c:3,d:4", 3, "tcp://127.0.0.1:4"),
+    ],
+)
+def test_where_a_rank_listens(monkeypatch: Monkey, listed: str, rank: int, want: str) -> None:
+    monkeypatch.setenv("PERSIA_NN_WORKERS", listed)
+    env.set_env(world_size=4, rank=rank, local_rank=rank % 2)
+    assert listening_address("nn-worker", rank) == want
+
+
+def test_ranks_that_do_not_fit_the_list(monkeypatch: Monkey) -> None:
+    env.set_env(world_size=4, rank=3, local_rank=1)
+    monkeypatch.setenv("PERSIA_NN_WORKERS", "a:1,b:1,c:1")
+    with pytest.raises(ConfigError, match="each of 4 ranks, or for each of the nodes"):
+        listening_address("nn-worker", 3)
+    monkeypatch.setenv("PERSIA_NN_WORKERS", "ipc:///tmp/a")
+    with pytest.raises(ConfigError, match="each rank where they are ipc"):
+        listening_address("nn-worker", 3)
+
+
+# --- whole sets -----------------------------------------------------------------------------
+
+
+def test_servers_come_by_number(place: Place) -> None:
+    for number in range(3):
+        place.serve(number, 3)
+    assert place.find(*(place.ipc(number) for number in (2, 0, 1))) == [0, 1, 2]
+
+
+def test_w69_the_set_is_ready_when_all_of_it_is(place: Place, monkeypatch: Monkey) -> None:
+    monkeypatch.setattr(search, "_LINE_S", 0.3)
+    place.serve(0, 2)
+    lines: list[str] = []
+
+    def start_the_other(line: str) -> None:
+        lines.append(line)
+        place.serve(1, 2)
+
+    assert place.find(place.ipc(0), place.ipc(1), on_wait=start_the_other) == [0, 1]
+    assert lines == [
+        "embedding-parameter-server 1 of 2 is missing: no connection to " + place.ipc(1)
+    ]
+
+
+def test_who_is_missing_is_named_within_seconds(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setattr(search, "_LINE_S", 0.1)
+    place.serve(1, 3)
+    with pytest.raises(ServiceUnavailable) as raised:
+        place.find(*(place.ipc(number) for number in range(3)), timeout_s=0.35)
+    text = str(raised.value)
+    assert text == (
+        f"embedding-parameter-server 0, 2 of 3 is missing: no connection to {place.ipc(0)}; "
+        f"no connection to {place.ipc(2)}; waited 0.35 s"
+    )
+    assert (raised.value.role, raised.value.replica) == ("embedding-parameter-server", 0)
+    lines = [record.message for record in caplog.records if "waiting: " in record.message]
+    assert lines[0] == f"waiting: {text.removesuffix('; waited 0.35 s')}"
+
+
+def test_nobody_answers(place: Place) -> None:
+    with pytest.raises(ServiceUnavailable, match="no embedding-parameter-server answers: no "):
+        place.find("127.0.0.1:1", timeout_s=0.1)
+
+
+def test_w53_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline(
+    place: Place, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setattr(search, "_LINE_S", 0.1)
+    # Listens, and nobody ever reads what comes.
+    listener = place.transport.listen(place.ipc("hung"))
+    with pytest.raises(ServiceUnavailable, match=r"no answer from .*hung, to which there is a"):
+        place.find(place.ipc("hung"), timeout_s=0.5)
+    listener.close(0.0)
+
+
+def test_a_list_that_lacks_a_server_is_an_error_at_once(place: Place) -> None:
+    place.serve(0, 2)
+    with pytest.raises(ConfigError, match=r"1 of 2 is missing: PERSIA_\w+ leads only to embed"):
+        place.find(place.ipc(0))
+
+
+def test_two_sets_are_not_mixed(place: Place) -> None:
+    place.serve(0, 2)
+    place.serve(1, 3)
+    with pytest.raises(ConfigError, match=r"mixed: .* 0 of 2 at .*/0, and .* 1 of 3 at .*/1"):
+        place.find(place.ipc(0), place.ipc(1))
+
+
+def test_two_servers_of_one_number(place: Place) -> None:
+    place.serve(0, 2, place.ipc("a"))
+    place.serve(0, 2, place.ipc("b"))
+    with pytest.raises(ConfigError, match=r"one number: .* 0 of 2 at .*/a, and another"):
+        place.find(place.ipc("a"), place.ipc("b"))
+
+
+def test_two_embedding_configs(place: Place) -> None:
+    place.serve(0, 2, fingerprint="one")
+    place.serve(1, 2, fingerprint="other")
+    with pytest.raises(ConfigError, match=r"different embedding .* one and other; slots"):
+        place.find(place.ipc(0), place.ipc(1))
+
+
+def test_another_role_at_the_address(place: Place) -> None:
+    place.serve(0, 1, role=embedding_worker())
+    with pytest.raises(ConfigError, match="expected embedding-parameter-server, found embed"):
+        place.find(place.ipc(0))
+
+
+def test_a_server_that_two_addresses_lead_to_counts_once(place: Place) -> None:
+    port = place.serve(0, 1, "tcp://0.0.0.0:0").address.rpartition(":")[2]
+    assert place.find(f"127.0.0.1:{port}", f"127.0.0.2:{port}") == [0]
+
+
+def test_a_server_that_was_replaced_while_the_set_came_together(
+    place: Place, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setattr(search, "_LINE_S", 0.3)
+    old = place.serve(0, 2)
+
+    def replace(line: str) -> None:
+        old.stop()
+        place.serve(0, 3)
+        place.serve(1, 3)
+        place.serve(2, 3)
+
+    listed = [place.ipc(number) for number in range(3)]
+    assert place.find(*listed, on_wait=replace) == [0, 1, 2]
+
+
+def test_waiting_ends_when_it_makes_no_sense(place: Place) -> None:
+    with pytest.raises(JobFinished, match="no longer needed, no nn-worker answers"):
+        connect_nn_workers(place.transport, addresses=["127.0.0.1:1"], should_stop=lambda: True)
+
+
+def test_a_restart_is_told_with_the_number(place: Place) -> None:
+    first = [place.serve(number, 2) for number in range(2)]
+    restarted: list[int] = []
+    found = connect_parameter_servers(
+        place.transport,
+        addresses=[place.ipc(1), place.ipc(0)],
+        timeout_s=PATIENCE_S,
+        on_restart=restarted.append,
+    )
+    first[1].stop()
+    place.serve(1, 2)
+    for server in found:
+        server.client.hello()
+        server.close()
+    assert restarted == [1]
+
+
+# --- names ----------------------------------------------------------------------------------
+
+
+def hosts_of(monkeypatch: Monkey, names: dict[str, list[str]]) -> None:
+    """Make names lead to hosts; what is not named is not known."""
+
+    def look_up(host: str, port: int, **_: object) -> list[Any]:
+        if not names.get(host):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [
+            (socket.AF_INET6 if ":" in one else socket.AF_INET, 0, 0, "", (one, port))
+            for one in names[host]
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+def test_a_name_of_several_hosts_is_several_servers(place: Place, monkeypatch: Monkey) -> None:
+    port = int(place.serve(0, 2, "tcp://127.0.0.1:0").address.rpartition(":")[2])
+    place.serve(1, 2, f"tcp://127.0.0.2:{port}")
+    hosts_of(monkeypatch, {"servers": ["127.0.0.2", "127.0.0.1"]})
+    assert place.find(f"servers:{port}") == [0, 1]
+
+
+def test_hosts_may_join_a_name_later(place: Place, monkeypatch: Monkey) -> None:
+    monkeypatch.setattr(search, "_RESOLVE_S", 0.05)
+    monkeypatch.setattr(search, "_LINE_S", 0.1)
+    port = int(place.serve(0, 2, "tcp://127.0.0.1:0").address.rpartition(":")[2])
+    place.serve(1, 2, f"tcp://127.0.0.2:{port}")
+    names: dict[str, list[str]] = {}
+    hosts_of(monkeypatch, names)
+    lines: list[str] = []
+
+    def join(line: str) -> None:
+        lines.append(line)
+        names["servers"] = ["127.0.0.1", "127.0.0.2"]
+
+    assert place.find(f"servers:{port}", on_wait=join) == [0, 1]
+    assert f"tcp://servers:{port} cannot be resolved: Name or service not known" in lines[0]
+
+
+def test_a_name_of_one_host_is_left_to_the_transport(place: Place) -> None:
+    port = place.serve(0, 1, "tcp://127.0.0.1:0").address.rpartition(":")[2]
+    (server,) = connect_parameter_servers(place.transport, addresses=[f"localhost:{port}"])
+    assert server.client.address == f"tcp://localhost:{port}"
+    server.close()
+
+
+def test_a_name_of_both_families_is_asked_once_per_host(monkeypatch: Monkey) -> None:
+    hosts_of(monkeypatch, {"both": ["::1", "127.0.0.1", "127.0.0.2"], "six": ["::1", "::2"]})
+    assert search._resolve("tcp://both:5") == ["tcp://127.0.0.1:5", "tcp://127.0.0.2:5"]
+    assert search._resolve("tcp://six:5") == ["tcp://[::1]:5", "tcp://[::2]:5"]
+
+
+def test_a_look_up_that_hangs_does_not_outlast_the_deadline(
+    place: Place, monkeypatch: Monkey
+) -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def hang(host: str, port: int, **_: object) -> list[Any]:
+        asked.set()
+        goes_on.wait(PATIENCE_S)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    with pytest.raises(ServiceUnavailable, match="tcp://slow:1 is being looked up"):
+        place.find("slow:1", timeout_s=0.1)
+    assert asked.is_set()
+    goes_on.set()
+
+
+# --- nn-workers -----------------------------------------------------------------------------
+
+
+def ranks(place: Place, host: str, port: int, first: int, count: int, size: int) -> None:
+    for offset in range(count):
+        address = f"tcp://{host}:{port + offset}"
+        place.serve(first + offset, size, address, role=nn_worker())
+
+
+def free_ports(count: int) -> int:
+    """The first of so many consecutive ports that are free at the loopback's first hosts."""
+    for port in range(20000, 30000, count):
+        with socket.socket() as one, socket.socket() as other:
+            try:
+                one.bind(("127.0.0.1", port))
+                other.bind(("127.0.0.1", port + count - 1))
+            except OSError:
+                continue
+        return port
+    raise AssertionError("no ports are free")
+
+
+def test_a_node_is_as_many_ranks_as_it_has(place: Place) -> None:
+    port = free_ports(2)
+    ranks(place, "127.0.0.1", port, 0, 2, 4)
+    ranks(place, "127.0.0.2", port, 2, 2, 4)
+    found = connect_nn_workers(
+        place.transport, addresses=[f"127.0.0.2:{port}", f"127.0.0.1:{port}"]
+    )
+    assert [rank.replica_index for rank in found] == [0, 1, 2, 3]
+    for rank in found:
+        rank.close()
+
+
+def test_an_entry_for_each_rank(place: Place) -> None:
+    for number in range(2):
+        place.serve(number, 2, role=nn_worker())
+    found = connect_nn_workers(place.transport, addresses=[place.ipc(1), place.ipc(0)])
+    assert [rank.replica_index for rank in found] == [0, 1]
+    for rank in found:
+        rank.close()
+
+
+def test_ranks_that_nodes_cannot_share(place: Place) -> None:
+    place.serve(0, 3, role=nn_worker())
+    place.serve(1, 3, role=nn_worker())
+    with pytest.raises(ConfigError, match=r"each of 3 ranks, .* share them evenly, got 2"):
+        connect_nn_workers(place.transport, addresses=[place.ipc(0), place.ipc(1)])
+
+
+def test_embedding_workers_are_found_by_the_environment(
+    place: Place, monkeypatch: Monkey
+) -> None:
+    place.serve(0, 1, role=embedding_worker())
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", place.ipc(0))
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "20")
+    (worker,) = connect_embedding_workers(place.transport)
+    assert worker.replica_index == 0
+    worker.close()
+
+
+# --- the broker that is gone ----------------------------------------------------------------
+
+
+def test_nats_is_ignored_with_one_line(
+    place: Place, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(addresses, "_told_of_nats", threading.Lock())
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://nowhere:4222")
+    place.serve(0, 1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert place.find(place.ipc(0)) == [0]
+    assert [record.message for record in caplog.records] == [
+        "PERSIA_NATS_URL is ignored: servers are found by their addresses"
+    ]
