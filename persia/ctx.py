@@ -16,10 +16,12 @@ import enum
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from persia import env
@@ -37,10 +39,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
+    from persia._rpc.workers import EmbeddingWorkers
     from persia._training.channel import Channel
     from persia._training.flight import Book
     from persia._training.gradients import GradientEngine, Update
     from persia._training.prefetch import Prefetcher
+    from persia._training.ranks import Ranks
+    from persia._training.stream import Stream
     from persia._training.tensors import Converter, Jagged, PersiaTrainingBatch
     from persia.config import EmbeddingSchema, GlobalConfig
 
@@ -65,12 +70,6 @@ logger = logging.getLogger(__name__)
 READY_S = 300.0
 # Between two questions whether they are; a server answers in far less.
 ASK_AGAIN_S = 0.1
-
-SERVICES_MISSING = (
-    "this version of PERSIA has embedded mode only; unset PERSIA_EMBEDDING_PARAMETER_SERVERS, "
-    "PERSIA_EMBEDDING_WORKERS, EMBEDDING_WORKER_SERVICE, PERSIA_NN_WORKERS and "
-    "PERSIA_NATS_URL, and start the script with python instead of persia-launcher"
-)
 
 
 class PreprocessMode(enum.Enum):
@@ -145,7 +144,7 @@ class DataCtx(BaseCtx):
     """
 
     def _enter(self) -> None:
-        raise ConfigError(needs_services("DataCtx"))
+        raise ConfigError("DataCtx needs servers")
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
         """Send one batch.
@@ -153,7 +152,7 @@ class DataCtx(BaseCtx):
         Raises:
             ConfigError: In embedded mode, where the batch has nowhere to go.
         """
-        raise ConfigError(needs_services("DataCtx.send_data"))
+        raise ConfigError("DataCtx needs servers")
 
 
 class _Embeddings:
@@ -167,6 +166,32 @@ class _Embeddings:
         self.worker = worker
         self.is_untrained = is_untrained  # built for reading only: it needs no optimizer
         self.engine: GradientEngine | None = None  # while the TrainCtx is entered
+        self.stream: Stream | None = None  # of data-loaders, from the first that is read
+
+    def open_stream(self, capacity: int) -> Stream:
+        """Return the batches of data-loaders; there is one stream, whoever reads it.
+
+        Raises:
+            ConfigError: If there can be none: no script, or an address in use.
+        """
+        if self.stream is None:
+            from persia._training.stream import ChildStream, Stream
+
+            if env.get_mode() == "embedded":
+                self.stream = ChildStream(self.worker, capacity, data_loader_script())
+            else:
+                from persia._services.addresses import listening_address
+
+                rank, world_size = env.get_rank() or 0, env.get_world_size() or 1
+                address = listening_address("nn-worker", rank)
+                self.stream = Stream(rank, world_size, capacity, address)
+        return self.stream
+
+    def close(self) -> None:
+        """Close the stream."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.close()
 
     def flush(self) -> None:
         """Wait until this rank's updates are acknowledged; raise what one of them raised."""
@@ -251,19 +276,54 @@ class EmbeddingCtx(BaseCtx):
         )
         self._kept: list[PersiaTrainingBatch] = []  # what keeps those of ``keep``
         self._follows_outer = False  # reads the context it is entered in
+        self._addresses: list[str] | None = None  # of embedding-workers, if not the job's
+        self._workers: EmbeddingWorkers | None = (
+            None  # connected by this context, while entered
+        )
+        self._ranks: Ranks | None = None
+        self._owns_stream = False
         if embedding_worker is not None:
             self._use(_embeddings_of(embedding_worker))
-        elif self._trains or self._schema is not None:
+        elif env.get_mode() == "embedded" and (self._trains or self._schema is not None):
             self._use(self._build())
 
     @property
     def _trains(self) -> bool:
         return self.preprocess_mode is PreprocessMode.TRAIN
 
+    def _connect(self) -> _Embeddings:
+        """Connect to the embedding-workers of the job."""
+        from persia._rpc.workers import EmbeddingWorkers
+        from persia._rpc.zmq_transport import ZmqTransport
+        from persia._services.addresses import connect_embedding_workers
+        from persia._services.plan import schema_fingerprint
+        from persia.config import EmbeddingSchema
+
+        expected = None
+        if self._schema is not None:
+            expected = schema_fingerprint(EmbeddingSchema.load(self._schema))
+        transport = ZmqTransport()
+        try:
+            workers = EmbeddingWorkers(
+                transport,
+                lambda on_restart: connect_embedding_workers(
+                    transport, addresses=self._addresses, on_restart=on_restart
+                ),
+            )
+            if expected not in (None, workers.schema_fingerprint):
+                raise ConfigError(
+                    f"embedding_config: the servers have another one, with the fingerprint "
+                    f"{workers.schema_fingerprint} instead of {expected}; slots, groups, dims "
+                    "and feature_index_prefix_bit must be the same everywhere"
+                )
+        except BaseException:
+            transport.close()
+            raise
+        self._workers = workers
+        return _embeddings_of(workers)
+
     def _build(self) -> _Embeddings:
         """Build servers in this process."""
-        if env.get_mode() != "embedded":
-            raise ConfigError(SERVICES_MISSING)
         schema, config = _load_configs(self._schema, self._global_config)
         from persia._services.embedded import build_embedding_worker
 
@@ -281,12 +341,17 @@ class EmbeddingCtx(BaseCtx):
 
     def _use(self, embeddings: _Embeddings) -> None:
         from persia._training.flight import Book
-        from persia._training.prefetch import Lookups
+        from persia._training.lookups import Lookups
 
         self._embeddings = embeddings
         self._book = Book(embeddings.worker)
         self._lookups = Lookups(
-            embeddings.worker, self._book, self._trains, before_evaluation=embeddings.wait
+            embeddings.worker,
+            self._book,
+            self._trains,
+            before_evaluation=embeddings.wait,
+            rank=env.get_rank() or 0,
+            world_size=env.get_world_size() or 1,
         )
 
     def _connected(self) -> _Embeddings:
@@ -311,10 +376,19 @@ class EmbeddingCtx(BaseCtx):
             self._follows_outer = True
             if self._embeddings is not outer._embeddings:
                 self._use(outer._embeddings)
+        elif self._addresses is not None or env.get_mode() == "services":
+            self._use(self._connect())
         elif self._embeddings is None:
             self._use(self._build())
 
     def _exit(self) -> None:
+        try:
+            self._finish()
+        finally:
+            self._disconnect()
+
+    def _finish(self) -> None:
+        """End what is not submitted."""
         from persia._training.flight import Reason
 
         book = self._own_book()
@@ -328,6 +402,19 @@ class EmbeddingCtx(BaseCtx):
                 book.release(batch.ticket, Reason.ABANDONED)
         book.release_orphans()
 
+    def _disconnect(self) -> None:
+        """Close what this context opened; TrainCtx does so after its last update."""
+        embeddings = self._embeddings
+        try:
+            if self._owns_stream and embeddings is not None:
+                self._owns_stream = False
+                embeddings.close()
+        finally:
+            workers, self._workers = self._workers, None
+            if workers is not None:
+                self._embeddings = None
+                workers.close()
+
     def _close_epochs(self) -> None:
         epochs, self._epochs = self._epochs, []
         for reference in epochs:
@@ -339,7 +426,7 @@ class EmbeddingCtx(BaseCtx):
 
     def open_epoch(
         self,
-        dataset: Iterable[PersiaBatch],
+        dataset: Iterable[PersiaBatch] | None,
         *,
         input_capacity: int,
         output_capacity: int,
@@ -347,26 +434,48 @@ class EmbeddingCtx(BaseCtx):
         reproducible: bool,
         staleness: int | None,
         timeout_s: float,
+        keeps_step: bool = True,
     ) -> Prefetcher:
         """Prepare the pipeline of one pass over a dataset; for ``DataLoader``.
 
+        Args:
+            dataset: None takes what data-loaders send.
+            input_capacity: Batches read ahead of the lookups.
+            output_capacity: Batches looked up ahead of the user.
+            num_workers: Lookups at the same time.
+            reproducible: Keep the order.
+            staleness: Bound on batches in flight, or None.
+            timeout_s: How long the user waits for a batch.
+            keeps_step: Hand a batch out only when every rank has one.
+
         Raises:
+            ConfigError: If no data-loader can send anything.
             BaseException: What an update of the last epoch raised.
         """
         from persia._training.prefetch import Prefetcher
+        from persia._training.sources import DatasetSource, Source, StreamSource
 
+        embeddings = self._connected()
         # No lookup of this epoch may overtake an update of the last one.
-        self._connected().flush()
+        embeddings.flush()
+        converter = self._converter(self.device_id)
+        source: Source
+        if dataset is None:
+            self._owns_stream |= embeddings.stream is None
+            stream = embeddings.open_stream(input_capacity)
+            source = StreamSource(stream, converter, reproducible)
+        else:
+            source = DatasetSource(dataset, converter, input_capacity)
         epoch = Prefetcher(
-            dataset,
+            source,
             self._lookups,
-            self._converter(self.device_id),
-            input_capacity=input_capacity,
+            converter,
             output_capacity=output_capacity,
             num_workers=num_workers,
             reproducible=reproducible,
             staleness=staleness,
             timeout_s=timeout_s,
+            ranks=self._ranks if keeps_step else None,
         )
         self._epochs = [known for known in self._epochs if known() is not None]
         self._epochs.append(weakref.ref(epoch))
@@ -433,6 +542,7 @@ class EmbeddingCtx(BaseCtx):
             device_id: Where the tensors go; None is the context's device, below 0 the CPU.
         """
         from persia._training.flight import Reason
+        from persia._training.lookups import Item
 
         device = self.device_id if device_id is None else _usable_device(device_id)
         book = self._own_book()
@@ -441,10 +551,11 @@ class EmbeddingCtx(BaseCtx):
         host = converter.host(persia_batch)
         if not self._lookups.has_gradients(host):
             self._connected().flush()
-        batch_id = self._lookups.number(host)
-        result, ticket = self._lookups.lookup(host, batch_id)
+        item = Item(host)
+        self._lookups.number(item)
+        result, ticket = self._lookups.lookup(item)
         try:
-            batch = converter.finish(converter.stage(host, result, batch_id, ticket))
+            batch = converter.finish(converter.stage(host, result, item.batch_id, ticket))
         except BaseException:
             if ticket is not None:
                 book.release(ticket, Reason.UNUSED)
@@ -629,7 +740,7 @@ class TrainCtx(EmbeddingCtx):
             embedding_worker=embedding_worker,
         )
         self.embedding_optimizer = embedding_optimizer
-        self.dense_optimizer = dense_optimizer
+        self.dense_optimizer: torch.optim.Optimizer = dense_optimizer
         self.grad_scalar_update_factor = grad_scalar_update_factor
         self.backward_buffer_size = backward_buffer_size
         self.backward_workers_size = backward_workers_size
@@ -641,12 +752,37 @@ class TrainCtx(EmbeddingCtx):
         )
         self.grad_scaler = _grad_scaler(self.device_id) if self.mixed_precision else None
         self.update_times = 0
+        if self.world_size > 1:
+            self._join_ranks()
         # Each rank computes the mean over its own batch; the worker divides by the scale.
         self._reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
         # One incarnation of one rank: a second TrainCtx over the same servers begins its
         # batch ids at 0 again, and must not be taken for a repetition of the first.
         self._client = secrets.randbits(47) << 16 | self.rank_id
         self._warned_nans = 0
+
+    def _join_ranks(self) -> None:
+        """Make the model data-parallel, with the option given or the default one."""
+        from persia.distributed import DistributedBaseOption, get_default_distributed_option
+
+        option = self.distributed_option
+        if option is None:
+            option = get_default_distributed_option(self.device_id)
+        if not isinstance(option, DistributedBaseOption):
+            raise ConfigError(
+                "distributed_option: expected DDPOption or BaguaDistributedOption, got "
+                f"{type(option).__name__}"
+            )
+        self.distributed_option = option
+        self.model, optimizer = option.convert2distributed_model(
+            self.model,
+            self.world_size,
+            self.rank_id,
+            self.device_id,
+            optimizer=self.dense_optimizer,
+        )
+        if optimizer is not None:
+            self.dense_optimizer = optimizer
 
     @property
     def backward_engine(self) -> GradientEngine | None:
@@ -660,6 +796,14 @@ class TrainCtx(EmbeddingCtx):
         return None if engine is None else engine.queue
 
     def _enter(self) -> None:
+        super()._enter()
+        try:
+            self._begin()
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def _begin(self) -> None:
         from persia._training.gradients import GradientEngine
 
         embeddings = self._connected()
@@ -667,6 +811,10 @@ class TrainCtx(EmbeddingCtx):
             raise ConfigError("another TrainCtx that shares these embeddings is entered")
         embeddings.worker.configure(self.embedding_config.settings())
         embeddings.worker.register_optimizer(self.embedding_optimizer.settings())
+        if self.world_size > 1:
+            from persia._training.ranks import Ranks
+
+            self._ranks = Ranks(self.world_size, self.rank_id)
         engine = GradientEngine(
             embeddings.worker,
             self._own_book(),
@@ -674,6 +822,7 @@ class TrainCtx(EmbeddingCtx):
             num_workers=self.backward_workers_size,
             capacity=self.backward_buffer_size,
             device=_torch_device(self.device_id),
+            ranks=self._ranks,
         )
         engine.start()
         embeddings.engine = engine
@@ -682,10 +831,21 @@ class TrainCtx(EmbeddingCtx):
         embeddings = self._connected()
         engine, embeddings.engine = embeddings.engine, None
         try:
-            super()._exit()
+            self._finish()
         finally:
-            if engine is not None:
-                engine.close()
+            try:
+                if engine is not None:
+                    engine.close()
+            finally:
+                self._disconnect()
+
+    def _disconnect(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        try:
+            super()._disconnect()
+        finally:
+            if ranks is not None:
+                ranks.close()
 
     def wait_servers_ready(self) -> None:
         """Wait until all servers are configured and answer.
@@ -802,7 +962,10 @@ class TrainCtx(EmbeddingCtx):
         self, scaler: torch.amp.GradScaler, updates: list[Update], scale: float
     ) -> bool:
         """Step the dense part; False if a gradient, dense or sparse, was not finite."""
-        if not all(update.is_finite() for update in updates):
+        is_finite = all(update.is_finite() for update in updates)
+        if self._ranks is not None:
+            is_finite = not self._ranks.any(not is_finite)  # one step, or none, for all
+        if not is_finite:
             # The dense gradients are dropped too: no step, and a smaller scale from now on.
             scaler.update(scale / self.grad_scalar_update_factor)
             return False
@@ -832,8 +995,8 @@ class InferCtx(EmbeddingCtx):
     """Looks embeddings up for serving: no labels, no gradients, nothing configured.
 
     Args:
-        embedding_worker_address_list: ``host:port`` of embedding-workers; none of them in
-            embedded mode.
+        embedding_worker_address_list: ``host:port`` of embedding-workers. Without any, those
+            of the job, or in embedded mode the context it is entered in.
         model: As of ``EmbeddingCtx``.
         embedding_config: As of ``EmbeddingCtx``.
         threadpool_worker_size: Kept for scripts of the original.
@@ -856,12 +1019,6 @@ class InferCtx(EmbeddingCtx):
         global_config: ConfigSource | None = None,
         embedding_worker: EmbeddingWorker | None = None,
     ) -> None:
-        if embedding_worker_address_list:
-            raise ConfigError(
-                "embedding_worker_address_list: there are no embedding-workers at "
-                f"{', '.join(embedding_worker_address_list)}, as this version of PERSIA has "
-                "embedded mode only; leave the list empty"
-            )
         super().__init__(
             PreprocessMode.INFERENCE,
             model,
@@ -871,6 +1028,8 @@ class InferCtx(EmbeddingCtx):
             global_config=global_config,
             embedding_worker=embedding_worker,
         )
+        if embedding_worker_address_list:
+            self._addresses = list(embedding_worker_address_list)
 
     def wait_for_serving(self) -> None:
         """Wait until all servers are configured and answer.
@@ -915,13 +1074,24 @@ def _prepare_feature(batch: PersiaTrainingBatch, preprocess_mode: PreprocessMode
     return batch.non_id_type_tensors, batch.embedding_tensors, labels
 
 
-def needs_services(what: str) -> str:
-    if env.get_mode() == "embedded":
-        return (
-            f"{what} needs servers, and this process runs in embedded mode: feed the "
-            "TrainCtx from a persia.data.IterableDataset"
+def data_loader_script() -> Path:
+    """Return the script that feeds a StreamingDataset in embedded mode.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    named = env.data_loader_entry()
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    beside = Path(main).resolve().parent if main else Path.cwd()
+    script = named or beside / "data_loader.py"
+    if not script.is_file():
+        source = "PERSIA_DATALOADER_ENTRY" if named else "by default"
+        raise ConfigError(
+            f"StreamingDataset in embedded mode runs a data-loader script, {source} {script}, "
+            "which does not exist: write one that sends batches by persia.ctx.DataCtx, or feed "
+            "the TrainCtx from a persia.data.IterableDataset in this process"
         )
-    return f"{what}: {SERVICES_MISSING}"
+    return script
 
 
 def _usable_device(device_id: int | None) -> int | None:

@@ -7,9 +7,10 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from persia import env
 from persia._rpc import session
 from persia._training.channel import Closed, Finished
-from persia.ctx import EmbeddingCtx, needs_services
+from persia.ctx import EmbeddingCtx, data_loader_script
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,18 +69,24 @@ class IterableDataset(IterableDatasetBase):
 
 
 class StreamingDataset(IterableDatasetBase):
-    """Batches that data-loader processes send; needs servers.
+    """Batches that data-loader processes send by ``DataCtx``.
+
+    A pass ends when every data-loader has left its ``DataCtx``; what they send in another one
+    is the next pass. In embedded mode a pass runs the data-loader's script, which is named by
+    ``PERSIA_DATALOADER_ENTRY`` or is ``data_loader.py`` beside the main script, in a child
+    process.
 
     Args:
-        buffer_size: Batches held for each rank.
+        buffer_size: Batches held for each rank, of all data-loaders; each may have one there.
 
     Raises:
-        ConfigError: In embedded mode, where nobody could send any.
+        ConfigError: In embedded mode, if there is no such script.
     """
 
     def __init__(self, buffer_size: int = 10) -> None:
         super().__init__(buffer_size)
-        raise ConfigError(needs_services("StreamingDataset"))
+        if env.get_mode() == "embedded":
+            data_loader_script()
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Streams are read by the loader only.
@@ -109,6 +116,9 @@ class DataLoader:
             the same bits.
         embedding_staleness: Most batches between lookup and acknowledged update; None
             leaves it to the buffers.
+        drop_last: With several ranks, what happens when one of them has no batch for a round:
+            True ends the pass for all and counts what the others had as ``incomplete``; False
+            lets them go on alone, by torch's ``Join``.
 
     Raises:
         ConfigError: If a number is out of range.
@@ -122,6 +132,8 @@ class DataLoader:
         num_workers: int = 10,
         reproducible: bool = False,
         embedding_staleness: int | None = None,
+        *,
+        drop_last: bool = True,
     ) -> None:
         for name, value in (
             ("forward_buffer_size", forward_buffer_size),
@@ -143,6 +155,7 @@ class DataLoader:
         self.num_workers = num_workers
         self.reproducible = reproducible
         self.embedding_staleness = embedding_staleness
+        self.drop_last = drop_last
         # Weak: a loader that outlives its context must not keep the rows of the servers.
         self._epoch: weakref.ref[Prefetcher] | None = None
 
@@ -163,13 +176,14 @@ class DataLoader:
         if last is not None:
             last.close()
         epoch = ctx.open_epoch(
-            self.dataset,
+            None if isinstance(self.dataset, StreamingDataset) else self.dataset,
             input_capacity=getattr(self.dataset, "buffer_size", 10),
             output_capacity=self.forward_buffer_size,
             num_workers=self.num_workers,
             reproducible=self.reproducible,
             staleness=self.embedding_staleness,
             timeout_s=self.timeout_ms / 1000,
+            keeps_step=self.drop_last,
         )
         self._epoch = weakref.ref(epoch)
         return _drain(epoch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,6 +35,9 @@ NN_WORKERS_VARIABLE = "PERSIA_NN_WORKERS"
 
 # Set by persia-launcher and PersiaServiceCtx for the processes they start.
 LAUNCHED_VARIABLE = "PERSIA_LAUNCHED"
+
+# Set for the data-loader that a trainer in embedded mode starts.
+FEEDS_VARIABLE = "PERSIA_FEEDS"
 
 # Any of these says that there are servers to talk to. The values of the two NATS names are
 # ignored: the broker is gone, the old deployments that set them are not.
@@ -211,6 +215,17 @@ def get_mode() -> Mode:
             "persia-launcher nn-worker, or name the servers in PERSIA_EMBEDDING_WORKERS"
         )
     return "embedded"
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a child process that plays another role than this one.
+
+    Args:
+        changes: Variables to set. What says who this process is goes, unless it is among them.
+    """
+    mine = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE"}
+    kept = {name: value for name, value in os.environ.items() if name not in mine}
+    return {**kept, **changes}
 
 
 def skip_check_data() -> bool:

@@ -164,8 +164,8 @@ class Delivery(Generic[T]):
             return True
         return self._next in self._items if self._ordered else bool(self._items)
 
-    def get(self, timeout_s: float) -> T:
-        """Take the next item.
+    def get(self, timeout_s: float | None) -> T:
+        """Take the next item; None waits until there is one, or the end.
 
         Raises:
             Finished: If nothing more will come.

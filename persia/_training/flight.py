@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from persia._rpc.messages import EmbeddingWorker, UpdateReport
-
+    from persia._training.lookups import Origin
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Reason(enum.Enum):
 
     ABANDONED = "abandoned"  # handed to the user, who had no backward for it
     UNUSED = "unused"  # looked up ahead, never handed out
+    INCOMPLETE = "incomplete"  # other ranks had no batch for this round
     SKIPPED = "skipped"  # a GradScaler met a non-finite gradient
 
 
@@ -58,15 +59,36 @@ class ReturnsPermit(Protocol):
 class Ticket:
     """One ref in flight. Only its ``Book`` changes it."""
 
-    __slots__ = ("__weakref__", "batch_id", "ended_as", "gate", "in_order", "ref", "state")
+    __slots__ = (
+        "__weakref__",
+        "batch_id",
+        "ended_as",
+        "gate",
+        "in_order",
+        "in_turn",
+        "number",
+        "origin",
+        "ref",
+        "state",
+    )
 
     def __init__(
-        self, ref: int, batch_id: int, gate: ReturnsPermit | None, in_order: bool
+        self,
+        ref: int,
+        batch_id: int,
+        gate: ReturnsPermit | None,
+        in_order: bool,
+        in_turn: bool,
+        number: int,
+        origin: Origin | None,
     ) -> None:
         self.ref = ref
         self.batch_id = batch_id
+        self.number = number  # second half of the update id
+        self.origin = origin  # knows the ids if the embedding-worker no longer does
         self.gate = gate  # None for a batch without staleness control
         self.in_order = in_order  # its update waits for those submitted before it
+        self.in_turn = in_turn  # and for those of lower ranks, and then for all ranks
         self.state = State.READY
         self.ended_as = ""  # for messages: why nothing more can be done with the batch
 
@@ -95,10 +117,18 @@ class Book:
         self.orphans: deque[Ticket] = deque()
 
     def open(
-        self, ref: int, batch_id: int, gate: ReturnsPermit | None, in_order: bool = False
+        self,
+        ref: int,
+        batch_id: int,
+        gate: ReturnsPermit | None,
+        in_order: bool = False,
+        *,
+        in_turn: bool = False,
+        number: int,
+        origin: Origin | None = None,
     ) -> Ticket:
         """Note a lookup that left a ref; the ticket now owns the loader's permit."""
-        ticket = Ticket(ref, batch_id, gate, in_order)
+        ticket = Ticket(ref, batch_id, gate, in_order, in_turn, number, origin)
         with self._lock:
             self._open += 1
         return ticket
@@ -165,6 +195,11 @@ class Book:
             self._give_back(ticket)
         return True
 
+    def count(self, reason: Reason) -> None:
+        """Count a batch that ended before it had a ticket."""
+        with self._lock:
+            self._counts[reason.value] += 1
+
     def skip(self, ticket: Ticket) -> None:
         """End a submitted batch whose gradients are not to be used."""
         with self._lock:
@@ -211,8 +246,11 @@ class Book:
     @staticmethod
     def _give_back(ticket: Ticket) -> None:
         gate, ticket.gate = ticket.gate, None
+        origin, ticket.origin = ticket.origin, None
         if gate is not None:
             gate.give_back()
+        if origin is not None:
+            origin.ended()
 
     def release_orphans(self) -> None:
         """Release the batches that the user dropped without a backward."""
@@ -232,6 +270,7 @@ class Book:
                 "batches": self._counts["batches"],
                 "abandoned": self._counts[Reason.ABANDONED.value],
                 "unused": self._counts[Reason.UNUSED.value],
+                "incomplete": self._counts[Reason.INCOMPLETE.value],
                 "skipped": self._counts[Reason.SKIPPED.value],
                 "failed": self._counts["failed"],
                 "missing": self._counts["missing"],

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -23,12 +23,13 @@ from persia._core import pooling
 from persia._rpc.messages import BatchGradients, SlotGradient
 from persia._training.channel import Channel, Closed, Finished, join
 from persia._training.flight import Reason
-from persia.errors import ServiceTimeout
+from persia._training.lookups import MAX_TRIES
+from persia.errors import ServiceTimeout, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from persia._rpc.messages import EmbeddingWorker
+    from persia._rpc.messages import EmbeddingWorker, UpdateReport
     from persia._training.flight import Book, Ticket
     from persia._training.tensors import Leaf, PersiaTrainingBatch
 
@@ -38,6 +39,16 @@ logger = logging.getLogger(__name__)
 WAIT_S = 300.0
 # A backward worker that has not ended by then is inside an update that hangs.
 JOIN_S = 10.0
+
+
+T = TypeVar("T")
+
+
+class TakesTurns(Protocol):
+    """The ranks; ``persia._training.ranks`` implements it."""
+
+    def in_turn(self, action: Callable[[], T]) -> T:
+        """Run ``action`` when all lower ranks have, and return when all ranks have."""
 
 
 class Update:
@@ -155,6 +166,7 @@ class GradientEngine:
         num_workers: Updates sent at the same time.
         capacity: Updates that wait before ``submit`` does.
         device: Where the gradients are.
+        ranks: To take turns with, for tickets that ask for it.
     """
 
     def __init__(
@@ -166,8 +178,10 @@ class GradientEngine:
         num_workers: int,
         capacity: int,
         device: torch.device,
+        ranks: TakesTurns | None = None,
     ) -> None:
         self._worker = worker
+        self._ranks = ranks
         self._book = book
         self._client = client
         self._queue: Channel[tuple[Update, float]] = Channel(capacity)
@@ -373,10 +387,31 @@ class GradientEngine:
             # Those before it were taken from the queue before it, so they end without it.
             with self._changed:
                 self._changed.wait_for(lambda: min(self._pending) == update.number)
-        report = self._worker.update(
-            BatchGradients(ticket.ref, (self._client, ticket.batch_id), slots, scale)
-        )
+        if ticket.in_turn and self._ranks is not None:
+            # Acknowledged only when all ranks have met: the permit lets the next lookup go.
+            report = self._ranks.in_turn(lambda: self._update(ticket, slots, scale))
+        else:
+            report = self._update(ticket, slots, scale)
         self._book.acknowledge(ticket, report)
+
+    def _update(
+        self, ticket: Ticket, slots: tuple[SlotGradient, ...], scale: float
+    ) -> UpdateReport:
+        """Update, if need be by another embedding-worker than the one that looked it up.
+
+        The id stays the same, so that servers which applied it already do not do so again.
+        """
+        update_id = self._client, ticket.number
+        for _ in range(MAX_TRIES):
+            try:
+                return self._worker.update(BatchGradients(ticket.ref, update_id, slots, scale))
+            except (UnknownRef, ServiceUnavailable) as error:
+                if ticket.origin is None:
+                    raise
+                logger.warning("batch %d: %s", ticket.batch_id, error)
+                ticket.ref = ticket.origin.register_again()
+                self._worker.lookup(ticket.ref, True)
+        return self._worker.update(BatchGradients(ticket.ref, update_id, slots, scale))
 
     def _ended(self, number: int) -> None:
         with self._changed:

@@ -1,7 +1,7 @@
-"""The forward pipeline of one epoch: dataset, lookups, permits, order.
+"""The forward pipeline of one epoch: source, lookups, permits, order, ranks in step.
 
-    dataset thread --Channel--> forward workers --Delivery--> the user's loop
-    iterates and copies         permit, then lookup           tensors
+    source ----------> forward workers --Delivery--> (ranks agree) ----> the user's loop
+    copies batches     permit, then lookup           one step ahead      tensors
 
 A permit is acquired before the lookup, in the order of the batches, and belongs to the batch
 from then on (``flight``); it comes back when the update is acknowledged, the lookup fails, or
@@ -12,6 +12,11 @@ order of the dataset. With a staleness bound ``s`` no batch is taken before the 
 for the ``s - 1`` th before it. At staleness 1, then, lookups and updates alternate strictly,
 and a loop that is left early has looked up exactly what it was given.
 
+Ranks in step: with several ranks a batch is handed out when all of them have one. A thread
+asks that one step ahead of the user. The first round in which a rank has none is the last: what
+the others have is dropped and counted. Each rank takes part in every round up to the last one,
+and in no other, whatever ends its own pass, so that none waits for another in vain.
+
 Threads and locks: ``_turn`` makes take, permit and number one step (and, in order, the
 lookup too). It is held while waiting for input or a permit; nobody needs it to make progress
 elsewhere, and both waits are woken by ``close``.
@@ -21,26 +26,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from persia._rpc.messages import IDFeatures
-from persia._training.channel import Channel, Closed, Delivery, Finished, join
+from persia._training.channel import Closed, Delivery, Finished, join
 from persia._training.flight import Reason, State
+from persia._training.gradients import TakesTurns
 from persia._training.tensors import StagedBatch
-from persia.errors import ConfigError, InternalError, ServiceTimeout
+from persia.errors import ConfigError, ServiceError, ServiceTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from persia._rpc.messages import EmbeddingWorker, LookupResult
-    from persia._training.flight import Book, Ticket
-    from persia._training.tensors import (
-        Converter,
-        HostBatch,
-        PersiaTrainingBatch,
-        UserBatch,
-    )
+    from persia._rpc.messages import LookupResult
+    from persia._training.flight import Ticket
+    from persia._training.lookups import Item, Lookups
+    from persia._training.sources import Source
+    from persia._training.tensors import Converter, PersiaTrainingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -48,68 +47,18 @@ logger = logging.getLogger(__name__)
 # daemon, and is named in a warning.
 JOIN_S = 10.0
 
+# What a rank tells the others about its next batch.
+HAS_BATCH = 1
+ENDED = 0  # its data has
+LEFT = -1  # its user has left the loop
+FAILED = -2  # its data or a lookup has
 
-class Lookups:
-    """What a context's lookups need to know, shared by its loaders and direct calls.
 
-    Args:
-        worker: Where ids become embeddings.
-        book: Tickets of the batches with gradients.
-        trains: Whether batches may have gradients at all.
-        before_evaluation: Called before each lookup without gradients; waits until this
-            rank's updates are acknowledged or have failed.
-    """
+class Agrees(TakesTurns, Protocol):
+    """The ranks; ``persia._training.ranks`` implements it."""
 
-    def __init__(
-        self,
-        worker: EmbeddingWorker,
-        book: Book,
-        trains: bool,
-        before_evaluation: Callable[[], None],
-    ) -> None:
-        self.worker = worker
-        self.book = book
-        self.trains = trains
-        self.before_evaluation = before_evaluation
-        # Two series, by whether there are gradients: update ids and admission depend on the
-        # numbers of training batches, and an evaluation must not shift them.
-        self._next_numbers = {False: 0, True: 0}
-        self._lock = threading.Lock()  # guards _next_numbers
-
-    def number(self, host: HostBatch) -> int:
-        """Return the batch id, the next one of its kind in the context."""
-        trains = self.has_gradients(host)
-        with self._lock:
-            number = self._next_numbers[trains]
-            self._next_numbers[trains] += 1
-            return number
-
-    def has_gradients(self, host: HostBatch) -> bool:
-        """Whether this batch is looked up for training."""
-        return self.trains and host.requires_grad
-
-    def lookup(
-        self, host: HostBatch, batch_id: int, gate: Gate | None = None, in_order: bool = False
-    ) -> tuple[LookupResult, Ticket | None]:
-        """Look one batch up; if it has gradients its ticket takes the permit over.
-
-        Raises:
-            Exception: What the embedding-worker raised; a permit is given back.
-        """
-        trains = self.has_gradients(host)
-        if not trains:
-            self.before_evaluation()
-        try:
-            result = self.worker.lookup_direct(IDFeatures(host.features, batch_id, trains))
-            if not trains:
-                return result, None
-            if result.ref is None:
-                raise InternalError(f"the training lookup of batch {batch_id} left no ref")
-        except BaseException:
-            if trains and gate is not None:
-                gate.give_back()
-            raise
-        return result, self.book.open(result.ref, batch_id, gate, in_order)
+    def agree(self, code: int) -> list[int]:
+        """Tell all ranks a number and return everyone's, by rank."""
 
 
 class Gate:
@@ -177,64 +126,73 @@ class Prefetcher:
     """One epoch. ``start``, ``next`` and ``close`` belong to the user's thread.
 
     Args:
-        dataset: Iterated once, in a thread of its own.
+        source: Of one pass.
         lookups: The context's.
         converter: Of the context's device.
-        input_capacity: Batches read ahead of the lookups.
         output_capacity: Batches looked up ahead of the user.
         num_workers: Lookups at the same time.
         reproducible: Keep the dataset's order.
         staleness: Bound on batches in flight, or None.
         timeout_s: How long ``next`` waits.
+        ranks: To keep in step with; None where there is one, or none needs to wait.
     """
 
     def __init__(
         self,
-        dataset: Iterable[UserBatch],
+        source: Source,
         lookups: Lookups,
         converter: Converter,
         *,
-        input_capacity: int,
         output_capacity: int,
         num_workers: int,
         reproducible: bool,
         staleness: int | None,
         timeout_s: float,
+        ranks: Agrees | None = None,
     ) -> None:
-        self._dataset = dataset
+        self._source = source
         self._lookups = lookups
         self._converter = converter
         self._in_order = reproducible
         self._timeout_s = timeout_s
-        self._input: Channel[HostBatch] = Channel(input_capacity)
         # Without updates nothing is stale, and evaluation reads ahead as far as it may.
         self._gate = Gate(staleness if lookups.trains else None, on_demand=reproducible)
         self._delivery: Delivery[StagedBatch | PersiaTrainingBatch] = Delivery(
             output_capacity, reproducible
         )
+        # What is handed out: with several ranks, what all have agreed on.
+        self._agreed = self._delivery
+        self._ranks = ranks
+        if ranks is not None:
+            self._agreed = Delivery(1, ordered=True)
+        # Reproducible over ranks: their updates go in the order of the ranks.
+        self._takes_turns = ranks is not None and reproducible and staleness == 1
+        self._reason_to_drop = Reason.UNUSED
         self._turn = threading.Lock()  # see the module's docstring
         self._num_taken = 0  # guarded by _turn
         self._counting = threading.Lock()
         self._num_running = num_workers  # workers not yet ended; guarded by _counting
         self._num_looking_up = 0  # for messages only; guarded by _counting
-        self._reading_ended = False  # for messages only
+        self._is_agreeing = False  # for messages only
         self._last: Ticket | None = None  # handed out last
         self._kept: list[Ticket] = []  # handed out and kept, most of them ended since
         self._threads = [
-            threading.Thread(target=self._read, name="persia-dataset", daemon=True),
-            *(
-                threading.Thread(
-                    target=self._forward, name=f"persia-forward-{number}", daemon=True
-                )
-                for number in range(num_workers)
-            ),
+            threading.Thread(target=self._forward, name=f"persia-forward-{number}", daemon=True)
+            for number in range(num_workers)
         ]
+        if ranks is not None:
+            self._threads.append(
+                threading.Thread(
+                    target=self._keep_step, args=(ranks,), name="persia-agree", daemon=True
+                )
+            )
         self._closed = False
 
     # --- the user's thread ----------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the source and the threads."""
+        self._source.start()
         for thread in self._threads:
             thread.start()
 
@@ -259,7 +217,7 @@ class Prefetcher:
             )
         self._gate.ask()
         try:
-            item = self._delivery.get(self._timeout_s)
+            item = self._agreed.get(self._timeout_s)
         except TimeoutError as exc:
             raise ServiceTimeout(
                 f"no batch came within {self._timeout_s:g} s: waited for {self._culprit()}",
@@ -274,7 +232,9 @@ class Prefetcher:
         last, self._last = self._last, None
         if last is None:
             return
-        self._lookups.book.release(last, Reason.ABANDONED, even_kept=False)
+        is_abandoned = self._lookups.book.release(last, Reason.ABANDONED, even_kept=False)
+        if is_abandoned and self._takes_turns and self._ranks is not None and not self._closed:
+            self._ranks.in_turn(lambda: None)  # the others wait for this rank's turn
         if last.state is State.KEPT:
             self._kept.append(last)
 
@@ -286,9 +246,9 @@ class Prefetcher:
                 f"the update of a batch in flight, as embedding_staleness="
                 f"{self._gate.staleness} allows no more of them"
             )
-        if not self._reading_ended:
-            return f"the dataset ({type(self._dataset).__name__}) to yield a batch"
-        return "the forward workers"
+        if self._ranks is not None and len(self._delivery) == 0 and self._is_agreeing:
+            return "the other ranks to have a batch"
+        return self._source.waits_for() or "the forward workers"
 
     def close(self) -> None:
         """End the epoch: release what is not handed out, join the threads.
@@ -298,57 +258,74 @@ class Prefetcher:
         if self._closed:
             return
         self._closed = True
-        self._input.close()
+        threads = [*self._source.close(), *self._threads]
         self._gate.close()
         left = self._delivery.close()
+        if self._agreed is not self._delivery:
+            left += self._agreed.close()
         try:
             self._leave_last()
             for item in left:
                 self._drop(item.ticket)
         finally:
-            self._join()
+            self._join(threads)
 
     def _drop(self, ticket: Ticket | None) -> None:
         if ticket is not None:
-            self._lookups.book.release(ticket, Reason.UNUSED)
+            self._lookups.book.release(ticket, self._reason_to_drop)
 
-    def _join(self) -> None:
-        for thread in join(self._threads, JOIN_S):
+    def _join(self, threads: list[threading.Thread]) -> None:
+        for thread in join(threads, JOIN_S):
             logger.warning(
                 "%s has not ended %g s after the loop did: it is still inside %s",
                 thread.name,
                 JOIN_S,
-                "the user's dataset" if thread is self._threads[0] else "a lookup",
+                "a lookup" if thread in self._threads else "the user's dataset",
             )
 
-    # --- the dataset's thread ---------------------------------------------------------------
+    # --- ranks in step ----------------------------------------------------------------------
 
-    def _read(self) -> None:
-        iterator = None
+    def _keep_step(self, ranks: Agrees) -> None:
+        """Take part in rounds until one is not complete."""
         try:
-            iterator = iter(self._dataset)
-            for batch in iterator:
-                self._input.put(self._converter.host(batch))
-        except Closed:
-            pass
+            number = 0
+            while self._one_round(ranks, number):
+                number += 1
         except BaseException as exc:
-            self._reading_ended = True
-            self._input.finish(exc)
-        else:
-            self._reading_ended = True
-            self._input.finish()
-        self._close_iterator(iterator)  # it may stand still at a batch that was refused
+            # The others are gone, or cannot be heard.
+            self._agreed.fail(exc)
 
-    @staticmethod
-    def _close_iterator(iterator: object) -> None:
-        """Run the ``finally`` blocks of the user's generator now, in its own thread."""
-        if not isinstance(iterator, Generator):
-            return  # another iterator's ``close`` may be meant for its owner
+    def _one_round(self, ranks: Agrees, number: int) -> bool:
+        item: StagedBatch | PersiaTrainingBatch | None = None
+        failure: BaseException | None = None
+        code = HAS_BATCH
         try:
-            iterator.close()
-        except Exception:
-            # The loop is over and nobody is left to raise this at.
-            logger.exception("the dataset raised while it was closed")
+            item = self._delivery.get(None)
+        except Finished:
+            code = ENDED
+        except Closed:
+            code = LEFT
+        except BaseException as exc:
+            code, failure = FAILED, exc
+        self._is_agreeing = True
+        codes = ranks.agree(code)
+        self._is_agreeing = False
+        if item is not None and all(one == HAS_BATCH for one in codes):
+            try:
+                self._agreed.put(number, item)
+            except Closed:
+                self._drop(item.ticket)  # and tell the others in the next round
+            return True
+        if failure is None:
+            failure = _why_not(codes)
+        if failure is None:
+            # The others' data has ended, and with it this rank's.
+            self._reason_to_drop = Reason.INCOMPLETE
+            self._source.drop_rest()
+        if item is not None:
+            self._drop(item.ticket)
+        self._agreed.finish(failure)
+        return False
 
     # --- forward workers --------------------------------------------------------------------
 
@@ -361,7 +338,7 @@ class Prefetcher:
                 self._num_running -= 1
                 is_last = self._num_running == 0
             if is_last:  # all others have delivered what they took
-                self._delivery.finish(self._input.failure)
+                self._delivery.finish(self._source.failure)
         except Closed:
             pass
         except BaseException as exc:
@@ -369,31 +346,51 @@ class Prefetcher:
 
     def _forward_one(self) -> None:
         with self._turn:
-            host = self._input.get()
-            needs_permit = self._lookups.has_gradients(host)
-            self._gate.enter(needs_permit)
+            item = self._source.get()
+            needs_permit = self._lookups.has_gradients(item.host)
+            try:
+                self._gate.enter(needs_permit)
+            except Closed:
+                self._lookups.give_up(item)
+                raise
             place = self._num_taken
             self._num_taken += 1
-            batch_id = self._lookups.number(host)
+            self._lookups.number(item)
             if self._in_order:
-                result, ticket = self._look_up(host, batch_id)
+                result, ticket = self._look_up(item)
         if not self._in_order:
-            result, ticket = self._look_up(host, batch_id)
+            result, ticket = self._look_up(item)
         try:
-            item: StagedBatch | PersiaTrainingBatch
-            item = staged = self._converter.stage(host, result, batch_id, ticket)
+            ready: StagedBatch | PersiaTrainingBatch
+            ready = staged = self._converter.stage(item.host, result, item.batch_id, ticket)
             if staged.event is None:
-                item = self._converter.finish(staged)
-            self._delivery.put(place, item)
+                ready = self._converter.finish(staged)
+            self._delivery.put(place, ready)
         except BaseException:
             self._drop(ticket)
             raise
 
-    def _look_up(self, host: HostBatch, batch_id: int) -> tuple[LookupResult, Ticket | None]:
+    def _look_up(self, item: Item) -> tuple[LookupResult, Ticket | None]:
         with self._counting:
             self._num_looking_up += 1
         try:
-            return self._lookups.lookup(host, batch_id, self._gate, self._in_order)
+            return self._lookups.lookup(
+                item, self._gate, self._in_order, in_turn=self._takes_turns
+            )
         finally:
             with self._counting:
                 self._num_looking_up -= 1
+
+
+def _why_not(codes: list[int]) -> ServiceError | None:
+    """Say which rank ended the pass before its data did; None if none did."""
+    for rank, code in enumerate(codes):
+        if code in (LEFT, FAILED):
+            what = "left its loop over the DataLoader" if code == LEFT else "failed"
+            return ServiceError(
+                f"rank {rank} {what}, so that there is no next batch for all ranks",
+                role="nn-worker",
+                replica=rank,
+                method="next batch",
+            )
+    return None

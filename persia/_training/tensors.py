@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from persia._core.feature_batch import FeatureBatch
-    from persia._rpc.messages import LookupResult, SlotOutput
+    from persia._rpc.messages import LookupResult, SlotOutput, StreamedBatch
     from persia._training.flight import Ticket
 
 
@@ -99,8 +99,8 @@ class PersiaTrainingBatch:
         embedding_tensors: One entry per id feature, in the order of the batch's features.
         labels: Label tensors, or None if the batch has none.
         meta: The bytes that the user attached, or None.
-        batch_id: Running number within the context; batches without gradients have a series
-            of their own.
+        batch_id: The data-loader's number, or a running one of the context, where batches
+            without gradients have a series of their own.
         feature_names: Names of the id features, in the order of ``embedding_tensors``.
         batch_size: Number of samples.
     """
@@ -109,6 +109,7 @@ class PersiaTrainingBatch:
         self,
         host: HostBatch,
         batch_id: int,
+        feature_names: tuple[str, ...],
         embedding_tensors: list[torch.Tensor | Jagged],
         leaves: list[Leaf],
         ticket: Ticket | None,
@@ -118,7 +119,7 @@ class PersiaTrainingBatch:
         self.labels: list[torch.Tensor] | None = host.labels or None
         self.meta = host.meta
         self.batch_id = batch_id
-        self.feature_names = tuple(feature.name for feature in host.features)
+        self.feature_names = feature_names
         self.batch_size = host.batch_size
         self.leaves = leaves  # of the features with a gradient; empty in evaluation
         self.ticket = ticket  # None in evaluation
@@ -143,7 +144,7 @@ class PersiaTrainingBatch:
 class HostBatch:
     """A user's batch with dense data and labels copied, on the host or on the device."""
 
-    features: tuple[FeatureBatch, ...]
+    features: tuple[FeatureBatch, ...]  # empty if a data-loader has registered the ids
     dense: list[torch.Tensor]
     labels: list[torch.Tensor]
     meta: bytes | None
@@ -192,6 +193,17 @@ class Converter:
             dense=[self._copy(item.data) for item in batch.non_id_type_features],
             labels=[self._copy(item.data) for item in batch.labels],
             meta=batch.meta,
+            batch_size=batch.batch_size,
+            requires_grad=batch.requires_grad,
+        )
+
+    def host_of(self, batch: StreamedBatch) -> HostBatch:
+        """Copy what came in one message, so that its memory is not kept."""
+        return HostBatch(
+            features=(),
+            dense=[self._copy(item.array) for item in batch.non_id_type_features],
+            labels=[self._copy(item.array) for item in batch.labels],
+            meta=None if batch.meta is None else batch.meta.tobytes(),
             batch_size=batch.batch_size,
             requires_grad=batch.requires_grad,
         )
@@ -295,8 +307,9 @@ class Converter:
         # The graph of a raw feature begins here, whatever the user's thread has switched off.
         with torch.set_grad_enabled(trains):
             embeddings, leaves = _build(staged, trains)
+        names = tuple(output.name for output in staged.outputs)
         return PersiaTrainingBatch(
-            staged.host, staged.batch_id, embeddings, leaves, staged.ticket
+            staged.host, staged.batch_id, names, embeddings, leaves, staged.ticket
         )
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from persia import env
+from persia._training import ranks
+from persia._training.ranks import Ranks
 from persia.ctx import (
     BaseCtx,
     EmbeddingCtx,
@@ -24,7 +26,7 @@ from persia.ctx import (
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad
-from persia.errors import ConfigError, ServiceTimeout
+from persia.errors import ConfigError, ServiceTimeout, ServiceUnavailable
 
 from .conftest import MakeCtx, Net, step
 from .fakes import FakeWorker, make_batch
@@ -289,19 +291,36 @@ def test_several_ranks_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:
         eval_ctx(embedding_config={"slots_config": {"user": {"dim": 4}}})
 
 
-def test_services_are_not_in_this_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "localhost:1")
-    with pytest.raises(ConfigError, match="has embedded mode only"):
-        eval_ctx(embedding_config={"slots_config": {"user": {"dim": 4}}})
-    with pytest.raises(ConfigError, match="localhost:1"):
-        InferCtx(["localhost:1"])
+def test_servers_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
+    with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):
+        InferCtx(["ipc:///nowhere/0"]).__enter__()
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc:///nowhere/1")
+    ctx = eval_ctx(embedding_config={"slots_config": {"user": {"dim": 4}}})
+    with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/1"):
+        ctx.__enter__()
+    assert cnt_ctx() is None
 
 
 def test_gradients_of_ranks_are_averaged_or_summed(
     make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Alone(Ranks):
+        """One rank of four, whose three others do as it does."""
+
+        def __init__(self, world_size: int, rank: int) -> None:
+            pass
+
+        def agree(self, code: int) -> list[int]:
+            return [code] * 4
+
+        def close(self) -> None:
+            pass
+
     scales = []
     env.set_env(world_size=4, rank=1, local_rank=1)
+    monkeypatch.setattr(ranks, "Ranks", Alone)
+    monkeypatch.setattr(TrainCtx, "_join_ranks", lambda ctx: None)
     for reduction in ("mean", "sum"):
         fake = FakeWorker()
         with make_ctx(embedding_worker=fake, embedding_gradient_reduction=reduction) as ctx:

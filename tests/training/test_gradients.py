@@ -697,6 +697,7 @@ def test_report_is_added_up(make_ctx: MakeCtx) -> None:
         "batches": 3,
         "abandoned": 0,
         "unused": 0,
+        "incomplete": 0,
         "skipped": 0,
         "failed": 0,
         "missing": 6,

@@ -62,13 +62,13 @@ def set_when_closing(ctx: TrainCtx, event: threading.Event) -> None:
     """Let whoever waits for the event go as soon as the open epoch is being closed."""
     epoch = ctx._epochs[0]()
     assert epoch is not None
-    close = epoch._input.close
+    close = epoch._source.close
 
-    def close_and_set() -> list[Any]:
+    def close_and_set() -> list[threading.Thread]:
         event.set()
         return close()
 
-    epoch._input.close = close_and_set  # type: ignore[method-assign]
+    epoch._source.close = close_and_set  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
@@ -577,16 +577,15 @@ def test_buffer_size_starts_at_one() -> None:
         Batches(1, buffer_size=0)
 
 
-def test_streams_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"embedded mode.*IterableDataset"):
+def test_a_stream_in_embedded_mode_needs_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"embedded mode.*data_loader\.py.*IterableDataset"):
         StreamingDataset()
-    with pytest.raises(ConfigError, match=r"embedded mode.*IterableDataset"), DataCtx():
-        pass
-    with pytest.raises(ConfigError, match=r"DataCtx\.send_data"):
-        DataCtx().send_data(make_batch())
-    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "localhost:1")
-    with pytest.raises(ConfigError, match="has embedded mode only"):
+    monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", "/nowhere/loader.py")
+    with pytest.raises(ConfigError, match=r"PERSIA_DATALOADER_ENTRY /nowhere/loader\.py"):
         StreamingDataset()
+    monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", __file__)
+    with pytest.raises(NotImplementedError):
+        iter(StreamingDataset())
 
 
 # --- memory of the user -----------------------------------------------------------------------

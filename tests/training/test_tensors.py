@@ -344,7 +344,7 @@ def test_update_takes_the_gradients_away() -> None:
             "jag", np.ones((1, DIM), np.float32), np.array([0, 0]), np.array([0, 2, 2])
         ),
     )
-    ticket = book.open(fake.register(None), 0, None)  # type: ignore[arg-type]
+    ticket = book.open(fake.register(None), 0, None, number=0)  # type: ignore[arg-type]
     batch = converter.finish(converter.stage(host, LookupResult(outputs, 1), 0, ticket))
     user, seq, jag = batch.embedding_tensors
     assert isinstance(user, torch.Tensor)

@@ -1,0 +1,209 @@
+"""Several embedding-workers as one: what an nn-worker asks in services mode.
+
+A batch belongs to the embedding-worker that registered it, so a ref of it says which: its
+*handle* is ``replica << 64 | ref``, which no other process ever sees. Batches that come without
+a data-loader are registered here, in turn, and at another worker if the one whose turn it is
+does not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from persia import env
+from persia._rpc.messages import (
+    BatchGradients,
+    HyperParameters,
+    IDFeatures,
+    LookupResult,
+    OptimizerSettings,
+    RemoteRef,
+    TableEntries,
+    UpdateReport,
+)
+from persia.errors import ConfigError, ServiceTimeout, ServiceUnavailable, UnknownRef
+
+if TYPE_CHECKING:
+    from persia._rpc.remote import RemoteEmbeddingWorker
+    from persia._rpc.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_REF_BITS = 64
+# Seconds before another worker is tried, where another will do.
+_TRY_S = 10.0
+# A worker that was restarted does not know the refs of the one before.
+_MAX_TRIES = 3
+
+
+def handle_of(ids: RemoteRef) -> int:
+    """Return the handle of a ref."""
+    return ids.worker << _REF_BITS | ids.ref
+
+
+class EmbeddingWorkers:
+    """Implements ``messages.EmbeddingWorker`` over all of a job's.
+
+    Args:
+        transport: Closed with this.
+        connect: Returns the workers by replica index; is given what to call with the index of
+            one that was restarted.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        connect: Callable[[Callable[[int], None]], Sequence[RemoteEmbeddingWorker]],
+    ) -> None:
+        self._lock = threading.Lock()  # guards the next three
+        self._settings: HyperParameters | None = None
+        self._optimizer: OptimizerSettings | None = None
+        self._counts: Counter[str] = Counter()
+        self._transport = transport
+        self._workers = tuple(connect(self._configure_again))
+
+    @property
+    def schema_fingerprint(self) -> str:
+        """What the workers take signs and tables to mean."""
+        return self._workers[0].schema_fingerprint
+
+    def close(self) -> None:
+        """End the connections."""
+        for worker in self._workers:
+            worker.close()
+        self._transport.close()
+
+    def _configure_again(self, replica: int) -> None:
+        """Tell a worker that was restarted what it has to tell servers that are."""
+        with self._lock:
+            settings, optimizer = self._settings, self._optimizer
+            self._counts["worker_restarts"] += 1
+        if settings is not None:
+            self._workers[replica].configure(settings)
+        if optimizer is not None:
+            self._workers[replica].register_optimizer(optimizer)
+
+    def _of(self, handle: int) -> tuple[RemoteEmbeddingWorker, int]:
+        replica, ref = handle >> _REF_BITS, handle & ((1 << _REF_BITS) - 1)
+        if replica >= len(self._workers):
+            raise ConfigError(
+                f"a batch was registered at embedding-worker {replica}, but this nn-worker "
+                f"knows {len(self._workers)} of them: PERSIA_EMBEDDING_WORKERS differs between "
+                "the data-loader and the nn-worker"
+            )
+        return self._workers[replica], ref
+
+    def _any(self, first: int, ask: Callable[[RemoteEmbeddingWorker, float], T]) -> T:
+        """Ask one worker, or the next ones if it does not answer."""
+        count = len(self._workers)
+        if count == 1:
+            return ask(self._workers[0], env.rpc_timeout_s())
+        for step in range(count):
+            worker = self._workers[(first + step) % count]
+            try:
+                return ask(worker, _TRY_S)
+            except (ServiceUnavailable, ServiceTimeout) as error:
+                logger.warning("%s; another embedding-worker is asked", error)
+        return ask(self._workers[first % count], env.rpc_timeout_s())
+
+    # --- batches ----------------------------------------------------------------------------
+
+    def register(self, features: IDFeatures) -> int:
+        """Take the ids of a batch, at the worker whose turn it is; returns their handle."""
+
+        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> int:
+            ref: int = worker.client.call("register", features, timeout_s=timeout_s)
+            return handle_of(RemoteRef(worker.replica_index, ref))
+
+        return self._any(features.batch_id % len(self._workers), ask)
+
+    def lookup(self, ref: int, is_training: bool) -> LookupResult:
+        """Return the outputs of a registered batch."""
+        worker, theirs = self._of(ref)
+        result = worker.lookup(theirs, is_training)
+        return result if result.ref is None else replace(result, ref=ref)
+
+    def lookup_direct(self, features: IDFeatures) -> LookupResult:
+        """Register and look up.
+
+        With gradients these are two calls, each of which can be repeated: a lost answer then
+        leaves no ref that nobody knows.
+        """
+        if not features.requires_grad:
+
+            def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> LookupResult:
+                result: LookupResult = worker.client.call(
+                    "lookup_direct", features, timeout_s=timeout_s
+                )
+                return result
+
+            return self._any(features.batch_id % len(self._workers), ask)
+        for _ in range(_MAX_TRIES - 1):
+            handle = self.register(features)
+            try:
+                return self.lookup(handle, True)
+            except UnknownRef as error:
+                logger.warning("%s; its ids are registered again", error)
+        return self.lookup(self.register(features), True)
+
+    def update(self, gradients: BatchGradients) -> UpdateReport:
+        """Step the rows of a batch and retire its ref."""
+        worker, ref = self._of(gradients.ref)
+        return worker.update(replace(gradients, ref=ref))
+
+    def release(self, ref: int) -> None:
+        """Retire a ref for which no gradient will come; a dead worker's has gone with it."""
+        worker, theirs = self._of(ref)
+        try:
+            worker.client.call("release", theirs, timeout_s=_TRY_S)
+        except (ServiceUnavailable, ServiceTimeout) as error:
+            logger.warning("a batch was not released: %s", error)
+            with self._lock:
+                self._counts["not_released"] += 1
+
+    # --- servers ----------------------------------------------------------------------------
+
+    def configure(self, settings: HyperParameters) -> None:
+        """Give every server the settings, by every worker: each has to know them."""
+        with self._lock:
+            self._settings = settings
+        for worker in self._workers:
+            worker.configure(settings)
+
+    def register_optimizer(self, settings: OptimizerSettings) -> None:
+        """Give every server the optimizer, by every worker."""
+        with self._lock:
+            self._optimizer = settings
+        for worker in self._workers:
+            worker.register_optimizer(settings)
+
+    def ready_for_serving(self) -> bool:
+        """Whether every worker finds every server ready."""
+        return all(worker.ready_for_serving() for worker in self._workers)
+
+    def set_embedding(self, tables: Sequence[TableEntries]) -> None:
+        """Write rows, each to the server that owns its sign."""
+        self._workers[0].set_embedding(tables)
+
+    def get_embedding_size(self) -> list[int]:
+        """Return the number of rows of each server."""
+        return self._any(0, lambda worker, _: worker.get_embedding_size())
+
+    def clear_embeddings(self) -> None:
+        """Drop every row of every server."""
+        self._workers[0].clear_embeddings()
+
+    def stats(self) -> Mapping[str, int]:
+        """Return the counts of all workers together, and what was seen of them here."""
+        with self._lock:
+            total = Counter(self._counts)
+        for worker in self._workers:
+            total.update(worker.stats())
+        return dict(total)

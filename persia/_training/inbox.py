@@ -1,0 +1,541 @@
+"""What an nn-worker holds of the batches that data-loaders send it.
+
+    data-loader --deliver--> pending --take--> in flight --ended--> acknowledged
+                             bounded by        lookup, step,
+                             credits           update
+
+Each data-loader has a stream with credits of its own, so that one that stalls leaves the
+others their room, and in reproducible order the one whose turn it is can always deliver. A
+credit comes back when its batch is taken; the ids stay with the data-loader until the batch
+has ended, so that they can be registered anew if an embedding-worker loses them.
+
+Invariants, true between calls:
+
+    I1  A batch that was received is below its stream's ``next_batch_id`` or in
+        ``received``; it is pending until it is taken, once, and in flight until it ends.
+    I2  What is pending of a stream and its unused credits are ``capacity / num_loaders``
+        together, or one if that is less, unless a data-loader sent again what a lost
+        nn-worker had.
+
+A pass ends when every data-loader has ended its stream and all it sent was taken. What one
+sends after that, in a stream opened anew, is the next pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+from persia._rpc.messages import RemoteRef, StreamedBatch, StreamNews, StreamState
+from persia._rpc.workers import handle_of
+from persia._training.channel import Closed, Finished
+from persia.errors import (
+    ConfigError,
+    DataError,
+    RemoteError,
+    ServiceBusy,
+    ServiceTimeout,
+    UnknownStream,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from persia._rpc.messages import StreamOpening
+
+logger = logging.getLogger(__name__)
+
+ROLE = "nn-worker"
+LOADER = "data-loader"
+
+# Seconds that a poll waits for news. A data-loader that was not heard for a few of these is gone.
+POLL_S = 5.0
+SILENT_S = 3 * POLL_S
+
+
+class _Stream:
+    """One data-loader's stream to this rank; guarded by the inbox's lock."""
+
+    def __init__(self, opening: StreamOpening, rank: int, world_size: int) -> None:
+        self.loader = opening.loader
+        self.incarnation = opening.incarnation
+        self.step = math.lcm(opening.num_loaders, world_size)
+        self._offset = _first_id(opening.loader, opening.num_loaders, rank, world_size)
+        self.next_batch_id = self.at_or_after(opening.first_batch_id)
+        self.received: set[int] = set()  # at or above next_batch_id, out of order
+        self.pending: dict[int, StreamedBatch] = {}
+        self.in_flight: dict[int, RemoteRef] = {}
+        self.wanted: set[int] = set()
+        self.acknowledged: deque[tuple[int, int]] = deque()  # (version, batch id)
+        self.version = 0
+        self.credits = 0
+        self.ended_at: int | None = None  # no batch from this id on
+        self.failure = ""
+        self.is_draining = False  # the pass has ended, the data-loader has not
+        self.heard_at = 0.0
+
+    def at_or_after(self, batch_id: int) -> int | None:
+        """The first id of this stream that is not below ``batch_id``; None if it has none."""
+        if self._offset is None:
+            return None
+        return self._offset + -(-max(batch_id - self._offset, 0) // self.step) * self.step
+
+    def is_new(self, batch_id: int) -> bool:
+        """Whether a batch has not been received."""
+        known = self.next_batch_id is None or batch_id < self.next_batch_id
+        return not known and batch_id not in self.received
+
+    def note(self, batch_id: int) -> None:
+        """Note that a batch was received."""
+        self.received.add(batch_id)
+        while self.next_batch_id in self.received:
+            self.received.discard(self.next_batch_id)
+            self.next_batch_id += self.step
+
+    def is_over(self) -> bool:
+        """Whether it has ended and everything that it sent was taken."""
+        return self._offset is None or (self.ended_at is not None and not self.pending)
+
+
+def _first_id(loader: int, num_loaders: int, rank: int, world_size: int) -> int | None:
+    """The lowest batch id that this loader sends to this rank."""
+    for batch_id in range(loader, math.lcm(num_loaders, world_size), num_loaders):
+        if batch_id % world_size == rank:
+            return batch_id
+    return None
+
+
+class Delivered:
+    """A batch that was taken; implements ``lookups.Origin``."""
+
+    def __init__(self, inbox: Inbox, stream: _Stream, batch: StreamedBatch) -> None:
+        self._inbox = inbox
+        self._stream = stream
+        self.batch = batch
+
+    @property
+    def ref(self) -> int:
+        """Where its ids are."""
+        return handle_of(self.batch.ids)
+
+    def register_again(self) -> int:
+        """Have the data-loader register the ids of this batch once more; returns the new ref.
+
+        Raises:
+            ServiceTimeout: If it does not in time: the batch is lost.
+            Closed: If the inbox is closed.
+        """
+        return handle_of(self._inbox.register_again(self._stream, self.batch.batch_id))
+
+    def ended(self) -> None:
+        """Nobody needs the ids any more."""
+        self._inbox.ended(self._stream, self.batch.batch_id)
+
+
+class Inbox:
+    """Implements ``messages.NNWorker``; ``take`` and the rest are the trainer's.
+
+    Args:
+        rank: This nn-worker's.
+        world_size: Number of ranks.
+        capacity: Batches pending, of all data-loaders; each may have one whatever it is.
+        patience_s: How long a data-loader may take to register ids again.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        capacity: int,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.replica_index = rank
+        self.replica_size = world_size
+        self._capacity = capacity
+        self._patience_s = patience_s
+        self._clock = clock
+        self._changed = threading.Condition()  # guards all below
+        self._num_loaders: int | None = None  # told by the first that opens a stream
+        self._streams: dict[int, _Stream] = {}  # of this pass, by data-loader
+        self._past: dict[int, _Stream] = {}  # of passes before; some batches may not have ended
+        self._arrived: deque[tuple[int, int]] = deque()  # (loader, batch id), pending
+        self._expected: int | None = None  # next id in order; None before the first
+        self._is_passing = False
+        self._is_closed = False
+        self._failure: BaseException | None = None
+        self._counts: Counter[str] = Counter()
+
+    # --- asked by data-loaders --------------------------------------------------------------
+
+    def open_stream(self, opening: StreamOpening) -> StreamState:
+        """Begin a stream, or go on with the one of a data-loader that was started anew.
+
+        Raises:
+            ConfigError: If the data-loaders do not agree on how many they are.
+            ServiceBusy: If this data-loader has ended its stream and the pass goes on.
+        """
+        if not 0 <= opening.loader < opening.num_loaders:
+            raise ConfigError(
+                f"{LOADER}: expected a number below REPLICA_SIZE {opening.num_loaders}, got "
+                f"{opening.loader}"
+            )
+        with self._changed:
+            if self._num_loaders not in (None, opening.num_loaders):
+                raise ConfigError(
+                    f"{LOADER} {opening.loader} says that there are {opening.num_loaders} of "
+                    f"them, others said {self._num_loaders}: REPLICA_SIZE must be the same"
+                )
+            self._num_loaders = opening.num_loaders
+            past = self._past.get(opening.loader)
+            if past is not None and past.incarnation == opening.incarnation:
+                return StreamState(past.next_batch_id or 0, ())
+            old = self._streams.get(opening.loader)
+            if old is None:
+                stream = _Stream(opening, self.replica_index, self.replica_size)
+            elif old.incarnation == opening.incarnation:
+                stream = old
+            elif old.ended_at is None:
+                logger.warning(
+                    "%s %d was started anew; it goes on at batch %s",
+                    LOADER,
+                    opening.loader,
+                    old.next_batch_id,
+                )
+                self._counts["loader_restarts"] += 1
+                stream = old
+                stream.incarnation = opening.incarnation
+                stream.acknowledged.clear()
+                stream.version = 0
+            else:
+                raise ServiceBusy(
+                    f"{LOADER} {opening.loader} has ended its stream and this pass over the "
+                    "data goes on; the next one begins after it",
+                    role=ROLE,
+                    replica=self.replica_index,
+                    method="open_stream",
+                )
+            stream.credits = self._window(opening.num_loaders) - len(stream.pending)
+            stream.heard_at = self._clock()
+            self._streams[opening.loader] = stream
+            self._changed.notify_all()
+            return StreamState(stream.next_batch_id or 0, tuple(sorted(stream.wanted)))
+
+    def _window(self, num_loaders: int) -> int:
+        return max(1, self._capacity // num_loaders)
+
+    def _stream(self, stream: tuple[int, int], method: str) -> _Stream:
+        loader, incarnation = stream
+        for found in (self._streams.get(loader), self._past.get(loader)):
+            if found is not None and found.incarnation == incarnation:
+                break
+        else:
+            raise UnknownStream(
+                f"{LOADER} {stream[0]} has no such stream here: this nn-worker or the "
+                f"{LOADER} was started anew",
+                role=ROLE,
+                replica=self.replica_index,
+                method=method,
+            )
+        found.heard_at = self._clock()
+        return found
+
+    def deliver(self, stream: tuple[int, int], batch: StreamedBatch) -> None:
+        """Take one batch; the same one again is dropped and counted.
+
+        Raises:
+            UnknownStream: If the stream is not open here.
+            DataError: If the batch is not one of this stream's, or has no credit.
+        """
+        with self._changed:
+            found = self._stream(stream, "deliver")
+            batch_id = batch.batch_id
+            if found.at_or_after(batch_id) != batch_id:
+                raise DataError(
+                    f"batch {batch_id} of {LOADER} {stream[0]} is not rank "
+                    f"{self.replica_index}'s of {self.replica_size}"
+                )
+            if not found.is_new(batch_id):
+                self._counts["delivered_again"] += 1
+                return
+            if found.ended_at is not None and batch_id >= found.ended_at:
+                raise DataError(
+                    f"batch {batch_id} of {LOADER} {stream[0]} came after the end at "
+                    f"{found.ended_at}"
+                )
+            found.note(batch_id)
+            self._counts["delivered"] += 1
+            if found.is_draining:
+                self._drain(found, batch_id)
+                return
+            found.pending[batch_id] = batch
+            self._arrived.append((found.loader, batch_id))
+            self._changed.notify_all()
+
+    def relocate(self, stream: tuple[int, int], batch_id: int, ids: RemoteRef) -> None:
+        """Note where the ids of a batch in flight are now."""
+        with self._changed:
+            found = self._stream(stream, "relocate")
+            found.wanted.discard(batch_id)
+            if batch_id in found.in_flight:
+                found.in_flight[batch_id] = ids
+                self._counts["relocated"] += 1
+            self._news(found)
+
+    def end_stream(self, stream: tuple[int, int], next_batch_id: int, failure: str) -> None:
+        """Note that no batch from ``next_batch_id`` on will come."""
+        with self._changed:
+            found = self._stream(stream, "end_stream")
+            if found.ended_at is None:
+                found.ended_at = next_batch_id
+                found.failure = failure
+            self._changed.notify_all()
+
+    def poll(self, stream: tuple[int, int], seen: int) -> StreamNews:
+        """Return what is new, as soon as there is something, or after some seconds."""
+        with self._changed:
+            found = self._stream(stream, "poll")
+            while found.acknowledged and found.acknowledged[0][0] <= seen:
+                found.acknowledged.popleft()
+            self._changed.wait_for(
+                lambda: (
+                    self._is_closed or found.version > seen or found.incarnation != stream[1]
+                ),
+                POLL_S,
+            )
+            if found.incarnation == stream[1]:
+                found.heard_at = self._clock()
+            return StreamNews(
+                found.version,
+                found.credits,
+                tuple(batch_id for _, batch_id in found.acknowledged),
+                tuple(sorted(found.wanted)),
+                self._is_closed,
+            )
+
+    def _news(self, stream: _Stream) -> None:
+        stream.version += 1
+        self._changed.notify_all()
+
+    # --- asked by the trainer ---------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Begin to take batches.
+
+        Raises:
+            ConfigError: If another pass is under way.
+        """
+        with self._changed:
+            if self._is_passing:
+                raise ConfigError(
+                    "the batches that data-loaders send are being read already: iterate one "
+                    "DataLoader over a StreamingDataset at a time"
+                )
+            self._is_passing = True
+
+    def end_pass(self, drops_rest: bool) -> None:
+        """Stop to take; what is pending stays for the next pass, unless this one is over.
+
+        Args:
+            drops_rest: It is over for want of batches at other ranks: what this one has, and
+                what comes until its data-loaders end, is acknowledged and counted.
+        """
+        with self._changed:
+            self._is_passing = False
+            if drops_rest:
+                for stream in self._streams.values():
+                    stream.is_draining = True
+                    for batch_id in sorted(stream.pending):
+                        self._drain(stream, batch_id)
+                    stream.pending.clear()
+                self._arrived.clear()
+            if drops_rest or self._is_over():
+                self._past.update(self._streams)
+                self._streams.clear()
+                self._num_loaders = None
+            self._expected = None
+            self._changed.notify_all()
+
+    def _drain(self, stream: _Stream, batch_id: int) -> None:
+        self._counts["incomplete"] += 1
+        stream.credits += 1
+        stream.acknowledged.append((stream.version + 1, batch_id))
+        self._news(stream)
+
+    def take(self, in_order: bool, is_closed: Callable[[], bool]) -> Delivered:
+        """Wait for a batch and take it.
+
+        Args:
+            in_order: By batch id, over all data-loaders; otherwise as they arrived.
+            is_closed: Asked whenever ``wake`` was called.
+
+        Raises:
+            Closed: If ``is_closed()``, or the inbox was closed.
+            Finished: If every data-loader has ended.
+            BaseException: What ``fail`` was given, or the failure of a data-loader.
+        """
+        with self._changed:
+            while True:
+                if self._is_closed or is_closed():
+                    raise Closed
+                chosen = self._next_in_order() if in_order else self._next_arrived()
+                if chosen is not None:
+                    return self._hand_out(*chosen)
+                self._raise_failures()
+                if self._is_over():
+                    raise Finished
+                self._changed.wait()
+
+    def _next_arrived(self) -> tuple[_Stream, int] | None:
+        if not self._arrived:
+            return None
+        loader, batch_id = self._arrived[0]
+        return self._streams[loader], batch_id
+
+    def _next_in_order(self) -> tuple[_Stream, int] | None:
+        if self._num_loaders is None or len(self._streams) < self._num_loaders:
+            return None  # whoever is missing may have the first batch
+        if self._expected is None:
+            firsts = [
+                min(stream.pending, default=stream.next_batch_id)
+                for stream in self._streams.values()
+            ]
+            self._expected = min((one for one in firsts if one is not None), default=None)
+        while self._expected is not None:
+            stream = self._streams[self._expected % self._num_loaders]
+            if self._expected in stream.pending:
+                return stream, self._expected
+            if stream.ended_at is None or self._expected < stream.ended_at:
+                return None
+            if self._is_over():
+                return None
+            self._expected += self.replica_size
+        return None
+
+    def _hand_out(self, stream: _Stream, batch_id: int) -> Delivered:
+        batch = stream.pending.pop(batch_id)
+        self._arrived.remove((stream.loader, batch_id))
+        stream.in_flight[batch_id] = batch.ids
+        stream.credits += 1
+        if self._expected is not None:
+            self._expected = batch_id + self.replica_size
+        self._news(stream)
+        return Delivered(self, stream, batch)
+
+    def _raise_failures(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        for stream in self._streams.values():
+            if stream.failure and stream.is_over():
+                raise RemoteError(
+                    f"{LOADER} {stream.loader} failed; over there:\n{stream.failure}",
+                    role=LOADER,
+                    replica=stream.loader,
+                )
+
+    def _is_over(self) -> bool:
+        return (
+            self._num_loaders is not None
+            and len(self._streams) == self._num_loaders
+            and all(stream.is_over() for stream in self._streams.values())
+        )
+
+    def wake(self) -> None:
+        """Let ``take`` ask ``is_closed`` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def is_waiting(self) -> bool:
+        """Whether batches are owed: a pass goes on and not every data-loader has ended."""
+        with self._changed:
+            ended = self._num_loaders is not None and all(
+                stream.ended_at is not None for stream in self._streams.values()
+            )
+            return self._is_passing and not (ended and self._streams)
+
+    def fail(self, failure: BaseException) -> None:
+        """Raise this in ``take``, once what is pending was taken."""
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def ended(self, stream: _Stream, batch_id: int) -> None:
+        """Note that nobody needs the ids of a batch any more."""
+        with self._changed:
+            if stream.in_flight.pop(batch_id, None) is None:
+                return
+            stream.wanted.discard(batch_id)
+            stream.acknowledged.append((stream.version + 1, batch_id))
+            self._news(stream)
+
+    def register_again(self, stream: _Stream, batch_id: int) -> RemoteRef:
+        """Ask the data-loader to register the ids of a batch in flight once more, and wait."""
+        with self._changed:
+            stream.wanted.add(batch_id)
+            self._counts["asked_again"] += 1
+            self._news(stream)
+            came = self._changed.wait_for(
+                lambda: self._is_closed or batch_id not in stream.wanted, self._patience_s
+            )
+            if came and not self._is_closed:
+                return stream.in_flight[batch_id]
+            stream.wanted.discard(batch_id)
+            self._counts["lost"] += 1
+            if self._is_closed:
+                raise Closed
+            raise ServiceTimeout(
+                f"batch {batch_id} is lost: no embedding-worker knows its ids, and "
+                f"{self._describe(stream)} did not register them again within "
+                f"{self._patience_s:g} s",
+                role=LOADER,
+                replica=stream.loader,
+                method="poll",
+            )
+
+    def describe_wait(self) -> str:
+        """Say whom ``take`` is waiting for."""
+        with self._changed:
+            if self._num_loaders is None:
+                return f"a {LOADER} to connect; none has"
+            missing = sorted(set(range(self._num_loaders)) - self._streams.keys())
+            if missing:
+                names = ", ".join(map(str, missing))
+                return f"{LOADER} {names} of {self._num_loaders} to connect"
+            late = [
+                self._describe(stream)
+                for stream in self._streams.values()
+                if stream.ended_at is None and not stream.pending
+            ]
+            return " and ".join(late) or f"the {LOADER}s"
+
+    def _describe(self, stream: _Stream) -> str:
+        silent_s = self._clock() - stream.heard_at
+        name = f"{LOADER} {stream.loader} of {self._num_loaders}"
+        if silent_s > SILENT_S:
+            return f"{name}, which has not been heard for {silent_s:.0f} s,"
+        return name
+
+    def stats(self) -> Mapping[str, int]:
+        """Return counts since the start, and ``pending`` and ``in_flight`` now."""
+        with self._changed:
+            streams = self._streams.values()
+            return {
+                **self._counts,
+                "pending": sum(len(stream.pending) for stream in streams),
+                "in_flight": sum(len(stream.in_flight) for stream in streams),
+            }
+
+    def close(self) -> None:
+        """Tell data-loaders and whoever waits that nothing more is read."""
+        with self._changed:
+            self._is_closed = True
+            left = sum(len(stream.pending) for stream in self._streams.values())
+            if left:
+                self._counts["unread"] += left
+                logger.info("%d batches that data-loaders had sent were not read", left)
+            self._changed.notify_all()

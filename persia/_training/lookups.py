@@ -1,0 +1,188 @@
+"""From a batch of a dataset to its lookup: numbers, refs, and ids that got lost.
+
+A batch comes with its ids, or with the ref under which a data-loader has registered them.
+Either way its ids can be had again until it has ended (its *origin*): an embedding-worker that
+was started anew knows no refs, and is told them once more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from persia._rpc.messages import IDFeatures
+from persia._rpc.workers import EmbeddingWorkers
+from persia._training.flight import Reason
+from persia.errors import InternalError, UnknownRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from persia._rpc.messages import EmbeddingWorker, LookupResult
+    from persia._training.flight import Book, Ticket
+    from persia._training.prefetch import Gate
+    from persia._training.tensors import HostBatch
+
+logger = logging.getLogger(__name__)
+
+# How often the ids of one lookup or update are registered again before its error is raised.
+MAX_TRIES = 3
+
+
+class Origin(Protocol):
+    """Where the ids of a batch can be had again."""
+
+    def register_again(self) -> int:
+        """Register them at an embedding-worker once more and return the new ref."""
+
+    def ended(self) -> None:
+        """Nobody needs them any more."""
+
+
+class KeptIds:
+    """The origin of a batch of this process, whose embedding-worker may be another one's."""
+
+    def __init__(self, worker: EmbeddingWorker, features: IDFeatures) -> None:
+        self._worker = worker
+        self._features = features
+
+    def register_again(self) -> int:
+        """Register the ids once more."""
+        return self._worker.register(self._features)
+
+    def ended(self) -> None:
+        """Nothing to do: they go with this object."""
+
+
+@dataclass(slots=True)
+class Item:
+    """A batch on its way to its lookup."""
+
+    host: HostBatch
+    ref: int | None = None  # under which the ids, if not in ``host``, are registered
+    origin: Origin | None = None
+    # The key of admission draws, from the data-loader or by ``Lookups.number``.
+    batch_id: int = -1
+    # Running number of the training batches of this context: second half of the update id.
+    number: int = -1
+
+
+class Lookups:
+    """What a context's lookups need to know, shared by its loaders and direct calls.
+
+    Args:
+        worker: Where ids become embeddings.
+        book: Tickets of the batches with gradients.
+        trains: Whether batches may have gradients at all.
+        before_evaluation: Called before each lookup without gradients; waits until this
+            rank's updates are acknowledged or have failed.
+        rank: This rank, of ``world_size``: ranks give their own batches ids in turn.
+        world_size: Number of ranks.
+    """
+
+    def __init__(
+        self,
+        worker: EmbeddingWorker,
+        book: Book,
+        trains: bool,
+        before_evaluation: Callable[[], None],
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.worker = worker
+        self.book = book
+        self.trains = trains
+        self.before_evaluation = before_evaluation
+        self._rank = rank
+        self._world_size = world_size
+        # Two series, by whether there are gradients: update ids and admission depend on the
+        # numbers of training batches, and an evaluation must not shift them.
+        self._next_numbers = {False: 0, True: 0}
+        self._lock = threading.Lock()  # guards _next_numbers
+        # One in this process never forgets a batch.
+        self._keeps_ids = isinstance(worker, EmbeddingWorkers)
+
+    def number(self, item: Item) -> None:
+        """Give a batch the next number of its kind, and an id if it has none."""
+        trains = self.has_gradients(item.host)
+        with self._lock:
+            item.number = self._next_numbers[trains]
+            self._next_numbers[trains] += 1
+        if item.ref is None:
+            item.batch_id = item.number * self._world_size + self._rank
+
+    def has_gradients(self, host: HostBatch) -> bool:
+        """Whether this batch is looked up for training."""
+        return self.trains and host.requires_grad
+
+    def lookup(
+        self,
+        item: Item,
+        gate: Gate | None = None,
+        in_order: bool = False,
+        in_turn: bool = False,
+    ) -> tuple[LookupResult, Ticket | None]:
+        """Look one batch up; if it has gradients its ticket takes the permit over.
+
+        Raises:
+            Exception: What the embedding-worker raised; a permit is given back.
+        """
+        trains = self.has_gradients(item.host)
+        if not trains:
+            self.before_evaluation()
+        try:
+            result = self._ask(item, trains)
+            if trains and result.ref is None:
+                raise InternalError(f"the training lookup of batch {item.batch_id} left no ref")
+        except BaseException:
+            if trains and gate is not None:
+                gate.give_back()
+            if item.origin is not None:
+                item.origin.ended()
+            raise
+        if result.ref is None or not trains:
+            self._leave(item)
+            return result, None
+        ticket = self.book.open(
+            result.ref,
+            item.batch_id,
+            gate,
+            in_order,
+            in_turn=in_turn,
+            number=item.number,
+            origin=item.origin,
+        )
+        return result, ticket
+
+    def _ask(self, item: Item, trains: bool) -> LookupResult:
+        if item.ref is None:
+            features = IDFeatures(item.host.features, item.batch_id, trains)
+            if trains and self._keeps_ids:
+                item.origin = KeptIds(self.worker, features)
+            return self.worker.lookup_direct(features)
+        for _ in range(MAX_TRIES):
+            try:
+                return self.worker.lookup(item.ref, trains)
+            except UnknownRef as error:
+                if item.origin is None:
+                    raise
+                logger.warning("%s", error)
+                item.ref = item.origin.register_again()
+        return self.worker.lookup(item.ref, trains)
+
+    def give_up(self, item: Item) -> None:
+        """End a batch that was taken and is not looked up; nobody will send it again."""
+        if item.ref is not None:
+            self.book.count(Reason.UNUSED)
+            self._leave(item)
+
+    def _leave(self, item: Item) -> None:
+        """End a batch that will have no gradients."""
+        try:
+            if item.ref is not None:
+                self.worker.release(item.ref)
+        finally:
+            if item.origin is not None:
+                item.origin.ended()

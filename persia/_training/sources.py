@@ -1,0 +1,186 @@
+"""Where a pass over a dataset gets its batches from: this process, or data-loaders."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Protocol
+
+from persia._training.channel import Channel, Closed, Finished
+from persia._training.lookups import Item
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from persia._training.stream import Stream
+    from persia._training.tensors import Converter, HostBatch, UserBatch
+
+logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Batches of one pass, in order. ``start`` and ``close`` are the user's thread's."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the data before its time, once ``get`` has raised Finished."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def get(self) -> Item:
+        """Wait for the next batch and take it.
+
+        Raises:
+            Closed: If the pass is closed.
+            Finished: If there are no more.
+        """
+
+    def waits_for(self) -> str:
+        """Say whom ``get`` is waiting for; empty if for nobody."""
+
+    def drop_rest(self) -> None:
+        """Count what is left as dropped, without looking it up."""
+
+    def close(self) -> list[threading.Thread]:
+        """Let nobody wait any more; returns the threads that are about to end."""
+
+
+class DatasetSource:
+    """Iterates a dataset in a thread of its own.
+
+    Args:
+        dataset: Iterated once.
+        converter: Of the context's device.
+        capacity: Batches read ahead of the lookups.
+    """
+
+    def __init__(
+        self, dataset: Iterable[UserBatch], converter: Converter, capacity: int
+    ) -> None:
+        self._dataset = dataset
+        self._converter = converter
+        self.channel: Channel[HostBatch] = Channel(capacity)
+        self._has_ended = False  # for messages only
+        self._thread = threading.Thread(target=self._read, name="persia-dataset", daemon=True)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the dataset raised."""
+        return self.channel.failure
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def get(self) -> Item:
+        """Take the next batch that the thread has read."""
+        return Item(self.channel.get())
+
+    def waits_for(self) -> str:
+        """Name the dataset, while it is being read."""
+        if self._has_ended:
+            return ""
+        return f"the dataset ({type(self._dataset).__name__}) to yield a batch"
+
+    def drop_rest(self) -> None:
+        """Nothing: what was not read is not known."""
+
+    def close(self) -> list[threading.Thread]:
+        """Close the channel, where the thread notices it."""
+        self.channel.close()
+        return [self._thread]
+
+    def _read(self) -> None:
+        iterator = None
+        try:
+            iterator = iter(self._dataset)
+            for batch in iterator:
+                self.channel.put(self._converter.host(batch))
+        except Closed:
+            pass
+        except BaseException as exc:
+            self._has_ended = True
+            self.channel.finish(exc)
+        else:
+            self._has_ended = True
+            self.channel.finish()
+        self._close_iterator(iterator)  # it may stand still at a batch that was refused
+
+    @staticmethod
+    def _close_iterator(iterator: object) -> None:
+        """Run the ``finally`` blocks of the user's generator now, in its own thread."""
+        if not isinstance(iterator, Generator):
+            return  # another iterator's ``close`` may be meant for its owner
+        try:
+            iterator.close()
+        except Exception:
+            # The loop is over and nobody is left to raise this at.
+            logger.exception("the dataset raised while it was closed")
+
+
+class StreamSource:
+    """Takes what data-loaders deliver.
+
+    Args:
+        stream: Where they deliver it.
+        converter: Of the context's device.
+        in_order: Whether by batch id.
+    """
+
+    def __init__(self, stream: Stream, converter: Converter, in_order: bool) -> None:
+        self._stream = stream
+        self._inbox = stream.inbox
+        self._converter = converter
+        self._in_order = in_order
+        self._is_closed = False
+        self._is_dropping = False
+        self._has_begun = False
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Begin a pass.
+
+        Raises:
+            ConfigError: If another one is under way.
+        """
+        self._inbox.begin_pass()
+        self._has_begun = True
+        self._stream.begin_pass()
+
+    def get(self) -> Item:
+        """Take the next batch."""
+        if self.failure is not None:
+            raise Finished
+        try:
+            taken = self._inbox.take(self._in_order, lambda: self._is_closed)
+        except (Closed, Finished):
+            raise
+        except BaseException as exc:
+            self.failure = exc
+            raise Finished from exc
+        batch = taken.batch
+        try:
+            host = self._converter.host_of(batch)
+        except BaseException:
+            taken.ended()
+            raise
+        return Item(host, taken.ref, taken, batch.batch_id)
+
+    def waits_for(self) -> str:
+        """Name the data-loaders that owe a batch."""
+        return f"{self._inbox.describe_wait()} (this nn-worker is at {self._stream.address})"
+
+    def drop_rest(self) -> None:
+        """Have the inbox acknowledge whatever comes until the data-loaders have ended."""
+        self._is_dropping = True
+
+    def close(self) -> list[threading.Thread]:
+        """End the pass; what is pending stays for the next one."""
+        self._is_closed = True
+        self._inbox.wake()
+        if self._has_begun:
+            self._has_begun = False
+            self._inbox.end_pass(self._is_dropping)
+        return []

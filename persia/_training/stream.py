@@ -1,0 +1,162 @@
+"""The inbox of a rank, served; in embedded mode with the data-loader as a child process."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import TYPE_CHECKING
+
+from persia import env
+from persia._rpc.methods import embedding_worker, nn_worker
+from persia._rpc.server import ServerSettings, serve
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._training.inbox import LOADER, Inbox
+from persia.errors import ServiceError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from persia._rpc.messages import EmbeddingWorker
+
+logger = logging.getLogger(__name__)
+
+# A poll waits in a thread of the server: one for each data-loader, and some for the rest.
+_SERVING = ServerSettings(num_threads=256)
+# Seconds until a child that was told that nothing more is read has to be gone.
+_CHILD_LEAVES_S = 5.0
+_STOP_S = 5.0
+
+
+class Stream:
+    """An inbox at an address.
+
+    Args:
+        rank: This nn-worker's.
+        world_size: Number of ranks.
+        capacity: Batches pending.
+        address: Where data-loaders find it.
+
+    Raises:
+        ConfigError: If the address cannot be used.
+    """
+
+    def __init__(self, rank: int, world_size: int, capacity: int, address: str) -> None:
+        self.inbox = Inbox(rank, world_size, capacity, env.rpc_timeout_s())
+        self._transport = ZmqTransport()
+        try:
+            self._server = serve(
+                self._transport, address, nn_worker(), self.inbox, settings=_SERVING
+            )
+        except BaseException:
+            self._transport.close()
+            raise
+        logger.info("nn-worker %d of %d: listens at %s", rank, world_size, self.address)
+
+    @property
+    def address(self) -> str:
+        """Where data-loaders find it, with the true port."""
+        return self._server.address
+
+    def begin_pass(self) -> None:
+        """Called before each pass over the batches."""
+
+    def close(self) -> None:
+        """Tell the data-loaders that nothing more is read, and stop."""
+        self.inbox.close()
+        self._server.stop(_STOP_S)
+        self._transport.close()
+
+
+class ChildStream(Stream):
+    """A stream from a script that runs as a child process, for embedded mode.
+
+    The script's DataCtx finds the embedding-worker of this process, and its inbox, at two
+    sockets in a directory that nobody else can enter. It runs once for each pass.
+
+    Args:
+        worker: This process's.
+        capacity: Batches pending.
+        script: The data-loader.
+    """
+
+    def __init__(self, worker: EmbeddingWorker, capacity: int, script: Path) -> None:
+        self._script = script
+        self._directory = tempfile.mkdtemp(prefix="persia-")
+        self._child: subprocess.Popen[bytes] | None = None
+        self._watcher: threading.Thread | None = None
+        try:
+            super().__init__(0, 1, capacity, f"ipc://{self._directory}/nn-worker")
+            self._worker_server = serve(
+                self._transport,
+                f"ipc://{self._directory}/embedding-worker",
+                embedding_worker(),
+                worker,
+            )
+        except BaseException:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
+
+    def begin_pass(self) -> None:
+        """Start the script, unless it runs still and may open another stream."""
+        if self._child is not None and self._child.poll() is None:
+            return
+        environment = env.child_environment(
+            {
+                env.LAUNCHED_VARIABLE: "1",
+                env.FEEDS_VARIABLE: "1",
+                "PERSIA_NN_WORKERS": self.address,
+                "PERSIA_EMBEDDING_WORKERS": self._worker_server.address,
+                "REPLICA_INDEX": "0",
+                "REPLICA_SIZE": "1",
+            }
+        )
+        logger.info(
+            "embedded mode: %s is the data-loader, in a process of its own", self._script
+        )
+        self._child = subprocess.Popen([sys.executable, str(self._script)], env=environment)
+        self._watcher = threading.Thread(
+            target=self._watch, args=(self._child,), name="persia-data-loader", daemon=True
+        )
+        self._watcher.start()
+
+    def _watch(self, child: subprocess.Popen[bytes]) -> None:
+        status = child.wait()
+        if not self.inbox.is_waiting():
+            return
+        how = f"ended with status {status}" if status >= 0 else f"died of signal {-status}"
+        self.inbox.fail(
+            ServiceError(
+                f"the {LOADER} {self._script} {how} before it had ended its stream: it sends "
+                "its batches inside `with DataCtx() as ctx:` by ctx.send_data",
+                role=LOADER,
+                replica=0,
+            )
+        )
+
+    def close(self) -> None:
+        """Stop, and end the child if it does not end by itself."""
+        try:
+            self.inbox.close()
+            if self._child is not None:
+                self._end(self._child)
+            self._worker_server.stop(_STOP_S)
+            super().close()
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _end(self, child: subprocess.Popen[bytes]) -> None:
+        for stop in (child.terminate, child.kill):
+            try:
+                child.wait(_CHILD_LEAVES_S)
+                break
+            except subprocess.TimeoutExpired:
+                logger.warning("the %s %s is being stopped", LOADER, self._script)
+                stop()
+        else:
+            child.wait()
+        if self._watcher is not None:
+            self._watcher.join()

@@ -1,0 +1,363 @@
+"""What a rank holds of the batches that data-loaders send."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from persia._rpc.messages import RemoteRef, StreamedBatch, StreamOpening
+from persia._training import inbox as inbox_module
+from persia._training.channel import Closed, Finished
+from persia._training.inbox import Inbox
+from persia.errors import (
+    ConfigError,
+    DataError,
+    RemoteError,
+    ServiceBusy,
+    ServiceTimeout,
+    UnknownStream,
+)
+
+WAIT_S = 20.0
+Stream = tuple[int, int]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as executor:
+        yield executor
+
+
+def make_inbox(
+    rank: int = 0, world_size: int = 1, capacity: int = 4, patience_s: float = WAIT_S
+) -> Inbox:
+    return Inbox(rank, world_size, capacity, patience_s)
+
+
+def batch(batch_id: int, ref: int = 0) -> StreamedBatch:
+    return StreamedBatch(batch_id, 1, True, RemoteRef(0, ref or batch_id + 100), (), (), None)
+
+
+def opened(
+    inbox: Inbox, loader: int = 0, num_loaders: int = 1, incarnation: int = 7, first: int = 0
+) -> Stream:
+    inbox.open_stream(StreamOpening(loader, num_loaders, incarnation, first))
+    return loader, incarnation
+
+
+def take(inbox: Inbox, in_order: bool = True) -> int:
+    return inbox.take(in_order, lambda: False).batch.batch_id
+
+
+def credits_of(inbox: Inbox, stream: Stream) -> int:
+    return inbox.poll(stream, -1).credits
+
+
+def test_batches_are_taken_in_the_order_of_their_ids() -> None:
+    inbox = make_inbox(capacity=8)
+    streams = [opened(inbox, loader, 2) for loader in range(2)]
+    for batch_id in (1, 3, 5):
+        inbox.deliver(streams[1], batch(batch_id))
+    for batch_id in (0, 2, 4):
+        inbox.deliver(streams[0], batch(batch_id))
+    assert [take(inbox) for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_or_as_they_arrived() -> None:
+    inbox = make_inbox(capacity=8)
+    streams = [opened(inbox, loader, 2) for loader in range(2)]
+    for batch_id in (1, 3, 0):
+        inbox.deliver(streams[batch_id % 2], batch(batch_id))
+    assert [take(inbox, in_order=False) for _ in range(3)] == [1, 3, 0]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_w23_a_pass_ends_when_every_loader_has(in_order: bool) -> None:
+    inbox = make_inbox()
+    streams = [opened(inbox, loader, 2) for loader in range(2)]
+    inbox.deliver(streams[0], batch(0))
+    inbox.deliver(streams[1], batch(1))
+    inbox.deliver(streams[0], batch(2))
+    inbox.end_stream(streams[0], 4, "")
+    inbox.end_stream(streams[1], 3, "")
+    assert sorted(take(inbox, in_order) for _ in range(3)) == [0, 1, 2]
+    with pytest.raises(Finished):
+        take(inbox, in_order)
+
+
+def test_a_loader_that_ended_early_is_passed_over() -> None:
+    inbox = make_inbox(capacity=16)
+    streams = [opened(inbox, loader, 2) for loader in range(2)]
+    for batch_id in (0, 2, 4, 6):
+        inbox.deliver(streams[0], batch(batch_id))
+    inbox.deliver(streams[1], batch(1))
+    inbox.end_stream(streams[1], 3, "")
+    assert [take(inbox) for _ in range(5)] == [0, 1, 2, 4, 6]
+    inbox.end_stream(streams[0], 8, "")
+    with pytest.raises(Finished):
+        take(inbox)
+
+
+def test_ranks_get_their_own_batches_only() -> None:
+    inbox = make_inbox(rank=1, world_size=2)
+    stream = opened(inbox)
+    with pytest.raises(DataError, match="batch 2 .* not rank 1's of 2"):
+        inbox.deliver(stream, batch(2))
+    inbox.deliver(stream, batch(1))
+    inbox.deliver(stream, batch(3))
+    assert [take(inbox), take(inbox)] == [1, 3]
+
+
+def test_a_loader_that_sends_nothing_here_is_not_waited_for() -> None:
+    inbox = make_inbox(rank=0, world_size=2)
+    mine, _ = opened(inbox, 0, 2), opened(inbox, 1, 2)  # of the second, all go to rank 1
+    inbox.deliver(mine, batch(0))
+    inbox.end_stream(mine, 2, "")
+    assert take(inbox) == 0
+    with pytest.raises(Finished):
+        take(inbox)
+
+
+def test_w13_the_same_batch_again_is_dropped_and_counted() -> None:
+    inbox = make_inbox()
+    stream = opened(inbox)
+    for batch_id in (0, 1, 0, 1, 1):
+        inbox.deliver(stream, batch(batch_id))
+    assert [take(inbox), take(inbox)] == [0, 1]
+    inbox.deliver(stream, batch(0))
+    assert inbox.stats()["delivered_again"] == 4
+    assert inbox.stats()["pending"] == 0
+
+
+def test_credits_come_back_when_batches_are_taken() -> None:
+    inbox = make_inbox(capacity=5)
+    streams = [opened(inbox, loader, 2) for loader in range(2)]
+    assert [credits_of(inbox, stream) for stream in streams] == [2, 2]
+    inbox.deliver(streams[0], batch(0))
+    assert credits_of(inbox, streams[0]) == 2
+    take(inbox)
+    assert [credits_of(inbox, stream) for stream in streams] == [3, 2]
+
+
+def test_each_loader_may_always_have_one_batch_there() -> None:
+    inbox = make_inbox(capacity=1)
+    streams = [opened(inbox, loader, 3) for loader in range(3)]
+    assert [credits_of(inbox, stream) for stream in streams] == [1, 1, 1]
+
+
+def test_a_poll_waits_for_news(pool: ThreadPoolExecutor) -> None:
+    inbox = make_inbox()
+    stream = opened(inbox)
+    seen = inbox.poll(stream, -1).version
+    polling = pool.submit(inbox.poll, stream, seen)
+    inbox.deliver(stream, batch(0))
+    taken = inbox.take(True, lambda: False)
+    news = polling.result(WAIT_S)
+    assert (news.credits, news.acknowledged) == (5, ())
+    taken.ended()
+    news = inbox.poll(stream, news.version)
+    assert news.acknowledged == (0,)
+    # Told again until the data-loader says that it has seen it.
+    assert inbox.poll(stream, news.version - 1).acknowledged == (0,)
+
+
+def test_a_poll_without_news_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox_module, "POLL_S", 0.0)
+    inbox = make_inbox()
+    stream = opened(inbox)
+    news = inbox.poll(stream, 0)
+    assert (news.version, news.is_closed) == (0, False)
+    assert inbox.poll(stream, news.version).acknowledged == ()
+
+
+def in_the_background(pool: ThreadPoolExecutor, inbox: Inbox) -> tuple[Stream, Future[int]]:
+    """Take batch 0 and ask for its ids again; returns when the data-loader could know."""
+    stream = opened(inbox)
+    inbox.deliver(stream, batch(0))
+    taken = inbox.take(True, lambda: False)
+    seen = inbox.poll(stream, -1).version
+    asking = pool.submit(taken.register_again)
+    assert inbox.poll(stream, seen).wanted == (0,)
+    return stream, asking
+
+
+def test_lost_ids_are_asked_for_and_relocated(pool: ThreadPoolExecutor) -> None:
+    inbox = make_inbox()
+    stream, asking = in_the_background(pool, inbox)
+    inbox.relocate(stream, 0, RemoteRef(2, 55))
+    assert asking.result(WAIT_S) == 2 << 64 | 55
+    assert inbox.poll(stream, 0).wanted == ()
+
+
+def test_ids_that_nobody_sends_again_are_a_lost_batch() -> None:
+    inbox = make_inbox(patience_s=0.0)
+    stream = opened(inbox)
+    inbox.deliver(stream, batch(0))
+    taken = inbox.take(True, lambda: False)
+    with pytest.raises(ServiceTimeout, match=r"batch 0 is lost.*data-loader 0 of 1"):
+        taken.register_again()
+    assert inbox.stats()["lost"] == 1
+
+
+def test_a_restarted_loader_goes_on_where_the_old_one_was() -> None:
+    inbox = make_inbox()
+    old = opened(inbox)
+    for batch_id in (0, 1):
+        inbox.deliver(old, batch(batch_id))
+    state = inbox.open_stream(StreamOpening(0, 1, 8, 0))
+    assert (state.next_batch_id, state.wanted) == (2, ())
+    with pytest.raises(UnknownStream, match="data-loader 0 has no such stream"):
+        inbox.deliver(old, batch(2))
+    assert credits_of(inbox, (0, 8)) == 2  # two of four are taken up
+    inbox.deliver((0, 8), batch(2))
+    assert [take(inbox) for _ in range(3)] == [0, 1, 2]
+    assert inbox.stats()["loader_restarts"] == 1
+
+
+def test_a_restarted_loader_is_told_what_is_wanted(pool: ThreadPoolExecutor) -> None:
+    inbox = make_inbox()
+    _, asking = in_the_background(pool, inbox)
+    state = inbox.open_stream(StreamOpening(0, 1, 8, 0))
+    assert (state.next_batch_id, state.wanted) == (1, (0,))
+    inbox.relocate((0, 8), 0, RemoteRef(0, 9))
+    assert asking.result(WAIT_S) == 9
+
+
+def test_a_rank_that_was_restarted_begins_where_the_loader_is() -> None:
+    inbox = make_inbox(rank=1, world_size=2)
+    streams = [opened(inbox, loader, 2, first=11 + loader) for loader in range(2)]
+    inbox.deliver(streams[1], batch(13))
+    assert take(inbox) == 13
+
+
+def test_the_failure_of_a_loader_comes_after_its_batches() -> None:
+    inbox = make_inbox()
+    stream = opened(inbox)
+    inbox.deliver(stream, batch(0))
+    inbox.end_stream(stream, 1, "Traceback: no such file")
+    assert take(inbox) == 0
+    with pytest.raises(RemoteError, match=r"data-loader 0 failed.*\nTraceback: no such file"):
+        take(inbox)
+
+
+def test_the_next_pass_is_another_stream() -> None:
+    inbox = make_inbox()
+    inbox.begin_pass()
+    first = opened(inbox)
+    inbox.deliver(first, batch(0))
+    inbox.end_stream(first, 1, "")
+    last = inbox.take(True, lambda: False)
+    with pytest.raises(ServiceBusy, match="this pass over the data goes on"):
+        opened(inbox, incarnation=8)
+    inbox.end_pass(drops_rest=False)
+    second = opened(inbox, incarnation=8)
+    inbox.begin_pass()
+    inbox.deliver(second, batch(0))
+    # A batch of the first pass may end in the second.
+    last.ended()
+    assert inbox.poll(first, -1).acknowledged == (0,)
+    assert inbox.poll(second, -1).acknowledged == ()
+    inbox.end_stream(second, 1, "")
+    assert take(inbox) == 0
+    with pytest.raises(Finished):
+        take(inbox)
+
+
+def test_a_pass_that_was_left_early_goes_on_in_the_next() -> None:
+    inbox = make_inbox()
+    inbox.begin_pass()
+    stream = opened(inbox)
+    for batch_id in range(3):
+        inbox.deliver(stream, batch(batch_id))
+    assert take(inbox) == 0
+    inbox.end_pass(drops_rest=False)
+    inbox.begin_pass()
+    assert [take(inbox), take(inbox)] == [1, 2]
+
+
+def test_what_other_ranks_have_no_match_for_is_acknowledged_and_counted() -> None:
+    inbox = make_inbox()
+    inbox.begin_pass()
+    stream = opened(inbox)
+    for batch_id in range(3):
+        inbox.deliver(stream, batch(batch_id))
+    take(inbox)
+    inbox.end_pass(drops_rest=True)
+    inbox.deliver(stream, batch(3))
+    inbox.end_stream(stream, 4, "")
+    assert inbox.poll(stream, -1).acknowledged == (1, 2, 3)
+    assert inbox.stats()["incomplete"] == 3
+    inbox.begin_pass()
+    assert "a data-loader to connect" in inbox.describe_wait()
+
+
+def test_w24_two_passes_at_a_time_are_refused() -> None:
+    inbox = make_inbox()
+    inbox.begin_pass()
+    with pytest.raises(ConfigError, match="one DataLoader over a StreamingDataset at a time"):
+        inbox.begin_pass()
+
+
+def test_loaders_must_agree_on_how_many_they_are() -> None:
+    inbox = make_inbox()
+    opened(inbox, 0, 2)
+    with pytest.raises(ConfigError, match="says that there are 3 of them, others said 2"):
+        opened(inbox, 1, 3)
+    with pytest.raises(ConfigError, match="expected a number below REPLICA_SIZE 2, got 2"):
+        opened(inbox, 2, 2)
+
+
+def test_closing_wakes_whoever_waits(pool: ThreadPoolExecutor) -> None:
+    inbox = make_inbox()
+    stream, asking = in_the_background(pool, inbox)
+    taking = pool.submit(take, inbox)
+    polling = pool.submit(inbox.poll, stream, inbox.poll(stream, -1).version)
+    inbox.deliver(opened(inbox), batch(1))
+    assert taking.result(WAIT_S) == 1
+    again = pool.submit(take, inbox)
+    inbox.close()
+    for waiting in (again, asking):
+        with pytest.raises(Closed):
+            waiting.result(WAIT_S)
+    polling.result(WAIT_S)
+    assert inbox.poll(stream, 1 << 40).is_closed
+
+
+def test_a_pass_that_is_closed_leaves_what_is_pending() -> None:
+    inbox = make_inbox()
+    stream = opened(inbox)
+    closed = threading.Event()
+    closed.set()
+    inbox.deliver(stream, batch(0))
+    with pytest.raises(Closed):
+        inbox.take(True, closed.is_set)
+    assert inbox.stats()["pending"] == 1
+    inbox.close()
+    assert inbox.stats()["unread"] == 1
+
+
+def test_whom_it_waits_for_is_named() -> None:
+    clock = Clock()
+    inbox = Inbox(0, 1, 4, WAIT_S, clock)
+    assert inbox.describe_wait() == "a data-loader to connect; none has"
+    opened(inbox, 1, 3)
+    assert inbox.describe_wait() == "data-loader 0, 2 of 3 to connect"
+    opened(inbox, 0, 3)
+    two = opened(inbox, 2, 3)
+    clock.now = 100.0
+    inbox.deliver(two, batch(2))
+    clock.now = 101.0
+    text = inbox.describe_wait()
+    assert "data-loader 1 of 3, which has not been heard for 101 s" in text
+    assert "data-loader 2" not in text
