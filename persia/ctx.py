@@ -12,6 +12,7 @@ Torch is imported when the first ``EmbeddingCtx`` is made.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import os
@@ -33,6 +34,7 @@ from persia.errors import ConfigError, DataError, ServiceTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     import torch
@@ -488,6 +490,10 @@ class EmbeddingCtx(BaseCtx):
             self._converters[device_id] = Converter(_torch_device(device_id))
         return self._converters[device_id]
 
+    def join_ranks(self) -> AbstractContextManager[Any]:
+        """Return what surrounds a pass in which ranks may have unequal numbers of batches."""
+        return contextlib.nullcontext()
+
     # --- public -----------------------------------------------------------------------------
 
     @property
@@ -783,6 +789,24 @@ class TrainCtx(EmbeddingCtx):
         )
         if optimizer is not None:
             self.dense_optimizer = optimizer
+
+    def join_ranks(self) -> AbstractContextManager[Any]:
+        """Return torch's ``Join``: a rank without batches answers the others' collectives.
+
+        Raises:
+            ConfigError: If the model is not data-parallel by DDP, which alone can do that.
+        """
+        if self.world_size == 1:
+            return contextlib.nullcontext()
+        from torch.distributed.algorithms.join import Join
+        from torch.nn.parallel import DistributedDataParallel
+
+        if not isinstance(self.model, DistributedDataParallel):
+            raise ConfigError(
+                "drop_last=False: expected a model that is data-parallel by DDPOption, got "
+                f"{type(self.model).__name__}"
+            )
+        return Join([self.model])
 
     @property
     def backward_engine(self) -> GradientEngine | None:

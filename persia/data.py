@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from persia import env
 from persia._rpc import session
@@ -15,6 +16,7 @@ from persia.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     from persia._training.prefetch import Prefetcher
     from persia._training.tensors import PersiaTrainingBatch
@@ -186,26 +188,30 @@ class DataLoader:
             keeps_step=self.drop_last,
         )
         self._epoch = weakref.ref(epoch)
-        return _drain(epoch)
+        joining = contextlib.nullcontext() if self.drop_last else ctx.join_ranks()
+        return _drain(epoch, joining)
 
 
-def _drain(epoch: Prefetcher) -> Iterator[PersiaTrainingBatch]:
+def _drain(
+    epoch: Prefetcher, joining: AbstractContextManager[Any]
+) -> Iterator[PersiaTrainingBatch]:
     # Threads start with the first batch asked for: a generator that is dropped before that
     # never runs its finally block.
     try:
-        epoch.start()
-        while True:
-            try:
-                batch = epoch.next()
-            except Finished:
-                return
-            except Closed:
-                raise ConfigError(
-                    "this pass over a DataLoader was ended before its data: the same "
-                    "DataLoader was iterated again, or the context was left; for two passes "
-                    "at the same time make two DataLoaders"
-                ) from None
-            yield batch
-            del batch
+        with joining:
+            epoch.start()
+            while True:
+                try:
+                    batch = epoch.next()
+                except Finished:
+                    return
+                except Closed:
+                    raise ConfigError(
+                        "this pass over a DataLoader was ended before its data: the same "
+                        "DataLoader was iterated again, or the context was left; for two "
+                        "passes at the same time make two DataLoaders"
+                    ) from None
+                yield batch
+                del batch
     finally:
         epoch.close()

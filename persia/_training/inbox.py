@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 ROLE = "nn-worker"
 LOADER = "data-loader"
 
-# Seconds that a poll waits for news. A data-loader that was not heard for a few of these is gone.
+# Seconds that a poll waits for news. Who was not heard for a few of these is gone.
 POLL_S = 5.0
 SILENT_S = 3 * POLL_S
 

@@ -1,0 +1,12 @@
+"""Sends the batches of the benchmark."""
+
+from tests.benchmarks.local.dlrm import parse, raw_batches
+
+from persia.ctx import DataCtx
+
+if __name__ == "__main__":
+    options = parse()
+    raws = raw_batches(options.quick, options.warm + options.timed)
+    with DataCtx() as ctx:
+        for raw in raws:
+            ctx.send_data(raw.batch())

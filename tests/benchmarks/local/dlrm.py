@@ -1,0 +1,113 @@
+"""The workload of the whole step: DLRM over 26 features, and its batches."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from persia.embedding.data import (
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from tests.benchmarks.workload import BATCH, DIM, batches, sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+NUM_DENSE = 13
+NUM_FEATURES = len(sizes(True))
+# Different batches, taken in turn: enough that none is still in a cache when it comes again.
+NUM_DIFFERENT = 16
+
+
+class DLRM(torch.nn.Module):
+    """Bottom 13-64-32-16, dot products of 27 vectors, top 367-256-128-1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = _mlp(NUM_DENSE, 64, 32, DIM)
+        num_pairs = (NUM_FEATURES + 1) * NUM_FEATURES // 2
+        self.top = _mlp(num_pairs + DIM, 256, 128, 1)
+        rows, columns = torch.tril_indices(NUM_FEATURES + 1, NUM_FEATURES + 1, offset=-1)
+        self.register_buffer("pairs", rows * (NUM_FEATURES + 1) + columns)
+
+    def forward(
+        self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return logits [B, 1]."""
+        bottom = self.bottom(dense[0])
+        vectors = torch.stack([bottom, *embeddings], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        chosen = products.index_select(1, self.pairs)  # type: ignore[arg-type]
+        logits: torch.Tensor = self.top(torch.cat([bottom, chosen], dim=1))
+        return logits
+
+
+def _mlp(*widths: int) -> torch.nn.Sequential:
+    layers: list[torch.nn.Module] = []
+    for wide, narrow in zip(widths, widths[1:], strict=False):
+        layers += [torch.nn.Linear(wide, narrow), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw:
+    """One batch as a data pipeline would hold it."""
+
+    ids: list[NDArray[np.uint64]]
+    dense: NDArray[np.float32]
+    labels: NDArray[np.float32]
+
+    def batch(self) -> PersiaBatch:
+        """Build what is sent; finding the distinct ids is part of it."""
+        return PersiaBatch(
+            [
+                IDTypeFeatureWithSingleID(f"feature_{number}", ids)
+                for number, ids in enumerate(self.ids)
+            ],
+            non_id_type_features=[NonIDTypeFeature(self.dense)],
+            labels=[Label(self.labels)],
+        )
+
+
+def raw_batches(quick: bool, count: int) -> Iterator[Raw]:
+    """Yield ``count`` batches; the same in every process."""
+    rng = np.random.default_rng(1)
+    different = [
+        Raw(
+            [feature.values for feature in batch.features],
+            rng.normal(size=(BATCH, NUM_DENSE)).astype(np.float32),
+            rng.integers(0, 2, (BATCH, 1)).astype(np.float32),
+        )
+        for batch in batches("single", quick, NUM_DIFFERENT)
+    ]
+    for number in range(count):
+        yield different[number % NUM_DIFFERENT]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """One run."""
+
+    quick: bool
+    warm: int
+    timed: int
+    threads: int
+
+
+def parse() -> Options:
+    """Read the command line of both scripts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--warm", type=int, default=20)
+    parser.add_argument("--timed", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=1)
+    return Options(**vars(parser.parse_args()))

@@ -1,0 +1,181 @@
+"""Local mode against embedded mode on the same two cores: the whole step of a DLRM.
+
+    python -m tests.benchmarks.services [--quick] [--pairs 5] [--threads 1 2]
+
+Runs alternate between the modes. In local mode all four roles are processes that talk over
+``ipc``. CPU time is that of all processes between two marks of the trainer; what the dense net
+alone takes is measured too, and the rest is the sparse path's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from tests.benchmarks.local.dlrm import NUM_FEATURES
+from tests.benchmarks.workload import BATCH, DIM
+
+HERE = Path(__file__).parent / "local"
+ROOT = Path(__file__).resolve().parents[2]
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run."""
+
+    samples_per_s: float
+    cpu_s_per_million: float  # of all processes
+
+
+def cpu_seconds(root: int) -> float:
+    """Return the CPU time of a process and of those that descend from it and live."""
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        pid = int(entry.name)
+        parents[pid] = int(fields[1])
+        seconds[pid] = (int(fields[11]) + int(fields[12])) / TICKS
+    total = 0.0
+    for pid, used in seconds.items():
+        above = pid
+        while above not in (0, root):
+            above = parents.get(above, 0)
+        total += used if above == root else 0.0
+    return total
+
+
+def launcher(*arguments: str) -> list[str]:
+    """Return a command of persia-launcher."""
+    return [sys.executable, "-m", "persia.launcher", *arguments]
+
+
+def run(mode: str, arguments: Sequence[str], num_timed: int, cores: set[int]) -> Measured:
+    """Run one job in one mode and return what it measured."""
+    with tempfile.TemporaryDirectory(prefix="persia-bench-") as directory:
+        place = Path(directory)
+        slots = {f"feature_{number}": {"dim": DIM} for number in range(NUM_FEATURES)}
+        (place / "embedding.yml").write_text(yaml.safe_dump({"slots_config": slots}))
+        (place / "global.yml").write_text(
+            "embedding_worker_config: {forward_buffer_size: 1000}\n"
+        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+            "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+            "OMP_NUM_THREADS": "1",
+        }
+        train = str(HERE / "train.py")
+        commands = {"trainer": [sys.executable, train, *arguments]}
+        if mode == "local":
+            environment |= {
+                "PERSIA_EMBEDDING_CONFIG": str(place / "embedding.yml"),
+                "PERSIA_GLOBAL_CONFIG": str(place / "global.yml"),
+                "PERSIA_EMBEDDING_PARAMETER_SERVERS": f"ipc://{directory}/server",
+                "PERSIA_EMBEDDING_WORKERS": f"ipc://{directory}/worker",
+                "PERSIA_NN_WORKERS": f"ipc://{directory}/trainer",
+            }
+            commands = {
+                "server": launcher("embedding-parameter-server"),
+                "worker": launcher("embedding-worker"),
+                "loader": launcher("data-loader", str(HERE / "data_loader.py"), *arguments),
+                "trainer": launcher("nn-worker", train, *arguments),
+            }
+        log = place / "log"
+        processes: list[subprocess.Popen[str]] = []
+        with log.open("w") as output:
+            for role, command in commands.items():
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        cwd=ROOT,
+                        text=True,
+                        stdout=subprocess.PIPE if role == "trainer" else output,
+                        stderr=output,
+                        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+                    )
+                )
+        try:
+            return _read(processes, num_timed)
+        except Exception:
+            sys.stderr.write(log.read_text())
+            raise
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(30)
+
+
+def _read(processes: list[subprocess.Popen[str]], num_timed: int) -> Measured:
+    output = processes[-1].stdout
+    marks = []
+    for line in output or ():
+        if line.strip() in ("begin", "end"):
+            marks.append(sum(cpu_seconds(process.pid) for process in processes))
+        if line.startswith("seconds "):
+            num_samples = num_timed * BATCH
+            return Measured(
+                num_samples / float(line.split()[1]),
+                (marks[1] - marks[0]) / num_samples * 1e6,
+            )
+    raise RuntimeError("the trainer ended without a result")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="1 %% of the rows")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=20)
+    parser.add_argument("--timed", type=int, default=100)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options = parser.parse_args()
+    cores = set(sorted(os.sched_getaffinity(0))[:2])
+    print("| threads | embedded | local | local / embedded | CPU s per M samples |")
+    print("| --- | --- | --- | --- | --- |")
+    for threads in options.threads:
+        arguments = ["--warm", str(options.warm), "--timed", str(options.timed)]
+        arguments += ["--threads", str(threads), *(["--quick"] if options.quick else [])]
+        runs: dict[str, list[Measured]] = {"embedded": [], "local": []}
+        for _ in range(options.pairs):
+            for mode, measured in runs.items():
+                measured.append(run(mode, arguments, options.timed, cores))
+        ratios = sorted(
+            two.samples_per_s / one.samples_per_s
+            for one, two in zip(runs["embedded"], runs["local"], strict=True)
+        )
+        rates = {
+            mode: statistics.median(one.samples_per_s for one in measured)
+            for mode, measured in runs.items()
+        }
+        spent = {
+            mode: statistics.median(one.cpu_s_per_million for one in measured)
+            for mode, measured in runs.items()
+        }
+        print(
+            f"| {threads} | {rates['embedded'] / 1e3:.1f} k/s | {rates['local'] / 1e3:.1f} k/s "
+            f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) "
+            f"| {spent['embedded']:.1f} / {spent['local']:.1f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
