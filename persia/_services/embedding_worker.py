@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
@@ -51,14 +50,13 @@ from persia._services.batch import (
     pool_outputs,
     sum_gradients,
 )
-from persia._services.plan import POOLED, Planner, check_names, schema_fingerprint
+from persia._services.plan import POOLED, Planner, check_names
 from persia._services.refs import InFlight, LookedUp, Refs
+from persia._services.server_set import ServerSet
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig
 from persia.errors import (
-    ConfigError,
     DataError,
     DataTypeError,
-    ProtocolError,
     StoreError,
 )
 from persia.logger import get_logger
@@ -94,32 +92,32 @@ class EmbeddingWorker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._schema = schema
-        self._servers = _whole_set(servers, schema)
+        self._servers = ServerSet(servers, schema, num_threads)
         self._owners = owners(len(self._servers))
         self._planner = Planner(schema)
         self._refs = Refs(settings, clock)
-        self._pool: ThreadPoolExecutor | None = None
-        if len(self._servers) > 1:
-            # The caller's own thread asks one server.
-            self._pool = ThreadPoolExecutor(
-                max(1, (num_threads or len(self._servers)) - 1),
-                thread_name_prefix="persia-fan-out",
-            )
         self._lock = threading.Lock()  # guards the counts
         self._counts: Counter[str] = Counter()
         self._masked_ids: Counter[str] = Counter()
 
     def close(self) -> None:
         """Stop the worker's threads; it must not be called afterwards."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
+        self._servers.close()
 
     # --- refs -------------------------------------------------------------------------------
 
     @property
     def servers(self) -> tuple[ParameterServer, ...]:
         """The parameter servers, by replica index."""
-        return self._servers
+        return self._servers.servers
+
+    def server_restarted(self, number: int) -> None:
+        """Give a parameter server that was started anew its settings; its rows are lost.
+
+        Args:
+            number: The server's, whose client calls this, see ``Client``.
+        """
+        self._servers.restarted(number)
 
     def register(self, features: IDFeatures) -> int:
         """Take the ids of a batch and return its ref.
@@ -234,10 +232,7 @@ class EmbeddingWorker:
             if parts:
                 requests[server] = LookupRequest(batch_id, is_training, tuple(parts))
                 asked[server] = places
-        replies = self._ask(requests, lambda server, request: server.lookup(request))
-        for reply in replies.values():
-            if isinstance(reply, Exception):
-                raise reply
+        replies = self._servers.lookup(requests)
 
         rows: list[Floats] = []
         hints: list[Numbers] = []
@@ -245,19 +240,9 @@ class EmbeddingWorker:
             rows.append(np.empty((len(table.signs), plan.dim), np.float32))
             hints.append(np.empty(len(table.signs) if is_training else 0, np.uint32))
         for server, reply in replies.items():
-            if isinstance(reply, Exception):
-                continue
             for place, part in zip(asked[server], reply.tables, strict=True):
-                table, dim = packed.tables[place], packed.plan.tables[place].dim
+                table = packed.tables[place]
                 start, stop = table.starts[server : server + 2]
-                if part.rows.shape != (stop - start, dim):
-                    raise ProtocolError(
-                        f"expected rows {[stop - start, dim]} of table {part.table}, "
-                        f"got {list(part.rows.shape)}",
-                        role="embedding-parameter-server",
-                        replica=server,
-                        method="lookup",
-                    )
                 if stop - start == len(table.signs):
                     rows[place] = part.rows
                 else:
@@ -265,30 +250,6 @@ class EmbeddingWorker:
                 if is_training and part.hints is not None:
                     hints[place][start:stop] = part.hints
         return rows, hints
-
-    def _ask(
-        self, requests: Mapping[int, S], call: Callable[[ParameterServer, S], T]
-    ) -> dict[int, T | Exception]:
-        """Send each server its request, all at once, and wait for all of them.
-
-        Returns:
-            By server, in their order, what it answered or raised.
-        """
-
-        def answer(server: int) -> T | Exception:
-            try:
-                return call(self._servers[server], requests[server])
-            except Exception as error:
-                return error
-
-        if self._pool is None or len(requests) < 2:
-            return {server: answer(server) for server in requests}
-        mine, *others = requests
-        futures = {server: self._pool.submit(answer, server) for server in others}
-        answers = {mine: answer(mine)}
-        for server, future in futures.items():
-            answers[server] = future.result()
-        return answers
 
     # --- update -----------------------------------------------------------------------------
 
@@ -333,7 +294,9 @@ class EmbeddingWorker:
         requests = self._requests(batch, gradients.update_id, sums, looked_up)
         batch.update_id = gradients.update_id
         failure: Exception | None = None
-        for server, reply in self._ask(requests, lambda s, request: s.update(request)).items():
+        for server, reply in self._servers.ask(
+            requests, lambda s, request: s.update(request)
+        ).items():
             if isinstance(reply, Exception):
                 failure = failure or reply
             else:
@@ -399,28 +362,17 @@ class EmbeddingWorker:
 
     # --- all servers ------------------------------------------------------------------------
 
-    def _ask_all(self, call: Callable[[ParameterServer], T]) -> list[T]:
-        """Call every server and wait for every answer; raise the first failure."""
-        everyone = dict.fromkeys(range(len(self._servers)))
-        answers = self._ask(everyone, lambda server, _: call(server))
-        results = []
-        for answer in answers.values():
-            if isinstance(answer, Exception):
-                raise answer
-            results.append(answer)
-        return results
-
     def configure(self, settings: HyperParameters) -> None:
-        """Give every server the settings; returns when all have them."""
-        self._ask_all(lambda server: server.configure(settings))
+        """Give every server the settings, also one that is started anew later."""
+        self._servers.configure(settings)
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
-        """Give every server the optimizer; returns when all have it."""
-        self._ask_all(lambda server: server.register_optimizer(settings))
+        """Give every server the optimizer, also one that is started anew later."""
+        self._servers.register_optimizer(settings)
 
     def ready_for_serving(self) -> bool:
         """Whether every server is ready."""
-        return all(self._ask_all(lambda server: server.ready_for_serving()))
+        return all(self._servers.ask_all(lambda server: server.ready_for_serving()))
 
     def set_embedding(self, tables: Sequence[TableEntries]) -> None:
         """Write rows, each to the server that owns its sign.
@@ -453,62 +405,34 @@ class EmbeddingWorker:
                         None if part.states is None else part.states[chosen],
                     )
                     requests.setdefault(server, []).append(entries)
-        for answer in self._ask(requests, lambda server, r: server.set_embedding(r)).values():
+        for answer in self._servers.ask(
+            requests, lambda server, r: server.set_embedding(r)
+        ).values():
             if isinstance(answer, Exception):
                 raise answer
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows of each server."""
-        return self._ask_all(lambda server: server.get_embedding_size())
+        return self._servers.ask_all(lambda server: server.get_embedding_size())
 
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""
-        self._ask_all(lambda server: server.clear_embeddings())
+        self._servers.ask_all(lambda server: server.clear_embeddings())
 
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start, and ``in_flight``, the refs now.
 
+        ``server_restarts`` counts parameter servers that came back empty.
         Counts by feature are named ``masked_ids.<feature>``, ``nan_samples.<feature>`` and
         ``nan_rows.<feature>``; those that are zero are absent.
         """
         refs = self._refs.stats()
         with self._lock:
             masked = {f"masked_ids.{name}": n for name, n in self._masked_ids.items()}
-            return {**refs, **self._counts, **masked}
-
-
-def _whole_set(
-    servers: Sequence[ParameterServer], schema: EmbeddingSchema
-) -> tuple[ParameterServer, ...]:
-    """Return the servers by replica index.
-
-    Raises:
-        ConfigError: If one is missing, comes twice, or belongs to another set or schema.
-    """
-    if not servers:
-        raise ConfigError("parameter servers: expected at least one, got none")
-    fingerprint = schema_fingerprint(schema)
-    by_index: dict[int, ParameterServer] = {}
-    for server in servers:
-        index, size = server.replica_index, server.replica_size
-        if size != len(servers):
-            raise ConfigError(
-                f"parameter server {index} is one of {size}, expected one of {len(servers)}, "
-                f"which is how many were given"
-            )
-        if index in by_index:
-            raise ConfigError(
-                f"parameter server {index} of {size} was given twice; missing: "
-                f"{sorted(set(range(size)) - {s.replica_index for s in servers})}"
-            )
-        if server.schema_fingerprint != fingerprint:
-            raise ConfigError(
-                f"parameter server {index} of {size} has another embedding config: its "
-                f"fingerprint is {server.schema_fingerprint}, expected {fingerprint}; slots, "
-                f"groups, dims and feature_index_prefix_bit must be the same everywhere"
-            )
-        by_index[index] = server
-    return tuple(by_index[index] for index in sorted(by_index))
+            counts = {**refs, **self._counts, **masked}
+        if self._servers.num_restarts:
+            counts["server_restarts"] = self._servers.num_restarts
+        return counts
 
 
 def _checked_gradients(
