@@ -10,14 +10,16 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from persia import env
+from persia._training import averaging
 from persia.config import nearest
-from persia.errors import ConfigError
+from persia.errors import ConfigError, ServiceUnavailable
 from persia.logger import get_logger
 
 _logger = get_logger("persia.distributed")
@@ -25,7 +27,13 @@ _logger = get_logger("persia.distributed")
 DEFAULT_MASTER_PORT = 23456
 
 _BACKENDS = ("nccl", "gloo")
-_METHODS = ("tcp", "file")
+_METHODS = ("tcp", "file", "env")
+_FOR_TORCH = (
+    "find_unused_parameters",
+    "bucket_cap_mb",
+    "gradient_as_bucket_view",
+    "static_graph",
+)
 
 # Ranks of one job start within this many seconds of each other.
 _START_SPREAD_S = 60.0
@@ -83,13 +91,16 @@ class DDPOption(DistributedBaseOption):
     """PyTorch's ``DistributedDataParallel``.
 
     Args:
-        initialization_method: ``tcp`` or ``file``: how the ranks meet.
+        initialization_method: How the ranks meet: ``tcp``, ``file``, or ``env`` as torchrun
+            has set the environment up.
         backend: ``nccl`` on CUDA devices, ``gloo`` on the CPU.
         **options: ``master_addr`` and ``master_port`` (23456) with ``tcp``; where neither is
-            given and ``MASTER_ADDR`` is set, as torchrun does, the ranks meet there.
-            ``sync_file`` with ``file``: a path all ranks see, at which there is no file yet.
-            ``find_unused_parameters`` (False): needed if a batch may leave parameters of the
-            model unused; costs a walk over the graph in each step.
+            given and ``MASTER_ADDR`` and ``MASTER_PORT`` are set, as torchrun does, the ranks
+            meet there. ``sync_file`` with ``file``: a path all ranks see, at which there is
+            no file yet. ``find_unused_parameters`` (False): needed if a batch may leave
+            parameters of the model unused; costs a walk over the graph in each step.
+            ``bucket_cap_mb``, ``gradient_as_bucket_view`` and ``static_graph`` go to PyTorch as
+            they are.
 
     Raises:
         ConfigError: If an option is unknown or has a value that cannot be used.
@@ -105,9 +116,10 @@ class DDPOption(DistributedBaseOption):
                 stacklevel=2,
             )
             initialization_method = options.pop("init_method")
+        initialization_method = initialization_method.removesuffix("://")  # torch's "env://"
         _check_known("initialization_method", initialization_method, _METHODS)
         _check_known("backend", backend, _BACKENDS)
-        known = ("master_addr", "master_port", "sync_file", "find_unused_parameters")
+        known = ("master_addr", "master_port", "sync_file", *_FOR_TORCH)
         for name in options:
             if name not in known:
                 raise ConfigError(f"DDPOption: unknown option {name!r}{nearest(name, known)}")
@@ -133,9 +145,12 @@ class DDPOption(DistributedBaseOption):
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
         """Join the process group, unless this process has one, and wrap the model.
 
+        A model without parameters to train is returned as it is.
+
         Raises:
             ConfigError: If it is not known where to meet, the backend does not fit the
                 device, or the process is in a group of another size.
+            ServiceUnavailable: If the ranks did not meet.
         """
         if self.backend == "nccl" and device_id is None:
             raise ConfigError(
@@ -149,33 +164,44 @@ class DDPOption(DistributedBaseOption):
                     f"got one where it is rank {joined[0]} of {joined[1]}"
                 )
         else:
-            method = self._meeting_place(world_size, rank_id, master_addr)
-            _logger.info("rank %d of %d joins at %s", rank_id, world_size, method)
-            dist.init_process_group(
-                self.backend, init_method=method, rank=rank_id, world_size=world_size
-            )
+            self._join(world_size, rank_id, master_addr)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model, optimizer
         on_device = None if self.backend == "gloo" or device_id is None else [device_id]
         parallel = torch.nn.parallel.DistributedDataParallel(
             model,
             device_ids=on_device,
-            find_unused_parameters=bool(self.options.get("find_unused_parameters", False)),
+            **{name: self.options[name] for name in _FOR_TORCH if name in self.options},
         )
         return parallel, optimizer
 
+    def _join(self, world_size: int, rank_id: int, master_addr: str | None) -> None:
+        method = self._meeting_place(world_size, rank_id, master_addr)
+        _logger.info("rank %d of %d joins at %s", rank_id, world_size, method)
+        try:
+            dist.init_process_group(
+                self.backend, init_method=method, rank=rank_id, world_size=world_size
+            )
+        except RuntimeError as exc:
+            raise ServiceUnavailable(
+                f"rank {rank_id} of {world_size} did not meet the others at {method}: {exc}",
+                role="nn-worker",
+                replica=rank_id,
+                address=method,
+            ) from exc
+
     def _meeting_place(self, world_size: int, rank_id: int, master_addr: str | None) -> str:
         if self.initialization_method == "file":
-            path = Path(self.options["sync_file"]).absolute()
-            # A file of an earlier job makes ranks read that job's addresses. One that another
-            # rank of this job has made is as young as this process.
-            if rank_id == 0 and path.exists():
-                age_s = _loaded_at - path.stat().st_mtime
-                if age_s > _START_SPREAD_S:
-                    raise ConfigError(
-                        f"sync_file: expected no file at {path}, got one of {age_s:.0f} s "
-                        "before this job; remove it"
-                    )
-            return f"file://{path}"
-        if self._place_is_free and master_addr is None and env.master_address():
+            return f"file://{self._new_file(rank_id)}"
+        in_environment = env.master_address() is not None and env.master_port() is not None
+        if self.initialization_method == "env":
+            if not in_environment:
+                raise ConfigError(
+                    "initialization_method: 'env' needs MASTER_ADDR and MASTER_PORT, which "
+                    "torchrun sets"
+                )
+            return "env://"
+        if self._place_is_free and master_addr is None and in_environment:
             # torchrun serves the meeting place itself; only env:// knows not to bind there.
             return "env://"
         host = self.master_addr or master_addr or env.master_address()
@@ -188,25 +214,58 @@ class DDPOption(DistributedBaseOption):
             host = "127.0.0.1"
         return f"tcp://{host}:{self.master_port}"
 
+    def _new_file(self, rank_id: int) -> Path:
+        path = Path(self.options["sync_file"]).absolute()
+        # A file of an earlier job makes ranks read that job's addresses. One that another
+        # rank of this job has made is as young as this process.
+        if rank_id == 0 and path.exists():
+            age_s = _loaded_at - path.stat().st_mtime
+            if age_s > _START_SPREAD_S:
+                raise ConfigError(
+                    f"sync_file: expected no file at {path}, got one of {age_s:.0f} s "
+                    "before this job; remove it"
+                )
+        return path
+
     def init_with_env_file(self) -> bool:
         """Return whether the ranks meet by a file and need no address."""
         return self.initialization_method == "file"
 
 
 class BaguaDistributedOption(DistributedBaseOption):
-    """Bagua's algorithms by name; of these, ``gradient_allreduce`` is what DDP does.
+    """Bagua's algorithms by name, on PyTorch's own means.
+
+    ``gradient_allreduce``
+        DDP.
+    ``bytegrad``
+        DDP whose gradients travel as 8-bit codes.
+    ``qadam``
+        DDP with full gradients for ``warmup_steps``, then with 8-bit codes. The optimizer is
+        the one you pass, meant to be Adam; Bagua's own compressed its momentum instead.
+    ``decentralized``
+        Every rank steps alone; parameters are averaged every ``communication_interval`` steps.
+    ``low_precision_decentralized``
+        As before; changes since the last average travel as 8-bit codes.
+    ``async``
+        Post-local SGD: DDP for ``warmup_steps``, then as ``decentralized``, less often.
+
+    The last three leave ranks with different nets between two averages, and BatchNorm's
+    buffers with each rank; a checkpoint has rank 0's.
 
     Args:
-        algorithm: ``gradient_allreduce``.
-        **options: ``master_addr`` and ``master_port``; Bagua's own tuning options are taken
-            and have no effect.
+        algorithm: One of these names.
+        **options: ``master_addr``, ``master_port`` and ``find_unused_parameters`` as of
+            ``DDPOption``. ``default_bucket_size``: bytes of gradients sent at once.
+            ``warmup_steps`` (100 for ``qadam`` and ``async``, else 0) and
+            ``communication_interval`` (16 for ``async``, else 4). Bagua's other tuning options
+            are taken and have no effect.
 
     Raises:
-        ConfigError: If another algorithm is asked for, or an option is unknown.
+        ConfigError: If the algorithm or an option is unknown, or has a value that cannot be
+            used.
     """
 
-    _TUNING = (
-        "default_bucket_size",
+    _WITHOUT_EFFECT = (
         "autotune_level",
         "bagua_service_port",
         "autotune_max_samples",
@@ -215,28 +274,45 @@ class BaguaDistributedOption(DistributedBaseOption):
         "autotune_sampling_confidence_time",
         "enable_bagua_net",
     )
+    # The least value of each; an average in each step costs as much as gradients do.
+    _NUMBERS = MappingProxyType(
+        {"default_bucket_size": 1, "warmup_steps": 0, "communication_interval": 2}
+    )
+    _FOR_DDP = ("master_addr", "master_port", "find_unused_parameters")
 
     def __init__(self, algorithm: str, **options: Any) -> None:
-        if algorithm != "gradient_allreduce":
-            raise ConfigError(
-                f"algorithm: expected 'gradient_allreduce', which runs on PyTorch's DDP, got "
-                f"{algorithm!r}; Bagua's other algorithms are not available"
-            )
-        self._meeting = {
-            name: options.pop(name)
-            for name in ("master_addr", "master_port")
-            if name in options
-        }
-        for name in options:
-            if name not in self._TUNING:
-                known = (*self._TUNING, "master_addr", "master_port")
+        _check_known("algorithm", algorithm, tuple(averaging.ALGORITHMS))
+        known = (*self._FOR_DDP, *self._NUMBERS, *self._WITHOUT_EFFECT)
+        for name, value in options.items():
+            if name not in known:
                 raise ConfigError(
                     f"BaguaDistributedOption: unknown option {name!r}{nearest(name, known)}"
                 )
-            _logger.warning("Bagua option %s has no effect: PyTorch's DDP does the work", name)
+            least = self._NUMBERS.get(name)
+            if least is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"{name}: expected an int of at least {least}, got {value!r}")
+        chosen = averaging.ALGORITHMS[algorithm]
+        self._algorithm = chosen.tuned(
+            options.get("warmup_steps"), options.get("communication_interval")
+        )
+        ignored = [
+            name
+            for name in options
+            if name in self._WITHOUT_EFFECT
+            or (name == "warmup_steps" and chosen.exchange is None)
+            or (name == "communication_interval" and chosen.averager is None)
+        ]
+        if ignored:
+            _logger.warning(
+                "BaguaDistributedOption(%r): %s: no effect, PyTorch's DDP does the work",
+                algorithm,
+                ", ".join(ignored),
+            )
+        self._ddp = {name: options[name] for name in self._FOR_DDP if name in options}
+        if "default_bucket_size" in options:
+            self._ddp["bucket_cap_mb"] = options["default_bucket_size"] / 2**20
         super().__init__(
-            self._meeting.get("master_port", DEFAULT_MASTER_PORT),
-            self._meeting.get("master_addr"),
+            options.get("master_port", DEFAULT_MASTER_PORT), options.get("master_addr")
         )
         self.algorithm = algorithm
         self.options = options
@@ -250,11 +326,27 @@ class BaguaDistributedOption(DistributedBaseOption):
         master_addr: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
-        """Convert by ``DDPOption``, with nccl on a CUDA device and gloo on the CPU."""
-        option = DDPOption(backend="gloo" if device_id is None else "nccl", **self._meeting)
-        return option.convert2distributed_model(
+        """Convert by ``DDPOption``, with nccl on a CUDA device and gloo on the CPU.
+
+        The optimizer is the one given: what an algorithm does after a step is registered
+        with it. Convert it once.
+
+        Raises:
+            ConfigError: As ``DDPOption`` does, or if the algorithm needs the optimizer.
+        """
+        if self._algorithm.counts_steps and optimizer is None:
+            raise ConfigError(
+                f"algorithm {self.algorithm!r} works after steps of the optimizer: expected "
+                "one, got None"
+            )
+        _logger.info("Bagua's %s runs as %s", self.algorithm, self._algorithm.in_words())
+        option = DDPOption(backend="gloo" if device_id is None else "nccl", **self._ddp)
+        parallel, optimizer = option.convert2distributed_model(
             model, world_size, rank_id, device_id, master_addr, optimizer
         )
+        if isinstance(parallel, torch.nn.parallel.DistributedDataParallel):
+            averaging.apply(self._algorithm, parallel, optimizer)
+        return parallel, optimizer
 
     def init_with_env_file(self) -> bool:
         """Return False: the ranks meet at an address."""

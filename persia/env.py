@@ -355,6 +355,15 @@ def master_address() -> str | None:
     return _text("MASTER_ADDR")
 
 
+def master_port() -> int | None:
+    """Return the port where the ranks of torch.distributed meet, if one is named.
+
+    Raises:
+        ConfigError: If ``MASTER_PORT`` is no integer.
+    """
+    return _integer("MASTER_PORT")
+
+
 def __getattr__(name: str) -> bool:
     """Read PERSIA's two flags, which the original copied once at import, at each use."""
     if name == "PERSIA_LAUNCHER_VERBOSE":

@@ -1,0 +1,41 @@
+"""Ranks by torchrun: a launch costs seconds, so one launch serves all tests of a module."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+
+Launch = Callable[[str], Any]
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Run a script on two ranks, and return what rank 0 wrote as JSON."""
+
+    def run(script: str) -> Any:
+        output = tmp_path_factory.mktemp("ranks") / "found.json"
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        # Rank numbers of this process would be taken for the launcher's.
+        env = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+        ran = subprocess.run(
+            [sys.executable, *torchrun, str(SCRIPTS / script), str(output)],
+            env=env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+        return json.loads(output.read_text(encoding="utf-8"))
+
+    return run

@@ -1,0 +1,74 @@
+"""Bagua's algorithms on torch's means: two ranks converge, and end equal where that is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia._training.averaging import ALGORITHMS, BLOCK, decode, encode
+from tests.distributed.conftest import Launch
+
+
+@pytest.fixture(scope="module")
+def found(launch: Launch) -> Any:
+    return launch("algorithms.py")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_ranks_converge(found: Any, name: str) -> None:
+    assert found[name]["first"] > 0.5
+    assert found[name]["last"] < 0.02
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "qadam"])
+def test_ranks_stay_equal_where_gradients_are_averaged(found: Any, name: str) -> None:
+    assert (found[name]["apart_at_average"], found[name]["apart_after"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["decentralized", "low_precision_decentralized", "async"])
+def test_ranks_are_equal_after_an_average_of_parameters(found: Any, name: str) -> None:
+    assert found[name]["apart_at_average"] == 0.0
+    assert found[name]["apart_after"] > 0.0
+
+
+def test_gradient_allreduce_is_one_rank_with_both_batches(found: Any) -> None:
+    assert found["from_one_rank"] < 1e-6
+    assert found["kept_batches"] < 1e-6
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_w67_files_know_nothing_of_the_wrapper(found: Any, name: str) -> None:
+    assert found[name]["names"] == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert found[name]["same_optimizer"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), max_size=3 * BLOCK))
+def test_codes_are_within_half_a_step(values: list[float]) -> None:
+    given_values = torch.tensor(values, dtype=torch.float32)
+    decoded = decode(encode(given_values), len(values))
+    assert decoded.shape == given_values.shape
+    for start in range(0, len(values), BLOCK):
+        block = given_values[start : start + BLOCK]
+        # The last block is filled up with zeros, which count.
+        low, high = block.min().clamp(max=0), block.max().clamp(min=0)
+        step = (high - low) / 255
+        error = (decoded[start : start + BLOCK] - block).abs().max()
+        # Half a step, and what float32 adds to sums of this size.
+        assert error <= step * 0.501 + block.abs().max() * 1e-6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    values = torch.ones(BLOCK * 2)
+    values[3] = value
+    decoded = decode(encode(values), len(values))
+    assert not decoded[:BLOCK].isfinite().any()
+    assert decoded[BLOCK:].tolist() == [1.0] * BLOCK
+
+
+def test_codes_cost_a_quarter() -> None:
+    assert encode(torch.zeros(BLOCK * 10)).numel() < 0.26 * BLOCK * 10 * 4
