@@ -35,6 +35,9 @@ NN_WORKERS_VARIABLE = "PERSIA_NN_WORKERS"
 # Set by persia-launcher and PersiaServiceCtx for the processes they start.
 LAUNCHED_VARIABLE = "PERSIA_LAUNCHED"
 
+# Set by a trainer in embedded mode for the data-loader's script that it starts.
+FEEDS_VARIABLE = "PERSIA_FEEDS"
+
 # Any of these says that there are servers to talk to. The values of the two NATS names are
 # ignored: the broker is gone, the old deployments that set them are not.
 _NATS_VARIABLES = ("PERSIA_NATS_URL", "PERSIA_NATS_IP")
@@ -211,6 +214,11 @@ def get_mode() -> Mode:
             "persia-launcher nn-worker, or name the servers in PERSIA_EMBEDDING_WORKERS"
         )
     return "embedded"
+
+
+def feeds_parent() -> bool:
+    """Whether this process is the child of a trainer in embedded mode, and feeds it."""
+    return _flag(FEEDS_VARIABLE)
 
 
 def skip_check_data() -> bool:
