@@ -25,12 +25,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from persia import env
 from persia._rpc import session
+from persia._rpc.messages import NamedArray
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Optimizer
-from persia.errors import ConfigError, DataError, ServiceTimeout
+from persia.errors import ConfigError, DataError, DataTypeError, JobFinished, ServiceTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
     from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
     from persia._rpc.workers import EmbeddingWorkers
+    from persia._services.data_context import Feeder
     from persia._training.channel import Channel
     from persia._training.flight import Book
     from persia._training.gradients import GradientEngine, Update
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
     from persia._training.stream import Stream
     from persia._training.tensors import Converter, Jagged, PersiaTrainingBatch
     from persia.config import EmbeddingSchema, GlobalConfig
+    from persia.embedding.data import NdarrayDataBase
 
     Features = tuple[list[torch.Tensor], list[torch.Tensor | Jagged], list[torch.Tensor] | None]
     SchemaSource = str | os.PathLike[str] | Mapping[str, object]
@@ -124,7 +129,7 @@ class BaseCtx:
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
+    ) -> bool | None:
         self._entered = False
         try:
             self._exit()
@@ -135,26 +140,119 @@ class BaseCtx:
             logger.error("leaving %s also failed: %r", type(self).__name__, own)
         finally:
             session.pop(self)
+        return None
 
 
 class DataCtx(BaseCtx):
-    """Sends batches from a data-loader process to nn-workers; needs servers.
+    """Sends batches from a data-loader's process to the nn-workers.
+
+    The servers are found by the addresses in the environment; which of the data-loaders this
+    is, by ``REPLICA_INDEX`` and ``REPLICA_SIZE``. Leaving the context says that the data has
+    ended, and waits until every batch was trained on, or the job has ended. If the script
+    fails, the nn-workers raise its traceback.
+
+    A job that ends before the data does ends the ``with`` block: silently if it went well,
+    and otherwise with its exit status, as ``SystemExit``.
 
     Args:
         threadpool_worker_size: Kept for scripts of the original.
         device_id: Kept for scripts of the original.
+
+    Example:
+        >>> def send_all(batches):
+        ...     with DataCtx() as ctx:
+        ...         for batch in batches:
+        ...             ctx.send_data(batch)
     """
 
+    def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
+        super().__init__(threadpool_worker_size, device_id)
+        self._feeder: Feeder | None = None
+        self._last_stats: Mapping[str, int] = {}
+        self._raised: BaseException | None = None  # by the body that is being left
+
     def _enter(self) -> None:
-        raise ConfigError("DataCtx needs servers")
+        if env.get_mode() == "embedded":
+            raise ConfigError(
+                "a DataCtx needs servers, and this process runs in embedded mode: name them "
+                "in PERSIA_EMBEDDING_WORKERS and PERSIA_NN_WORKERS, or let a StreamingDataset "
+                "start this script as its data_loader.py, or feed the TrainCtx from a "
+                "persia.data.IterableDataset instead"
+            )
+        from persia._services import data_context
+
+        self._feeder = data_context.connect()
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
-        """Send one batch.
+        """Send one batch, once the nn-worker it goes to has room for it.
+
+        The batch is copied: its arrays may be filled anew afterwards. One thread may send at a
+        time. After an error that is the batch's own (a ``DataError``) the next may be sent.
 
         Raises:
-            ConfigError: In embedded mode, where the batch has nowhere to go.
+            ConfigError: Outside of the ``with`` block.
+            DataTypeError: If it is no ``PersiaBatch``.
+            DataError: If it does not fit the embedding config.
+            JobFinished: If the job has ended; let it end the ``with`` block.
+            ServiceUnavailable: If a server that is needed is gone for too long; names it.
+            ServiceTimeout: If one does not answer for too long; names it.
         """
-        raise ConfigError("DataCtx needs servers")
+        if not isinstance(persia_batch, PersiaBatch):
+            raise DataTypeError(
+                f"DataCtx.send_data: expected a PersiaBatch, got {type(persia_batch).__name__}"
+            )
+        if self._feeder is None:
+            raise ConfigError("DataCtx.send_data: expected inside `with DataCtx() as ctx`")
+        self._feeder.send(
+            persia_batch.features,
+            _copies(persia_batch.non_id_type_features),
+            _copies(persia_batch.labels),
+            batch_size=persia_batch.batch_size,
+            requires_grad=persia_batch.requires_grad,
+            meta=persia_batch.meta,
+        )
+
+    def stats(self) -> Mapping[str, int]:
+        """Return counts of batches since the context was entered; absent ones are zero.
+
+        ``sent``; ``redelivered`` once more to an nn-worker that was started anew;
+        ``registered_again`` whose ids an embedding-worker no longer held; ``dropped`` as they
+        had been received before this data-loader was restarted; ``kept`` until they are
+        trained on; ``lost``, which were not when the context was left.
+        """
+        return self._last_stats if self._feeder is None else self._feeder.stats()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        feeder, self._raised = self._feeder, exc
+        super().__exit__(exc_type, exc, traceback)
+        is_end_of_job = isinstance(exc, JobFinished)
+        if feeder is not None and feeder.job_status and (exc is None or is_end_of_job):
+            # Whoever failed has said why; this process only takes the status over.
+            raise SystemExit(feeder.job_status) from None
+        return is_end_of_job
+
+    def _exit(self) -> None:
+        feeder, self._feeder, raised, self._raised = self._feeder, None, self._raised, None
+        if feeder is None:
+            return
+        is_asked_to_end = isinstance(raised, SystemExit) and not raised.code
+        try:
+            if raised is None or is_asked_to_end or isinstance(raised, JobFinished):
+                feeder.finish()
+            else:
+                feeder.fail(raised)
+        finally:
+            feeder.close()
+            self._last_stats = feeder.stats()
+
+
+def _copies(items: Iterable[NdarrayDataBase]) -> tuple[NamedArray, ...]:
+    return tuple(NamedArray(item.name, np.array(item.data, order="C")) for item in items)
 
 
 class _Embeddings:

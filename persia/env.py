@@ -36,7 +36,7 @@ NN_WORKERS_VARIABLE = "PERSIA_NN_WORKERS"
 # Set by persia-launcher and PersiaServiceCtx for the processes they start.
 LAUNCHED_VARIABLE = "PERSIA_LAUNCHED"
 
-# Set for the data-loader that a trainer in embedded mode starts.
+# Set by a trainer in embedded mode for the data-loader's script that it starts.
 FEEDS_VARIABLE = "PERSIA_FEEDS"
 
 # Any of these says that there are servers to talk to. The values of the two NATS names are
@@ -215,6 +215,11 @@ def get_mode() -> Mode:
             "persia-launcher nn-worker, or name the servers in PERSIA_EMBEDDING_WORKERS"
         )
     return "embedded"
+
+
+def feeds_parent() -> bool:
+    """Whether this process is the child of a trainer in embedded mode, and feeds it."""
+    return _flag(FEEDS_VARIABLE)
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -89,6 +89,11 @@ class _Remote:
         return self._hello.replica_size
 
     @property
+    def incarnation(self) -> int | None:
+        """The process that answered last."""
+        return self._client.incarnation
+
+    @property
     def schema_fingerprint(self) -> str:
         """What the server takes signs and tables to mean."""
         return self._hello.schema_fingerprint
@@ -97,13 +102,14 @@ class _Remote:
         """Tell the server that the job has ended, with this exit status."""
         self._client.call("finish_job", status)
 
-    def job_status(self, watcher: str) -> int | None:
+    def job_status(self, watcher: str, timeout_s: float | None = None) -> int | None:
         """Return the exit status of the job; None while it goes on.
 
         Args:
             watcher: Who asks; the server stays until each of them has been told.
+            timeout_s: Seconds, if other than the client's.
         """
-        status: int | None = self._client.call("job_status", watcher)
+        status: int | None = self._client.call("job_status", watcher, timeout_s=timeout_s)
         return status
 
     def close(self) -> None:
@@ -168,9 +174,9 @@ class RemoteEmbeddingWorker(_Remote):
 
     _role = staticmethod(embedding_worker)
 
-    def register(self, features: IDFeatures) -> int:
-        """Take the ids of a batch and return its ref."""
-        ref: int = self._client.call("register", features)
+    def register(self, features: IDFeatures, timeout_s: float | None = None) -> int:
+        """Take the ids of a batch and return its ref, within seconds if they are given."""
+        ref: int = self._client.call("register", features, timeout_s=timeout_s)
         return ref
 
     def lookup(self, ref: int, is_training: bool) -> LookupResult:
