@@ -685,6 +685,12 @@ class EmbeddingCtx(BaseCtx):
         embeddings.flush()
         return embeddings.worker.get_embedding_size()
 
+    def server_stats(self) -> list[Mapping[str, int]]:
+        """Return what each parameter server counts: ``rows``, ``bytes``, ``evicted``, ..."""
+        embeddings = self._connected()
+        embeddings.flush()
+        return embeddings.worker.server_stats()
+
     def clear_embeddings(self) -> None:
         """Remove all rows."""
         embeddings = self._connected()

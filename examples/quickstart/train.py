@@ -176,7 +176,7 @@ def run(ctx: TrainCtx, log: ClickLog, options: Options) -> Report:
     """Train and test inside ``ctx``, which must be entered."""
     loss, seconds = train(ctx, log, options)
     test_auc = test(ctx, log)
-    held = [server.stats() for server in ctx.embedding_worker.servers]
+    held = ctx.server_stats()
     rows = sum(stats["rows"] for stats in held)
     return Report(
         auc=test_auc,

@@ -214,6 +214,7 @@ def embedding_worker() -> Role:
             "clear_embeddings": _never,
             "get_embedding_size": _always,
             "stats": _always,
+            "server_stats": _always,
         },
     )
 

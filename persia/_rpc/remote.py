@@ -229,6 +229,11 @@ class RemoteEmbeddingWorker(_Remote):
         stats: Mapping[str, int] = self._client.call("stats")
         return stats
 
+    def server_stats(self) -> list[Mapping[str, int]]:
+        """Return the counts of each server."""
+        stats: list[Mapping[str, int]] = self._client.call("server_stats")
+        return stats
+
 
 class RemoteNNWorker(_Remote):
     """Implements ``messages.NNWorker``."""

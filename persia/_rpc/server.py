@@ -195,8 +195,10 @@ class Server:
             self._counts[name] += 1
             is_first = self._counts[name] == 1
         if is_first:
-            # A line for each message would let a stranger fill the disk.
-            logger.warning(
+            # A line for each message would let a stranger fill the disk. A peer that leaves
+            # while it is being answered is nobody's fault.
+            logger.log(
+                logging.INFO if name == "dropped.peer_gone" else logging.WARNING,
                 "%s at %s: %s; more of this kind are only counted, as %s",
                 self._role.name,
                 self.address,

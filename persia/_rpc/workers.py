@@ -196,6 +196,10 @@ class EmbeddingWorkers:
         """Return the number of rows of each server."""
         return self._any(0, lambda worker, _: worker.get_embedding_size())
 
+    def server_stats(self) -> list[Mapping[str, int]]:
+        """Return the counts of each server."""
+        return self._any(0, lambda worker, _: worker.server_stats())
+
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""
         self._workers[0].clear_embeddings()

@@ -415,6 +415,10 @@ class EmbeddingWorker:
         """Return the number of rows of each server."""
         return self._servers.ask_all(lambda server: server.get_embedding_size())
 
+    def server_stats(self) -> list[Mapping[str, int]]:
+        """Return the counts of each server: ``ParameterServer.stats``."""
+        return self._ask_all(lambda server: server.stats())
+
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""
         self._servers.ask_all(lambda server: server.clear_embeddings())

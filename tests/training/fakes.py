@@ -208,6 +208,9 @@ class FakeWorker:
     def stats(self) -> Mapping[str, int]:
         return {}
 
+    def server_stats(self) -> list[Mapping[str, int]]:
+        return [{"rows": len(self.rows)}]
+
     def of(self, kind: str) -> list[int]:
         """Batch ids of the events of one kind, in order."""
         with self.lock:
