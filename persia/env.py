@@ -8,6 +8,7 @@ A variable that is set to the empty string counts as not set.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -49,6 +50,15 @@ _SERVICES_VARIABLES = (
     NN_WORKERS_VARIABLE,
     *_NATS_VARIABLES,
 )
+
+_LOG_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
 
@@ -333,6 +343,15 @@ def nn_worker_addresses() -> list[str]:
         ConfigError: If the list in the environment has an empty entry.
     """
     return _addresses((NN_WORKERS_VARIABLE,), DEFAULT_NN_WORKERS)
+
+
+def log_level() -> int:
+    """Return the level of the log of a process that persia-launcher started; INFO by default.
+
+    The names are those of the original's ``LOG_LEVEL``. Another value is INFO: the variable is
+    not ours alone.
+    """
+    return _LOG_LEVELS.get((_text("LOG_LEVEL") or "info").strip().lower(), logging.INFO)
 
 
 def listen_host() -> str:
