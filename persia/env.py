@@ -12,6 +12,8 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -39,6 +41,10 @@ LAUNCHED_VARIABLE = "PERSIA_LAUNCHED"
 
 # Set for the data-loader that a trainer in embedded mode starts.
 FEEDS_VARIABLE = "PERSIA_FEEDS"
+
+# Set by them too: where a script's end is noted, and the process that reads the note.
+RUN_DIRECTORY_VARIABLE = "PERSIA_RUN_DIRECTORY"
+LAUNCHER_PID_VARIABLE = "PERSIA_LAUNCHER_PID"
 
 # Any of these says that there are servers to talk to. The values of the two NATS names are
 # ignored: the broker is gone, the old deployments that set them are not.
@@ -345,6 +351,43 @@ def nn_worker_addresses() -> list[str]:
     return _addresses((NN_WORKERS_VARIABLE,), DEFAULT_NN_WORKERS)
 
 
+def run_directory() -> Path | None:
+    """Return the directory where a launched script's end is noted, if there is a launcher."""
+    return _path(RUN_DIRECTORY_VARIABLE)
+
+
+def launcher_pid() -> int | None:
+    """Return the process that launched this one, without which it makes no sense."""
+    return _integer(LAUNCHER_PID_VARIABLE)
+
+
+def of_child(**changes: object) -> dict[str, str]:
+    """Return the environment of a child process: this one's, with changes; None removes."""
+    values = dict(os.environ) | {name: str(value) for name, value in changes.items()}
+    return {name: text for name, text in values.items() if changes.get(name, "") is not None}
+
+
+@contextmanager
+def changed(**changes: object) -> Iterator[None]:
+    """Change this process's own environment, and put it back afterwards.
+
+    Rank and replica numbers are read again both times.
+    """
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update({k: v for k, v in before.items() if k not in changes})
+    os.environ.update({k: str(v) for k, v in changes.items() if v is not None})
+    try:
+        reload_env()
+        yield
+    finally:
+        for name in changes:
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+        reload_env()
+
+
 def log_level() -> int:
     """Return the level of the log of a process that persia-launcher started; INFO by default.
 
@@ -372,6 +415,11 @@ def embedding_worker_service() -> str:
 def master_address() -> str | None:
     """Return the host where the ranks of torch.distributed meet, if one is named."""
     return _text("MASTER_ADDR")
+
+
+def master_port() -> int | None:
+    """Return the port where the ranks of torch.distributed meet, if one is named."""
+    return _integer("MASTER_PORT")
 
 
 def __getattr__(name: str) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from persia._training.ranks import Ranks
 
 from persia import env
 from persia._training import ranks
+from persia._training.ranks import Ranks
 from persia.ctx import (
     BaseCtx,
     EmbeddingCtx,
