@@ -25,6 +25,8 @@ _SUBMODULES = frozenset(
         "embedding",
         "env",
         "errors",
+        "helper",
+        "launcher",
         "logger",
         "prelude",
         "service",

@@ -8,9 +8,12 @@ A variable that is set to the empty string counts as not set.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -39,6 +42,10 @@ LAUNCHED_VARIABLE = "PERSIA_LAUNCHED"
 # Set by a trainer in embedded mode for the data-loader's script that it starts.
 FEEDS_VARIABLE = "PERSIA_FEEDS"
 
+# Set by them too: where a script's end is noted, and the process that reads the note.
+RUN_DIRECTORY_VARIABLE = "PERSIA_RUN_DIRECTORY"
+LAUNCHER_PID_VARIABLE = "PERSIA_LAUNCHER_PID"
+
 # Any of these says that there are servers to talk to. The values of the two NATS names are
 # ignored: the broker is gone, the old deployments that set them are not.
 _NATS_VARIABLES = ("PERSIA_NATS_URL", "PERSIA_NATS_IP")
@@ -49,6 +56,15 @@ _SERVICES_VARIABLES = (
     NN_WORKERS_VARIABLE,
     *_NATS_VARIABLES,
 )
+
+_LOG_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
 
@@ -338,6 +354,52 @@ def nn_worker_addresses() -> list[str]:
         ConfigError: If the list in the environment has an empty entry.
     """
     return _addresses((NN_WORKERS_VARIABLE,), DEFAULT_NN_WORKERS)
+
+
+def run_directory() -> Path | None:
+    """Return the directory where a launched script's end is noted, if there is a launcher."""
+    return _path(RUN_DIRECTORY_VARIABLE)
+
+
+def launcher_pid() -> int | None:
+    """Return the process that launched this one, without which it makes no sense."""
+    return _integer(LAUNCHER_PID_VARIABLE)
+
+
+def of_child(**changes: object) -> dict[str, str]:
+    """Return the environment of a child process: this one's, with changes; None removes."""
+    values = dict(os.environ) | {name: str(value) for name, value in changes.items()}
+    return {name: text for name, text in values.items() if changes.get(name, "") is not None}
+
+
+@contextmanager
+def changed(**changes: object) -> Iterator[None]:
+    """Change this process's own environment, and put it back afterwards.
+
+    Rank and replica numbers are read again both times.
+    """
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update({k: v for k, v in before.items() if k not in changes})
+    os.environ.update({k: str(v) for k, v in changes.items() if v is not None})
+    try:
+        reload_env()
+        yield
+    finally:
+        for name in changes:
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+        reload_env()
+
+
+def log_level() -> int:
+    """Return the level of the log of a process that persia-launcher started; INFO by default.
+
+    The names are those of the original's ``LOG_LEVEL``. Another value is INFO: the variable is
+    not ours alone.
+    """
+    return _LOG_LEVELS.get((_text("LOG_LEVEL") or "info").strip().lower(), logging.INFO)
 
 
 def listen_host() -> str:

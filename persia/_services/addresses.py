@@ -19,7 +19,7 @@ from persia import env
 from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.remote import RemoteEmbeddingWorker, RemoteNNWorker, RemoteParameterServer
 from persia._rpc.transport import Transport
-from persia._services.search import Listed, Search, parsed, split
+from persia._services.search import Listed, Search, parsed, resolved, split
 from persia.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,16 @@ def _listed(role: Role, addresses: Sequence[str] | None = None) -> Listed:
     }[role.name]
     is_by_node = role.name == nn_worker().name
     return Listed(variable, parsed(variable, addresses or read()), is_by_node)
+
+
+def current_addresses(role: Role, timeout_s: float) -> list[str]:
+    """Return every address of a role, those of names as they lead now.
+
+    Args:
+        role: Whose.
+        timeout_s: Seconds that names get to be looked up; those that need longer are left out.
+    """
+    return resolved(_listed(role), timeout_s)
 
 
 def listening_address(

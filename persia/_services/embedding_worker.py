@@ -417,7 +417,7 @@ class EmbeddingWorker:
 
     def server_stats(self) -> list[Mapping[str, int]]:
         """Return the counts of each server: ``ParameterServer.stats``."""
-        return self._ask_all(lambda server: server.stats())
+        return self._servers.ask_all(lambda server: server.stats())
 
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""

@@ -9,6 +9,7 @@ been replaced since it answered.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import socket
@@ -98,6 +99,30 @@ def _resolve(name: str) -> list[str]:
     if by_family[socket.AF_INET]:
         return [f"{_TCP}{one}:{port}" for one in by_family[socket.AF_INET]]
     return [f"{_TCP}[{one}]:{port}" for one in by_family[socket.AF_INET6]]
+
+
+def resolved(listed: Listed, timeout_s: float) -> list[str]:
+    """Return every address, with the hosts of those names that can be looked up in time."""
+    found: dict[str, list[str]] = {}
+
+    def look_up(name: str) -> None:
+        # Where it fails there is no host, and so nobody to be asked.
+        with contextlib.suppress(OSError, UnicodeError):
+            found[name] = _resolve(name)
+
+    names = [address for address in listed.addresses if _is_name(address)]
+    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    known = dict(found)
+    return [
+        address
+        for entry in listed.addresses
+        for address in known.get(entry, [] if entry in names else [entry])
+    ]
 
 
 class _Asked:

@@ -1,0 +1,121 @@
+"""The process of a user's script, or of a user's function: started by ``scripts``.
+
+    python -m persia._launch.run script train.py --epochs 3
+    python -m persia._launch.run call function.pkl
+
+The script finds what ``python train.py --epochs 3`` would give it. SIGTERM raises SystemExit
+in its main thread, so that ``with TrainCtx`` is left properly. How it ended is noted for the
+launcher, which prints the traceback again when all others are silent. A process whose
+launcher is gone ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from persia import env
+from persia.errors import JobFinished
+
+# Seconds between two looks at whether the launcher is there.
+_LOOK_S = 0.5
+
+
+def main() -> None:
+    """Run what the command line names, and exit as it does."""
+    kind, path, *arguments = sys.argv[1:]
+    _end_with_launcher()
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    sys.argv = [path, *arguments]
+    try:
+        if kind == "script":
+            sys.path[0] = str(Path(path).resolve().parent)
+            runpy.run_path(path, run_name="__main__")
+        else:
+            _call(Path(path))
+    except SystemExit as leaving:
+        _note(_status_of(leaving), "")
+        raise
+    except KeyboardInterrupt:
+        _note(128 + signal.SIGINT, "")
+        sys.exit(128 + signal.SIGINT)
+    except JobFinished:
+        # The launcher knows with which status, and whoever failed has said why.
+        _note(1, "")
+        sys.exit(1)
+    except BaseException as error:
+        own = _without_this_module(error.__traceback__)
+        error.with_traceback(own)
+        sys.excepthook(type(error), error, own)
+        sys.stderr.flush()
+        _note(1, "".join(traceback.format_exception(error)))
+        sys.exit(1)
+
+
+def _call(path: Path) -> None:
+    import cloudpickle  # type: ignore[import-untyped]
+
+    with path.open("rb") as file:
+        function = cloudpickle.load(file)
+    function()
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    # Once: what unwinds now shall not be interrupted by who kills twice.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _end_with_launcher() -> None:
+    launcher = env.launcher_pid()
+    if launcher is None:
+        return
+
+    def watch() -> None:
+        never = threading.Event()
+        while not never.wait(_LOOK_S):
+            try:
+                os.kill(launcher, 0)
+            except ProcessLookupError:
+                os._exit(128 + signal.SIGTERM)
+            except PermissionError:
+                return  # the number is another user's process by now, or the launcher is
+
+    threading.Thread(target=watch, name="persia-launcher-watch", daemon=True).start()
+
+
+def _status_of(leaving: SystemExit) -> int:
+    if leaving.code is None:
+        return 0
+    return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
+
+
+def _without_this_module(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frames above the script's own first."""
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name != __file__ and "runpy" not in name:
+            return trace
+        trace = trace.tb_next
+    return None
+
+
+def _note(status: int, text: str) -> None:
+    directory = env.run_directory()
+    if directory is None:
+        return
+    # Not by rank: the script may change what the environment says, and reads it once.
+    part = directory / f"{os.getpid()}.part"
+    part.write_text(json.dumps([status, text]), encoding="utf-8")
+    part.rename(part.with_suffix(".json"))
+
+
+if __name__ == "__main__":
+    main()

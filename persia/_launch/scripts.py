@@ -1,0 +1,319 @@
+"""Starting a user's script as nn-worker or data-loader, and its end.
+
+    torchrun --standalone --nproc-per-node 2 -m persia._launch.run script train.py ...
+
+The child has a session of its own: a signal to this process's group (Ctrl-C, honcho) reaches
+it once, from here. What does not end within seconds is killed; honcho kills 5 s after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from persia import env
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._services.job_end import JobWatch, tell_end
+from persia.errors import ConfigError, PersiaError
+
+logger = logging.getLogger(__name__)
+
+# Seconds that a signalled script gets to unwind.
+_UNWIND_S = 3.0
+# Seconds that servers get to hear that the job has ended: by itself, after a signal.
+_TELL_S, _TELL_SOON_S = 5.0, 0.5
+# Seconds after the end of the job in which a data-loader's script may end by itself.
+_LEAVE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Python file and its arguments."""
+
+    path: Path
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            raise ConfigError(f"expected a Python script at {self.path}, found none")
+
+    def words(self) -> list[str]:
+        """The arguments of ``persia._launch.run``."""
+        return ["script", str(self.path), *self.arguments]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a script ended: its status, and the traceback of the exception that ended it."""
+
+    status: int
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """``ended``, ``signal`` with its number, or ``job`` with the job's end."""
+
+    kind: str
+    number: int = 0
+    error: PersiaError | None = None
+
+
+_Events = queue.SimpleQueue[_Event]  # put() is allowed in a signal handler
+
+
+class Child:
+    """A running script.
+
+    Args:
+        command: What is run, before the words of ``persia._launch.run``.
+        words: These.
+        changes: Of the environment.
+    """
+
+    def __init__(self, command: Sequence[str], words: Sequence[str], **changes: object) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="persia-")
+        whole = [sys.executable, *command, "-m", "persia._launch.run", *words]
+        if env.launcher_verbose():
+            print(f"execute command: {shlex.join(whole)}", file=sys.stderr, flush=True)
+        environment = env.of_child(
+            **{
+                env.LAUNCHED_VARIABLE: 1,
+                env.RUN_DIRECTORY_VARIABLE: self._directory.name,
+                env.LAUNCHER_PID_VARIABLE: os.getpid(),
+            },
+            **changes,
+        )
+        self.process = subprocess.Popen(whole, env=environment, start_new_session=True)
+
+    def send_signal(self, number: int) -> None:
+        """Signal everything in the child's session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def stop(self, number: int, timeout_s: float = _UNWIND_S) -> None:
+        """Signal it, and kill it if it does not end in time."""
+        self.send_signal(number)
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            logger.warning("did not end within %g s of %s: killed", timeout_s, _name(number))
+            self.send_signal(signal.SIGKILL)
+            self.process.wait()
+
+    def end(self) -> End:
+        """Wait for the end and say how it was; the first exception of several processes."""
+        status = self.process.wait()
+        if status == 0:
+            return End(0)
+        status = 128 - status if status < 0 else status
+        notes = sorted(
+            Path(self._directory.name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns
+        )
+        for path in notes:
+            noted, traceback = json.loads(path.read_text(encoding="utf-8"))
+            if noted:
+                return End(noted, traceback)
+        return End(status)
+
+    def close(self) -> None:
+        """Kill what is left of it."""
+        self.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self._directory.cleanup()
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+@contextmanager
+def _events() -> Iterator[_Events]:
+    """Turn signals to this process into events."""
+    events: _Events = queue.SimpleQueue()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        events.put(_Event("signal", number))
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, on_signal) for number in signals}
+    try:
+        yield events
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(child: Child, events: _Events) -> None:
+    def wait() -> None:
+        child.process.wait()
+        events.put(_Event("ended"))
+
+    threading.Thread(target=wait, name="persia-child", daemon=True).start()
+
+
+# --- nn-worker ------------------------------------------------------------------------------
+
+
+def torchrun(nproc_per_node: int, node_rank: int, nnodes: int) -> list[str]:
+    """Return the command that starts the ranks of this node.
+
+    Raises:
+        ConfigError: If there are several nodes, and nothing says where they meet.
+    """
+    command = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc_per_node}"]
+    if nnodes == 1:
+        return [*command, "--standalone"]
+    if not 0 <= node_rank < nnodes:
+        raise ConfigError(f"--node-rank must be in 0..{nnodes - 1}, got {node_rank}")
+    host, port = env.master_address(), env.master_port()
+    if host is None:
+        raise ConfigError(
+            f"--nnodes {nnodes}: expected MASTER_ADDR to name the host of node 0, where the "
+            f"ranks meet, and MASTER_PORT its port if other than 29500"
+        )
+    command += [f"--nnodes={nnodes}", f"--node-rank={node_rank}", f"--master-addr={host}"]
+    return command if port is None else [*command, f"--master-port={port}"]
+
+
+def run_nn_worker(
+    script: Script, *, nproc_per_node: int = 1, node_rank: int = 0, nnodes: int = 1
+) -> int:
+    """Run the training script of one node; returns its exit status.
+
+    On node 0 every server is told how it ended. A traceback is the last thing printed.
+    """
+    command = torchrun(nproc_per_node, node_rank, nnodes)
+    logger.info(
+        "runs %s with %d rank(s) on node %d of %d",
+        script.path,
+        nproc_per_node,
+        node_rank,
+        nnodes,
+    )
+    received = 0
+    with _events() as events, closing(Child(command, script.words())) as child:
+        _watch(child, events)
+        event = events.get()
+        if event.kind == "signal":
+            received = event.number
+            logger.info("stops after %s", _name(received))
+            child.stop(received)
+        end = child.end()
+        if received:
+            end = End(128 + received)
+        logger.info("%s ended with status %d", script.path, end.status)
+        if node_rank == 0:
+            _tell(end.status, _TELL_SOON_S if received else _TELL_S)
+    _print_last(end)
+    return end.status
+
+
+def _tell(status: int, timeout_s: float) -> None:
+    with closing(ZmqTransport()) as transport:
+        try:
+            silent = tell_end(transport, status, timeout_s)
+        except ConfigError as error:
+            # The script has ended; with its status this process ends, not with its own.
+            logger.error("cannot tell the servers that the job has ended: %s", error)
+            return
+    if silent and not status:
+        logger.warning("nobody was told that the job has ended at %s", ", ".join(silent))
+
+
+def _print_last(end: End) -> None:
+    if end.traceback:
+        sys.stderr.write(end.traceback)
+        sys.stderr.flush()
+
+
+# --- data-loader ----------------------------------------------------------------------------
+
+
+def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int = 1) -> int:
+    """Run a data-loader's script and stay until the job has ended.
+
+    Returns:
+        The job's exit status; the script's own if it failed.
+    """
+    if not 0 <= replica_index < replica_size:
+        raise ConfigError(
+            f"--replica-index must be in 0..{replica_size - 1} for --replica-size "
+            f"{replica_size}, got {replica_index}"
+        )
+    logger.info("runs %s", script.path)
+    with ExitStack() as stack:
+        events = stack.enter_context(_events())
+        transport = stack.enter_context(closing(ZmqTransport()))
+        changes = {"REPLICA_INDEX": replica_index, "REPLICA_SIZE": replica_size, "RANK": None}
+        child = stack.enter_context(closing(Child([], script.words(), **changes)))
+        _watch(child, events)
+
+        def on_end(end: int | PersiaError) -> None:
+            if isinstance(end, int):
+                events.put(_Event("job", end))
+            else:
+                events.put(_Event("job", error=end))
+
+        watcher = f"data-loader {replica_index} {socket.gethostname()}:{os.getpid()}"
+        stack.enter_context(closing(JobWatch(transport, watcher, on_end)))
+        end = _until_job_ends(script, child, events)
+    _print_last(end)
+    return end.status
+
+
+def _until_job_ends(script: Script, child: Child, events: _Events) -> End:
+    has_ended = False  # the script, well
+    lost: PersiaError | None = None  # the servers that know when the job ends
+    while True:
+        event = events.get()
+        if event.kind == "signal":
+            logger.info("stops after %s", _name(event.number))
+            child.stop(event.number)
+            return End(128 + event.number)
+        if event.kind == "job" and event.error is None:
+            return _leave(script, child, event.number)
+        if event.kind == "job":
+            lost = event.error
+        else:
+            end = child.end()
+            if end.status:
+                logger.info("%s ended with status %d", script.path, end.status)
+                return end
+            has_ended = True
+            logger.info("%s has sent everything, waits for the end of the job", script.path)
+        # A script that runs waits for the same servers, and says more when it gives up.
+        if lost is not None and has_ended:
+            raise lost
+
+
+def _leave(script: Script, child: Child, status: int) -> End:
+    """End with the job, of which the script hears as well."""
+    level = logging.DEBUG if status else logging.INFO  # what failed speaks last
+    try:
+        child.process.wait(_LEAVE_S)
+    except subprocess.TimeoutExpired:
+        logger.log(level, "%s goes on after the end of the job: stopped", script.path)
+        child.stop(signal.SIGTERM)
+    else:
+        end = child.end()
+        if end.status and not status:
+            logger.info("%s ended with status %d", script.path, end.status)
+            return end
+    logger.log(level, "the job has ended with status %d", status)
+    return End(status)

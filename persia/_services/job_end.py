@@ -1,0 +1,128 @@
+"""The end of the job, between processes: told to every server, and asked for.
+
+Whoever ran the training script tells; a data-loader asks an embedding-worker, any that lives.
+A server that is not there is no error: it may have ended before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from persia import env
+from persia._rpc.client import Client
+from persia._rpc.methods import Role, embedding_worker, parameter_server
+from persia._rpc.transport import Transport
+from persia._services.addresses import current_addresses
+from persia.errors import PersiaError, ServiceError, ServiceUnavailable
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two questions whether the job goes on, and of one attempt to ask.
+_POLL_S = 0.25
+_ATTEMPT_S = 2.0
+
+
+def tell_end(transport: Transport, status: int, timeout_s: float) -> list[str]:
+    """Tell every parameter server and embedding-worker that the job has ended.
+
+    Args:
+        transport: How to get there.
+        status: The exit status of the training script.
+        timeout_s: Seconds that servers get to be there and to answer.
+
+    Returns:
+        The addresses where nobody answered.
+    """
+    deadline = time.monotonic() + timeout_s
+
+    def tell(place: tuple[Role, str]) -> str:
+        role, address = place
+        client = Client(transport, address, role)
+        try:
+            left = max(0.01, deadline - time.monotonic())
+            client.call("finish_job", status, timeout_s=left)
+        except ServiceError as error:
+            logger.debug("%s", error)
+            return address
+        finally:
+            client.close()
+        return ""
+
+    places = [
+        (role, address)
+        for role in (parameter_server(), embedding_worker())
+        for address in current_addresses(role, timeout_s)
+    ]
+    with ThreadPoolExecutor(max(1, len(places)), "persia-tell") as pool:
+        return [address for address in pool.map(tell, places) if address]
+
+
+class JobWatch:
+    """Asks, in a thread, whether the job has ended.
+
+    Args:
+        transport: How to get to the embedding-workers.
+        watcher: Who asks; each of them is told the end before the servers leave.
+        on_end: Called once with the exit status, or with the error if no embedding-worker
+            has answered for ``PERSIA_RPC_TIMEOUT`` seconds.
+    """
+
+    def __init__(
+        self, transport: Transport, watcher: str, on_end: Callable[[int | PersiaError], None]
+    ) -> None:
+        self._transport = transport
+        self._watcher = watcher
+        self._on_end = on_end
+        self._timeout_s = env.rpc_timeout_s()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="persia-job-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            end = self._watch()
+        except PersiaError as error:
+            end = error
+        if end is not None:
+            self._on_end(end)
+
+    def _watch(self) -> int | PersiaError | None:
+        heard_at = time.monotonic()
+        addresses: Sequence[str] = ()
+        while not self._is_closed.is_set():
+            # Anew in each round: a worker that comes back may have another host.
+            addresses = current_addresses(embedding_worker(), _ATTEMPT_S)
+            for address in addresses:
+                client = Client(self._transport, address, embedding_worker())
+                try:
+                    while not self._is_closed.is_set():
+                        status: int | None = client.call(
+                            "job_status", self._watcher, timeout_s=_ATTEMPT_S
+                        )
+                        heard_at = time.monotonic()
+                        if status is not None:
+                            return status
+                        self._is_closed.wait(_POLL_S)
+                except ServiceError as error:
+                    logger.debug("%s", error)
+                finally:
+                    client.close()
+            silent_s = time.monotonic() - heard_at
+            if silent_s > self._timeout_s:
+                return ServiceUnavailable(
+                    f"no embedding-worker at {', '.join(addresses)} has said for "
+                    f"{silent_s:.0f} s whether the job has ended",
+                    role=embedding_worker().name,
+                    method="job_status",
+                )
+            self._is_closed.wait(_POLL_S)
+        return None

@@ -1,0 +1,307 @@
+"""The processes of the two server roles, from configuration to exit status.
+
+    configure      YAML files, kernels, log
+    listen         at once, so that the end of the job can be told
+    connect        an embedding-worker, to all parameter servers; until they are there its
+                   callers are told to come again, and why
+    serve          until the job ends, a signal comes, or a thread fails
+    stop           what is here is finished and the rest counted
+
+The exit status is the job's, or 128 + n after signal n, or 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from persia import env
+from persia._core import cpu
+from persia._rpc.job import JobState
+from persia._rpc.methods import Role, embedding_worker, parameter_server
+from persia._rpc.server import Server
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._services.addresses import connect_parameter_servers, listening_address
+from persia._services.embedding_worker import EmbeddingWorker
+from persia._services.parameter_server import ParameterServer
+from persia._services.plan import schema_fingerprint
+from persia.config import EmbeddingSchema, GlobalConfig
+from persia.errors import ConfigError, JobFinished, ServiceBusy
+
+logger = logging.getLogger(__name__)
+
+# Seconds that data-loaders get to hear that the job has ended.
+_TELL_S = 10.0
+# Seconds after which a server leaves: whoever watches all processes shall see the trainer's
+# end first.
+_GRACE_S = 1.0
+# Seconds that calls get to end. Honcho kills 5 s after SIGTERM.
+_STOP_S = 3.0
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says to a server."""
+
+    embedding_config: str | os.PathLike[str] | None
+    global_config: str | os.PathLike[str] | None
+    replica_index: int = 0
+    replica_size: int = 1
+    port: int | None = None
+    host: str | None = None
+
+
+def set_up_logging(who: str) -> None:
+    """Send PERSIA's log to stderr, each line with the role and number of this process."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {who}: %(message)s"))
+    log = logging.getLogger("persia")
+    log.addHandler(handler)
+    log.setLevel(env.log_level())
+
+
+def run_parameter_server(options: Options) -> int:
+    """Serve an embedding-parameter-server until its end; returns the exit status.
+
+    Raises:
+        ConfigError: If a file, an option or the address cannot be used.
+    """
+    schema, config = _load(options)
+    server = ParameterServer(
+        schema,
+        config.embedding_parameter_server_config,
+        replica_index=options.replica_index,
+        replica_size=options.replica_size,
+    )
+    with ExitStack() as stack:
+        events = stack.enter_context(_watched_process())
+        transport = stack.enter_context(closing(ZmqTransport()))
+        serving = _Serving(transport, parameter_server(), options, schema, server, events)
+        stack.callback(serving.stop)
+        logger.info("serves at %s", serving.address)
+        return serving.wait()
+
+
+def run_embedding_worker(options: Options) -> int:
+    """Serve an embedding-worker until its end; returns the exit status.
+
+    Raises:
+        ConfigError: If a file, an option or an address cannot be used, or the parameter
+            servers that answer are not one set.
+        ServiceUnavailable: If parameter servers are missing at the deadline.
+    """
+    schema, config = _load(options)
+    with ExitStack() as stack:
+        events = stack.enter_context(_watched_process())
+        transport = stack.enter_context(closing(ZmqTransport()))
+        late = _LateWorker()
+        serving = _Serving(transport, embedding_worker(), options, schema, late, events)
+        stack.callback(serving.stop)
+        logger.info("listens at %s, connects to the parameter servers", serving.address)
+        try:
+            servers = connect_parameter_servers(
+                transport,
+                on_restart=late.server_restarted,
+                should_stop=serving.has_ended,
+                on_wait=late.wait_for,
+            )
+        except JobFinished:
+            return serving.wait()
+        worker = EmbeddingWorker(schema, config.embedding_worker_config, servers)
+        late.worker = worker
+        # In the opposite order: calls to servers must end before their threads can.
+        stack.callback(worker.close)
+        for server in servers:
+            stack.callback(server.close)
+        stack.callback(_say_what_is_in_flight, worker, serving)
+        stack.callback(serving.stop)
+        logger.info("serves at %s, with %d parameter server(s)", serving.address, len(servers))
+        return serving.wait()
+
+
+def _say_what_is_in_flight(worker: EmbeddingWorker, serving: _Serving) -> None:
+    in_flight = worker.stats().get("in_flight", 0)
+    if in_flight:
+        logger.log(serving.level, "%d batches were between lookup and update", in_flight)
+
+
+def _load(options: Options) -> tuple[EmbeddingSchema, GlobalConfig]:
+    if options.embedding_config is None:
+        raise ConfigError(
+            "expected an embedding config: give --embedding-config or set "
+            "PERSIA_EMBEDDING_CONFIG"
+        )
+    if not 0 <= options.replica_index < options.replica_size:
+        raise ConfigError(
+            f"--replica-index must be in 0..{options.replica_size - 1} for --replica-size "
+            f"{options.replica_size}, got {options.replica_index}"
+        )
+    if (kernels := env.isa()) is not None:
+        cpu.select(kernels)
+    return EmbeddingSchema.load(options.embedding_config), GlobalConfig.load(
+        options.global_config
+    )
+
+
+class _LateWorker:
+    """Stands for the embedding-worker while there is none: its callers shall come again."""
+
+    def __init__(self) -> None:
+        self.worker: EmbeddingWorker | None = None
+        self._why = "connecting to the embedding-parameter-servers"
+
+    def wait_for(self, why: str) -> None:
+        """Say who is missing to those who call."""
+        self._why = why
+
+    def server_restarted(self, number: int) -> None:
+        """Pass on that a parameter server was started anew."""
+        if self.worker is not None:
+            self.worker.server_restarted(number)
+
+    def __getattr__(self, name: str) -> Any:
+        if self.worker is None:
+            raise ServiceBusy(f"the embedding-worker waits: {self._why}")
+        return getattr(self.worker, name)
+
+
+# --- events of a process ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A reason to end: ``job`` with its status, ``signal`` with its number, or ``failure``."""
+
+    kind: str
+    number: int = 1
+
+
+_Events = queue.SimpleQueue[_Event]  # put() is allowed in a signal handler
+
+
+@contextmanager
+def _watched_process() -> Iterator[_Events]:
+    """Turn signals, and exceptions that end a thread, into events."""
+    events: _Events = queue.SimpleQueue()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        events.put(_Event("signal", number))
+
+    def on_failure(failure: threading.ExceptHookArgs) -> None:
+        print_failure(failure)
+        events.put(_Event("failure"))
+
+    print_failure = threading.excepthook
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    threading.excepthook = on_failure
+    try:
+        yield events
+    finally:
+        threading.excepthook = print_failure
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _LoudJob(JobState):
+    """Says that the job has ended before whoever tells it has an answer.
+
+    So the line stands before what the trainer's launcher prints last.
+    """
+
+    def finish_job(self, status: int) -> None:
+        if self.status is None:
+            logger.info("the job has ended with status %d", status)
+        super().finish_job(status)
+
+
+class _Serving:
+    """A server in a process of its own."""
+
+    def __init__(
+        self,
+        transport: ZmqTransport,
+        role: Role,
+        options: Options,
+        schema: EmbeddingSchema,
+        service: object,
+        events: _Events,
+    ) -> None:
+        self._events = events
+        self._job = _LoudJob()
+        address = listening_address(
+            role.name, options.replica_index, port=options.port, host=options.host
+        )
+        self._server = Server(
+            transport,
+            address,
+            role,
+            service,
+            replica_index=options.replica_index,
+            replica_size=options.replica_size,
+            schema_fingerprint=schema_fingerprint(schema),
+            job=self._job,
+        )
+        self._server.start()
+        self._is_stopped = False
+        threading.Thread(target=self._watch_job, name="persia-job", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self._server.address
+
+    @property
+    def level(self) -> int:
+        """The log level of what is said at the end: nothing is to follow a failed job."""
+        return logging.DEBUG if self._job.status else logging.INFO
+
+    def _watch_job(self) -> None:
+        status = self._job.wait()
+        if status is not None:
+            self._events.put(_Event("job", status))
+
+    def has_ended(self) -> bool:
+        """Whether there is a reason to end."""
+        return not self._events.empty()
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit status."""
+        event = self._events.get()
+        if event.kind == "failure":
+            return 1
+        if event.kind == "signal":
+            logger.log(self.level, "stops after %s", signal.Signals(event.number).name)
+            return 128 + event.number if self._job.status is None else self._job.status
+        deadline = time.monotonic() + _TELL_S
+        while not (self._job.wait_until_told(_POLL_S) or self.has_ended()):
+            if time.monotonic() > deadline:
+                logger.log(self.level, "not every data-loader heard that the job has ended")
+                break
+        with suppress(queue.Empty):
+            self._events.get(timeout=_GRACE_S)
+        return event.number
+
+    def stop(self) -> None:
+        """Finish what is here; what is not finished in time is counted."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        counts = self._server.stop(_STOP_S)
+        logger.log(
+            self.level,
+            "stopped: %d calls served, %d unfinished",
+            counts.get("calls", 0),
+            counts.get("unfinished", 0),
+        )

@@ -1,0 +1,168 @@
+"""``persia-launcher``: one command per role.
+
+    persia-launcher embedding-parameter-server --embedding-config slots.yml
+    persia-launcher embedding-worker --embedding-config slots.yml
+    persia-launcher data-loader data_loader.py
+    persia-launcher nn-worker train.py --nproc-per-node 2
+
+Options of a command may stand anywhere; what is not one goes to the script, and so does
+everything after ``--``. When the training script ends, every other role ends with its status.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from persia import env
+from persia._launch.scripts import Script, run_data_loader, run_nn_worker
+from persia._services.process import (
+    Options,
+    run_embedding_worker,
+    run_parameter_server,
+    set_up_logging,
+)
+from persia.errors import ConfigError, PersiaError
+from persia.version import __version__
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+# A script's own options look like unknown ones.
+_FOR_SCRIPT: dict[str, Any] = {"ignore_unknown_options": True}
+
+
+@click.group()
+@click.version_option(__version__, prog_name="persia-launcher")
+def cli() -> None:
+    """Start one process of a training job."""
+
+
+def _run(who: str, run: Callable[[], int]) -> NoReturn:
+    """Exit with what ``run`` returns; an error made on purpose is one line."""
+    set_up_logging(who)
+    status = 2
+    try:
+        status = run()
+    except PersiaError as error:
+        # No traceback: the message says what to change, or who did not answer.
+        logging.getLogger(__name__).error("%s", error)
+        status = 2 if isinstance(error, ConfigError) else 1
+    sys.exit(status)
+
+
+def _script(words: Sequence[str], entry: Path | None, variable: str) -> Script:
+    if words and not words[0].startswith("-"):
+        return Script(Path(words[0]), tuple(words[1:]))
+    if entry is None:
+        raise ConfigError(f"expected a script: name it, or set {variable}")
+    return Script(entry, tuple(words))
+
+
+def _replica_options(command: Command) -> Command:
+    for name, default, text in (
+        ("--replica-size", 1, "Number of processes of this role."),
+        ("--replica-index", 0, "Number of this process among them, from 0."),
+    ):
+        command = click.option(name, type=int, default=default, show_default=True, help=text)(
+            command
+        )
+    return command
+
+
+def _server_options(default_port: int) -> Callable[[Command], Command]:
+    def add(command: Command) -> Command:
+        command = _replica_options(command)
+        path = click.Path(path_type=Path)
+        for name, kind, default, text in (
+            (
+                "--global-config",
+                path,
+                env.global_config_path,
+                "YAML file; PERSIA_GLOBAL_CONFIG if not given.",
+            ),
+            (
+                "--embedding-config",
+                path,
+                env.embedding_config_path,
+                "YAML file; PERSIA_EMBEDDING_CONFIG if not given.",
+            ),
+            ("--host", str, None, "Where to listen; PERSIA_LISTEN_HOST, or 127.0.0.1."),
+            (
+                "--port",
+                click.IntRange(0, 65535),
+                None,
+                f"Where to listen; if not given, as the list of addresses says, or "
+                f"{default_port}.",
+            ),
+        ):
+            command = click.option(name, type=kind, default=default, help=text)(command)
+        return command
+
+    return add
+
+
+@cli.command("nn-worker", context_settings=_FOR_SCRIPT)
+@click.option("--nproc-per-node", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--node-rank", type=int, default=0, show_default=True)
+@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True)
+@click.argument("filepath", nargs=-1, type=click.UNPROCESSED)
+def nn_worker(
+    nproc_per_node: int, node_rank: int, nnodes: int, filepath: tuple[str, ...]
+) -> None:
+    """Run a training script by torchrun, and end the job with its status.
+
+    FILEPATH is the script and its arguments; PERSIA_NN_WORKER_ENTRY if not given.
+    """
+
+    def run() -> int:
+        script = _script(filepath, env.nn_worker_entry(), "PERSIA_NN_WORKER_ENTRY")
+        return run_nn_worker(
+            script, nproc_per_node=nproc_per_node, node_rank=node_rank, nnodes=nnodes
+        )
+
+    _run(f"nn-worker node {node_rank}", run)
+
+
+@cli.command("data-loader", context_settings=_FOR_SCRIPT)
+@_replica_options
+@click.argument("filepath", nargs=-1, type=click.UNPROCESSED)
+def data_loader(replica_index: int, replica_size: int, filepath: tuple[str, ...]) -> None:
+    """Run a data-loader's script, and stay until the job has ended.
+
+    FILEPATH is the script and its arguments; PERSIA_DATALOADER_ENTRY if not given.
+    """
+
+    def run() -> int:
+        script = _script(filepath, env.data_loader_entry(), "PERSIA_DATALOADER_ENTRY")
+        return run_data_loader(script, replica_index=replica_index, replica_size=replica_size)
+
+    _run(f"data-loader {replica_index}", run)
+
+
+@cli.command("embedding-worker")
+@_server_options(8887)
+def embedding_worker(**options: Any) -> None:
+    """Serve an embedding-worker until the job has ended."""
+    _run(
+        f"embedding-worker {options['replica_index']}",
+        lambda: run_embedding_worker(Options(**options)),
+    )
+
+
+@cli.command("embedding-parameter-server")
+@_server_options(8888)
+def embedding_parameter_server(**options: Any) -> None:
+    """Serve an embedding-parameter-server until the job has ended."""
+    _run(
+        f"embedding-parameter-server {options['replica_index']}",
+        lambda: run_parameter_server(Options(**options)),
+    )
+
+
+if __name__ == "__main__":
+    cli()
