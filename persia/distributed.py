@@ -211,7 +211,7 @@ class DDPOption(DistributedBaseOption):
                     f"master_addr: expected the host where {world_size} ranks meet, got none; "
                     "pass DDPOption(master_addr=...) or set MASTER_ADDR"
                 )
-            host = "127.0.0.1"
+            return "tcp://127.0.0.1:0"  # alone: nobody has to know the port
         return f"tcp://{host}:{self.master_port}"
 
     def _new_file(self, rank_id: int) -> Path:
@@ -304,7 +304,7 @@ class BaguaDistributedOption(DistributedBaseOption):
         ]
         if ignored:
             _logger.warning(
-                "BaguaDistributedOption(%r): %s: no effect, PyTorch's DDP does the work",
+                "BaguaDistributedOption: no effect with %r on PyTorch: %s",
                 algorithm,
                 ", ".join(ignored),
             )

@@ -34,7 +34,7 @@ _LEVELS = 255
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values``, of shape (n,), as bytes: per block a bound, a step, and 8-bit codes.
+    """Return ``values`` of shape (n,), n > 0, as bytes: per block a bound, a step, 8-bit codes.
 
     A block with a value that is not finite decodes to values that are not.
     """

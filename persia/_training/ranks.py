@@ -51,6 +51,10 @@ _LEFT = -1
 _FINE, _FAILED = 0, 1
 
 
+def _gone(message: str, rank: int | None = None) -> ServiceUnavailable:
+    return ServiceUnavailable(message, role="nn-worker", replica=rank)
+
+
 class _Circle:
     """One gloo group: every rank says a code, every rank hears all of them."""
 
@@ -65,12 +69,10 @@ class _Circle:
         if world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    def _others(self) -> str:
+    def _says(self, what: str) -> str:
         others = [str(rank) for rank in range(self._world_size) if rank != self._rank]
-        return f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(others)}"
-
-    def _me(self) -> str:
-        return f"rank {self._rank} of {self._world_size}"
+        whom = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(others)}"
+        return f"rank {self._rank} of {self._world_size} {what} for {whom}"
 
     def meet(self, code: int, purpose: str) -> list[int]:
         """Return the codes of all ranks, by rank.
@@ -85,22 +87,16 @@ class _Circle:
             codes = self._round(code, purpose)
         gone = [rank for rank, other in enumerate(codes) if other == _LEFT]
         if gone:
-            raise ServiceUnavailable(
-                f"{self._me()} waited for {self._others()} {purpose}, but rank "
-                f"{' and '.join(map(str, gone))} has left the job",
-                role="nn-worker",
-                replica=gone[0],
+            raise _gone(
+                f"{self._says('waited')} {purpose}, but rank {' and '.join(map(str, gone))} "
+                "has left the job",
+                gone[0],
             )
         return codes
 
     def _round(self, code: int, purpose: str) -> list[int]:
         if self._is_over:
-            raise ServiceUnavailable(
-                f"{self._me()} cannot wait for {self._others()} {purpose}: the ranks have "
-                "parted already",
-                role="nn-worker",
-                replica=self._rank,
-            )
+            raise _gone(f"{self._says('cannot wait')} {purpose}: the ranks have parted already")
         codes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world_size)]
         begin = time.monotonic()
         try:
@@ -108,15 +104,12 @@ class _Circle:
         except RuntimeError as exc:
             self._is_over = True
             waited_s = time.monotonic() - begin
-            waited = f"{self._me()} waited {waited_s:.1f} s for {self._others()} {purpose}"
+            waited = f"{self._says(f'waited {waited_s:.1f} s')} {purpose}"
             if waited_s >= self._timeout_s * _CLOCKS_AGREE:
-                raise ServiceTimeout(
-                    f"{waited}, and not all came", role="nn-worker", replica=self._rank
-                ) from exc
-            raise ServiceUnavailable(
-                f"{waited}, and a connection broke: a rank has ended; its own output says why",
-                role="nn-worker",
-                replica=self._rank,
+                raise ServiceTimeout(f"{waited}, and not all came", role="nn-worker") from exc
+            raise _gone(
+                f"{waited}, and a connection broke: a rank has ended or given up; its own "
+                "output says why"
             ) from exc
         heard = [int(other) for other in codes]
         self._is_over = _LEFT in heard

@@ -135,18 +135,95 @@ def test_two_ranks_average_gradients_and_begin_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["decentralized", "low_precision_decentralized", "qadam", "bytegrad", "async", "other"],
+    [
+        "gradient_allreduce",
+        "bytegrad",
+        "qadam",
+        "decentralized",
+        "low_precision_decentralized",
+        "async",
+    ],
 )
-def test_bagua_algorithms_that_are_not_available(algorithm: str) -> None:
-    with pytest.raises(ConfigError, match="expected 'gradient_allreduce'"):
-        BaguaDistributedOption(algorithm)
+@pytest.mark.usefixtures("_no_group_left")
+def test_bagua_algorithms_say_what_runs(
+    algorithm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    option = BaguaDistributedOption(algorithm)
+    with caplog.at_level("INFO", "persia.distributed"):
+        parallel, same = option.convert2distributed_model(model, 1, 0, optimizer=optimizer)
+    assert f"Bagua's {algorithm} runs as" in caplog.text
+    assert "{" not in caplog.text
+    assert isinstance(parallel, torch.nn.parallel.DistributedDataParallel)
+    assert same is optimizer
+    before = model.weight.clone()
+    parallel(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
 
 
 def test_bagua_options(caplog: pytest.LogCaptureFixture) -> None:
-    option = BaguaDistributedOption("gradient_allreduce", autotune_level=1, master_port=1234)
-    assert "autotune_level has no effect" in caplog.text
-    assert option.algorithm == "gradient_allreduce"
+    option = BaguaDistributedOption(
+        "bytegrad",
+        autotune_level=1,
+        enable_bagua_net=True,
+        communication_interval=3,
+        default_bucket_size=2**20,
+        master_port=1234,
+    )
+    # One line for all of them, and nothing of those that mean something.
+    assert [record.getMessage() for record in caplog.records] == [
+        "BaguaDistributedOption: no effect with 'bytegrad' on PyTorch: autotune_level, "
+        "enable_bagua_net, communication_interval"
+    ]
+    assert option.algorithm == "bytegrad"
     assert option.master_port == 1234
     assert option.init_with_env_file() is False
-    with pytest.raises(ConfigError, match="unknown option 'autotune', did you mean"):
-        BaguaDistributedOption("gradient_allreduce", autotune=1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        ("bytgrad", {}, "expected one of gradient_allreduce, .* did you mean 'bytegrad'"),
+        ("async", {"autotune": 1}, "unknown option 'autotune', did you mean"),
+        ("async", {"communication_interval": 1}, "expected an int of at least 2, got 1"),
+        ("async", {"warmup_steps": -1}, "warmup_steps: expected an int of at least 0, got -1"),
+        ("async", {"default_bucket_size": 1e6}, "default_bucket_size: expected an int"),
+    ],
+)
+def test_bagua_options_that_cannot_be_used(
+    algorithm: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BaguaDistributedOption(algorithm, **options)
+
+
+@pytest.mark.parametrize("algorithm", ["qadam", "decentralized", "async"])
+def test_algorithms_that_count_steps_need_the_optimizer(algorithm: str) -> None:
+    with pytest.raises(ConfigError, match=f"{algorithm!r} works after steps of the optimizer"):
+        BaguaDistributedOption(algorithm).convert2distributed_model(torch.nn.Linear(1, 1), 1, 0)
+
+
+@pytest.mark.usefixtures("_no_group_left")
+def test_a_model_without_parameters_needs_no_wrapper() -> None:
+    model = torch.nn.Identity()
+    assert DDPOption(backend="gloo").convert2distributed_model(model, 1, 0) == (model, None)
+
+
+def test_the_launcher_says_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    option = DDPOption("env", "gloo")
+    with pytest.raises(ConfigError, match="'env' needs MASTER_ADDR and MASTER_PORT"):
+        option.convert2distributed_model(torch.nn.Linear(1, 1), 2, 0)
+    # By hand, as the original's users do, there is an address and no port.
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.9")
+    default = DDPOption(backend="gloo")
+    assert default._meeting_place(2, 0, None) == "tcp://127.0.0.9:23456"
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    assert default._meeting_place(2, 0, None) == "env://"
+    assert DDPOption("env://", "gloo")._meeting_place(2, 0, None) == "env://"
+    # A place that somebody chose is where they meet.
+    assert default._meeting_place(2, 0, "chosen") == "tcp://chosen:23456"
+    assert DDPOption(master_port=99)._meeting_place(2, 0, None) == "tcp://127.0.0.9:99"

@@ -46,7 +46,7 @@ def test_w67_files_know_nothing_of_the_wrapper(found: Any, name: str) -> None:
     assert found[name]["same_optimizer"]
 
 
-@given(st.lists(st.floats(-1e6, 1e6, width=32), max_size=3 * BLOCK))
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=3 * BLOCK))
 def test_codes_are_within_half_a_step(values: list[float]) -> None:
     given_values = torch.tensor(values, dtype=torch.float32)
     decoded = decode(encode(given_values), len(values))
