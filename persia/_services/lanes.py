@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Below every version of the news, so that the first poll is answered at once.
+NOTHING = -1
+
 
 @dataclass(slots=True)
 class Kept:
@@ -68,7 +71,7 @@ class Lane:
         self._backlog: deque[int] = deque()  # kept, to be delivered after a restart
         self._credits = 0  # since the opening, as is the next
         self._num_delivered = 0
-        self._seen = 0  # version of the news
+        self._seen = NOTHING  # version of the news
         self._received_below = 0  # ids that the rank had from a loader before this one
         self._wanted_later: set[int] = set()  # of those, wanted, and still to be read
         self._is_open = False
@@ -212,7 +215,8 @@ class Lane:
                 self._incarnation = self._rank_incarnation()
                 self._received_below = max(self._received_below, state.next_batch_id)
                 self._backlog = deque(sorted(x for x in self.kept if x >= state.next_batch_id))
-                self._credits = self._num_delivered = self._seen = 0
+                self._credits = self._num_delivered = 0
+                self._seen = NOTHING
                 self._is_ended = False
                 self._is_open = self._was_open = True
                 feed.changed.notify_all()
