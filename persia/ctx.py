@@ -181,7 +181,11 @@ class DataCtx(BaseCtx):
             )
         from persia._services import data_context
 
-        self._feeder = data_context.connect()
+        try:
+            self._feeder = data_context.connect()
+        except JobFinished as exc:
+            # Nobody will ask for data: this process has nothing to do but to end with the job.
+            raise SystemExit(exc.status or 0) from None
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
         """Send one batch, once the nn-worker it goes to has room for it.
@@ -231,9 +235,10 @@ class DataCtx(BaseCtx):
         feeder, self._raised = self._feeder, exc
         super().__exit__(exc_type, exc, traceback)
         is_end_of_job = isinstance(exc, JobFinished)
-        if feeder is not None and feeder.job_status and (exc is None or is_end_of_job):
+        status = None if feeder is None else feeder.job_status
+        if status and (exc is None or is_end_of_job):
             # Whoever failed has said why; this process only takes the status over.
-            raise SystemExit(feeder.job_status) from None
+            raise SystemExit(status) from None
         return is_end_of_job
 
     def _exit(self) -> None:

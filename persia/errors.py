@@ -99,7 +99,12 @@ class UnknownStream(ServiceError, LookupError):
 
 
 class JobFinished(ServiceError):
-    """The job has ended, so that what was asked for is needed by nobody."""
+    """The job has ended, so that what was asked for is needed by nobody.
+
+    ``status`` is its exit status, where whoever raises this knows it.
+    """
+
+    status: int | None = None
 
 
 class ProtocolError(ServiceError):
