@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from persia.ctx import DataCtx, TrainCtx, eval_ctx
+from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.data import (
     IDTypeFeatureWithSingleID,

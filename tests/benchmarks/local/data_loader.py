@@ -1,8 +1,7 @@
 """Sends the batches of the benchmark."""
 
-from tests.benchmarks.local.dlrm import parse, raw_batches
-
 from persia.ctx import DataCtx
+from tests.benchmarks.local.dlrm import parse, raw_batches
 
 if __name__ == "__main__":
     options = parse()

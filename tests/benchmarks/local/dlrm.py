@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,7 +54,7 @@ class DLRM(torch.nn.Module):
 
 def _mlp(*widths: int) -> torch.nn.Sequential:
     layers: list[torch.nn.Module] = []
-    for wide, narrow in zip(widths, widths[1:], strict=False):
+    for wide, narrow in itertools.pairwise(widths):
         layers += [torch.nn.Linear(wide, narrow), torch.nn.ReLU()]
     return torch.nn.Sequential(*layers[:-1])
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 
 import torch
-from tests.benchmarks.local.dlrm import DLRM, NUM_FEATURES, parse, raw_batches
 
 from persia import env
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
+from tests.benchmarks.local.dlrm import DLRM, NUM_FEATURES, parse, raw_batches
 from tests.benchmarks.workload import DIM, LR
 
 
