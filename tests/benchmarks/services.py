@@ -70,7 +70,9 @@ def run(mode: str, arguments: Sequence[str], num_timed: int, cores: set[int]) ->
     with tempfile.TemporaryDirectory(prefix="persia-bench-") as directory:
         place = Path(directory)
         slots = {f"feature_{number}": {"dim": DIM} for number in range(NUM_FEATURES)}
-        (place / "embedding.yml").write_text(yaml.safe_dump({"slots_config": slots}))
+        (place / "embedding.yml").write_text(
+            yaml.safe_dump({"slots_config": slots}, sort_keys=False)
+        )
         (place / "global.yml").write_text(
             "embedding_worker_config: {forward_buffer_size: 1000}\n"
         )

@@ -112,7 +112,7 @@ def test_a_loader_that_ended_early_is_passed_over() -> None:
 def test_ranks_get_their_own_batches_only() -> None:
     inbox = make_inbox(rank=1, world_size=2)
     stream = opened(inbox)
-    with pytest.raises(DataError, match="batch 2 .* not rank 1's of 2"):
+    with pytest.raises(DataError, match=r"batch 2 .* not rank 1's of 2"):
         inbox.deliver(stream, batch(2))
     inbox.deliver(stream, batch(1))
     inbox.deliver(stream, batch(3))

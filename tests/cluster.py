@@ -1,0 +1,172 @@
+"""Real processes for tests: servers, embedding-workers and data-loaders of one job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+DEADLINE_S = 60.0
+
+
+def loopback_host() -> str:
+    """Return an address of this machine that no other test process uses, whatever the port."""
+    pid = os.getpid()
+    return f"127.{1 + pid % 250}.{pid // 250 % 250}.{1 + pid // 62500 % 250}"
+
+
+class Cluster:
+    """The processes of one job but the trainer, which is the test or another process.
+
+    Args:
+        slots: The embedding config, as a mapping or a path.
+        settings: The global config.
+        transport: ``ipc`` or ``tcp``.
+        num_servers: embedding-parameter-servers.
+        num_workers: embedding-workers.
+        num_ranks: nn-workers, for their addresses.
+        environment: Further variables of every process.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str, Any] | Path,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        transport: str = "ipc",
+        num_servers: int = 1,
+        num_workers: int = 1,
+        num_ranks: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="persia-")
+        self.place = Path(self._directory.name)
+        self._num = {
+            "embedding-parameter-server": num_servers,
+            "embedding-worker": num_workers,
+            "nn-worker": num_ranks,
+        }
+        self.addresses = {
+            role: [self._address(transport, place, role, number) for number in range(count)]
+            for place, (role, count) in enumerate(self._num.items())
+        }
+        if isinstance(slots, Mapping):
+            path = self.place / "slots.yml"
+            path.write_text(yaml.safe_dump(dict(slots), sort_keys=False))
+        else:
+            path = slots
+        (self.place / "global.yml").write_text(yaml.safe_dump(dict(settings or {})))
+        self.variables = {
+            "PERSIA_EMBEDDING_CONFIG": str(path),
+            "PERSIA_GLOBAL_CONFIG": str(self.place / "global.yml"),
+            "PERSIA_EMBEDDING_PARAMETER_SERVERS": ",".join(
+                self.addresses["embedding-parameter-server"]
+            ),
+            "PERSIA_EMBEDDING_WORKERS": ",".join(self.addresses["embedding-worker"]),
+            "PERSIA_NN_WORKERS": ",".join(self.addresses["nn-worker"]),
+            **({"PERSIA_LISTEN_HOST": loopback_host()} if transport == "tcp" else {}),
+            **(environment or {}),
+        }
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def _address(self, transport: str, place: int, role: str, number: int) -> str:
+        if transport == "tcp":
+            return f"{loopback_host()}:{21000 + 100 * place + number}"
+        return f"ipc://{self.place}/{role}-{number}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of every process that belongs to the job."""
+        return {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **self.variables,
+        }
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        """Run ``persia-launcher`` with these arguments; its output is ``log(name)``."""
+        with (self.place / f"{name}.log").open("a") as log:
+            process = self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "persia.launcher", *arguments],
+                cwd=ROOT,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+        return process
+
+    def start_server(self, number: int) -> subprocess.Popen[str]:
+        """Start one embedding-parameter-server."""
+        return self._start_replica("embedding-parameter-server", number)
+
+    def start_worker(self, number: int) -> subprocess.Popen[str]:
+        """Start one embedding-worker."""
+        return self._start_replica("embedding-worker", number)
+
+    def _start_replica(self, role: str, number: int) -> subprocess.Popen[str]:
+        replica = ["--replica-index", str(number), "--replica-size", str(self._num[role])]
+        return self.start(f"{role}-{number}", role, *replica)
+
+    def start_servers(self) -> None:
+        """Start every server and embedding-worker."""
+        for number in range(self._num["embedding-parameter-server"]):
+            self.start_server(number)
+        for number in range(self._num["embedding-worker"]):
+            self.start_worker(number)
+
+    def start_loaders(self, script: Path, count: int, *arguments: str) -> None:
+        """Start data-loaders."""
+        for number in range(count):
+            replica = ["--replica-index", str(number), "--replica-size", str(count)]
+            self.start(
+                f"data-loader-{number}", "data-loader", *replica, str(script), *arguments
+            )
+
+    def log(self, name: str) -> str:
+        """Return what a process has printed."""
+        return (self.place / f"{name}.log").read_text()
+
+    def logs(self) -> str:
+        """Return what all processes have printed."""
+        return "\n".join(f"--- {name}\n{self.log(name)}" for name in self.processes)
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> dict[str, int]:
+        """Wait for every process to end by itself; returns their exit statuses."""
+        return {name: process.wait(timeout_s) for name, process in self.processes.items()}
+
+    def stop(self) -> None:
+        """End every process that lives."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(15.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        if error is not None:
+            print(self.logs())
+        self._directory.cleanup()

@@ -1,0 +1,169 @@
+"""Processes that die, stop and come back in the middle of training.
+
+In each case training goes on once the process is back, or ends in time with an error that names
+it. Rows tell whether every batch was trained, and once.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, StreamingDataset
+from persia.errors import ServiceError, ServiceTimeout
+from tests.cluster import Cluster
+from tests.faults.job import SLOTS, make_ctx, occurrences, trained
+
+LOADER = Path(__file__).parent / "scripts" / "loader.py"
+COUNT = 120
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    with Cluster(SLOTS, num_servers=2, num_workers=2) as made:
+        made.start_servers()
+        for name, value in made.variables.items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+def train(
+    ctx: TrainCtx,
+    at: int = -1,
+    disturb: Callable[[], None] = lambda: None,
+    *,
+    in_order: bool = False,
+    timeout_ms: int = 60_000,
+) -> list[int]:
+    """Train to the end, disturbed before batch ``at``; returns the numbers of the batches."""
+    loader = DataLoader(
+        StreamingDataset(6),
+        reproducible=in_order,
+        embedding_staleness=3,
+        timeout_ms=timeout_ms,
+    )
+    seen = []
+    for place, batch in enumerate(loader):
+        if place == at:
+            disturb()
+        loss, _ = ctx.forward(batch)
+        ctx.backward(loss)
+        seen.append(int(batch.meta or b"-1"))
+    return seen
+
+
+def assert_each_once(ctx: TrainCtx, seen: list[int]) -> None:
+    assert sorted(seen) == list(range(COUNT))
+    expected, got = occurrences(COUNT), trained(ctx)
+    for name in expected:
+        np.testing.assert_array_equal(got[name], expected[name])
+    assert ctx.stats()["failed"] == 0
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_w13_without_faults_each_batch_is_trained_once(
+    cluster: Cluster, in_order: bool, loaders: int
+) -> None:
+    cluster.start_loaders(LOADER, loaders, str(COUNT))
+    with make_ctx() as ctx:
+        seen = train(ctx, in_order=in_order)
+        if in_order:
+            assert seen == list(range(COUNT))
+        assert_each_once(ctx, seen)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_w10_a_data_loader_is_killed_and_started_anew(cluster: Cluster, in_order: bool) -> None:
+    def disturb() -> None:
+        process = cluster.processes["data-loader-0"]
+        process.kill()
+        process.wait()
+        cluster.start_loaders(LOADER, 1, str(COUNT))
+
+    cluster.start_loaders(LOADER, 1, str(COUNT))
+    with make_ctx() as ctx:
+        seen = train(ctx, 20, disturb, in_order=in_order)
+        assert_each_once(ctx, seen)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_w10_an_embedding_worker_is_killed_and_started_anew(
+    cluster: Cluster, in_order: bool
+) -> None:
+    def disturb() -> None:
+        process = cluster.processes["embedding-worker-1"]
+        process.kill()
+        process.wait()
+        cluster.start_worker(1)
+
+    cluster.start_loaders(LOADER, 1, str(COUNT))
+    with make_ctx() as ctx:
+        seen = train(ctx, 20, disturb, in_order=in_order)
+        assert_each_once(ctx, seen)
+
+
+def test_w17_w30_a_server_is_killed_and_started_anew(cluster: Cluster) -> None:
+    def disturb() -> None:
+        process = cluster.processes["embedding-parameter-server-1"]
+        process.kill()
+        process.wait()
+        cluster.start_server(1)
+
+    cluster.start_loaders(LOADER, 1, str(COUNT))
+    with make_ctx() as ctx:
+        seen = train(ctx, 20, disturb)
+        assert sorted(seen) == list(range(COUNT))
+        expected, got = occurrences(COUNT), trained(ctx)
+        for name in expected:  # what it held is lost, the rest is exact
+            assert (got[name] <= expected[name]).all()
+            assert (got[name] == expected[name]).any()
+        assert ctx.stats()["failed"] == 0
+    log = cluster.log("embedding-worker-0") + cluster.log("embedding-worker-1")
+    assert "ERROR" in log
+    assert "embedding-parameter-server 1" in log
+    assert "ARE LOST" in log
+
+
+def test_a_data_loader_that_stays_away_is_named(cluster: Cluster) -> None:
+    def disturb() -> None:
+        cluster.processes["data-loader-0"].kill()
+
+    cluster.start_loaders(LOADER, 1, str(COUNT))
+    with make_ctx() as ctx, pytest.raises(ServiceTimeout, match="data-loader 0 of 1"):
+        train(ctx, 20, disturb, timeout_ms=5000)
+
+
+def test_an_embedding_worker_that_stays_away_is_named(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "6")
+
+    def disturb() -> None:
+        for number in range(2):
+            cluster.processes[f"embedding-worker-{number}"].kill()
+
+    cluster.start_loaders(LOADER, 1, str(COUNT))
+    with pytest.raises(ServiceError, match=r"embedding-worker [01]"), make_ctx() as ctx:
+        train(ctx, 20, disturb, timeout_ms=20_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("role", ["embedding-parameter-server-1", "embedding-worker-0"])
+def test_a_process_stands_still_for_half_a_minute(cluster: Cluster, role: str) -> None:
+    def disturb() -> None:
+        process = cluster.processes[role]
+        process.send_signal(signal.SIGSTOP)
+        subprocess.Popen(["sh", "-c", f"sleep 30; kill -CONT {process.pid}"])
+
+    cluster.start_loaders(LOADER, 1, str(COUNT))
+    with make_ctx() as ctx:
+        seen = train(ctx, 20, disturb)
+        assert_each_once(ctx, seen)
