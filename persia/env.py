@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
