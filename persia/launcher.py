@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -20,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from persia import env
+from persia._launch.notes import end_with_launcher, note
 from persia._launch.scripts import Script, run_data_loader, run_nn_worker
 from persia._services.process import (
     Options,
@@ -45,13 +47,19 @@ def cli() -> None:
 def _run(who: str, run: Callable[[], int]) -> NoReturn:
     """Exit with what ``run`` returns; an error made on purpose is one line."""
     set_up_logging(who)
-    status = 2
+    end_with_launcher()
     try:
         status = run()
     except PersiaError as error:
         # No traceback: the message says what to change, or who did not answer.
         logging.getLogger(__name__).error("%s", error)
         status = 2 if isinstance(error, ConfigError) else 1
+        note(status, f"{type(error).__name__}: {error}\n")
+    except Exception:
+        text = traceback.format_exc()
+        sys.stderr.write(text)
+        status = 1
+        note(status, text)
     sys.exit(status)
 
 

@@ -11,27 +11,23 @@ launcher is gone ends.
 
 from __future__ import annotations
 
-import json
-import os
+import pickle
 import runpy
 import signal
 import sys
-import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from persia import env
+from persia._launch.notes import end_with_launcher, note
 from persia.errors import JobFinished
-
-# Seconds between two looks at whether the launcher is there.
-_LOOK_S = 0.5
 
 
 def main() -> None:
     """Run what the command line names, and exit as it does."""
     kind, path, *arguments = sys.argv[1:]
-    _end_with_launcher()
+    end_with_launcher()
     signal.signal(signal.SIGTERM, _on_sigterm)
     sys.argv = [path, *arguments]
     try:
@@ -41,54 +37,40 @@ def main() -> None:
         else:
             _call(Path(path))
     except SystemExit as leaving:
-        _note(_status_of(leaving), "")
+        note(_status_of(leaving), "")
         raise
     except KeyboardInterrupt:
-        _note(128 + signal.SIGINT, "")
+        note(128 + signal.SIGINT, "")
         sys.exit(128 + signal.SIGINT)
     except JobFinished:
         # The launcher knows with which status, and whoever failed has said why.
-        _note(1, "")
+        note(1, "")
         sys.exit(1)
     except BaseException as error:
         own = _without_this_module(error.__traceback__)
         error.with_traceback(own)
         sys.excepthook(type(error), error, own)
         sys.stderr.flush()
-        _note(1, "".join(traceback.format_exception(error)))
+        note(1, "".join(traceback.format_exception(error)))
         sys.exit(1)
 
 
-def _call(path: Path) -> None:
+def dump_call(function: Callable[[], object]) -> bytes:
+    """Return what ``call`` reads: the function, and where its modules are found."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    with path.open("rb") as file:
-        function = cloudpickle.load(file)
-    function()
+    return pickle.dumps((sys.path, cloudpickle.dumps(function)))
+
+
+def _call(path: Path) -> None:
+    sys.path[:], function = pickle.loads(path.read_bytes())
+    pickle.loads(function)()
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     # Once: what unwinds now shall not be interrupted by who kills twice.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + number)
-
-
-def _end_with_launcher() -> None:
-    launcher = env.launcher_pid()
-    if launcher is None:
-        return
-
-    def watch() -> None:
-        never = threading.Event()
-        while not never.wait(_LOOK_S):
-            try:
-                os.kill(launcher, 0)
-            except ProcessLookupError:
-                os._exit(128 + signal.SIGTERM)
-            except PermissionError:
-                return  # the number is another user's process by now, or the launcher is
-
-    threading.Thread(target=watch, name="persia-launcher-watch", daemon=True).start()
 
 
 def _status_of(leaving: SystemExit) -> int:
@@ -105,16 +87,6 @@ def _without_this_module(trace: TracebackType | None) -> TracebackType | None:
             return trace
         trace = trace.tb_next
     return None
-
-
-def _note(status: int, text: str) -> None:
-    directory = env.run_directory()
-    if directory is None:
-        return
-    # Not by rank: the script may change what the environment says, and reads it once.
-    part = directory / f"{os.getpid()}.part"
-    part.write_text(json.dumps([status, text]), encoding="utf-8")
-    part.rename(part.with_suffix(".json"))
 
 
 if __name__ == "__main__":

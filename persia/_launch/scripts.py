@@ -8,33 +8,29 @@ it once, from here. What does not end within seconds is killed; honcho kills 5 s
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import queue
-import shlex
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from persia import env
+from persia._launch.children import RUN, Child, signal_name
+from persia._launch.notes import End
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.job_end import JobWatch, tell_end
 from persia.errors import ConfigError, PersiaError
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a signalled script gets to unwind.
-_UNWIND_S = 3.0
 # Seconds that servers get to hear that the job has ended: by itself, after a signal.
 _TELL_S, _TELL_SOON_S = 5.0, 0.5
 # Seconds after the end of the job in which a data-loader's script may end by itself.
@@ -53,16 +49,8 @@ class Script:
             raise ConfigError(f"expected a Python script at {self.path}, found none")
 
     def words(self) -> list[str]:
-        """The arguments of ``persia._launch.run``."""
-        return ["script", str(self.path), *self.arguments]
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a script ended: its status, and the traceback of the exception that ended it."""
-
-    status: int
-    traceback: str = ""
+        """The arguments of Python, or of torchrun."""
+        return ["-m", RUN, "script", str(self.path), *self.arguments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,71 +63,6 @@ class _Event:
 
 
 _Events = queue.SimpleQueue[_Event]  # put() is allowed in a signal handler
-
-
-class Child:
-    """A running script.
-
-    Args:
-        command: What is run, before the words of ``persia._launch.run``.
-        words: These.
-        changes: Of the environment.
-    """
-
-    def __init__(self, command: Sequence[str], words: Sequence[str], **changes: object) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="persia-")
-        whole = [sys.executable, *command, "-m", "persia._launch.run", *words]
-        if env.launcher_verbose():
-            print(f"execute command: {shlex.join(whole)}", file=sys.stderr, flush=True)
-        environment = env.of_child(
-            **{
-                env.LAUNCHED_VARIABLE: 1,
-                env.RUN_DIRECTORY_VARIABLE: self._directory.name,
-                env.LAUNCHER_PID_VARIABLE: os.getpid(),
-            },
-            **changes,
-        )
-        self.process = subprocess.Popen(whole, env=environment, start_new_session=True)
-
-    def send_signal(self, number: int) -> None:
-        """Signal everything in the child's session."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def stop(self, number: int, timeout_s: float = _UNWIND_S) -> None:
-        """Signal it, and kill it if it does not end in time."""
-        self.send_signal(number)
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            logger.warning("did not end within %g s of %s: killed", timeout_s, _name(number))
-            self.send_signal(signal.SIGKILL)
-            self.process.wait()
-
-    def end(self) -> End:
-        """Wait for the end and say how it was; the first exception of several processes."""
-        status = self.process.wait()
-        if status == 0:
-            return End(0)
-        status = 128 - status if status < 0 else status
-        notes = sorted(
-            Path(self._directory.name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns
-        )
-        for path in notes:
-            noted, traceback = json.loads(path.read_text(encoding="utf-8"))
-            if noted:
-                return End(noted, traceback)
-        return End(status)
-
-    def close(self) -> None:
-        """Kill what is left of it."""
-        self.send_signal(signal.SIGKILL)
-        self.process.wait()
-        self._directory.cleanup()
-
-
-def _name(number: int) -> str:
-    return signal.Signals(number).name
 
 
 @contextmanager
@@ -207,12 +130,12 @@ def run_nn_worker(
         nnodes,
     )
     received = 0
-    with _events() as events, closing(Child(command, script.words())) as child:
+    with _events() as events, closing(Child([*command, *script.words()])) as child:
         _watch(child, events)
         event = events.get()
         if event.kind == "signal":
             received = event.number
-            logger.info("stops after %s", _name(received))
+            logger.info("stops after %s", signal_name(received))
             child.stop(received)
         end = child.end()
         if received:
@@ -237,8 +160,8 @@ def _tell(status: int, timeout_s: float) -> None:
 
 
 def _print_last(end: End) -> None:
-    if end.traceback:
-        sys.stderr.write(end.traceback)
+    if end.text:
+        sys.stderr.write(end.text)
         sys.stderr.flush()
 
 
@@ -261,7 +184,7 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
         events = stack.enter_context(_events())
         transport = stack.enter_context(closing(ZmqTransport()))
         changes = {"REPLICA_INDEX": replica_index, "REPLICA_SIZE": replica_size, "RANK": None}
-        child = stack.enter_context(closing(Child([], script.words(), **changes)))
+        child = stack.enter_context(closing(Child(script.words(), **changes)))
         _watch(child, events)
 
         def on_end(end: int | PersiaError) -> None:
@@ -283,7 +206,7 @@ def _until_job_ends(script: Script, child: Child, events: _Events) -> End:
     while True:
         event = events.get()
         if event.kind == "signal":
-            logger.info("stops after %s", _name(event.number))
+            logger.info("stops after %s", signal_name(event.number))
             child.stop(event.number)
             return End(128 + event.number)
         if event.kind == "job" and event.error is None:

@@ -35,7 +35,7 @@ from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
 from persia._services.plan import schema_fingerprint
 from persia.config import EmbeddingSchema, GlobalConfig
-from persia.errors import ConfigError, JobFinished, ServiceBusy
+from persia.errors import ConfigError, InternalError, JobFinished, ServiceBusy
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,8 @@ class _Event:
     """A reason to end: ``job`` with its status, ``signal`` with its number, or ``failure``."""
 
     kind: str
-    number: int = 1
+    number: int = 0
+    error: BaseException | None = None
 
 
 _Events = queue.SimpleQueue[_Event]  # put() is allowed in a signal handler
@@ -198,10 +199,10 @@ def _watched_process() -> Iterator[_Events]:
         events.put(_Event("signal", number))
 
     def on_failure(failure: threading.ExceptHookArgs) -> None:
-        print_failure(failure)
-        events.put(_Event("failure"))
+        error = failure.exc_value or InternalError(f"a thread ended by {failure.exc_type}")
+        events.put(_Event("failure", error=error))
 
-    print_failure = threading.excepthook
+    hook = threading.excepthook
     before = {
         number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
     }
@@ -209,7 +210,7 @@ def _watched_process() -> Iterator[_Events]:
     try:
         yield events
     finally:
-        threading.excepthook = print_failure
+        threading.excepthook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -277,10 +278,14 @@ class _Serving:
         return not self._events.empty()
 
     def wait(self) -> int:
-        """Wait for the end and return the exit status."""
+        """Wait for the end and return the exit status.
+
+        Raises:
+            BaseException: What ended a thread.
+        """
         event = self._events.get()
-        if event.kind == "failure":
-            return 1
+        if event.error is not None:
+            raise event.error
         if event.kind == "signal":
             logger.log(self.level, "stops after %s", signal.Signals(event.number).name)
             return 128 + event.number if self._job.status is None else self._job.status

@@ -1,0 +1,381 @@
+"""A whole job in one ``with``: the servers, and the user's functions in processes of their own.
+
+    with ensure_persia_service(
+        data_loader_func=send_batches, embedding_config_path="embedding_config.yml"
+    ):
+        with TrainCtx(...) as ctx:
+            ...
+
+Without ``nn_worker_func`` this process is the nn-worker, and leaving the ``with`` ends the job.
+With it, leaving waits until the training has ended. Afterwards every process is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from persia import env
+from persia._launch.children import RUN, Child
+from persia._launch.notes import End
+from persia._launch.run import dump_call
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._services.addresses import connect_embedding_workers, connect_parameter_servers
+from persia._services.job_end import tell_end
+from persia.config import EmbeddingSchema, GlobalConfig
+from persia.errors import ConfigError, PersiaError, RemoteError, ServiceTimeout
+from persia.utils import dump_yaml
+
+Config = Mapping[str, object] | str | os.PathLike[str]
+
+logger = logging.getLogger(__name__)
+
+_MAX_NPROC = 8
+# Seconds that processes get to end by themselves once the job has, and that servers get to be
+# told of the end: after a failure, soon.
+_LEAVE_S = 10.0
+_TELL_S, _TELL_SOON_S = 5.0, 0.5
+# A path of ipc has 107 bytes at most, and a file's name comes behind.
+_MAX_DIRECTORY = 80
+
+_SERVER_ROLES = ("embedding-parameter-server", "embedding-worker")
+
+
+@dataclass(slots=True)
+class _Process:
+    """One process of the job."""
+
+    role: str
+    number: int
+    child: Child
+    end: End | None = None  # set once, when it has ended
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.number}"
+
+
+class PersiaServiceCtx:
+    """Runs the services of a job while its ``with`` lasts.
+
+    Args:
+        data_loader_func: Runs in each data-loader, a process of its own.
+        nn_worker_func: Runs in each nn-worker, a process of its own with torchrun's
+            environment; without it, this process is the nn-worker.
+        embedding_config: The embedding config, as a mapping or a path.
+        embedding_config_path: The same, as a path.
+        global_config: The global config, as a mapping or a path.
+        global_config_path: The same, as a path.
+        data_loader_replica_num: Number of data-loaders.
+        nproc_per_node: Number of nn-workers, 1 to 8.
+        embedding_worker_replica_num: Number of embedding-workers.
+        embedding_parameter_replica_num: Number of parameter servers.
+        embedding_worker_port: TCP port of the first embedding-worker, the others follow; if
+            not given, sockets in a private directory.
+        embedding_parameter_server_port: The same for the parameter servers.
+        nats_server_port: Taken for old code's sake; there is no broker.
+
+    Raises:
+        ConfigError: If a number or a config cannot be used.
+    """
+
+    def __init__(
+        self,
+        data_loader_func: Callable[[], object] | None = None,
+        nn_worker_func: Callable[[], object] | None = None,
+        embedding_config: Config | None = None,
+        embedding_config_path: str | os.PathLike[str] | None = None,
+        global_config: Config | None = None,
+        global_config_path: str | os.PathLike[str] | None = None,
+        data_loader_replica_num: int = 1,
+        nproc_per_node: int = 1,
+        embedding_worker_replica_num: int = 1,
+        embedding_parameter_replica_num: int = 1,
+        embedding_worker_port: int | None = None,
+        embedding_parameter_server_port: int | None = None,
+        nats_server_port: int | None = None,
+    ) -> None:
+        if not 1 <= nproc_per_node <= _MAX_NPROC:
+            raise ConfigError(
+                f"nproc_per_node must be in 1..{_MAX_NPROC}, got {nproc_per_node}"
+            )
+        self._num_loaders = data_loader_replica_num if data_loader_func is not None else 0
+        self._nproc = nproc_per_node
+        self._data_loader_func = data_loader_func
+        self._nn_worker_func = nn_worker_func
+        self._embedding_config = _one_of(
+            "embedding_config", embedding_config, embedding_config_path
+        )
+        self._global_config = _one_of("global_config", global_config, global_config_path)
+        if self._embedding_config is None:
+            self._embedding_config = env.embedding_config_path()
+        if self._embedding_config is None:
+            raise ConfigError("expected embedding_config or embedding_config_path, got neither")
+        # Here, not in a process whose output nobody may see.
+        EmbeddingSchema.load(self._embedding_config)
+        GlobalConfig.load(self._global_config)
+        self._num_replicas = {
+            "embedding-parameter-server": embedding_parameter_replica_num,
+            "embedding-worker": embedding_worker_replica_num,
+        }
+        self._ports = {
+            "embedding-parameter-server": embedding_parameter_server_port,
+            "embedding-worker": embedding_worker_port,
+        }
+        for role, number in {
+            **self._num_replicas,
+            "data-loader": data_loader_replica_num,
+        }.items():
+            if number < 1:
+                raise ConfigError(f"number of {role}s must be at least 1, got {number}")
+        self._stack = ExitStack()
+        self._changed = threading.Condition()  # guards the ends of processes, and the next
+        self._processes: list[_Process] = []
+        self._failures: list[RemoteError] = []  # in the order of time
+        self._is_ending = False
+
+    # --- from enter to exit -------------------------------------------------------------------
+
+    def __enter__(self) -> PersiaServiceCtx:
+        """Start every process, and return when all servers answer."""
+        try:
+            self._start()
+        except BaseException:
+            self._end(1)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the job: with the training if that runs elsewhere, else now."""
+        try:
+            if error is None and self._nn_worker_func is not None:
+                self.wait()
+        except BaseException:
+            self._end(1)
+            raise
+        self._end(0 if error is None else 1)
+        failure = self._failure()
+        if failure is None:
+            return
+        if error is None:
+            raise failure
+        if isinstance(error, PersiaError):
+            # What the body met is what the failure of that process looks like from here.
+            raise failure from error
+        logger.error("%s", failure)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the nn-workers have ended, or without any, the data-loaders.
+
+        Args:
+            timeout_s: Seconds; as long as they run, if not given.
+
+        Raises:
+            RemoteError: If a process fails, with what ended it.
+            ServiceTimeout: If they have not ended in time.
+        """
+        role = "data-loader" if self._nn_worker_func is None else "nn-worker"
+        awaited = [process for process in self._processes if process.role == role]
+        with self._changed:
+            is_over = self._changed.wait_for(
+                lambda: self._failures or all(p.end is not None for p in awaited),
+                timeout_s,
+            )
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+        if not is_over:
+            running = ", ".join(str(process) for process in awaited if process.end is None)
+            raise ServiceTimeout(f"{running}: not ended within {timeout_s:g} s", role=role)
+
+    def _failure(self) -> RemoteError | None:
+        """Return what is wrong with the process that failed first."""
+        return self._failures[0] if self._failures else None
+
+    # --- starting -----------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        directory = self._directory()
+        addresses = self._addresses(directory)
+        self._stack.enter_context(env.changed(**addresses))
+        for role in _SERVER_ROLES:
+            for number in range(self._num_replicas[role]):
+                self._start_process(role, number, self._server_words(role, number, directory))
+        self._wait_for_servers()
+        if self._data_loader_func is not None:
+            words = self._call_words(directory, "data_loader", self._data_loader_func)
+            for number in range(self._num_loaders):
+                changes = {"REPLICA_INDEX": number, "REPLICA_SIZE": self._num_loaders}
+                self._start_process("data-loader", number, words, **changes)
+        if self._nn_worker_func is not None:
+            words = self._call_words(directory, "nn_worker", self._nn_worker_func)
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+            for rank in range(self._nproc):
+                of_rank = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+                of_all = {"WORLD_SIZE": self._nproc, "LOCAL_WORLD_SIZE": self._nproc}
+                self._start_process("nn-worker", rank, words, **of_rank, **of_all, **meeting)
+
+    def _directory(self) -> Path:
+        parent = tempfile.gettempdir()
+        if len(parent.encode()) > _MAX_DIRECTORY:
+            parent = "/tmp"
+        made = tempfile.TemporaryDirectory(prefix="persia-", dir=parent)
+        return Path(self._stack.enter_context(made))
+
+    def _addresses(self, directory: Path) -> dict[str, str]:
+        listed = {}
+        for role, variable in (
+            ("embedding-parameter-server", env.PARAMETER_SERVERS_VARIABLE),
+            ("embedding-worker", env.EMBEDDING_WORKERS_VARIABLE),
+        ):
+            port, numbers = self._ports[role], range(self._num_replicas[role])
+            listed[variable] = ",".join(
+                f"ipc://{directory}/{role}-{number}"
+                if port is None
+                else f"127.0.0.1:{port + number}"
+                for number in numbers
+            )
+        listed[env.NN_WORKERS_VARIABLE] = ",".join(
+            f"ipc://{directory}/nn-worker-{rank}" for rank in range(self._nproc)
+        )
+        return listed
+
+    def _server_words(self, role: str, number: int, directory: Path) -> list[str]:
+        words = ["-m", "persia.launcher", role]
+        words += [f"--replica-index={number}", f"--replica-size={self._num_replicas[role]}"]
+        for name, config in (
+            ("embedding-config", self._embedding_config),
+            ("global-config", self._global_config),
+        ):
+            if isinstance(config, Mapping):
+                path = directory / f"{name}.yml"
+                dump_yaml(dict(config), path)
+                config = path
+            if config is not None:
+                words.append(f"--{name}={os.fspath(config)}")
+        return words
+
+    def _call_words(
+        self, directory: Path, name: str, function: Callable[[], object]
+    ) -> list[str]:
+        path = directory / f"{name}.pkl"
+        path.write_bytes(dump_call(function))
+        return ["-m", RUN, "call", str(path)]
+
+    def _start_process(
+        self, role: str, number: int, words: list[str], **changes: object
+    ) -> None:
+        unset: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        process = _Process(role, number, Child(words, **(unset | changes)))
+        self._processes.append(process)
+        threading.Thread(
+            target=self._watch, args=(process,), name=f"persia-watch {process}", daemon=True
+        ).start()
+
+    def _watch(self, process: _Process) -> None:
+        """Note the end of a process, and whether it has failed."""
+        end = process.child.end()
+        with self._changed:
+            if self._is_ending:
+                # By our signal, or with the job's status, unless it says what is wrong.
+                failed = bool(end.text)
+            else:
+                failed = end.status != 0 or process.role in _SERVER_ROLES
+            if failed:
+                how = f"ended with status {end.status} before the job did"
+                text = f"{process} failed:\n{end.text}" if end.text else f"{process} {how}"
+                failure = RemoteError(text, role=process.role, replica=process.number)
+                self._failures.append(failure)
+            process.end = end
+            self._changed.notify_all()
+        if failed:
+            logger.error("%s of this job has failed, with status %d", process, end.status)
+
+    def _wait_for_servers(self) -> None:
+        with closing(ZmqTransport()) as transport:
+            try:
+                found = [
+                    *connect_parameter_servers(transport, should_stop=self._has_failed),
+                    *connect_embedding_workers(transport, should_stop=self._has_failed),
+                ]
+            except PersiaError as error:
+                failure = self._failure()
+                if failure is None:
+                    raise
+                raise failure from error
+            for server in found:
+                server.close()
+
+    def _has_failed(self) -> bool:
+        return bool(self._failures)
+
+    # --- ending -------------------------------------------------------------------------------
+
+    def _end(self, status: int) -> None:
+        """End every process, and put everything back as it was."""
+        with self._changed:
+            self._is_ending = True
+        try:
+            status = 1 if self._failures else status
+            self._tell_end(status)
+            others = [p for p in self._processes if p.role not in _SERVER_ROLES]
+            if status == 0:
+                self._wait_for_end(others, _LEAVE_S)
+            self._stop(others)
+            self._stop([p for p in self._processes if p.role in _SERVER_ROLES])
+        finally:
+            for process in self._processes:
+                process.child.send_signal(signal.SIGKILL)
+            self._wait_for_end(self._processes, _LEAVE_S)
+            for process in self._processes:
+                process.child.close()
+            self._stack.close()
+
+    def _tell_end(self, status: int) -> None:
+        if not any(p.end is None for p in self._processes):
+            return
+        with closing(ZmqTransport()) as transport:
+            tell_end(transport, status, _TELL_SOON_S if status else _TELL_S)
+
+    def _wait_for_end(self, processes: list[_Process], timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: all(p.end is not None for p in processes), timeout_s)
+
+    def _stop(self, processes: list[_Process]) -> None:
+        for process in processes:
+            if process.end is None:
+                process.child.send_signal(signal.SIGTERM)
+        self._wait_for_end(processes, _LEAVE_S / 2)
+
+
+def ensure_persia_service(*args: Any, **kwargs: Any) -> PersiaServiceCtx:
+    """Return a ``PersiaServiceCtx`` with these arguments."""
+    return PersiaServiceCtx(*args, **kwargs)
+
+
+def _one_of(name: str, config: Config | None, path: Config | None) -> Config | None:
+    if config is not None and path is not None:
+        raise ConfigError(f"expected one of {name} and {name}_path, got both")
+    return config if path is None else path
+
+
+def _free_port() -> int:
+    """Return a port that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
