@@ -53,7 +53,13 @@ class DistributedBaseOption(ABC):
     Args:
         master_port: Port where the ranks meet.
         master_addr: Host where they meet; None leaves it to the context or ``MASTER_ADDR``.
+
+    Attributes:
+        needs_equal_batches: Whether every rank must make every step, so that the last round
+            of a pass is dropped unless it is complete.
     """
+
+    needs_equal_batches = False
 
     def __init__(self, master_port: int, master_addr: str | None = None) -> None:
         if type(master_port) is not int or not 1 <= master_port <= 65535:
@@ -250,7 +256,8 @@ class BaguaDistributedOption(DistributedBaseOption):
         Post-local SGD: DDP for ``warmup_steps``, then as ``decentralized``, less often.
 
     The last three leave ranks with different nets between two averages, and BatchNorm's
-    buffers with each rank; a checkpoint has rank 0's.
+    buffers with each rank; a checkpoint has rank 0's. They and ``qadam`` count steps, which
+    must be the same on all ranks.
 
     Args:
         algorithm: One of these names.
@@ -315,6 +322,7 @@ class BaguaDistributedOption(DistributedBaseOption):
             options.get("master_port", DEFAULT_MASTER_PORT), options.get("master_addr")
         )
         self.algorithm = algorithm
+        self.needs_equal_batches = self._algorithm.counts_steps
         self.options = options
 
     def convert2distributed_model(

@@ -157,6 +157,7 @@ def test_bagua_algorithms_say_what_runs(
     assert "{" not in caplog.text
     assert isinstance(parallel, torch.nn.parallel.DistributedDataParallel)
     assert same is optimizer
+    assert option.needs_equal_batches is (algorithm not in {"gradient_allreduce", "bytegrad"})
     before = model.weight.clone()
     parallel(torch.ones(1, 2)).sum().backward()
     optimizer.step()
