@@ -6,6 +6,8 @@ Ranks are started by ``torchrun`` or ``persia-launcher``; the options here only 
 
 from __future__ import annotations
 
+import atexit
+import functools
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -40,6 +42,17 @@ _START_SPREAD_S = 60.0
 _loaded_at = time.time()
 
 
+# A gloo thread that lets go of the last call's tensors while the interpreter goes down ends
+# the process by SIGABRT (pytorch pull request 179291): seen in 3 of 12 exits on one core. It
+# needs to be scheduled once before that, and for the interpreter's lock not to be held.
+_LET_GO_S = 0.1
+
+
+@functools.cache
+def _let_gloo_go_at_exit() -> None:
+    atexit.register(time.sleep, _LET_GO_S)
+
+
 def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(
@@ -53,7 +66,13 @@ class DistributedBaseOption(ABC):
     Args:
         master_port: Port where the ranks meet.
         master_addr: Host where they meet; None leaves it to the context or ``MASTER_ADDR``.
+
+    Attributes:
+        needs_equal_batches: Whether every rank must make every step, so that the last round
+            of a pass is dropped unless it is complete.
     """
+
+    needs_equal_batches = False
 
     def __init__(self, master_port: int, master_addr: str | None = None) -> None:
         if type(master_port) is not int or not 1 <= master_port <= 65535:
@@ -165,6 +184,7 @@ class DDPOption(DistributedBaseOption):
                 )
         else:
             self._join(world_size, rank_id, master_addr)
+        _let_gloo_go_at_exit()
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model, optimizer
         on_device = None if self.backend == "gloo" or device_id is None else [device_id]
@@ -250,7 +270,8 @@ class BaguaDistributedOption(DistributedBaseOption):
         Post-local SGD: DDP for ``warmup_steps``, then as ``decentralized``, less often.
 
     The last three leave ranks with different nets between two averages, and BatchNorm's
-    buffers with each rank; a checkpoint has rank 0's.
+    buffers with each rank; a checkpoint has rank 0's. They and ``qadam`` count steps, which
+    must be the same on all ranks.
 
     Args:
         algorithm: One of these names.
@@ -315,6 +336,7 @@ class BaguaDistributedOption(DistributedBaseOption):
             options.get("master_port", DEFAULT_MASTER_PORT), options.get("master_addr")
         )
         self.algorithm = algorithm
+        self.needs_equal_batches = self._algorithm.counts_steps
         self.options = options
 
     def convert2distributed_model(

@@ -51,6 +51,10 @@ _LEFT = -1
 _FINE, _FAILED = 0, 1
 
 
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def _gone(message: str, rank: int | None = None) -> ServiceUnavailable:
     return ServiceUnavailable(message, role="nn-worker", replica=rank)
 
@@ -70,9 +74,8 @@ class _Circle:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def _says(self, what: str) -> str:
-        others = [str(rank) for rank in range(self._world_size) if rank != self._rank]
-        whom = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(others)}"
-        return f"rank {self._rank} of {self._world_size} {what} for {whom}"
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        return f"rank {self._rank} of {self._world_size} {what} for {_named(others)}"
 
     def meet(self, code: int, purpose: str) -> list[int]:
         """Return the codes of all ranks, by rank.
@@ -88,8 +91,7 @@ class _Circle:
         gone = [rank for rank, other in enumerate(codes) if other == _LEFT]
         if gone:
             raise _gone(
-                f"{self._says('waited')} {purpose}, but rank {' and '.join(map(str, gone))} "
-                "has left the job",
+                f"{self._says('waited')} {purpose}, but the job was left by {_named(gone)}",
                 gone[0],
             )
         return codes
@@ -214,9 +216,8 @@ class Ranks:
             raise failure
         if failed:
             raise ServiceError(
-                f"rank {' and '.join(map(str, failed))} of {self.world_size} failed in its "
-                f"turn to update; rank {self.rank}'s update was done; the other's own output "
-                "says why",
+                f"the turn to update of {_named(failed)} of {self.world_size} failed, and rank "
+                f"{self.rank}'s was done; the output there says why",
                 role="nn-worker",
                 replica=failed[0],
             )

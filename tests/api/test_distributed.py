@@ -70,7 +70,7 @@ def test_nccl_needs_a_device() -> None:
         DDPOption().convert2distributed_model(torch.nn.Linear(1, 1), 1, 0)
 
 
-def test_ranks_must_know_where_to_meet() -> None:
+def test_w67_ranks_must_know_where_to_meet() -> None:
     with pytest.raises(ConfigError, match="the host where 2 ranks meet, got none"):
         DDPOption(backend="gloo").convert2distributed_model(torch.nn.Linear(1, 1), 2, 0)
 
@@ -102,6 +102,15 @@ def test_one_rank_alone(tmp_path: Path) -> None:
         ConfigError, match="this is rank 1 of 2, got one where it is rank 0 of 1"
     ):
         option.convert2distributed_model(torch.nn.Linear(2, 1), 2, 1)
+
+
+@pytest.mark.usefixtures("_no_group_left")
+def test_w67_unused_parameters_are_looked_for_if_asked(tmp_path: Path) -> None:
+    for asked in ({}, {"find_unused_parameters": True}):
+        option = DDPOption("file", "gloo", sync_file=str(tmp_path / "sync"), **asked)
+        parallel, _ = option.convert2distributed_model(torch.nn.Linear(2, 1), 1, 0)
+        assert isinstance(parallel, torch.nn.parallel.DistributedDataParallel)
+        assert parallel.find_unused_parameters is bool(asked)
 
 
 RANK = """
@@ -145,7 +154,7 @@ def test_two_ranks_average_gradients_and_begin_equal(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("_no_group_left")
-def test_bagua_algorithms_say_what_runs(
+def test_w67_bagua_algorithms_say_what_runs(
     algorithm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.Linear(2, 1)
@@ -157,13 +166,14 @@ def test_bagua_algorithms_say_what_runs(
     assert "{" not in caplog.text
     assert isinstance(parallel, torch.nn.parallel.DistributedDataParallel)
     assert same is optimizer
+    assert option.needs_equal_batches is (algorithm not in {"gradient_allreduce", "bytegrad"})
     before = model.weight.clone()
     parallel(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.weight, before)
 
 
-def test_bagua_options(caplog: pytest.LogCaptureFixture) -> None:
+def test_w67_bagua_options_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     option = BaguaDistributedOption(
         "bytegrad",
         autotune_level=1,

@@ -40,6 +40,15 @@ def test_gradient_allreduce_is_one_rank_with_both_batches(found: Any) -> None:
     assert found["kept_batches"] < 1e-6
 
 
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad"])
+def test_a_last_round_with_one_batch(found: Any, name: str) -> None:
+    uneven = found["uneven"][name]
+    # Adam's moments too, or the next pass would take the ranks apart.
+    assert (uneven["apart"], uneven["moments_apart"]) == (0.0, 0.0)
+    if name == "gradient_allreduce":
+        assert uneven["from_one_rank"] < 1e-5
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_w67_files_know_nothing_of_the_wrapper(found: Any, name: str) -> None:
     assert found[name]["names"] == ["0.bias", "0.weight", "2.bias", "2.weight"]

@@ -41,7 +41,7 @@ def test_a_turn_that_fails_is_told_to_the_others(found: Any, failing: int) -> No
     own, other = ranks[failing][0], ranks[1 - failing][0]
     assert (own["type"], own["text"]) == ("KeyError", "'lost'")
     assert (other["type"], other["replica"]) == ("ServiceError", failing)
-    assert other["text"].startswith(f"rank {failing} of 2 failed in its turn to update")
+    assert other["text"].startswith(f"the turn to update of rank {failing} of 2 failed")
     # Nobody hangs, and the ranks are in step still.
     assert [rank[1]["result"] for rank in ranks] == ["again", "again"]
 
@@ -55,7 +55,7 @@ def test_a_rank_that_leaves_says_so(found: Any) -> None:
     ):
         assert (outcome["type"], outcome["replica"]) == ("ServiceUnavailable", 1)
         assert outcome["text"] == (
-            f"rank 0 of 2 waited for rank 1 {purpose}, but rank 1 has left the job"
+            f"rank 0 of 2 waited for rank 1 {purpose}, but the job was left by rank 1"
         )
         assert outcome["seconds"] < AT_ONCE_S
     assert leaving["type"] == "ServiceUnavailable"

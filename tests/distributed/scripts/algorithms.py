@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from persia import env
 from persia._training import dense_files
+from persia._training.last_round import last_round
 from persia.distributed import BaguaDistributedOption, get_default_distributed_option
 
 warnings.simplefilter("error")
@@ -137,6 +139,47 @@ def kept_batches(rank: int) -> float:
     )
 
 
+def uneven(rank: int, name: str) -> dict[str, float]:
+    """Return what two passes of 5 and 4 batches, by a generator, end with.
+
+    The generator holds the context around its last ``yield``, as a DataLoader does.
+    """
+    model, alone = new_model(), new_model()
+    own, optimizer = (torch.optim.Adam(m.parameters(), 0.01) for m in (model, alone))
+    parallel, _ = BaguaDistributedOption(name).convert2distributed_model(
+        model, 2, rank, optimizer=own
+    )
+
+    def batches() -> Iterator[int]:
+        yield from range(4)
+        with last_round(parallel, [own], [True, False]):
+            if rank == 0:
+                yield 4
+
+    for _ in range(2):
+        for step in batches():
+            x, y = batch(step)
+            rows = half_of(rank)
+            torch.nn.functional.mse_loss(parallel(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]
+            own.step()
+            own.zero_grad()
+        for step in range(5):
+            x, y = batch(step)
+            for rows in (half_of(0), half_of(1))[: 2 if step < 4 else 1]:
+                loss = torch.nn.functional.mse_loss(alone(x[rows]), y[rows]) / 2
+                loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    moments = torch.cat([own.state[p]["exp_avg"].reshape(-1) for p in model.parameters()])
+    both = [torch.empty_like(moments) for _ in range(2)]
+    dist.all_gather(both, moments)
+    return {
+        "apart": apart(parallel),
+        "moments_apart": float((both[0] - both[1]).abs().max()),
+        "from_one_rank": float((flat(alone) - flat(parallel)).abs().max()),
+    }
+
+
 def main(output: Path) -> None:
     rank = env.get_rank()
     if rank is None:
@@ -144,6 +187,7 @@ def main(output: Path) -> None:
     found: dict[str, Any] = {name: run(name, rank, output.parent) for name in NAMES}
     found["from_one_rank"] = from_one_rank(rank)
     found["kept_batches"] = kept_batches(rank)
+    found["uneven"] = {name: uneven(rank, name) for name in ("gradient_allreduce", "bytegrad")}
     if rank == 0:
         output.write_text(json.dumps(found))
     dist.destroy_process_group()

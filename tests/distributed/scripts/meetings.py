@@ -174,6 +174,7 @@ def main(output: Path) -> None:
         dist.all_gather_object(found[name], mine)
     found["death"] = [script.death()]
     output.write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
