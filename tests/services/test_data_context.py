@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_ids_and_order_for_any_number_of_loaders_and_ranks(
     runs = []
     for loader, count in enumerate(counts):
         made = make_feeder(workers, ranks, loader=loader, num_loaders=num_loaders)
-        runs.append(Background(lambda made=made, count=count: send_all(made, count)))
+        runs.append(Background(partial(send_all, made, count)))
     want = sorted(
         i * num_loaders + loader for loader, count in enumerate(counts) for i in range(count)
     )
@@ -616,12 +617,13 @@ def test_each_batch_is_trained_once_whatever_is_lost_or_repeated(
         made = make_feeder(
             workers, ranks, loader=loader, num_loaders=num_loaders, faults=faults
         )
-        runs.append(Background(lambda made=made: send_all(made, count)))
+        runs.append(Background(partial(send_all, made, count)))
 
     def train(rank: FakeRank) -> list[int]:
         order = random.Random(seed + rank.replica_index)
         mine = [x for x in range(num_loaders * count) if x % world_size == rank.replica_index]
-        seen, held = [], []
+        seen: list[int] = []
+        held = []
         while len(seen) < len(mine):
             batch = rank.take()
             seen.append(batch.batch_id)
@@ -631,13 +633,14 @@ def test_each_batch_is_trained_once_whatever_is_lost_or_repeated(
                 workers[batch.ids.worker].restart()
                 rank.relocations.clear()
                 rank.want(batch.batch_id)
-                rank.wait_for(lambda id=batch.batch_id: id in dict(rank.relocations))
+                rank.wait_for(lambda: rank.relocations)
+                assert rank.relocations[0][0] == batch.batch_id
             while held and (order.random() < 0.7 or len(seen) == len(mine)):
                 rank.acknowledge(held.pop(order.randrange(len(held))).batch_id)
         assert sorted(seen) == mine
         return seen
 
-    trainers = [Background(lambda rank=rank: train(rank)) for rank in ranks]
+    trainers = [Background(partial(train, rank)) for rank in ranks]
     for each in (*trainers, *runs):
         each.result()
 
