@@ -68,8 +68,8 @@ class Feeder:
         disconnect: Ends every call in flight, at once; any thread may call it, repeatedly.
         deadline_s: Seconds to wait for a server that does not answer;
             ``PERSIA_RPC_TIMEOUT`` if not given.
-        gone_s: Seconds to wait for an nn-worker to which there is no connection;
-            ``deadline_s`` if not given.
+        gone_s: Seconds to wait for one to which there is no connection; ``deadline_s`` if not
+            given.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class Feed:
         num_loaders: How many there are.
         num_ranks: How many nn-workers.
         deadline_s: Seconds to wait for a server that does not answer.
-        gone_s: Seconds to wait for an nn-worker to which there is no connection.
+        gone_s: Seconds to wait for a server to which there is no connection.
     """
 
     def __init__(

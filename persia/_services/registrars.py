@@ -10,8 +10,8 @@ from persia._rpc.messages import IDFeatures, RemoteRef
 from persia._services.feed import Feed
 from persia.errors import ServiceBusy, ServiceError, ServiceTimeout, ServiceUnavailable
 
-# Seconds of the first try at one of several, doubled in each round; and how long one that
-# failed is asked last, so that it costs a small part of the time.
+# Seconds of the first try at one, doubled in each round; and how long one that failed is asked
+# last, so that it costs a small part of the time.
 TRY_S = 2.0
 AVOID_S = 30.0
 # Seconds between two questions whether the job has ended, and until one is given up.
@@ -56,7 +56,7 @@ class Registrars:
         """
         feed = self._feed
         alive_at = time.monotonic()
-        try_s = TRY_S if len(self._workers) > 1 else feed.deadline_s
+        try_s = TRY_S
         while True:
             failures: dict[int, ServiceError] = {}
             for index in self._in_turn(avoid):
@@ -75,7 +75,8 @@ class Registrars:
                         self._avoided.pop(index, None)
                     return RemoteRef(index, ref)
             silent_s = time.monotonic() - alive_at
-            if silent_s >= feed.deadline_s:
+            is_gone = all(isinstance(one, ServiceUnavailable) for one in failures.values())
+            if silent_s >= (feed.gone_s if is_gone else feed.deadline_s):
                 why = "; ".join(f"embedding-worker {i}: {e}" for i, e in failures.items())
                 raise ServiceUnavailable(
                     f"{feed}: no embedding-worker has answered for {silent_s:.0f} s, to take "

@@ -349,6 +349,7 @@ class Background:
         self._function = function
         self._error: BaseException | None = None
         self._value: Any = None
+        self.is_done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -357,6 +358,8 @@ class Background:
             self._value = self._function()
         except BaseException as exc:
             self._error = exc
+        finally:
+            self.is_done.set()
 
     def result(self) -> Any:
         self._thread.join(PATIENCE_S)
