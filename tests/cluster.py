@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,6 +23,12 @@ def loopback_host() -> str:
     """Return an address of this machine that no other test process uses, whatever the port."""
     pid = os.getpid()
     return f"127.{1 + pid % 250}.{pid // 250 % 250}.{1 + pid // 62500 % 250}"
+
+
+def _children(pid: int) -> list[int]:
+    """Return the processes that a process has started and that live, youngest last."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [inner for child in children for inner in (*_children(int(child)), int(child))]
 
 
 class Cluster:
@@ -132,6 +139,14 @@ class Cluster:
             self.start(
                 f"data-loader-{number}", "data-loader", *replica, str(script), *arguments
             )
+
+    def kill(self, name: str) -> None:
+        """Kill a process and what it has started, the latter first, as a machine that dies."""
+        process = self.processes[name]
+        for pid in [*_children(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
     def log(self, name: str) -> str:
         """Return what a process has printed."""

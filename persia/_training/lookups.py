@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from persia._rpc.messages import IDFeatures
 from persia._rpc.workers import EmbeddingWorkers
 from persia._training.flight import Reason
-from persia.errors import InternalError, UnknownRef
+from persia.errors import InternalError, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,7 +165,7 @@ class Lookups:
         for _ in range(MAX_TRIES):
             try:
                 return self.worker.lookup(item.ref, trains)
-            except UnknownRef as error:
+            except (UnknownRef, ServiceUnavailable) as error:
                 if item.origin is None:
                     raise
                 logger.warning("%s", error)

@@ -82,9 +82,7 @@ def test_w13_without_faults_each_batch_is_trained_once(
 @pytest.mark.parametrize("in_order", [False, True])
 def test_w10_a_data_loader_is_killed_and_started_anew(cluster: Cluster, in_order: bool) -> None:
     def disturb() -> None:
-        process = cluster.processes["data-loader-0"]
-        process.kill()
-        process.wait()
+        cluster.kill("data-loader-0")
         cluster.start_loaders(LOADER, 1, str(COUNT))
 
     cluster.start_loaders(LOADER, 1, str(COUNT))
@@ -98,9 +96,7 @@ def test_w10_an_embedding_worker_is_killed_and_started_anew(
     cluster: Cluster, in_order: bool
 ) -> None:
     def disturb() -> None:
-        process = cluster.processes["embedding-worker-1"]
-        process.kill()
-        process.wait()
+        cluster.kill("embedding-worker-1")
         cluster.start_worker(1)
 
     cluster.start_loaders(LOADER, 1, str(COUNT))
@@ -111,9 +107,7 @@ def test_w10_an_embedding_worker_is_killed_and_started_anew(
 
 def test_w17_w30_a_server_is_killed_and_started_anew(cluster: Cluster) -> None:
     def disturb() -> None:
-        process = cluster.processes["embedding-parameter-server-1"]
-        process.kill()
-        process.wait()
+        cluster.kill("embedding-parameter-server-1")
         cluster.start_server(1)
 
     cluster.start_loaders(LOADER, 1, str(COUNT))
@@ -133,7 +127,7 @@ def test_w17_w30_a_server_is_killed_and_started_anew(cluster: Cluster) -> None:
 
 def test_a_data_loader_that_stays_away_is_named(cluster: Cluster) -> None:
     def disturb() -> None:
-        cluster.processes["data-loader-0"].kill()
+        cluster.kill("data-loader-0")
 
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with make_ctx() as ctx, pytest.raises(ServiceTimeout, match="data-loader 0 of 1"):
@@ -147,7 +141,7 @@ def test_an_embedding_worker_that_stays_away_is_named(
 
     def disturb() -> None:
         for number in range(2):
-            cluster.processes[f"embedding-worker-{number}"].kill()
+            cluster.kill(f"embedding-worker-{number}")
 
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with pytest.raises(ServiceError, match=r"embedding-worker [01]"), make_ctx() as ctx:
