@@ -408,8 +408,7 @@ class GradientEngine:
             except (UnknownRef, ServiceUnavailable) as error:
                 if ticket.origin is None:
                     raise
-                logger.warning("batch %d: %s", ticket.batch_id, error)
-                ticket.ref = ticket.origin.register_again()
+                ticket.ref = ticket.origin.register_again(error)
                 self._worker.lookup(ticket.ref, True)
         return self._worker.update(BatchGradients(ticket.ref, update_id, slots, scale))
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from persia._rpc.messages import StreamOpening
+    from persia.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -122,14 +123,15 @@ class Delivered:
         """Where its ids are."""
         return handle_of(self.batch.ids)
 
-    def register_again(self) -> int:
+    def register_again(self, why: ServiceError) -> int:
         """Have the data-loader register the ids of this batch once more; returns the new ref.
 
         Raises:
             ServiceTimeout: If it does not in time: the batch is lost.
             Closed: If the inbox is closed.
         """
-        return handle_of(self._inbox.register_again(self._stream, self.batch.batch_id))
+        ids = self._inbox.register_again(self._stream, self.batch.batch_id, why)
+        return handle_of(ids)
 
     def ended(self) -> None:
         """Nobody needs the ids any more."""
@@ -473,8 +475,9 @@ class Inbox:
             stream.acknowledged.append((stream.version + 1, batch_id))
             self._news(stream)
 
-    def register_again(self, stream: _Stream, batch_id: int) -> RemoteRef:
+    def register_again(self, stream: _Stream, batch_id: int, why: ServiceError) -> RemoteRef:
         """Ask the data-loader to register the ids of a batch in flight once more, and wait."""
+        logger.warning("batch %d is registered again: %s", batch_id, why)
         with self._changed:
             stream.wanted.add(batch_id)
             self._counts["asked_again"] += 1
@@ -489,9 +492,8 @@ class Inbox:
             if self._is_closed:
                 raise Closed
             raise ServiceTimeout(
-                f"batch {batch_id} is lost: no embedding-worker knows its ids, and "
-                f"{self._describe(stream)} did not register them again within "
-                f"{self._patience_s:g} s",
+                f"batch {batch_id} is lost: {why}; and {self._describe(stream)} did not register "
+                f"its ids again within {self._patience_s:g} s",
                 role=LOADER,
                 replica=stream.loader,
                 method="poll",

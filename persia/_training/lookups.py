@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from persia._rpc.messages import EmbeddingWorker, LookupResult
     from persia._training.flight import Book, Ticket
+    from persia.errors import ServiceError
     from persia._training.prefetch import Gate
     from persia._training.tensors import HostBatch
 
@@ -34,8 +35,12 @@ MAX_TRIES = 3
 class Origin(Protocol):
     """Where the ids of a batch can be had again."""
 
-    def register_again(self) -> int:
-        """Register them at an embedding-worker once more and return the new ref."""
+    def register_again(self, why: ServiceError) -> int:
+        """Register them at an embedding-worker once more and return the new ref.
+
+        Args:
+            why: What the one that had them raised.
+        """
 
     def ended(self) -> None:
         """Nobody needs them any more."""
@@ -48,7 +53,7 @@ class KeptIds:
         self._worker = worker
         self._features = features
 
-    def register_again(self) -> int:
+    def register_again(self, why: ServiceError) -> int:
         """Register the ids once more."""
         return self._worker.register(self._features)
 
@@ -168,8 +173,7 @@ class Lookups:
             except (UnknownRef, ServiceUnavailable) as error:
                 if item.origin is None:
                     raise
-                logger.warning("%s", error)
-                item.ref = item.origin.register_again()
+                item.ref = item.origin.register_again(error)
         return self.worker.lookup(item.ref, trains)
 
     def give_up(self, item: Item) -> None:

@@ -134,6 +134,7 @@ def test_a_data_loader_that_stays_away_is_named(cluster: Cluster) -> None:
         train(ctx, 20, disturb, timeout_ms=5000)
 
 
+@pytest.mark.slow
 def test_an_embedding_worker_that_stays_away_is_named(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +146,7 @@ def test_an_embedding_worker_that_stays_away_is_named(
 
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with pytest.raises(ServiceError, match=r"embedding-worker [01]"), make_ctx() as ctx:
-        train(ctx, 20, disturb, timeout_ms=20_000)
+        train(ctx, 20, disturb, timeout_ms=60_000)
 
 
 @pytest.mark.slow

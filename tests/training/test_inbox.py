@@ -18,10 +18,12 @@ from persia.errors import (
     RemoteError,
     ServiceBusy,
     ServiceTimeout,
+    UnknownRef,
     UnknownStream,
 )
 
 WAIT_S = 20.0
+LOST = UnknownRef("no ref 3")
 Stream = tuple[int, int]
 
 
@@ -187,7 +189,7 @@ def in_the_background(pool: ThreadPoolExecutor, inbox: Inbox) -> tuple[Stream, F
     inbox.deliver(stream, batch(0))
     taken = inbox.take(True, lambda: False)
     seen = inbox.poll(stream, -1).version
-    asking = pool.submit(taken.register_again)
+    asking = pool.submit(taken.register_again, LOST)
     assert inbox.poll(stream, seen).wanted == (0,)
     return stream, asking
 
@@ -205,8 +207,8 @@ def test_ids_that_nobody_sends_again_are_a_lost_batch() -> None:
     stream = opened(inbox)
     inbox.deliver(stream, batch(0))
     taken = inbox.take(True, lambda: False)
-    with pytest.raises(ServiceTimeout, match=r"batch 0 is lost.*data-loader 0 of 1"):
-        taken.register_again()
+    with pytest.raises(ServiceTimeout, match=r"batch 0 is lost: no ref 3; and data-loader 0 of 1"):
+        taken.register_again(LOST)
     assert inbox.stats()["lost"] == 1
 
 
