@@ -492,8 +492,8 @@ class Inbox:
             if self._is_closed:
                 raise Closed
             raise ServiceTimeout(
-                f"batch {batch_id} is lost: {why}; and {self._describe(stream)} did not register "
-                f"its ids again within {self._patience_s:g} s",
+                f"batch {batch_id} is lost: {why}; and {self._describe(stream)} did not "
+                f"register its ids again within {self._patience_s:g} s",
                 role=LOADER,
                 replica=stream.loader,
                 method="poll",

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from persia._rpc.messages import EmbeddingWorker, LookupResult
     from persia._training.flight import Book, Ticket
-    from persia.errors import ServiceError
     from persia._training.prefetch import Gate
     from persia._training.tensors import HostBatch
+    from persia.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
