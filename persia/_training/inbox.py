@@ -56,6 +56,8 @@ LOADER = "data-loader"
 # Seconds that a poll waits for news. Who was not heard for a few of these is gone.
 POLL_S = 5.0
 SILENT_S = 3 * POLL_S
+# Seconds that data-loaders have to hear that nothing more is read.
+FAREWELL_S = 2.0
 
 
 class _Stream:
@@ -76,7 +78,9 @@ class _Stream:
         self.credits = 0
         self.ended_at: int | None = None  # no batch from this id on
         self.failure = ""
-        self.is_draining = False  # the pass has ended, the data-loader has not
+        # Called for each batch that comes although the pass has ended; None in a pass.
+        self.on_drop: Callable[[], None] | None = None
+        self.knows_end = False  # was told that the inbox is closed
         self.heard_at = 0.0
 
     def at_or_after(self, batch_id: int) -> int | None:
@@ -100,6 +104,15 @@ class _Stream:
     def is_over(self) -> bool:
         """Whether it has ended and everything that it sent was taken."""
         return self._offset is None or (self.ended_at is not None and not self.pending)
+
+    def is_settled(self) -> bool:
+        """Whether the data-loader knows that all it sent has ended, and asks no more."""
+        return (
+            self.ended_at is not None
+            and not self.pending
+            and not self.in_flight
+            and not self.acknowledged
+        )
 
 
 def _first_id(loader: int, num_loaders: int, rank: int, world_size: int) -> int | None:
@@ -272,8 +285,8 @@ class Inbox:
                 )
             found.note(batch_id)
             self._counts["delivered"] += 1
-            if found.is_draining:
-                self._drain(found, batch_id)
+            if found.on_drop is not None:
+                self._drop(found, batch_id, found.on_drop)
                 return
             found.pending[batch_id] = batch
             self._arrived.append((found.loader, batch_id))
@@ -312,6 +325,9 @@ class Inbox:
             )
             if found.incarnation == stream[1]:
                 found.heard_at = self._clock()
+                if self._is_closed:
+                    found.knows_end = True
+                    self._changed.notify_all()
             return StreamNews(
                 found.version,
                 found.credits,
@@ -340,31 +356,40 @@ class Inbox:
                 )
             self._is_passing = True
 
-    def end_pass(self, drops_rest: bool) -> None:
-        """Stop to take; what is pending stays for the next pass, unless this one is over.
-
-        Args:
-            drops_rest: It is over for want of batches at other ranks: what this one has, and
-                what comes until its data-loaders end, is acknowledged and counted.
-        """
+    def end_pass(self) -> None:
+        """Stop to take; what is pending stays for the next pass, unless this one is over."""
         with self._changed:
             self._is_passing = False
-            if drops_rest:
-                for stream in self._streams.values():
-                    stream.is_draining = True
-                    for batch_id in sorted(stream.pending):
-                        self._drain(stream, batch_id)
-                    stream.pending.clear()
-                self._arrived.clear()
-            if drops_rest or self._is_over():
+            if self._is_over():
                 self._past.update(self._streams)
                 self._streams.clear()
                 self._num_loaders = None
             self._expected = None
             self._changed.notify_all()
 
-    def _drain(self, stream: _Stream, batch_id: int) -> None:
-        self._counts["incomplete"] += 1
+    def drop_rest(self, on_drop: Callable[[], None], timeout_s: float) -> bool:
+        """Acknowledge what is pending, and what comes until every data-loader has ended.
+
+        Args:
+            on_drop: Called for each batch; must return soon.
+            timeout_s: Seconds to wait for the data-loaders to end.
+
+        Returns:
+            Whether they have.
+        """
+        with self._changed:
+            for stream in self._streams.values():
+                stream.on_drop = on_drop
+                for batch_id in sorted(stream.pending):
+                    self._drop(stream, batch_id, on_drop)
+                stream.pending.clear()
+            self._arrived.clear()
+            return self._changed.wait_for(
+                lambda: self._is_closed or self._is_over(), timeout_s
+            )
+
+    def _drop(self, stream: _Stream, batch_id: int, on_drop: Callable[[], None]) -> None:
+        on_drop()
         stream.credits += 1
         stream.acknowledged.append((stream.version + 1, batch_id))
         self._news(stream)
@@ -533,7 +558,11 @@ class Inbox:
             }
 
     def close(self) -> None:
-        """Tell data-loaders and whoever waits that nothing more is read."""
+        """Tell data-loaders and whoever waits that nothing more is read.
+
+        Returns when those data-loaders that were heard lately have heard it: one that found
+        nobody here would take that for a trainer that was killed and comes back.
+        """
         with self._changed:
             self._is_closed = True
             left = sum(len(stream.pending) for stream in self._streams.values())
@@ -541,3 +570,14 @@ class Inbox:
                 self._counts["unread"] += left
                 logger.info("%d batches that data-loaders had sent were not read", left)
             self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._awaited(), FAREWELL_S)
+
+    def _awaited(self) -> list[_Stream]:
+        """Streams whose data-loader will still ask, and does not know that it need not."""
+        now = self._clock()
+        return [
+            stream
+            for stream in (*self._streams.values(), *self._past.values())
+            if not (stream.knows_end or stream.is_settled())
+            and now - stream.heard_at < SILENT_S
+        ]

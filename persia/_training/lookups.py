@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from persia._rpc.messages import IDFeatures
 from persia._rpc.workers import EmbeddingWorkers
-from persia._training.flight import Reason
 from persia.errors import InternalError, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from persia._rpc.messages import EmbeddingWorker, LookupResult
-    from persia._training.flight import Book, Ticket
+    from persia._training.flight import Book, Reason, Ticket
     from persia._training.prefetch import Gate
     from persia._training.tensors import HostBatch
     from persia.errors import ServiceError
@@ -176,10 +175,10 @@ class Lookups:
                 item.ref = item.origin.register_again(error)
         return self.worker.lookup(item.ref, trains)
 
-    def give_up(self, item: Item) -> None:
+    def give_up(self, item: Item, reason: Reason) -> None:
         """End a batch that was taken and is not looked up; nobody will send it again."""
         if item.ref is not None:
-            self.book.count(Reason.UNUSED)
+            self.book.count(reason)
             self._leave(item)
 
     def _leave(self, item: Item) -> None:

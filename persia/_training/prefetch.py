@@ -50,8 +50,8 @@ JOIN_S = 10.0
 # What a rank tells the others about its next batch.
 HAS_BATCH = 1
 ENDED = 0  # its data has
-LEFT = -1  # its user has left the loop
-FAILED = -2  # its data or a lookup has
+LEFT = 2  # its user has left the loop
+FAILED = 3  # its data or a lookup has
 
 
 class Agrees(TakesTurns, Protocol):
@@ -321,9 +321,10 @@ class Prefetcher:
         if failure is None:
             # The others' data has ended, and with it this rank's.
             self._reason_to_drop = Reason.INCOMPLETE
-            self._source.drop_rest()
         if item is not None:
             self._drop(item.ticket)
+        if failure is None:
+            self._source.drop_rest(lambda: self._lookups.book.count(Reason.INCOMPLETE))
         self._agreed.finish(failure)
         return False
 
@@ -351,7 +352,7 @@ class Prefetcher:
             try:
                 self._gate.enter(needs_permit)
             except Closed:
-                self._lookups.give_up(item)
+                self._lookups.give_up(item, self._reason_to_drop)
                 raise
             place = self._num_taken
             self._num_taken += 1

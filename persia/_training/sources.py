@@ -11,12 +11,15 @@ from persia._training.channel import Channel, Closed, Finished
 from persia._training.lookups import Item
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from persia._training.stream import Stream
     from persia._training.tensors import Converter, HostBatch, UserBatch
 
 logger = logging.getLogger(__name__)
+
+# Seconds that data-loaders may take to send what no rank will train any more.
+DROP_S = 60.0
 
 
 class Source(Protocol):
@@ -40,8 +43,12 @@ class Source(Protocol):
     def waits_for(self) -> str:
         """Say whom ``get`` is waiting for; empty if for nobody."""
 
-    def drop_rest(self) -> None:
-        """Count what is left as dropped, without looking it up."""
+    def drop_rest(self, on_drop: Callable[[], None]) -> None:
+        """Drop what is left without looking it up, and wait for its end.
+
+        Args:
+            on_drop: Called for each batch.
+        """
 
     def close(self) -> list[threading.Thread]:
         """Let nobody wait any more; returns the threads that are about to end."""
@@ -84,7 +91,7 @@ class DatasetSource:
             return ""
         return f"the dataset ({type(self._dataset).__name__}) to yield a batch"
 
-    def drop_rest(self) -> None:
+    def drop_rest(self, on_drop: Callable[[], None]) -> None:
         """Nothing: what was not read is not known."""
 
     def close(self) -> list[threading.Thread]:
@@ -135,7 +142,6 @@ class StreamSource:
         self._converter = converter
         self._in_order = in_order
         self._is_closed = False
-        self._is_dropping = False
         self._has_begun = False
         self.failure: BaseException | None = None
 
@@ -172,9 +178,15 @@ class StreamSource:
         """Name the data-loaders that owe a batch."""
         return f"{self._inbox.describe_wait()} (this nn-worker is at {self._stream.address})"
 
-    def drop_rest(self) -> None:
+    def drop_rest(self, on_drop: Callable[[], None]) -> None:
         """Have the inbox acknowledge whatever comes until the data-loaders have ended."""
-        self._is_dropping = True
+        if not self._inbox.drop_rest(on_drop, DROP_S):
+            logger.warning(
+                "the pass has ended for want of batches at other ranks, and for %g s the rest "
+                "of this one's was waited for in vain: %s",
+                DROP_S,
+                self._inbox.describe_wait(),
+            )
 
     def close(self) -> list[threading.Thread]:
         """End the pass; what is pending stays for the next one."""
@@ -182,5 +194,5 @@ class StreamSource:
         self._inbox.wake()
         if self._has_begun:
             self._has_begun = False
-            self._inbox.end_pass(self._is_dropping)
+            self._inbox.end_pass()
         return []

@@ -27,6 +27,11 @@ LOST = UnknownRef("no ref 3")
 Stream = tuple[int, int]
 
 
+@pytest.fixture(autouse=True)
+def nobody_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox_module, "FAREWELL_S", 0.0)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -262,7 +267,7 @@ def test_the_next_pass_is_another_stream() -> None:
     last = inbox.take(True, lambda: False)
     with pytest.raises(ServiceBusy, match="this pass over the data goes on"):
         opened(inbox, incarnation=8)
-    inbox.end_pass(drops_rest=False)
+    inbox.end_pass()
     second = opened(inbox, incarnation=8)
     inbox.begin_pass()
     inbox.deliver(second, batch(0))
@@ -283,7 +288,7 @@ def test_a_pass_that_was_left_early_goes_on_in_the_next() -> None:
     for batch_id in range(3):
         inbox.deliver(stream, batch(batch_id))
     assert take(inbox) == 0
-    inbox.end_pass(drops_rest=False)
+    inbox.end_pass()
     inbox.begin_pass()
     assert [take(inbox), take(inbox)] == [1, 2]
 
@@ -295,11 +300,14 @@ def test_what_other_ranks_have_no_match_for_is_acknowledged_and_counted() -> Non
     for batch_id in range(3):
         inbox.deliver(stream, batch(batch_id))
     take(inbox)
-    inbox.end_pass(drops_rest=True)
+    dropped: list[int] = []
+    assert not inbox.drop_rest(lambda: dropped.append(1), 0.0)
     inbox.deliver(stream, batch(3))
     inbox.end_stream(stream, 4, "")
+    assert inbox.drop_rest(lambda: dropped.append(1), 0.0)
+    inbox.end_pass()
     assert inbox.poll(stream, -1).acknowledged == (1, 2, 3)
-    assert inbox.stats()["incomplete"] == 3
+    assert len(dropped) == 3
     inbox.begin_pass()
     assert "a data-loader to connect" in inbox.describe_wait()
 
