@@ -32,7 +32,7 @@ from persia.errors import ConfigError, PersiaError
 logger = logging.getLogger(__name__)
 
 # Seconds that servers get to hear that the job has ended: by itself, after a signal.
-_TELL_S, _TELL_SOON_S = 5.0, 0.5
+_TELL_S, _TELL_SOON_S = 3.0, 0.5
 # Seconds after the end of the job in which a data-loader's script may end by itself.
 _LEAVE_S = 10.0
 

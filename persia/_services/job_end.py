@@ -79,12 +79,16 @@ class JobWatch:
         self._on_end = on_end
         self._timeout_s = env.rpc_timeout_s()
         self._is_closed = threading.Event()
+        self._client: Client | None = None  # replaced by the thread, closed by anyone
         self._thread = threading.Thread(target=self._run, name="persia-job-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ask no more."""
         self._is_closed.set()
+        client = self._client
+        if client is not None:
+            client.close()  # ends a question that waits for its answer
         self._thread.join()
 
     def _run(self) -> None:
@@ -102,7 +106,7 @@ class JobWatch:
             # Anew in each round: a worker that comes back may have another host.
             addresses = current_addresses(embedding_worker(), _ATTEMPT_S)
             for address in addresses:
-                client = Client(self._transport, address, embedding_worker())
+                client = self._client = Client(self._transport, address, embedding_worker())
                 try:
                     while not self._is_closed.is_set():
                         status: int | None = client.call(
