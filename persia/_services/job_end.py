@@ -21,8 +21,11 @@ from persia.errors import PersiaError, ServiceError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 
+# Seconds after which other processes leave once the job has ended: whoever watches all of them
+# shall see the trainer's end first.
+GRACE_S = 1.0
 # Seconds between two questions whether the job goes on, and of one attempt to ask.
-_POLL_S = 0.25
+POLL_S = 0.25
 _ATTEMPT_S = 2.0
 
 
@@ -115,7 +118,7 @@ class JobWatch:
                         heard_at = time.monotonic()
                         if status is not None:
                             return status
-                        self._is_closed.wait(_POLL_S)
+                        self._is_closed.wait(POLL_S)
                 except ServiceError as error:
                     logger.debug("%s", error)
                 finally:
@@ -128,5 +131,5 @@ class JobWatch:
                     role=embedding_worker().name,
                     method="job_status",
                 )
-            self._is_closed.wait(_POLL_S)
+            self._is_closed.wait(POLL_S)
         return None

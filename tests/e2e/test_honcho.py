@@ -6,8 +6,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
 from click.testing import CliRunner
 
 from persia import launcher
@@ -15,6 +15,9 @@ from persia._services.process import Options
 from tests.e2e.support import PATIENCE_S, WITHOUT_TORCHRUN, Job, processes_with
 from tests.e2e.test_lifecycle import FAILS, TALKS
 from tests.meta.sources import ROOT
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def honcho(job: Job, trainer: str) -> subprocess.CompletedProcess[str]:
@@ -66,8 +69,13 @@ def test_the_procfile_runs_the_four_roles(monkeypatch: pytest.MonkeyPatch) -> No
     options = Options(config / "embedding_config.yml", config / "global_config.yml")
     assert all(path.is_file() for path in config.glob("*.yml"))
     ran: list[object] = []
+
+    def run(given: object) -> int:
+        ran.append(given)
+        return 0
+
     for name in ("run_embedding_worker", "run_parameter_server"):
-        monkeypatch.setattr(launcher, name, lambda given: ran.append(given) or 0)
+        monkeypatch.setattr(launcher, name, run)
     monkeypatch.setattr(launcher, "set_up_logging", lambda who: None)
     for name in ("embedding_worker", "embedding_parameter_server"):
         program, *words = shlex.split(commands.pop(name))

@@ -44,7 +44,7 @@ def test_a_job_ends_with_its_script_and_nobody_is_signalled(job: Job) -> None:
     assert job.status(job.script("train.py", TALKS)) == 0
     assert [process.wait() for process in (*servers, loader)] == [0, 0, 0]
     assert "rows [0]" in job.processes[-1].printed()
-    assert "has sent everything, waits for the end of the job" in loader.printed()
+    assert "has sent everything, waits for the job to end" in loader.printed()
 
 
 @pytest.mark.parametrize("order", [SERVERS, SERVERS[::-1]])
@@ -63,7 +63,7 @@ def test_processes_start_in_any_order(job: Job, order: tuple[str, str]) -> None:
 def test_w72_servers_end_with_the_job_and_its_status(job: Job) -> None:
     servers = job.start_servers()
     loader = job.start("data-loader", job.script("load.py", "print('sent')"))
-    loader.wait_for("waits for the end of the job")
+    loader.wait_for("waits for the job to end")
     assert job.status(job.script("train.py", "raise SystemExit(7)")) == 7
     assert [process.wait() for process in (*servers, loader)] == [7, 7, 7]
 
