@@ -45,7 +45,7 @@ def honcho(job: Job, trainer: str) -> subprocess.CompletedProcess[str]:
 def test_a_job_ends_by_itself_with_status_0(job: Job) -> None:
     ran = honcho(job, TALKS)
     assert ran.returncode == 0, ran.stdout
-    trained, _, after = ran.stdout.partition("nn_worker stopped (rc=0)")
+    trained, _, after = ran.stdout.partition("nn_worker.1 stopped (rc=0)")
     assert "rows [0]" in trained
     assert "sending SIG" not in trained
     assert "SIGKILL" not in after
