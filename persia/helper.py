@@ -44,7 +44,7 @@ _MAX_NPROC = 8
 # Seconds that processes get to end by themselves once the job has, and that servers get to be
 # told of the end: after a failure, soon.
 _LEAVE_S = 10.0
-_TELL_S, _TELL_SOON_S = 5.0, 0.5
+_TELL_S, _TELL_SOON_S = 3.0, 0.5
 # A path of ipc has 107 bytes at most, and a file's name comes behind.
 _MAX_DIRECTORY = 80
 

@@ -11,7 +11,6 @@ everything after ``--``. When the training script ends, every other role ends wi
 
 from __future__ import annotations
 
-import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,9 +29,13 @@ from persia._services.process import (
     set_up_logging,
 )
 from persia.errors import ConfigError, PersiaError
+from persia.logger import get_logger
 from persia.version import __version__
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+# By name: this module is the main one if Python runs it.
+_logger = get_logger("persia.launcher")
 
 # A script's own options look like unknown ones.
 _FOR_SCRIPT: dict[str, Any] = {"ignore_unknown_options": True}
@@ -52,7 +55,7 @@ def _run(who: str, run: Callable[[], int]) -> NoReturn:
         status = run()
     except PersiaError as error:
         # No traceback: the message says what to change, or who did not answer.
-        logging.getLogger(__name__).error("%s", error)
+        _logger.error("%s", error)
         status = 2 if isinstance(error, ConfigError) else 1
         note(status, f"{type(error).__name__}: {error}\n")
     except Exception:

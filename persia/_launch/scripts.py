@@ -13,11 +13,11 @@ import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,13 +26,15 @@ from persia import env
 from persia._launch.children import RUN, Child, signal_name
 from persia._launch.notes import End
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services.job_end import JobWatch, tell_end
+from persia._services.job_end import GRACE_S, POLL_S, JobWatch, tell_end
 from persia.errors import ConfigError, PersiaError
 
 logger = logging.getLogger(__name__)
 
 # Seconds that servers get to hear that the job has ended: by itself, after a signal.
-_TELL_S, _TELL_SOON_S = 5.0, 0.5
+_TELL_S, _TELL_SOON_S = 3.0, 0.5
+# Seconds in which every data-loader has asked whether the job goes on.
+_HEAR_S = 2 * POLL_S
 # Seconds after the end of the job in which a data-loader's script may end by itself.
 _LEAVE_S = 10.0
 
@@ -143,6 +145,11 @@ def run_nn_worker(
         logger.info("%s ended with status %d", script.path, end.status)
         if node_rank == 0:
             _tell(end.status, _TELL_SOON_S if received else _TELL_S)
+        if end.status and not received:
+            # Until data-loaders have heard of the end, and say nothing more.
+            with suppress(queue.Empty):
+                while events.get(timeout=_HEAR_S).kind != "signal":
+                    pass
     _print_last(end)
     return end.status
 
@@ -202,41 +209,41 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
 
 def _until_job_ends(script: Script, child: Child, events: _Events) -> End:
     has_ended = False  # the script, well
+    status: int | None = None  # of the job
     lost: PersiaError | None = None  # the servers that know when the job ends
+    deadline: float | None = None
     while True:
-        event = events.get()
+        if has_ended and status is not None:
+            with suppress(queue.Empty):
+                events.get(timeout=GRACE_S)
+            return End(status)
+        if has_ended and lost is not None:
+            # Not before: a script that runs waits for the same servers, and says more.
+            raise lost
+        level = logging.DEBUG if status else logging.INFO  # whoever failed speaks last
+        try:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            event = events.get(timeout=left)
+        except queue.Empty:
+            logger.log(level, "%s goes on after the end of the job: stopped", script.path)
+            child.stop(signal.SIGTERM)
+            return End(status or 0)
         if event.kind == "signal":
-            logger.info("stops after %s", signal_name(event.number))
+            logger.log(level, "stops after %s", signal_name(event.number))
             child.stop(event.number)
-            return End(128 + event.number)
-        if event.kind == "job" and event.error is None:
-            return _leave(script, child, event.number)
-        if event.kind == "job":
-            lost = event.error
-        else:
+            return End(128 + event.number if status is None else status)
+        if event.kind == "ended":
             end = child.end()
-            if end.status:
+            if end.status and not status:
                 logger.info("%s ended with status %d", script.path, end.status)
                 return end
             has_ended = True
-            logger.info("%s has sent everything, waits for the end of the job", script.path)
-        # A script that runs waits for the same servers, and says more when it gives up.
-        if lost is not None and has_ended:
-            raise lost
-
-
-def _leave(script: Script, child: Child, status: int) -> End:
-    """End with the job, of which the script hears as well."""
-    level = logging.DEBUG if status else logging.INFO  # what failed speaks last
-    try:
-        child.process.wait(_LEAVE_S)
-    except subprocess.TimeoutExpired:
-        logger.log(level, "%s goes on after the end of the job: stopped", script.path)
-        child.stop(signal.SIGTERM)
-    else:
-        end = child.end()
-        if end.status and not status:
-            logger.info("%s ended with status %d", script.path, end.status)
-            return end
-    logger.log(level, "the job has ended with status %d", status)
-    return End(status)
+            if status is None:
+                logger.info("%s has sent everything, waits for the job to end", script.path)
+        elif event.error is not None:
+            lost = event.error
+        else:
+            # Of which the script hears as well.
+            status, deadline = event.number, time.monotonic() + _LEAVE_S
+            level = logging.DEBUG if status else logging.INFO
+            logger.log(level, "the job has ended with status %d", status)

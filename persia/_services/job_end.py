@@ -21,8 +21,11 @@ from persia.errors import PersiaError, ServiceError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 
+# Seconds after which other processes leave once the job has ended: whoever watches all of them
+# shall see the trainer's end first.
+GRACE_S = 1.0
 # Seconds between two questions whether the job goes on, and of one attempt to ask.
-_POLL_S = 0.25
+POLL_S = 0.25
 _ATTEMPT_S = 2.0
 
 
@@ -79,12 +82,16 @@ class JobWatch:
         self._on_end = on_end
         self._timeout_s = env.rpc_timeout_s()
         self._is_closed = threading.Event()
+        self._client: Client | None = None  # replaced by the thread, closed by anyone
         self._thread = threading.Thread(target=self._run, name="persia-job-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ask no more."""
         self._is_closed.set()
+        client = self._client
+        if client is not None:
+            client.close()  # ends a question that waits for its answer
         self._thread.join()
 
     def _run(self) -> None:
@@ -102,7 +109,7 @@ class JobWatch:
             # Anew in each round: a worker that comes back may have another host.
             addresses = current_addresses(embedding_worker(), _ATTEMPT_S)
             for address in addresses:
-                client = Client(self._transport, address, embedding_worker())
+                client = self._client = Client(self._transport, address, embedding_worker())
                 try:
                     while not self._is_closed.is_set():
                         status: int | None = client.call(
@@ -111,7 +118,7 @@ class JobWatch:
                         heard_at = time.monotonic()
                         if status is not None:
                             return status
-                        self._is_closed.wait(_POLL_S)
+                        self._is_closed.wait(POLL_S)
                 except ServiceError as error:
                     logger.debug("%s", error)
                 finally:
@@ -124,5 +131,5 @@ class JobWatch:
                     role=embedding_worker().name,
                     method="job_status",
                 )
-            self._is_closed.wait(_POLL_S)
+            self._is_closed.wait(POLL_S)
         return None

@@ -32,6 +32,7 @@ from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.addresses import connect_parameter_servers, listening_address
 from persia._services.embedding_worker import EmbeddingWorker
+from persia._services.job_end import GRACE_S, POLL_S
 from persia._services.parameter_server import ParameterServer
 from persia._services.plan import schema_fingerprint
 from persia.config import EmbeddingSchema, GlobalConfig
@@ -41,12 +42,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that data-loaders get to hear that the job has ended.
 _TELL_S = 10.0
-# Seconds after which a server leaves: whoever watches all processes shall see the trainer's
-# end first.
-_GRACE_S = 1.0
 # Seconds that calls get to end. Honcho kills 5 s after SIGTERM.
 _STOP_S = 3.0
-_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +287,12 @@ class _Serving:
             logger.log(self.level, "stops after %s", signal.Signals(event.number).name)
             return 128 + event.number if self._job.status is None else self._job.status
         deadline = time.monotonic() + _TELL_S
-        while not (self._job.wait_until_told(_POLL_S) or self.has_ended()):
+        while not (self._job.wait_until_told(POLL_S) or self.has_ended()):
             if time.monotonic() > deadline:
                 logger.log(self.level, "not every data-loader heard that the job has ended")
                 break
         with suppress(queue.Empty):
-            self._events.get(timeout=_GRACE_S)
+            self._events.get(timeout=GRACE_S)
         return event.number
 
     def stop(self) -> None:

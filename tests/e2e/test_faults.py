@@ -1,0 +1,92 @@
+"""Servers that are killed, replaced, or stand still, in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from persia._rpc.remote import RemoteEmbeddingWorker
+from persia._services.addresses import connect_embedding_workers
+from tests.e2e.support import PATIENCE_S, Job, transport
+from tests.services.support import SETTINGS, SGD, features, gradient
+
+SERVER, WORKER = "embedding-parameter-server", "embedding-worker"
+
+
+@pytest.fixture
+def worker(job: Job) -> Iterator[RemoteEmbeddingWorker]:
+    """The worker of a job whose servers have settings."""
+    job.start_servers()
+    with transport() as made:
+        (found,) = connect_embedding_workers(
+            made,
+            addresses=job.addresses["PERSIA_EMBEDDING_WORKERS"].split(","),
+            timeout_s=PATIENCE_S,
+        )
+        found.configure(SETTINGS)
+        found.register_optimizer(SGD)
+        yield found
+        found.close()
+
+
+def step(worker: RemoteEmbeddingWorker, number: int) -> int:
+    """Train one batch; returns the number of rows that were gone."""
+    batch = features({"feature": [[1, 2, 3], [4]]}, number)
+    result = worker.lookup(worker.register(batch), True)
+    return worker.update(gradient(result, (1, number))).num_missing
+
+
+def test_w17_w30_a_killed_server_comes_back_configured_and_training_goes_on(
+    job: Job, worker: RemoteEmbeddingWorker
+) -> None:
+    assert step(worker, 1) == 0
+    assert worker.get_embedding_size() == [4]
+    server, worker_process = job.processes
+    server.signal(signal.SIGKILL)
+    server.wait()
+    job.start_server(SERVER)
+    assert step(worker, 2) == 0
+    assert worker.get_embedding_size() == [4]
+    assert worker.stats()["server_restarts"] == 1
+    assert worker_process.printed().count("THE ROWS IT HELD ARE LOST") == 1
+
+
+def test_a_batch_whose_rows_were_lost_is_counted(
+    job: Job, worker: RemoteEmbeddingWorker
+) -> None:
+    result = worker.lookup(worker.register(features({"feature": [[1, 2]]}, 1)), True)
+    server = job.processes[0]
+    server.signal(signal.SIGKILL)
+    server.wait()
+    job.start_server(SERVER)
+    assert worker.update(gradient(result, (1, 1))).num_missing == 2
+    assert worker.stats()["missing"] == 2
+
+
+def test_a_killed_worker_comes_back_and_its_servers_keep_their_rows(
+    job: Job, worker: RemoteEmbeddingWorker
+) -> None:
+    assert step(worker, 1) == 0
+    killed = job.processes[1]
+    killed.signal(signal.SIGKILL)
+    killed.wait()
+    job.start_server(WORKER)
+    assert step(worker, 2) == 0
+    assert worker.get_embedding_size() == [4]
+
+
+def test_w53_a_server_that_stands_still_delays_only(
+    job: Job, worker: RemoteEmbeddingWorker
+) -> None:
+    assert step(worker, 1) == 0
+    server = job.processes[0]
+    server.signal(signal.SIGSTOP)
+    ref = worker.register(features({"feature": [[1, 2]]}, 2))
+    with pytest.raises(TimeoutError, match=r"embedding-worker 0 at ipc://.* within 1 s"):
+        worker.client.call("lookup", ref, True, timeout_s=1.0)
+    server.signal(signal.SIGCONT)
+    result = worker.lookup(ref, True)
+    assert worker.update(gradient(result, (1, 2))).num_missing == 0
+    assert "server_restarts" not in worker.stats()

@@ -1,0 +1,88 @@
+"""Jobs under honcho, which ends everything when the first process ends."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from click.testing import CliRunner
+
+from persia import launcher
+from persia._services.process import Options
+from tests.e2e.support import PATIENCE_S, WITHOUT_TORCHRUN, Job, processes_with
+from tests.e2e.test_lifecycle import FAILS, TALKS
+from tests.meta.sources import ROOT
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def honcho(job: Job, trainer: str) -> subprocess.CompletedProcess[str]:
+    """Run a job of the four roles from a Procfile."""
+    launch = shlex.join([sys.executable, "-c", WITHOUT_TORCHRUN])
+    roles = {
+        "data_loader": ["data-loader", job.script("load.py", "print('sent')")],
+        "nn_worker": ["nn-worker", job.script("train.py", trainer)],
+        "embedding_worker": ["embedding-worker"],
+        "embedding_parameter_server": ["embedding-parameter-server"],
+    }
+    lines = [f"{name}: {launch} {shlex.join(words)}\n" for name, words in roles.items()]
+    (job.directory / "Procfile").write_text("".join(lines))
+    return subprocess.run(
+        [sys.executable, "-m", "honcho", "start", "--no-colour"],
+        cwd=job.directory,
+        env=job.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+
+
+def test_a_job_ends_by_itself_with_status_0(job: Job) -> None:
+    ran = honcho(job, TALKS)
+    assert ran.returncode == 0, ran.stdout
+    trained, _, after = ran.stdout.partition("nn_worker.1 stopped (rc=0)")
+    assert "rows [0]" in trained
+    assert "sending SIG" not in trained
+    assert "SIGKILL" not in after
+    assert not processes_with(str(job.directory))
+
+
+def test_the_traceback_of_a_failed_script_is_last_and_the_status_not_0(job: Job) -> None:
+    ran = honcho(job, FAILS)
+    assert ran.returncode == 1, ran.stdout
+    ours = [line for line in ran.stdout.splitlines() if " system " not in line]
+    assert ours[-1].endswith("| ValueError: no such column")
+    assert ours[-6].endswith("| Traceback (most recent call last):")
+    assert "SIGKILL" not in ran.stdout
+    assert not processes_with(str(job.directory))
+
+
+def test_the_procfile_runs_the_four_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    commands = dict(line.split(": ", 1) for line in Path("Procfile").read_text().splitlines())
+    config = Path("examples/adult_income/config")
+    options = Options(config / "embedding_config.yml", config / "global_config.yml")
+    assert all(path.is_file() for path in config.glob("*.yml"))
+    ran: list[object] = []
+
+    def run(given: object) -> int:
+        ran.append(given)
+        return 0
+
+    for name in ("run_embedding_worker", "run_parameter_server"):
+        monkeypatch.setattr(launcher, name, run)
+    monkeypatch.setattr(launcher, "set_up_logging", lambda who: None)
+    for name in ("embedding_worker", "embedding_parameter_server"):
+        program, *words = shlex.split(commands.pop(name))
+        assert program == "persia-launcher"
+        assert CliRunner().invoke(launcher.cli, words).exit_code == 0
+    assert ran == [options, options]
+    assert commands == {
+        "data_loader": "persia-launcher data-loader examples/adult_income/data_loader.py",
+        "nn_worker": "persia-launcher nn-worker examples/adult_income/train.py",
+    }
