@@ -900,22 +900,33 @@ class TrainCtx(EmbeddingCtx):
             self.dense_optimizer = optimizer
 
     def join_ranks(self) -> AbstractContextManager[Any]:
-        """Return torch's ``Join``: a rank without batches answers the others' collectives.
+        """Return what lets a rank without batches answer the others' collectives.
 
         Raises:
-            ConfigError: If the model is not data-parallel by DDP, which alone can do that.
+            ConfigError: If not all that the ranks tell each other in a step is DDP's.
         """
         if self.world_size == 1:
             return contextlib.nullcontext()
-        from torch.distributed.algorithms.join import Join
         from torch.nn.parallel import DistributedDataParallel
+
+        from persia._training.uneven import uneven_steps
 
         if not isinstance(self.model, DistributedDataParallel):
             raise ConfigError(
                 "drop_last=False: expected a model that is data-parallel by DDPOption, got "
                 f"{type(self.model).__name__}"
             )
-        return Join([self.model])
+        if getattr(self.distributed_option, "needs_equal_batches", False):
+            raise ConfigError(
+                "drop_last=False: expected an algorithm that does not count steps "
+                "(gradient_allreduce or bytegrad), got another; ranks would wait for each other"
+            )
+        if self.grad_scaler is not None:
+            raise ConfigError(
+                "drop_last=False: expected mixed_precision=False, as the ranks must agree in "
+                "every step whether gradients are finite"
+            )
+        return uneven_steps(self.model, self.dense_optimizer)
 
     @property
     def backward_engine(self) -> GradientEngine | None:

@@ -47,7 +47,7 @@ LEAVE_S = 10.0
 # gloo's deadline and ours are read from two clocks.
 _CLOCKS_AGREE = 0.99
 
-_LEFT = -1
+_LEFT = -(2**62)  # no code of a caller's
 _FINE, _FAILED = 0, 1
 
 
@@ -179,8 +179,8 @@ class Ranks:
             ServiceTimeout: If some rank does not come in time.
             ServiceUnavailable: If a rank has gone.
         """
-        if code < 0:
-            raise InternalError(f"a code must be at least 0, got {code}")
+        if code == _LEFT:
+            raise InternalError(f"the code {code} means that a rank has gone")
         return self._batches.meet(code, "to agree on the next batch")
 
     def in_turn(self, action: Callable[[], T]) -> T:

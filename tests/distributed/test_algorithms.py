@@ -41,7 +41,7 @@ def test_gradient_allreduce_is_one_rank_with_both_batches(found: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad"])
-def test_a_last_round_with_one_batch(found: Any, name: str) -> None:
+def test_a_rank_with_fewer_batches(found: Any, name: str) -> None:
     uneven = found["uneven"][name]
     # Adam's moments too, or the next pass would take the ranks apart.
     assert (uneven["apart"], uneven["moments_apart"]) == (0.0, 0.0)

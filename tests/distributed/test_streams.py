@@ -14,7 +14,7 @@ import torch
 from persia.data import DataLoader
 from tests.cluster import Cluster
 from tests.distributed.net import SLOTS, make_batch, make_ctx, rows
-from tests.distributed.scripts.loader import COUNTS
+from tests.distributed.scripts.phases_loader import COUNTS
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PHASES = ("even", "uneven", "even", "joined", "failing")
@@ -27,7 +27,7 @@ def results() -> tuple[Results, str, dict[str, int]]:
     """Run every phase in one job; returns results by phase and rank, output, and statuses."""
     with Cluster(SLOTS, num_servers=2, num_workers=2, num_ranks=2) as cluster:
         cluster.start_servers()
-        cluster.start_loaders(SCRIPTS / "loader.py", 2, *PHASES)
+        cluster.start_loaders(SCRIPTS / "phases_loader.py", 2, *PHASES)
         trainer = cluster.start(
             "nn-worker",
             "nn-worker",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from persia import env
 from persia._training import dense_files
-from persia._training.last_round import last_round
+from persia._training.uneven import uneven_steps
 from persia.distributed import BaguaDistributedOption, get_default_distributed_option
 
 warnings.simplefilter("error")
@@ -140,9 +140,9 @@ def kept_batches(rank: int) -> float:
 
 
 def uneven(rank: int, name: str) -> dict[str, float]:
-    """Return what two passes of 5 and 4 batches, by a generator, end with.
+    """Return what two passes of 6 and 4 batches, by a generator, end with.
 
-    The generator holds the context around its last ``yield``, as a DataLoader does.
+    The generator holds the context around its ``yield``, as a DataLoader does.
     """
     model, alone = new_model(), new_model()
     own, optimizer = (torch.optim.Adam(m.parameters(), 0.01) for m in (model, alone))
@@ -150,20 +150,20 @@ def uneven(rank: int, name: str) -> dict[str, float]:
         model, 2, rank, optimizer=own
     )
 
-    def batches() -> Iterator[int]:
-        yield from range(4)
-        with last_round(parallel, [own], [True, False]):
-            if rank == 0:
-                yield 4
+    assert isinstance(parallel, torch.nn.parallel.DistributedDataParallel)
+
+    def batches(model: torch.nn.parallel.DistributedDataParallel) -> Iterator[int]:
+        with uneven_steps(model, own):
+            yield from range(6 - 2 * rank)
 
     for _ in range(2):
-        for step in batches():
+        for step in batches(parallel):
             x, y = batch(step)
             rows = half_of(rank)
             torch.nn.functional.mse_loss(parallel(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]
             own.step()
             own.zero_grad()
-        for step in range(5):
+        for step in range(6):
             x, y = batch(step)
             for rows in (half_of(0), half_of(1))[: 2 if step < 4 else 1]:
                 loss = torch.nn.functional.mse_loss(alone(x[rows]), y[rows]) / 2

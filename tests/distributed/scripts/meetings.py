@@ -56,7 +56,7 @@ class Script:
 
     def agreement(self) -> Any:
         with self.ranks() as ranks:
-            return [ranks.agree(step * 10 + self.rank) for step in range(3)]
+            return [ranks.agree(step * 10 + self.rank) for step in (-1, 0, 1)]
 
     def either(self) -> Any:
         with self.ranks() as ranks:

@@ -1,0 +1,19 @@
+"""The data-loaders of ``phases.py``: one stream for each phase."""
+
+import sys
+
+from persia import env
+from persia.ctx import DataCtx
+from tests.distributed.net import make_batch
+
+# Batches of each data-loader.
+COUNTS = {"even": (40, 40), "uneven": (10, 6), "joined": (10, 6), "failing": (10, 6)}
+
+if __name__ == "__main__":
+    index, size = env.get_replica_index() or 0, env.get_replica_size() or 1
+    for phase in sys.argv[1:]:
+        with DataCtx() as ctx:
+            for place in range(COUNTS[phase][index]):
+                ctx.send_data(make_batch(place * size + index))
+            if phase == "failing" and index == 1:
+                raise RuntimeError("no such file")
