@@ -21,19 +21,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from batches import batches, num_batches
 from income_model import IncomeModel
-from prepare_data import CATEGORICAL, Income, load
+from prepare_data import Income, load
 from tqdm import tqdm
 
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
-from persia.embedding.data import (
-    IDTypeFeatureWithSingleID,
-    Label,
-    NonIDTypeFeature,
-    PersiaBatch,
-)
+from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.utils import load_yaml
 
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CONFIG = Path(__file__).parent / "config"
-BATCH_SIZE = 128
 EMBEDDING_LR = 1e-2
 DENSE_LR = 0.1
 
@@ -86,23 +81,10 @@ class IncomeDataset(IterableDataset):
         self.requires_grad = requires_grad
 
     def __len__(self) -> int:
-        return -(-len(self.income) // BATCH_SIZE)
+        return num_batches(self.income)
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        income = self.income
-        for start in range(0, len(income), BATCH_SIZE):
-            part = slice(start, start + BATCH_SIZE)
-            yield PersiaBatch(
-                [
-                    IDTypeFeatureWithSingleID(name, np.ascontiguousarray(column))
-                    for name, column in zip(
-                        CATEGORICAL, income.categorical[part].T, strict=True
-                    )
-                ],
-                non_id_type_features=[NonIDTypeFeature(income.continuous[part])],
-                labels=[Label(income.target[part])],
-                requires_grad=self.requires_grad,
-            )
+        return batches(self.income, self.requires_grad)
 
 
 def build_ctx(options: Options) -> TrainCtx:

@@ -71,8 +71,9 @@ def _twin_auc(data: Any, seed: int) -> float:
         return output
 
     train_data, test_data = data
-    for start in range(0, len(train_data), train.BATCH_SIZE):
-        part = slice(start, start + train.BATCH_SIZE)
+    size = next(train.batches(train_data, requires_grad=True)).batch_size
+    for start in range(0, len(train_data), size):
+        part = slice(start, start + size)
         target = torch.from_numpy(train_data.target[part])
         loss = torch.nn.functional.binary_cross_entropy(forward(train_data, part), target)
         sparse.zero_grad()
