@@ -80,6 +80,7 @@ class _Stream:
         self.failure = ""
         # Called for each batch that comes although the pass has ended; None in a pass.
         self.on_drop: Callable[[], None] | None = None
+        self.was_read = False  # a pass went on while it was open
         self.knows_end = False  # was told that the inbox is closed
         self.heard_at = 0.0
 
@@ -193,7 +194,8 @@ class Inbox:
 
         Raises:
             ConfigError: If the data-loaders do not agree on how many they are.
-            ServiceBusy: If this data-loader has ended its stream and the pass goes on.
+            ServiceBusy: If this data-loader has ended its stream and the pass goes on, or the
+                inbox is closed.
         """
         if not 0 <= opening.loader < opening.num_loaders:
             raise ConfigError(
@@ -201,6 +203,13 @@ class Inbox:
                 f"{opening.loader}"
             )
         with self._changed:
+            if self._is_closed:
+                raise ServiceBusy(
+                    "this nn-worker reads no more, until another context of it does",
+                    role=ROLE,
+                    replica=self.replica_index,
+                    method="open_stream",
+                )
             if self._num_loaders not in (None, opening.num_loaders):
                 raise ConfigError(
                     f"{LOADER} {opening.loader} says that there are {opening.num_loaders} of "
@@ -235,6 +244,7 @@ class Inbox:
                     replica=self.replica_index,
                     method="open_stream",
                 )
+            stream.was_read |= self._is_passing
             stream.credits = self._window(opening.num_loaders) - len(stream.pending)
             stream.heard_at = self._clock()
             self._streams[opening.loader] = stream
@@ -250,15 +260,18 @@ class Inbox:
             if found is not None and found.incarnation == incarnation:
                 break
         else:
-            raise UnknownStream(
-                f"{LOADER} {stream[0]} has no such stream here: this nn-worker or the "
-                f"{LOADER} was started anew",
-                role=ROLE,
-                replica=self.replica_index,
-                method=method,
-            )
+            raise self._unknown(stream, method)
         found.heard_at = self._clock()
         return found
+
+    def _unknown(self, stream: tuple[int, int], method: str) -> UnknownStream:
+        return UnknownStream(
+            f"{LOADER} {stream[0]} has no such stream here: this nn-worker or the {LOADER} was "
+            "started anew",
+            role=ROLE,
+            replica=self.replica_index,
+            method=method,
+        )
 
     def deliver(self, stream: tuple[int, int], batch: StreamedBatch) -> None:
         """Take one batch; the same one again is dropped and counted.
@@ -325,6 +338,9 @@ class Inbox:
             )
             if found.incarnation == stream[1]:
                 found.heard_at = self._clock()
+                if self._is_closed and not found.was_read:
+                    # Meant for a pass that is to come, in another context of this process.
+                    raise self._unknown(stream, "poll")
                 if self._is_closed:
                     found.knows_end = True
                     self._changed.notify_all()
@@ -355,6 +371,8 @@ class Inbox:
                     "DataLoader over a StreamingDataset at a time"
                 )
             self._is_passing = True
+            for stream in self._streams.values():
+                stream.was_read = True
 
     def end_pass(self) -> None:
         """Stop to take; what is pending stays for the next pass, unless this one is over."""
@@ -384,9 +402,7 @@ class Inbox:
                     self._drop(stream, batch_id, on_drop)
                 stream.pending.clear()
             self._arrived.clear()
-            return self._changed.wait_for(
-                lambda: self._is_closed or self._is_over(), timeout_s
-            )
+            return self._changed.wait_for(lambda: self._is_closed or self._is_over(), timeout_s)
 
     def _drop(self, stream: _Stream, batch_id: int, on_drop: Callable[[], None]) -> None:
         on_drop()
@@ -578,6 +594,7 @@ class Inbox:
         return [
             stream
             for stream in (*self._streams.values(), *self._past.values())
-            if not (stream.knows_end or stream.is_settled())
+            if stream.was_read
+            and not (stream.knows_end or stream.is_settled())
             and now - stream.heard_at < SILENT_S
         ]

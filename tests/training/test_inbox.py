@@ -330,6 +330,7 @@ def test_loaders_must_agree_on_how_many_they_are() -> None:
 
 def test_closing_wakes_whoever_waits(pool: ThreadPoolExecutor) -> None:
     inbox = make_inbox()
+    inbox.begin_pass()
     stream, asking = in_the_background(pool, inbox)
     taking = pool.submit(take, inbox)
     polling = pool.submit(inbox.poll, stream, inbox.poll(stream, -1).version)
@@ -371,3 +372,14 @@ def test_whom_it_waits_for_is_named() -> None:
     text = inbox.describe_wait()
     assert "data-loader 1 of 3, which has not been heard for 101 s" in text
     assert "data-loader 2" not in text
+
+
+def test_a_stream_that_nobody_read_is_for_the_next_context() -> None:
+    inbox = make_inbox()
+    stream = opened(inbox)
+    inbox.deliver(stream, batch(0))
+    inbox.close()
+    with pytest.raises(UnknownStream):
+        inbox.poll(stream, -1)
+    with pytest.raises(ServiceBusy, match="reads no more"):
+        opened(inbox)

@@ -44,6 +44,7 @@ def run(phase: str) -> dict[str, object]:
                 losses.append(ctx.backward(loss_fn(output, (labels or [])[0])).item())
         except PersiaError as error:
             failure = str(error)
+            print("FAILURE", ctx.rank_id, failure, flush=True)
         stats = ctx.stats()
         dist.barrier()
         held = rows(ctx) if not failure else []
