@@ -101,6 +101,23 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "persia.utils:resolve_binary_execute_path": {"binary_name": REQUIRED},
     "persia.utils:find_free_port": {"port": 10000, "interval": 1},
     "persia.service:get_embedding_worker_services": {},
+    # The original's ports were numbers; None is a socket that no other job can take.
+    "persia.helper:PersiaServiceCtx": {
+        "data_loader_func": None,
+        "nn_worker_func": None,
+        "embedding_config": None,
+        "embedding_config_path": None,
+        "global_config": None,
+        "global_config_path": None,
+        "data_loader_replica_num": 1,
+        "nproc_per_node": 1,
+        "embedding_worker_replica_num": 1,
+        "embedding_parameter_replica_num": 1,
+        "embedding_worker_port": None,
+        "embedding_parameter_server_port": None,
+        "nats_server_port": None,
+    },
+    "persia.helper:ensure_persia_service": {},
     "persia.prelude:check_pyarray_dtype_valid": {
         "array": REQUIRED,
         "dtype": REQUIRED,

@@ -47,7 +47,9 @@ def test_a_job_ends_with_its_script_and_nobody_is_signalled(job: Job) -> None:
     assert "has sent everything, waits for the job to end" in loader.printed()
 
 
-@pytest.mark.parametrize("order", [SERVERS, SERVERS[::-1]])
+@pytest.mark.parametrize(
+    "order", [SERVERS[::-1], pytest.param(SERVERS, marks=pytest.mark.slow)]
+)
 def test_processes_start_in_any_order(job: Job, order: tuple[str, str]) -> None:
     trainer = job.start("nn-worker", job.script("train.py", TALKS))
     loader = job.start("data-loader", job.script("load.py", "print('sent')"))
@@ -97,13 +99,17 @@ def test_a_failed_data_loader_ends_at_once(job: Job) -> None:
 
 def test_a_loader_that_hears_of_the_end_says_nothing(job: Job) -> None:
     servers = job.start_servers()
+    heard = job.directory / "heard"
     text = (
-        "import time\nfrom persia.errors import JobFinished\n"
-        "print('sends', flush=True)\ntime.sleep(1)\nraise JobFinished('the job has ended')\n"
+        "import pathlib, time\nfrom persia.errors import JobFinished\n"
+        "print('sends', flush=True)\n"
+        f"while not pathlib.Path({str(heard)!r}).exists(): time.sleep(0.01)\n"
+        "raise JobFinished('the job has ended')\n"
     )
     loader = job.start("data-loader", job.script("load.py", text))
     loader.wait_for("sends")
     assert job.status(job.script("train.py", "raise SystemExit(3)")) == 3
+    heard.touch()
     assert [process.wait() for process in (loader, *servers)] == [3, 3, 3]
     assert "Traceback" not in loader.printed()
 
@@ -143,6 +149,7 @@ def test_a_signal_ends_each_role(job: Job, role: str, number: signal.Signals) ->
         assert "stopped: 0 calls served, 0 unfinished" in process.printed()
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_unwind_is_killed_in_time(job: Job) -> None:
     text = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS
     trainer = job.start("nn-worker", job.script("train.py", text))
@@ -178,13 +185,14 @@ def test_a_missing_server_is_named_within_seconds_by_whoever_waits(job: Job) -> 
 
 
 def test_w53_a_worker_without_servers_gives_up_at_its_deadline(job: Job) -> None:
-    worker = job.start_server("embedding-worker", PERSIA_RPC_TIMEOUT="1")
+    worker = job.start_server("embedding-worker", PERSIA_RPC_TIMEOUT="0.5")
     assert worker.wait() == 1
     last = worker.printed().splitlines()[-1]
     assert "no embedding-parameter-server answers" in last
-    assert last.endswith("waited 1 s")
+    assert last.endswith("waited 0.5 s")
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_machine_do_not_disturb_each_other(job: Job) -> None:
     with short_directory() as directory:
         other = Job(directory)
