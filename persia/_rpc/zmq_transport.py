@@ -1,9 +1,11 @@
 """The transport over ZeroMQ: DEALER to ROUTER, by ``ipc://`` or ``tcp://``.
 
-A ZeroMQ socket belongs to one thread. Each end has a thread of its own that does nothing but
-move messages: others append to its queue and wake it by a byte on a socket pair.
+Any thread sends on the socket itself, under a lock; each end has a thread that receives.
 
-    any thread --queue--> thread of the end --zmq--> thread of the other end --callback-->
+    any thread --lock, zmq--> libzmq's thread ... --> thread of the other end --callback-->
+
+A queue of its own has an end only for what finds no connection or no room, and for what the
+main thread sends.
 
 ``ZMQ_IMMEDIATE`` keeps messages out of a connection that is not there, so that "was it sent"
 has an answer. libzmq drops what a broken connection still held: nothing is sent twice behind
@@ -40,6 +42,10 @@ T = TypeVar("T")
 # Messages per connection and direction. Bytes are bounded by the calls in flight; this
 # bounds what a peer that does not read can make us hold.
 _HIGH_WATER_MARK = 64
+
+# Parts of fewer bytes are copied: to be told when memory of ours is free again takes pyzmq a
+# thread that wakes up, which costs more.
+_COPIED_BYTES = 1 << 18
 
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 8_000  # a connection silent for so long is closed
@@ -346,6 +352,7 @@ class ZmqTransport:
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.copy_threshold = _COPIED_BYTES
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.array_bytes, 1 << 16))
         socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)

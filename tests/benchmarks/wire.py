@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import resource
 import statistics
@@ -90,8 +91,8 @@ def answer(socket: zmq.Socket[bytes]) -> None:
     with contextlib.suppress(zmq.ContextTerminated):
         while True:
             *head, part = socket.recv_multipart(copy=False)
-            array = np.frombuffer(part, np.uint32)
-            socket.send_multipart([*head, array], copy=False)
+            array = np.frombuffer(part.buffer, np.uint32)
+            socket.send_multipart([*head, array.data], copy=False)
     socket.close(linger=0)
 
 
@@ -141,7 +142,7 @@ def bare_calls(socket: zmq.Socket[bytes], array: AnyArray, load: Load, num_calls
         socket.send_multipart(parts, copy=False)
     for number in range(num_calls):
         (_, part) = socket.recv_multipart(copy=False)
-        assert np.frombuffer(part, np.uint32).nbytes == load.num_bytes
+        assert np.frombuffer(part.buffer, np.uint32).nbytes == load.num_bytes
         if number + load.in_flight < num_calls:
             socket.send_multipart(parts, copy=False)
 
@@ -227,8 +228,8 @@ def measure_transport(kind: str, times: int, share: float) -> list[Cell]:
                 measure(
                     kind,
                     load,
-                    lambda n, array=array, load=load: our_calls(client, pool, array, load, n),
-                    lambda n, array=array, load=load: bare_calls(dealer, array, load, n),
+                    functools.partial(our_calls, client, pool, array, load),
+                    functools.partial(bare_calls, dealer, array, load),
                     times=times,
                     num_calls=num_calls,
                     cpu=lambda: cpu_seconds() + client.call("cpu_seconds"),
