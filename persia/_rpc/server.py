@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from persia._rpc import failures
+from persia._rpc.deadlines import caller_deadline
 from persia._rpc.frame import (
     LIMITS,
     Call,
@@ -340,6 +341,7 @@ class Server:
         method = self._role.methods[call.method]
         with self._lock:
             self._counts["calls"] += 1
+        caller_deadline.set(job.expires_at)
         try:
             arguments = method.read_arguments(call.body, call.arrays)
             result = getattr(self._service, method.name)(*arguments)

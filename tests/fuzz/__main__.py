@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import atheris  # type: ignore[import-not-found]  # see the Makefile
+import atheris
 import msgpack  # type: ignore[import-untyped]
 
 with atheris.instrument_imports(
@@ -27,7 +27,19 @@ with atheris.instrument_imports(
 # Of the committed corpus: an input, and all of them together.
 _KEPT_BYTES, _KEPT_TOTAL = 2048, 200_000
 _ODD = (0, 1, -1, 255, 1 << 31, 1 << 32, 1 << 48, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1)
-_VALUES = (*_ODD, None, True, 0.5, float("nan"), float("inf"), "", "sum", [], {}, [0, 0])
+_VALUES: tuple[Any, ...] = (
+    *_ODD,
+    None,
+    True,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "sum",
+    [],
+    {},
+    [0, 0],
+)
 
 
 def changed(value: Any, dice: random.Random) -> Any:

@@ -200,6 +200,40 @@ def test_a_closed_client_says_so(wire: Wire) -> None:
         client.close()
 
 
+# --- calls made on somebody's behalf -----------------------------------------------------
+
+
+class Between(ToyService):
+    """Asks another server for what it is asked, and waits for it as long as it may."""
+
+    def __init__(self, behind: Client) -> None:
+        super().__init__()
+        self.behind = behind
+        self.gave_up = threading.Event()
+
+    def add(self, number: int) -> int:
+        try:
+            return int(self.behind.call("hold", number))
+        except ServiceTimeout:
+            self.gave_up.set()
+            raise
+
+
+def test_a_servers_own_calls_end_with_the_deadline_of_its_caller(wire: Wire) -> None:
+    with toy_server(wire) as (behind, service), make_client(wire, behind) as onward:
+        onward.hello()
+        between = Between(onward)
+        server = serve(wire.transport, wire.address(), TOY, between)
+        with make_client(wire, server) as client:
+            with pytest.raises(ServiceTimeout):
+                client.call("add", 1, timeout_s=0.4)
+            assert between.gave_up.wait(PATIENCE_S / 2)
+            # The next call of the same thread has a deadline of its own.
+            service.permits.release(2)
+            assert client.call("add", 2) == 2
+        server.stop()
+
+
 # --- servers that stop and come back ----------------------------------------------------
 
 
