@@ -1,6 +1,7 @@
 """Calling a server: deadlines, repetitions, and typed errors with the callee's name.
 
-A call has a deadline, ``PERSIA_RPC_TIMEOUT`` seconds if none is given. Within it:
+A call has a deadline, ``PERSIA_RPC_TIMEOUT`` seconds if none is given, and never later than
+that of the call on whose behalf it is made. Within it:
 
     nobody is connected        it waits; what was not sent may be sent later, whatever it is
     connection breaks          sent again at once if the method may be repeated, else
@@ -26,6 +27,7 @@ from typing import Any
 
 from persia import env
 from persia._rpc import failures
+from persia._rpc.deadlines import caller_deadline
 from persia._rpc.failures import Place
 from persia._rpc.frame import (
     LIMITS,
@@ -228,7 +230,9 @@ class Client:
         if known_method is None:
             raise InternalError(f"{self._role.name} has no method {method!r}")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
+        now = time.monotonic()
+        timeout_s = max(0.0, min(timeout_s, caller_deadline.get() - now))
+        deadline = now + timeout_s
         body, arrays = known_method.write_arguments(arguments)
         is_repeatable = known_method.is_repeatable(arguments)
         pause_s = _FIRST_PAUSE_S

@@ -47,8 +47,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     )
 }
 
-_ALIGNMENT = 8
 _MAX_AXES = 8  # the messages use two; numpy before version 2 ends at 32
+_MAX_EXTENT = 1 << 48
 _MAX_METHOD = 64
 _U32 = 1 << 32
 _U64 = 1 << 64
@@ -175,7 +175,7 @@ def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
     """Parse a message as the transport delivered it, routing id already removed.
 
     Returns:
-        The message; its arrays view ``parts`` where those begin at a multiple of 8 bytes.
+        The message; its arrays view ``parts`` where those are aligned for their dtype.
 
     Raises:
         UnreadableFrame: If the parts do not match the layout above or exceed a limit. The
@@ -282,8 +282,10 @@ def _read_arrays(specs: Any, parts: Sequence[Part], limits: Limits) -> tuple[Arr
             "array_count", f"the header names {named} arrays, {len(parts)} came"
         )
     return tuple(
-        _read_array(number, spec, part, limits)
-        for number, (spec, part) in enumerate(zip(specs, parts, strict=True))
+        [
+            _read_array(number, specs[number], parts[number], limits)
+            for number in range(len(parts))
+        ]
     )
 
 
@@ -297,7 +299,7 @@ def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
         and type(spec[1]) is list
         and len(spec[1]) <= _MAX_AXES
         # Two negative extents would multiply to a plausible size.
-        and all(type(extent) is int and 0 <= extent < 1 << 48 for extent in spec[1])
+        and all(type(extent) is int and 0 <= extent < _MAX_EXTENT for extent in spec[1])
     ):
         raise UnreadableFrame(
             "array_spec",
@@ -322,7 +324,7 @@ def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
         # numpy takes any byte for a bool and then computes with more than two values.
         raise UnreadableFrame("array_bytes", f"array {number}: a bool is neither 0 nor 1")
     flat = np.frombuffer(part, dtype)
-    if flat.__array_interface__["data"][0] % _ALIGNMENT:
+    if not flat.flags.aligned:
         # ZeroMQ delivers small parts from inside its receive buffer.
         flat = flat.copy()
     return flat.reshape(shape)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from persia._rpc import failures
+from persia._rpc.deadlines import caller_deadline
 from persia._rpc.frame import (
     LIMITS,
     Call,
@@ -114,7 +115,9 @@ class Server:
             schema_fingerprint,
         )
         self._job = JobState() if job is None else job
-        self._changed = threading.Condition()  # guards all below
+        self._lock = threading.Lock()  # guards all below
+        self._has_work = threading.Condition(self._lock)
+        self._is_idle = threading.Condition(self._lock)
         self._waiting: OrderedDict[bytes, deque[_Job]] = OrderedDict()  # next peer first
         self._here: dict[bytes, set[int]] = {}  # ids waiting or running, by peer
         self._num_calls = 0  # waiting or running
@@ -153,7 +156,7 @@ class Server:
         ``bad.<reason>`` could not be read, ``dropped.<reason>`` could not be taken or answered.
         ``unfinished`` were waiting or running when the server stopped.
         """
-        with self._changed:
+        with self._lock:
             return dict(self._counts)
 
     def stop(self, timeout_s: float = 10.0) -> Mapping[str, int]:
@@ -162,10 +165,10 @@ class Server:
         Returns:
             As ``stats``.
         """
-        with self._changed:
+        with self._lock:
             is_first = not self._is_stopping
             self._is_stopping = True
-            self._changed.wait_for(lambda: not self._num_calls, timeout_s)
+            self._is_idle.wait_for(lambda: not self._num_calls, timeout_s)
             if is_first and self._num_calls:
                 self._counts["unfinished"] += self._num_calls
                 logger.warning(
@@ -177,10 +180,10 @@ class Server:
                 )
             self._is_stopped = True
             self._waiting.clear()
-            is_idle = not self._num_running
-            self._changed.notify_all()
+            can_join = not self._num_running
+            self._has_work.notify_all()
         self._listener.close(_LINGER_S)
-        if is_idle:
+        if can_join:
             for thread in self._threads:
                 thread.join()
         return self.stats()
@@ -191,7 +194,7 @@ class Server:
         self._count_bad(f"dropped.{reason}", f"a message was dropped: {reason}")
 
     def _count_bad(self, name: str, text: str) -> None:
-        with self._changed:
+        with self._lock:
             self._counts[name] += 1
             is_first = self._counts[name] == 1
         if is_first:
@@ -253,7 +256,7 @@ class Server:
     def _take(self, job: _Job) -> str:
         """Queue a job; returns why it cannot be, or ""."""
         settings = self._settings
-        with self._changed:
+        with self._lock:
             here = self._here.get(job.peer, set())
             refusal = ""
             if job.call.call_id in here:
@@ -275,7 +278,7 @@ class Server:
             self._num_calls += 1
             self._num_bytes += job.num_bytes
             self._waiting.setdefault(job.peer, deque()).append(job)
-            self._changed.notify()
+            self._has_work.notify()
             if self._num_calls > len(self._threads) < settings.num_threads:
                 self._start_thread()
         return ""
@@ -305,11 +308,11 @@ class Server:
 
     def _next(self) -> _Job | None:
         """Wait for a call: the oldest of the peer whose turn it is. None to stop."""
-        with self._changed:
+        with self._has_work:
             while not self._waiting:
                 if self._is_stopped:
                     return None
-                self._changed.wait()
+                self._has_work.wait()
             peer, jobs = self._waiting.popitem(last=False)
             job = jobs.popleft()
             if jobs:
@@ -318,7 +321,7 @@ class Server:
             return job
 
     def _done(self, job: _Job) -> None:
-        with self._changed:
+        with self._lock:
             here = self._here[job.peer]
             here.discard(job.call.call_id)
             if not here:
@@ -327,17 +330,18 @@ class Server:
             self._num_running -= 1
             self._num_bytes -= job.num_bytes
             if not self._num_calls:
-                self._changed.notify_all()
+                self._is_idle.notify_all()
 
     def _serve(self, job: _Job) -> None:
         call = job.call
         if time.monotonic() > job.expires_at:
-            with self._changed:
+            with self._lock:
                 self._counts["expired"] += 1
             return
         method = self._role.methods[call.method]
-        with self._changed:
+        with self._lock:
             self._counts["calls"] += 1
+        caller_deadline.set(job.expires_at)
         try:
             arguments = method.read_arguments(call.body, call.arrays)
             result = getattr(self._service, method.name)(*arguments)
@@ -345,7 +349,7 @@ class Server:
             parts = encode(Reply(call.call_id, self._incarnation, body, arrays), self._limits)
         except BaseException as error:
             # All of them: the caller is told, and the thread has other callers to serve.
-            with self._changed:
+            with self._lock:
                 self._counts["errors"] += 1
             if not isinstance(error, PersiaError):
                 logger.exception(
@@ -353,7 +357,7 @@ class Server:
                 )
             self._fail(job.peer, call.call_id, error)
             return
-        with self._changed:
+        with self._lock:
             self._counts["replies"] += 1
         self._listener.send(job.peer, parts)
 

@@ -62,6 +62,7 @@ class Outgoing:
         with self._lock:
             if self._state == "waiting":
                 self._state = "cancelled"
+                self.parts = ()  # a queue may hold it until there is a connection
             return self._state == "cancelled"
 
 

@@ -1,9 +1,11 @@
 """The transport over ZeroMQ: DEALER to ROUTER, by ``ipc://`` or ``tcp://``.
 
-A ZeroMQ socket belongs to one thread. Each end has a thread of its own that does nothing but
-move messages: others append to its queue and wake it by a byte on a socket pair.
+Any thread sends on the socket itself, under a lock; each end has a thread that receives.
 
-    any thread --queue--> thread of the end --zmq--> thread of the other end --callback-->
+    any thread --lock, zmq--> libzmq's thread ... --> thread of the other end --callback-->
+
+A queue of its own has an end only for what finds no connection or no room, and for what the
+main thread sends.
 
 ``ZMQ_IMMEDIATE`` keeps messages out of a connection that is not there, so that "was it sent"
 has an answer. libzmq drops what a broken connection still held: nothing is sent twice behind
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket as sockets
 import threading
 import weakref
@@ -40,6 +43,10 @@ T = TypeVar("T")
 # bounds what a peer that does not read can make us hold.
 _HIGH_WATER_MARK = 64
 
+# Parts of fewer bytes are copied: to be told when memory of ours is free again takes pyzmq a
+# thread that wakes up, which costs more.
+_COPIED_BYTES = 1 << 18
+
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 8_000  # a connection silent for so long is closed
 _HANDSHAKE_MS = 5_000  # who connects and says nothing is cut off
@@ -48,8 +55,9 @@ _UNBIND_MS = 2_000
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1_000
 
-# Messages taken before what is to be sent gets its turn.
-_BURST = 64
+# As plain integers: arithmetic on zmq's enumerations takes longer than a send.
+_IN, _OUT, _MORE, _NOW = (int(n) for n in (zmq.POLLIN, zmq.POLLOUT, zmq.SNDMORE, zmq.NOBLOCK))
+
 _IPC = "ipc://"
 _MAX_IPC_PATH = 107  # sockaddr_un holds 108 bytes with the final zero
 
@@ -79,71 +87,63 @@ def normalized(address: str) -> str:
     return f"tcp://{rest}"
 
 
-class _SocketThread(Generic[T]):
-    """Owns a socket: calls ``receive`` for what comes and ``send`` for what is queued.
+class _End(Generic[T]):
+    """A socket on which any thread sends ``T``s, and a thread of its own receives.
 
-    ``send`` returns False if there is no room now. Both run in the thread, as does ``on_event``
-    for messages of the socket's monitor.
+    Every use of the socket holds the lock. The thread waits without it, on the socket's
+    descriptor, which tells of changes and not of a state: whoever uses the socket may take the
+    tale away. So each use by another ends with ``_look``.
     """
 
-    def __init__(self, name: str, socket: zmq.Socket[bytes], bound_to: str = "") -> None:
-        self._name = name
+    def __init__(
+        self, name: str, socket: zmq.Socket[bytes], address: str, limits: Limits
+    ) -> None:
+        self._name = f"{name} {address}"
+        self._address = address
+        self._limits = limits
+        self._lock = threading.Lock()  # guards the socket and all below
         self._socket = socket
-        self._bound_to = bound_to
-        self._queue: deque[T] = deque()  # appended by any thread, emptied by this one
-        self._lock = threading.Lock()  # guards the next two
-        self._is_woken = False
+        self._queue: deque[T] = deque()  # what could not be sent at once
+        self._is_waiting = False  # the thread is, or is about to
         self._is_closing = False
         self._linger_ms = 0
         self._wake_in, self._wake_out = sockets.socketpair()
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
+        self._monitor: zmq.Socket[Any] | None = None
         self._thread: threading.Thread | None = None
 
-    def start(
-        self,
-        receive: Callable[[], object],
-        send: Callable[[T], bool],
-        monitor: zmq.Socket[Any] | None = None,
-        on_event: Callable[[], None] | None = None,
-    ) -> None:
-        """Start the thread."""
+    @property
+    def address(self) -> str:
+        """The address it is bound to, with the true port, or connects to."""
+        return self._address
+
+    def _start(self) -> None:
         if self._thread is not None:
             raise InternalError(f"{self._name}: started twice")
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(receive, send, monitor, on_event),
-            name=self._name,
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
-    def post(self, item: T) -> None:
-        """Queue something to send; dropped if the end is closed."""
+    def _post(self, item: T) -> None:
+        """Send now, or leave it to the thread; dropped if the end is closed."""
         with self._lock:
             if self._is_closing:
                 return
-            self._queue.append(item)
-        self._wake()
+            # In the main thread a signal's exception could come between two parts, and the
+            # next message would be taken for the rest of this one.
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main or self._queue or not self._try_send(item):
+                self._queue.append(item)
+            self._look()
 
-    def _wake(self) -> None:
-        with self._lock:
-            if self._is_woken:
-                return
-            self._is_woken = True
-            # Under the lock, which close() takes before the pair is closed. One byte in a
-            # buffer that is emptied before the flag is cleared always fits.
-            with contextlib.suppress(OSError):
-                self._wake_out.send(b"\0")
-
-    def close(self, linger_s: float) -> None:
+    def _close(self, linger_s: float) -> None:
         """Stop the thread and close the socket; repeating it does nothing."""
         with self._lock:
             is_first = not self._is_closing
             self._is_closing = True
             if is_first:
                 self._linger_ms = max(0, int(linger_s * 1000))
-        self._wake()
+            self._wake()
         thread = self._thread
         if thread is None:
             if is_first:
@@ -152,85 +152,111 @@ class _SocketThread(Generic[T]):
             thread.join()
 
     def _release(self) -> None:
-        self._socket.setsockopt(zmq.LINGER, self._linger_ms)
-        if self._bound_to:
-            self._unbind()
-        self._socket.close()
         with self._lock:
-            self._is_woken = True  # nobody writes to a closed pair
+            self._is_closing = True  # also if the thread failed
+            self._is_waiting = False  # nobody writes to a closed pair
+            if self._monitor is not None:
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
+            self._socket.setsockopt(zmq.LINGER, self._linger_ms)
+            self._unbind()
+            self._socket.close()
             self._wake_in.close()
             self._wake_out.close()
 
-    def _unbind(self) -> None:
-        """Return when the address is free: closing alone would leave that to libzmq's pace."""
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
-        try:
-            self._socket.unbind(self._bound_to)
-            if not monitor.poll(_UNBIND_MS):
-                logger.warning("%s: still bound after %d ms", self._name, _UNBIND_MS)
-        except zmq.ZMQError as exc:
-            logger.warning("%s: cannot unbind: %s", self._name, exc.strerror)
-        finally:
-            self._socket.disable_monitor()
-            monitor.close(linger=0)
+    # --- with the lock held -----------------------------------------------------------------
 
-    def _run(
-        self,
-        receive: Callable[[], object],
-        send: Callable[[T], bool],
-        monitor: zmq.Socket[Any] | None,
-        on_event: Callable[[], None] | None,
-    ) -> None:
+    def _unbind(self) -> None:
+        """Give the address free, if it is bound."""
+
+    def _send(self, item: T) -> bool:
+        """Put an item on the socket; returns False if there is no room now."""
+        raise NotImplementedError
+
+    def _try_send(self, item: T) -> bool:
         try:
-            self._loop(receive, send, monitor, on_event)
+            return self._send(item)
+        except BaseException:
+            # Some parts may have left, and the next message would be taken for the rest.
+            self._is_closing = True
+            self._wake()
+            raise
+
+    def _ready(self) -> int:
+        """Return what can be done, of receiving and sending what is queued."""
+        events = int(self._socket.getsockopt(zmq.EVENTS))
+        return events & (_IN | _OUT if self._queue else _IN)
+
+    def _look(self) -> None:
+        """Wake the thread if there is something for it."""
+        if self._is_waiting and self._ready():
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._is_waiting:
+            self._is_waiting = False
+            # One byte in a buffer that is emptied after each wait always fits.
+            with contextlib.suppress(OSError):
+                self._wake_out.send(b"\0")
+
+    # --- in the thread ----------------------------------------------------------------------
+
+    def _deliver(self, parts: list[Part], reason: str) -> None:
+        """Hand a message on, or the reason why it is dropped."""
+        raise NotImplementedError
+
+    def _on_event(self) -> None:
+        """Look what the monitor tells."""
+
+    def _run(self) -> None:
+        try:
+            self._loop()
         except Exception:
             # Nobody can be told: calls run into their deadlines, and this says why.
             logger.exception("%s: a thread that moves messages failed", self._name)
         finally:
-            if monitor is not None:
-                self._socket.disable_monitor()
-                monitor.close(linger=0)
             self._release()
 
-    def _loop(
-        self,
-        receive: Callable[[], object],
-        send: Callable[[T], bool],
-        monitor: zmq.Socket[Any] | None,
-        on_event: Callable[[], None] | None,
-    ) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_in.fileno(), zmq.POLLIN)
-        if monitor is not None:
-            poller.register(monitor, zmq.POLLIN)
-        has_room = True
-        while True:
-            # Asked for room only when something waits for it: an idle socket has room.
-            wanted = zmq.POLLIN if has_room else zmq.POLLIN | zmq.POLLOUT
-            poller.modify(self._socket, wanted)
-            ready = dict(poller.poll())
+    def _loop(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake_in, select.POLLIN)
+        with self._lock:
+            poller.register(self._socket.FD, select.POLLIN)
+        watched = -1
+        if self._monitor is not None:
+            watched = self._monitor.FD
+            poller.register(watched, select.POLLIN)
+            self._on_event()  # a descriptor tells nothing before the first look
+        while not self._is_closing:
+            if self._step():
+                continue
+            ready = {number for number, _ in poller.poll()}
             if self._wake_in.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(64)
-                with self._lock:
-                    self._is_woken = False
-            if ready.get(self._socket, 0) & zmq.POLLIN:
-                receive()
-            if monitor is not None and on_event is not None and monitor in ready:
-                on_event()
-            has_room = self._send_queued(send)
-            with self._lock:
-                if self._is_closing:
-                    return
+            if watched in ready:
+                self._on_event()
+        with self._lock:
+            self._flush()
 
-    def _send_queued(self, send: Callable[[T], bool]) -> bool:
-        while self._queue:
-            item = self._queue.popleft()
-            if not send(item):
-                self._queue.appendleft(item)
-                return False
-        return True
+    def _step(self) -> bool:
+        """Send what is queued and take one message; returns False if there was nothing."""
+        message = None
+        with self._lock:
+            ready = 0 if self._is_closing else self._ready()
+            if ready & _OUT:
+                self._flush()
+            if ready & _IN:
+                message = _receive(self._socket, self._limits)
+            # From here on whoever finds something wakes the thread.
+            self._is_waiting = not ready and not self._is_closing
+        if message is not None:
+            self._deliver(*message)
+        return bool(ready)
+
+    def _flush(self) -> None:
+        while self._queue and self._try_send(self._queue[0]):
+            self._queue.popleft()
 
 
 def _receive(socket: zmq.Socket[bytes], limits: Limits) -> tuple[list[Part], str]:
@@ -246,7 +272,7 @@ def _receive(socket: zmq.Socket[bytes], limits: Limits) -> tuple[list[Part], str
     reason = ""
     num_bytes = 0
     while True:
-        part = socket.recv(zmq.NOBLOCK, copy=False)
+        part = socket.recv(_NOW, copy=False)
         num_bytes += len(part.buffer)
         # Routing id, protocol name and header come beside the arrays.
         if len(parts) >= limits.num_arrays + 3:
@@ -269,8 +295,7 @@ def _send(socket: zmq.Socket[bytes], parts: Parts) -> None:
     """
     last = len(parts) - 1
     for number, part in enumerate(parts):
-        more = zmq.SNDMORE if number < last else 0
-        socket.send(part, zmq.NOBLOCK | more, copy=False)
+        socket.send(part, _NOW | _MORE if number < last else _NOW, copy=False)
 
 
 class ZmqTransport:
@@ -327,6 +352,7 @@ class ZmqTransport:
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.copy_threshold = _COPIED_BYTES
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.array_bytes, 1 << 16))
         socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
@@ -362,23 +388,13 @@ def _check_nobody_listens(address: str) -> None:
     raise ConfigError(f"cannot listen at {address}: another process does")
 
 
-class ZmqListener:
+class ZmqListener(_End[tuple[bytes, Parts]]):
     """Server end."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
-        self._socket = socket
-        self._address = address
-        self._limits = limits
-        self._thread = _SocketThread[tuple[bytes, Parts]](
-            f"persia-listen {address}", socket, address
-        )
+        super().__init__("persia-listen", socket, address, limits)
         self._on_message: Callable[[bytes, Parts], None] | None = None
         self._on_dropped: Callable[[str], None] | None = None
-
-    @property
-    def address(self) -> str:
-        """The address it is bound to, with the true port."""
-        return self._address
 
     def start(
         self,
@@ -387,110 +403,100 @@ class ZmqListener:
     ) -> None:
         """Begin to receive."""
         self._on_message, self._on_dropped = on_message, on_dropped
-        self._thread.start(self._receive_burst, self._send_one)
+        self._start()
 
     def send(self, peer: bytes, parts: Parts) -> None:
         """Send to a peer, or drop if it has gone or does not read."""
-        self._thread.post((peer, parts))
+        self._post((peer, parts))
 
     def close(self, linger_s: float) -> None:
         """Stop listening, giving what was to be sent that many seconds to leave."""
-        self._thread.close(linger_s)
+        self._close(linger_s)
 
-    def _receive_burst(self) -> None:
-        on_message, on_dropped = self._on_message, self._on_dropped
-        if on_message is None or on_dropped is None:
+    def _deliver(self, parts: list[Part], reason: str) -> None:
+        if self._on_message is None:
             raise InternalError(f"{self._address}: receives before start")
-        for _ in range(_BURST):
-            try:
-                parts, reason = _receive(self._socket, self._limits)
-            except zmq.Again:
-                return
-            if reason:
-                on_dropped(reason)
-            else:
-                on_message(bytes(parts[0]), parts[1:])
+        if reason:
+            self._drop(reason)
+        else:
+            self._on_message(bytes(parts[0]), parts[1:])
 
-    def _send_one(self, item: tuple[bytes, Parts]) -> bool:
+    def _send(self, item: tuple[bytes, Parts]) -> bool:
         peer, parts = item
         try:
             _send(self._socket, [peer, *parts])
         except zmq.ZMQError as exc:
             if exc.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            if self._on_dropped is not None:
-                self._on_dropped("peer_slow" if exc.errno == zmq.EAGAIN else "peer_gone")
+            self._drop("peer_slow" if exc.errno == zmq.EAGAIN else "peer_gone")
         return True
 
+    def _drop(self, reason: str) -> None:
+        if self._on_dropped is not None:
+            self._on_dropped(reason)
 
-class ZmqChannel:
+    def _unbind(self) -> None:
+        """Return when the address is free: closing alone would leave that to libzmq's pace."""
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
+        try:
+            self._socket.unbind(self._address)
+            if not monitor.poll(_UNBIND_MS):
+                logger.warning("%s: still bound after %d ms", self._name, _UNBIND_MS)
+        except zmq.ZMQError as exc:
+            logger.warning("%s: cannot unbind: %s", self._name, exc.strerror)
+        finally:
+            self._socket.disable_monitor()
+            monitor.close(linger=0)
+
+
+class ZmqChannel(_End[Outgoing]):
     """Client end."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
-        self._socket = socket
-        self._address = address
-        self._limits = limits
-        self._thread = _SocketThread[Outgoing](f"persia-channel {address}", socket)
-        self._monitor: zmq.Socket[Any] | None = None
+        super().__init__("persia-channel", socket, address, limits)
         self._on_message: Callable[[Parts], None] | None = None
         self._on_lost: Callable[[], None] | None = None
-
-    @property
-    def address(self) -> str:
-        """The address it connects to."""
-        return self._address
 
     def start(self, on_message: Callable[[Parts], None], on_lost: Callable[[], None]) -> None:
         """Begin to connect."""
         self._on_message, self._on_lost = on_message, on_lost
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(self._address)
-        self._thread.start(self._receive_burst, self._send_one, self._monitor, self._on_event)
+        self._start()
 
     def send(self, outgoing: Outgoing) -> None:
         """Send as soon as there is a connection with room."""
-        self._thread.post(outgoing)
+        self._post(outgoing)
 
     def close(self) -> None:
         """End the connection; what was not sent is dropped."""
-        self._thread.close(0.0)
+        self._close(0.0)
 
-    def _receive_burst(self) -> bool:
-        """Take what is there; False if there may be more."""
+    def _deliver(self, parts: list[Part], reason: str) -> None:
         if self._on_message is None:
             raise InternalError(f"{self._address}: receives before start")
-        for _ in range(_BURST):
-            try:
-                parts, reason = _receive(self._socket, self._limits)
-            except zmq.Again:
-                return True
-            if reason:
-                logger.warning(
-                    "%s: dropped an answer that exceeds the limit of %s",
-                    self._address,
-                    reason,
-                )
-            else:
-                self._on_message(parts)
-        return False
+        if reason:
+            logger.warning(
+                "%s: dropped an answer that exceeds the limit of %s", self._address, reason
+            )
+        else:
+            self._on_message(parts)
 
     def _on_event(self) -> None:
-        monitor = self._monitor
-        if monitor is None or self._on_lost is None:
+        if self._monitor is None or self._on_lost is None:
             raise InternalError(f"{self._address}: watched before start")
         is_lost = False
         with contextlib.suppress(zmq.Again):
             while True:
-                monitor.recv_multipart(zmq.NOBLOCK)
+                self._monitor.recv_multipart(_NOW)
                 is_lost = True
         if is_lost:
-            # Answers that came before the connection broke count, although the poll may not
-            # have seen them.
-            while not self._receive_burst():
+            # Answers that came before the connection broke count.
+            while self._step():
                 pass
             self._on_lost()
 
-    def _send_one(self, outgoing: Outgoing) -> bool:
+    def _send(self, outgoing: Outgoing) -> bool:
         if not outgoing.claim():
             return True
         try:

@@ -227,7 +227,8 @@ class ParameterServer:
 
         Raises:
             NotConfigured: If it is training and settings or optimizer have not arrived.
-            StoreError: If a table is unknown or comes twice, or a sign is another server's.
+            StoreError: If a table is unknown or comes twice, a sign is another server's, or
+                the batch's id is negative.
             DataTypeError: If signs are not u64 [n].
         """
         tables = [
@@ -236,6 +237,10 @@ class ParameterServer:
         ]
         signs = [self._signs("a lookup", part.table, part.signs) for part in request.tables]
         if request.is_training:
+            if not 0 <= request.batch_id < 1 << 64:
+                raise StoreError(
+                    f"a lookup: batch_id: expected 0..2^64-1, got {request.batch_id}"
+                )
             replies = self._lookup_train(request.batch_id, tables, signs)
         else:
             replies = self._lookup_eval(tables, signs)

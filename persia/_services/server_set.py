@@ -6,6 +6,7 @@ were told last and tells it again, so that it is at once usable; the rows are lo
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +102,11 @@ class ServerSet:
         if self._pool is None or len(requests) < 2:
             return {server: answer(server) for server in requests}
         mine, *others = requests
-        futures = {server: self._pool.submit(answer, server) for server in others}
+        # In copies of this context: the calls end with the deadline of the one served here.
+        futures = {
+            server: self._pool.submit(contextvars.copy_context().run, answer, server)
+            for server in others
+        }
         answers = {mine: answer(mine)}
         for server, future in futures.items():
             answers[server] = future.result()

@@ -24,6 +24,7 @@ from persia.errors import (
     NotConfigured,
     RemoteError,
     ServiceBusy,
+    ServiceError,
     ServiceTimeout,
     ServiceUnavailable,
 )
@@ -199,6 +200,40 @@ def test_a_closed_client_says_so(wire: Wire) -> None:
         client.close()
 
 
+# --- calls made on somebody's behalf -----------------------------------------------------
+
+
+class Between(ToyService):
+    """Asks another server for what it is asked, and waits for it as long as it may."""
+
+    def __init__(self, behind: Client) -> None:
+        super().__init__()
+        self.behind = behind
+        self.gave_up = threading.Event()
+
+    def add(self, number: int) -> int:
+        try:
+            return int(self.behind.call("hold", number))
+        except ServiceTimeout:
+            self.gave_up.set()
+            raise
+
+
+def test_a_servers_own_calls_end_with_the_deadline_of_its_caller(wire: Wire) -> None:
+    with toy_server(wire) as (behind, service), make_client(wire, behind) as onward:
+        onward.hello()
+        between = Between(onward)
+        server = serve(wire.transport, wire.address(), TOY, between)
+        with make_client(wire, server) as client:
+            with pytest.raises(ServiceTimeout):
+                client.call("add", 1, timeout_s=0.4)
+            assert between.gave_up.wait(PATIENCE_S / 2)
+            # The next call of the same thread has a deadline of its own.
+            service.permits.release(2)
+            assert client.call("add", 2) == 2
+        server.stop()
+
+
 # --- servers that stop and come back ----------------------------------------------------
 
 
@@ -283,9 +318,11 @@ def test_not_configured_after_a_restart_is_tried_once_more(wire: Wire) -> None:
     server.stop()
 
 
-def add_for_ever(client: Client) -> None:
-    while True:
-        client.call("add", 1)
+def add_until(is_over: threading.Event, client: Client) -> None:
+    while not is_over.is_set():
+        # One that came before the server began to stop waits behind those that hold it.
+        with contextlib.suppress(ServiceError):
+            client.call("add", 1, timeout_s=0.1)
 
 
 def test_stop_finishes_what_is_here_and_refuses_the_rest(wire: Wire) -> None:
@@ -298,14 +335,15 @@ def test_stop_finishes_what_is_here_and_refuses_the_rest(wire: Wire) -> None:
             for _ in held:
                 assert service.holding.acquire(timeout=PATIENCE_S)
             stopped = pool.submit(server.stop)
-            adding = pool.submit(add_for_ever, client)
+            is_over = threading.Event()
+            adding = pool.submit(add_until, is_over, client)
             while not client.stats().get("busy", 0):
                 client.hello()
             service.permits.release(2)
             assert [one.result(PATIENCE_S) for one in held] == [0, 1]
             counts = stopped.result(PATIENCE_S)
-            client.close()
-            assert isinstance(adding.exception(PATIENCE_S), ServiceUnavailable)
+            is_over.set()
+            adding.result(PATIENCE_S)
         assert "unfinished" not in counts
         assert counts["replies"] >= 2
         assert counts["busy"] >= 1

@@ -399,7 +399,7 @@ def test_fifty_starts_and_stops_leave_no_thread_and_no_socket(tmp_path: Path) ->
         with toy_server(wire, f"ipc://{tmp_path}/one" if number % 2 else None) as (server, _):
             with make_client(wire, server) as client:
                 # Large enough to be sent without a copy, which starts pyzmq's collector.
-                assert len(client.call("echo", [TableSigns(0, np.zeros(1 << 14, "u8"))])) == 1
+                assert len(client.call("echo", [TableSigns(0, np.zeros(1 << 16, "u8"))])) == 1
             lost = Client(wire.transport, f"ipc://{tmp_path}/nobody", TOY, timeout_s=0.0)
             with pytest.raises(ServiceUnavailable):
                 lost.call("add", 1)

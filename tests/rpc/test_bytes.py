@@ -1,0 +1,141 @@
+"""Bytes of each message of a realistic batch, as the encoder writes them.
+
+What is allowed is the payload of the arrays, 5 % and 4 KiB; N ids, D distinct ones, F features,
+B samples, values of w bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia._core.feature_batch import FeatureBatch
+from persia._rpc.frame import Call, Reply, encode
+from persia._rpc.messages import (
+    BatchGradients,
+    IDFeatures,
+    LookupReply,
+    LookupRequest,
+    SlotGradient,
+    UpdateReply,
+    UpdateRequest,
+)
+from persia._rpc.methods import Role, embedding_worker, parameter_server
+from persia._services.parameter_server import ParameterServer
+from persia.config import EmbeddingSchema
+from tests.services.support import make_servers, make_worker
+
+B, F, DIM, HINT, SIGN = 4096, 26, 16, 4, 8
+SCHEMA = EmbeddingSchema.load({"slots_config": {f"slot{n}": {"dim": DIM} for n in range(F)}})
+
+
+def size(message: Call | Reply) -> int:
+    return sum(len(part) for part in encode(message))
+
+
+def called(role: Role, method: str, *arguments: Any) -> int:
+    return size(Call(1, method, 300_000, *role.methods[method].write_arguments(arguments)))
+
+
+def answered(role: Role, method: str, result: Any) -> int:
+    return size(Reply(1, 1 << 62, *role.methods[method].write_result(result)))
+
+
+def check(got: int, payload: int) -> None:
+    assert payload <= got <= 1.05 * payload + 4096
+
+
+def ids_of(rng: Any, num_ids: int) -> Any:
+    """Few ids are most of them, as in clicks."""
+    return (rng.zipf(1.3, num_ids) % (1 << 40)).astype(np.uint64)
+
+
+def single() -> tuple[FeatureBatch, ...]:
+    rng = np.random.default_rng(5)
+    return tuple(FeatureBatch.from_single(f"slot{n}", ids_of(rng, B)) for n in range(F))
+
+
+def several(num_ids: int, wide: bool) -> tuple[FeatureBatch, ...]:
+    rng = np.random.default_rng(6)
+    offsets = np.arange(0, (B + 1) * num_ids, num_ids, dtype=np.int64)
+    ids = rng.permutation(B * num_ids).astype(np.uint64) if wide else ids_of(rng, B * num_ids)
+    return (FeatureBatch.from_csr("slot0", ids, offsets),)
+
+
+def test_loader_to_worker_one_id_for_each_sample() -> None:
+    features = single()
+    ids = sum(8 * f.num_distinct + 2 * f.num_ids for f in features)
+    # Less where a feature has 256 distinct ids at most.
+    assert called(embedding_worker(), "register", IDFeatures(features, 7, True)) <= (
+        1.05 * ids + 4096
+    )
+
+
+@pytest.mark.parametrize(("num_ids", "width"), [(8, 2), (20, 4)])
+def test_loader_to_worker_several_ids_for_each_sample(num_ids: int, width: int) -> None:
+    """Their lengths come beside: one byte for each sample, below 5 % from ten ids on."""
+    (feature,) = several(num_ids, wide=width == 4)
+    assert (feature.num_distinct >= 65_536) == (width == 4)
+    got = called(embedding_worker(), "register", IDFeatures((feature,), 7, True))
+    check(got, 8 * feature.num_distinct + width * feature.num_ids + B)
+
+
+class Recorder:
+    """A parameter server that notes the bytes of what it is asked and answers."""
+
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
+        self.seen: dict[str, list[tuple[Any, int, int]]] = {"lookup": [], "update": []}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    def _note(self, method: str, request: Any, reply: Any) -> None:
+        role = parameter_server()
+        self.seen[method].append(
+            (request, called(role, method, request), answered(role, method, reply))
+        )
+
+    def lookup(self, request: LookupRequest) -> LookupReply:
+        reply = self._server.lookup(request)
+        self._note("lookup", request, reply)
+        return reply
+
+    def update(self, request: UpdateRequest) -> UpdateReply:
+        reply = self._server.update(request)
+        self._note("update", request, reply)
+        return reply
+
+
+@pytest.fixture
+def recorders() -> list[Any]:
+    return [Recorder(server) for server in make_servers(2, SCHEMA)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_the_other_hops(recorders: list[Any], dtype: Any) -> None:
+    """Rows and outputs are f32; gradients as the trainer sends them."""
+    worker = make_worker(recorders, SCHEMA)
+    role = embedding_worker()
+    ref = worker.register(IDFeatures(single(), 7, True))
+    result = worker.lookup(ref, True)
+    check(answered(role, "lookup", result), DIM * 4 * B * F)
+    assert called(role, "lookup", ref, True) <= 4096
+    gradients = tuple(
+        SlotGradient(output.name, np.ones((B, DIM), dtype)) for output in result.outputs
+    )
+    update = BatchGradients(ref, (5, 7), gradients)
+    check(called(role, "update", update), DIM * np.dtype(dtype).itemsize * B * F)
+    assert answered(role, "update", worker.update(update)) <= 4096
+    for recorder in recorders:
+        ((request, asked, told),) = recorder.seen["lookup"]
+        num_signs = sum(len(table.signs) for table in request.tables)
+        check(asked, SIGN * num_signs)
+        check(told, (DIM * 4 + HINT) * num_signs)
+        ((request, asked, told),) = recorder.seen["update"]
+        assert sum(len(table.signs) for table in request.tables) == num_signs
+        check(asked, (SIGN + HINT + DIM * 4) * num_signs)
+        assert told <= 4096
+    worker.close()
