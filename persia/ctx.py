@@ -624,10 +624,16 @@ class EmbeddingCtx(BaseCtx):
         Raises:
             ConfigError: If the context has no model.
         """
-        if self.model is None:
+        model = self.model
+        if model is None:
             raise ConfigError(f"{type(self).__name__}.forward needs model=, got None")
+        if not self._trains:
+            from persia._training.dense_files import unwrap
+
+            # A data-parallel one speaks to the other ranks, which may not evaluate now.
+            model = unwrap(model)
         non_id_type_tensors, embedding_tensors, labels = self.prepare_features(batch)
-        return self.model(non_id_type_tensors, embedding_tensors), labels
+        return model(non_id_type_tensors, embedding_tensors), labels
 
     def prepare_features(self, batch: PersiaTrainingBatch) -> Features:
         """Return dense tensors, embeddings in the order of the features, and labels.

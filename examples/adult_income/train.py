@@ -1,7 +1,10 @@
 """Train an income model on UCI Adult for one epoch and test it.
 
-    python examples/adult_income/train.py             # embedded mode: this process is enough
+    python examples/adult_income/train.py             # embedded mode: no servers, no ports
     python examples/adult_income/train.py --seeds 5   # seeds 1 to 5, and their mean
+    honcho start                                      # four roles, each a process of its own
+
+The training batches come from data_loader.py; in embedded mode this script starts it.
 
 Environment: REPRODUCIBLE=1 for the same bits in every run, EMBEDDING_STALENESS for the most
 batches between lookup and update (10; 1 if reproducible).
@@ -26,8 +29,9 @@ from income_model import IncomeModel
 from prepare_data import Income, load
 from tqdm import tqdm
 
+from persia import env
 from persia.ctx import TrainCtx, eval_ctx
-from persia.data import DataLoader, IterableDataset
+from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
@@ -72,19 +76,15 @@ class Report:
         )
 
 
-class IncomeDataset(IterableDataset):
-    """One file in its own order."""
+class TestDataset(IterableDataset):
+    """The test file in its own order, read in this process."""
 
-    def __init__(self, income: Income, requires_grad: bool) -> None:
+    def __init__(self, income: Income) -> None:
         super().__init__()
         self.income = income
-        self.requires_grad = requires_grad
-
-    def __len__(self) -> int:
-        return num_batches(self.income)
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        return batches(self.income, self.requires_grad)
+        return batches(self.income, requires_grad=False)
 
 
 def build_ctx(options: Options) -> TrainCtx:
@@ -107,21 +107,29 @@ def build_ctx(options: Options) -> TrainCtx:
     )
 
 
-def train(ctx: TrainCtx, income: Income, options: Options) -> list[float]:
-    """Train one epoch; return the loss of each batch."""
-    dataset = IncomeDataset(income, requires_grad=True)
+def train(ctx: TrainCtx, income: Income, options: Options) -> tuple[list[float], float]:
+    """Train one epoch; return the loss of each batch, and samples per second and rank."""
     loader = DataLoader(
-        dataset,
+        StreamingDataset(buffer_size=10),
         reproducible=options.reproducible,
         embedding_staleness=options.staleness,
     )
     loss_fn = torch.nn.BCELoss()
     losses = []
-    for batch in tqdm(loader, total=len(dataset), unit=" batches", disable=options.quiet):
-        output, labels = ctx.forward(batch)
-        loss = ctx.backward(loss_fn(output, labels[0]))
-        losses.append(loss.item())
-    return losses
+    num_samples, start = 0, 0.0
+    with tqdm(
+        total=num_batches(income) // ctx.world_size,
+        unit=" batches",
+        disable=options.quiet or ctx.rank_id > 0,
+    ) as bar:
+        for batch in loader:
+            start = start or time.perf_counter()  # once the data-loader is there
+            output, labels = ctx.forward(batch)
+            loss = ctx.backward(loss_fn(output, labels[0]))
+            losses.append(loss.item())
+            num_samples += batch.batch_size
+            bar.update()
+    return losses, num_samples / (time.perf_counter() - start)
 
 
 def test(ctx: TrainCtx, income: Income) -> float:
@@ -129,8 +137,7 @@ def test(ctx: TrainCtx, income: Income) -> float:
     scores = []
     ctx.model.eval()
     with eval_ctx(model=ctx.model) as evaluation, torch.no_grad():
-        loader = DataLoader(IncomeDataset(income, requires_grad=False), reproducible=True)
-        for batch in loader:
+        for batch in DataLoader(TestDataset(income), reproducible=True):
             output, _ = evaluation.forward(batch)
             scores.append(output[:, 0].numpy())
     ctx.model.train()
@@ -140,15 +147,13 @@ def test(ctx: TrainCtx, income: Income) -> float:
 def run(ctx: TrainCtx, data: tuple[Income, Income], options: Options) -> Report:
     """Train and test inside ``ctx``, which must be entered."""
     train_data, test_data = data
-    start = time.perf_counter()
-    losses = train(ctx, train_data, options)
-    seconds = time.perf_counter() - start
+    losses, samples_per_s = train(ctx, train_data, options)
     test_auc = test(ctx, test_data)
     return Report(
         seed=options.seed,
         auc=test_auc,
         loss=float(np.mean(losses[-max(1, len(losses) // 10) :])),
-        samples_per_s=len(train_data) / seconds,
+        samples_per_s=samples_per_s,
         rows=sum(ctx.get_embedding_size()),
     )
 
@@ -179,6 +184,8 @@ def parse_args(argv: list[str] | None = None) -> Options:
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="print a line of JSON for each run")
     args = parser.parse_args(argv)
+    if args.seeds and env.get_mode() == "services":
+        parser.error("--seeds: data-loaders send one epoch, which is one seed's; use --seed")
     reproducible = os.environ.get("REPRODUCIBLE", "0") == "1"
     staleness = os.environ.get("EMBEDDING_STALENESS") or (
         1 if reproducible else default.staleness
@@ -196,7 +203,9 @@ def main(argv: list[str] | None = None) -> None:
         with build_ctx(of_seed) as ctx:
             report = run(ctx, data, of_seed)
         aucs.append(report.auc)
-        print(json.dumps(dataclasses.asdict(report)) if options.json else report, flush=True)
+        if ctx.rank_id == 0:
+            text = json.dumps(dataclasses.asdict(report)) if options.json else str(report)
+            print(text, flush=True)
     if len(aucs) > 1 and not options.json:
         print(f"mean test AUC {np.mean(aucs):.6f} over seeds 1 to {len(aucs)}")
 
