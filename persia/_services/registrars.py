@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from persia._rpc.messages import IDFeatures, RemoteRef
-from persia._services.feed import Feed
+from persia._services.feed import LINE_S, Feed
 from persia.errors import ServiceBusy, ServiceError, ServiceTimeout, ServiceUnavailable
 
-# Seconds of the first try at one, doubled in each round; and how long one that failed is asked
-# last, so that it costs a small part of the time.
+logger = logging.getLogger(__name__)
+
+# Seconds of the first try at one, doubled in each round up to the longest; and how long one
+# that failed is asked last, so that it costs a small part of the time.
 TRY_S = 2.0
+LONGEST_TRY_S = 30.0
 AVOID_S = 30.0
 # Seconds between two questions whether the job has ended, and until one is given up.
 WATCH_S = 0.25
@@ -55,7 +59,7 @@ class Registrars:
             ServiceUnavailable: If none answers until the deadline; names them.
         """
         feed = self._feed
-        alive_at = time.monotonic()
+        alive_at = told_at = time.monotonic()
         try_s = TRY_S
         while True:
             failures: dict[int, ServiceError] = {}
@@ -74,10 +78,14 @@ class Registrars:
                     with feed.changed:
                         self._avoided.pop(index, None)
                     return RemoteRef(index, ref)
-            silent_s = time.monotonic() - alive_at
+            now = time.monotonic()
+            why = "; ".join(f"embedding-worker {i}: {e}" for i, e in failures.items())
+            if now - told_at >= LINE_S:
+                told_at = now
+                logger.warning("%s: batch %d waits for %s", feed, ids.batch_id, why)
+            silent_s = now - alive_at
             is_gone = all(isinstance(one, ServiceUnavailable) for one in failures.values())
             if silent_s >= (feed.gone_s if is_gone else feed.deadline_s):
-                why = "; ".join(f"embedding-worker {i}: {e}" for i, e in failures.items())
                 raise ServiceUnavailable(
                     f"{feed}: no embedding-worker has answered for {silent_s:.0f} s, to take "
                     f"batch {ids.batch_id}: {why}",
@@ -85,7 +93,7 @@ class Registrars:
                     method="register",
                 )
             feed.pause()
-            try_s = min(2 * try_s, feed.deadline_s)
+            try_s = min(2 * try_s, LONGEST_TRY_S)
 
     def _in_turn(self, avoid: int | None) -> list[int]:
         """Return all workers, the one whose turn it is first, those that failed last."""

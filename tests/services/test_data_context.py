@@ -270,7 +270,10 @@ def test_all_workers_down_is_an_error_that_names_them(make_feeder: MakeFeeder) -
     send(made)
 
 
-def test_a_busy_worker_is_waited_for_without_a_deadline(make_feeder: MakeFeeder) -> None:
+def test_a_busy_worker_is_waited_for_without_a_deadline(
+    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registrars, "LINE_S", 0.02)
     worker = FakeWorker()
     made = make_feeder([worker], [FakeRank()], deadline_s=0.05)
     worker.error = ServiceBusy("full")
@@ -278,6 +281,7 @@ def test_a_busy_worker_is_waited_for_without_a_deadline(make_feeder: MakeFeeder)
     until(lambda: made.stats().get("skipped", 0) > 5)
     worker.error = None
     run.result()
+    assert "data-loader 0 of 1: batch 0 waits for embedding-worker 0: full" in caplog.text
 
 
 def test_wanted_ids_are_registered_elsewhere_and_relocated(make_feeder: MakeFeeder) -> None:
