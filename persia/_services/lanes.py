@@ -160,8 +160,14 @@ class Lane:
 
     def say_failure(self, failure: str) -> None:
         """Say that the loader's script failed, to a rank that may be gone."""
+        end = partial(self._rank.end_stream, self._feed.stream, self._feed.next_id, failure)
         try:
-            self._rank.end_stream(self._feed.stream, self._feed.next_id, failure)
+            try:
+                end()
+            except UnknownStream:
+                # It failed before the stream was open; opening it twice does no harm.
+                self._rank.open_stream(self._opening())
+                end()
         except ServiceError as exc:
             logger.info(
                 "%s was not told that the script of %s failed: %s", self, self._feed, exc
@@ -206,11 +212,7 @@ class Lane:
     def _open(self) -> None:
         feed = self._feed
         with self._turn():
-            with feed.changed:
-                first = min(self.kept, default=self._next_id())
-            loader, incarnation = feed.stream
-            opening = StreamOpening(loader, feed.num_loaders, incarnation, first)
-            state = self._ask(partial(self._rank.open_stream, opening))
+            state = self._ask(partial(self._rank.open_stream, self._opening()))
             with feed.changed:
                 self._incarnation = self._rank_incarnation()
                 self._received_below = max(self._received_below, state.next_batch_id)
@@ -221,6 +223,12 @@ class Lane:
                 self._is_open = self._was_open = True
                 feed.changed.notify_all()
         self._relocate_all(state.wanted)
+
+    def _opening(self) -> StreamOpening:
+        with self._feed.changed:
+            first = min(self.kept, default=self._next_id())
+        loader, incarnation = self._feed.stream
+        return StreamOpening(loader, self._feed.num_loaders, incarnation, first)
 
     def _next_id(self) -> int:
         """Return the lowest id that this rank gets from here on, with the lock held."""

@@ -567,6 +567,22 @@ def test_the_failure_of_the_script_is_told(make_feeder: MakeFeeder) -> None:
         failure.encode()
 
 
+def test_a_failure_reaches_a_rank_whose_stream_is_not_open(make_feeder: MakeFeeder) -> None:
+    held = threading.Event()
+
+    class Slow(FakeRank):
+        def open_stream(self, opening: Any) -> Any:
+            if threading.current_thread().name.startswith("persia-feed"):
+                held.wait(PATIENCE_S)
+            return super().open_stream(opening)
+
+    rank = Slow()
+    made = make_feeder([FakeWorker()], [rank])
+    made.fail(KeyError("early"))
+    assert "KeyError: 'early'" in rank.failures[0]
+    held.set()
+
+
 def test_a_failing_script_does_not_wait_for_a_rank_that_is_gone(
     make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
