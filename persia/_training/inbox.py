@@ -11,8 +11,9 @@ has ended, so that they can be registered anew if an embedding-worker loses them
 
 Invariants, true between calls:
 
-    I1  A batch that was received is below its stream's ``next_batch_id`` or in
-        ``received``; it is pending until it is taken, once, and in flight until it ends.
+    I1  A data-loader delivers in ascending order: what is below its stream's
+        ``next_batch_id`` has been received, or will not come. A batch is pending until it
+        is taken, once, and in flight until it ends.
     I2  What is pending of a stream and its unused credits are ``capacity / num_loaders``
         together, or one if that is less, unless a data-loader sent again what a lost
         nn-worker had.
@@ -69,7 +70,6 @@ class _Stream:
         self.step = math.lcm(opening.num_loaders, world_size)
         self._offset = _first_id(opening.loader, opening.num_loaders, rank, world_size)
         self.next_batch_id = self.at_or_after(opening.first_batch_id)
-        self.received: set[int] = set()  # at or above next_batch_id, out of order
         self.pending: dict[int, StreamedBatch] = {}
         self.in_flight: dict[int, RemoteRef] = {}
         self.wanted: set[int] = set()
@@ -92,15 +92,14 @@ class _Stream:
 
     def is_new(self, batch_id: int) -> bool:
         """Whether a batch has not been received."""
-        known = self.next_batch_id is None or batch_id < self.next_batch_id
-        return not known and batch_id not in self.received
+        return self.next_batch_id is not None and batch_id >= self.next_batch_id
 
     def note(self, batch_id: int) -> None:
-        """Note that a batch was received."""
-        self.received.add(batch_id)
-        while self.next_batch_id in self.received:
-            self.received.discard(self.next_batch_id)
-            self.next_batch_id += self.step
+        """Note that a batch was received.
+
+        After this rank was started anew some before it may be left out: they were trained.
+        """
+        self.next_batch_id = batch_id + self.step
 
     def is_over(self) -> bool:
         """Whether it has ended and everything that it sent was taken."""
@@ -453,7 +452,9 @@ class Inbox:
             stream = self._streams[self._expected % self._num_loaders]
             if self._expected in stream.pending:
                 return stream, self._expected
-            if stream.ended_at is None or self._expected < stream.ended_at:
+            next_id = stream.next_batch_id
+            has_passed = next_id is not None and self._expected < next_id
+            if not has_passed and (stream.ended_at is None or self._expected < stream.ended_at):
                 return None
             if self._is_over():
                 return None

@@ -383,3 +383,12 @@ def test_a_stream_that_nobody_read_is_for_the_next_context() -> None:
         inbox.poll(stream, -1)
     with pytest.raises(ServiceBusy, match="reads no more"):
         opened(inbox)
+
+
+def test_a_restarted_rank_does_not_wait_for_what_was_trained() -> None:
+    inbox = make_inbox()
+    stream = opened(inbox, first=0)
+    inbox.deliver(stream, batch(0))
+    inbox.deliver(stream, batch(2))  # 1 was acknowledged by the rank before this one
+    inbox.deliver(stream, batch(3))
+    assert [take(inbox) for _ in range(3)] == [0, 2, 3]
