@@ -312,6 +312,21 @@ def test_a_restart_is_told_with_the_number(place: Place) -> None:
     assert restarted == [1]
 
 
+def test_no_thread_or_file_is_left_of_a_hundred_searches(place: Place) -> None:
+    place.serve(0, 1)
+
+    def find(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            assert place.find(place.ipc(0)) == [0]
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    # The server closes what a client has left in its own time.
+    num_threads, num_files = find(20)
+    more_threads, more_files = find(100)
+    assert more_threads <= num_threads
+    assert more_files <= num_files + 20
+
+
 # --- names ----------------------------------------------------------------------------------
 
 
