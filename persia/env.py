@@ -373,23 +373,23 @@ def of_child(**changes: object) -> dict[str, str]:
 
 @contextmanager
 def changed(**changes: object) -> Iterator[None]:
-    """Change this process's own environment, and put it back afterwards.
+    """Change this process's own environment, and put it back afterwards; None removes.
 
-    Rank and replica numbers are read again both times.
+    Rank and replica numbers are not read again.
     """
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update({k: v for k, v in before.items() if k not in changes})
-    os.environ.update({k: str(v) for k, v in changes.items() if v is not None})
+    before = {name: os.environ.get(name) for name in changes}
+
+    def put(values: Mapping[str, object]) -> None:
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = str(value)
+
+    put(changes)
     try:
-        reload_env()
         yield
     finally:
-        for name in changes:
-            os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
-        reload_env()
+        put(before)
 
 
 def log_level() -> int:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 RUN = "persia._launch.run"
 
 # Seconds that a signalled process gets to end; honcho kills this one after 5.
-UNWIND_S = 3.0
+UNWIND_S = 2.5
 
 
 def signal_name(number: int) -> str:

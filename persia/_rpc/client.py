@@ -87,6 +87,11 @@ class _Pending:
             self._is_lost = True
             self._changed.set()
 
+    def move(self) -> None:
+        """Another connection takes the place of the one that the attempt went to."""
+        self._is_lost = True
+        self._changed.set()
+
     def begin(self, outgoing: Outgoing) -> None:
         """Another attempt; a loss of the one before no longer counts."""
         self.outgoing = outgoing
@@ -134,6 +139,7 @@ class Client:
         on_restart: Callable[[], None] | None = None,
         limits: Limits = LIMITS,
     ) -> None:
+        self._transport = transport
         self._role = role
         self._replica = replica
         self._timeout_s = env.rpc_timeout_s() if timeout_s is None else timeout_s
@@ -183,6 +189,27 @@ class Client:
             waiting = list(self._pending.values())
         for pending in waiting:
             pending.resolve(ServiceUnavailable("the client was closed"))
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Wait until it is closed; False if not in time."""
+        return self._closed.wait(timeout_s)
+
+    def move(self, address: str) -> None:
+        """Go on with the same server at another address, calls that wait included.
+
+        Raises:
+            ConfigError: If the address cannot be read.
+        """
+        channel = self._transport.connect(address)
+        channel.start(self._on_message, self._on_lost)
+        before, self._channel = self._channel, channel
+        before.close()
+        if self._closed.is_set():
+            channel.close()
+        with self._lock:
+            waiting = list(self._pending.values())
+        for pending in waiting:
+            pending.move()
 
     # --- calls ------------------------------------------------------------------------------
 
@@ -320,12 +347,13 @@ class Client:
                 is_lost = pending.wait(min(left, self._attempt_s))
                 if pending.answer is not None:
                     break
-                if is_lost and not is_repeatable:
-                    return ServiceUnavailable(
-                        "the connection broke; whether it was executed is not known"
-                    )
                 if is_lost:
-                    num_sent += 1
+                    if not outgoing.cancel():
+                        if not is_repeatable:
+                            return ServiceUnavailable(
+                                "the connection broke; whether it was executed is not known"
+                            )
+                        num_sent += 1
                     break
                 if deadline - time.monotonic() <= 0.0:
                     return None

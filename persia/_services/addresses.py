@@ -19,7 +19,8 @@ from persia import env
 from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.remote import RemoteEmbeddingWorker, RemoteNNWorker, RemoteParameterServer
 from persia._rpc.transport import Transport
-from persia._services.search import Listed, Search, parsed, resolved, split
+from persia._services.names import Listed, parsed, resolved, split
+from persia._services.search import Search
 from persia.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 GRACE_S = 1.0
 # Seconds between two questions whether the job goes on, and of one attempt to ask.
 POLL_S = 0.25
+# Seconds of silence after which a line says so.
+_LINE_S = 10.0
 _ATTEMPT_S = 2.0
 
 
@@ -103,7 +105,7 @@ class JobWatch:
             self._on_end(end)
 
     def _watch(self) -> int | PersiaError | None:
-        heard_at = time.monotonic()
+        heard_at = told_at = time.monotonic()
         addresses: Sequence[str] = ()
         while not self._is_closed.is_set():
             # Anew in each round: a worker that comes back may have another host.
@@ -130,6 +132,14 @@ class JobWatch:
                     f"{silent_s:.0f} s whether the job has ended",
                     role=embedding_worker().name,
                     method="job_status",
+                )
+            if silent_s > _LINE_S and time.monotonic() - told_at > _LINE_S:
+                told_at = time.monotonic()
+                logger.warning(
+                    "waiting: no embedding-worker at %s says whether the job has ended, for "
+                    "%.0f s",
+                    ", ".join(addresses),
+                    silent_s,
                 )
             self._is_closed.wait(POLL_S)
         return None

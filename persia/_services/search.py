@@ -9,10 +9,7 @@ been replaced since it answered.
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +18,8 @@ from dataclasses import dataclass
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role
 from persia._rpc.transport import Transport
-from persia._rpc.zmq_transport import normalized
+from persia._services.follow import follow
+from persia._services.names import TCP, Listed, is_name, resolve, split
 from persia.errors import (
     ConfigError,
     JobFinished,
@@ -39,90 +37,6 @@ _LINE_S = 3.0
 _RESOLVE_S = 1.0
 # Seconds between two looks at whether waiting still makes sense.
 _STOP_S = 0.25
-
-_TCP = "tcp://"
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """The addresses of a role, and where they are named."""
-
-    variable: str
-    addresses: list[str]
-    is_by_node: bool = False  # a list shorter than the set is one of nodes
-
-
-def parsed(variable: str, addresses: Sequence[str]) -> list[str]:
-    """Return addresses with their scheme.
-
-    Raises:
-        ConfigError: If one cannot be read; names the variable.
-    """
-    try:
-        return [normalized(address) for address in addresses]
-    except ConfigError as exc:
-        raise ConfigError(f"{variable}: {exc}") from exc
-
-
-def split(address: str) -> tuple[str, int]:
-    """``tcp://host:port`` -> host, port."""
-    host, _, port = address.removeprefix(_TCP).rpartition(":")
-    return host, int(port)
-
-
-def _is_name(address: str) -> bool:
-    """Whether it has to be looked up where it leads, so that it may lead elsewhere later."""
-    if not address.startswith(_TCP):
-        return False
-    try:
-        ipaddress.ip_address(split(address)[0].strip("[]"))
-    except ValueError:
-        return True
-    return False
-
-
-def _resolve(name: str) -> list[str]:
-    """Return the addresses of a name's hosts.
-
-    Raises:
-        OSError: If the name is not known now.
-    """
-    host, port = split(name)
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    by_family = {
-        family: sorted({str(place[0]) for of, *_, place in found if of == family})
-        for family in (socket.AF_INET, socket.AF_INET6)
-    }
-    # A name with addresses of both kinds names the same hosts twice.
-    if len(by_family[socket.AF_INET]) == 1:
-        return [name]  # ZeroMQ looks it up again whenever it connects again
-    if by_family[socket.AF_INET]:
-        return [f"{_TCP}{one}:{port}" for one in by_family[socket.AF_INET]]
-    return [f"{_TCP}[{one}]:{port}" for one in by_family[socket.AF_INET6]]
-
-
-def resolved(listed: Listed, timeout_s: float) -> list[str]:
-    """Return every address, with the hosts of those names that can be looked up in time."""
-    found: dict[str, list[str]] = {}
-
-    def look_up(name: str) -> None:
-        # Where it fails there is no host, and so nobody to be asked.
-        with contextlib.suppress(OSError, UnicodeError):
-            found[name] = _resolve(name)
-
-    names = [address for address in listed.addresses if _is_name(address)]
-    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in names]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    known = dict(found)
-    return [
-        address
-        for entry in listed.addresses
-        for address in known.get(entry, [] if entry in names else [entry])
-    ]
 
 
 class _Asked:
@@ -187,7 +101,7 @@ class Search:
         self._names: dict[str, list[str] | str] = {
             address: f"{address} is being looked up"
             for address in listed.addresses
-            if _is_name(address)
+            if is_name(address)
         }
         self._misfit = ""  # why ranks cannot be told from the list of nodes
 
@@ -218,7 +132,11 @@ class Search:
         finally:
             self._end(answers)
         logger.info("found %s", ", ".join(map(str, answers)))
-        return [(answer.client, answer.hello) for answer in answers]
+        found = [(answer.client, answer.hello) for answer in answers]
+        hosts = {host for led in self._names.values() if len(led) > 1 for host in led}
+        if any(client.address in hosts for client, _ in found):
+            follow(self._transport, self._role, self._listed, found)
+        return found
 
     def _wait(
         self,
@@ -290,7 +208,7 @@ class Search:
         while True:
             found: list[str] | str
             try:
-                found = _resolve(name) or f"{name} has no host"
+                found = resolve(name) or f"{name} has no host"
             except (OSError, UnicodeError) as exc:
                 found = f"{name} cannot be resolved: {getattr(exc, 'strerror', None) or exc}"
             with self._changed:
@@ -314,7 +232,7 @@ class Search:
         size = answers[0].hello.replica_size if answers else 0
         if not self._listed.is_by_node or size <= len(hosts):
             return hosts
-        if size % len(hosts) or not all(host.startswith(_TCP) for host in hosts):
+        if size % len(hosts) or not all(host.startswith(TCP) for host in hosts):
             self._misfit = (
                 f"{self._listed.variable}: expected an address for each of {size} ranks, or a "
                 f"host and port for each of the nodes that share them evenly, got {len(hosts)}"
@@ -322,7 +240,7 @@ class Search:
             return hosts
         ranks = []
         for host, port in map(split, hosts):
-            ranks += [f"{_TCP}{host}:{port + place}" for place in range(size // len(hosts))]
+            ranks += [f"{TCP}{host}:{port + place}" for place in range(size // len(hosts))]
         return ranks
 
     def _ask_everyone(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,25 @@ def test_texts(monkeypatch: Monkey) -> None:
     monkeypatch.setenv("MASTER_ADDR", "node0")
     assert env.isa() == "avx2"
     assert env.master_address() == "node0"
+
+
+def test_a_change_is_undone(monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "before")
+    monkeypatch.setenv("PERSIA_ISA", "avx2")
+    env.set_env(replica_size=2, replica_index=1)
+    with env.changed(MASTER_ADDR="within", PERSIA_ISA=None, PERSIA_NN_WORKERS="a:1,b:2"):
+        assert env.master_address() == "within"
+        assert env.isa() is None
+        assert env.nn_worker_addresses() == ["a:1", "b:2"]
+        assert env.get_replica_index() == 1
+    assert (env.master_address(), env.isa()) == ("before", "avx2")
+    assert env.nn_worker_addresses() == ["127.0.0.1:23457"]
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("", "INFO"), ("warn", "WARNING"), ("Debug", "DEBUG"), ("what=x", "INFO")],
+)
+def test_levels_of_the_log(monkeypatch: Monkey, text: str, want: str) -> None:
+    monkeypatch.setenv("LOG_LEVEL", text)
+    assert logging.getLevelName(env.log_level()) == want

@@ -16,6 +16,8 @@ TORCH_FREE = (
     "embedding.optim",
     "env",
     "errors",
+    "helper",
+    "launcher",
     "logger",
     "prelude",
     "service",

@@ -15,14 +15,14 @@ from persia import env
 from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services import addresses, search
+from persia._services import addresses, follow, names, search
 from persia._services.addresses import (
     connect_embedding_workers,
     connect_nn_workers,
     connect_parameter_servers,
     listening_address,
 )
-from persia.errors import ConfigError, JobFinished, ServiceUnavailable
+from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
 
 Monkey = pytest.MonkeyPatch
 # Seconds; nothing here takes long unless it is broken.
@@ -312,18 +312,33 @@ def test_a_restart_is_told_with_the_number(place: Place) -> None:
     assert restarted == [1]
 
 
+def test_no_thread_or_file_is_left_of_a_hundred_searches(place: Place) -> None:
+    place.serve(0, 1)
+
+    def find(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            assert place.find(place.ipc(0)) == [0]
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    # The server closes what a client has left in its own time.
+    num_threads, num_files = find(20)
+    more_threads, more_files = find(100)
+    assert more_threads <= num_threads
+    assert more_files <= num_files + 20
+
+
 # --- names ----------------------------------------------------------------------------------
 
 
-def hosts_of(monkeypatch: Monkey, names: dict[str, list[str]]) -> None:
+def hosts_of(monkeypatch: Monkey, led: dict[str, list[str]]) -> None:
     """Make names lead to hosts; what is not named is not known."""
 
     def look_up(host: str, port: int, **_: object) -> list[Any]:
-        if not names.get(host):
+        if not led.get(host):
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return [
             (socket.AF_INET6 if ":" in one else socket.AF_INET, 0, 0, "", (one, port))
-            for one in names[host]
+            for one in led[host]
         ]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
@@ -341,16 +356,50 @@ def test_hosts_may_join_a_name_later(place: Place, monkeypatch: Monkey) -> None:
     monkeypatch.setattr(search, "_LINE_S", 0.1)
     port = int(place.serve(0, 2, "tcp://127.0.0.1:0").address.rpartition(":")[2])
     place.serve(1, 2, f"tcp://127.0.0.2:{port}")
-    names: dict[str, list[str]] = {}
-    hosts_of(monkeypatch, names)
+    led: dict[str, list[str]] = {}
+    hosts_of(monkeypatch, led)
     lines: list[str] = []
 
     def join(line: str) -> None:
         lines.append(line)
-        names["servers"] = ["127.0.0.1", "127.0.0.2"]
+        led["servers"] = ["127.0.0.1", "127.0.0.2"]
 
     assert place.find(f"servers:{port}", on_wait=join) == [0, 1]
     assert f"tcp://servers:{port} cannot be resolved: Name or service not known" in lines[0]
+
+
+@pytest.mark.parametrize("method", ["stats", "clear_embeddings"])
+def test_a_server_that_comes_back_at_another_host_is_found_there(
+    place: Place, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    monkeypatch.setattr(follow, "_LOOK_S", 0.2)
+    first = place.serve(0, 2, "tcp://127.0.0.1:0")
+    port = int(first.address.rpartition(":")[2])
+    before = place.serve(1, 2, f"tcp://127.0.0.2:{port}")
+    led = {"servers": ["127.0.0.1", "127.0.0.2"]}
+    hosts_of(monkeypatch, led)
+    restarted: list[int] = []
+    found = connect_parameter_servers(
+        place.transport,
+        addresses=[f"servers:{port}"],
+        timeout_s=PATIENCE_S,
+        on_restart=restarted.append,
+    )
+    before.stop()
+    led["servers"] = ["127.0.0.1", "127.0.0.3"]
+    place.serve(1, 2, f"tcp://127.0.0.3:{port}")
+    # Waits, was never sent, and so goes to the new place whatever it is.
+    with pytest.raises(RemoteError, match=f"no attribute '{method}'"):
+        found[1].client.call(method)
+    assert restarted == [1]
+    assert found[1].client.address == f"tcp://127.0.0.3:{port}"
+    assert f"1 is now at tcp://127.0.0.3:{port}, and no more at" in caplog.text
+    for server in found:
+        server.close()
+    followers = [t for t in threading.enumerate() if t.name.startswith("persia-follow")]
+    for follower in followers:
+        follower.join(PATIENCE_S)
+    assert not any(follower.is_alive() for follower in followers)
 
 
 def test_a_name_of_one_host_is_left_to_the_transport(place: Place) -> None:
@@ -362,8 +411,8 @@ def test_a_name_of_one_host_is_left_to_the_transport(place: Place) -> None:
 
 def test_a_name_of_both_families_is_asked_once_per_host(monkeypatch: Monkey) -> None:
     hosts_of(monkeypatch, {"both": ["::1", "127.0.0.1", "127.0.0.2"], "six": ["::1", "::2"]})
-    assert search._resolve("tcp://both:5") == ["tcp://127.0.0.1:5", "tcp://127.0.0.2:5"]
-    assert search._resolve("tcp://six:5") == ["tcp://[::1]:5", "tcp://[::2]:5"]
+    assert names.resolve("tcp://both:5") == ["tcp://127.0.0.1:5", "tcp://127.0.0.2:5"]
+    assert names.resolve("tcp://six:5") == ["tcp://[::1]:5", "tcp://[::2]:5"]
 
 
 def test_a_look_up_that_hangs_does_not_outlast_the_deadline(

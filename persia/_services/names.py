@@ -1,0 +1,98 @@
+"""Addresses as they are listed, and the hosts to which names lead."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from persia._rpc.zmq_transport import normalized
+from persia.errors import ConfigError
+
+TCP = "tcp://"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The addresses of a role, and where they are named."""
+
+    variable: str
+    addresses: list[str]
+    is_by_node: bool = False  # a list shorter than the set is one of nodes
+
+
+def parsed(variable: str, addresses: Sequence[str]) -> list[str]:
+    """Return addresses with their scheme.
+
+    Raises:
+        ConfigError: If one cannot be read; names the variable.
+    """
+    try:
+        return [normalized(address) for address in addresses]
+    except ConfigError as exc:
+        raise ConfigError(f"{variable}: {exc}") from exc
+
+
+def split(address: str) -> tuple[str, int]:
+    """``tcp://host:port`` -> host, port."""
+    host, _, port = address.removeprefix(TCP).rpartition(":")
+    return host, int(port)
+
+
+def is_name(address: str) -> bool:
+    """Whether it has to be looked up where it leads, so that it may lead elsewhere later."""
+    if not address.startswith(TCP):
+        return False
+    try:
+        ipaddress.ip_address(split(address)[0].strip("[]"))
+    except ValueError:
+        return True
+    return False
+
+
+def resolve(name: str) -> list[str]:
+    """Return the addresses of a name's hosts.
+
+    Raises:
+        OSError: If the name is not known now.
+    """
+    host, port = split(name)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    by_family = {
+        family: sorted({str(place[0]) for of, *_, place in found if of == family})
+        for family in (socket.AF_INET, socket.AF_INET6)
+    }
+    # A name with addresses of both kinds names the same hosts twice.
+    if len(by_family[socket.AF_INET]) == 1:
+        return [name]  # ZeroMQ looks it up again whenever it connects again
+    if by_family[socket.AF_INET]:
+        return [f"{TCP}{one}:{port}" for one in by_family[socket.AF_INET]]
+    return [f"{TCP}[{one}]:{port}" for one in by_family[socket.AF_INET6]]
+
+
+def resolved(listed: Listed, timeout_s: float) -> list[str]:
+    """Return every address, with the hosts of those names that can be looked up in time."""
+    found: dict[str, list[str]] = {}
+
+    def look_up(name: str) -> None:
+        # Where it fails there is no host, and so nobody to be asked.
+        with contextlib.suppress(OSError, UnicodeError):
+            found[name] = resolve(name)
+
+    names = [address for address in listed.addresses if is_name(address)]
+    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    known = dict(found)
+    return [
+        address
+        for entry in listed.addresses
+        for address in known.get(entry, [] if entry in names else [entry])
+    ]
