@@ -30,6 +30,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from persia._rpc.frame import LIMITS, Limits, Part
 from persia._rpc.transport import Outgoing, Parts
@@ -47,8 +48,8 @@ _HIGH_WATER_MARK = 64
 # thread that wakes up, which costs more.
 _COPIED_BYTES = 1 << 18
 
-_HEARTBEAT_MS = 2_000
-_HEARTBEAT_TIMEOUT_MS = 8_000  # a connection silent for so long is closed
+_SILENCE_S = 8.0  # a connection silent for so long is closed
+_HEARTBEATS = 4  # are sent in that time
 _HANDSHAKE_MS = 5_000  # who connects and says nothing is cut off
 _CONNECT_MS = 5_000
 _UNBIND_MS = 2_000
@@ -111,6 +112,7 @@ class _End(Generic[T]):
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
         self._monitor: zmq.Socket[Any] | None = None
+        self._was_cut = False  # the monitor said so, and the thread has not dealt with it
         self._thread: threading.Thread | None = None
 
     @property
@@ -234,7 +236,7 @@ class _End(Generic[T]):
             if self._wake_in.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(64)
-            if watched in ready:
+            if watched in ready or self._was_cut:
                 self._on_event()
         with self._lock:
             self._flush()
@@ -304,10 +306,14 @@ class ZmqTransport:
     Args:
         limits: What a message may be.
         num_io_threads: libzmq's own; one moves about a gigabyte a second.
+        silence_s: A peer that is not heard for so long is taken for gone.
     """
 
-    def __init__(self, limits: Limits = LIMITS, num_io_threads: int = 1) -> None:
+    def __init__(
+        self, limits: Limits = LIMITS, num_io_threads: int = 1, silence_s: float = _SILENCE_S
+    ) -> None:
         self._limits = limits
+        self._silence_ms = int(silence_s * 1000)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_io_threads)
         # Those still in use; libzmq would wait for ever for one that nobody closes.
         self._ends: weakref.WeakSet[ZmqListener | ZmqChannel] = weakref.WeakSet()
@@ -357,9 +363,9 @@ class ZmqTransport:
         socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.array_bytes, 1 << 16))
         socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, self._silence_ms // _HEARTBEATS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._silence_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, self._silence_ms)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         # Only where it is asked for: with it, libzmq would take a name's IPv6 address alone.
         socket.setsockopt(zmq.IPV6, int("://[" in address))
@@ -460,7 +466,9 @@ class ZmqChannel(_End[Outgoing]):
     def start(self, on_message: Callable[[Parts], None], on_lost: Callable[[], None]) -> None:
         """Begin to connect."""
         self._on_message, self._on_lost = on_message, on_lost
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        )
         self._socket.connect(self._address)
         self._start()
 
@@ -485,12 +493,20 @@ class ZmqChannel(_End[Outgoing]):
     def _on_event(self) -> None:
         if self._monitor is None or self._on_lost is None:
             raise InternalError(f"{self._address}: watched before start")
-        is_lost = False
+        is_free = False
         with contextlib.suppress(zmq.Again):
             while True:
-                self._monitor.recv_multipart(_NOW)
-                is_lost = True
-        if is_lost:
+                message = self._monitor.recv_multipart(_NOW)
+                is_cut = parse_monitor_message(message)["event"] == zmq.EVENT_DISCONNECTED
+                self._was_cut, is_free = self._was_cut or is_cut, not is_cut
+        if not self._was_cut:
+            return
+        # What is sent now may go into the broken connection, and nobody would say so, until
+        # libzmq takes that from the socket: then it tries anew, or there is no room.
+        with self._lock:
+            is_free = is_free or not int(self._socket.getsockopt(zmq.EVENTS)) & _OUT
+        if is_free:
+            self._was_cut = False
             # Answers that came before the connection broke count.
             while self._step():
                 pass
