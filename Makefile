@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 TREE := setup.py pyproject.toml README.md LICENSE persia tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-slow test-all lint format debug asan bench wheel wheels clean
+.PHONY: help demo build test test-slow test-all lint format debug asan fuzz bench wheel wheels clean
 .SILENT: help
 
 help:  ## list the targets
@@ -138,6 +138,16 @@ asan: $(VENV)/.dev  ## the core tests under AddressSanitizer and UBSan (gcc)
 	cd build/asan && $(SANITIZED) PYTHONPATH=$(CURDIR)/build/asan \
 	  $(TEST) tests/core -m "not cuda and not slow"; \
 	status=$$?; cat $(FINDINGS).* 2>/dev/null && status=1; exit $$status
+
+# A wheel of atheris there is for CPython 3.11 to 3.13 only, so no extra of ours names it.
+# What it finds stays in build/fuzz; `python -m tests.fuzz --keep build/fuzz/corpus` commits it.
+FUZZ_SECONDS ?= 600
+
+fuzz: build  ## FUZZ_SECONDS of strange messages to every server (atheris)
+	$(PIP) install atheris
+	mkdir -p build/fuzz/corpus
+	$(BIN)/python -m tests.fuzz build/fuzz/corpus -max_total_time=$(FUZZ_SECONDS) \
+	  -max_len=8192 -rss_limit_mb=2048 -artifact_prefix=build/fuzz/
 
 bench: build  ## product and peers, interleaved in one run
 	$(BIN)/python -m tests.benchmarks $(BENCH)

@@ -1,43 +1,26 @@
 """The transport over ZeroMQ: DEALER to ROUTER, by ``ipc://`` or ``tcp://``.
 
-Any thread sends on the socket itself, under a lock; each end has a thread that receives.
-
-    any thread --lock, zmq--> libzmq's thread ... --> thread of the other end --callback-->
-
-A queue of its own has an end only for what finds no connection or no room, and for what the
-main thread sends.
-
 ``ZMQ_IMMEDIATE`` keeps messages out of a connection that is not there, so that "was it sent"
 has an answer. libzmq drops what a broken connection still held: nothing is sent twice behind
 our back. Its own threads answer heartbeats, so a server that computes is not taken for dead,
 and one that is stopped or cut off is noticed.
 
-libzmq bounds a message part by part and holds all parts before it delivers the first, so a
-peer can make it hold parts without end; ``Limits`` bounds what Python sees. Who cannot trust
-the network must keep strangers out of it.
+libzmq bounds a message part by part and holds all parts before it delivers the first: its
+high-water mark counts whole messages, and it has no bound for an unfinished one. So a peer
+can make it hold parts without end; ``Limits`` bounds what Python sees. Who cannot trust the
+network must keep strangers out of it, and a limit of memory is the process's last defence.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import select
 import socket as sockets
-import threading
 import weakref
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
 
 import zmq
 
-from persia._rpc.frame import LIMITS, Limits, Part
-from persia._rpc.transport import Outgoing, Parts
-from persia.errors import ConfigError, InternalError
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from persia._rpc.frame import LIMITS, Limits
+from persia._rpc.zmq_ends import ZmqChannel, ZmqListener
+from persia.errors import ConfigError
 
 # Messages per connection and direction. Bytes are bounded by the calls in flight; this
 # bounds what a peer that does not read can make us hold.
@@ -47,16 +30,12 @@ _HIGH_WATER_MARK = 64
 # thread that wakes up, which costs more.
 _COPIED_BYTES = 1 << 18
 
-_HEARTBEAT_MS = 2_000
-_HEARTBEAT_TIMEOUT_MS = 8_000  # a connection silent for so long is closed
+_SILENCE_S = 8.0  # a connection silent for so long is closed
+_HEARTBEATS = 4  # are sent in that time
 _HANDSHAKE_MS = 5_000  # who connects and says nothing is cut off
 _CONNECT_MS = 5_000
-_UNBIND_MS = 2_000
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1_000
-
-# As plain integers: arithmetic on zmq's enumerations takes longer than a send.
-_IN, _OUT, _MORE, _NOW = (int(n) for n in (zmq.POLLIN, zmq.POLLOUT, zmq.SNDMORE, zmq.NOBLOCK))
 
 _IPC = "ipc://"
 _MAX_IPC_PATH = 107  # sockaddr_un holds 108 bytes with the final zero
@@ -87,227 +66,20 @@ def normalized(address: str) -> str:
     return f"tcp://{rest}"
 
 
-class _End(Generic[T]):
-    """A socket on which any thread sends ``T``s, and a thread of its own receives.
-
-    Every use of the socket holds the lock. The thread waits without it, on the socket's
-    descriptor, which tells of changes and not of a state: whoever uses the socket may take the
-    tale away. So each use by another ends with ``_look``.
-    """
-
-    def __init__(
-        self, name: str, socket: zmq.Socket[bytes], address: str, limits: Limits
-    ) -> None:
-        self._name = f"{name} {address}"
-        self._address = address
-        self._limits = limits
-        self._lock = threading.Lock()  # guards the socket and all below
-        self._socket = socket
-        self._queue: deque[T] = deque()  # what could not be sent at once
-        self._is_waiting = False  # the thread is, or is about to
-        self._is_closing = False
-        self._linger_ms = 0
-        self._wake_in, self._wake_out = sockets.socketpair()
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
-        self._monitor: zmq.Socket[Any] | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def address(self) -> str:
-        """The address it is bound to, with the true port, or connects to."""
-        return self._address
-
-    def _start(self) -> None:
-        if self._thread is not None:
-            raise InternalError(f"{self._name}: started twice")
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
-
-    def _post(self, item: T) -> None:
-        """Send now, or leave it to the thread; dropped if the end is closed."""
-        with self._lock:
-            if self._is_closing:
-                return
-            # In the main thread a signal's exception could come between two parts, and the
-            # next message would be taken for the rest of this one.
-            is_main = threading.current_thread() is threading.main_thread()
-            if is_main or self._queue or not self._try_send(item):
-                self._queue.append(item)
-            self._look()
-
-    def _close(self, linger_s: float) -> None:
-        """Stop the thread and close the socket; repeating it does nothing."""
-        with self._lock:
-            is_first = not self._is_closing
-            self._is_closing = True
-            if is_first:
-                self._linger_ms = max(0, int(linger_s * 1000))
-            self._wake()
-        thread = self._thread
-        if thread is None:
-            if is_first:
-                self._release()
-        elif thread is not threading.current_thread():
-            thread.join()
-
-    def _release(self) -> None:
-        with self._lock:
-            self._is_closing = True  # also if the thread failed
-            self._is_waiting = False  # nobody writes to a closed pair
-            if self._monitor is not None:
-                self._socket.disable_monitor()
-                self._monitor.close(linger=0)
-            self._socket.setsockopt(zmq.LINGER, self._linger_ms)
-            self._unbind()
-            self._socket.close()
-            self._wake_in.close()
-            self._wake_out.close()
-
-    # --- with the lock held -----------------------------------------------------------------
-
-    def _unbind(self) -> None:
-        """Give the address free, if it is bound."""
-
-    def _send(self, item: T) -> bool:
-        """Put an item on the socket; returns False if there is no room now."""
-        raise NotImplementedError
-
-    def _try_send(self, item: T) -> bool:
-        try:
-            return self._send(item)
-        except BaseException:
-            # Some parts may have left, and the next message would be taken for the rest.
-            self._is_closing = True
-            self._wake()
-            raise
-
-    def _ready(self) -> int:
-        """Return what can be done, of receiving and sending what is queued."""
-        events = int(self._socket.getsockopt(zmq.EVENTS))
-        return events & (_IN | _OUT if self._queue else _IN)
-
-    def _look(self) -> None:
-        """Wake the thread if there is something for it."""
-        if self._is_waiting and self._ready():
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._is_waiting:
-            self._is_waiting = False
-            # One byte in a buffer that is emptied after each wait always fits.
-            with contextlib.suppress(OSError):
-                self._wake_out.send(b"\0")
-
-    # --- in the thread ----------------------------------------------------------------------
-
-    def _deliver(self, parts: list[Part], reason: str) -> None:
-        """Hand a message on, or the reason why it is dropped."""
-        raise NotImplementedError
-
-    def _on_event(self) -> None:
-        """Look what the monitor tells."""
-
-    def _run(self) -> None:
-        try:
-            self._loop()
-        except Exception:
-            # Nobody can be told: calls run into their deadlines, and this says why.
-            logger.exception("%s: a thread that moves messages failed", self._name)
-        finally:
-            self._release()
-
-    def _loop(self) -> None:
-        poller = select.poll()
-        poller.register(self._wake_in, select.POLLIN)
-        with self._lock:
-            poller.register(self._socket.FD, select.POLLIN)
-        watched = -1
-        if self._monitor is not None:
-            watched = self._monitor.FD
-            poller.register(watched, select.POLLIN)
-            self._on_event()  # a descriptor tells nothing before the first look
-        while not self._is_closing:
-            if self._step():
-                continue
-            ready = {number for number, _ in poller.poll()}
-            if self._wake_in.fileno() in ready:
-                with contextlib.suppress(BlockingIOError):
-                    self._wake_in.recv(64)
-            if watched in ready:
-                self._on_event()
-        with self._lock:
-            self._flush()
-
-    def _step(self) -> bool:
-        """Send what is queued and take one message; returns False if there was nothing."""
-        message = None
-        with self._lock:
-            ready = 0 if self._is_closing else self._ready()
-            if ready & _OUT:
-                self._flush()
-            if ready & _IN:
-                message = _receive(self._socket, self._limits)
-            # From here on whoever finds something wakes the thread.
-            self._is_waiting = not ready and not self._is_closing
-        if message is not None:
-            self._deliver(*message)
-        return bool(ready)
-
-    def _flush(self) -> None:
-        while self._queue and self._try_send(self._queue[0]):
-            self._queue.popleft()
-
-
-def _receive(socket: zmq.Socket[bytes], limits: Limits) -> tuple[list[Part], str]:
-    """Take one message off the socket.
-
-    Returns:
-        Its parts, and why it has to be dropped or "". All its parts are taken either way.
-
-    Raises:
-        zmq.Again: If there is none.
-    """
-    parts: list[Part] = []
-    reason = ""
-    num_bytes = 0
-    while True:
-        part = socket.recv(_NOW, copy=False)
-        num_bytes += len(part.buffer)
-        # Routing id, protocol name and header come beside the arrays.
-        if len(parts) >= limits.num_arrays + 3:
-            reason = "num_arrays"
-        elif num_bytes > limits.message_bytes:
-            reason = "message_bytes"
-        if reason:
-            parts.clear()
-        else:
-            parts.append(part.buffer)
-        if not part.more:
-            return parts, reason
-
-
-def _send(socket: zmq.Socket[bytes], parts: Parts) -> None:
-    """Put one message on the socket; large parts are not copied.
-
-    Raises:
-        zmq.Again: If there is no room; nothing of it was sent.
-    """
-    last = len(parts) - 1
-    for number, part in enumerate(parts):
-        socket.send(part, _NOW | _MORE if number < last else _NOW, copy=False)
-
-
 class ZmqTransport:
     """Ends that share libzmq's threads.
 
     Args:
         limits: What a message may be.
         num_io_threads: libzmq's own; one moves about a gigabyte a second.
+        silence_s: A peer that is not heard for so long is taken for gone.
     """
 
-    def __init__(self, limits: Limits = LIMITS, num_io_threads: int = 1) -> None:
+    def __init__(
+        self, limits: Limits = LIMITS, num_io_threads: int = 1, silence_s: float = _SILENCE_S
+    ) -> None:
         self._limits = limits
+        self._silence_ms = int(silence_s * 1000)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_io_threads)
         # Those still in use; libzmq would wait for ever for one that nobody closes.
         self._ends: weakref.WeakSet[ZmqListener | ZmqChannel] = weakref.WeakSet()
@@ -357,9 +129,9 @@ class ZmqTransport:
         socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.array_bytes, 1 << 16))
         socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, self._silence_ms // _HEARTBEATS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._silence_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, self._silence_ms)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         # Only where it is asked for: with it, libzmq would take a name's IPv6 address alone.
         socket.setsockopt(zmq.IPV6, int("://[" in address))
@@ -386,122 +158,3 @@ def _check_nobody_listens(address: str) -> None:
         except OSError:
             return  # nobody is there, or the bind that follows says what is wrong
     raise ConfigError(f"cannot listen at {address}: another process does")
-
-
-class ZmqListener(_End[tuple[bytes, Parts]]):
-    """Server end."""
-
-    def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
-        super().__init__("persia-listen", socket, address, limits)
-        self._on_message: Callable[[bytes, Parts], None] | None = None
-        self._on_dropped: Callable[[str], None] | None = None
-
-    def start(
-        self,
-        on_message: Callable[[bytes, Parts], None],
-        on_dropped: Callable[[str], None],
-    ) -> None:
-        """Begin to receive."""
-        self._on_message, self._on_dropped = on_message, on_dropped
-        self._start()
-
-    def send(self, peer: bytes, parts: Parts) -> None:
-        """Send to a peer, or drop if it has gone or does not read."""
-        self._post((peer, parts))
-
-    def close(self, linger_s: float) -> None:
-        """Stop listening, giving what was to be sent that many seconds to leave."""
-        self._close(linger_s)
-
-    def _deliver(self, parts: list[Part], reason: str) -> None:
-        if self._on_message is None:
-            raise InternalError(f"{self._address}: receives before start")
-        if reason:
-            self._drop(reason)
-        else:
-            self._on_message(bytes(parts[0]), parts[1:])
-
-    def _send(self, item: tuple[bytes, Parts]) -> bool:
-        peer, parts = item
-        try:
-            _send(self._socket, [peer, *parts])
-        except zmq.ZMQError as exc:
-            if exc.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
-            self._drop("peer_slow" if exc.errno == zmq.EAGAIN else "peer_gone")
-        return True
-
-    def _drop(self, reason: str) -> None:
-        if self._on_dropped is not None:
-            self._on_dropped(reason)
-
-    def _unbind(self) -> None:
-        """Return when the address is free: closing alone would leave that to libzmq's pace."""
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
-        try:
-            self._socket.unbind(self._address)
-            if not monitor.poll(_UNBIND_MS):
-                logger.warning("%s: still bound after %d ms", self._name, _UNBIND_MS)
-        except zmq.ZMQError as exc:
-            logger.warning("%s: cannot unbind: %s", self._name, exc.strerror)
-        finally:
-            self._socket.disable_monitor()
-            monitor.close(linger=0)
-
-
-class ZmqChannel(_End[Outgoing]):
-    """Client end."""
-
-    def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
-        super().__init__("persia-channel", socket, address, limits)
-        self._on_message: Callable[[Parts], None] | None = None
-        self._on_lost: Callable[[], None] | None = None
-
-    def start(self, on_message: Callable[[Parts], None], on_lost: Callable[[], None]) -> None:
-        """Begin to connect."""
-        self._on_message, self._on_lost = on_message, on_lost
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(self._address)
-        self._start()
-
-    def send(self, outgoing: Outgoing) -> None:
-        """Send as soon as there is a connection with room."""
-        self._post(outgoing)
-
-    def close(self) -> None:
-        """End the connection; what was not sent is dropped."""
-        self._close(0.0)
-
-    def _deliver(self, parts: list[Part], reason: str) -> None:
-        if self._on_message is None:
-            raise InternalError(f"{self._address}: receives before start")
-        if reason:
-            logger.warning(
-                "%s: dropped an answer that exceeds the limit of %s", self._address, reason
-            )
-        else:
-            self._on_message(parts)
-
-    def _on_event(self) -> None:
-        if self._monitor is None or self._on_lost is None:
-            raise InternalError(f"{self._address}: watched before start")
-        is_lost = False
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._monitor.recv_multipart(_NOW)
-                is_lost = True
-        if is_lost:
-            # Answers that came before the connection broke count.
-            while self._step():
-                pass
-            self._on_lost()
-
-    def _send(self, outgoing: Outgoing) -> bool:
-        if not outgoing.claim():
-            return True
-        try:
-            _send(self._socket, outgoing.parts)
-        except zmq.Again:
-            outgoing.unclaim()
-            return False
-        return True

@@ -1,11 +1,13 @@
 """PERSIA and its peers on one workload, interleaved in one run.
 
     python -m tests.benchmarks [--quick] [--threads 1 2] [--only NAME ...] [--json FILE]
+    python -m tests.benchmarks --wire [--quick] [--json FILE]
 
 Prints Markdown tables: million ids per second, one figure for each number of threads, and in
 brackets how many times torch's rate that is. Both are medians over repetitions; a ratio is
 taken within a repetition, where both met the same load. Then page faults a step (the worst
 cell of the row) and resident bytes per row; with --quick those are mostly code, not rows.
+The second form asks how far calls are from bare pyzmq instead; see wire.py.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from persia._core import cpu
 from tests.benchmarks.contenders import Persia, TorchMerged
 from tests.benchmarks.memory import OPTIMIZERS, in_fresh_process, resident
 from tests.benchmarks.peers import INSTALL_PEERS, is_installed, peers
+from tests.benchmarks.wire import TRANSPORTS, wire
 from tests.benchmarks.workload import PATTERNS, Batch, Contender, Step, batches, sizes
 
 PERSIA = "PERSIA, exact Adagrad"
@@ -227,8 +230,14 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, help="default: 7, or 3 with --quick")
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
+    parser.add_argument("--wire", action="store_true", help="the wire, and nothing else")
     args = parser.parse_args()
 
+    if args.wire:
+        cells = wire(args.quick, [*TRANSPORTS], args.repetitions or (3 if args.quick else 9))
+        if args.json is not None:
+            args.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=2) + "\n")
+        return
     pinned = pin_malloc()
     # Said aloud, or torch warns.
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]

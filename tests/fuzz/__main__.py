@@ -3,8 +3,8 @@
     python -m tests.fuzz DIRECTORY [libFuzzer's options, as -max_total_time=600]
     python -m tests.fuzz --keep DIRECTORY
 
-The directory holds the inputs found so far; the second form writes the smallest set of them
-that covers the same code to tests/fuzz/corpus.txt, which the fast tests replay.
+The directory holds the inputs found so far; the second form writes the shortest of them to
+tests/fuzz/corpus.txt, which the fast tests replay.
 """
 
 from __future__ import annotations
@@ -84,13 +84,16 @@ def mutate(data: bytes, max_size: int, seed: int) -> bytes:
 
 
 def keep(directory: Path) -> None:
-    """Write the committed corpus: what the fuzzer kept, the shortest first, up to a size."""
-    lines: list[str] = []
-    for path in sorted(directory.iterdir(), key=lambda path: path.stat().st_size):
+    """Add to the committed corpus what the fuzzer kept, the shortest first, up to a size."""
+    lines = fuzzed.CORPUS.read_text("ascii").split()
+    found = [path for path in directory.iterdir() if not path.name.startswith("seed")]
+    for path in sorted(found, key=lambda path: (path.stat().st_size, path.name)):
         data = path.read_bytes()
         if len(data) > _KEPT_BYTES or sum(map(len, lines)) > _KEPT_TOTAL:
             break
-        lines.append(base64.b64encode(data).decode())
+        line = base64.b64encode(data).decode()
+        if line not in lines:
+            lines.append(line)
     fuzzed.CORPUS.write_text("\n".join(lines) + "\n", "ascii")
 
 

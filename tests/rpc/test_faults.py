@@ -1,0 +1,256 @@
+"""Wires that drop, repeat, delay and cut, and servers that are stopped and killed.
+
+In each case updates are applied once, and a call ends within its deadline: with its result or
+with an error of its type.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia._rpc.client import Client
+from persia._rpc.messages import LookupRequest, TableGradients, TableSigns, UpdateRequest
+from persia._rpc.methods import parameter_server
+from persia._rpc.server import serve
+from persia._rpc.zmq_transport import ZmqTransport
+from persia.errors import ServiceError, ServiceTimeout, ServiceUnavailable
+from tests.rpc.proxies import MessageProxy, TcpProxy
+from tests.rpc.server_process import __name__ as SERVER_MODULE
+from tests.rpc.support import PATIENCE_S, TOY, Wire
+from tests.rpc.toys import make_client, toy_server
+from tests.services.support import SCHEMA, make_servers, sign
+
+SLOT = SCHEMA.slots["sum"]
+NUM_SIGNS = 2000
+SIGNS = np.array([sign("sum", n) for n in range(NUM_SIGNS)], np.uint64)
+ASK = (TableSigns(SLOT.table, SIGNS),)
+SILENCE_S = 0.4
+STEP = np.float32(0.0625)  # what an update takes off every value, at SGD's rate of 0.5
+
+
+def update(number: int) -> UpdateRequest:
+    gradients = np.full((NUM_SIGNS, SLOT.dim), 2 * STEP, np.float32)
+    return UpdateRequest((9, number), (TableGradients(SLOT.table, SIGNS, None, gradients),))
+
+
+def rows(server: Any) -> Any:
+    """What is stored, asked for directly or through a client."""
+    request = LookupRequest(0, False, ASK)
+    reply = (
+        server.call("lookup", request) if isinstance(server, Client) else server.lookup(request)
+    )
+    return reply.tables[0].rows
+
+
+@contextlib.contextmanager
+def served(wire: Wire) -> Iterator[tuple[Any, str]]:
+    """A parameter server with constant rows, and where it listens."""
+    (plain,) = make_servers(1)
+    plain.lookup(LookupRequest(0, True, ASK))
+    server = serve(wire.transport, wire.address(), parameter_server(), plain)
+    try:
+        yield plain, server.address
+    finally:
+        server.stop()
+
+
+def make_remote(wire: Wire, address: str, **options: Any) -> Client:
+    return Client(
+        wire.transport, address, parameter_server(), **({"timeout_s": PATIENCE_S} | options)
+    )
+
+
+def check_applied_once(plain: Any, before: Any, num_updates: int) -> None:
+    for _ in range(num_updates):
+        before = before - STEP
+    np.testing.assert_array_equal(rows(plain), before)
+
+
+def test_updates_are_applied_once_through_drops_and_repetitions(
+    ipc_wire: Wire, tmp_path: Path
+) -> None:
+    dice = random.Random(7)
+    with served(ipc_wire) as (plain, address):
+        before = rows(plain)
+        proxy = MessageProxy(
+            f"ipc://{tmp_path}/proxy", address, lambda number: dice.choice((0, 1, 1, 2, 3))
+        )
+        client = make_remote(ipc_wire, proxy.address, attempt_s=0.05)
+        with contextlib.closing(client), ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(client.call, "update", update(n)) for n in range(40)]
+            for call in calls:
+                call.result(PATIENCE_S)
+            # What was repeated last may still be on its way: it changes nothing either.
+            client.hello()
+        proxy.close()
+        check_applied_once(plain, before, 40)
+        assert proxy.num_dropped > 5
+        assert proxy.num_repeated > 5
+        assert client.stats()["sent_again"] >= 5
+
+
+def test_updates_are_applied_once_through_cuts(tcp_wire: Wire) -> None:
+    """Cut in the handshake, in a request, in an answer, and between them."""
+    with served(tcp_wire) as (plain, address):
+        before = rows(plain)
+        cuts = (10, 100, 500, 20_000, 60_000, 100_000, 150_000, 49_000, 98_000, None)
+        proxy = TcpProxy(address, cuts)
+        client = make_remote(tcp_wire, proxy.address)
+        with contextlib.closing(client), ThreadPoolExecutor(2) as pool:
+            calls = [pool.submit(client.call, "update", update(n)) for n in range(12)]
+            for call in calls:
+                call.result(PATIENCE_S)
+            np.testing.assert_array_equal(rows(client), rows(plain))
+        proxy.close()
+        check_applied_once(plain, before, 12)
+        assert proxy.num_cut == len(cuts) - 1
+
+
+def test_what_may_not_be_repeated_ends_with_the_connection(tcp_wire: Wire) -> None:
+    with toy_server(tcp_wire) as (server, service):
+        proxy = TcpProxy(server.address)
+        with make_client(tcp_wire, proxy.address) as client, ThreadPoolExecutor(1) as pool:
+            held = pool.submit(client.call, "hold", 1)
+            assert service.holding.acquire(timeout=PATIENCE_S)
+            proxy.close()
+            with pytest.raises(ServiceUnavailable, match="whether it was executed"):
+                held.result(PATIENCE_S)
+
+
+def test_a_wire_that_delays(tcp_wire: Wire) -> None:
+    """Longer than the call has: a timeout. Afterwards what was late harms nobody."""
+    with toy_server(tcp_wire) as (server, _):
+        proxy = TcpProxy(server.address)
+        with make_client(tcp_wire, proxy.address) as client:
+            assert client.call("add", 1) == 1
+            proxy.hold()
+            with pytest.raises(ServiceTimeout, match="no answer to add_once"):
+                client.call("add_once", 10, timeout_s=0.2)
+            proxy.go()
+            assert client.call("add", 1) in (2, 12)
+        proxy.close()
+
+
+def test_a_client_behind_a_dead_wire_is_given_up_and_others_are_served() -> None:
+    """Half open: the server learns by silence alone that nobody is there."""
+    quick = ZmqTransport(silence_s=SILENCE_S)
+    wire = Wire("tcp", Path())
+    wire.transport.close()
+    wire.transport = quick
+    with toy_server(wire, num_threads=2) as (server, service):
+        proxy = TcpProxy(server.address)
+        patient = ZmqTransport()  # notices nothing itself
+        lost = Client(patient, proxy.address, TOY, timeout_s=PATIENCE_S)
+        with make_client(wire, server) as other, ThreadPoolExecutor(1) as pool:
+            held = pool.submit(lost.call, "hold", 1)
+            assert service.holding.acquire(timeout=PATIENCE_S)
+            proxy.hold()
+            assert proxy.server_has_closed(PATIENCE_S)
+            service.permits.release()
+            # Its answer has no taker.
+            while not server.stats().get("dropped.peer_gone", 0):
+                assert other.call("add", 1) >= 1
+            proxy.close()
+            with pytest.raises(ServiceUnavailable):
+                held.result(PATIENCE_S)
+            assert other.stats().get("lost", 0) == 0
+        lost.close()
+        patient.close()
+    quick.close()
+
+
+# --- processes that are stopped and killed ------------------------------------------------
+
+
+@contextlib.contextmanager
+def server_process(address: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", SERVER_MODULE, address, str(SILENCE_S)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        try:
+            assert process.stdout.readline().strip() == address
+            yield process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.stdin.close()
+
+
+def test_a_server_that_is_stopped_for_longer_than_the_heartbeat(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/a"
+    transport = ZmqTransport(silence_s=SILENCE_S)
+    client = Client(transport, address, parameter_server(), timeout_s=PATIENCE_S)
+    with server_process(address) as process, ThreadPoolExecutor(4) as pool:
+        client.call("lookup", LookupRequest(0, True, ASK))
+        before = rows(client)
+        process.send_signal(signal.SIGSTOP)
+        updates = [pool.submit(client.call, "update", update(n)) for n in range(3)]
+        # It may not be repeated, so it ends when the silence has been noticed.
+        with pytest.raises((ServiceUnavailable, ServiceTimeout)):
+            client.call("set_embedding", [], timeout_s=PATIENCE_S / 2)
+        assert client.stats()["lost"] >= 1
+        process.send_signal(signal.SIGCONT)
+        for one in updates:
+            one.result(PATIENCE_S)
+        check_applied_once(client, before, 3)
+        assert client.stats()["sent_again"] >= 1
+    client.close()
+    transport.close()
+
+
+def test_a_server_that_is_killed_in_the_middle_of_calls(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/a"
+    transport = ZmqTransport()
+    restarts: list[int] = []
+    client = Client(
+        transport,
+        address,
+        parameter_server(),
+        timeout_s=PATIENCE_S,
+        on_restart=lambda: restarts.append(1),
+    )
+    is_over = threading.Event()
+    errors: list[ServiceError] = []
+    rounds = threading.Semaphore(0)
+
+    def ask() -> None:
+        while not is_over.is_set():
+            try:
+                client.call("lookup", LookupRequest(0, False, ASK), timeout_s=1.0)
+                rounds.release()
+            except (ServiceUnavailable, ServiceTimeout) as error:
+                errors.append(error)
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask) for _ in range(3)]
+        for _ in range(2):
+            with server_process(address) as process:
+                for _ in range(20):
+                    assert rounds.acquire(timeout=PATIENCE_S)
+                process.kill()
+            while rounds.acquire(blocking=False):
+                pass
+        with server_process(address):
+            for _ in range(20):
+                assert rounds.acquire(timeout=PATIENCE_S)
+            is_over.set()
+            for one in asking:
+                one.result(PATIENCE_S)
+    assert len(restarts) == 2
+    assert all(error.address == address for error in errors)
+    client.close()
+    transport.close()
