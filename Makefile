@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 TREE := setup.py pyproject.toml README.md LICENSE persia tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-slow test-all lint format debug asan fuzz bench wheel wheels clean
+.PHONY: help demo build test test-slow test-all lint format debug asan fuzz bench bench-services wheel wheels clean
 .SILENT: help
 
 help:  ## list the targets
@@ -151,6 +151,9 @@ fuzz: build  ## FUZZ_SECONDS of strange messages to every server (atheris)
 
 bench: build  ## product and peers, interleaved in one run
 	$(BIN)/python -m tests.benchmarks $(BENCH)
+
+bench-services: build  ## local mode against embedded mode, on the same two cores
+	$(BIN)/python -m tests.benchmarks.services $(BENCH)
 
 # --- packages -----------------------------------------------------------------------------
 
