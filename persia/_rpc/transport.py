@@ -99,7 +99,8 @@ class Listener(Protocol):
 
         Args:
             on_message: Takes the peer and the parts; must return soon and must not raise.
-            on_dropped: Takes the reason why a message, in or out, was dropped.
+            on_dropped: Takes the reason why a message, in or out, was dropped; called by any
+                thread, must not send.
         """
 
     def send(self, peer: bytes, parts: Parts) -> None:

@@ -144,10 +144,11 @@ class _End(Generic[T]):
 
     def _wake(self) -> None:
         if self._is_waiting:
-            self._is_waiting = False
-            # One byte in a buffer that is emptied after each wait always fits.
+            # One byte in a buffer that is emptied after each wait always fits. First the byte:
+            # whom a signal's exception stops in between has woken the thread.
             with contextlib.suppress(OSError):
                 self._wake_out.send(b"\0")
+            self._is_waiting = False
 
     # --- in the thread ----------------------------------------------------------------------
 
