@@ -37,7 +37,7 @@ from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
 
 TRANSPORTS = ("ipc", "tcp")
-WARM_UP = 8
+WARM_UP = 16
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def server_process(kind: str, directory: Path) -> Iterator[tuple[str, str]]:
 def bare_calls(socket: zmq.Socket[bytes], array: AnyArray, load: Load, num_calls: int) -> None:
     """Ask so often, ``in_flight`` at a time."""
     parts: list[Any] = [b"head", array]
-    for _ in range(load.in_flight):
+    for _ in range(min(load.in_flight, num_calls)):
         socket.send_multipart(parts, copy=False)
     for number in range(num_calls):
         (_, part) = socket.recv_multipart(copy=False)
@@ -223,7 +223,7 @@ def measure_transport(kind: str, times: int, share: float) -> list[Cell]:
         client = Client(transport, ours, ECHO, timeout_s=60.0)
         for load in LOADS:
             array = np.arange(load.num_bytes // 4, dtype=np.uint32)
-            num_calls = max(2 * WARM_UP, int(load.num_calls * share)) // 4 * 4
+            num_calls = max(2 * WARM_UP, int(load.num_calls * share)) // 16 * 16
             cells.append(
                 measure(
                     kind,
