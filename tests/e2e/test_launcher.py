@@ -168,7 +168,7 @@ def test_servers_and_loaders_never_load_torch(job: Job) -> None:
 
 
 def test_the_command_of_torchrun(monkeypatch: Monkey) -> None:
-    run = ["-m", "torch.distributed.run"]
+    run = ["-m", "persia._launch.torchrun"]
     assert scripts.torchrun(2, 0, 1) == [*run, "--nproc-per-node=2", "--standalone"]
     monkeypatch.setenv("MASTER_ADDR", "node0")
     meet = ["--nnodes=3", "--node-rank=1", "--master-addr=node0"]
