@@ -101,7 +101,7 @@ def torchrun(nproc_per_node: int, node_rank: int, nnodes: int) -> list[str]:
     Raises:
         ConfigError: If there are several nodes, and nothing says where they meet.
     """
-    command = ["-m", "torch.distributed.run", f"--nproc-per-node={nproc_per_node}"]
+    command = ["-m", "persia._launch.torchrun", f"--nproc-per-node={nproc_per_node}"]
     if nnodes == 1:
         return [*command, "--standalone"]
     if not 0 <= node_rank < nnodes:

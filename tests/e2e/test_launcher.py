@@ -168,7 +168,7 @@ def test_servers_and_loaders_never_load_torch(job: Job) -> None:
 
 
 def test_the_command_of_torchrun(monkeypatch: Monkey) -> None:
-    run = ["-m", "torch.distributed.run"]
+    run = ["-m", "persia._launch.torchrun"]
     assert scripts.torchrun(2, 0, 1) == [*run, "--nproc-per-node=2", "--standalone"]
     monkeypatch.setenv("MASTER_ADDR", "node0")
     meet = ["--nnodes=3", "--node-rank=1", "--master-addr=node0"]
@@ -182,12 +182,16 @@ def test_the_command_of_torchrun(monkeypatch: Monkey) -> None:
 @pytest.mark.slow
 def test_ranks_by_torchrun_and_the_traceback_of_the_first_that_fails(job: Job) -> None:
     text = (
+        "import pathlib, time\n"
         "from persia import env\n"
         "print('rank', env.get_rank(), env.get_local_rank(), env.get_world_size(),\n"
         "      env.get_mode(), flush=True)\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "(here / f'rank{env.get_rank()}').touch()\n"
+        "while not (here / 'rank0').exists(): time.sleep(0.01)\n"
         "if env.get_rank() == 1:\n"
         "    raise ValueError('rank 1 is lost')\n"
-        "import time; time.sleep(600)\n"
+        "time.sleep(600)\n"
     )
     script = job.script("train.py", text)
     trainer = job.start("nn-worker", script, "--nproc-per-node=2", TORCHRUN="1")
