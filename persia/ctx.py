@@ -877,9 +877,6 @@ class TrainCtx(EmbeddingCtx):
             self._join_ranks()
         # Each rank computes the mean over its own batch; the worker divides by the scale.
         self._reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
-        # One incarnation of one rank: a second TrainCtx over the same servers begins its
-        # batch ids at 0 again, and must not be taken for a repetition of the first.
-        self._client = secrets.randbits(47) << 16 | self.rank_id
         self._warned_nans = 0
 
     def _join_ranks(self) -> None:
@@ -968,7 +965,9 @@ class TrainCtx(EmbeddingCtx):
         engine = GradientEngine(
             embeddings.worker,
             self._own_book(),
-            client=self._client,
+            # One rank, entered once: whoever enters a context over the same servers again
+            # numbers its batches from 0, which must not be taken for a repetition.
+            client=secrets.randbits(47) << 16 | self.rank_id,
             num_workers=self.backward_workers_size,
             capacity=self.backward_buffer_size,
             device=_torch_device(self.device_id),
