@@ -1113,6 +1113,10 @@ class TrainCtx(EmbeddingCtx):
         """Step the dense part; False if a gradient, dense or sparse, was not finite."""
         is_finite = all(update.is_finite() for update in updates)
         if self._ranks is not None:
+            if getattr(self.distributed_option, "needs_equal_batches", False):
+                # Dense gradients may be this rank's own: the scaler would skip a step, and
+                # the average that goes with it, on this rank only.
+                is_finite = is_finite and self._has_finite_dense()
             is_finite = not self._ranks.any(not is_finite)  # one step, or none, for all
         if not is_finite:
             # The dense gradients are dropped too: no step, and a smaller scale from now on.
@@ -1128,6 +1132,17 @@ class TrainCtx(EmbeddingCtx):
         scaler.update()
         # The scaler says that it skipped the step by lowering the scale.
         return scaler.get_scale() >= scale
+
+    def _has_finite_dense(self) -> bool:
+        import torch
+
+        checks = [
+            torch.isfinite(parameter.grad).all()
+            for group in self.dense_optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        return not checks or bool(torch.stack(checks).all())
 
     def _warn_of_nans(self, book: Book) -> None:
         total, by_feature = book.nan_counts()
