@@ -877,9 +877,6 @@ class TrainCtx(EmbeddingCtx):
             self._join_ranks()
         # Each rank computes the mean over its own batch; the worker divides by the scale.
         self._reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
-        # One incarnation of one rank: a second TrainCtx over the same servers begins its
-        # batch ids at 0 again, and must not be taken for a repetition of the first.
-        self._client = secrets.randbits(47) << 16 | self.rank_id
         self._warned_nans = 0
 
     def _join_ranks(self) -> None:
@@ -968,7 +965,9 @@ class TrainCtx(EmbeddingCtx):
         engine = GradientEngine(
             embeddings.worker,
             self._own_book(),
-            client=self._client,
+            # One rank, entered once: whoever enters a context over the same servers again
+            # numbers its batches from 0, which must not be taken for a repetition.
+            client=secrets.randbits(47) << 16 | self.rank_id,
             num_workers=self.backward_workers_size,
             capacity=self.backward_buffer_size,
             device=_torch_device(self.device_id),
@@ -1114,6 +1113,10 @@ class TrainCtx(EmbeddingCtx):
         """Step the dense part; False if a gradient, dense or sparse, was not finite."""
         is_finite = all(update.is_finite() for update in updates)
         if self._ranks is not None:
+            if getattr(self.distributed_option, "needs_equal_batches", False):
+                # Dense gradients may be this rank's own: the scaler would skip a step, and
+                # the average that goes with it, on this rank only.
+                is_finite = is_finite and self._has_finite_dense()
             is_finite = not self._ranks.any(not is_finite)  # one step, or none, for all
         if not is_finite:
             # The dense gradients are dropped too: no step, and a smaller scale from now on.
@@ -1129,6 +1132,17 @@ class TrainCtx(EmbeddingCtx):
         scaler.update()
         # The scaler says that it skipped the step by lowering the scale.
         return scaler.get_scale() >= scale
+
+    def _has_finite_dense(self) -> bool:
+        import torch
+
+        checks = [
+            torch.isfinite(parameter.grad).all()
+            for group in self.dense_optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        return not checks or bool(torch.stack(checks).all())
 
     def _warn_of_nans(self, book: Book) -> None:
         total, by_feature = book.nan_counts()

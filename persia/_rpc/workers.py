@@ -3,13 +3,15 @@
 A batch belongs to the embedding-worker that registered it, so a ref of it says which: its
 *handle* is ``replica << 64 | ref``, which no other process ever sees. Batches that come without
 a data-loader are registered here, in turn, and at another worker if the one whose turn it is
-does not answer.
+does not answer. One that did not answer is asked last for a while, so that a dead worker costs
+its batches some seconds once, not each of them.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +28,14 @@ from persia._rpc.messages import (
     TableEntries,
     UpdateReport,
 )
-from persia.errors import ConfigError, ServiceTimeout, ServiceUnavailable, UnknownRef
+from persia.errors import (
+    ConfigError,
+    ServiceBusy,
+    ServiceError,
+    ServiceTimeout,
+    ServiceUnavailable,
+    UnknownRef,
+)
 
 if TYPE_CHECKING:
     from persia._rpc.remote import RemoteEmbeddingWorker
@@ -37,8 +46,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REF_BITS = 64
-# Seconds before another worker is tried, where another will do.
+# Seconds before another worker is tried, where another will do; of one that did not answer
+# lately; how long that is; and between two rounds over all of them.
 _TRY_S = 10.0
+_PROBE_S = 1.0
+_AVOID_S = 30.0
+_PAUSE_S = 0.1
 # A worker that was restarted does not know the refs of the one before.
 _MAX_TRIES = 3
 
@@ -62,10 +75,12 @@ class EmbeddingWorkers:
         transport: Transport,
         connect: Callable[[Callable[[int], None]], Sequence[RemoteEmbeddingWorker]],
     ) -> None:
-        self._lock = threading.Lock()  # guards the next three
+        self._lock = threading.Lock()  # guards the next four
+        self._avoided: dict[int, float] = {}  # replica -> monotonic seconds until then
         self._settings: HyperParameters | None = None
         self._optimizer: OptimizerSettings | None = None
         self._counts: Counter[str] = Counter()
+        self._closed = threading.Event()
         self._transport = transport
         self._workers = tuple(connect(self._configure_again))
 
@@ -76,6 +91,7 @@ class EmbeddingWorkers:
 
     def close(self) -> None:
         """End the connections."""
+        self._closed.set()
         for worker in self._workers:
             worker.close()
         self._transport.close()
@@ -100,18 +116,64 @@ class EmbeddingWorkers:
             )
         return self._workers[replica], ref
 
+    def _is_avoided(self, worker: RemoteEmbeddingWorker) -> bool:
+        with self._lock:
+            return self._avoided.get(worker.replica_index, 0.0) > time.monotonic()
+
+    def _ask(
+        self,
+        worker: RemoteEmbeddingWorker,
+        ask: Callable[[RemoteEmbeddingWorker, float], T],
+        timeout_s: float,
+    ) -> T:
+        """Ask one worker, and note whether it answers."""
+        try:
+            answer = ask(worker, timeout_s)
+        except (ServiceUnavailable, ServiceTimeout):
+            with self._lock:
+                self._avoided[worker.replica_index] = time.monotonic() + _AVOID_S
+            raise
+        with self._lock:
+            self._avoided.pop(worker.replica_index, None)
+        return answer
+
     def _any(self, first: int, ask: Callable[[RemoteEmbeddingWorker, float], T]) -> T:
-        """Ask one worker, or the next ones if it does not answer."""
+        """Ask one worker, or the next ones if it does not answer, until the deadline."""
         count = len(self._workers)
+        left = timeout_s = env.rpc_timeout_s()
         if count == 1:
-            return ask(self._workers[0], env.rpc_timeout_s())
-        for step in range(count):
-            worker = self._workers[(first + step) % count]
+            return ask(self._workers[0], timeout_s)
+        deadline = time.monotonic() + timeout_s
+        in_turn = [self._workers[(first + step) % count] for step in range(count)]
+        try_s = _TRY_S
+        while True:
+            for worker in sorted(in_turn, key=self._is_avoided):
+                try:
+                    return self._ask(worker, ask, max(0.0, min(try_s, left)))
+                except (ServiceUnavailable, ServiceTimeout, ServiceBusy) as error:
+                    left = deadline - time.monotonic()
+                    if left <= 0.0 or self._closed.is_set():
+                        raise
+                    logger.warning("%s; another embedding-worker is asked", error)
+            self._closed.wait(_PAUSE_S)
+            try_s *= 2
+
+    def _owner(
+        self,
+        worker: RemoteEmbeddingWorker,
+        ask: Callable[[RemoteEmbeddingWorker, float], T],
+    ) -> T:
+        """Ask the worker that has a batch, which another can be given if this one is gone.
+
+        Raises:
+            ServiceUnavailable: If there is no connection to it; soon, if there are others.
+        """
+        if len(self._workers) > 1:
             try:
-                return ask(worker, _TRY_S)
-            except (ServiceUnavailable, ServiceTimeout) as error:
-                logger.warning("%s; another embedding-worker is asked", error)
-        return ask(self._workers[first % count], env.rpc_timeout_s())
+                return self._ask(worker, ask, _PROBE_S if self._is_avoided(worker) else _TRY_S)
+            except ServiceTimeout as error:
+                logger.warning("%s; it has the batch, and is waited for", error)
+        return self._ask(worker, ask, env.rpc_timeout_s())
 
     # --- batches ----------------------------------------------------------------------------
 
@@ -127,7 +189,14 @@ class EmbeddingWorkers:
     def lookup(self, ref: int, is_training: bool) -> LookupResult:
         """Return the outputs of a registered batch."""
         worker, theirs = self._of(ref)
-        result = worker.lookup(theirs, is_training)
+
+        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> LookupResult:
+            result: LookupResult = worker.client.call(
+                "lookup", theirs, is_training, timeout_s=timeout_s
+            )
+            return result
+
+        result = self._owner(worker, ask)
         return result if result.ref is None else replace(result, ref=ref)
 
     def lookup_direct(self, features: IDFeatures) -> LookupResult:
@@ -149,20 +218,30 @@ class EmbeddingWorkers:
             handle = self.register(features)
             try:
                 return self.lookup(handle, True)
-            except UnknownRef as error:
+            except (UnknownRef, ServiceUnavailable) as error:
                 logger.warning("%s; its ids are registered again", error)
         return self.lookup(self.register(features), True)
 
     def update(self, gradients: BatchGradients) -> UpdateReport:
         """Step the rows of a batch and retire its ref."""
         worker, ref = self._of(gradients.ref)
-        return worker.update(replace(gradients, ref=ref))
+        theirs = replace(gradients, ref=ref)
+
+        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> UpdateReport:
+            report: UpdateReport = worker.client.call("update", theirs, timeout_s=timeout_s)
+            return report
+
+        return self._owner(worker, ask)
 
     def release(self, ref: int) -> None:
         """Retire a ref for which no gradient will come; a dead worker's has gone with it."""
         worker, theirs = self._of(ref)
+
+        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> None:
+            worker.client.call("release", theirs, timeout_s=timeout_s)
+
         try:
-            worker.client.call("release", theirs, timeout_s=_TRY_S)
+            self._ask(worker, ask, _PROBE_S if self._is_avoided(worker) else _TRY_S)
         except (ServiceUnavailable, ServiceTimeout) as error:
             logger.warning("a batch was not released: %s", error)
             with self._lock:
@@ -194,20 +273,52 @@ class EmbeddingWorkers:
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows of each server."""
-        return self._any(0, lambda worker, _: worker.get_embedding_size())
+
+        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> list[int]:
+            sizes: list[int] = worker.client.call("get_embedding_size", timeout_s=timeout_s)
+            return sizes
+
+        return self._any(0, ask)
 
     def server_stats(self) -> list[Mapping[str, int]]:
         """Return the counts of each server."""
-        return self._any(0, lambda worker, _: worker.server_stats())
+
+        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> list[Mapping[str, int]]:
+            stats: list[Mapping[str, int]] = worker.client.call(
+                "server_stats", timeout_s=timeout_s
+            )
+            return stats
+
+        return self._any(0, ask)
 
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""
         self._workers[0].clear_embeddings()
 
     def stats(self) -> Mapping[str, int]:
-        """Return the counts of all workers together, and what was seen of them here."""
+        """Return the counts of all workers together, and what was seen of them here.
+
+        ``unanswered`` is the number of workers whose own counts are missing, as they are gone.
+
+        Raises:
+            ServiceError: If none of them answers.
+        """
+
+        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> Mapping[str, int]:
+            stats: Mapping[str, int] = worker.client.call("stats", timeout_s=timeout_s)
+            return stats
+
         with self._lock:
             total = Counter(self._counts)
+        failures: list[ServiceError] = []
         for worker in self._workers:
-            total.update(worker.stats())
+            try:
+                total.update(self._owner(worker, ask))
+            except (ServiceUnavailable, ServiceTimeout) as error:
+                logger.warning("the counts of an embedding-worker are missing: %s", error)
+                failures.append(error)
+        if len(failures) == len(self._workers):
+            raise failures[0]
+        if failures:
+            total["unanswered"] = len(failures)
         return dict(total)

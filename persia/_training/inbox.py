@@ -370,6 +370,7 @@ class Inbox:
                     "DataLoader over a StreamingDataset at a time"
                 )
             self._is_passing = True
+            self._failure = None  # of a pass before
             for stream in self._streams.values():
                 stream.was_read = True
 
@@ -501,6 +502,11 @@ class Inbox:
                 stream.ended_at is not None for stream in self._streams.values()
             )
             return self._is_passing and not (ended and self._streams)
+
+    def has_streams(self) -> bool:
+        """Whether a data-loader has opened a stream of this pass."""
+        with self._changed:
+            return bool(self._streams)
 
     def fail(self, failure: BaseException) -> None:
         """Raise this in ``take``, once what is pending was taken."""

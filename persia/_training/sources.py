@@ -151,9 +151,8 @@ class StreamSource:
         Raises:
             ConfigError: If another one is under way.
         """
-        self._inbox.begin_pass()
-        self._has_begun = True
         self._stream.begin_pass()
+        self._has_begun = True
 
     def get(self) -> Item:
         """Take the next batch."""

@@ -62,7 +62,12 @@ class Stream:
         return self._server.address
 
     def begin_pass(self) -> None:
-        """Called before each pass over the batches."""
+        """Called before each pass over the batches.
+
+        Raises:
+            ConfigError: If another one is under way.
+        """
+        self.inbox.begin_pass()
 
     def close(self) -> None:
         """Tell the data-loaders that nothing more is read, and stop."""
@@ -86,8 +91,10 @@ class ChildStream(Stream):
     def __init__(self, worker: EmbeddingWorker, capacity: int, script: Path) -> None:
         self._script = script
         self._directory = tempfile.mkdtemp(prefix="persia-")
-        self._child: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # guards the next three
+        self._child: subprocess.Popen[bytes] | None = None  # started last; None once closed
         self._watcher: threading.Thread | None = None
+        self._is_owed = False  # a pass began while the child of the one before still ran
         try:
             super().__init__(0, 1, capacity, f"ipc://{self._directory}/nn-worker")
             self._worker_server = serve(
@@ -102,8 +109,19 @@ class ChildStream(Stream):
 
     def begin_pass(self) -> None:
         """Start the script, unless it runs still and may open another stream."""
-        if self._child is not None and self._child.poll() is None:
-            return
+        with self._lock:
+            super().begin_pass()
+            if self._child is not None and self._child.poll() is None:
+                self._is_owed = True
+                return
+            try:
+                self._run()
+            except BaseException:
+                self.inbox.end_pass()
+                raise
+
+    def _run(self) -> None:
+        self._is_owed = False
         environment = env.child_environment(
             {
                 env.LAUNCHED_VARIABLE: "1",
@@ -125,7 +143,15 @@ class ChildStream(Stream):
 
     def _watch(self, child: subprocess.Popen[bytes]) -> None:
         status = child.wait()
-        if not self.inbox.is_waiting():
+        try:
+            with self._lock:
+                if child is not self._child or not self.inbox.is_waiting():
+                    return
+                if self._is_owed and not self.inbox.has_streams():
+                    self._run()  # it had nothing for the pass that began meanwhile
+                    return
+        except BaseException as exc:
+            self.inbox.fail(exc)
             return
         how = f"ended with status {status}" if status >= 0 else f"died of signal {-status}"
         self.inbox.fail(
@@ -139,10 +165,12 @@ class ChildStream(Stream):
 
     def close(self) -> None:
         """Stop, and end the child if it does not end by itself."""
+        with self._lock:
+            child, self._child = self._child, None
         try:
             self.inbox.close()
-            if self._child is not None:
-                self._end(self._child)
+            if child is not None:
+                self._end(child)
             self._worker_server.stop(_STOP_S)
             super().close()
         finally:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from persia import ctx as ctx_module
 from persia import env
 from persia._training import ranks
 from persia._training.ranks import Ranks
@@ -357,3 +358,25 @@ def test_an_own_store_of_an_evaluation_is_warned_of(
         assert not user.any()
     assert "begins empty" in caplog.text
     assert "embedded mode: 1 parameter server(s)" in caplog.text
+
+
+def test_w13_a_context_that_is_entered_again_repeats_no_update_id(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Servers would take such an update for a repetition, and leave it out.
+    class Connection:
+        def close(self) -> None:
+            """Leave the worker as it is, as servers do."""
+
+    def connect(ctx: Any) -> Any:
+        ctx._workers = Connection()
+        return ctx_module._embeddings_of(worker)
+
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc://nowhere")
+    monkeypatch.setattr(TrainCtx, "_connect", connect)
+    ctx = make_ctx(embedding_worker=None)
+    for _ in range(2):
+        with ctx:
+            for batch in DataLoader([make_batch(0), make_batch(1)]):
+                step(ctx, batch)
+    assert len(set(worker.update_ids)) == 4

@@ -15,6 +15,7 @@ import torch
 from persia._rpc.messages import BatchGradients, UpdateReport
 from persia.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia.data import DataLoader
+from persia.distributed import BaguaDistributedOption
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, DataError, ServiceTimeout, StoreError
 
@@ -214,6 +215,42 @@ def test_w03_a_non_finite_dense_gradient_skips_the_sparse_step_too(
         assert ctx.stats()["skipped"] == 1
     assert worker.of("update") == []
     assert all(torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("is_mine", [True, False])
+def test_ranks_agree_on_dense_gradients_that_are_their_own(
+    worker: FakeWorker, make_ctx: MakeCtx, is_mine: bool
+) -> None:
+    # Under the averaging algorithms one rank alone would skip its step, and with it an
+    # average, or a turn to update, that the others wait for.
+    class Two:
+        def __init__(self) -> None:
+            self.flags: list[bool] = []
+
+        def any(self, flag: bool) -> bool:
+            self.flags.append(flag)
+            return True  # the other rank's, if not this one's
+
+        def close(self) -> None:
+            pass
+
+    model = Net()
+    if is_mine:
+        bias: Any = model.layer.bias
+        bias.register_hook(lambda gradient: gradient * float("inf"))
+    with make_ctx(model=model, mixed_precision=True) as ctx:
+        ranks: Any = Two()
+        ctx._ranks = ranks
+        ctx.distributed_option = BaguaDistributedOption("decentralized")
+        assert ctx.grad_scaler is not None
+        scale = ctx.grad_scaler.get_scale()
+        batch = ctx.get_embedding_from_data(make_batch(0))
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        step(ctx, batch)
+        assert ranks.flags == [is_mine]
+        assert all(map(torch.equal, weights, model.parameters()))
+        assert ctx.grad_scaler.get_scale() == scale / ctx.grad_scalar_update_factor
+        assert ctx.stats()["skipped"] == 1
 
 
 def test_scale_is_sent_for_the_worker_to_divide_by(

@@ -1,0 +1,123 @@
+"""Several embedding-workers as one, while one of them is gone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from persia._rpc import workers as workers_module
+from persia._rpc.memory_transport import MemoryTransport
+from persia._rpc.messages import LookupResult
+from persia._rpc.methods import embedding_worker
+from persia._rpc.remote import RemoteEmbeddingWorker
+from persia._rpc.server import Server, serve
+from persia._rpc.workers import EmbeddingWorkers
+from persia.errors import ServiceUnavailable
+from tests.services.support import features, gradient, make_servers, make_worker
+
+# Of one call that is in vain; all others take far less, and PERSIA_RPC_TIMEOUT far more.
+TRY_S = 0.5
+
+
+class Job:
+    """Two embedding-workers over one set of servers, and what an nn-worker sees of them."""
+
+    def __init__(self) -> None:
+        self.transport = MemoryTransport()
+        servers = make_servers()
+        self.own = [make_worker(servers) for _ in range(2)]
+        self.servers: list[Server] = [
+            serve(
+                self.transport,
+                f"worker-{number}",
+                embedding_worker(),
+                worker,
+                replica_index=number,
+                replica_size=2,
+            )
+            for number, worker in enumerate(self.own)
+        ]
+        self.workers = EmbeddingWorkers(
+            self.transport,
+            lambda on_restart: [
+                RemoteEmbeddingWorker.connect(self.transport, f"worker-{number}")
+                for number in range(2)
+            ],
+        )
+
+    def stop(self) -> None:
+        self.workers.close()
+        for server in self.servers:
+            server.stop(0.0)
+        for worker in self.own:
+            worker.close()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr(workers_module, "_TRY_S", TRY_S)
+    monkeypatch.setattr(workers_module, "_PROBE_S", TRY_S)
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "120")
+    made = Job()
+    yield made
+    made.stop()
+
+
+def test_w69_a_dead_worker_costs_its_time_once(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.servers[0].stop(0.0)
+    begin = time.monotonic()
+    with caplog.at_level(logging.WARNING, workers_module.__name__):
+        for number in range(8):
+            job.workers.lookup_direct(features({"sum": [[1]]}, number, requires_grad=False))
+            handle = job.workers.register(features({"sum": [[1]]}, number))
+            job.workers.release(handle)
+    assert len(caplog.messages) == 1
+    assert "another embedding-worker is asked" in caplog.messages[0]
+    assert time.monotonic() - begin < 20 * TRY_S
+    assert job.workers.get_embedding_size() == [0]
+    assert [stats["rows"] for stats in job.workers.server_stats()] == [0]
+    stats = job.workers.stats()
+    assert (stats["lookups"], stats["unanswered"]) == (8, 1)
+    job.servers[1].stop(0.0)
+    with pytest.raises(ServiceUnavailable):
+        job.workers.stats()
+
+
+def test_w69_the_batches_of_a_dead_worker_go_to_another(job: Job) -> None:
+    first, second = (job.workers.register(features({"sum": [[1]]}, x)) for x in (0, 2))
+    result = job.workers.lookup(second, True)
+    job.servers[0].stop(0.0)
+    begin = time.monotonic()
+    with pytest.raises(ServiceUnavailable, match="embedding-worker 0"):
+        job.workers.lookup(first, True)
+    with pytest.raises(ServiceUnavailable, match="embedding-worker 0"):
+        job.workers.update(gradient(result))
+    job.workers.release(first)
+    assert job.workers.stats()["not_released"] == 1
+    # With gradients, and its turn at the one that is gone.
+    again = job.workers.lookup_direct(features({"sum": [[1]]}, 2))
+    job.workers.update(gradient(again))
+    assert job.workers.stats()["updates"] == 1
+    assert time.monotonic() - begin < 20 * TRY_S
+
+
+def test_a_worker_that_is_only_slow_is_waited_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = job.workers.register(features({"sum": [[1]]}))
+    slow = job.own[0]
+    lookup = slow.lookup
+    late = threading.Event()
+
+    def lookup_late(ref: int, is_training: bool) -> LookupResult:
+        late.wait(2 * TRY_S)
+        return lookup(ref, is_training)
+
+    monkeypatch.setattr(slow, "lookup", lookup_late)
+    assert job.workers.lookup(handle, True).ref == handle
