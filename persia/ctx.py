@@ -477,7 +477,11 @@ class EmbeddingCtx(BaseCtx):
         if self._embeddings is not None and not self._follows_outer:
             return
         outer = session.current()
-        if isinstance(outer, EmbeddingCtx) and outer._embeddings is not None:
+        if (
+            not self._trains
+            and isinstance(outer, EmbeddingCtx)
+            and outer._embeddings is not None
+        ):
             self._follows_outer = True
             if self._embeddings is not outer._embeddings:
                 self._use(outer._embeddings)

@@ -179,7 +179,8 @@ class _End(Generic[T]):
             poller.register(watched, select.POLLIN)
             self._on_event()  # a descriptor tells nothing before the first look
         while not self._is_closing:
-            if self._step():
+            # Whoever closes between the two looks at this finds a thread that does not wait.
+            if self._step() or self._is_closing:
                 continue
             ready = {number for number, _ in poller.poll()}
             if self._wake_in.fileno() in ready:

@@ -1,0 +1,59 @@
+"""A whole job in one process: each server at an ipc socket, served by threads of its own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING
+
+from persia import env
+from persia._rpc.methods import embedding_worker, parameter_server
+from persia._rpc.server import serve
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._services.addresses import connect_parameter_servers
+from persia._services.embedding_worker import EmbeddingWorker
+from persia._services.parameter_server import ParameterServer
+from persia._services.plan import schema_fingerprint
+from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, ParameterServerConfig
+from tests.faults.job import SLOTS
+from tests.rpc.support import PATIENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextmanager
+def local_job(directory: Path, name: str = "job") -> Iterator[EmbeddingWorker]:
+    """Serve a parameter server and an embedding-worker, which the environment then names."""
+    addresses = {
+        role: f"ipc://{directory}/{name}-{role}" for role in ("server", "worker", "rank")
+    }
+    schema = EmbeddingSchema.load(SLOTS)
+    config = ParameterServerConfig(memory_limit=0, capacity=10_000)
+    with ExitStack() as stack:
+        variables = {
+            env.PARAMETER_SERVERS_VARIABLE: addresses["server"],
+            env.EMBEDDING_WORKERS_VARIABLE: addresses["worker"],
+            env.NN_WORKERS_VARIABLE: addresses["rank"],
+        }
+        stack.enter_context(env.changed(**variables))
+        transport = stack.enter_context(closing(ZmqTransport()))
+        store = ParameterServer(schema, config, replica_index=0, replica_size=1)
+        server = serve(transport, addresses["server"], parameter_server(), store)
+        stack.callback(server.stop, PATIENCE_S)
+        (remote,) = connect_parameter_servers(transport, timeout_s=PATIENCE_S)
+        stack.callback(remote.close)
+        worker = stack.enter_context(
+            closing(EmbeddingWorker(schema, EmbeddingWorkerConfig(), [remote]))
+        )
+        server = serve(
+            transport,
+            addresses["worker"],
+            embedding_worker(),
+            worker,
+            replica_index=0,
+            replica_size=1,
+            schema_fingerprint=schema_fingerprint(schema),
+        )
+        stack.callback(server.stop, PATIENCE_S)
+        yield worker

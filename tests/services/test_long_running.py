@@ -1,0 +1,217 @@
+"""Start and stop, over and over in one process: nothing is left, and nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia import env
+from persia._rpc import session
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._services.addresses import connect_embedding_workers
+from persia.ctx import DataCtx, TrainCtx
+from persia.data import DataLoader, StreamingDataset
+from persia.helper import PersiaServiceCtx
+from tests.faults.job import SLOTS, make_batch, make_ctx, occurrences, trained
+from tests.rpc.support import PATIENCE_S
+from tests.services.local_job import local_job
+from tests.services.streams import Background
+
+# What malloc may keep of what is free, in arenas of many threads; a hundred rounds need half.
+SLACK_MIB = 32
+# Of Python's allocator, a round: torch keeps some for each step. One context has thousands.
+SLACK_BLOCKS = 200
+COUNT = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a process holds that it has to give back."""
+
+    threads: list[str]
+    children: str
+    directories: list[Path]
+    num_native_threads: int
+    num_descriptors: int
+
+
+def resources() -> Resources:
+    gc.collect()
+    task = Path("/proc/self/task")
+    return Resources(
+        sorted(thread.name for thread in threading.enumerate()),
+        (task / str(os.getpid()) / "children").read_text(),
+        sorted(Path(tempfile.gettempdir()).iterdir()),
+        len(list(task.iterdir())),
+        len(list(Path("/proc/self/fd").iterdir())),
+    )
+
+
+def resident_mib() -> float:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def repeat(run: Callable[[], None], times: int) -> None:
+    """Run it often, after a few rounds that fill caches; nothing may be left or grow."""
+    for _ in range(5):
+        run()
+    before, memory, blocks = resources(), resident_mib(), sys.getallocatedblocks()
+    for _ in range(times):
+        run()
+    after = resources()
+    assert after.threads == before.threads
+    assert after.children == before.children
+    assert after.directories == before.directories
+    # Fewer, if something of before was just about to end.
+    assert after.num_native_threads <= before.num_native_threads
+    assert after.num_descriptors <= before.num_descriptors
+    assert sys.getallocatedblocks() - blocks < SLACK_BLOCKS * times
+    assert resident_mib() - memory < SLACK_MIB
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name in ("RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    # Of its own, so that what others leave there meanwhile is not counted, and short.
+    with tempfile.TemporaryDirectory(prefix="long-", dir="/tmp") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        env.reload_env()
+        yield Path(directory)
+        assert session.current() is None
+
+
+def serve_once(place: Path) -> None:
+    with local_job(place), closing(ZmqTransport()) as transport:
+        (worker,) = connect_embedding_workers(transport, timeout_s=PATIENCE_S)
+        with closing(worker):
+            assert worker.get_embedding_size() == [0]
+
+
+def step(ctx: TrainCtx, batch: object) -> None:
+    loss, _ = ctx.forward(batch)  # type: ignore[arg-type]
+    ctx.backward(loss)
+
+
+def send_all() -> None:
+    with DataCtx() as ctx:
+        for number in range(COUNT):
+            ctx.send_data(make_batch(number))
+
+
+def train_streamed(ctx: TrainCtx) -> None:
+    # The loader takes the context entered last, which from then on is the data-loader's.
+    batches = iter(DataLoader(StreamingDataset(3), timeout_ms=int(PATIENCE_S * 1000)))
+    sender = Background(send_all)
+    for batch in batches:
+        step(ctx, batch)
+    sender.result()
+
+
+def train_once(place: Path, *, is_streamed: bool) -> None:
+    with local_job(place) as worker, make_ctx() as ctx:
+        if is_streamed:
+            train_streamed(ctx)
+        else:
+            for batch in DataLoader([make_batch(number) for number in range(COUNT)]):
+                step(ctx, batch)
+        expected, got = occurrences(COUNT), trained(ctx)
+        for name in expected:
+            np.testing.assert_array_equal(got[name], expected[name])
+        assert worker.stats()["in_flight"] == 0
+
+
+def test_w52_servers_start_and_stop_a_hundred_times(place: Path) -> None:
+    repeat(lambda: serve_once(place), 100)
+
+
+def test_w48_contexts_leave_no_thread_socket_or_file(place: Path) -> None:
+    repeat(lambda: train_once(place, is_streamed=False), 10)
+    repeat(lambda: train_once(place, is_streamed=True), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_w48_a_hundred_contexts_leave_nothing(place: Path, is_streamed: bool) -> None:
+    repeat(lambda: train_once(place, is_streamed=is_streamed), 100)
+
+
+def rest() -> None:
+    """A function for the process of a data-loader."""
+
+
+def train_in_service(place: Path) -> None:
+    with PersiaServiceCtx(rest, embedding_config=SLOTS), make_ctx() as ctx:
+        for batch in DataLoader([make_batch(0)]):
+            step(ctx, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_w45_services_of_a_with_block_leave_nothing(place: Path) -> None:
+    repeat(lambda: train_in_service(place), 5)
+
+
+def test_w52_two_jobs_train_at_a_time_in_one_process(place: Path) -> None:
+    """A context belongs to the job that the environment names when it is entered."""
+    with local_job(place, "one"), make_ctx() as one:
+        first = iter(DataLoader([make_batch(number) for number in range(COUNT)]))
+        with local_job(place, "two"), make_ctx() as two:
+            second = iter(DataLoader([make_batch(COUNT + number) for number in range(COUNT)]))
+            for batch, other in zip(first, second, strict=True):
+                step(one, batch)
+                step(two, other)
+            in_two = trained(two)
+        in_one = trained(one)
+    expected, of_both = occurrences(COUNT), occurrences(2 * COUNT)
+    for name in expected:
+        np.testing.assert_array_equal(in_one[name], expected[name])
+        np.testing.assert_array_equal(in_two[name], of_both[name] - expected[name])
+
+
+def test_w48_an_end_that_is_closed_while_its_thread_looks_ends(place: Path) -> None:
+    with closing(ZmqTransport()) as transport:
+        listener: Any = transport.listen(f"ipc://{place}/listener")
+        look = listener._step
+        rests, looking, closed = threading.Event(), threading.Event(), threading.Event()
+
+        def look_late() -> bool:
+            if not rests.is_set():
+                found = bool(look())
+                if not found:
+                    rests.set()
+                return found
+            looking.set()
+            assert closed.wait(PATIENCE_S)
+            return bool(look())
+
+        listener._step = look_late
+        listener.start(lambda peer, parts: None, lambda reason: None)
+        assert rests.wait(PATIENCE_S)
+        with listener._lock:
+            listener._wake()
+        assert looking.wait(PATIENCE_S)
+        # What ``close`` does before it waits for the thread.
+        with listener._lock:
+            listener._is_closing = True
+            listener._wake()
+        closed.set()
+        listener._thread.join(PATIENCE_S)
+        is_alive = listener._thread.is_alive()
+        if is_alive:
+            listener._wake_out.send(b"\0")
+        assert not is_alive
