@@ -192,10 +192,12 @@ class _End(Generic[T]):
             self._flush()
 
     def _step(self) -> bool:
-        """Send what is queued and take one message; returns False if there was nothing."""
+        """Send what is queued and take one message; returns False if there is time to wait."""
         message = None
         with self._lock:
-            ready = 0 if self._is_closing else self._ready()
+            if self._is_closing:
+                return True  # whoever closed saw nobody who waits, and woke nobody
+            ready = self._ready()
             if ready & _OUT:
                 self._flush()
             if ready & _IN:
