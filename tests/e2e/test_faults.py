@@ -84,7 +84,7 @@ def test_w53_a_server_that_stands_still_delays_only(
     server = job.processes[0]
     server.signal(signal.SIGSTOP)
     ref = worker.register(features({"feature": [[1, 2]]}, 2))
-    with pytest.raises(TimeoutError, match=r"embedding-worker 0 at ipc://.* within 1 s"):
+    with pytest.raises(TimeoutError, match=r"embedding-.* 0 at ipc://.* within"):
         worker.client.call("lookup", ref, True, timeout_s=1.0)
     server.signal(signal.SIGCONT)
     result = worker.lookup(ref, True)
