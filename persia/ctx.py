@@ -593,7 +593,7 @@ class EmbeddingCtx(BaseCtx):
             self._converters[device_id] = Converter(_torch_device(device_id))
         return self._converters[device_id]
 
-    def join_ranks(self) -> AbstractContextManager[Any]:
+    def join_ranks(self, *, reproducible: bool) -> AbstractContextManager[Any]:
         """Return what surrounds a pass in which ranks may have unequal numbers of batches."""
         return contextlib.nullcontext()
 
@@ -902,7 +902,7 @@ class TrainCtx(EmbeddingCtx):
         if optimizer is not None:
             self.dense_optimizer = optimizer
 
-    def join_ranks(self) -> AbstractContextManager[Any]:
+    def join_ranks(self, *, reproducible: bool) -> AbstractContextManager[Any]:
         """Return what lets a rank without batches answer the others' collectives.
 
         Raises:
@@ -910,6 +910,11 @@ class TrainCtx(EmbeddingCtx):
         """
         if self.world_size == 1:
             return contextlib.nullcontext()
+        if reproducible:
+            raise ConfigError(
+                "drop_last=False: expected reproducible=False with several ranks, as those "
+                "that have a batch update in no order; or keep drop_last=True"
+            )
         from torch.nn.parallel import DistributedDataParallel
 
         from persia._training.uneven import uneven_steps

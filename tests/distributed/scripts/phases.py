@@ -29,7 +29,7 @@ def run(phase: str) -> dict[str, object]:
         dist.barrier()
         loader = DataLoader(
             StreamingDataset(4),
-            reproducible=True,
+            reproducible=phase != "joined",
             embedding_staleness=1,
             timeout_ms=60_000,
             drop_last=phase != "joined",
