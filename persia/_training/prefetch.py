@@ -180,12 +180,12 @@ class Prefetcher:
             threading.Thread(target=self._forward, name=f"persia-forward-{number}", daemon=True)
             for number in range(num_workers)
         ]
+        self._agreeing: threading.Thread | None = None
         if ranks is not None:
-            self._threads.append(
-                threading.Thread(
-                    target=self._keep_step, args=(ranks,), name="persia-agree", daemon=True
-                )
+            self._agreeing = threading.Thread(
+                target=self._keep_step, args=(ranks,), name="persia-agree", daemon=True
             )
+            self._threads.append(self._agreeing)
         self._closed = False
 
     # --- the user's thread ----------------------------------------------------------------
@@ -276,11 +276,15 @@ class Prefetcher:
 
     def _join(self, threads: list[threading.Thread]) -> None:
         for thread in join(threads, JOIN_S):
+            if thread is self._agreeing:
+                where = "a round with the other ranks"
+            else:
+                where = "a lookup" if thread in self._threads else "the user's dataset"
             logger.warning(
                 "%s has not ended %g s after the loop did: it is still inside %s",
                 thread.name,
                 JOIN_S,
-                "a lookup" if thread in self._threads else "the user's dataset",
+                where,
             )
 
     # --- ranks in step ----------------------------------------------------------------------
@@ -308,8 +312,14 @@ class Prefetcher:
         except BaseException as exc:
             code, failure = FAILED, exc
         self._is_agreeing = True
-        codes = ranks.agree(code)
-        self._is_agreeing = False
+        try:
+            codes = ranks.agree(code)
+        except BaseException:
+            if item is not None:
+                self._drop(item.ticket)
+            raise
+        finally:
+            self._is_agreeing = False
         if item is not None and all(one == HAS_BATCH for one in codes):
             try:
                 self._agreed.put(number, item)

@@ -21,7 +21,13 @@ from persia.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia.errors import ConfigError, DataError, DataTypeError, ServiceTimeout
+from persia.errors import (
+    ConfigError,
+    DataError,
+    DataTypeError,
+    ServiceTimeout,
+    ServiceUnavailable,
+)
 
 from .conftest import MakeCtx, loss_of, step
 from .fakes import FakeWorker, make_batch, u64
@@ -655,3 +661,35 @@ def test_threads_that_outlive_the_deadline_are_named(
     assert "persia-dataset has not ended" in caplog.text
     hold.set()
     thread.join(WAIT_S)
+
+
+class Parted:
+    """Ranks that have gone, after some rounds."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def agree(self, code: int) -> list[int]:
+        if not self.rounds:
+            raise ServiceUnavailable("rank 1 has gone", role="nn-worker", replica=1)
+        self.rounds -= 1
+        return [code] * 2
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_w13_a_batch_that_ranks_cannot_agree_on_is_released(
+    worker: FakeWorker, make_ctx: MakeCtx, rounds: int
+) -> None:
+    with make_ctx() as ctx:
+        ranks: Any = Parted(rounds)
+        ctx._ranks = ranks
+        loader = DataLoader(Batches(10), reproducible=True, embedding_staleness=4)
+        with pytest.raises(ServiceUnavailable, match="rank 1 has gone"):
+            train_all(ctx, loader)
+        del loader
+    stats = ctx.stats()
+    assert stats["staleness"] == 0
+    assert worker.refs == {}
