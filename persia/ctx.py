@@ -477,11 +477,13 @@ class EmbeddingCtx(BaseCtx):
         if self._embeddings is not None and not self._follows_outer:
             return
         outer = session.current()
-        if isinstance(outer, EmbeddingCtx) and outer._embeddings is not None:
+        if self._addresses is not None:
+            self._use(self._connect())
+        elif isinstance(outer, EmbeddingCtx) and outer._embeddings is not None:
             self._follows_outer = True
             if self._embeddings is not outer._embeddings:
                 self._use(outer._embeddings)
-        elif self._addresses is not None or env.get_mode() == "services":
+        elif env.get_mode() == "services":
             self._use(self._connect())
         elif self._embeddings is None:
             self._use(self._build())

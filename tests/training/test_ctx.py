@@ -394,3 +394,12 @@ def test_ranks_without_rounds_cannot_be_reproducible(
     with make_ctx() as alone:
         loader = DataLoader([make_batch(0)], reproducible=True, drop_last=False)
         assert len([step(alone, batch) for batch in loader]) == 1
+
+
+def test_addresses_given_to_an_infer_ctx_come_before_the_context_around_it(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_ctx():
+        monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
+        with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):
+            InferCtx(["ipc:///nowhere/0"]).__enter__()
