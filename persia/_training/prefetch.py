@@ -175,6 +175,7 @@ class Prefetcher:
         self._num_looking_up = 0  # for messages only; guarded by _counting
         self._is_agreeing = False  # for messages only
         self._last: Ticket | None = None  # handed out last
+        self._owes_turn = False  # what was handed out last will have no update
         self._kept: list[Ticket] = []  # handed out and kept, most of them ended since
         self._threads = [
             threading.Thread(target=self._forward, name=f"persia-forward-{number}", daemon=True)
@@ -226,16 +227,17 @@ class Prefetcher:
             ) from exc
         batch = self._converter.finish(item) if isinstance(item, StagedBatch) else item
         self._last = batch.ticket
+        self._owes_turn = batch.ticket is None
         return batch
 
     def _leave_last(self) -> None:
         last, self._last = self._last, None
-        if last is None:
-            return
-        is_abandoned = self._lookups.book.release(last, Reason.ABANDONED, even_kept=False)
-        if is_abandoned and self._takes_turns and self._ranks is not None and not self._closed:
+        owes_turn, self._owes_turn = self._owes_turn, False
+        if last is not None:
+            owes_turn = self._lookups.book.release(last, Reason.ABANDONED, even_kept=False)
+        if owes_turn and self._takes_turns and self._ranks is not None and not self._closed:
             self._ranks.in_turn(lambda: None)  # the others wait for this rank's turn
-        if last.state is State.KEPT:
+        if last is not None and last.state is State.KEPT:
             self._kept.append(last)
 
     def _culprit(self) -> str:

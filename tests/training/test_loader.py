@@ -6,7 +6,7 @@ import gc
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -693,3 +693,34 @@ def test_w13_a_batch_that_ranks_cannot_agree_on_is_released(
     stats = ctx.stats()
     assert stats["staleness"] == 0
     assert worker.refs == {}
+
+
+class Counts(Parted):
+    """Ranks that are always there, and count the turns of this one."""
+
+    def __init__(self) -> None:
+        super().__init__(10**6)
+        self.turns = 0
+
+    def in_turn(self, action: Callable[[], Any]) -> Any:
+        self.turns += 1
+        return action()
+
+
+def test_a_batch_without_gradients_has_a_turn_too(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    # Another rank's batch of the same round may have gradients, and waits for this turn.
+    with make_ctx() as ctx:
+        ranks: Any = Counts()
+        ctx._ranks = ranks
+        assert ctx.backward_engine is not None
+        ctx.backward_engine._ranks = ranks
+        batches = [make_batch(number, requires_grad=number != 1) for number in range(4)]
+        for number, batch in enumerate(
+            DataLoader(batches, reproducible=True, embedding_staleness=1)
+        ):
+            assert ranks.turns == number
+            step(ctx, batch)
+            ctx.get_embedding_size()  # waits for the update
+        assert ranks.turns == len(batches)
