@@ -477,7 +477,9 @@ class EmbeddingCtx(BaseCtx):
         if self._embeddings is not None and not self._follows_outer:
             return
         outer = session.current()
-        if (
+        if self._addresses is not None:
+            self._use(self._connect())
+        elif (
             not self._trains
             and isinstance(outer, EmbeddingCtx)
             and outer._embeddings is not None
@@ -485,7 +487,7 @@ class EmbeddingCtx(BaseCtx):
             self._follows_outer = True
             if self._embeddings is not outer._embeddings:
                 self._use(outer._embeddings)
-        elif self._addresses is not None or env.get_mode() == "services":
+        elif env.get_mode() == "services":
             self._use(self._connect())
         elif self._embeddings is None:
             self._use(self._build())
@@ -597,7 +599,7 @@ class EmbeddingCtx(BaseCtx):
             self._converters[device_id] = Converter(_torch_device(device_id))
         return self._converters[device_id]
 
-    def join_ranks(self) -> AbstractContextManager[Any]:
+    def join_ranks(self, *, reproducible: bool) -> AbstractContextManager[Any]:
         """Return what surrounds a pass in which ranks may have unequal numbers of batches."""
         return contextlib.nullcontext()
 
@@ -906,7 +908,7 @@ class TrainCtx(EmbeddingCtx):
         if optimizer is not None:
             self.dense_optimizer = optimizer
 
-    def join_ranks(self) -> AbstractContextManager[Any]:
+    def join_ranks(self, *, reproducible: bool) -> AbstractContextManager[Any]:
         """Return what lets a rank without batches answer the others' collectives.
 
         Raises:
@@ -914,6 +916,11 @@ class TrainCtx(EmbeddingCtx):
         """
         if self.world_size == 1:
             return contextlib.nullcontext()
+        if reproducible:
+            raise ConfigError(
+                "drop_last=False: expected reproducible=False with several ranks, as those "
+                "that have a batch update in no order; or keep drop_last=True"
+            )
         from torch.nn.parallel import DistributedDataParallel
 
         from persia._training.uneven import uneven_steps

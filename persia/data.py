@@ -120,7 +120,7 @@ class DataLoader:
             leaves it to the buffers.
         drop_last: With several ranks, what happens when one of them has no batch for a round:
             True ends the pass for all and counts what the others had as ``incomplete``; False
-            lets them go on alone, by torch's ``Join``.
+            lets them go on alone, by torch's ``Join``; not with ``reproducible``.
 
     Raises:
         ConfigError: If a number is out of range.
@@ -177,6 +177,9 @@ class DataLoader:
         last = None if self._epoch is None else self._epoch()
         if last is not None:
             last.close()
+        joining: AbstractContextManager[Any] = contextlib.nullcontext()
+        if not self.drop_last:
+            joining = ctx.join_ranks(reproducible=self.reproducible)
         epoch = ctx.open_epoch(
             None if isinstance(self.dataset, StreamingDataset) else self.dataset,
             input_capacity=getattr(self.dataset, "buffer_size", 10),
@@ -188,7 +191,6 @@ class DataLoader:
             keeps_step=self.drop_last,
         )
         self._epoch = weakref.ref(epoch)
-        joining = contextlib.nullcontext() if self.drop_last else ctx.join_ranks()
         return _drain(epoch, joining)
 
 

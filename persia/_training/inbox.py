@@ -420,16 +420,19 @@ class Inbox:
         Raises:
             Closed: If ``is_closed()``, or the inbox was closed.
             Finished: If every data-loader has ended.
-            BaseException: What ``fail`` was given, or the failure of a data-loader.
+            RemoteError: If a data-loader has failed, and what it sent was taken; once.
+            BaseException: What ``fail`` was given.
         """
         with self._changed:
             while True:
                 if self._is_closed or is_closed():
                     raise Closed
+                self._raise_failure_of_loader()
                 chosen = self._next_in_order() if in_order else self._next_arrived()
                 if chosen is not None:
                     return self._hand_out(*chosen)
-                self._raise_failures()
+                if self._failure is not None:
+                    raise self._failure
                 if self._is_over():
                     raise Finished
                 self._changed.wait()
@@ -472,13 +475,12 @@ class Inbox:
         self._news(stream)
         return Delivered(self, stream, batch)
 
-    def _raise_failures(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _raise_failure_of_loader(self) -> None:
         for stream in self._streams.values():
             if stream.failure and stream.is_over():
+                failure, stream.failure = stream.failure, ""
                 raise RemoteError(
-                    f"{LOADER} {stream.loader} failed; over there:\n{stream.failure}",
+                    f"{LOADER} {stream.loader} failed; over there:\n{failure}",
                     role=LOADER,
                     replica=stream.loader,
                 )
@@ -573,7 +575,7 @@ class Inbox:
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start, and ``pending`` and ``in_flight`` now."""
         with self._changed:
-            streams = self._streams.values()
+            streams = {*self._streams.values(), *self._past.values()}
             return {
                 **self._counts,
                 "pending": sum(len(stream.pending) for stream in streams),
@@ -587,6 +589,8 @@ class Inbox:
         nobody here would take that for a trainer that was killed and comes back.
         """
         with self._changed:
+            if self._is_closed:
+                return
             self._is_closed = True
             left = sum(len(stream.pending) for stream in self._streams.values())
             if left:

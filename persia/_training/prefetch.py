@@ -175,17 +175,18 @@ class Prefetcher:
         self._num_looking_up = 0  # for messages only; guarded by _counting
         self._is_agreeing = False  # for messages only
         self._last: Ticket | None = None  # handed out last
+        self._owes_turn = False  # what was handed out last will have no update
         self._kept: list[Ticket] = []  # handed out and kept, most of them ended since
         self._threads = [
             threading.Thread(target=self._forward, name=f"persia-forward-{number}", daemon=True)
             for number in range(num_workers)
         ]
+        self._agreeing: threading.Thread | None = None
         if ranks is not None:
-            self._threads.append(
-                threading.Thread(
-                    target=self._keep_step, args=(ranks,), name="persia-agree", daemon=True
-                )
+            self._agreeing = threading.Thread(
+                target=self._keep_step, args=(ranks,), name="persia-agree", daemon=True
             )
+            self._threads.append(self._agreeing)
         self._closed = False
 
     # --- the user's thread ----------------------------------------------------------------
@@ -226,16 +227,17 @@ class Prefetcher:
             ) from exc
         batch = self._converter.finish(item) if isinstance(item, StagedBatch) else item
         self._last = batch.ticket
+        self._owes_turn = batch.ticket is None
         return batch
 
     def _leave_last(self) -> None:
         last, self._last = self._last, None
-        if last is None:
-            return
-        is_abandoned = self._lookups.book.release(last, Reason.ABANDONED, even_kept=False)
-        if is_abandoned and self._takes_turns and self._ranks is not None and not self._closed:
+        owes_turn, self._owes_turn = self._owes_turn, False
+        if last is not None:
+            owes_turn = self._lookups.book.release(last, Reason.ABANDONED, even_kept=False)
+        if owes_turn and self._takes_turns and self._ranks is not None and not self._closed:
             self._ranks.in_turn(lambda: None)  # the others wait for this rank's turn
-        if last.state is State.KEPT:
+        if last is not None and last.state is State.KEPT:
             self._kept.append(last)
 
     def _culprit(self) -> str:
@@ -276,11 +278,15 @@ class Prefetcher:
 
     def _join(self, threads: list[threading.Thread]) -> None:
         for thread in join(threads, JOIN_S):
+            if thread is self._agreeing:
+                where = "a round with the other ranks"
+            else:
+                where = "a lookup" if thread in self._threads else "the user's dataset"
             logger.warning(
                 "%s has not ended %g s after the loop did: it is still inside %s",
                 thread.name,
                 JOIN_S,
-                "a lookup" if thread in self._threads else "the user's dataset",
+                where,
             )
 
     # --- ranks in step ----------------------------------------------------------------------
@@ -308,8 +314,14 @@ class Prefetcher:
         except BaseException as exc:
             code, failure = FAILED, exc
         self._is_agreeing = True
-        codes = ranks.agree(code)
-        self._is_agreeing = False
+        try:
+            codes = ranks.agree(code)
+        except BaseException:
+            if item is not None:
+                self._drop(item.ticket)
+            raise
+        finally:
+            self._is_agreeing = False
         if item is not None and all(one == HAS_BATCH for one in codes):
             try:
                 self._agreed.put(number, item)

@@ -380,3 +380,26 @@ def test_w13_a_context_that_is_entered_again_repeats_no_update_id(
             for batch in DataLoader([make_batch(0), make_batch(1)]):
                 step(ctx, batch)
     assert len(set(worker.update_ids)) == 4
+
+
+def test_ranks_without_rounds_cannot_be_reproducible(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env.set_env(world_size=2, rank=0, local_rank=0)
+    monkeypatch.setattr(TrainCtx, "_join_ranks", lambda ctx: None)
+    ctx = make_ctx()
+    with pytest.raises(ConfigError, match="drop_last=False: expected reproducible=False"):
+        ctx.join_ranks(reproducible=True)
+    env.set_env(world_size=1, rank=0, local_rank=0)
+    with make_ctx() as alone:
+        loader = DataLoader([make_batch(0)], reproducible=True, drop_last=False)
+        assert len([step(alone, batch) for batch in loader]) == 1
+
+
+def test_addresses_given_to_an_infer_ctx_come_before_the_context_around_it(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_ctx():
+        monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
+        with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):
+            InferCtx(["ipc:///nowhere/0"]).__enter__()

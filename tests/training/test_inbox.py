@@ -392,3 +392,41 @@ def test_a_restarted_rank_does_not_wait_for_what_was_trained() -> None:
     inbox.deliver(stream, batch(2))  # 1 was acknowledged by the rank before this one
     inbox.deliver(stream, batch(3))
     assert [take(inbox) for _ in range(3)] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_failure_is_raised_though_others_go_on(in_order: bool) -> None:
+    # Or the pass would go on for hours without the batches of one data-loader.
+    inbox = make_inbox(capacity=16)
+    streams = [opened(inbox, loader, 2) for loader in range(2)]
+    inbox.deliver(streams[0], batch(0))
+    for batch_id in (1, 3, 5, 7):
+        inbox.deliver(streams[1], batch(batch_id))
+    inbox.end_stream(streams[0], 2, "no such file")
+    assert take(inbox, in_order) == 0
+    with pytest.raises(RemoteError, match="no such file"):
+        take(inbox, in_order)
+    # Once: whoever goes on has the rest.
+    inbox.end_stream(streams[1], 9, "")
+    assert [take(inbox, in_order) for _ in range(4)] == [1, 3, 5, 7]
+
+
+def test_what_is_not_read_is_counted_once() -> None:
+    inbox = make_inbox()
+    inbox.deliver(opened(inbox), batch(0))
+    inbox.close()
+    inbox.close()
+    assert inbox.stats()["unread"] == 1
+
+
+def test_batches_of_a_pass_before_are_in_flight_still() -> None:
+    inbox = make_inbox()
+    stream = opened(inbox)
+    inbox.begin_pass()
+    inbox.deliver(stream, batch(0))
+    inbox.end_stream(stream, 1, "")
+    delivered = inbox.take(True, lambda: False)
+    inbox.end_pass()
+    assert inbox.stats()["in_flight"] == 1
+    delivered.ended()
+    assert inbox.stats()["in_flight"] == 0

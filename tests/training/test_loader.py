@@ -6,7 +6,7 @@ import gc
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,13 @@ from persia.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia.errors import ConfigError, DataError, DataTypeError, ServiceTimeout
+from persia.errors import (
+    ConfigError,
+    DataError,
+    DataTypeError,
+    ServiceTimeout,
+    ServiceUnavailable,
+)
 
 from .conftest import MakeCtx, loss_of, step
 from .fakes import FakeWorker, make_batch, u64
@@ -655,3 +661,66 @@ def test_threads_that_outlive_the_deadline_are_named(
     assert "persia-dataset has not ended" in caplog.text
     hold.set()
     thread.join(WAIT_S)
+
+
+class Parted:
+    """Ranks that have gone, after some rounds."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def agree(self, code: int) -> list[int]:
+        if not self.rounds:
+            raise ServiceUnavailable("rank 1 has gone", role="nn-worker", replica=1)
+        self.rounds -= 1
+        return [code] * 2
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_w13_a_batch_that_ranks_cannot_agree_on_is_released(
+    worker: FakeWorker, make_ctx: MakeCtx, rounds: int
+) -> None:
+    with make_ctx() as ctx:
+        ranks: Any = Parted(rounds)
+        ctx._ranks = ranks
+        loader = DataLoader(Batches(10), reproducible=True, embedding_staleness=4)
+        with pytest.raises(ServiceUnavailable, match="rank 1 has gone"):
+            train_all(ctx, loader)
+        del loader
+    stats = ctx.stats()
+    assert stats["staleness"] == 0
+    assert worker.refs == {}
+
+
+class Counts(Parted):
+    """Ranks that are always there, and count the turns of this one."""
+
+    def __init__(self) -> None:
+        super().__init__(10**6)
+        self.turns = 0
+
+    def in_turn(self, action: Callable[[], Any]) -> Any:
+        self.turns += 1
+        return action()
+
+
+def test_a_batch_without_gradients_has_a_turn_too(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    # Another rank's batch of the same round may have gradients, and waits for this turn.
+    with make_ctx() as ctx:
+        ranks: Any = Counts()
+        ctx._ranks = ranks
+        assert ctx.backward_engine is not None
+        ctx.backward_engine._ranks = ranks
+        batches = [make_batch(number, requires_grad=number != 1) for number in range(4)]
+        for number, batch in enumerate(
+            DataLoader(batches, reproducible=True, embedding_staleness=1)
+        ):
+            assert ranks.turns == number
+            step(ctx, batch)
+            ctx.get_embedding_size()  # waits for the update
+        assert ranks.turns == len(batches)
