@@ -761,7 +761,8 @@ class EmbeddingCtx(BaseCtx):
         gone. By feature: ``skipped_slots`` had no gradient, ``nan_samples`` and ``nan_rows``
         were left out as not finite. ``staleness`` is the number in flight now.
         """
-        return self._own_book().stats()
+        # A context that was left knows what it has counted.
+        return (self._book or self._own_book()).stats()
 
 
 class TrainCtx(EmbeddingCtx):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,20 @@ from tests.faults.job import SLOTS
 from tests.rpc.support import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
 @contextmanager
-def local_job(directory: Path, name: str = "job") -> Iterator[EmbeddingWorker]:
+def local_job(
+    directory: Path,
+    name: str = "job",
+    *,
+    settings: EmbeddingWorkerConfig | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[EmbeddingWorker]:
     """Serve a parameter server and an embedding-worker, which the environment then names."""
+    settings = settings or EmbeddingWorkerConfig()
     addresses = {
         role: f"ipc://{directory}/{name}-{role}" for role in ("server", "worker", "rank")
     }
@@ -44,7 +52,7 @@ def local_job(directory: Path, name: str = "job") -> Iterator[EmbeddingWorker]:
         (remote,) = connect_parameter_servers(transport, timeout_s=PATIENCE_S)
         stack.callback(remote.close)
         worker = stack.enter_context(
-            closing(EmbeddingWorker(schema, EmbeddingWorkerConfig(), [remote]))
+            closing(EmbeddingWorker(schema, settings, [remote], clock=clock))
         )
         server = serve(
             transport,

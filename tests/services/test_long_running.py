@@ -18,10 +18,13 @@ import pytest
 
 from persia import env
 from persia._rpc import session
+from persia._rpc.messages import IDFeatures
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.addresses import connect_embedding_workers
-from persia.ctx import DataCtx, TrainCtx
+from persia.config import EmbeddingWorkerConfig
+from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
+from persia.errors import RemoteError, ServiceBusy
 from persia.helper import PersiaServiceCtx
 from tests.faults.job import SLOTS, make_batch, make_ctx, occurrences, trained
 from tests.rpc.support import PATIENCE_S
@@ -101,24 +104,38 @@ def serve_once(place: Path) -> None:
             assert worker.get_embedding_size() == [0]
 
 
-def step(ctx: TrainCtx, batch: object) -> None:
-    loss, _ = ctx.forward(batch)  # type: ignore[arg-type]
+def step(ctx: TrainCtx, batch: Any) -> None:
+    loss, _ = ctx.forward(batch)
     ctx.backward(loss)
 
 
-def send_all() -> None:
+def send(count: int, *, then: Exception | None = None) -> None:
     with DataCtx() as ctx:
-        for number in range(COUNT):
+        for number in range(count):
             ctx.send_data(make_batch(number))
+        if then is not None:
+            raise then
 
 
-def train_streamed(ctx: TrainCtx) -> None:
-    # The loader takes the context entered last, which from then on is the data-loader's.
-    batches = iter(DataLoader(StreamingDataset(3), timeout_ms=int(PATIENCE_S * 1000)))
-    sender = Background(send_all)
+def open_pass() -> Iterator[Any]:
+    """Begin a pass; later the data-loader's context would be the one entered last."""
+    return iter(DataLoader(StreamingDataset(3), timeout_ms=int(PATIENCE_S * 1000)))
+
+
+def train_all(ctx: TrainCtx, batches: Iterator[Any]) -> list[int]:
+    seen = []
     for batch in batches:
         step(ctx, batch)
+        seen.append(int(batch.meta))
+    return seen
+
+
+def train_streamed(ctx: TrainCtx) -> list[int]:
+    batches = open_pass()
+    sender = Background(lambda: send(COUNT))
+    seen = train_all(ctx, batches)
     sender.result()
+    return seen
 
 
 def train_once(place: Path, *, is_streamed: bool) -> None:
@@ -181,6 +198,74 @@ def test_w52_two_jobs_train_at_a_time_in_one_process(place: Path) -> None:
     for name in expected:
         np.testing.assert_array_equal(in_one[name], expected[name])
         np.testing.assert_array_equal(in_two[name], of_both[name] - expected[name])
+
+
+def test_w24_w42_after_a_loader_that_failed_the_next_pass_is_whole(place: Path) -> None:
+    with local_job(place) as worker, make_ctx() as ctx:
+        batches = open_pass()
+        sender = Background(lambda: send(2, then=ValueError("no such column")))
+        with pytest.raises(RemoteError, match=r"data-loader 0 failed(.|\n)*no such column"):
+            train_all(ctx, batches)
+        with pytest.raises(ValueError, match="no such column"):
+            sender.result()
+        for _ in range(2):
+            assert sorted(train_streamed(ctx)) == list(range(COUNT))
+        ctx.get_embedding_size()  # waits for the updates
+        assert worker.stats()["in_flight"] == 0
+
+
+def test_w25_nothing_stays_counted_as_in_flight(place: Path) -> None:
+    with local_job(place) as worker, make_ctx() as ctx:
+        for _ in range(20):
+            for number, batch in enumerate(DataLoader([make_batch(n) for n in range(COUNT)])):
+                if number % 2:
+                    step(ctx, batch)
+            step(ctx, ctx.get_embedding_from_data(make_batch(COUNT)))
+            ctx.get_embedding_from_data(make_batch(COUNT))  # dropped
+            with eval_ctx(model=ctx.model) as evaluation:
+                for batch in DataLoader([make_batch(0)]):
+                    evaluation.forward(batch)
+            trained(ctx)
+        stats = ctx.stats()
+        assert stats["batches"] == 20 * (COUNT // 2 + 1)
+        assert stats["abandoned"] == 20 * (COUNT // 2 + 1)
+    assert ctx.stats()["staleness"] == 0
+    assert worker.stats()["in_flight"] == 0
+
+
+def test_w46_ids_that_are_never_delivered_are_bounded_expire_and_are_counted(
+    place: Path,
+) -> None:
+    now = [0.0]
+    settings = EmbeddingWorkerConfig(forward_buffer_size=3, buffered_data_expired_sec=60)
+    with (
+        local_job(place, settings=settings, clock=lambda: now[0]),
+        closing(ZmqTransport()) as transport,
+    ):
+        (worker,) = connect_embedding_workers(transport, timeout_s=PATIENCE_S)
+        with closing(worker):
+            for start in range(0, 30, 3):
+                for number in range(start, start + 3):
+                    worker.register(IDFeatures(make_batch(number).features, number, True))
+                late = IDFeatures(make_batch(99).features, 99, True)
+                with pytest.raises(ServiceBusy, match="forward_buffer_size = 3"):
+                    worker.register(late, timeout_s=0.1)
+                now[0] += 60
+            stats = worker.stats()
+    assert (stats["in_flight"], stats["expired"]) == (0, 30)
+    assert stats["refused_busy"] >= 10
+
+
+def test_w48_gradients_in_flight_are_sent_when_the_context_is_left(place: Path) -> None:
+    with local_job(place):
+        with make_ctx() as ctx:
+            batches = [make_batch(number) for number in range(COUNT)]
+            for batch in DataLoader(batches, embedding_staleness=COUNT):
+                step(ctx, batch)
+        with make_ctx() as ctx:
+            got = trained(ctx)
+    for name, expected in occurrences(COUNT).items():
+        np.testing.assert_array_equal(got[name], expected)
 
 
 def test_w48_an_end_that_is_closed_while_its_thread_looks_ends(place: Path) -> None:

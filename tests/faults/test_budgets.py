@@ -1,0 +1,99 @@
+"""The least of every budget, in order, with a loader that stalls and a batch that is large.
+
+One credit for each of two data-loaders, one batch in flight, room for a handful of batches at
+the embedding-worker: there is no deadlock, and every batch is trained once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia.data import DataLoader, StreamingDataset
+from tests.cluster import Cluster
+from tests.faults.job import NUM_IDS, SLOTS, make_ctx, trained
+
+SCRIPTS = Path(__file__).parent / "scripts"
+COUNT, LARGE = 24, 9
+# Its ids are 8 MiB, which the broker of the original would have refused.
+LARGE_SIZE = 1 << 19
+# Two credits, one batch in flight, and one on its way from the one to the other.
+SETTINGS = {"embedding_worker_config": {"forward_buffer_size": 4}}
+
+
+def least_loader() -> DataLoader:
+    return DataLoader(
+        StreamingDataset(buffer_size=1),
+        forward_buffer_size=1,
+        num_workers=1,
+        reproducible=True,
+        embedding_staleness=1,
+        timeout_ms=60_000,
+    )
+
+
+def expected() -> dict[str, np.ndarray]:
+    total = {name: np.zeros(NUM_IDS) for name in ("user", "item")}
+    for number in range(COUNT):
+        rng = np.random.default_rng(number)
+        size = LARGE_SIZE if number == LARGE else 16
+        for counts in total.values():
+            counts += np.bincount(rng.integers(0, NUM_IDS, size), minlength=NUM_IDS)
+    return total
+
+
+def started(num_ranks: int) -> Iterator[Cluster]:
+    settings = SETTINGS if num_ranks == 1 else {}
+    with Cluster(SLOTS, settings, num_ranks=num_ranks) as cluster:
+        gate = cluster.place / "gate"
+        os.mkfifo(gate)
+        cluster.start_servers()
+        words = (str(COUNT), str(LARGE), str(LARGE_SIZE), str(gate))
+        cluster.start_loaders(SCRIPTS / "gated_loader.py", 2, *words)
+        yield cluster
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    yield from started(1)
+
+
+@pytest.fixture
+def cluster_of_two() -> Iterator[Cluster]:
+    yield from started(2)
+
+
+def test_w65_least_budgets_a_stalled_loader_and_a_large_batch(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in cluster.variables.items():
+        monkeypatch.setenv(name, value)
+    with make_ctx() as ctx:
+        seen = []
+        for batch in least_loader():
+            loss, _ = ctx.forward(batch)
+            ctx.backward(loss)
+            seen.append(int(batch.meta or b"-1"))
+        assert seen == list(range(COUNT))
+        got = trained(ctx)
+    for name, counts in expected().items():
+        np.testing.assert_array_equal(got[name], counts)
+
+
+@pytest.mark.slow
+def test_w65_least_budgets_on_two_ranks(cluster_of_two: Cluster) -> None:
+    cluster = cluster_of_two
+    output = cluster.place / "found.json"
+    script = (str(SCRIPTS / "train.py"), str(output))
+    cluster.start("nn-worker", "nn-worker", "--nproc-per-node", "2", *script)
+    statuses = cluster.wait(100)
+    assert set(statuses.values()) == {0}, statuses
+    found = json.loads(output.read_text())
+    for name, counts in expected().items():
+        np.testing.assert_array_equal(found["counts"][name], counts)
+    assert found["stats"]["batches"] == COUNT // 2

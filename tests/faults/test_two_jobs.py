@@ -1,0 +1,65 @@
+"""Two jobs on one machine at the same time: what one does or ends is nothing to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from persia import env
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._services.job_end import tell_end
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, StreamingDataset
+from tests.cluster import Cluster
+from tests.faults.job import SLOTS, make_ctx, occurrences, trained
+
+LOADER = Path(__file__).parent / "scripts" / "loader.py"
+FEWER, MORE = 30, 60
+
+
+def enter(stack: ExitStack, cluster: Cluster) -> tuple[TrainCtx, Iterator[Any]]:
+    """Enter the trainer of one of the jobs, and begin to read what its data-loader sends."""
+    with env.changed(**cluster.variables):
+        ctx = stack.enter_context(make_ctx())
+        return ctx, iter(DataLoader(StreamingDataset(4), timeout_ms=60_000))
+
+
+def step(ctx: TrainCtx, batch: Any) -> int:
+    loss, _ = ctx.forward(batch)
+    ctx.backward(loss)
+    return int(batch.meta)
+
+
+def check(ctx: TrainCtx, seen: list[int], count: int) -> None:
+    assert sorted(seen) == list(range(count))
+    got = trained(ctx)
+    for name, expected in occurrences(count).items():
+        np.testing.assert_array_equal(got[name], expected)
+
+
+def test_w52_w65_two_jobs_on_one_machine_do_not_disturb_each_other() -> None:
+    with ExitStack() as stack:
+        short = stack.enter_context(Cluster(SLOTS, transport="ipc"))
+        long = stack.enter_context(Cluster(SLOTS, transport="tcp"))
+        for cluster, count in ((short, FEWER), (long, MORE)):
+            cluster.start_servers()
+            cluster.start_loaders(LOADER, 1, str(count))
+        leaving = ExitStack()
+        with leaving:
+            one, of_one = enter(leaving, short)
+            two, of_two = enter(stack, long)
+            seen_one, seen_two = [], []
+            for batch in of_one:
+                seen_one.append(step(one, batch))
+                seen_two.append(step(two, next(of_two)))
+            check(one, seen_one, FEWER)
+        with env.changed(**short.variables), closing(ZmqTransport()) as transport:
+            assert tell_end(transport, 0, 10.0) == []
+        assert set(short.wait().values()) == {0}
+        assert all(process.poll() is None for process in long.processes.values())
+        seen_two += [step(two, batch) for batch in of_two]
+        check(two, seen_two, MORE)

@@ -1,0 +1,126 @@
+"""Wires between all processes of a job that cut connections, and drop and repeat messages.
+
+Each batch is trained once: rows tell.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia import env
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, StreamingDataset
+from tests.cluster import Cluster
+from tests.faults.job import SLOTS, make_ctx, occurrences, trained
+from tests.rpc.proxies import MessageProxy, TcpProxy
+
+LOADER = Path(__file__).parent / "scripts" / "loader.py"
+COUNT = 120
+LISTS = {
+    "embedding-parameter-server": env.PARAMETER_SERVERS_VARIABLE,
+    "embedding-worker": env.EMBEDDING_WORKERS_VARIABLE,
+    "nn-worker": env.NN_WORKERS_VARIABLE,
+}
+Proxy = TcpProxy | MessageProxy
+
+
+@contextmanager
+def behind_proxies(
+    transport: str, make: Callable[[str, str], Proxy], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Proxy]]:
+    """Start a job of which every process sees the others through a proxy.
+
+    Args:
+        transport: Of the servers.
+        make: Takes where a proxy may listen, and the address of a server.
+        monkeypatch: Makes this process the trainer.
+    """
+    with ExitStack() as stack:
+        cluster = stack.enter_context(
+            Cluster(SLOTS, transport=transport, num_servers=2, num_workers=2)
+        )
+        proxies: list[Proxy] = []
+        behind: dict[str, str] = {}
+        for role, addresses in cluster.addresses.items():
+            made = []
+            for number, address in enumerate(addresses):
+                front = f"ipc://{cluster.place}/proxy-{role}-{number}"
+                made.append(make(front, address))
+                stack.callback(made[-1].close)
+            behind[LISTS[role]] = ",".join(proxy.address for proxy in made)
+            proxies += made
+        own = dict(cluster.variables)
+        # A server listens where its own list says, and finds the others at their proxies.
+        for role in ("embedding-parameter-server", "embedding-worker"):
+            cluster.variables = own | behind | {LISTS[role]: own[LISTS[role]]}
+            for number in range(2):
+                if role == "embedding-worker":
+                    cluster.start_worker(number)
+                else:
+                    cluster.start_server(number)
+        cluster.variables = own | behind
+        cluster.start_loaders(LOADER, 2, str(COUNT))
+        for name, value in (own | behind).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(env.NN_WORKERS_VARIABLE, own[env.NN_WORKERS_VARIABLE])
+        yield proxies
+        # Now: with the proxies gone nobody could tell the servers of the end.
+        cluster.stop()
+
+
+def train(ctx: TrainCtx) -> None:
+    seen = []
+    for batch in DataLoader(StreamingDataset(6), embedding_staleness=3, timeout_ms=60_000):
+        loss, _ = ctx.forward(batch)
+        ctx.backward(loss)
+        seen.append(int(batch.meta or b"-1"))
+    assert sorted(seen) == list(range(COUNT))
+    expected, got = occurrences(COUNT), trained(ctx)
+    for name in expected:
+        np.testing.assert_array_equal(got[name], expected[name])
+    assert ctx.stats()["failed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_w13_each_batch_is_trained_once_through_cuts(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    dice = random.Random(seed)
+
+    def make(front: str, address: str) -> Proxy:
+        # From the middle of a handshake to some hundred messages.
+        cuts = [int(10 ** dice.uniform(1.5, 4.5)) for _ in range(12)]
+        return TcpProxy(f"tcp://{address}", (*cuts, None))
+
+    with behind_proxies("tcp", make, monkeypatch) as proxies, make_ctx() as ctx:
+        train(ctx)
+    cuts = [proxy.num_cut for proxy in proxies if isinstance(proxy, TcpProxy)]
+    assert min(cuts) > 3
+
+
+@pytest.mark.slow
+def test_w13_each_batch_is_trained_once_through_drops_and_repetitions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dice = random.Random(3)
+
+    def fate(number: int) -> int:
+        if abs(number) == 50:  # a client waits for 10 s before it sends again
+            return 0
+        return dice.choice((1, 1, 1, 2))
+
+    def make(front: str, address: str) -> Proxy:
+        return MessageProxy(front, address, fate)
+
+    with behind_proxies("ipc", make, monkeypatch) as proxies, make_ctx() as ctx:
+        train(ctx)
+    found = [proxy for proxy in proxies if isinstance(proxy, MessageProxy)]
+    assert sum(proxy.num_dropped for proxy in found) > 4
+    assert min(proxy.num_repeated for proxy in found) > 20
