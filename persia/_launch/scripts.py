@@ -239,7 +239,7 @@ def _until_job_ends(script: Script, child: Child, events: _Events) -> End:
                 return end
             has_ended = True
             if status is None:
-                logger.info("%s has sent everything, waits for the job to end", script.path)
+                logger.info("%s has ended, waits for the job to end", script.path)
         elif event.error is not None:
             lost = event.error
         else:

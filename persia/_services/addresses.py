@@ -121,6 +121,8 @@ def _listed(role: Role, addresses: Sequence[str] | None = None) -> Listed:
         nn_worker().name: (env.NN_WORKERS_VARIABLE, env.nn_worker_addresses),
     }[role.name]
     is_by_node = role.name == nn_worker().name
+    if addresses:
+        variable = f"the list of {role.name}s given"
     return Listed(variable, parsed(variable, addresses or read()), is_by_node)
 
 

@@ -151,7 +151,8 @@ class Search:
                 self._ask_everyone()
                 answers = self._answers()
                 conflict = _conflict(answers)
-                if not conflict and answers and not _numbers_missing(answers):
+                is_whole = bool(answers) and not _numbers_missing(answers)
+                if is_whole and not conflict and not self._unheard(answers):
                     return answers
                 missing = self._missing(answers)
                 is_final = not self._names and (
@@ -338,12 +339,33 @@ class Search:
                 by_incarnation.setdefault(asked.hello.incarnation, answer)
         return sorted(by_incarnation.values(), key=lambda answer: answer.hello.replica_index)
 
+    def _unheard(self, answers: Sequence[_Answer]) -> list[str]:
+        """Return listed addresses that did not answer, if those who did say they are fewer.
+
+        Servers that were each told that they are alone must not be taken for a whole set, one
+        of them here and another one there.
+        """
+        listed = [one for one in self._listed.addresses if one not in self._names]
+        if not answers or len(listed) <= answers[0].hello.replica_size:
+            return []
+        return [
+            address
+            for address in listed
+            if (asked := self._asked.get(address)) is not None and asked.hello is None
+        ]
+
     def _missing(self, answers: Sequence[_Answer]) -> str:
         """Say who is missing, and why."""
         if self._misfit:
             return self._misfit
         who = f"no {self._role.name} answers"
-        if answers:
+        unheard = self._unheard(answers)
+        if unheard:
+            who = (
+                f"{self._listed.variable} lists more addresses than the {len(answers)} that "
+                f"{answers[0]} says there are, and {', '.join(unheard)} has not answered"
+            )
+        elif answers:
             numbers = ", ".join(map(str, _numbers_missing(answers)))
             who = f"{self._role.name} {numbers} of {answers[0].hello.replica_size} is missing"
         reasons = [asked.why for asked in self._asked.values() if asked.hello is None]

@@ -44,7 +44,7 @@ def test_a_job_ends_with_its_script_and_nobody_is_signalled(job: Job) -> None:
     assert job.status(job.script("train.py", TALKS)) == 0
     assert [process.wait() for process in (*servers, loader)] == [0, 0, 0]
     assert "rows [0]" in job.processes[-1].printed()
-    assert "has sent everything, waits for the job to end" in loader.printed()
+    assert "has ended, waits for the job to end" in loader.printed()
 
 
 @pytest.mark.parametrize(

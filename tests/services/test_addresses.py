@@ -121,7 +121,9 @@ def test_empty_entries_are_refused(monkeypatch: Monkey, text: str) -> None:
     "address", ["here", "here:", ":1", "http://here:1", "a:65536", "ipc://"]
 )
 def test_an_address_that_cannot_be_read_is_named(place: Place, address: str) -> None:
-    with pytest.raises(ConfigError, match=r"PERSIA_EMBEDDING_PARAMETER_SERVERS: .*address"):
+    with pytest.raises(
+        ConfigError, match=r"the list of embedding-parameter-servers given: .*address"
+    ):
         place.find(address)
 
 
@@ -238,7 +240,9 @@ def test_w53_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline(
 
 def test_a_list_that_lacks_a_server_is_an_error_at_once(place: Place) -> None:
     place.serve(0, 2)
-    with pytest.raises(ConfigError, match=r"1 of 2 is missing: PERSIA_\w+ leads only to embed"):
+    with pytest.raises(
+        ConfigError, match=r"1 of 2 is missing: the list of .* given leads only to embed"
+    ):
         place.find(place.ipc(0))
 
 
@@ -254,6 +258,22 @@ def test_two_servers_of_one_number(place: Place) -> None:
     place.serve(0, 2, place.ipc("b"))
     with pytest.raises(ConfigError, match=r"one number: .* 0 of 2 at .*/a, and another"):
         place.find(place.ipc("a"), place.ipc("b"))
+
+
+def test_two_that_each_say_that_they_are_alone(place: Place, monkeypatch: Monkey) -> None:
+    monkeypatch.setattr(search, "_LINE_S", 0.1)
+    place.serve(0, 1, place.ipc("a"))
+    told: list[str] = []
+
+    def start_the_other(line: str) -> None:
+        told.append(line)
+        if len(told) == 1:
+            place.serve(0, 1, place.ipc("b"))
+
+    with pytest.raises(ConfigError, match=r"two servers have one number: .*/[ab], and another"):
+        place.find(place.ipc("a"), place.ipc("b"), on_wait=start_the_other)
+    assert "lists more addresses than the 1" in told[0]
+    assert "/b has not answered" in told[0]
 
 
 def test_two_embedding_configs(place: Place) -> None:
