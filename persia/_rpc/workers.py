@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_ROLE = "embedding-worker"
 _REF_BITS = 64
 # Seconds before another worker is tried, where another will do; of one that did not answer
 # lately; how long that is; and between two rounds over all of them.
@@ -171,7 +172,10 @@ class EmbeddingWorkers:
         if len(self._workers) > 1:
             try:
                 return self._ask(worker, ask, _PROBE_S if self._is_avoided(worker) else _TRY_S)
-            except ServiceTimeout as error:
+            except (ServiceTimeout, ServiceUnavailable) as error:
+                if isinstance(error, ServiceUnavailable) and error.role in ("", _ROLE):
+                    raise
+                # It is there, and slow, or waits for a server that others would wait for too.
                 logger.warning("%s; it has the batch, and is waited for", error)
         return self._ask(worker, ask, env.rpc_timeout_s())
 

@@ -121,3 +121,20 @@ def test_a_worker_that_is_only_slow_is_waited_for(
 
     monkeypatch.setattr(slow, "lookup", lookup_late)
     assert job.workers.lookup(handle, True).ref == handle
+
+
+def test_a_worker_whose_server_is_away_is_waited_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another worker would miss the same server: trying all in turn would end before it is back.
+    handle = job.workers.register(features({"sum": [[1]]}))
+    lookup, tries = job.own[0].lookup, []
+
+    def lookup_late(ref: int, is_training: bool) -> LookupResult:
+        tries.append(ref)
+        if len(tries) == 1:
+            raise ServiceUnavailable("no connection", role="embedding-parameter-server")
+        return lookup(ref, is_training)
+
+    monkeypatch.setattr(job.own[0], "lookup", lookup_late)
+    assert job.workers.lookup(handle, True).ref == handle
