@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from persia import env
 from persia._rpc.zmq_transport import ZmqTransport
@@ -41,6 +42,7 @@ def check(ctx: TrainCtx, seen: list[int], count: int) -> None:
         np.testing.assert_array_equal(got[name], expected)
 
 
+@pytest.mark.slow
 def test_w52_w65_two_jobs_on_one_machine_do_not_disturb_each_other() -> None:
     with ExitStack() as stack:
         short = stack.enter_context(Cluster(SLOTS, transport="ipc"))

@@ -528,3 +528,22 @@ def test_nats_is_ignored_with_one_line(
     assert [record.message for record in caplog.records] == [
         "PERSIA_NATS_URL is ignored: servers are found by their addresses"
     ]
+
+
+@pytest.mark.parametrize(
+    "role", ["embedding-parameter-server", "embedding-worker", "nn-worker"]
+)
+def test_w71_only_this_machine_is_listened_to_unless_told_otherwise(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = {
+        "embedding-parameter-server": "PERSIA_EMBEDDING_PARAMETER_SERVERS",
+        "embedding-worker": "PERSIA_EMBEDDING_WORKERS",
+        "nn-worker": "PERSIA_NN_WORKERS",
+    }
+    # How others get here is not where to listen.
+    monkeypatch.setenv(listed[role], "far.example:4000")
+    assert listening_address(role, 0) == "tcp://127.0.0.1:4000"
+    assert listening_address(role, 0, host="10.0.0.1") == "tcp://10.0.0.1:4000"
+    monkeypatch.setenv("PERSIA_LISTEN_HOST", "0.0.0.0")
+    assert listening_address(role, 0) == "tcp://0.0.0.0:4000"
