@@ -277,7 +277,7 @@ class Inbox:
 
         Raises:
             UnknownStream: If the stream is not open here.
-            DataError: If the batch is not one of this stream's, or has no credit.
+            DataError: If the batch is not one of this stream's.
         """
         with self._changed:
             found = self._stream(stream, "deliver")
@@ -378,7 +378,8 @@ class Inbox:
         """Stop to take; what is pending stays for the next pass, unless this one is over."""
         with self._changed:
             self._is_passing = False
-            if self._is_over():
+            is_dropped = any(stream.on_drop for stream in self._streams.values())
+            if is_dropped or self._is_over():
                 self._past.update(self._streams)
                 self._streams.clear()
                 self._num_loaders = None

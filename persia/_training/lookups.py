@@ -143,8 +143,7 @@ class Lookups:
         except BaseException:
             if trains and gate is not None:
                 gate.give_back()
-            if item.origin is not None:
-                item.origin.ended()
+            self._lose(item)
             raise
         if result.ref is None or not trains:
             self._leave(item)
@@ -174,6 +173,13 @@ class Lookups:
                     raise
                 item.ref = item.origin.register_again(error)
         return self.worker.lookup(item.ref, trains)
+
+    def _lose(self, item: Item) -> None:
+        """End a batch whose lookup failed; what the user sees is that failure."""
+        try:
+            self._leave(item)
+        except Exception as exc:
+            logger.debug("ref %s could not be released: %s", item.ref, exc)
 
     def give_up(self, item: Item, reason: Reason) -> None:
         """End a batch that was taken and is not looked up; nobody will send it again."""

@@ -430,3 +430,19 @@ def test_batches_of_a_pass_before_are_in_flight_still() -> None:
     assert inbox.stats()["in_flight"] == 1
     delivered.ended()
     assert inbox.stats()["in_flight"] == 0
+
+
+def test_what_is_dropped_late_is_not_the_next_pass() -> None:
+    inbox = make_inbox()
+    inbox.begin_pass()
+    first = opened(inbox)
+    dropped: list[int] = []
+    assert not inbox.drop_rest(lambda: dropped.append(1), 0.0)
+    inbox.end_pass()
+    inbox.deliver(first, batch(0))  # late
+    assert len(dropped) == 1
+    second = opened(inbox, incarnation=8)
+    inbox.begin_pass()
+    inbox.deliver(second, batch(0))
+    assert take(inbox) == 0
+    assert len(dropped) == 1
