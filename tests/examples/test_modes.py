@@ -7,6 +7,11 @@ final rows are those of embedded mode.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +26,19 @@ from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.addresses import connect_parameter_servers
 from persia.config import EmbeddingSchema
 from persia.data import DataLoader, StreamingDataset
-from tests.cluster import Cluster
+from tests.cluster import ROOT, Cluster
+from tests.examples.conftest import LOADER
 from tests.examples.loading import load
 
 SCRIPTS = Path(__file__).parent / "scripts"
-# Servers, embedding-workers, data-loaders.
-LAYOUTS = [("ipc", 1, 1, 1), ("tcp", 3, 2, 2), ("ipc", 3, 1, 2), ("tcp", 1, 2, 1)]
+# Transport, servers, embedding-workers, data-loaders: the four pairs of transport and servers,
+# and of workers and loaders; one of them in the fast tier.
+LAYOUTS = [
+    ("tcp", 3, 2, 2),
+    pytest.param("ipc", 1, 1, 1, marks=pytest.mark.slow),
+    pytest.param("ipc", 3, 1, 2, marks=pytest.mark.slow),
+    pytest.param("tcp", 1, 2, 1, marks=pytest.mark.slow),
+]
 
 Rows = dict[int, Any]  # signs by dim
 
@@ -137,3 +149,113 @@ def test_quickstart_is_bit_equal_in_services_mode(
             assert ctx.stats()["batches"] == -(-log.num_train // BATCH_SIZE)
         schema = EmbeddingSchema.load(quickstart.EMBEDDING_CONFIG)
         assert remote_rows(signs, schema) == digest
+
+
+SAY = ("--json", "--quiet")
+
+needs_data = pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
+
+
+@pytest.fixture(scope="module")
+def embedded_adult() -> tuple[Any, Rows, str]:
+    adult = load("adult_income")
+    options = adult.Options(staleness=1, reproducible=True, quiet=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PERSIA_DATALOADER_ENTRY", str(LOADER))
+        with adult.build_ctx(options) as ctx:
+            report = adult.run(ctx, adult.load(), options)
+            signs, digest = embedded_rows(ctx)
+    return report, signs, digest
+
+
+@needs_data
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("transport", "servers", "workers", "loaders"), LAYOUTS)
+def test_adult_income_is_bit_equal_in_services_mode(
+    embedded_adult: tuple[Any, Rows, str],
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+    servers: int,
+    workers: int,
+    loaders: int,
+) -> None:
+    """The real scripts, this process being the nn-worker."""
+    report, signs, digest = embedded_adult
+    adult = load("adult_income")
+    config = adult.CONFIG / "embedding_config.yml"
+    with Cluster(
+        config, transport=transport, num_servers=servers, num_workers=workers
+    ) as cluster:
+        cluster.start_servers()
+        cluster.start_loaders(LOADER, loaders)
+        for name, value in cluster.variables.items():
+            monkeypatch.setenv(name, value)
+        options = adult.Options(staleness=1, reproducible=True, quiet=True)
+        with adult.build_ctx(options) as ctx:
+            found = adult.run(ctx, adult.load(), options)
+        assert (found.auc, found.loss, found.rows) == (report.auc, report.loss, report.rows)
+        assert remote_rows(signs, EmbeddingSchema.load(config)) == digest
+
+
+def run_script(cluster: Cluster) -> Any:
+    """Run the real train.py and the job to its end; returns its report."""
+    cluster.start_servers()
+    cluster.start_loaders(LOADER, 1)
+    cluster.start("nn-worker", "nn-worker", str(LOADER.parent / "train.py"), *SAY)
+    statuses = cluster.wait()
+    assert set(statuses.values()) == {0}, statuses
+    (line,) = re.findall(r"\{.*\}", cluster.log("nn-worker"))
+    return json.loads(line)
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_scripts_of_adult_income_print_the_same_in_both_modes() -> None:
+    config = LOADER.parent / "config" / "embedding_config.yml"
+    with Cluster(config, environment={"REPRODUCIBLE": "1"}) as cluster:
+        embedded = subprocess.run(
+            [sys.executable, str(LOADER.parent / "train.py"), *SAY],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            | {"REPRODUCIBLE": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        one, other = json.loads(embedded.stdout), run_script(cluster)
+    for name in ("auc", "loss", "rows"):
+        assert one[name] == other[name]
+
+
+SEEDS = 3
+
+
+def aucs(num_ranks: int, staleness: int) -> list[float]:
+    """Return the AUC for each seed, with two batches a step, of all ranks together."""
+    with Cluster(
+        LOADER.parent / "config" / "embedding_config.yml", num_ranks=num_ranks
+    ) as cluster:
+        cluster.start_servers()
+        cluster.start_loaders(SCRIPTS / "adult_loader.py", 1, str(SEEDS))
+        script = (str(SCRIPTS / "adult_train.py"), str(staleness), str(SEEDS))
+        cluster.start("nn-worker", "nn-worker", "--nproc-per-node", str(num_ranks), *script)
+        statuses = cluster.wait(250)
+        assert set(statuses.values()) == {0}, statuses
+        (line,) = re.findall(r"AUCS (\[.*\])", cluster.log("nn-worker"))
+        found: list[float] = json.loads(line)
+        assert len(found) == SEEDS
+        return found
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("staleness", [1, 10])
+def test_two_ranks_reach_the_auc_of_one_with_the_same_global_batch(staleness: int) -> None:
+    """The one rank accumulates: a batch of twice the size would be one step of Adagrad.
+
+    Each rank's gradients are a step of their own at the servers.
+    """
+    one, two = aucs(1, staleness), aucs(2, staleness)
+    assert np.mean(one) > 0.88
+    assert abs(np.mean(one) - np.mean(two)) < 0.002, (one, two)
