@@ -230,14 +230,15 @@ def test_the_scripts_of_adult_income_print_the_same_in_both_modes() -> None:
 SEEDS = 3
 
 
-def aucs(num_ranks: int, staleness: int) -> list[float]:
-    """Return the AUC for each seed, with two batches a step, of all ranks together."""
+def aucs(num_ranks: int, batch_size: int) -> list[float]:
+    """Return the AUC for each seed, with batches of this size on each rank."""
     with Cluster(
         LOADER.parent / "config" / "embedding_config.yml", num_ranks=num_ranks
     ) as cluster:
         cluster.start_servers()
-        cluster.start_loaders(SCRIPTS / "adult_loader.py", 1, str(SEEDS))
-        script = (str(SCRIPTS / "adult_train.py"), str(staleness), str(SEEDS))
+        arguments = (str(batch_size), str(SEEDS))
+        cluster.start_loaders(SCRIPTS / "adult_loader.py", 1, *arguments)
+        script = (str(SCRIPTS / "adult_train.py"), *arguments)
         cluster.start("nn-worker", "nn-worker", "--nproc-per-node", str(num_ranks), *script)
         statuses = cluster.wait(250)
         assert set(statuses.values()) == {0}, statuses
@@ -250,12 +251,8 @@ def aucs(num_ranks: int, staleness: int) -> list[float]:
 @needs_data
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("staleness", [1, 10])
-def test_two_ranks_reach_the_auc_of_one_with_the_same_global_batch(staleness: int) -> None:
-    """The one rank accumulates: a batch of twice the size would be one step of Adagrad.
-
-    Each rank's gradients are a step of their own at the servers.
-    """
-    one, two = aucs(1, staleness), aucs(2, staleness)
+def test_two_ranks_reach_the_auc_of_one_with_the_same_global_batch() -> None:
+    """Not the same bits: each rank's gradients are a step of Adagrad of their own."""
+    one, two = aucs(1, 128), aucs(2, 64)
     assert np.mean(one) > 0.88
     assert abs(np.mean(one) - np.mean(two)) < 0.002, (one, two)

@@ -1,4 +1,4 @@
-"""Sends the training batches of adult_income a number of times: adult_loader.py PASSES."""
+"""Sends adult_income's training batches again and again: adult_loader.py BATCH_SIZE PASSES."""
 
 import sys
 
@@ -6,9 +6,11 @@ from persia.ctx import DataCtx
 from tests.examples.loading import load
 
 if __name__ == "__main__":
+    batch_size, passes = map(int, sys.argv[1:])
     example = load("adult_income")
+    sys.modules["batches"].BATCH_SIZE = batch_size  # type: ignore[attr-defined]
     train_data, _ = example.load()
-    for _ in range(int(sys.argv[1])):
+    for _ in range(passes):
         with DataCtx() as ctx:
             for batch in example.batches(train_data, requires_grad=True):
                 ctx.send_data(batch)
