@@ -25,7 +25,6 @@ sends after that, in a stream opened anew, is the next pass.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING
 from persia._rpc.messages import RemoteRef, StreamedBatch, StreamNews, StreamState
 from persia._rpc.workers import handle_of
 from persia._training.channel import Closed, Finished
+from persia._training.incoming import Incoming
 from persia.errors import (
     ConfigError,
     DataError,
@@ -61,72 +61,10 @@ SILENT_S = 3 * POLL_S
 FAREWELL_S = 2.0
 
 
-class _Stream:
-    """One data-loader's stream to this rank; guarded by the inbox's lock."""
-
-    def __init__(self, opening: StreamOpening, rank: int, world_size: int) -> None:
-        self.loader = opening.loader
-        self.incarnation = opening.incarnation
-        self.step = math.lcm(opening.num_loaders, world_size)
-        self._offset = _first_id(opening.loader, opening.num_loaders, rank, world_size)
-        self.next_batch_id = self.at_or_after(opening.first_batch_id)
-        self.pending: dict[int, StreamedBatch] = {}
-        self.in_flight: dict[int, RemoteRef] = {}
-        self.wanted: set[int] = set()
-        self.acknowledged: deque[tuple[int, int]] = deque()  # (version, batch id)
-        self.version = 0
-        self.credits = 0
-        self.ended_at: int | None = None  # no batch from this id on
-        self.failure = ""
-        # Called for each batch that comes although the pass has ended; None in a pass.
-        self.on_drop: Callable[[], None] | None = None
-        self.was_read = False  # a pass went on while it was open
-        self.knows_end = False  # was told that the inbox is closed
-        self.heard_at = 0.0
-
-    def at_or_after(self, batch_id: int) -> int | None:
-        """The first id of this stream that is not below ``batch_id``; None if it has none."""
-        if self._offset is None:
-            return None
-        return self._offset + -(-max(batch_id - self._offset, 0) // self.step) * self.step
-
-    def is_new(self, batch_id: int) -> bool:
-        """Whether a batch has not been received."""
-        return self.next_batch_id is not None and batch_id >= self.next_batch_id
-
-    def note(self, batch_id: int) -> None:
-        """Note that a batch was received.
-
-        After this rank was started anew some before it may be left out: they were trained.
-        """
-        self.next_batch_id = batch_id + self.step
-
-    def is_over(self) -> bool:
-        """Whether it has ended and everything that it sent was taken."""
-        return self._offset is None or (self.ended_at is not None and not self.pending)
-
-    def is_settled(self) -> bool:
-        """Whether the data-loader knows that all it sent has ended, and asks no more."""
-        return (
-            self.ended_at is not None
-            and not self.pending
-            and not self.in_flight
-            and not self.acknowledged
-        )
-
-
-def _first_id(loader: int, num_loaders: int, rank: int, world_size: int) -> int | None:
-    """The lowest batch id that this loader sends to this rank."""
-    for batch_id in range(loader, math.lcm(num_loaders, world_size), num_loaders):
-        if batch_id % world_size == rank:
-            return batch_id
-    return None
-
-
 class Delivered:
     """A batch that was taken; implements ``lookups.Origin``."""
 
-    def __init__(self, inbox: Inbox, stream: _Stream, batch: StreamedBatch) -> None:
+    def __init__(self, inbox: Inbox, stream: Incoming, batch: StreamedBatch) -> None:
         self._inbox = inbox
         self._stream = stream
         self.batch = batch
@@ -177,8 +115,9 @@ class Inbox:
         self._clock = clock
         self._changed = threading.Condition()  # guards all below
         self._num_loaders: int | None = None  # told by the first that opens a stream
-        self._streams: dict[int, _Stream] = {}  # of this pass, by data-loader
-        self._past: dict[int, _Stream] = {}  # of passes before; some batches may not have ended
+        self._streams: dict[int, Incoming] = {}  # of this pass, by data-loader
+        # Of passes before; some of their batches may not have ended.
+        self._past: dict[int, Incoming] = {}
         self._arrived: deque[tuple[int, int]] = deque()  # (loader, batch id), pending
         self._expected: int | None = None  # next id in order; None before the first
         self._is_passing = False
@@ -220,7 +159,7 @@ class Inbox:
                 return StreamState(past.next_batch_id or 0, ())
             old = self._streams.get(opening.loader)
             if old is None:
-                stream = _Stream(opening, self.replica_index, self.replica_size)
+                stream = Incoming(opening, self.replica_index, self.replica_size)
             elif old.incarnation == opening.incarnation:
                 stream = old
             elif old.ended_at is None:
@@ -253,7 +192,7 @@ class Inbox:
     def _window(self, num_loaders: int) -> int:
         return max(1, self._capacity // num_loaders)
 
-    def _stream(self, stream: tuple[int, int], method: str) -> _Stream:
+    def _stream(self, stream: tuple[int, int], method: str) -> Incoming:
         loader, incarnation = stream
         for found in (self._streams.get(loader), self._past.get(loader)):
             if found is not None and found.incarnation == incarnation:
@@ -351,7 +290,7 @@ class Inbox:
                 self._is_closed,
             )
 
-    def _news(self, stream: _Stream) -> None:
+    def _news(self, stream: Incoming) -> None:
         stream.version += 1
         self._changed.notify_all()
 
@@ -405,7 +344,7 @@ class Inbox:
             self._arrived.clear()
             return self._changed.wait_for(lambda: self._is_closed or self._is_over(), timeout_s)
 
-    def _drop(self, stream: _Stream, batch_id: int, on_drop: Callable[[], None]) -> None:
+    def _drop(self, stream: Incoming, batch_id: int, on_drop: Callable[[], None]) -> None:
         on_drop()
         stream.credits += 1
         stream.acknowledged.append((stream.version + 1, batch_id))
@@ -438,13 +377,13 @@ class Inbox:
                     raise Finished
                 self._changed.wait()
 
-    def _next_arrived(self) -> tuple[_Stream, int] | None:
+    def _next_arrived(self) -> tuple[Incoming, int] | None:
         if not self._arrived:
             return None
         loader, batch_id = self._arrived[0]
         return self._streams[loader], batch_id
 
-    def _next_in_order(self) -> tuple[_Stream, int] | None:
+    def _next_in_order(self) -> tuple[Incoming, int] | None:
         if self._num_loaders is None or len(self._streams) < self._num_loaders:
             return None  # whoever is missing may have the first batch
         if self._expected is None:
@@ -466,7 +405,7 @@ class Inbox:
             self._expected += self.replica_size
         return None
 
-    def _hand_out(self, stream: _Stream, batch_id: int) -> Delivered:
+    def _hand_out(self, stream: Incoming, batch_id: int) -> Delivered:
         batch = stream.pending.pop(batch_id)
         self._arrived.remove((stream.loader, batch_id))
         stream.in_flight[batch_id] = batch.ids
@@ -517,7 +456,7 @@ class Inbox:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
-    def ended(self, stream: _Stream, batch_id: int) -> None:
+    def ended(self, stream: Incoming, batch_id: int) -> None:
         """Note that nobody needs the ids of a batch any more."""
         with self._changed:
             if stream.in_flight.pop(batch_id, None) is None:
@@ -526,7 +465,7 @@ class Inbox:
             stream.acknowledged.append((stream.version + 1, batch_id))
             self._news(stream)
 
-    def register_again(self, stream: _Stream, batch_id: int, why: ServiceError) -> RemoteRef:
+    def register_again(self, stream: Incoming, batch_id: int, why: ServiceError) -> RemoteRef:
         """Ask the data-loader to register the ids of a batch in flight once more, and wait."""
         logger.warning("batch %d is registered again: %s", batch_id, why)
         with self._changed:
@@ -566,7 +505,7 @@ class Inbox:
             ]
             return " and ".join(late) or f"the {LOADER}s"
 
-    def _describe(self, stream: _Stream) -> str:
+    def _describe(self, stream: Incoming) -> str:
         silent_s = self._clock() - stream.heard_at
         name = f"{LOADER} {stream.loader} of {self._num_loaders}"
         if silent_s > SILENT_S:
@@ -600,7 +539,7 @@ class Inbox:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._awaited(), FAREWELL_S)
 
-    def _awaited(self) -> list[_Stream]:
+    def _awaited(self) -> list[Incoming]:
         """Streams whose data-loader will still ask, and does not know that it need not."""
         now = self._clock()
         return [
