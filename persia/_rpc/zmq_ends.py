@@ -179,8 +179,7 @@ class _End(Generic[T]):
             poller.register(watched, select.POLLIN)
             self._on_event()  # a descriptor tells nothing before the first look
         while not self._is_closing:
-            # Whoever closes between the two looks at this finds a thread that does not wait.
-            if self._step() or self._is_closing:
+            if self._step():
                 continue
             ready = {number for number, _ in poller.poll()}
             if self._wake_in.fileno() in ready:
@@ -366,7 +365,7 @@ class ZmqChannel(_End[Outgoing]):
         if is_free:
             self._was_cut = False
             # Answers that came before the connection broke count.
-            while self._step():
+            while not self._is_closing and self._step():
                 pass
             self._on_lost()
 
