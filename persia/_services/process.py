@@ -18,7 +18,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -73,7 +73,8 @@ def run_parameter_server(options: Options) -> int:
     Raises:
         ConfigError: If a file, an option or the address cannot be used.
     """
-    schema, config = _load(options)
+    listed = env.parameter_server_addresses()
+    schema, config = _load(options, env.PARAMETER_SERVERS_VARIABLE, listed)
     server = ParameterServer(
         schema,
         config.embedding_parameter_server_config,
@@ -97,7 +98,8 @@ def run_embedding_worker(options: Options) -> int:
             servers that answer are not one set.
         ServiceUnavailable: If parameter servers are missing at the deadline.
     """
-    schema, config = _load(options)
+    listed = env.embedding_worker_addresses()
+    schema, config = _load(options, env.EMBEDDING_WORKERS_VARIABLE, listed)
     with ExitStack() as stack:
         events = stack.enter_context(_watched_process())
         transport = stack.enter_context(closing(ZmqTransport()))
@@ -132,7 +134,9 @@ def _say_what_is_in_flight(worker: EmbeddingWorker, serving: _Serving) -> None:
         logger.log(serving.level, "%d batches were between lookup and update", in_flight)
 
 
-def _load(options: Options) -> tuple[EmbeddingSchema, GlobalConfig]:
+def _load(
+    options: Options, variable: str, listed: Sequence[str]
+) -> tuple[EmbeddingSchema, GlobalConfig]:
     if options.embedding_config is None:
         raise ConfigError(
             "expected an embedding config: give --embedding-config or set "
@@ -142,6 +146,12 @@ def _load(options: Options) -> tuple[EmbeddingSchema, GlobalConfig]:
         raise ConfigError(
             f"--replica-index must be in 0..{options.replica_size - 1} for --replica-size "
             f"{options.replica_size}, got {options.replica_index}"
+        )
+    if len(listed) > options.replica_size:
+        # Each would serve as if it were alone.
+        raise ConfigError(
+            f"{variable} lists {len(listed)} addresses, but --replica-size is "
+            f"{options.replica_size}"
         )
     if (kernels := env.isa()) is not None:
         cpu.select(kernels)

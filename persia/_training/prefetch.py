@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Protocol
 
 from persia._training.channel import Closed, Delivery, Finished, join
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 # A thread that has not ended by then is inside the user's dataset or a lookup; it is a
 # daemon, and is named in a warning.
 JOIN_S = 10.0
+# Seconds between two lines that say whom the user's loop is waiting for.
+LINE_S = 10.0
 
 # What a rank tells the others about its next batch.
 HAS_BATCH = 1
@@ -217,18 +220,29 @@ class Prefetcher:
                 "it must be at least k"
             )
         self._gate.ask()
-        try:
-            item = self._agreed.get(self._timeout_s)
-        except TimeoutError as exc:
-            raise ServiceTimeout(
-                f"no batch came within {self._timeout_s:g} s: waited for {self._culprit()}",
-                role="nn-worker",
-                method="next batch",
-            ) from exc
+        item = self._wait_for_one()
         batch = self._converter.finish(item) if isinstance(item, StagedBatch) else item
         self._last = batch.ticket
         self._owes_turn = batch.ticket is None
         return batch
+
+    def _wait_for_one(self) -> StagedBatch | PersiaTrainingBatch:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._agreed.get(min(left, LINE_S))
+            except ServiceError:
+                raise  # a lookup's, which may be a timeout of its own
+            except TimeoutError as exc:
+                if left <= LINE_S:
+                    raise ServiceTimeout(
+                        f"no batch came within {self._timeout_s:g} s: waited for "
+                        f"{self._culprit()}",
+                        role="nn-worker",
+                        method="next batch",
+                    ) from exc
+            logger.warning("waiting for a batch: for %s", self._culprit())
 
     def _leave_last(self) -> None:
         last, self._last = self._last, None

@@ -126,6 +126,14 @@ def test_mistakes_are_one_line_and_status_2(job: Job) -> None:
         assert f" ERROR {words[0]}" in line
 
 
+def test_servers_that_were_not_told_how_many_they_are(job: Job) -> None:
+    two = "127.0.0.1:1,127.0.0.1:2"
+    alone = job.start("embedding-worker", PERSIA_EMBEDDING_WORKERS=two)
+    assert alone.wait() == 2
+    said = "PERSIA_EMBEDDING_WORKERS lists 2 addresses, but --replica-size is 1"
+    assert said in alone.printed()
+
+
 def test_an_address_in_use_is_named(job: Job) -> None:
     job.start_server("embedding-parameter-server").wait_for("serves at")
     second = job.start_server("embedding-parameter-server")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import traceback
 import weakref
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from persia._training import prefetch
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.data import (
@@ -142,6 +144,42 @@ def test_stall_of_a_lookup_is_a_timeout_that_names_the_embedding_worker(
         set_when_closing(ctx, hold)
         with pytest.raises(ServiceTimeout, match="lookups at the embedding-worker"):
             next(iterator)
+
+
+def test_a_timeout_that_a_lookup_met_is_raised_itself(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    def fail(batch_id: int) -> None:
+        raise ServiceTimeout("batch 3 is lost")
+
+    worker.before_lookup = fail
+    with make_ctx() as ctx, pytest.raises(ServiceTimeout, match=r"^batch 3 is lost$"):
+        train_all(ctx, DataLoader(Batches(1)))
+
+
+def test_whom_the_loop_waits_for_is_said_now_and_then(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prefetch, "LINE_S", 0.01)
+    said = threading.Event()
+
+    class Late(IterableDataset):
+        def __iter__(self) -> Iterator[PersiaBatch]:
+            said.wait(WAIT_S)
+            yield make_batch(meta=b"0")
+
+    class Listens(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting for a batch: for the dataset (Late)" in record.getMessage():
+                said.set()
+
+    logging.getLogger("persia").addHandler(handler := Listens())
+    try:
+        with make_ctx() as ctx:
+            assert train_all(ctx, DataLoader(Late(), timeout_ms=20_000)) == [0]
+    finally:
+        logging.getLogger("persia").removeHandler(handler)
+    assert said.is_set()
 
 
 def test_stall_of_an_update_is_a_timeout_that_names_the_staleness(
