@@ -232,9 +232,11 @@ def test_a_long_temporary_directory_is_not_used_for_sockets(
 
 
 BODY = """
-import sys, time
+import signal, sys, time
 from persia.helper import ensure_persia_service
 from tests.e2e.test_helper import CONFIG, rests, private_directory
+# A shell that starts the tests in the background has them ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with ensure_persia_service(rests, embedding_config=CONFIG):
     print(private_directory(), flush=True)
     time.sleep(600)

@@ -122,5 +122,6 @@ def test_the_procfile_runs_the_four_roles(monkeypatch: pytest.MonkeyPatch) -> No
     assert ran == [options, options]
     assert commands == {
         "data_loader": "persia-launcher data-loader examples/adult_income/data_loader.py",
-        "nn_worker": "persia-launcher nn-worker examples/adult_income/train.py",
+        "nn_worker": "env OMP_NUM_THREADS=1 persia-launcher nn-worker "
+        "examples/adult_income/train.py",
     }
