@@ -507,7 +507,7 @@ class Inbox:
 
     def _describe(self, stream: Incoming) -> str:
         silent_s = self._clock() - stream.heard_at
-        name = f"{LOADER} {stream.loader} of {self._num_loaders}"
+        name = f"{LOADER} {stream.loader} of {stream.num_loaders}"
         if silent_s > SILENT_S:
             return f"{name}, which has not been heard for {silent_s:.0f} s,"
         return name

@@ -27,6 +27,7 @@ class Incoming:
 
     def __init__(self, opening: StreamOpening, rank: int, world_size: int) -> None:
         self.loader = opening.loader
+        self.num_loaders = opening.num_loaders
         self.incarnation = opening.incarnation
         self.step = math.lcm(opening.num_loaders, world_size)
         self._offset = _first_id(opening.loader, opening.num_loaders, rank, world_size)

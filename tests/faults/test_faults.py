@@ -7,7 +7,7 @@ it. Rows tell whether every batch was trained, and once.
 from __future__ import annotations
 
 import signal
-import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -153,12 +153,15 @@ def test_an_embedding_worker_that_stays_away_is_named(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("role", ["embedding-parameter-server-1", "embedding-worker-0"])
 def test_a_process_stands_still_for_half_a_minute(cluster: Cluster, role: str) -> None:
+    process = cluster.processes[role]
+    goes_on = threading.Timer(30.0, process.send_signal, [signal.SIGCONT])
+
     def disturb() -> None:
-        process = cluster.processes[role]
         process.send_signal(signal.SIGSTOP)
-        subprocess.Popen(["sh", "-c", f"sleep 30; kill -CONT {process.pid}"])
+        goes_on.start()
 
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with make_ctx() as ctx:
         seen = train(ctx, 20, disturb)
         assert_each_once(ctx, seen)
+    goes_on.join()
