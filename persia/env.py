@@ -237,17 +237,6 @@ def feeds_parent() -> bool:
     return _flag(FEEDS_VARIABLE)
 
 
-def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child process that plays another role than this one.
-
-    Args:
-        changes: Variables to set. What says who this process is goes, unless it is among them.
-    """
-    mine = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE"}
-    kept = {name: value for name, value in os.environ.items() if name not in mine}
-    return {**kept, **changes}
-
-
 def skip_check_data() -> bool:
     """Whether checks of the dtypes and values of dense data and labels are skipped."""
     return _flag("PERSIA_SKIP_CHECK_DATA")

@@ -55,11 +55,6 @@ class Child:
         environment = env.of_child(**launched, **changes)
         self.process = subprocess.Popen(command, env=environment, start_new_session=True)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended."""
-        return self.process.poll() is None
-
     def send_signal(self, number: int) -> None:
         """Signal everything in its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone

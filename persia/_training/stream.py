@@ -122,15 +122,17 @@ class ChildStream(Stream):
 
     def _run(self) -> None:
         self._is_owed = False
-        environment = env.child_environment(
-            {
-                env.LAUNCHED_VARIABLE: "1",
-                env.FEEDS_VARIABLE: "1",
-                "PERSIA_NN_WORKERS": self.address,
-                "PERSIA_EMBEDDING_WORKERS": self._worker_server.address,
-                "REPLICA_INDEX": "0",
-                "REPLICA_SIZE": "1",
-            }
+        environment = env.of_child(
+            **{
+                env.LAUNCHED_VARIABLE: 1,
+                env.FEEDS_VARIABLE: 1,
+                env.NN_WORKERS_VARIABLE: self.address,
+                env.EMBEDDING_WORKERS_VARIABLE: self._worker_server.address,
+                "REPLICA_INDEX": 0,
+                "REPLICA_SIZE": 1,
+            },
+            # Embedded mode has one rank; a data-loader has none.
+            **dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE")),
         )
         logger.info(
             "embedded mode: %s is the data-loader, in a process of its own", self._script

@@ -42,10 +42,15 @@ def digest(ctx: Any) -> str:
             by_shape.setdefault((values.shape[1], states.shape[1]), []).append(
                 (signs, values, states)
             )
+    return digest_of(by_shape)
+
+
+def digest_of(parts_of: dict[Any, list[tuple[Any, Any, Any]]]) -> str:
+    """Return a hash over parts of (signs, values, states), those of one key taken together."""
     total = hashlib.sha256()
-    for shape in sorted(by_shape):
+    for key in sorted(parts_of):
         signs, values, states = (
-            np.concatenate(parts) for parts in zip(*by_shape[shape], strict=True)
+            np.concatenate(parts) for parts in zip(*parts_of[key], strict=True)
         )
         order = np.argsort(signs)
         for array in (signs, values, states):

@@ -6,7 +6,6 @@ final rows are those of embedded mode.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from persia.config import EmbeddingSchema
 from persia.data import DataLoader, StreamingDataset
 from tests.cluster import ROOT, Cluster
 from tests.examples.conftest import LOADER
-from tests.examples.loading import load
+from tests.examples.loading import digest_of, load
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # Transport, servers, embedding-workers, data-loaders: the four pairs of transport and servers,
@@ -51,7 +50,7 @@ def embedded_rows(ctx: Any) -> tuple[Rows, str]:
             parts.setdefault(values.shape[1], []).append((signs, values, states))
     return {
         dim: np.concatenate([p[0] for p in found]) for dim, found in parts.items()
-    }, _digest(parts)
+    }, digest_of(parts)
 
 
 def remote_rows(signs: Rows, schema: EmbeddingSchema) -> str:
@@ -73,19 +72,7 @@ def remote_rows(signs: Rows, schema: EmbeddingSchema) -> str:
             server.close()
     finally:
         transport.close()
-    return _digest(parts)
-
-
-def _digest(parts: dict[int, list[Any]]) -> str:
-    total = hashlib.sha256()
-    for dim in sorted(parts):
-        signs, values, states = (
-            np.concatenate(arrays) for arrays in zip(*parts[dim], strict=True)
-        )
-        order = np.argsort(signs)
-        for array in (signs, values, states):
-            total.update(np.ascontiguousarray(array[order]).tobytes())
-    return total.hexdigest()
+    return digest_of(parts)
 
 
 def train_streamed(ctx: Any) -> None:
