@@ -3,7 +3,7 @@
     position u32   | segment (21 bits) | offset in the segment (11 bits) |
 """
 
-from persia._core.slabs cimport NO_POSITION, Row, Slabs, row_at
+from persia._core.slabs cimport NO_POSITION, Row, Slabs, persia_prefetch_write, row_at
 from persia._core.types cimport position_t, row_t, uint16_t, uint32_t, uint64_t
 
 cdef enum:
@@ -39,6 +39,15 @@ cdef struct Recency:
 
 cdef inline Segment *segment_at(const Recency *recency, uint32_t number) noexcept nogil:
     return &recency.blocks[number // SEGMENT_BLOCK][number % SEGMENT_BLOCK]
+
+
+cdef inline void recency_prefetch(
+    const Recency *recency, position_t position
+) noexcept nogil:
+    """Fetch what a touch of the row at this position will change."""
+    cdef Segment *segment = segment_at(recency, position >> OFFSET_BITS)
+    persia_prefetch_write(segment)
+    persia_prefetch_write(&segment.live[(position & OFFSET_MASK) // 64])
 
 
 cdef int recency_init(Recency *recency) noexcept nogil

@@ -144,9 +144,9 @@ cdef void squeeze(Recency *recency, Segment *segment) noexcept nogil:
         held = segment.held[word]
         live = segment.live[word]
         while held:
-            if live & held & (0 - held):
-                segment.rows[kept] = segment.rows[taken]
-                kept += 1
+            # Written whether it lives or not: which entries died, no branch predictor knows.
+            segment.rows[kept] = segment.rows[taken]
+            kept += (live & held & (0 - held)) != 0
             taken += 1
             held &= held - 1
         segment.held[word] = live

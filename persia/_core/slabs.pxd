@@ -76,14 +76,15 @@ cdef inline float *row_values(Row *row) noexcept nogil:
     return <float *> (row + 1)
 
 
-cdef inline bint row_is(const Slabs *slabs, row_t row, sign_t sign) noexcept nogil:
-    """Whether a number from outside names a live row that holds ``sign``."""
+cdef inline bint is_place(const Slabs *slabs, row_t row) noexcept nogil:
+    """Whether a number from outside names a row, live or freed."""
     cdef uint32_t chunk = row >> PLACE_BITS
-    cdef Row *at
-    if chunk >= slabs.num_chunks or (row & PLACE_MASK) >= slabs.states[chunk].num_touched:
-        return False
-    at = row_at(slabs, row)
-    return at.sign == sign and at.position != NO_POSITION
+    return chunk < slabs.num_chunks and (row & PLACE_MASK) < slabs.states[chunk].num_touched
+
+
+cdef inline bint is_row_of(const Row *row, sign_t sign) noexcept nogil:
+    """Whether the row is live and holds ``sign``; in a freed row that field links places."""
+    return row.sign == sign and row.position != NO_POSITION
 
 
 cdef void slabs_init(Slabs *slabs) noexcept nogil

@@ -6,14 +6,16 @@
 A request holds distinct signs of one dim. It is split by shard (stable, so that the order
 inside a shard is the order of the request) and each shard is served once, under its lock:
 
-    probe    prefetch index lines, guess rows by tag, prefetch rows, confirm the signs
-    serve    touch or insert, copy out
-    evict    only then, oldest first, down to the capacity
+    i            fetch the line of the index where sign i belongs
+    i - AHEAD    guess its row by the tag, fetch the row
+    i - 2 AHEAD  compare the signs; fetch where the row stands in the order of use
+    i - 3 AHEAD  touch or insert, copy out
+    at the end   evict, oldest first, down to the capacity
 
-Blocks of 512 signs go through probe and serve, so that what probe fetched is still in the
-cache. Shards do not know each other, so threads take disjoint shards and the result does not
-depend on their number. LRU is exact within a shard; a training lookup is a use, an update or
-an evaluation is not.
+Each stage asks for the lines that the next one reads, so that some thirty misses are under way
+at any time and none is waited for. Shards do not know each other, so threads take disjoint
+shards and the result does not depend on their number. LRU is exact within a shard; a training
+lookup is a use, an update or an evaluation is not.
 
 Values: a new row is a pure function of (seed, sign), an admission of (seed, sign, batch id);
 so a repeated call repeats itself, and the number of servers, shards and threads does not show
@@ -35,16 +37,17 @@ from persia._core.initial cimport Initializer
 from persia._core.optim cimport RowOptimizer, persia_step_t
 from persia._core.recency cimport (
     NO_SEGMENT, OFFSET_BITS, SEGMENT_ENTRIES, THIN, Segment, recency_bytes, recency_free,
-    recency_init, recency_oldest, recency_remove, recency_settle, recency_touch, recency_walk,
-    segment_at,
+    recency_init, recency_oldest, recency_prefetch, recency_remove, recency_settle,
+    recency_touch, recency_walk, segment_at,
 )
 from persia._core.sign_index cimport (
     BUCKET_SLOTS, home_bucket, index_bytes, index_find, index_free, index_guess, index_init,
     index_insert, index_remove,
 )
 from persia._core.slabs cimport (
-    CACHE_LINE, PLACE_BITS, Row, Slab, persia_prefetch, persia_prefetch_write, row_at, row_is,
-    row_values, slabs_drop_row, slabs_free, slabs_init, slabs_new_row, slabs_slab,
+    CACHE_LINE, PLACE_BITS, Row, Slab, is_place, is_row_of, persia_prefetch,
+    persia_prefetch_write, row_at, row_values, slabs_drop_row, slabs_free, slabs_init,
+    slabs_new_row, slabs_slab,
 )
 from persia._core.types cimport NO_ROW, uint8_t
 
@@ -60,9 +63,8 @@ cdef extern from "pythread.h" nogil:
     void PyThread_release_lock(PyThread_type_lock lock) noexcept
 
 cdef enum:
-    BLOCK = 512             # signs probed before they are served
-    AHEAD = 12              # signs between the stages of the probe
-    STEP_ROWS = 64          # rows handed to an optimizer kernel at once
+    AHEAD = 12              # signs between two stages of a request
+    STEP_ROWS = 32          # rows handed to an optimizer kernel at once
     EVICT_ROWS = 64
     # Above this a thread pool is worth its 20 microseconds.
     MIN_THREADED_SIGNS = 2048
@@ -170,11 +172,17 @@ cdef inline bint is_admitted(Batch batch, sign_t sign) noexcept nogil:
 
 
 cdef row_t insert(
-    Shard *shard, Batch batch, int slab, uint64_t hash, sign_t sign
+    Shard *shard, Batch batch, uint64_t hash, sign_t sign, Tally *tally
 ) noexcept nogil:
-    """A new row with initial values and state, the most recent one; NO_ROW: no memory."""
-    cdef row_t row = slabs_new_row(&shard.slabs, <uint32_t> slab)
+    """A new row with initial values and state, the most recent one; NO_ROW: see the tally."""
+    cdef int slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
+    cdef row_t row
     cdef Row *at
+    if slab < 0:
+        tally.status = STATUS_SHAPES
+        return NO_ROW
+    tally.status = STATUS_NO_MEMORY     # until the row is in
+    row = slabs_new_row(&shard.slabs, <uint32_t> slab)
     if row == NO_ROW:
         return NO_ROW
     at = row_at(&shard.slabs, row)
@@ -186,39 +194,36 @@ cdef row_t insert(
         index_remove(&shard.index, hash, row)
         slabs_drop_row(&shard.slabs, row)
         return NO_ROW
+    tally.status = STATUS_OK
     batch.initializer.fill(batch.seed, sign, row_values(at), batch.dim)
     batch.optimizer.fill_state(row_values(at) + batch.dim, batch.dim)
     shard.num_inserted += 1
     return row
 
 
-cdef void probe(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, uint32_t row_bytes
+cdef inline void fetch_bucket(Shard *shard, Batch batch, uint32_t i) noexcept nogil:
+    persia_prefetch(home_bucket(&shard.index, batch.hashes[i]))
+
+
+cdef inline void guess_row(
+    Shard *shard, Batch batch, uint32_t i, uint32_t row_bytes
 ) noexcept nogil:
-    """Find the rows of places begin..end; each stage is AHEAD signs before the next."""
-    cdef const sign_t *signs = batch.signs
-    cdef uint32_t i, at
-    cdef row_t row
-    for i in range(begin, end + 2 * AHEAD):
-        if i < end:
-            persia_prefetch(home_bucket(&shard.index, batch.hashes[i]))
-        if i >= begin + AHEAD and i < end + AHEAD:
-            at = i - AHEAD
-            row = index_guess(&shard.index, batch.hashes[at])
-            batch.rows[at] = row
-            if row != NO_ROW:
-                prefetch_row(row_at(&shard.slabs, row), row_bytes)
-        if i >= begin + 2 * AHEAD:
-            at = i - 2 * AHEAD
-            row = batch.rows[at]
-            if row != NO_ROW and (
-                    row_at(&shard.slabs, row).sign != signs[batch.order[at]]):
-                batch.rows[at] = index_find(
-                    &shard.index, &shard.slabs, batch.hashes[at], signs[batch.order[at]])
-            elif row == NO_ROW and home_bucket(
-                    &shard.index, batch.hashes[at]).num_passed:
-                batch.rows[at] = index_find(
-                    &shard.index, &shard.slabs, batch.hashes[at], signs[batch.order[at]])
+    cdef row_t row = index_guess(&shard.index, batch.hashes[i])
+    batch.rows[i] = row
+    if row != NO_ROW:
+        prefetch_row(row_at(&shard.slabs, row), row_bytes)
+
+
+cdef inline row_t find_row(Shard *shard, Batch batch, uint32_t i) noexcept nogil:
+    """The row of place i, by its guess if that is right."""
+    cdef row_t row = batch.rows[i]
+    cdef sign_t sign = batch.signs[batch.order[i]]
+    if row == NO_ROW:
+        if not home_bucket(&shard.index, batch.hashes[i]).num_passed:
+            return NO_ROW
+    elif is_row_of(row_at(&shard.slabs, row), sign):
+        return row
+    return index_find(&shard.index, &shard.slabs, batch.hashes[i], sign)
 
 
 cdef bint has_shape(
@@ -240,168 +245,166 @@ cdef void train_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
 ) noexcept nogil:
     """Serve one shard's part of a training lookup. The lock is held."""
-    cdef const sign_t *signs = batch.signs
-    cdef float *rows_out = batch.rows_out
-    cdef uint32_t dim = batch.dim
-    cdef uint32_t state_words = batch.optimizer.state_width(dim)
-    cdef uint32_t block, first, last, i, place
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.dim
+    cdef uint32_t i
     cdef row_t row
-    cdef int slab = -1      # looked up for the first new row; a refused request makes none
-    for block in range((end - begin + BLOCK - 1) // BLOCK):
-        first = begin + block * BLOCK
-        last = min(first + BLOCK, end)
-        probe(shard, batch, first, last, <uint32_t> sizeof(Row) + 4 * dim)
-        for i in range(first, last):
-            place = batch.order[i]
-            row = batch.rows[i]
-            if row == NO_ROW:
-                # Again, because the sign may have come twice in this block.
-                row = index_find(&shard.index, &shard.slabs, batch.hashes[i], signs[place])
-            if row == NO_ROW:
-                if not is_admitted(batch, signs[place]):
-                    tally.num_refused += 1
-                    shard.num_refused += 1
-                    batch.hints_out[place] = NO_ROW
-                    memset(rows_out + <size_t> place * dim, 0, dim * sizeof(float))
-                    continue
-                if slab < 0:
-                    slab = slabs_slab(&shard.slabs, dim, state_words)
-                if slab < 0:
-                    tally.status = STATUS_SHAPES
-                    break
-                row = insert(shard, batch, slab, batch.hashes[i], signs[place])
-                if row == NO_ROW:
-                    tally.status = STATUS_NO_MEMORY
-                    break
-                tally.num_missing += 1
-            else:
-                if not has_shape(shard, row, dim, state_words, signs[place], tally):
-                    break
-                if recency_touch(&shard.recency, &shard.slabs, row) < 0:
-                    tally.status = STATUS_NO_MEMORY
-                    break
-            batch.hints_out[place] = row
-            copy_floats(
-                rows_out + <size_t> place * dim, row_values(row_at(&shard.slabs, row)), dim)
-        if tally.status != STATUS_OK:
+    for i in range(begin, end + 3 * AHEAD):
+        if i < end:
+            fetch_bucket(shard, batch, i)
+        if i >= begin + AHEAD and i < end + AHEAD:
+            guess_row(shard, batch, i - AHEAD, row_bytes)
+        if i >= begin + 2 * AHEAD and i < end + 2 * AHEAD:
+            row = find_row(shard, batch, i - 2 * AHEAD)
+            batch.rows[i - 2 * AHEAD] = row
+            if row != NO_ROW:
+                recency_prefetch(&shard.recency, row_at(&shard.slabs, row).position)
+            prefetch_out(batch, i - 2 * AHEAD)
+        if i >= begin + 3 * AHEAD and not train_row(shard, batch, i - 3 * AHEAD, tally):
             break
     end_request(shard)
+
+
+cdef inline void prefetch_out(Batch batch, uint32_t i) noexcept nogil:
+    cdef float *out = batch.rows_out + <size_t> batch.order[i] * batch.dim
+    persia_prefetch_write(out)
+    persia_prefetch_write(out + batch.dim - 1)
+
+
+cdef inline bint train_row(Shard *shard, Batch batch, uint32_t i, Tally *tally) noexcept nogil:
+    """Touch or insert the row of place i and copy it out; False: the tally says why not."""
+    cdef uint32_t place = batch.order[i]
+    cdef sign_t sign = batch.signs[place]
+    cdef row_t row = batch.rows[i]
+    cdef float *out = batch.rows_out + <size_t> place * batch.dim
+    if row == NO_ROW:
+        # Again, because the sign may have come twice in this request.
+        row = index_find(&shard.index, &shard.slabs, batch.hashes[i], sign)
+    if row == NO_ROW:
+        if not is_admitted(batch, sign):
+            tally.num_refused += 1
+            shard.num_refused += 1
+            batch.hints_out[place] = NO_ROW
+            memset(out, 0, batch.dim * sizeof(float))
+            return True
+        row = insert(shard, batch, batch.hashes[i], sign, tally)
+        if row == NO_ROW:
+            return False
+        tally.num_missing += 1
+    else:
+        if not has_shape(shard, row, batch.dim, batch.state_words, sign, tally):
+            return False
+        if recency_touch(&shard.recency, &shard.slabs, row) < 0:
+            tally.status = STATUS_NO_MEMORY
+            return False
+    batch.hints_out[place] = row
+    copy_floats(out, row_values(row_at(&shard.slabs, row)), batch.dim)
+    return True
 
 
 cdef void eval_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
 ) noexcept nogil:
     """Serve one shard's part of an evaluation lookup; changes nothing but a count."""
-    cdef const sign_t *signs = batch.signs
-    cdef float *rows_out = batch.rows_out
-    cdef uint32_t dim = batch.dim
-    cdef uint32_t block, first, last, i, place, slab
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.dim
+    cdef uint32_t i, place, slab
+    cdef float *out
     cdef row_t row
-    for block in range((end - begin + BLOCK - 1) // BLOCK):
-        first = begin + block * BLOCK
-        last = min(first + BLOCK, end)
-        probe(shard, batch, first, last, <uint32_t> sizeof(Row) + 4 * dim)
-        for i in range(first, last):
-            place = batch.order[i]
-            row = batch.rows[i]
-            if row == NO_ROW:
-                tally.num_missing += 1
-                shard.num_missing += 1
-                memset(rows_out + <size_t> place * dim, 0, dim * sizeof(float))
-                continue
-            slab = shard.slabs.views[row >> PLACE_BITS].slab
-            if shard.slabs.slabs[slab].dim != dim:
-                tally.status = STATUS_DIM
-                tally.sign = signs[place]
-                tally.dim = shard.slabs.slabs[slab].dim
-                return
-            copy_floats(
-                rows_out + <size_t> place * dim, row_values(row_at(&shard.slabs, row)), dim)
+    for i in range(begin, end + 2 * AHEAD):
+        if i < end:
+            fetch_bucket(shard, batch, i)
+        if i >= begin + AHEAD and i < end + AHEAD:
+            guess_row(shard, batch, i - AHEAD, row_bytes)
+            prefetch_out(batch, i - AHEAD)
+        if i < begin + 2 * AHEAD:
+            continue
+        row = find_row(shard, batch, i - 2 * AHEAD)
+        place = batch.order[i - 2 * AHEAD]
+        out = batch.rows_out + <size_t> place * batch.dim
+        if row == NO_ROW:
+            tally.num_missing += 1
+            shard.num_missing += 1
+            memset(out, 0, batch.dim * sizeof(float))
+            continue
+        slab = shard.slabs.views[row >> PLACE_BITS].slab
+        if shard.slabs.slabs[slab].dim != batch.dim:
+            tally.status = STATUS_DIM
+            tally.sign = batch.signs[place]
+            tally.dim = shard.slabs.slabs[slab].dim
+            tally.state_words = shard.slabs.slabs[slab].state_words
+            return
+        copy_floats(out, row_values(row_at(&shard.slabs, row)), batch.dim)
+
+
+cdef inline bint has_hint(Shard *shard, Batch batch, uint32_t i) noexcept nogil:
+    return batch.hints != NULL and is_place(&shard.slabs, batch.hints[batch.order[i]])
 
 
 cdef void update_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
 ) noexcept nogil:
     """Step one shard's rows. A sign that is gone skips exactly its own gradient."""
-    cdef const sign_t *signs = batch.signs
-    cdef const row_t *hints = batch.hints
     cdef uint32_t dim = batch.dim
-    cdef uint32_t state_words = batch.optimizer.state_width(dim)
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (dim + state_words)
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (dim + batch.state_words)
     cdef persia_step_t step = batch.optimizer.step()
     cdef float *values[STEP_ROWS]
     cdef const float *sums[STEP_ROWS]
-    cdef uint32_t block, first, last, i, at, place, count
+    cdef uint32_t i, place, count = 0
     cdef row_t row
-    for block in range((end - begin + BLOCK - 1) // BLOCK):
-        first = begin + block * BLOCK
-        last = min(first + BLOCK, end)
-        if hints == NULL:
-            probe(shard, batch, first, last, row_bytes)
-        else:
-            # Row numbers kept from the lookup: no index line is read unless one is wrong.
-            for i in range(first, last + AHEAD):
-                if i < last:
-                    row = hints[batch.order[i]]
-                    if row >> PLACE_BITS < shard.slabs.num_chunks:
-                        prefetch_row(row_at(&shard.slabs, row), row_bytes)
-                if i >= first + AHEAD:
-                    at = i - AHEAD
-                    place = batch.order[at]
-                    row = hints[place]
-                    if not row_is(&shard.slabs, row, signs[place]):
-                        row = index_find(
-                            &shard.index, &shard.slabs, batch.hashes[at], signs[place])
-                    batch.rows[at] = row
-        count = 0
-        for i in range(first, last):
-            place = batch.order[i]
-            row = batch.rows[i]
-            if row == NO_ROW:
-                tally.num_missing += 1
-                shard.num_missing += 1
-            elif not has_shape(shard, row, dim, state_words, signs[place], tally):
-                break
+    for i in range(begin, end + 2 * AHEAD):
+        if i < end and not has_hint(shard, batch, i):
+            fetch_bucket(shard, batch, i)
+        if i >= begin + AHEAD and i < end + AHEAD:
+            if has_hint(shard, batch, i - AHEAD):
+                # A row number kept from the lookup: no line of the index is read.
+                row = batch.hints[batch.order[i - AHEAD]]
+                batch.rows[i - AHEAD] = row
+                prefetch_row(row_at(&shard.slabs, row), row_bytes)
             else:
-                values[count] = row_values(row_at(&shard.slabs, row))
-                sums[count] = batch.gradients + <size_t> place * dim
-                count += 1
-            if count == STEP_ROWS:
-                step(values, sums, count, dim, &batch.optimizer.settings)
-                count = 0
-        if count:
+                guess_row(shard, batch, i - AHEAD, row_bytes)
+            place = batch.order[i - AHEAD]
+            prefetch_row(<const Row *> (batch.gradients + <size_t> place * dim), 4 * dim)
+        if i < begin + 2 * AHEAD:
+            continue
+        place = batch.order[i - 2 * AHEAD]
+        row = find_row(shard, batch, i - 2 * AHEAD)
+        if row == NO_ROW:
+            tally.num_missing += 1
+            shard.num_missing += 1
+        elif not has_shape(shard, row, dim, batch.state_words, batch.signs[place], tally):
+            break
+        else:
+            values[count] = row_values(row_at(&shard.slabs, row))
+            sums[count] = batch.gradients + <size_t> place * dim
+            count += 1
+        if count == STEP_ROWS:
             step(values, sums, count, dim, &batch.optimizer.settings)
-        if tally.status != STATUS_OK:
-            return
+            count = 0
+    if count:
+        step(values, sums, count, dim, &batch.optimizer.settings)
 
 
 cdef void read_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
 ) noexcept nogil:
     """Copy whole rows out; ``found`` says which there are. A row of another shape stops it."""
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (batch.dim + batch.state_words)
-    cdef uint32_t block, first, last, i, place
+    cdef uint32_t i, place
     cdef const float *values
     cdef row_t row
-    for block in range((end - begin + BLOCK - 1) // BLOCK):
-        first = begin + block * BLOCK
-        last = min(first + BLOCK, end)
-        probe(shard, batch, first, last, row_bytes)
-        for i in range(first, last):
-            place = batch.order[i]
-            row = batch.rows[i]
-            batch.found[place] = row != NO_ROW
-            if row == NO_ROW:
-                continue
-            if not has_shape(
-                    shard, row, batch.dim, batch.state_words, batch.signs[place], tally):
-                return
-            values = row_values(row_at(&shard.slabs, row))
-            copy_floats(batch.rows_out + <size_t> place * batch.dim, values, batch.dim)
-            if batch.state_words:       # otherwise states_out is NULL
-                memcpy(
-                    batch.states_out + <size_t> place * batch.state_words,
-                    values + batch.dim, batch.state_words * sizeof(float))
+    for i in range(begin, end):
+        place = batch.order[i]
+        row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
+        batch.found[place] = row != NO_ROW
+        if row == NO_ROW:
+            continue
+        if not has_shape(
+                shard, row, batch.dim, batch.state_words, batch.signs[place], tally):
+            return
+        values = row_values(row_at(&shard.slabs, row))
+        copy_floats(batch.rows_out + <size_t> place * batch.dim, values, batch.dim)
+        if batch.state_words:       # otherwise states_out is NULL
+            memcpy(
+                batch.states_out + <size_t> place * batch.state_words,
+                values + batch.dim, batch.state_words * sizeof(float))
 
 
 cdef void write_shard(
@@ -411,19 +414,12 @@ cdef void write_shard(
     cdef uint32_t i, place
     cdef float *values
     cdef row_t row
-    cdef int slab = -1      # looked up for the first new row; a refused request makes none
     for i in range(begin, end):
         place = batch.order[i]
         row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
         if row == NO_ROW:
-            if slab < 0:
-                slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
-            if slab < 0:
-                tally.status = STATUS_SHAPES
-                break
-            row = insert(shard, batch, slab, batch.hashes[i], batch.signs[place])
+            row = insert(shard, batch, batch.hashes[i], batch.signs[place], tally)
             if row == NO_ROW:
-                tally.status = STATUS_NO_MEMORY
                 break
         elif not has_shape(
                 shard, row, batch.dim, batch.state_words, batch.signs[place], tally):
@@ -647,6 +643,9 @@ cdef class EmbeddingStore:
         batch.signs = &signs[0] if signs.shape[0] else NULL
         batch.dim = dim
         batch.optimizer = self.optimizer
+        batch.state_words = 0
+        if self.optimizer is not None:
+            batch.state_words = self.optimizer.state_width(dim)
         batch.seed = self.seed
         memset(&batch.tally, 0, sizeof(Tally))
         with nogil:
@@ -796,7 +795,6 @@ cdef class EmbeddingStore:
         batch.states = NULL
         if states is not None and words:
             batch.states = &states[0, 0]
-        batch.state_words = words
         self.run(batch)
 
     def delete(self, const uint64_t[::1] signs not None):
@@ -956,7 +954,7 @@ cdef const char *broken_invariant(Shard *shard) noexcept nogil:
                 hash = mix64(row.sign)
                 if index_find(&shard.index, &shard.slabs, hash, row.sign) != held:
                     return b"index I1: a live row is not found by its sign"
-                if not row_is(&shard.slabs, held, row.sign):
+                if not (is_place(&shard.slabs, held) and is_row_of(row, row.sign)):
                     return b"slabs: a live row is not a valid hint"
                 count += 1
             taken += (segment.held[offset // 64] >> (offset % 64)) & 1
