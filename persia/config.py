@@ -375,7 +375,7 @@ class EmbeddedConfig:
     """Parameter servers in the process; each has a capacity of its own."""
 
     num_threads: int = 1
-    """Threads that one request to a server spreads over."""
+    """Threads that one request to a server, or the pooling of one batch, spreads over."""
 
     def __post_init__(self) -> None:
         _check_integer("num_servers", self.num_servers, 1, _MAX_SERVERS)

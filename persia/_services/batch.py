@@ -15,7 +15,7 @@ servers, because the order in which rows are stored does not enter into it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,7 @@ from persia._rpc.messages import (
     Signs,
     SlotOutput,
 )
+from persia._services.crew import Crew, shares
 from persia._services.plan import BatchPlan, FeaturePlan
 from persia.config import EmbeddingSchema
 from persia.errors import DataError
@@ -198,13 +199,14 @@ def is_same_batch(one: PackedBatch, other: PackedBatch) -> bool:
 
 
 def pool_outputs(
-    batch: PackedBatch, rows: Sequence[Floats]
+    batch: PackedBatch, rows: Sequence[Floats], crew: Crew
 ) -> tuple[tuple[SlotOutput, ...], tuple[NDArray[np.int32] | None, ...]]:
     """Make the outputs of a batch, in the order of its features.
 
     Args:
         batch: The batch.
         rows: Per table of the plan, rows [U, dim] in the order of its signs.
+        crew: Threads; each takes some of the features.
 
     Returns:
         The outputs, which own their memory (pooled ones of a table share one array), and per
@@ -214,38 +216,42 @@ def pool_outputs(
         np.empty((table.num_pooled, batch.batch_size, table.dim), np.float32)
         for table in batch.plan.tables
     ]
-    outputs: list[SlotOutput] = []
-    maxima: list[NDArray[np.int32] | None] = []
-    for feature, plan in zip(batch.features, batch.plan.features, strict=True):
-        slot, ids = plan.slot, feature.ids
-        source = rows[plan.table][feature.start : feature.stop]
-        argmax = None
-        if plan.pooled >= 0:
-            out = pooled[plan.table][plan.pooled]
-            argmax = pool(
-                slot.pooling,
-                source,
-                feature.slots,
-                feature.rounds,
-                ids.inverse,
-                ids.offsets,
-                out,
+    outputs: list[SlotOutput | None] = [None] * len(batch.features)
+    maxima: list[NDArray[np.int32] | None] = [None] * len(batch.features)
+
+    def make(places: Iterable[int]) -> None:
+        for place in places:
+            plan = batch.plan.features[place]
+            outputs[place], maxima[place] = _output(
+                batch.features[place], plan, rows[plan.table], pooled[plan.table]
             )
-            outputs.append(PooledOutput(slot.name, out))
-        elif slot.pooling == "raw":
-            vectors = np.empty((ids.num_distinct + 1, slot.dim), np.float32)
-            vectors[0] = 0.0
-            gather(source, feature.slots, feature.rounds, vectors[1:])
-            index = _padded_index(ids, slot.sample_fixed_size)
-            outputs.append(RawOutput(slot.name, vectors, index, slot.sample_fixed_size))
-        else:
-            vectors = np.empty((ids.num_distinct, slot.dim), np.float32)
-            gather(source, feature.slots, feature.rounds, vectors)
-            outputs.append(
-                JaggedOutput(slot.name, vectors, ids.inverse.astype(np.int64), _offsets(ids))
-            )
-        maxima.append(argmax)
-    return tuple(outputs), tuple(maxima)
+
+    weights = [feature.ids.num_ids for feature in batch.features]
+    crew.run(make, shares(weights, crew.num_threads))
+    return tuple(output for output in outputs if output is not None), tuple(maxima)
+
+
+def _output(
+    feature: PackedFeature, plan: FeaturePlan, rows: Floats, pooled: Floats
+) -> tuple[SlotOutput, NDArray[np.int32] | None]:
+    """Return one feature's output, a pooled one in its place of ``pooled``, and its maxima."""
+    slot, ids = plan.slot, feature.ids
+    source = rows[feature.start : feature.stop]
+    if plan.pooled >= 0:
+        out = pooled[plan.pooled]
+        argmax = pool(
+            slot.pooling, source, feature.slots, feature.rounds, ids.inverse, ids.offsets, out
+        )
+        return PooledOutput(slot.name, out), argmax
+    if slot.pooling == "raw":
+        vectors = np.empty((ids.num_distinct + 1, slot.dim), np.float32)
+        vectors[0] = 0.0
+        gather(source, feature.slots, feature.rounds, vectors[1:])
+        index = _padded_index(ids, slot.sample_fixed_size)
+        return RawOutput(slot.name, vectors, index, slot.sample_fixed_size), None
+    vectors = np.empty((ids.num_distinct, slot.dim), np.float32)
+    gather(source, feature.slots, feature.rounds, vectors)
+    return JaggedOutput(slot.name, vectors, ids.inverse.astype(np.int64), _offsets(ids)), None
 
 
 def _offsets(ids: FeatureBatch) -> Indices:
@@ -273,6 +279,7 @@ def sum_gradients(
     batch: PackedBatch,
     gradients: Sequence[Floats | None],
     maxima: Sequence[NDArray[np.int32] | None],
+    crew: Crew,
 ) -> tuple[tuple[TableSums, ...], GradientCounts]:
     """Sum the gradients of a batch's outputs per sign, leaving out what is not finite.
 
@@ -283,6 +290,7 @@ def sum_gradients(
         batch: The batch.
         gradients: Per feature f32 [B, dim] if it is pooled, else [D, dim]; None: skipped.
         maxima: What ``pool_outputs`` returned.
+        crew: Threads; each takes some of the groups, whose rows are their own.
     """
     counts = GradientCounts()
     places: list[list[int]] = [[] for _ in batch.tables]
@@ -292,8 +300,7 @@ def sum_gradients(
     for number, table in enumerate(batch.tables):
         sums = np.zeros((len(table.signs), batch.plan.tables[number].dim), np.float32)
         present = {place: g for place in places[number] if (g := gradients[place]) is not None}
-        for place, gradient in present.items():
-            _accumulate(batch, place, gradient, maxima[place], None, sums)
+        _add(batch, present, maxima, {}, sums, crew)
         # No finite sum has a term that is not: where all sums are finite, so were the
         # gradients, and they need not be looked at one by one.
         skips: dict[int, NDArray[np.uint8]] = {}
@@ -301,8 +308,7 @@ def sum_gradients(
         if bad.any():
             skips = {place: nonfinite(gradient) for place, gradient in present.items()}
             sums[:] = 0.0
-            for place, gradient in present.items():
-                _accumulate(batch, place, gradient, maxima[place], skips[place], sums)
+            _add(batch, present, maxima, skips, sums, crew)
             bad = nonfinite(sums)
         keep = None
         if skips or len(present) < len(places[number]):
@@ -314,6 +320,34 @@ def sum_gradients(
             keep &= ~overflowed
         all_sums.append(TableSums(sums, keep))
     return tuple(all_sums), counts
+
+
+def _add(
+    batch: PackedBatch,
+    gradients: Mapping[int, Floats],
+    maxima: Sequence[NDArray[np.int32] | None],
+    skips: Mapping[int, NDArray[np.uint8]],
+    sums: Floats,
+    crew: Crew,
+) -> None:
+    """Add the gradients of one table's features to its sums.
+
+    Groups share no row, and within a group features are added in their order: so the sums
+    do not depend on the number of threads.
+    """
+    groups: dict[int, list[int]] = {}
+    for place in gradients:
+        groups.setdefault(batch.plan.features[place].group, []).append(place)
+    members = list(groups.values())
+
+    def add(share: Iterable[int]) -> None:
+        for number in share:
+            for place in members[number]:
+                skip = skips.get(place)
+                _accumulate(batch, place, gradients[place], maxima[place], skip, sums)
+
+    weights = [sum(batch.features[place].ids.num_ids for place in places) for places in members]
+    crew.run(add, shares(weights, crew.num_threads))
 
 
 def _accumulate(

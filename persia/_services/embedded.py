@@ -60,4 +60,4 @@ def build_embedding_worker(schema: EmbeddingSchema, config: GlobalConfig) -> Emb
     settings = dataclasses.replace(
         config.embedding_worker_config, buffered_data_expired_sec=NEVER
     )
-    return EmbeddingWorker(schema, settings, servers)
+    return EmbeddingWorker(schema, settings, servers, num_pooling_threads=num_threads)

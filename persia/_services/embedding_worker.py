@@ -50,6 +50,7 @@ from persia._services.batch import (
     pool_outputs,
     sum_gradients,
 )
+from persia._services.crew import Crew
 from persia._services.plan import POOLED, Planner, check_names
 from persia._services.refs import InFlight, LookedUp, Refs
 from persia._services.server_set import ServerSet
@@ -75,6 +76,7 @@ class EmbeddingWorker:
         settings: Section ``embedding_worker_config``.
         servers: All parameter servers, in any order.
         num_threads: Servers asked at the same time; as many as there are, if not given.
+        num_pooling_threads: Threads that pool one batch, or sum its gradients.
         clock: Monotonic seconds.
 
     Raises:
@@ -89,10 +91,12 @@ class EmbeddingWorker:
         servers: Sequence[ParameterServer],
         *,
         num_threads: int | None = None,
+        num_pooling_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._schema = schema
         self._servers = ServerSet(servers, schema, num_threads)
+        self._crew = Crew(num_pooling_threads, "persia-pooling")
         self._owners = owners(len(self._servers))
         self._planner = Planner(schema)
         self._refs = Refs(settings, clock)
@@ -103,6 +107,7 @@ class EmbeddingWorker:
     def close(self) -> None:
         """Stop the worker's threads; it must not be called afterwards."""
         self._servers.close()
+        self._crew.close()
 
     # --- refs -------------------------------------------------------------------------------
 
@@ -207,7 +212,7 @@ class EmbeddingWorker:
     ) -> LookupResult:
         is_training = training is not None
         rows, hints = self._fetch(packed, batch_id, is_training)
-        outputs, maxima = pool_outputs(packed, rows)
+        outputs, maxima = pool_outputs(packed, rows, self._crew)
         if training is not None:
             training.looked_up = LookedUp(tuple(hints), maxima)
         with self._lock:
@@ -290,7 +295,7 @@ class EmbeddingWorker:
                 f"the servers have applied, got {gradients.update_id}"
             )
         arrays = _checked_gradients(batch.packed, gradients)
-        sums, counts = sum_gradients(batch.packed, arrays, looked_up.maxima)
+        sums, counts = sum_gradients(batch.packed, arrays, looked_up.maxima, self._crew)
         requests = self._requests(batch, gradients.update_id, sums, looked_up)
         batch.update_id = gradients.update_id
         failure: Exception | None = None

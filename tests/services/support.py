@@ -119,9 +119,14 @@ def make_servers(
 
 
 def make_worker(
-    servers: list[Any], schema: EmbeddingSchema = SCHEMA, clock: Any = None, **config: Any
+    servers: list[Any],
+    schema: EmbeddingSchema = SCHEMA,
+    clock: Any = None,
+    num_pooling_threads: int = 1,
+    **config: Any,
 ) -> EmbeddingWorker:
-    more = {} if clock is None else {"clock": clock}
+    more: dict[str, Any] = {} if clock is None else {"clock": clock}
+    more["num_pooling_threads"] = num_pooling_threads
     return EmbeddingWorker(schema, EmbeddingWorkerConfig(**config), servers, **more)
 
 

@@ -84,8 +84,10 @@ def test_one_two_and_four_servers_are_the_plain_python_job(
     clusters = [make_servers(n, optimizer=optimizer) for n in (1, 2, 4)]
     with contextlib.ExitStack() as stack:
         workers = [
-            stack.enter_context(contextlib.closing(make_worker(servers)))
-            for servers in clusters
+            stack.enter_context(
+                contextlib.closing(make_worker(servers, num_pooling_threads=num_threads))
+            )
+            for servers, num_threads in zip(clusters, (1, 3, 2), strict=True)
         ]
         run_steps(job, clusters, workers, steps, np.random.default_rng(seed))
 
