@@ -4,18 +4,23 @@ from numpy cimport ndarray
 
 from persia._core.types cimport uint32_t, uint64_t
 
-cdef struct Distinct:
-    uint32_t *table         # 0 is empty, else 1 + the number of a value
-    size_t mask             # length of the table - 1; a power of two - 1
-    int shift               # 64 - log2(length of the table): a hash's first slot
-    uint64_t *values        # the values by number; room for as many as were announced
-    uint32_t count          # numbers given so far
+cdef struct Numbering:
+    uint64_t *values        # [room] what was taken; then the distinct ones, by number
+    uint32_t *slots         # [room] the first slot of each value; then what the passes need
+    uint32_t *table         # [2 * room] never cleared: a slot is written before it is read
+    size_t room             # a power of two
+    size_t num_taken
+    int shift               # 64 - log2(entries in use): a hash's slot
 
 
-# 0, or -1 without memory; free it either way. ``most`` values may be numbered in all.
-cdef int distinct_init(Distinct *self, size_t most) noexcept nogil
-cdef void distinct_free(Distinct *self) noexcept nogil
-cdef void distinct_number(
-    Distinct *self, const uint64_t *values, size_t n, uint32_t *numbers) noexcept nogil
-# Fills ``numbers`` [n] and returns the distinct values; ``what`` names them in a MemoryError.
-cdef ndarray distinct_of(str what, const uint64_t *values, size_t n, uint32_t *numbers)
+# Begins a numbering of at most ``most`` values; give it back whatever happens. Needs the GIL.
+cdef int begin(Numbering *self, size_t most) except -1
+cdef void give_back(Numbering *self) noexcept
+# Copies ``n`` more values, each read once: their owner may write them meanwhile.
+cdef void take(Numbering *self, const uint64_t *values, size_t n) noexcept nogil
+# Fills ``numbers`` for all that was taken, once; returns how many differ.
+cdef size_t finish(Numbering *self, uint32_t *numbers) noexcept nogil
+# The distinct values after ``finish``.
+cdef ndarray distinct_values(const Numbering *self, size_t count)
+# All of it for one array: fills ``numbers`` [n] and returns the distinct values.
+cdef ndarray distinct_of(const uint64_t *values, size_t n, uint32_t *numbers)

@@ -48,13 +48,7 @@ from persia._core.arrays cimport (
     new_u32,
     new_u64,
 )
-from persia._core.distinct cimport (
-    Distinct,
-    distinct_free,
-    distinct_init,
-    distinct_number,
-    distinct_of,
-)
+from persia._core.distinct cimport distinct_of
 from persia._core.types cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from persia.errors import DataError, DataTypeError
@@ -412,17 +406,7 @@ cdef size_t count_distinct(ndarray values) except? 0:
     cdef const uint64_t *values_data = <const uint64_t *>PyArray_DATA(values)
     cdef ndarray numbers = new_u32(n)
     cdef uint32_t *numbers_data = <uint32_t *>PyArray_DATA(numbers)
-    cdef Distinct found
-    try:
-        with nogil:
-            status = distinct_init(&found, n)
-            if status == 0:
-                distinct_number(&found, values_data, n, numbers_data)
-        if status != 0:
-            raise MemoryError(f"cannot number {n} ids: no memory for the table")
-        return found.count
-    finally:
-        distinct_free(&found)
+    return PyArray_SIZE(distinct_of(values_data, n, numbers_data))
 
 
 cdef object own_offsets(str feature, ndarray offsets, size_t num_ids):
@@ -533,7 +517,7 @@ cdef FeatureBatch build(str feature, const uint64_t *ids, size_t n, object offse
     """Deduplicate ``n`` ids; ``offsets`` as ``own_offsets`` returns them, not used again."""
     cdef ndarray inverse = new_u32(n)
     cdef uint32_t *numbers = <uint32_t *>PyArray_DATA(inverse)
-    cdef ndarray distinct = distinct_of(f"feature {feature!r}: ids", ids, n, numbers)
+    cdef ndarray distinct = distinct_of(ids, n, numbers)
     cdef FeatureBatch batch = FeatureBatch.__new__(FeatureBatch)
     fill(batch, feature, distinct, inverse, offsets)
     return batch

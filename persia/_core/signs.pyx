@@ -11,16 +11,10 @@ because two ids of the user may now share a row. Groups count from 1 in a sign, 
 zero belongs to nobody and marks a number that did not fit.
 """
 
-from libc.string cimport memcpy
 from numpy cimport PyArray_DATA, PyArray_SIZE, ndarray
 
 from persia._core.arrays cimport MAX_IDS, as_ids, new_u32, new_u64
-from persia._core.distinct cimport (
-    Distinct,
-    distinct_free,
-    distinct_init,
-    distinct_number,
-)
+from persia._core.distinct cimport Numbering, begin, distinct_values, finish, give_back, take
 from persia._core.hashing cimport mix64
 from persia._core.types cimport uint32_t, uint64_t
 
@@ -93,22 +87,54 @@ def pack(ids, prefix, prefix_bits):
         ConfigError: If ``prefix_bits`` is outside 1..63, or ``prefix`` is zero or has a bit
             outside its field.
     """
+    signs, (num_masked,) = pack_all((ids,), (prefix,), prefix_bits)
+    return signs, num_masked
+
+
+def pack_all(arrays, prefixes, prefix_bits):
+    """Return the signs of several features in one array, feature after feature.
+
+    Args:
+        arrays: The ids of each feature, u64 [n], any value.
+        prefixes: The prefix of each, as ``prefix_of`` returns it.
+        prefix_bits: Width of the prefix field, 1..63.
+
+    Returns:
+        The signs, u64 [sum of n], and how many ids of each feature were masked.
+
+    Raises:
+        DataTypeError: If one of ``arrays`` is not a 1-D array of uint64.
+        DataError: If they hold more ids than a u32 can number.
+        ConfigError: If ``prefix_bits`` is outside 1..63, or a prefix is zero or has a bit
+            outside its field.
+    """
     _check_prefix_bits(prefix_bits)
     cdef int bits = prefix_bits
-    if not 0 < prefix < 1 << 64 or prefix & id_mask(bits):
-        raise ConfigError(
-            f"prefix must be a positive number in the top {bits} of 64 bits, got {prefix:#018x}"
-        )
-    cdef uint64_t top = prefix
-    cdef ndarray source = as_ids(ids, "ids")
-    cdef size_t n = PyArray_SIZE(source)
-    cdef ndarray signs = new_u64(n)
-    cdef const uint64_t *source_data = <const uint64_t *>PyArray_DATA(source)
+    cdef list sources = [as_ids(ids, "ids") for ids in arrays]
+    total = sum([source.size for source in sources])
+    if total > MAX_IDS:
+        raise DataError(f"features must hold at most {MAX_IDS} distinct ids, got {total}")
+    cdef ndarray signs = new_u64(total)
     cdef uint64_t *signs_data = <uint64_t *>PyArray_DATA(signs)
-    cdef size_t num_masked
-    with nogil:
-        num_masked = pack_signs(source_data, n, top, bits, signs_data)
-    return signs, num_masked
+    cdef ndarray source
+    cdef const uint64_t *source_data
+    cdef uint64_t top
+    cdef size_t n, num_masked
+    masked = []
+    for source, prefix in zip(sources, prefixes, strict=True):
+        if not 0 < prefix < 1 << 64 or prefix & id_mask(bits):
+            raise ConfigError(
+                f"prefix must be a positive number in the top {bits} of 64 bits, "
+                f"got {prefix:#018x}"
+            )
+        top = prefix
+        n = PyArray_SIZE(source)
+        source_data = <const uint64_t *>PyArray_DATA(source)
+        with nogil:
+            num_masked = pack_signs(source_data, n, top, bits, signs_data)
+        masked.append(num_masked)
+        signs_data += n
+    return signs, masked
 
 
 def hash_stack(ids, rounds, embedding_size):
@@ -166,7 +192,7 @@ def merge(arrays):
 
     Returns:
         The distinct values, u64 [U], in first-seen order over the arrays one after the other;
-        and for each array, u32, the number of each of its values.
+        and for each array, u32, the number of each of its values. They share one block.
 
     Raises:
         DataTypeError: If one of them is not a 1-D array of uint64.
@@ -176,27 +202,27 @@ def merge(arrays):
     total = sum([source.size for source in sources])
     if total > MAX_IDS:
         raise DataError(f"arrays must hold at most {MAX_IDS} values, got {total}")
-    cdef list numbers = [new_u32(source.size) for source in sources]
-    cdef ndarray source, numbered, values
-    cdef const uint64_t *source_data
-    cdef uint32_t *numbered_data
     cdef size_t most = total
-    cdef size_t n
-    cdef Distinct found
+    cdef ndarray numbers = new_u32(most)
+    cdef uint32_t *numbers_data = <uint32_t *>PyArray_DATA(numbers)
+    cdef ndarray source
+    cdef Numbering numbering
+    cdef size_t count
+    begin(&numbering, most)
     try:
-        if distinct_init(&found, most) != 0:
-            raise MemoryError(f"cannot number {total} values: no memory for the table")
-        for source, numbered in zip(sources, numbers):
-            n = PyArray_SIZE(source)
-            source_data = <const uint64_t *>PyArray_DATA(source)
-            numbered_data = <uint32_t *>PyArray_DATA(numbered)
-            with nogil:
-                distinct_number(&found, source_data, n, numbered_data)
-        values = new_u64(found.count)
-        memcpy(PyArray_DATA(values), found.values, found.count * sizeof(uint64_t))
+        for source in sources:
+            take(&numbering, <const uint64_t *>PyArray_DATA(source), PyArray_SIZE(source))
+        with nogil:
+            count = finish(&numbering, numbers_data)
+        distinct = distinct_values(&numbering, count)
     finally:
-        distinct_free(&found)
-    return values, numbers
+        give_back(&numbering)
+    cdef Py_ssize_t start = 0
+    pieces = []
+    for source in sources:
+        pieces.append(numbers[start : start + PyArray_SIZE(source)])
+        start += PyArray_SIZE(source)
+    return distinct, pieces
 
 
 def _check_prefix_bits(prefix_bits):

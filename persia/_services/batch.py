@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from persia._core.feature_batch import FeatureBatch
 from persia._core.hashing import route
 from persia._core.pooling import gather, nonfinite, pool, pool_grad, scatter_add
-from persia._core.signs import hash_stack, merge, pack
+from persia._core.signs import hash_stack, merge, pack_all
 from persia._rpc.messages import (
     Floats,
     Indices,
@@ -36,7 +36,7 @@ from persia._rpc.messages import (
     SlotOutput,
 )
 from persia._services.crew import Crew, shares
-from persia._services.plan import BatchPlan, FeaturePlan
+from persia._services.plan import BatchPlan, FeaturePlan, TablePlan
 from persia.config import EmbeddingSchema
 from persia.errors import DataError
 
@@ -107,9 +107,8 @@ def pack_batch(
             and the schema is strict.
     """
     batch_size = features[0].batch_size if features else 0
-    num_masked: dict[str, int] = {}
     kept: list[FeatureBatch] = []
-    packed: list[Signs] = []
+    values: list[Signs] = []
     for ids, feature in zip(features, plan.features, strict=True):
         slot = feature.slot
         if ids.batch_size != batch_size:
@@ -119,44 +118,28 @@ def pack_batch(
             )
         if slot.pooling == "raw":
             ids = ids.truncated(slot.sample_fixed_size)
-        values = ids.distinct
-        if slot.hash_stack_rounds:
-            values = hash_stack(values, slot.hash_stack_rounds, slot.hash_stack_size)
-        signs, masked = pack(values, slot.prefix, schema.prefix_bits)
-        if masked:
-            if schema.strict_ids:
-                _refuse_wide_id(slot.name, values, schema.prefix_bits)
-            num_masked[slot.name] = masked
         kept.append(ids)
-        packed.append(signs)
+        if slot.hash_stack_rounds:
+            values.append(
+                hash_stack(ids.distinct, slot.hash_stack_rounds, slot.hash_stack_size)
+            )
+        else:
+            values.append(ids.distinct)
 
+    num_masked: dict[str, int] = {}
     found: list[PackedFeature | None] = [None] * len(kept)
     tables = []
     for table in plan.tables:
-        parts: list[Signs] = []
-        bases = [0]
-        numbered: list[tuple[int, Numbers | None, int, int]] = []
-        for group in table.groups:
-            base = bases[-1]
-            signs_of_group = [packed[place] for place in group.features]
-            numbers: Sequence[Numbers | None]
-            # Masking folds ids onto each other, so that distinct ids may share a sign.
-            if group.is_plain and plan.names[group.features[0]] not in num_masked:
-                (distinct,), numbers = signs_of_group, (None,)
-            else:
-                distinct, numbers = merge(signs_of_group)
-            parts.append(distinct)
-            bases.append(base + len(distinct))
-            for place, slots in zip(group.features, numbers, strict=True):
-                numbered.append((place, slots, base, bases[-1]))
-        signs = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        signs, bases, numbers = _pack_table(table, values, plan, schema, num_masked)
         order, starts = None, (0, len(signs))
         if num_servers > 1:
             order, bounds = route(signs, owners, num_servers)
             signs, starts = signs[order], tuple(bounds.tolist())
             place_of = np.empty(len(signs), np.uint32)
             place_of[order] = np.arange(len(signs), dtype=np.uint32)
-        for place, slots, start, stop in numbered:
+        for place, slots in numbers.items():
+            group = plan.features[place].group
+            start, stop = bases[group], bases[group + 1]
             rounds = plan.features[place].slot.hash_stack_rounds or 1
             if order is not None:
                 places = place_of[start:stop]
@@ -166,6 +149,52 @@ def pack_batch(
         tables.append(PackedTable(signs, starts, order, tuple(bases)))
     placed = tuple(feature for feature in found if feature is not None)
     return PackedBatch(plan, placed, tuple(tables), batch_size, num_masked)
+
+
+def _pack_table(
+    table: TablePlan,
+    values: Sequence[Signs],
+    plan: BatchPlan,
+    schema: EmbeddingSchema,
+    num_masked: dict[str, int],
+) -> tuple[Signs, list[int], dict[int, Numbers | None]]:
+    """Pack one table; count masked ids in ``num_masked``.
+
+    Returns:
+        The signs, where those of each group begin, and by feature the number of each of its
+        values among its group's; None where they are 0, 1, 2, ...
+    """
+    order = [place for group in table.groups for place in group.features]
+    slots = [plan.features[place].slot for place in order]
+    given = [values[place] for place in order]
+    signs, masked = pack_all(given, [slot.prefix for slot in slots], schema.prefix_bits)
+    if any(masked):
+        for slot, ids, count in zip(slots, given, masked, strict=True):
+            if count and schema.strict_ids:
+                _refuse_wide_id(slot.name, ids, schema.prefix_bits)
+            if count:
+                num_masked[slot.name] = count
+    numbers: dict[int, Numbers | None] = {}
+    parts: list[Signs] = []
+    bases = [0]
+    at = 0
+    is_merged = False
+    for group in table.groups:
+        pieces = []
+        for place in group.features:
+            pieces.append(signs[at : at + len(values[place])])
+            at += len(values[place])
+        # Masking folds ids onto each other, so that distinct ids may share a sign.
+        if group.is_plain and plan.names[group.features[0]] not in num_masked:
+            (distinct,) = pieces
+            numbers[group.features[0]] = None
+        else:
+            distinct, merged = merge(pieces)
+            numbers.update(zip(group.features, merged, strict=True))
+            is_merged = True
+        parts.append(distinct)
+        bases.append(bases[-1] + len(distinct))
+    return np.concatenate(parts) if is_merged else signs, bases, numbers
 
 
 def _refuse_wide_id(name: str, ids: Signs, prefix_bits: int) -> None:

@@ -28,6 +28,18 @@ def test_pack(data: st.DataObject, ids: list[int], bits: int) -> None:
     assert {int(one) >> (64 - bits) for one in packed} <= {group + 1}
 
 
+@given(st.data(), st.lists(st.tuples(own.id_lists(20), st.integers(0, 200)), max_size=4))
+def test_pack_all(data: st.DataObject, features: list[tuple[list[int], int]]) -> None:
+    prefixes = [signs.prefix_of(group, 8) for _, group in features]
+    arrays = [data.draw(own.layouts(ids)) for ids, _ in features]
+    packed, num_masked = signs.pack_all(arrays, prefixes, 8)
+    want = [
+        model.pack(ids, prefix, 8) for (ids, _), prefix in zip(features, prefixes, strict=True)
+    ]
+    assert packed.tolist() == [one for some, _ in want for one in some]
+    assert num_masked == [count for _, count in want]
+
+
 @pytest.mark.parametrize("bits", [1, 8, 63])
 def test_w06_groups_beyond_the_prefix(bits: int) -> None:
     most = 2**bits - 1
