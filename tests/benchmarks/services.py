@@ -3,9 +3,9 @@
     python -m tests.benchmarks.services [--quick] [--pairs 5] [--threads 1 2]
 
 Runs alternate between the modes and the dense net alone, which is given its embeddings. In
-local mode all four roles are processes that talk over ``ipc``. CPU time is what ``/proc`` says
-of all processes of a run, at two marks of the trainer, user and system; what the dense net takes
-alone is subtracted, and the rest is the sparse path's: reading, ids, transport, rows, updates.
+local mode all four roles are processes that talk over ``ipc``. CPU time, user and system, is
+what ``/proc`` says of all processes of a run at two marks of the trainer. What the dense net
+takes alone is subtracted; the rest is the sparse path's: ids, transport, rows, updates.
 """
 
 from __future__ import annotations
@@ -136,16 +136,15 @@ def run(mode: str, arguments: Sequence[str], num_timed: int, cores: set[int]) ->
 
 def _read(processes: dict[str, subprocess.Popen[str]], num_timed: int) -> Measured:
     output = processes["trainer"].stdout
+    num_samples = num_timed * BATCH
     marks: list[dict[str, float]] = []
     for line in output or ():
         if line.strip() in ("begin", "end"):
             marks.append({role: cpu_seconds(p.pid) for role, p in processes.items()})
         if line.startswith("seconds "):
-            num_samples = num_timed * BATCH
-            return Measured(
-                num_samples / float(line.split()[1]),
-                {role: (marks[1][role] - marks[0][role]) / num_samples * 1e6 for role in marks[0]},
-            )
+            before, after = marks
+            cpu = {role: (after[role] - before[role]) / num_samples * 1e6 for role in after}
+            return Measured(num_samples / float(line.split()[1]), cpu)
     raise RuntimeError("the trainer ended without a result")
 
 
