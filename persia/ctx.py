@@ -401,7 +401,7 @@ class EmbeddingCtx(BaseCtx):
         from persia._rpc.workers import EmbeddingWorkers
         from persia._rpc.zmq_transport import ZmqTransport
         from persia._services.addresses import connect_embedding_workers
-        from persia._services.plan import schema_fingerprint
+        from persia._services.plan import SAME_EVERYWHERE, schema_fingerprint, tell_apart
         from persia.config import EmbeddingSchema
 
         expected = None
@@ -415,11 +415,11 @@ class EmbeddingCtx(BaseCtx):
                     transport, addresses=self._addresses, on_restart=on_restart
                 ),
             )
-            if expected not in (None, workers.schema_fingerprint):
+            theirs = workers.schema_fingerprint
+            if expected is not None and expected != theirs:
                 raise ConfigError(
-                    f"embedding_config: the servers have another one, with the fingerprint "
-                    f"{workers.schema_fingerprint} instead of {expected}; slots, groups, dims "
-                    "and feature_index_prefix_bit must be the same everywhere"
+                    "embedding_config: the servers have another one: "
+                    f"{tell_apart(theirs, expected, 'there', 'here')}; {SAME_EVERYWHERE}"
                 )
         except BaseException:
             transport.close()
