@@ -47,6 +47,7 @@ from persia._core.arrays cimport (
     new_i64,
     new_u32,
     new_u64,
+    to_u64,
 )
 from persia._core.distinct cimport (
     Distinct,
@@ -494,7 +495,7 @@ cdef object gather(str feature, tuple data, Gathered *gathered):
         if not is_vector(item, c"u", 8):
             raise DataTypeError(
                 f"feature {feature!r}, sample {sample}: expected a 1-D numpy array of uint64, "
-                f"got {describe(item)}"
+                f"got {describe(item)}{to_u64(item)}"
             )
         ids = <ndarray>item
         length = PyArray_DIM(ids, 0)
