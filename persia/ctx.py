@@ -401,7 +401,7 @@ class EmbeddingCtx(BaseCtx):
         from persia._rpc.workers import EmbeddingWorkers
         from persia._rpc.zmq_transport import ZmqTransport
         from persia._services.addresses import connect_embedding_workers
-        from persia._services.plan import schema_fingerprint
+        from persia._services.plan import SAME_EVERYWHERE, schema_fingerprint, tell_apart
         from persia.config import EmbeddingSchema
 
         expected = None
@@ -415,11 +415,11 @@ class EmbeddingCtx(BaseCtx):
                     transport, addresses=self._addresses, on_restart=on_restart
                 ),
             )
-            if expected not in (None, workers.schema_fingerprint):
+            theirs = workers.schema_fingerprint
+            if expected is not None and expected != theirs:
                 raise ConfigError(
-                    f"embedding_config: the servers have another one, with the fingerprint "
-                    f"{workers.schema_fingerprint} instead of {expected}; slots, groups, dims "
-                    "and feature_index_prefix_bit must be the same everywhere"
+                    "embedding_config: the servers have another one: "
+                    f"{tell_apart(theirs, expected, 'there', 'here')}; {SAME_EVERYWHERE}"
                 )
         except BaseException:
             transport.close()
@@ -560,11 +560,13 @@ class EmbeddingCtx(BaseCtx):
             keeps_step: Hand a batch out only when every rank has one.
 
         Raises:
-            ConfigError: If no data-loader can send anything.
+            ConfigError: If no data-loader can send anything, or the embedding-workers have no
+                room for what they would.
             BaseException: What an update of the last epoch raised.
         """
         from persia._training.prefetch import Prefetcher
         from persia._training.sources import DatasetSource, Source, StreamSource
+        from persia._training.stream import check_room
 
         embeddings = self._connected()
         # No lookup of this epoch may overtake an update of the last one.
@@ -572,6 +574,11 @@ class EmbeddingCtx(BaseCtx):
         converter = self._converter(self.device_id)
         source: Source
         if dataset is None:
+            world_size = env.get_world_size() or 1
+            if embeddings.stream is None and (reproducible or world_size > 1):
+                ahead = output_capacity + num_workers
+                bound = staleness if self._trains and staleness is not None else ahead
+                check_room(embeddings.worker, world_size, input_capacity, bound)
             self._owns_stream |= embeddings.stream is None
             stream = embeddings.open_stream(input_capacity)
             source = StreamSource(stream, converter, reproducible)

@@ -22,6 +22,7 @@ import click
 from persia import env
 from persia._launch.notes import end_with_launcher, note
 from persia._launch.scripts import Script, run_data_loader, run_nn_worker
+from persia._services.addresses import check_lists
 from persia._services.process import (
     Options,
     run_embedding_worker,
@@ -52,6 +53,7 @@ def _run(who: str, run: Callable[[], int]) -> NoReturn:
     set_up_logging(who)
     end_with_launcher()
     try:
+        check_lists()
         status = run()
     except PersiaError as error:
         # No traceback: the message says what to change, or who did not answer.

@@ -54,6 +54,15 @@ cdef str describe(object value):
     return f"{value.dtype} of {value.ndim} dimension{plural}"
 
 
+cdef str to_u64(object value):
+    """Say how to make u64 of it, where nothing but the dtype is lost."""
+    if isinstance(value, (list, tuple)):
+        return "; np.array(..., dtype=np.uint64) makes one of it"
+    if PyArray_Check(value) and value.ndim == 1 and value.dtype.kind in "iu":
+        return "; .astype(np.uint64) makes it one"
+    return ""
+
+
 cdef bint is_vector(object value, char kind, int itemsize) noexcept:
     """Whether ``value`` is an array of one dimension and native ``kind``; any layout.
 
@@ -81,8 +90,9 @@ cdef ndarray as_vector(object value, char kind, int itemsize, str what):
     """
     if not is_vector(value, kind, itemsize):
         expected = f"{NAMES[chr(kind)]}{8 * itemsize}"
+        hint = to_u64(value) if kind == c"u" and itemsize == 8 else ""
         raise DataTypeError(
-            f"{what}: expected a 1-D numpy array of {expected}, got {describe(value)}"
+            f"{what}: expected a 1-D numpy array of {expected}, got {describe(value)}{hint}"
         )
     cdef ndarray array = <ndarray>value
     # Before the copy: a broadcast array may be far larger than its memory.

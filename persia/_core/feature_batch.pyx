@@ -47,6 +47,7 @@ from persia._core.arrays cimport (
     new_i64,
     new_u32,
     new_u64,
+    to_u64,
 )
 from persia._core.distinct cimport distinct_of
 from persia._core.types cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -478,7 +479,7 @@ cdef object gather(str feature, tuple data, Gathered *gathered):
         if not is_vector(item, c"u", 8):
             raise DataTypeError(
                 f"feature {feature!r}, sample {sample}: expected a 1-D numpy array of uint64, "
-                f"got {describe(item)}"
+                f"got {describe(item)}{to_u64(item)}"
             )
         ids = <ndarray>item
         length = PyArray_DIM(ids, 0)

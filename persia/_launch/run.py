@@ -15,12 +15,12 @@ import pickle
 import runpy
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from persia._launch.notes import end_with_launcher, note
+from persia._launch.tracebacks import text_of
 from persia.errors import JobFinished
 
 
@@ -49,9 +49,13 @@ def main() -> None:
     except BaseException as error:
         own = _without_this_module(error.__traceback__)
         error.with_traceback(own)
-        sys.excepthook(type(error), error, own)
+        text = text_of(error)
+        if sys.excepthook is sys.__excepthook__:
+            sys.stderr.write(text)
+        else:
+            sys.excepthook(type(error), error, own)  # the script's
         sys.stderr.flush()
-        note(1, "".join(traceback.format_exception(error)))
+        note(1, text)
         sys.exit(1)
 
 

@@ -16,16 +16,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from persia import env
 from persia._launch.children import RUN, Child, signal_name
 from persia._launch.notes import End
 from persia._rpc.zmq_transport import ZmqTransport
+from persia._services.events import Event, Events, watched_process
 from persia._services.job_end import GRACE_S, POLL_S, JobWatch, tell_end
 from persia.errors import ConfigError, PersiaError
 
@@ -55,39 +54,10 @@ class Script:
         return ["-m", RUN, "script", str(self.path), *self.arguments]
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """``ended``, ``signal`` with its number, or ``job`` with the job's end."""
-
-    kind: str
-    number: int = 0
-    error: PersiaError | None = None
-
-
-_Events = queue.SimpleQueue[_Event]  # put() is allowed in a signal handler
-
-
-@contextmanager
-def _events() -> Iterator[_Events]:
-    """Turn signals to this process into events."""
-    events: _Events = queue.SimpleQueue()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        events.put(_Event("signal", number))
-
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, on_signal) for number in signals}
-    try:
-        yield events
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _watch(child: Child, events: _Events) -> None:
+def _watch(child: Child, events: Events) -> None:
     def wait() -> None:
         child.process.wait()
-        events.put(_Event("ended"))
+        events.put(Event("ended"))
 
     threading.Thread(target=wait, name="persia-child", daemon=True).start()
 
@@ -132,9 +102,11 @@ def run_nn_worker(
         nnodes,
     )
     received = 0
-    with _events() as events, closing(Child([*command, *script.words()])) as child:
+    with watched_process() as events, closing(Child([*command, *script.words()])) as child:
         _watch(child, events)
         event = events.get()
+        if event.error is not None:
+            raise event.error
         if event.kind == "signal":
             received = event.number
             logger.info("stops after %s", signal_name(received))
@@ -188,7 +160,7 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
         )
     logger.info("runs %s", script.path)
     with ExitStack() as stack:
-        events = stack.enter_context(_events())
+        events = stack.enter_context(watched_process())
         transport = stack.enter_context(closing(ZmqTransport()))
         changes = {"REPLICA_INDEX": replica_index, "REPLICA_SIZE": replica_size, "RANK": None}
         child = stack.enter_context(closing(Child(script.words(), **changes)))
@@ -196,9 +168,9 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
 
         def on_end(end: int | PersiaError) -> None:
             if isinstance(end, int):
-                events.put(_Event("job", end))
+                events.put(Event("job", end))
             else:
-                events.put(_Event("job", error=end))
+                events.put(Event("job", error=end))
 
         watcher = f"data-loader {replica_index} {socket.gethostname()}:{os.getpid()}"
         stack.enter_context(closing(JobWatch(transport, watcher, on_end)))
@@ -207,10 +179,10 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
     return end.status
 
 
-def _until_job_ends(script: Script, child: Child, events: _Events) -> End:
+def _until_job_ends(script: Script, child: Child, events: Events) -> End:
     has_ended = False  # the script, well
     status: int | None = None  # of the job
-    lost: PersiaError | None = None  # the servers that know when the job ends
+    lost: BaseException | None = None  # the servers that know when the job ends
     deadline: float | None = None
     while True:
         if has_ended and status is not None:
@@ -228,6 +200,8 @@ def _until_job_ends(script: Script, child: Child, events: _Events) -> End:
             logger.log(level, "%s goes on after the end of the job: stopped", script.path)
             child.stop(signal.SIGTERM)
             return End(status or 0)
+        if event.kind == "failure" and event.error is not None:
+            raise event.error
         if event.kind == "signal":
             logger.log(level, "stops after %s", signal_name(event.number))
             child.stop(event.number)

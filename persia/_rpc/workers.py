@@ -53,6 +53,8 @@ _TRY_S = 10.0
 _PROBE_S = 1.0
 _AVOID_S = 30.0
 _PAUSE_S = 0.1
+# Seconds between two lines that say which server a worker waits for.
+_LINE_S = 3.0
 # A worker that was restarted does not know the refs of the one before.
 _MAX_TRIES = 3
 
@@ -258,7 +260,38 @@ class EmbeddingWorkers:
         with self._lock:
             self._settings = settings
         for worker in self._workers:
+            self._wait_for_servers(worker)
             worker.configure(settings)
+
+    def _wait_for_servers(self, worker: RemoteEmbeddingWorker) -> None:
+        """Wait for a worker that waits for parameter servers, and say for which.
+
+        If they do not come it ends, and nobody else could say why.
+
+        Raises:
+            ServiceUnavailable: If they are missing at the deadline.
+        """
+        timeout_s = env.rpc_timeout_s()
+        deadline = time.monotonic() + timeout_s
+        place = worker.client.place("configure")
+        why = since = ""
+        while not self._closed.is_set():
+            left = deadline - time.monotonic()
+            try:
+                worker.client.call("ready_for_serving", timeout_s=max(0.0, min(_LINE_S, left)))
+                return
+            except ServiceBusy as error:
+                why, since = f"{place}: {error}", ""
+            except (ServiceUnavailable, ServiceTimeout) as error:
+                if not why or error.role != _ROLE:
+                    return  # the call that comes says whom it waits for
+                since = "; and it has gone since"
+            if left <= _LINE_S:
+                raise ServiceUnavailable(
+                    f"{why}{since}; waited {timeout_s:g} s",
+                    role="embedding-parameter-server",
+                )
+            logger.warning("waiting: %s%s", why, since)
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         """Give every server the optimizer, by every worker."""

@@ -126,6 +126,16 @@ def _listed(role: Role, addresses: Sequence[str] | None = None) -> Listed:
     return Listed(variable, parsed(variable, addresses or read()), is_by_node)
 
 
+def check_lists() -> None:
+    """Read the lists of every role, before anything is started that needs one of them.
+
+    Raises:
+        ConfigError: If an address in them cannot be read; names the variable.
+    """
+    for role in (parameter_server(), embedding_worker(), nn_worker()):
+        _listed(role)
+
+
 def current_addresses(role: Role, timeout_s: float) -> list[str]:
     """Return every address of a role, those of names as they lead now.
 

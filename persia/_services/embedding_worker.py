@@ -431,6 +431,7 @@ class EmbeddingWorker:
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start, and ``in_flight``, the refs now.
 
+        ``forward_buffer_size`` is the most of them there may be.
         ``server_restarts`` counts parameter servers that came back empty.
         Counts by feature are named ``masked_ids.<feature>``, ``nan_samples.<feature>`` and
         ``nan_rows.<feature>``; those that are zero are absent.

@@ -13,13 +13,20 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from persia.config import EmbeddingSchema, Slot
 from persia.errors import DataError
 
 POOLED = frozenset(("sum", "mean", "sqrt", "max"))
+
+# Characters of a fingerprint, which is in every ``hello``; thousands of slots take fewer.
+_MAX_FINGERPRINT = 1 << 18
+# Differences that are told; the first is what has to be changed, and others often follow.
+_MAX_TOLD = 3
+SAME_EVERYWHERE = "slots, groups, dims and feature_index_prefix_bit must be the same everywhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +145,78 @@ def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
 
 
 def schema_fingerprint(schema: EmbeddingSchema) -> str:
-    """A digest of all that gives a sign and a table number their meaning.
+    """All that gives a sign and a table number their meaning, as canonical JSON.
 
     Two processes with equal fingerprints agree on which group, table and dim a sign belongs
     to. What a slot does with its rows afterwards (pooling) is not part of it, nor is what
-    only concerns new rows.
+    only concerns new rows. Of unequal ones ``tell_apart`` says what differs, except where one
+    would be so long that it is a digest.
     """
-    meaning = {
-        "prefix_bits": schema.prefix_bits,
-        "groups": schema.groups,
-        "group_of": {name: slot.group for name, slot in schema.slots.items()},
-        "table_of": {name: slot.table for name, slot in schema.slots.items()},
-        "dims": [table.dim for table in schema.tables],
-        "hash_stacks": {
-            name: (slot.hash_stack_rounds, slot.hash_stack_size)
-            for name, slot in schema.slots.items()
-            if slot.hash_stack_rounds
-        },
+    slots = {
+        name: [slot.dim, slot.group, slot.table, slot.hash_stack_rounds, slot.hash_stack_size]
+        for name, slot in schema.slots.items()
     }
-    text = json.dumps(meaning, sort_keys=True)
+    meaning = {
+        "feature_index_prefix_bit": schema.prefix_bits,
+        "groups": sorted(schema.groups, key=schema.groups.__getitem__),
+        "slots": slots,
+    }
+    text = json.dumps(meaning, sort_keys=True, separators=(",", ":"))
+    if len(text) <= _MAX_FINGERPRINT:
+        return text
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def tell_apart(one: str, other: str, at_one: str, at_other: str) -> str:
+    """Say what differs between two fingerprints, with both values.
+
+    Args:
+        one: A fingerprint.
+        other: Another one.
+        at_one: Where the first is from, such as ``here``.
+        at_other: Where the second is from.
+    """
+    try:
+        found = list(_differences(json.loads(one), json.loads(other)))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        found = []  # a digest, or from another version
+    if not found:
+        return f"fingerprints {one:.80} and {other:.80}"
+    told = [f"{what} is {x} {at_one} and {y} {at_other}" for what, x, y in found[:_MAX_TOLD]]
+    more = len(found) - len(told)
+    return "; ".join(told) + (f"; and {more} more differ" if more else "")
+
+
+def _differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
+    """Yield what differs and both values; what may follow from something else comes later."""
+    key = "feature_index_prefix_bit"
+    if one[key] != other[key]:
+        yield key, one[key], other[key]
+    slots, others = one["slots"], other["slots"]
+    for name in sorted(slots.keys() ^ others.keys()):
+        is_in_one = name in slots
+        words = ("present", "absent") if is_in_one else ("absent", "present")
+        yield f"slots_config.{name}", *words
+    both = sorted(slots.keys() & others.keys())
+    for name in both:
+        (dim, group, _, *stack), (its_dim, its_group, _, *its_stack) = slots[name], others[name]
+        for what, x, y in (
+            (f"slots_config.{name}.dim", dim, its_dim),
+            (f"the feature group of slot {name!r}", group, its_group),
+            (f"slots_config.{name}.hash_stack_config", _rows(*stack), _rows(*its_stack)),
+        ):
+            if x != y:
+                yield what, x, y
+    for number, (x, y) in enumerate(zip(one["groups"], other["groups"], strict=False)):
+        if x != y:
+            yield f"feature group {number}, in the order of the file,", x, y
+            break
+    for name in both:
+        x, y = slots[name][2], others[name][2]
+        if x != y:
+            what = f"the number of slot {name!r}'s dim, initialization and admit_probability"
+            yield what, x, y
+
+
+def _rows(rounds: int, size: int) -> str:
+    return f"{rounds} rounds of {size} rows" if rounds else "none"

@@ -18,10 +18,9 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from persia import env
@@ -32,11 +31,12 @@ from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.addresses import connect_parameter_servers, listening_address
 from persia._services.embedding_worker import EmbeddingWorker
+from persia._services.events import Event, Events, watched_process
 from persia._services.job_end import GRACE_S, POLL_S
 from persia._services.parameter_server import ParameterServer
 from persia._services.plan import schema_fingerprint
 from persia.config import EmbeddingSchema, GlobalConfig
-from persia.errors import ConfigError, InternalError, JobFinished, ServiceBusy
+from persia.errors import ConfigError, JobFinished, ServiceBusy
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def run_parameter_server(options: Options) -> int:
         replica_size=options.replica_size,
     )
     with ExitStack() as stack:
-        events = stack.enter_context(_watched_process())
+        events = stack.enter_context(watched_process())
         transport = stack.enter_context(closing(ZmqTransport()))
         serving = _Serving(transport, parameter_server(), options, schema, server, events)
         stack.callback(serving.stop)
@@ -101,7 +101,7 @@ def run_embedding_worker(options: Options) -> int:
     listed = env.embedding_worker_addresses()
     schema, config = _load(options, env.EMBEDDING_WORKERS_VARIABLE, listed)
     with ExitStack() as stack:
-        events = stack.enter_context(_watched_process())
+        events = stack.enter_context(watched_process())
         transport = stack.enter_context(closing(ZmqTransport()))
         late = _LateWorker()
         serving = _Serving(transport, embedding_worker(), options, schema, late, events)
@@ -182,44 +182,7 @@ class _LateWorker:
         return getattr(self.worker, name)
 
 
-# --- events of a process ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """A reason to end: ``job`` with its status, ``signal`` with its number, or ``failure``."""
-
-    kind: str
-    number: int = 0
-    error: BaseException | None = None
-
-
-_Events = queue.SimpleQueue[_Event]  # put() is allowed in a signal handler
-
-
-@contextmanager
-def _watched_process() -> Iterator[_Events]:
-    """Turn signals, and exceptions that end a thread, into events."""
-    events: _Events = queue.SimpleQueue()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        events.put(_Event("signal", number))
-
-    def on_failure(failure: threading.ExceptHookArgs) -> None:
-        error = failure.exc_value or InternalError(f"a thread ended by {failure.exc_type}")
-        events.put(_Event("failure", error=error))
-
-    hook = threading.excepthook
-    before = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    threading.excepthook = on_failure
-    try:
-        yield events
-    finally:
-        threading.excepthook = hook
-        for number, handler in before.items():
-            signal.signal(number, handler)
+# --- one server -------------------------------------------------------------------------------
 
 
 class _LoudJob(JobState):
@@ -244,7 +207,7 @@ class _Serving:
         options: Options,
         schema: EmbeddingSchema,
         service: object,
-        events: _Events,
+        events: Events,
     ) -> None:
         self._events = events
         self._job = _LoudJob()
@@ -278,7 +241,7 @@ class _Serving:
     def _watch_job(self) -> None:
         status = self._job.wait()
         if status is not None:
-            self._events.put(_Event("job", status))
+            self._events.put(Event("job", status))
 
     def has_ended(self) -> bool:
         """Whether there is a reason to end."""

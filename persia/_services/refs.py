@@ -176,10 +176,14 @@ class Refs:
                 self._retired.popitem(last=False)
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts since the start, and ``in_flight``, the refs now."""
+        """Return counts since the start, ``in_flight``, the refs now, and how many may be."""
         with self._lock:
             self._expire(self._clock())
-            return {**self._counts, "in_flight": len(self._in_flight)}
+            now = {
+                "in_flight": len(self._in_flight),
+                "forward_buffer_size": self._max_in_flight,
+            }
+            return {**self._counts, **now}
 
     # --- the lock is held -------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from persia._rpc.methods import Hello, Role
 from persia._rpc.transport import Transport
 from persia._services.follow import follow
 from persia._services.names import TCP, Listed, is_name, resolve, split
+from persia._services.plan import SAME_EVERYWHERE, tell_apart
 from persia.errors import (
     ConfigError,
     JobFinished,
@@ -390,10 +391,11 @@ def _conflict(answers: Sequence[_Answer]) -> tuple[_Answer, _Answer, str] | None
         if here.replica_size != one.hello.replica_size:
             return one, answer, f"two sets of servers are mixed: {one}, and {answer}"
         if here.schema_fingerprint != one.hello.schema_fingerprint:
+            theirs = one.hello.schema_fingerprint, here.schema_fingerprint
+            places = f"at {one.asked.address}", f"at {answer.asked.address}"
             text = (
-                f"{one} and {answer} have different embedding configs, with fingerprints "
-                f"{one.hello.schema_fingerprint} and {here.schema_fingerprint}; slots, groups, "
-                f"dims and feature_index_prefix_bit must be the same everywhere"
+                f"{one} and {answer} have different embedding configs: "
+                f"{tell_apart(*theirs, *places)}; {SAME_EVERYWHERE}"
             )
             return one, answer, text
         twin = by_number.setdefault(here.replica_index, answer)

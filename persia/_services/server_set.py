@@ -20,7 +20,7 @@ from persia._rpc.messages import (
     OptimizerSettings,
     ParameterServer,
 )
-from persia._services.plan import schema_fingerprint
+from persia._services.plan import SAME_EVERYWHERE, schema_fingerprint, tell_apart
 from persia.config import EmbeddingSchema
 from persia.errors import ConfigError, ProtocolError
 
@@ -237,10 +237,10 @@ def _whole_set(
                 f"{sorted(set(range(size)) - {s.replica_index for s in servers})}"
             )
         if server.schema_fingerprint != fingerprint:
+            theirs = tell_apart(server.schema_fingerprint, fingerprint, "there", "here")
             raise ConfigError(
-                f"parameter server {index} of {size} has another embedding config: its "
-                f"fingerprint is {server.schema_fingerprint}, expected {fingerprint}; slots, "
-                f"groups, dims and feature_index_prefix_bit must be the same everywhere"
+                f"parameter server {index} of {size} has another embedding config: {theirs}; "
+                f"{SAME_EVERYWHERE}"
             )
         by_index[index] = server
     return tuple(by_index[index] for index in sorted(by_index))

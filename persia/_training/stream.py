@@ -15,7 +15,7 @@ from persia._rpc.methods import embedding_worker, nn_worker
 from persia._rpc.server import ServerSettings, serve
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._training.inbox import LOADER, Inbox
-from persia.errors import ServiceError
+from persia.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +29,35 @@ _SERVING = ServerSettings(num_threads=256)
 # Seconds until a child that was told that nothing more is read has to be gone.
 _CHILD_LEAVES_S = 5.0
 _STOP_S = 5.0
+
+
+def check_room(
+    worker: EmbeddingWorker, world_size: int, buffer_size: int, num_in_flight: int
+) -> None:
+    """Check that the embedding-workers can hold what the ranks let data-loaders send.
+
+    With less, batches that nobody can train yet may keep out the one that all wait for.
+
+    Args:
+        worker: All of them.
+        world_size: Number of ranks.
+        buffer_size: Batches that a rank lets data-loaders send.
+        num_in_flight: Most batches of a rank between lookup and update.
+
+    Raises:
+        ConfigError: If they cannot.
+    """
+    stats = worker.stats()
+    needed = world_size * (buffer_size + num_in_flight)
+    room = stats.get("forward_buffer_size", needed)
+    if room < needed and not stats.get("unanswered"):
+        raise ConfigError(
+            f"embedding_worker_config.forward_buffer_size: the embedding-workers have room for "
+            f"{room} batches together, expected at least {needed}, which is {world_size} "
+            f"rank(s) times (StreamingDataset's buffer_size {buffer_size} + {num_in_flight} "
+            f"between lookup and update); set it to {needed} in the global config of the "
+            "embedding-workers, or give StreamingDataset a smaller buffer_size"
+        )
 
 
 class Stream:

@@ -21,6 +21,7 @@ device.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -40,9 +41,14 @@ if TYPE_CHECKING:
     from persia._training.flight import Ticket
 
 
+logger = logging.getLogger(__name__)
+
+
 class HasArray(Protocol):
     """A dense feature or label."""
 
+    @property
+    def name(self) -> str: ...
     @property
     def data(self) -> NDArray[Any]: ...
 
@@ -176,6 +182,7 @@ class Converter:
         self._device = device
         # One for all batches: a stream per tensor costs more than it hides.
         self._stream = _new_stream(device)
+        self._wide: set[str] = set()  # whom a line has named as float64
 
     def host(self, batch: UserBatch) -> HostBatch:
         """Copy what the user may overwrite; the ids are PERSIA's own already.
@@ -190,8 +197,11 @@ class Converter:
             )
         return HostBatch(
             features=features,
-            dense=[self._copy(item.data) for item in batch.non_id_type_features],
-            labels=[self._copy(item.data) for item in batch.labels],
+            dense=[
+                self._copy("dense feature", item.name, item.data)
+                for item in batch.non_id_type_features
+            ],
+            labels=[self._copy("label", item.name, item.data) for item in batch.labels],
             meta=batch.meta,
             batch_size=batch.batch_size,
             requires_grad=batch.requires_grad,
@@ -201,14 +211,27 @@ class Converter:
         """Copy what came in one message, so that its memory is not kept."""
         return HostBatch(
             features=(),
-            dense=[self._copy(item.array) for item in batch.non_id_type_features],
-            labels=[self._copy(item.array) for item in batch.labels],
+            dense=[
+                self._copy("dense feature", item.name, item.array)
+                for item in batch.non_id_type_features
+            ],
+            labels=[self._copy("label", item.name, item.array) for item in batch.labels],
             meta=None if batch.meta is None else batch.meta.tobytes(),
             batch_size=batch.batch_size,
             requires_grad=batch.requires_grad,
         )
 
-    def _copy(self, array: NDArray[Any]) -> torch.Tensor:
+    def _copy(self, what: str, name: str, array: NDArray[Any]) -> torch.Tensor:
+        if array.dtype == np.float64 and name not in self._wide:
+            # A dtype that a model may want, though mostly nobody chose it; torch's own error
+            # does not say whose it is.
+            self._wide.add(name)
+            logger.warning(
+                "%s %r is float64, and so is its tensor: layers in float32 refuse it; "
+                "give it as .astype(np.float32), or call .float() on it in the model",
+                what,
+                name,
+            )
         if self._stream is None:
             return torch.from_numpy(np.array(array, order="C"))
         template = torch.from_numpy(np.empty(0, array.dtype))

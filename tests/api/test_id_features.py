@@ -249,3 +249,29 @@ def test_w39_there_is_no_limit_of_16_bits(size: int) -> None:
     ids = np.arange(size, dtype=np.uint64)
     assert IDTypeFeatureWithSingleID("f", ids).feature_batch.num_distinct == size
     assert IDTypeFeature("f", [ids]).feature_batch.num_ids == size
+
+
+@pytest.mark.parametrize(
+    ("build", "hint"),
+    [
+        (lambda: IDTypeFeature("clicks", [np.array([1])]), ".astype(np.uint64) makes it one"),
+        (
+            lambda: IDTypeFeatureWithSingleID("clicks", np.array([1], np.int32)),
+            ".astype(np.uint64) makes it one",
+        ),
+        (lambda: IDTypeFeature("clicks", [[1, 2]]), "np.array(..., dtype=np.uint64) makes one"),  # type: ignore[list-item]
+    ],
+)
+def test_ids_that_are_no_u64_are_told_how_to_become_it(
+    build: Callable[[], object], hint: str
+) -> None:
+    with pytest.raises(
+        DataTypeError, match=r"feature 'clicks'.* of uint64, got .*; "
+    ) as raised:
+        build()
+    assert hint in str(raised.value)
+
+
+def test_ids_of_floats_are_not_rounded_by_advice() -> None:
+    with pytest.raises(DataTypeError, match=r"got float64 of 1 dimension$"):
+        IDTypeFeatureWithSingleID("clicks", np.array([1.5]))

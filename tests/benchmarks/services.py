@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.services [--quick] [--pairs 5] [--threads 1 2]
 
-Runs alternate between the modes. In local mode all four roles are processes that talk over
-``ipc``. CPU time is that of all processes between two marks of the trainer; what the dense net
-alone takes is measured too, and the rest is the sparse path's.
+Runs alternate between the modes and the dense net alone, which is given its embeddings. In
+local mode all four roles are processes that talk over ``ipc``. CPU time, user and system, is
+what ``/proc`` says of all processes of a run at two marks of the trainer. What the dense net
+takes alone is subtracted; the rest is the sparse path's: ids, transport, rows, updates.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from tests.benchmarks.local.dlrm import NUM_FEATURES
-from tests.benchmarks.workload import BATCH, DIM
+from tests.benchmarks.workload import BATCH, DIM, sizes
 
 HERE = Path(__file__).parent / "local"
 ROOT = Path(__file__).resolve().parents[2]
 TICKS = os.sysconf("SC_CLK_TCK")
+MODES = ("dense", "embedded", "local")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,12 @@ class Measured:
     """One run."""
 
     samples_per_s: float
-    cpu_s_per_million: float  # of all processes
+    cpu: dict[str, float]  # by role, seconds per million samples
+
+    @property
+    def all_cpu(self) -> float:
+        """CPU seconds of all processes per million samples."""
+        return sum(self.cpu.values())
 
 
 def cpu_seconds(root: int) -> float:
@@ -82,9 +89,12 @@ def run(mode: str, arguments: Sequence[str], num_timed: int, cores: set[int]) ->
             "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
             "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
             "OMP_NUM_THREADS": "1",
+            # Threads of torch that wait shall leave their core to whoever has work.
+            "OMP_WAIT_POLICY": "PASSIVE",
         }
         train = str(HERE / "train.py")
-        commands = {"trainer": [sys.executable, train, *arguments]}
+        only = ["--dense"] if mode == "dense" else []
+        commands = {"trainer": [sys.executable, train, *arguments, *only]}
         if mode == "local":
             environment |= {
                 "PERSIA_EMBEDDING_CONFIG": str(place / "embedding.yml"),
@@ -100,19 +110,17 @@ def run(mode: str, arguments: Sequence[str], num_timed: int, cores: set[int]) ->
                 "trainer": launcher("nn-worker", train, *arguments),
             }
         log = place / "log"
-        processes: list[subprocess.Popen[str]] = []
+        processes: dict[str, subprocess.Popen[str]] = {}
         with log.open("w") as output:
             for role, command in commands.items():
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=environment,
-                        cwd=ROOT,
-                        text=True,
-                        stdout=subprocess.PIPE if role == "trainer" else output,
-                        stderr=output,
-                        preexec_fn=lambda: os.sched_setaffinity(0, cores),
-                    )
+                processes[role] = subprocess.Popen(
+                    command,
+                    env=environment,
+                    cwd=ROOT,
+                    text=True,
+                    stdout=subprocess.PIPE if role == "trainer" else output,
+                    stderr=output,
+                    preexec_fn=lambda: os.sched_setaffinity(0, cores),
                 )
         try:
             return _read(processes, num_timed)
@@ -120,25 +128,57 @@ def run(mode: str, arguments: Sequence[str], num_timed: int, cores: set[int]) ->
             sys.stderr.write(log.read_text())
             raise
         finally:
-            for process in processes:
+            for process in processes.values():
                 process.terminate()
-            for process in processes:
+            for process in processes.values():
                 process.wait(30)
 
 
-def _read(processes: list[subprocess.Popen[str]], num_timed: int) -> Measured:
-    output = processes[-1].stdout
-    marks = []
+def _read(processes: dict[str, subprocess.Popen[str]], num_timed: int) -> Measured:
+    output = processes["trainer"].stdout
+    num_samples = num_timed * BATCH
+    marks: list[dict[str, float]] = []
     for line in output or ():
         if line.strip() in ("begin", "end"):
-            marks.append(sum(cpu_seconds(process.pid) for process in processes))
+            marks.append({role: cpu_seconds(p.pid) for role, p in processes.items()})
         if line.startswith("seconds "):
-            num_samples = num_timed * BATCH
-            return Measured(
-                num_samples / float(line.split()[1]),
-                (marks[1] - marks[0]) / num_samples * 1e6,
-            )
+            before, after = marks
+            cpu = {role: (after[role] - before[role]) / num_samples * 1e6 for role in after}
+            return Measured(num_samples / float(line.split()[1]), cpu)
     raise RuntimeError("the trainer ended without a result")
+
+
+def median(runs: Sequence[Measured], value: Callable[[Measured], float]) -> float:
+    """Return the median of a value over runs."""
+    return statistics.median(map(value, runs))
+
+
+def report(runs: dict[str, list[Measured]]) -> list[str]:
+    """Return the cells of a table's row."""
+    ratios = sorted(
+        two.samples_per_s / one.samples_per_s
+        for one, two in zip(runs["embedded"], runs["local"], strict=True)
+    )
+    rates = [median(runs[mode], lambda run: run.samples_per_s) / 1e3 for mode in MODES]
+    dense = median(runs["dense"], lambda run: run.all_cpu)
+    sparse = [
+        statistics.median(
+            run.all_cpu - alone.all_cpu
+            for run, alone in zip(runs[mode], runs["dense"], strict=True)
+        )
+        for mode in ("embedded", "local")
+    ]
+    roles = [
+        f"{role} {median(runs['local'], lambda run: run.cpu[role]):.1f}"  # noqa: B023
+        for role in runs["local"][0].cpu
+    ]
+    return [
+        *(f"{rate:.1f}" for rate in rates),
+        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
+        f"{dense:.2f}",
+        *(f"{seconds:.2f}" for seconds in sparse),
+        ", ".join(roles),
+    ]
 
 
 def main() -> None:
@@ -150,33 +190,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
     cores = set(sorted(os.sched_getaffinity(0))[:2])
-    print("| threads | embedded | local | local / embedded | CPU s per M samples |")
-    print("| --- | --- | --- | --- | --- |")
+    print(f"{sum(sizes(options.quick)):,} rows, {options.pairs} runs of each, staleness 10\n")
+    head = (
+        "threads | dense alone, k samples/s | embedded | local | local / embedded "
+        "| CPU s per M samples: dense | embedded, sparse | local, sparse "
+        "| all of local, by role"
+    )
+    print(f"| {head} |")
+    print("|" + " --- |" * len(head.split(" | ")), flush=True)
     for threads in options.threads:
         arguments = ["--warm", str(options.warm), "--timed", str(options.timed)]
         arguments += ["--threads", str(threads), *(["--quick"] if options.quick else [])]
-        runs: dict[str, list[Measured]] = {"embedded": [], "local": []}
+        runs: dict[str, list[Measured]] = {mode: [] for mode in MODES}
         for _ in range(options.pairs):
             for mode, measured in runs.items():
                 measured.append(run(mode, arguments, options.timed, cores))
-        ratios = sorted(
-            two.samples_per_s / one.samples_per_s
-            for one, two in zip(runs["embedded"], runs["local"], strict=True)
-        )
-        rates = {
-            mode: statistics.median(one.samples_per_s for one in measured)
-            for mode, measured in runs.items()
-        }
-        spent = {
-            mode: statistics.median(one.cpu_s_per_million for one in measured)
-            for mode, measured in runs.items()
-        }
-        print(
-            f"| {threads} | {rates['embedded'] / 1e3:.1f} k/s | {rates['local'] / 1e3:.1f} k/s "
-            f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) "
-            f"| {spent['embedded']:.1f} / {spent['local']:.1f} |",
-            flush=True,
-        )
+        print(f"| {threads} | {' | '.join(report(runs))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -134,6 +134,18 @@ def test_servers_that_were_not_told_how_many_they_are(job: Job) -> None:
     assert said in alone.printed()
 
 
+@pytest.mark.parametrize("role", ["nn-worker", "data-loader"])
+def test_a_list_that_cannot_be_read_is_one_line_before_anything_starts(
+    job: Job, role: str
+) -> None:
+    script = job.script("script.py", "print('started')\n")
+    process = job.start(role, script, TORCHRUN="1", PERSIA_EMBEDDING_WORKERS="127.0.0.1")
+    assert process.wait() == 2
+    (line,) = process.printed().splitlines()
+    assert "PERSIA_EMBEDDING_WORKERS: " in line
+    assert "'127.0.0.1'" in line
+
+
 def test_an_address_in_use_is_named(job: Job) -> None:
     job.start_server("embedding-parameter-server").wait_for("serves at")
     second = job.start_server("embedding-parameter-server")

@@ -6,9 +6,13 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
+from persia._launch.tracebacks import text_of
+from persia.config import GlobalConfig
+from persia.errors import ConfigError
 from tests.e2e.support import PATIENCE_S, SERVERS, Job, Process, processes_with, short_directory
 
 DONE = "print('trained')\n"
@@ -35,6 +39,13 @@ FAILS = """
 def train():
     raise ValueError("no such column")
 train()
+"""
+WAITS = """
+from persia.ctx import DataCtx
+def send():
+    with DataCtx():
+        pass
+send()
 """
 
 
@@ -89,6 +100,51 @@ def test_the_traceback_of_a_failed_script_is_printed_last(job: Job) -> None:
     assert [server.wait() for server in servers] == [1, 1]
     assert [server.printed() for server in servers] == at_the_end
     assert all("the job has ended with status 1" in text for text in at_the_end)
+
+
+def test_an_error_for_the_user_ends_with_its_message_and_the_users_frames(job: Job) -> None:
+    script = job.script("load.py", WAITS)
+    loader = job.start("data-loader", script, PERSIA_RPC_TIMEOUT="0.2")
+    assert loader.wait() == 1
+    printed = re.sub(r"\n *[\^~]+(?=\n)", "", loader.printed())
+    traceback = (
+        "Traceback (most recent call last):\n"
+        f'  File "{script}", line 6, in <module>\n    send()\n'
+        f'  File "{script}", line 4, in send\n    with DataCtx():\n'
+        "persia.errors.ServiceUnavailable: no embedding-worker answers: no connection to "
+    )
+    assert printed.count("Traceback") == printed.count(traceback) == 2
+    assert printed.endswith("; waited 0.2 s\n")
+
+
+def test_the_whole_traceback_of_such_an_error_is_shown_on_demand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_the_user() -> None:
+        raise KeyError("clicks")
+
+    def loads() -> None:
+        try:
+            of_the_user()
+        except KeyError as exc:
+            raise ConfigError("expected a feature") from exc
+
+    def told(call: Callable[[], object]) -> str:
+        try:
+            call()
+        except Exception as error:
+            return text_of(error)
+        raise AssertionError
+
+    def bad() -> object:
+        return GlobalConfig.load("/no/such/file.yml")
+
+    assert "in of_the_user" in told(loads)  # what the user raised is no detail
+    assert "FileNotFoundError" not in told(bad)
+    assert "config.py" not in told(bad)
+    assert "in bad" in told(bad)
+    monkeypatch.setenv("LOG_LEVEL", "debug")
+    assert "config.py" in told(bad)
 
 
 def test_a_failed_data_loader_ends_at_once(job: Job) -> None:

@@ -11,8 +11,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,16 +32,51 @@ from tests.examples.conftest import LOADER
 from tests.examples.loading import digest_of, load
 
 SCRIPTS = Path(__file__).parent / "scripts"
-# Transport, servers, embedding-workers, data-loaders: the four pairs of transport and servers,
-# and of workers and loaders; one of them in the fast tier.
-LAYOUTS = [
-    ("tcp", 3, 2, 2),
-    pytest.param("ipc", 1, 1, 1, marks=pytest.mark.slow),
-    pytest.param("ipc", 3, 1, 2, marks=pytest.mark.slow),
-    pytest.param("tcp", 1, 2, 1, marks=pytest.mark.slow),
-]
-
 Rows = dict[int, Any]  # signs by dim
+
+
+class Layout(NamedTuple):
+    """Processes of a job, beside the trainer."""
+
+    transport: str
+    servers: int
+    workers: int
+    loaders: int
+
+
+# The four pairs of transport and servers, and of workers and loaders; one in the fast tier.
+in_every_layout = pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id="-".join(map(str, layout)), marks=marks)
+        for layout, marks in (
+            (Layout("tcp", 3, 2, 2), ()),
+            (Layout("ipc", 1, 1, 1), pytest.mark.slow),
+            (Layout("ipc", 3, 1, 2), pytest.mark.slow),
+            (Layout("tcp", 1, 2, 1), pytest.mark.slow),
+        )
+    ],
+)
+
+
+@contextmanager
+def services(layout: Layout, config: Path, loader: Path, *arguments: str) -> Iterator[None]:
+    """Start a job of which this process is the nn-worker."""
+    with (
+        Cluster(
+            config,
+            transport=layout.transport,
+            num_servers=layout.servers,
+            num_workers=layout.workers,
+        ) as cluster,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        cluster.start_servers()
+        cluster.start_loaders(loader, layout.loaders, *arguments)
+        for name, value in cluster.variables.items():
+            patch.setenv(name, value)
+        assert env.get_mode() == "services"
+        yield
 
 
 def embedded_rows(ctx: Any) -> tuple[Rows, str]:
@@ -53,9 +90,10 @@ def embedded_rows(ctx: Any) -> tuple[Rows, str]:
     }, digest_of(parts)
 
 
-def remote_rows(signs: Rows, schema: EmbeddingSchema) -> str:
+def remote_rows(signs: Rows, config: Path) -> str:
     """Return a digest over the rows that the servers hold for these signs."""
-    numbers = {table.dim: number for number, table in enumerate(schema.tables)}
+    tables = EmbeddingSchema.load(config).tables
+    numbers = {table.dim: number for number, table in enumerate(tables)}
     transport = ZmqTransport()
     parts: dict[int, list[Any]] = {}
     try:
@@ -104,38 +142,22 @@ def embedded_quickstart() -> tuple[float, Rows, str]:
     return report.auc, signs, digest
 
 
-@pytest.mark.parametrize(("transport", "servers", "workers", "loaders"), LAYOUTS)
+@in_every_layout
 def test_quickstart_is_bit_equal_in_services_mode(
-    embedded_quickstart: tuple[float, Rows, str],
-    monkeypatch: pytest.MonkeyPatch,
-    transport: str,
-    servers: int,
-    workers: int,
-    loaders: int,
+    embedded_quickstart: tuple[float, Rows, str], layout: Layout
 ) -> None:
     auc, signs, digest = embedded_quickstart
     quickstart = load("quickstart")
-    options = quickstart.Options(samples=SAMPLES, batch_size=BATCH_SIZE, seed=SEED)
-    with Cluster(
-        quickstart.EMBEDDING_CONFIG,
-        transport=transport,
-        num_servers=servers,
-        num_workers=workers,
-    ) as cluster:
-        cluster.start_servers()
-        cluster.start_loaders(
-            SCRIPTS / "click_loader.py", loaders, str(SAMPLES), str(BATCH_SIZE), str(SEED)
-        )
-        for name, value in cluster.variables.items():
-            monkeypatch.setenv(name, value)
-        assert env.get_mode() == "services"
+    config = Path(quickstart.EMBEDDING_CONFIG)
+    sizes = (SAMPLES, BATCH_SIZE, SEED)
+    with services(layout, config, SCRIPTS / "click_loader.py", *map(str, sizes)):
         log = quickstart.generate(SAMPLES, SEED)
+        options = quickstart.Options(samples=SAMPLES, batch_size=BATCH_SIZE, seed=SEED)
         with quickstart.build_ctx(options) as ctx:
             train_streamed(ctx)
             assert quickstart.test(ctx, log) == auc
             assert ctx.stats()["batches"] == -(-log.num_train // BATCH_SIZE)
-        schema = EmbeddingSchema.load(quickstart.EMBEDDING_CONFIG)
-        assert remote_rows(signs, schema) == digest
+        assert remote_rows(signs, config) == digest
 
 
 SAY = ("--json", "--quiet")
@@ -157,31 +179,20 @@ def embedded_adult() -> tuple[Any, Rows, str]:
 
 @needs_data
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("transport", "servers", "workers", "loaders"), LAYOUTS)
+@in_every_layout
 def test_adult_income_is_bit_equal_in_services_mode(
-    embedded_adult: tuple[Any, Rows, str],
-    monkeypatch: pytest.MonkeyPatch,
-    transport: str,
-    servers: int,
-    workers: int,
-    loaders: int,
+    embedded_adult: tuple[Any, Rows, str], layout: Layout
 ) -> None:
     """The real scripts, this process being the nn-worker."""
     report, signs, digest = embedded_adult
     adult = load("adult_income")
     config = adult.CONFIG / "embedding_config.yml"
-    with Cluster(
-        config, transport=transport, num_servers=servers, num_workers=workers
-    ) as cluster:
-        cluster.start_servers()
-        cluster.start_loaders(LOADER, loaders)
-        for name, value in cluster.variables.items():
-            monkeypatch.setenv(name, value)
+    with services(layout, config, LOADER):
         options = adult.Options(staleness=1, reproducible=True, quiet=True)
         with adult.build_ctx(options) as ctx:
             found = adult.run(ctx, adult.load(), options)
         assert (found.auc, found.loss, found.rows) == (report.auc, report.loss, report.rows)
-        assert remote_rows(signs, EmbeddingSchema.load(config)) == digest
+        assert remote_rows(signs, config) == digest
 
 
 def run_script(cluster: Cluster) -> Any:

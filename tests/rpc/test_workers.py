@@ -16,8 +16,9 @@ from persia._rpc.methods import embedding_worker
 from persia._rpc.remote import RemoteEmbeddingWorker
 from persia._rpc.server import Server, serve
 from persia._rpc.workers import EmbeddingWorkers
+from persia._services.process import _LateWorker
 from persia.errors import ServiceUnavailable
-from tests.services.support import features, gradient, make_servers, make_worker
+from tests.services.support import features, gradient, make_servers, make_worker, settings
 
 # Of one call that is in vain; all others take far less, and PERSIA_RPC_TIMEOUT far more.
 TRY_S = 0.5
@@ -138,3 +139,35 @@ def test_a_worker_whose_server_is_away_is_waited_for(
 
     monkeypatch.setattr(job.own[0], "lookup", lookup_late)
     assert job.workers.lookup(handle, True).ref == handle
+
+
+def test_a_worker_that_waits_for_its_servers_is_asked_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers_module, "_LINE_S", 0.2)
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "1")
+    transport = MemoryTransport()
+    late = _LateWorker()
+    late.wait_for("no embedding-parameter-server answers: no connection to tcp://10.0.0.7:8888")
+    server = Server(transport, "worker", embedding_worker(), late)
+    server.start()
+    workers = EmbeddingWorkers(
+        transport, lambda _: [RemoteEmbeddingWorker.connect(transport, "worker")]
+    )
+
+    def tell(record: logging.LogRecord) -> bool:
+        server.stop(0.0)  # as it does when it has waited long enough
+        return True
+
+    logging.getLogger(workers_module.__name__).addFilter(tell)
+    try:
+        said = "no connection to tcp://10.0.0.7:8888; and it has gone since; waited 1 s$"
+        with pytest.raises(ServiceUnavailable, match=said) as raised:
+            workers.configure(settings())
+        assert raised.value.role == "embedding-parameter-server"
+        assert caplog.messages[0].startswith("waiting: embedding-worker 0 at worker: ")
+        assert caplog.messages[0].endswith("no connection to tcp://10.0.0.7:8888")
+    finally:
+        logging.getLogger(workers_module.__name__).removeFilter(tell)
+        workers.close()
+        server.stop(0.0)

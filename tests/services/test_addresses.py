@@ -22,6 +22,8 @@ from persia._services.addresses import (
     connect_parameter_servers,
     listening_address,
 )
+from persia._services.plan import schema_fingerprint
+from persia.config import EmbeddingSchema
 from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
 
 Monkey = pytest.MonkeyPatch
@@ -280,6 +282,15 @@ def test_two_embedding_configs(place: Place) -> None:
     place.serve(0, 2, fingerprint="one")
     place.serve(1, 2, fingerprint="other")
     with pytest.raises(ConfigError, match=r"different embedding .* one and other; slots"):
+        place.find(place.ipc(0), place.ipc(1))
+
+
+def test_two_embedding_configs_are_told_apart_by_slot(place: Place) -> None:
+    for number, dim in enumerate((8, 16)):
+        schema = EmbeddingSchema.load({"slots_config": {"item": {"dim": dim}}})
+        place.serve(number, 2, fingerprint=schema_fingerprint(schema))
+    said = r"slots_config.item.dim is 8 at ipc://\S*/0 and 16 at ipc://\S*/1; slots"
+    with pytest.raises(ConfigError, match=said):
         place.find(place.ipc(0), place.ipc(1))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
-from persia._services.plan import Planner, schema_fingerprint
+from persia._services import plan
+from persia._services.plan import Planner, schema_fingerprint, tell_apart
 from persia.config import EmbeddingSchema
 from persia.errors import DataError
 from tests.services.support import CONFIG, SCHEMA
@@ -59,3 +61,34 @@ def test_w07_the_fingerprint_is_of_what_signs_mean() -> None:
     other = copy.deepcopy(CONFIG)
     other["slots_config"]["mean"]["dim"] = 8
     assert schema_fingerprint(EmbeddingSchema.load(other)) != schema_fingerprint(SCHEMA)
+
+
+def told(other: dict[str, Any]) -> str:
+    one, two = (schema_fingerprint(EmbeddingSchema.load(config)) for config in (CONFIG, other))
+    return tell_apart(one, two, "there", "here")
+
+
+def test_two_configs_are_told_apart_by_what_differs() -> None:
+    other = copy.deepcopy(CONFIG)
+    other["slots_config"]["mean"]["dim"] = 12
+    dim = CONFIG["slots_config"]["mean"]["dim"]
+    assert told(other).startswith(f"slots_config.mean.dim is {dim} there and 12 here")
+    other = {"slots_config": {"new": {"dim": 4}} | CONFIG["slots_config"]}
+    assert told(CONFIG | other).startswith("slots_config.new is absent there and present here;")
+    other = {"feature_index_prefix_bit": 9}
+    assert told(CONFIG | other) == "feature_index_prefix_bit is 8 there and 9 here"
+    other = copy.deepcopy(CONFIG)
+    other["slots_config"]["stack_max"]["hash_stack_config"]["embedding_size"] = 77
+    assert "slots_config.stack_max.hash_stack_config is 3 rounds of 5 rows there" in told(other)
+    assert "3 rounds of 77 rows here" in told(other)
+    slots = CONFIG["slots_config"]
+    other = {"slots_config": dict(reversed(slots.items()))}
+    assert "in the order of the file, is " in told(CONFIG | other)
+
+
+def test_fingerprints_that_say_nothing_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_MAX_FINGERPRINT", 10)
+    digest = schema_fingerprint(SCHEMA)
+    assert len(digest) == 32
+    for other in ("other", "[" * 5000, '{"slots": 3}', ""):
+        assert tell_apart(digest, other, "a", "b") == f"fingerprints {digest} and {other:.80}"

@@ -9,7 +9,7 @@ import pytest
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
-from persia.errors import ServiceError
+from persia.errors import ConfigError, ServiceError
 from tests.cluster import ROOT
 from tests.faults.job import make_ctx, occurrences, trained
 
@@ -95,3 +95,19 @@ def test_a_loop_that_is_left_ends_the_child_soon(script: Path) -> None:
             break
         begin = time.monotonic()
     assert time.monotonic() - begin < 5.0
+
+
+def test_embedding_workers_that_cannot_hold_what_is_sent_are_refused(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.write_text(SENDS.format(count=3))
+    config = tmp_path / "global.yml"
+    config.write_text("embedding_worker_config: {forward_buffer_size: 5}\n")
+    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(config))
+    with make_ctx() as ctx:
+        loader = DataLoader(StreamingDataset(4), reproducible=True, embedding_staleness=2)
+        said = r"forward_buffer_size: .* room for 5 .* at least 6, .*buffer_size 4 \+ 2 .*to 6"
+        with pytest.raises(ConfigError, match=said):
+            next(iter(loader))
+        loader = DataLoader(StreamingDataset(4), reproducible=True, embedding_staleness=1)
+        assert train(ctx, loader) == [0, 1, 2]

@@ -157,6 +157,19 @@ def test_gradients_are_summed_per_distinct_id(
         assert torch.equal(torch.from_numpy(worker.rows[name, number]), row)
 
 
+def test_float64_is_named_once(make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture) -> None:
+    age = NonIDTypeFeature(np.zeros((1, 1)), name="age")
+    height = NonIDTypeFeature(np.zeros((1, 1), np.float32), name="height")
+    ids = IDTypeFeatureWithSingleID("user", u64(1))
+    batch = PersiaBatch([ids], [age, height], [Label(np.zeros((1, 1)))])
+    with make_ctx() as ctx:
+        for _ in range(2):
+            dense, *_ = ctx.get_embedding_from_data(batch).non_id_type_tensors
+            assert dense.dtype is torch.float64
+    said = [message.partition(",")[0] for message in caplog.messages if "float64" in message]
+    assert said == ["dense feature 'age' is float64", "label 'label_anonymous' is float64"]
+
+
 def test_dense_and_labels_keep_their_dtype(make_ctx: MakeCtx) -> None:
     # W-21: the original turned bool into uint8.
     arrays = [

@@ -5,7 +5,7 @@ from tests.benchmarks.local.dlrm import parse, raw_batches
 
 if __name__ == "__main__":
     options = parse()
-    raws = raw_batches(options.quick, options.warm + options.timed)
+    raws = raw_batches(options.quick, options.count)
     with DataCtx() as ctx:
         for raw in raws:
             ctx.send_data(raw.batch())

@@ -27,6 +27,9 @@ NUM_DENSE = 13
 NUM_FEATURES = len(sizes(True))
 # Different batches, taken in turn: enough that none is still in a cache when it comes again.
 NUM_DIFFERENT = 16
+# Batches behind those that are timed, so that all roles have as much ahead of them at the end
+# of the time as at its beginning.
+NUM_BEHIND = 40
 
 
 class DLRM(torch.nn.Module):
@@ -102,6 +105,12 @@ class Options:
     warm: int
     timed: int
     threads: int
+    dense: bool
+
+    @property
+    def count(self) -> int:
+        """All batches."""
+        return self.warm + self.timed + NUM_BEHIND
 
 
 def parse() -> Options:
@@ -111,4 +120,5 @@ def parse() -> Options:
     parser.add_argument("--warm", type=int, default=20)
     parser.add_argument("--timed", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dense", action="store_true", help="the dense net alone")
     return Options(**vars(parser.parse_args()))
