@@ -16,6 +16,7 @@ One channel carries any number of calls at a time; each waits in its own thread.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
@@ -64,14 +65,20 @@ _LONGEST_PAUSE_S = 0.5
 
 _MAX_TIMEOUT_MS = (1 << 32) - 1
 
+# Seconds that a message may take to a busy process, of calls that have time.
+_WAY_S = 0.02
+
 
 class _Pending:
     """One call id: what was sent for it, and what came back."""
 
-    __slots__ = ("_changed", "_is_lost", "answer", "outgoing")
+    __slots__ = ("_is_lost", "_still", "answer", "outgoing")
 
     def __init__(self) -> None:
-        self._changed = threading.Event()
+        # A bare lock, free once something has changed: an Event wakes its waiter only to
+        # have it wait for the lock that its setter holds.
+        self._still = threading.Lock()
+        self._still.acquire()
         self._is_lost = False
         self.answer: Reply | Failure | ServiceError | None = None  # set once
         self.outgoing: Outgoing | None = None
@@ -79,33 +86,37 @@ class _Pending:
     def resolve(self, answer: Reply | Failure | ServiceError) -> None:
         if self.answer is None:
             self.answer = answer
-        self._changed.set()
+        self._wake()
 
     def lose(self) -> None:
         """The connection broke; what was sent before will not be answered."""
         if self.outgoing is not None and self.outgoing.was_sent:
             self._is_lost = True
-            self._changed.set()
+            self._wake()
 
     def move(self) -> None:
         """Another connection takes the place of the one that the attempt went to."""
         self._is_lost = True
-        self._changed.set()
+        self._wake()
 
     def begin(self, outgoing: Outgoing) -> None:
         """Another attempt; a loss of the one before no longer counts."""
         self.outgoing = outgoing
         self._is_lost = False
-        if self.answer is None:
-            self._changed.clear()
-            # An answer may have come between the look and the clearing.
-            if self.answer is not None:
-                self._changed.set()
+        self._still.acquire(blocking=False)
+        # An answer may have come before that.
+        if self.answer is not None:
+            self._wake()
 
     def wait(self, seconds: float) -> bool:
         """Wait for an answer or a loss; returns whether it is a loss."""
-        self._changed.wait(max(0.0, seconds))
+        if self.answer is None:
+            self._still.acquire(timeout=max(0.0, seconds))
         return self.answer is None and self._is_lost
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # another change has freed it
+            self._still.release()
 
 
 class Client:
@@ -335,7 +346,10 @@ class Client:
             left = deadline - time.monotonic()
             if left <= 0.0:
                 return None
-            timeout_ms = min(int(left * 1000.0) + 1, _MAX_TIMEOUT_MS)
+            # Less than is left, by the time of the way: what waits there longer than the
+            # caller does here is not begun, and an error about a deadline still arrives.
+            way_s = min(_WAY_S, left / 20.0)
+            timeout_ms = min(max(1, int((left - way_s) * 1000.0)), _MAX_TIMEOUT_MS)
             message = Call(call_id, call.method, timeout_ms, call.body, call.arrays)
             outgoing = Outgoing(encode(message, self._limits))
             pending.begin(outgoing)

@@ -15,6 +15,7 @@ has stopped waiting is not begun.
 from __future__ import annotations
 
 import logging
+import queue
 import secrets
 import threading
 import time
@@ -116,13 +117,15 @@ class Server:
         )
         self._job = JobState() if job is None else job
         self._lock = threading.Lock()  # guards all below
-        self._has_work = threading.Condition(self._lock)
         self._is_idle = threading.Condition(self._lock)
         self._waiting: OrderedDict[bytes, deque[_Job]] = OrderedDict()  # next peer first
         self._here: dict[bytes, set[int]] = {}  # ids waiting or running, by peer
         self._num_calls = 0  # waiting or running
         self._num_running = 0
         self._num_bytes = 0
+        # One for each call that waits. Not a condition: it would wake a worker only to have it
+        # wait for the lock that its waker holds.
+        self._turns: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_stopping = False
         self._is_stopped = False
         self._counts: Counter[str] = Counter()
@@ -181,7 +184,8 @@ class Server:
             self._is_stopped = True
             self._waiting.clear()
             can_join = not self._num_running
-            self._has_work.notify_all()
+            for _ in self._threads:
+                self._turns.put(None)
         self._listener.close(_LINGER_S)
         if can_join:
             for thread in self._threads:
@@ -278,9 +282,9 @@ class Server:
             self._num_calls += 1
             self._num_bytes += job.num_bytes
             self._waiting.setdefault(job.peer, deque()).append(job)
-            self._has_work.notify()
             if self._num_calls > len(self._threads) < settings.num_threads:
                 self._start_thread()
+        self._turns.put(None)
         return ""
 
     def _start_thread(self) -> None:
@@ -308,11 +312,10 @@ class Server:
 
     def _next(self) -> _Job | None:
         """Wait for a call: the oldest of the peer whose turn it is. None to stop."""
-        with self._has_work:
-            while not self._waiting:
-                if self._is_stopped:
-                    return None
-                self._has_work.wait()
+        self._turns.get()
+        with self._lock:
+            if self._is_stopped:
+                return None
             peer, jobs = self._waiting.popitem(last=False)
             job = jobs.popleft()
             if jobs:
