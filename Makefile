@@ -171,5 +171,5 @@ wheels: $(VENV)/.dev  ## all wheels, by cibuildwheel (needs Docker on Linux)
 
 clean:  ## forget every build and the environment
 	rm -rf build dist wheelhouse $(VENV) persia.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	rm -f persia/_core/*.c persia/_core/*.so persia/_core/*.html
+	rm -f persia/_*/*.c persia/_*/*.so persia/_*/*.html
 	find persia tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,7 +18,7 @@ import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-CORE = Path("persia/_core")
+FOLDERS = (Path("persia/_core"), Path("persia/_rpc"))
 DEBUG = os.environ.get("PERSIA_DEBUG") == "1"
 NATIVE = os.environ.get("NATIVE") == "1"
 SANITIZERS = os.environ.get("PERSIA_SANITIZE", "")
@@ -72,18 +72,19 @@ def settings() -> str:
 
 def extensions(settings_file: Path) -> list[Extension]:
     """One extension per .pyx; each is rebuilt when a header or the settings change."""
-    headers = sorted(str(path) for path in CORE.glob("*.h"))
+    headers = sorted(str(path) for folder in FOLDERS for path in folder.glob("*.h"))
     return [
         Extension(
-            f"persia._core.{path.stem}",
+            ".".join(path.with_suffix("").parts),
             [str(path)],
-            include_dirs=[str(CORE), numpy.get_include()],
+            include_dirs=[*map(str, FOLDERS), numpy.get_include()],
             depends=[*headers, str(settings_file)],
             define_macros=[*MACROS, *([("PERSIA_DEBUG", "1")] if DEBUG else [])],
             extra_compile_args=compile_flags(),
             extra_link_args=[f"-fsanitize={SANITIZERS}"] if SANITIZERS else [],
         )
-        for path in sorted(CORE.glob("*.pyx"))
+        for folder in FOLDERS
+        for path in sorted(folder.glob("*.pyx"))
     ]
 
 

@@ -4,8 +4,7 @@ Any thread sends on the socket itself, under a lock; each end has a thread that 
 
     any thread --lock, zmq--> libzmq's thread ... --> thread of the other end --callback-->
 
-A queue of its own has an end only for what finds no connection or no room, and for what the
-main thread sends.
+A queue of its own has an end only for what finds no connection or no room.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from persia._rpc import multipart
 from persia._rpc.frame import Limits, Part
 from persia._rpc.transport import Outgoing, Parts
 from persia.errors import InternalError
@@ -31,9 +31,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _UNBIND_MS = 2_000
+_LOOK_MS = 1_000  # a thread that is not woken looks so often, for arrays that have left too
+
+# Parts of fewer bytes are copied, which costs no more than keeping account of them.
+_COPIED_BYTES = 1 << 16
 
 # As plain integers: arithmetic on zmq's enumerations takes longer than a send.
-_IN, _OUT, _MORE, _NOW = (int(n) for n in (zmq.POLLIN, zmq.POLLOUT, zmq.SNDMORE, zmq.NOBLOCK))
+_IN, _OUT, _NOW = (int(n) for n in (zmq.POLLIN, zmq.POLLOUT, zmq.NOBLOCK))
 
 
 class _End(Generic[T]):
@@ -55,6 +59,7 @@ class _End(Generic[T]):
         self._queue: deque[T] = deque()  # what could not be sent at once
         self._is_waiting = False  # the thread is, or is about to
         self._is_closing = False
+        self._failure: BaseException | None = None  # closed because of it
         self._linger_ms = 0
         self._wake_in, self._wake_out = sockets.socketpair()
         self._wake_out.setblocking(False)
@@ -79,10 +84,9 @@ class _End(Generic[T]):
         with self._lock:
             if self._is_closing:
                 return
-            # In the main thread a signal's exception could come between two parts, and the
-            # next message would be taken for the rest of this one.
-            is_main = threading.current_thread() is threading.main_thread()
-            if is_main or self._queue or not self._try_send(item):
+            # In the main thread a signal's exception may come before the look, though not while
+            # parts are sent: the thread then looks by itself, a little later.
+            if self._queue or not self._try_send(item):
                 self._queue.append(item)
             self._look()
 
@@ -126,15 +130,16 @@ class _End(Generic[T]):
     def _try_send(self, item: T) -> bool:
         try:
             return self._send(item)
-        except BaseException:
+        except Exception as error:
             # Some parts may have left, and the next message would be taken for the rest.
+            self._failure = error
             self._is_closing = True
             self._wake()
-            raise
+            raise InternalError(f"{self._name}: cannot send: {error}") from error
 
     def _ready(self) -> int:
         """Return what can be done, of receiving and sending what is queued."""
-        events = int(self._socket.getsockopt(zmq.EVENTS))
+        events = multipart.events(self._socket)
         return events & (_IN | _OUT if self._queue else _IN)
 
     def _look(self) -> None:
@@ -159,14 +164,19 @@ class _End(Generic[T]):
     def _on_event(self) -> None:
         """Look what the monitor tells."""
 
+    def _on_failure(self) -> None:
+        """Tell whoever waits for this end; it is closed."""
+
     def _run(self) -> None:
         try:
             self._loop()
-        except Exception:
-            # Nobody can be told: calls run into their deadlines, and this says why.
-            logger.exception("%s: a thread that moves messages failed", self._name)
+        except BaseException as error:
+            self._failure = error
+            raise  # to threading.excepthook, by which a server's process ends
         finally:
             self._release()
+            if self._failure is not None:
+                self._on_failure()
 
     def _loop(self) -> None:
         poller = select.poll()
@@ -181,7 +191,8 @@ class _End(Generic[T]):
         while not self._is_closing:
             if self._step():
                 continue
-            ready = {number for number, _ in poller.poll()}
+            ready = {number for number, _ in poller.poll(_LOOK_MS)}
+            multipart.release()
             if self._wake_in.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(64)
@@ -192,63 +203,29 @@ class _End(Generic[T]):
 
     def _step(self) -> bool:
         """Send what is queued and take one message; returns False if there is time to wait."""
-        message = None
         with self._lock:
             if self._is_closing:
                 return True  # whoever closed saw nobody who waits, and woke nobody
-            ready = self._ready()
-            if ready & _OUT:
-                self._flush()
-            if ready & _IN:
-                message = _receive(self._socket, self._limits)
+            # Routing id, protocol name and header come beside the arrays.
+            message = multipart.receive(
+                self._socket, self._limits.num_arrays + 3, self._limits.message_bytes
+            )
+            has_more = message is not None
+            if self._queue:
+                # A send alone does not see at once that there is room, and it may take away
+                # the tale of a message: hence a look before and one behind.
+                if self._ready() & _OUT:
+                    self._flush()
+                has_more = has_more or bool(self._ready())
             # From here on whoever finds something wakes the thread.
-            self._is_waiting = not ready and not self._is_closing
+            self._is_waiting = not has_more and not self._is_closing
         if message is not None:
             self._deliver(*message)
-        return bool(ready)
+        return has_more
 
     def _flush(self) -> None:
         while self._queue and self._try_send(self._queue[0]):
             self._queue.popleft()
-
-
-def _receive(socket: zmq.Socket[bytes], limits: Limits) -> tuple[list[Part], str]:
-    """Take one message off the socket.
-
-    Returns:
-        Its parts, and why it has to be dropped or "". All its parts are taken either way.
-
-    Raises:
-        zmq.Again: If there is none.
-    """
-    parts: list[Part] = []
-    reason = ""
-    num_bytes = 0
-    while True:
-        part = socket.recv(_NOW, copy=False)
-        num_bytes += len(part.buffer)
-        # Routing id, protocol name and header come beside the arrays.
-        if len(parts) >= limits.num_arrays + 3:
-            reason = "num_arrays"
-        elif num_bytes > limits.message_bytes:
-            reason = "message_bytes"
-        if reason:
-            parts.clear()
-        else:
-            parts.append(part.buffer)
-        if not part.more:
-            return parts, reason
-
-
-def _send(socket: zmq.Socket[bytes], parts: Parts) -> None:
-    """Put one message on the socket; large parts are not copied.
-
-    Raises:
-        zmq.Again: If there is no room; nothing of it was sent.
-    """
-    last = len(parts) - 1
-    for number, part in enumerate(parts):
-        socket.send(part, _NOW | _MORE if number < last else _NOW, copy=False)
 
 
 class ZmqListener(_End[tuple[bytes, Parts]]):
@@ -286,12 +263,17 @@ class ZmqListener(_End[tuple[bytes, Parts]]):
 
     def _send(self, item: tuple[bytes, Parts]) -> bool:
         peer, parts = item
+        message = [peer, *parts]
         try:
-            _send(self._socket, [peer, *parts])
+            # libzmq looks only now and then whether the peer has made room; asked, it does.
+            if not multipart.send(self._socket, message, _COPIED_BYTES):
+                multipart.events(self._socket)
+                if not multipart.send(self._socket, message, _COPIED_BYTES):
+                    self._drop("peer_slow")
         except zmq.ZMQError as exc:
-            if exc.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+            if exc.errno != zmq.EHOSTUNREACH:
                 raise
-            self._drop("peer_slow" if exc.errno == zmq.EAGAIN else "peer_gone")
+            self._drop("peer_gone")
         return True
 
     def _drop(self, reason: str) -> None:
@@ -331,11 +313,20 @@ class ZmqChannel(_End[Outgoing]):
 
     def send(self, outgoing: Outgoing) -> None:
         """Send as soon as there is a connection with room."""
+        if self._failure is not None:
+            raise InternalError(f"{self._name}: failed: {self._failure}") from self._failure
         self._post(outgoing)
 
     def close(self) -> None:
         """End the connection; what was not sent is dropped."""
         self._close(0.0)
+
+    def _on_failure(self) -> None:
+        # As if all had left: whoever may send again learns the cause, and nobody waits.
+        for outgoing in self._queue:
+            outgoing.claim()
+        if self._on_lost is not None:
+            self._on_lost()
 
     def _deliver(self, parts: list[Part], reason: str) -> None:
         if self._on_message is None:
@@ -361,7 +352,7 @@ class ZmqChannel(_End[Outgoing]):
         # What is sent now may go into the broken connection, and nobody would say so, until
         # libzmq takes that from the socket: then it tries anew, or there is no room.
         with self._lock:
-            is_free = is_free or not int(self._socket.getsockopt(zmq.EVENTS)) & _OUT
+            is_free = is_free or not multipart.events(self._socket) & _OUT
         if is_free:
             self._was_cut = False
             # Answers that came before the connection broke count.
@@ -372,9 +363,7 @@ class ZmqChannel(_End[Outgoing]):
     def _send(self, outgoing: Outgoing) -> bool:
         if not outgoing.claim():
             return True
-        try:
-            _send(self._socket, outgoing.parts)
-        except zmq.Again:
-            outgoing.unclaim()
-            return False
-        return True
+        if multipart.send(self._socket, outgoing.parts, _COPIED_BYTES):
+            return True
+        outgoing.unclaim()
+        return False

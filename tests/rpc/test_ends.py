@@ -1,11 +1,28 @@
-"""The ends of a ZeroMQ connection: what their threads do when they are closed."""
+"""The ends of a ZeroMQ connection: their threads when they are closed or fail, their memory."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+import zmq
+
+from persia._rpc import multipart
+from persia._rpc.client import Client
+from persia._rpc.server import ServerSettings, serve
+from persia._rpc.zmq_ends import ZmqChannel
 from persia._rpc.zmq_transport import ZmqTransport
+from persia.errors import InternalError, ServiceUnavailable
+from tests.rpc.support import TOY, ToyService
 
 WAIT_S = 20.0
 
@@ -43,3 +60,136 @@ def test_an_end_that_is_closed_while_its_connection_breaks_has_no_endless_thread
         thread.join(WAIT_S)
         assert not thread.is_alive()
     transport.close()
+
+
+class Broken(Exception):
+    """What a test has the thread of an end fail with."""
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[BaseException | None]:
+    """What ended a thread."""
+    found: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", lambda args: found.put(args.exc_value))
+    return found
+
+
+def break_thread(end: Any) -> Callable[[], None]:
+    """Returns what makes the thread of an end, once it has started, fail at its next look."""
+    is_to_break, step = threading.Event(), end._step
+
+    def look() -> bool:
+        if is_to_break.is_set():
+            raise Broken("why")
+        return bool(step())
+
+    def break_it() -> None:
+        is_to_break.set()
+        with end._lock:
+            end._wake_out.send(b"\0")
+
+    end._step = look
+    return break_it
+
+
+def test_a_channel_whose_thread_fails_fails_the_calls_with_the_cause(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failures: queue.SimpleQueue[BaseException | None],
+) -> None:
+    transport, service = ZmqTransport(), ToyService()
+    one_thread = ServerSettings(num_threads=1)
+    server = serve(transport, f"ipc://{tmp_path}/a", TOY, service, settings=one_thread)
+    breaks = []
+    connect = transport.connect
+
+    def connect_to_break(address: str) -> ZmqChannel:
+        channel = connect(address)
+        breaks.append(break_thread(channel))
+        return channel
+
+    monkeypatch.setattr(transport, "connect", connect_to_break)
+    with (
+        contextlib.closing(Client(transport, server.address, TOY, timeout_s=WAIT_S)) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        client.hello()
+        once = pool.submit(client.call, "hold", 1)
+        assert service.holding.acquire(timeout=WAIT_S)
+        again = pool.submit(client.call, "add", 1)  # waits for the one thread
+        breaks[0]()
+        with pytest.raises(InternalError, match=r"persia-channel .*why") as caught:
+            again.result(WAIT_S / 2)
+        assert isinstance(caught.value.__cause__, Broken)
+        with pytest.raises(ServiceUnavailable):
+            once.result(WAIT_S / 2)
+        with pytest.raises(InternalError, match=r"persia-channel .*why"):
+            client.call("add", 1)
+    assert isinstance(failures.get(timeout=WAIT_S), Broken)
+    service.permits.release()
+    server.stop()
+    transport.close()
+
+
+def test_a_listener_whose_thread_fails_says_so_where_a_process_looks(
+    tmp_path: Path, failures: queue.SimpleQueue[BaseException | None]
+) -> None:
+    transport = ZmqTransport()
+    listener = transport.listen(f"ipc://{tmp_path}/a")
+    break_it = break_thread(listener)
+    listener.start(lambda peer, parts: None, lambda reason: None)
+    break_it()
+    assert isinstance(failures.get(timeout=WAIT_S), Broken)
+    transport.close()
+
+
+def test_an_array_that_was_sent_is_let_go_of_and_what_came_outlives_its_socket(
+    tmp_path: Path,
+) -> None:
+    class Memory(np.ndarray[Any, Any]):
+        """An array that can be watched."""
+
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PULL) as pull,
+        context.socket(zmq.PUSH) as push,
+    ):
+        pull.bind(f"ipc://{tmp_path}/a")
+        push.connect(f"ipc://{tmp_path}/a")
+        array = np.arange(1 << 16, dtype=np.uint8).view(Memory)
+        is_gone = threading.Event()
+        weakref.finalize(array, is_gone.set)
+        assert pull.poll(0) == 0
+        assert multipart.receive(pull, 9, 1 << 30) is None
+        assert push.poll(int(WAIT_S * 1000), zmq.POLLOUT)
+        assert multipart.send(push, [b"head", array.data], 1 << 12)
+        del array
+        assert pull.poll(int(WAIT_S * 1000))
+        received = multipart.receive(pull, 9, 1 << 30)
+        assert received is not None
+        deadline = time.monotonic() + WAIT_S
+        while not is_gone.wait(0.001) and time.monotonic() < deadline:
+            multipart.release()
+        assert is_gone.is_set()
+    parts, reason = received
+    assert (bytes(parts[0]), len(parts[1]), reason) == (b"head", 1 << 16, "")
+    got = np.frombuffer(parts[1], np.uint8)
+    assert got.flags.writeable
+    assert np.array_equal(got, np.arange(1 << 16, dtype=np.uint8))
+
+
+def test_a_message_beyond_a_limit_is_taken_whole_and_dropped(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.PAIR) as a, context.socket(zmq.PAIR) as b:
+        a.bind("inproc://a")
+        b.connect("inproc://a")
+        for parts in ([b"1", b"2", b"3"], [b"12345", b"6"], [b"good"]):
+            assert multipart.send(a, parts, 1 << 12)
+        assert multipart.receive(b, 2, 100) == ([], "num_arrays")
+        assert multipart.receive(b, 2, 5) == ([], "message_bytes")
+        received = multipart.receive(b, 2, 5)
+        assert received is not None
+        assert bytes(received[0][0]) == b"good"
+        assert multipart.receive(b, 2, 5) is None
+        assert multipart.events(b) == zmq.POLLOUT
+    with pytest.raises(zmq.ZMQError):
+        multipart.send(a, [b"closed"], 1 << 12)

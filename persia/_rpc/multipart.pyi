@@ -1,0 +1,15 @@
+"""Whole messages onto and off a ZeroMQ socket, without giving up the interpreter's lock."""
+
+from typing import Any
+
+import zmq
+
+from persia._rpc.frame import Part
+from persia._rpc.transport import Parts
+
+def release() -> None: ...
+def events(socket: zmq.Socket[Any]) -> int: ...
+def send(socket: zmq.Socket[Any], parts: Parts, copied_bytes: int) -> bool: ...
+def receive(
+    socket: zmq.Socket[Any], max_parts: int, max_bytes: int
+) -> tuple[list[Part], str] | None: ...

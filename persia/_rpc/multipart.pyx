@@ -1,0 +1,196 @@
+"""Whole messages onto and off a ZeroMQ socket, without giving up the interpreter's lock.
+
+pyzmq gives the lock up around every part, and wakes a thread of its own for every array that
+was sent without a copy. Where several threads are at work each gap loses the lock to another,
+and getting it back takes longer than the part. Nothing here waits, so nothing needs a gap; and
+as no signal is handled in between, a message is put on the socket whole or not at all.
+
+libzmq is the one that pyzmq has loaded; its functions are found by name. ``zmq_msg_t`` and they
+have been part of its stable interface since version 3.
+"""
+
+import ctypes
+
+import zmq
+from zmq.backend.cython import _zmq
+
+from cpython.buffer cimport (
+    PyBUF_SIMPLE,
+    PyBuffer_FillInfo,
+    PyBuffer_Release,
+    PyObject_GetBuffer,
+)
+from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+from libc.errno cimport EAGAIN, EINTR
+from libc.string cimport memcpy
+
+cdef extern from "lent.h":
+    ctypedef struct persia_lent:
+        Py_buffer buffer
+    void persia_give_back(void *data, void *hint) noexcept nogil
+    void persia_release_returned() noexcept
+
+ctypedef int (*message_f)(message_t *) noexcept nogil
+ctypedef int (*move_f)(message_t *, void *, int) noexcept nogil
+ctypedef int (*init_size_f)(message_t *, size_t) noexcept nogil
+ctypedef void (*free_f)(void *, void *) noexcept nogil
+ctypedef int (*init_data_f)(message_t *, void *, size_t, free_f, void *) noexcept nogil
+ctypedef void *(*data_f)(message_t *) noexcept nogil
+ctypedef size_t (*size_f)(message_t *) noexcept nogil
+ctypedef int (*get_f)(void *, int, void *, size_t *) noexcept nogil
+ctypedef int (*errno_f)() noexcept nogil
+
+_libzmq = ctypes.CDLL(_zmq.__file__)
+
+
+cdef size_t _address(str name) except 0:
+    return ctypes.cast(getattr(_libzmq, name), ctypes.c_void_p).value
+
+
+cdef message_f zmq_msg_init = <message_f> _address("zmq_msg_init")
+cdef message_f zmq_msg_close = <message_f> _address("zmq_msg_close")
+cdef message_f zmq_msg_more = <message_f> _address("zmq_msg_more")
+cdef init_size_f zmq_msg_init_size = <init_size_f> _address("zmq_msg_init_size")
+cdef init_data_f zmq_msg_init_data = <init_data_f> _address("zmq_msg_init_data")
+cdef move_f zmq_msg_send = <move_f> _address("zmq_msg_send")
+cdef move_f zmq_msg_recv = <move_f> _address("zmq_msg_recv")
+cdef data_f zmq_msg_data = <data_f> _address("zmq_msg_data")
+cdef size_f zmq_msg_size = <size_f> _address("zmq_msg_size")
+cdef get_f zmq_getsockopt = <get_f> _address("zmq_getsockopt")
+cdef errno_f zmq_errno = <errno_f> _address("zmq_errno")
+
+cdef int NOW = zmq.NOBLOCK
+cdef int MORE = zmq.SNDMORE
+cdef int EVENTS = zmq.EVENTS
+
+
+cdef class Received:
+    """One part that came. Its memory is libzmq's, and lives as long as this object."""
+
+    def __cinit__(self):
+        zmq_msg_init(&self.message)
+
+    def __dealloc__(self):
+        zmq_msg_close(&self.message)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(
+            buffer, self, zmq_msg_data(&self.message), zmq_msg_size(&self.message), 0, flags
+        )
+
+
+cdef int _fill(message_t *message, object part, size_t copied_bytes) except -1:
+    """Make a message of a part: a copy of a small one, a view of a large one."""
+    cdef persia_lent *lent = <persia_lent *> PyMem_RawMalloc(sizeof(persia_lent))
+    cdef size_t num_bytes
+    cdef int rc
+    if lent == NULL:
+        raise MemoryError()
+    try:
+        PyObject_GetBuffer(part, &lent.buffer, PyBUF_SIMPLE)
+    except BaseException:
+        PyMem_RawFree(lent)
+        raise
+    num_bytes = lent.buffer.len
+    if num_bytes >= copied_bytes:
+        rc = zmq_msg_init_data(message, lent.buffer.buf, num_bytes, persia_give_back, lent)
+        if rc == 0:
+            return 0
+    else:
+        rc = zmq_msg_init_size(message, num_bytes)
+        if rc == 0:
+            memcpy(zmq_msg_data(message), lent.buffer.buf, num_bytes)
+    PyBuffer_Release(&lent.buffer)
+    PyMem_RawFree(lent)
+    if rc != 0:
+        raise MemoryError(f"a part of {num_bytes} bytes")
+    return 0
+
+
+def release():
+    """Let go of arrays that were sent and have left."""
+    persia_release_returned()
+
+
+def events(socket):
+    """Return what can be done now: zmq.POLLIN, zmq.POLLOUT."""
+    cdef int found = 0
+    cdef size_t num_bytes = sizeof(found)
+    while True:
+        if zmq_getsockopt(<void *> <size_t> socket.underlying, EVENTS, &found, &num_bytes) == 0:
+            return found
+        if zmq_errno() != EINTR:
+            raise zmq.ZMQError(zmq_errno())
+
+
+def send(socket, parts, size_t copied_bytes):
+    """Put one message on a socket, copying parts of fewer than ``copied_bytes``.
+
+    Returns:
+        False if there is no room now; nothing of it was sent.
+
+    Raises:
+        zmq.ZMQError: If the socket cannot be used, or a ROUTER does not know the peer.
+    """
+    cdef void *handle = <void *> <size_t> socket.underlying
+    cdef Py_ssize_t left = len(parts)
+    cdef bint is_first = True
+    cdef message_t message
+    cdef int rc, number
+    persia_release_returned()
+    for part in parts:
+        left -= 1
+        _fill(&message, part, copied_bytes)
+        while True:
+            rc = zmq_msg_send(&message, handle, NOW | MORE if left else NOW)
+            number = zmq_errno()
+            if rc >= 0 or number != EINTR:
+                break
+        if rc < 0:
+            zmq_msg_close(&message)
+            if number == EAGAIN and is_first:
+                return False
+            raise zmq.ZMQError(number)
+        is_first = False
+    return True
+
+
+def receive(socket, Py_ssize_t max_parts, size_t max_bytes):
+    """Take one message off a socket.
+
+    Returns:
+        Its parts, and why it has to be dropped or "", where all its parts are taken as well.
+        None if there is none: then the socket's descriptor tells of the next.
+
+    Raises:
+        zmq.ZMQError: If the socket cannot be used.
+    """
+    cdef void *handle = <void *> <size_t> socket.underlying
+    cdef size_t num_bytes = 0
+    cdef Received part
+    cdef list parts = []
+    cdef str reason = ""
+    cdef int rc, number
+    persia_release_returned()
+    while True:
+        part = Received.__new__(Received)
+        while True:
+            rc = zmq_msg_recv(&part.message, handle, NOW)
+            number = zmq_errno()
+            if rc >= 0 or number != EINTR:
+                break
+        if rc < 0:
+            if number == EAGAIN:
+                return None
+            raise zmq.ZMQError(number)
+        num_bytes += zmq_msg_size(&part.message)
+        if len(parts) >= max_parts:
+            reason = "num_arrays"
+        elif num_bytes > max_bytes:
+            reason = "message_bytes"
+        if reason:
+            parts.clear()
+        else:
+            parts.append(memoryview(part))
+        if not zmq_msg_more(&part.message):
+            return parts, reason
