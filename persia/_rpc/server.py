@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 # Seconds that replies get to leave when the server stops.
 _LINGER_S = 2.0
+# How long after the last reply a server that stops stays: libzmq drops what a client has
+# received and not read yet when it learns that the connection ended.
+_ARRIVAL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class Server:
         self._here: dict[bytes, set[int]] = {}  # ids waiting or running, by peer
         self._num_calls = 0  # waiting or running
         self._num_running = 0
+        self._replied_at = -_ARRIVAL_S  # monotonic
         self._num_bytes = 0
         # One for each call that waits. Not a condition: it would wake a worker only to have it
         # wait for the lock that its waker holds.
@@ -182,6 +186,7 @@ class Server:
                     timeout_s,
                 )
             self._is_stopped = True
+            self._is_idle.wait_for(self._have_replies_arrived, _ARRIVAL_S)
             self._waiting.clear()
             can_join = not self._num_running
             for _ in self._threads:
@@ -191,6 +196,9 @@ class Server:
             for thread in self._threads:
                 thread.join()
         return self.stats()
+
+    def _have_replies_arrived(self) -> bool:
+        return time.monotonic() - self._replied_at > _ARRIVAL_S
 
     # --- in the listener's thread -----------------------------------------------------------
 
@@ -362,6 +370,7 @@ class Server:
             return
         with self._lock:
             self._counts["replies"] += 1
+            self._replied_at = time.monotonic()
         self._listener.send(job.peer, parts)
 
     def _fail(self, peer: bytes, call_id: int, error: BaseException) -> None:

@@ -113,15 +113,14 @@ class _End(Generic[T]):
                 self._socket.disable_monitor()
                 self._monitor.close(linger=0)
             self._socket.setsockopt(zmq.LINGER, self._linger_ms)
-            self._unbind()
-            self._socket.close()
+            self._close_socket()
             self._wake_in.close()
             self._wake_out.close()
 
     # --- with the lock held -----------------------------------------------------------------
 
-    def _unbind(self) -> None:
-        """Give the address free, if it is bound."""
+    def _close_socket(self) -> None:
+        self._socket.close()
 
     def _send(self, item: T) -> bool:
         """Put an item on the socket; returns False if there is no room now."""
@@ -280,18 +279,17 @@ class ZmqListener(_End[tuple[bytes, Parts]]):
         if self._on_dropped is not None:
             self._on_dropped(reason)
 
-    def _unbind(self) -> None:
-        """Return when the address is free: closing alone would leave that to libzmq's pace."""
+    def _close_socket(self) -> None:
+        """Return when the address is free, which libzmq sees to in a thread of its own.
+
+        Not by ``unbind``: that ends the connections too, and what they had still to send is
+        lost whatever the linger time.
+        """
         monitor = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
-        try:
-            self._socket.unbind(self._address)
-            if not monitor.poll(_UNBIND_MS):
-                logger.warning("%s: still bound after %d ms", self._name, _UNBIND_MS)
-        except zmq.ZMQError as exc:
-            logger.warning("%s: cannot unbind: %s", self._name, exc.strerror)
-        finally:
-            self._socket.disable_monitor()
-            monitor.close(linger=0)
+        self._socket.close()
+        if not monitor.poll(_UNBIND_MS):
+            logger.warning("%s: still bound after %d ms", self._name, _UNBIND_MS)
+        monitor.close(linger=0)
 
 
 class ZmqChannel(_End[Outgoing]):

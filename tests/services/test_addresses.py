@@ -25,6 +25,7 @@ from persia._services.addresses import (
 from persia._services.plan import schema_fingerprint
 from persia.config import EmbeddingSchema
 from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
+from tests.services.support import until
 
 Monkey = pytest.MonkeyPatch
 # Seconds; nothing here takes long unless it is broken.
@@ -417,6 +418,7 @@ def test_a_server_that_comes_back_at_another_host_is_found_there(
         on_restart=restarted.append,
     )
     before.stop()
+    until(lambda: found[1].client.stats().get("lost", 0))
     led["servers"] = ["127.0.0.1", "127.0.0.3"]
     place.serve(1, 2, f"tcp://127.0.0.3:{port}")
     # Waits, was never sent, and so goes to the new place whatever it is.

@@ -36,7 +36,7 @@ from tests.services.streams import (
     number_of,
     send,
 )
-from tests.services.support import make_servers, make_worker
+from tests.services.support import make_servers, make_worker, until
 
 MakeFeeder = Callable[..., Feeder]
 
@@ -58,16 +58,6 @@ def send_all(feeder: Feeder, num_batches: int) -> None:
     for number in range(num_batches):
         send(feeder, number)
     feeder.finish()
-
-
-def until(is_so: Callable[[], Any]) -> None:
-    """Wait for what a thread of the feeder does, of which nobody is told."""
-    pause = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.005)):
-        if is_so():
-            return
-        pause.wait(0.005)
-    raise AssertionError("it did not come to pass")
 
 
 # --- the way of a batch ---------------------------------------------------------------------
