@@ -7,8 +7,13 @@ from typing_extensions import Self
 MAX_DIM: int
 OPTIONS: dict[str, dict[str, float | bool | None]]
 
+BELOW_ONE: tuple[str, ...]
+
 def nearest(name: object, known: list[str]) -> str: ...
 def number(owner: str, option: str, value: object) -> float: ...
+def checked(
+    owner: str, option: str, value: object, default: float | bool | None
+) -> float | bool: ...
 def complete(name: str, options: dict[str, Any]) -> dict[str, float | bool]: ...
 
 @final

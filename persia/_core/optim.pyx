@@ -69,6 +69,9 @@ OPTIONS = {
     "adam": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
 }
 
+# Factors of running means.
+BELOW_ONE = ("beta1", "beta2")
+
 
 def nearest(name, known):
     """The end of a message about an unknown ``name``: the nearest known one, and all."""
@@ -90,6 +93,21 @@ def number(owner, option, value):
     return result
 
 
+def checked(owner, option, value, default):
+    """``value`` as the kind of number that ``default`` is, within the option's range."""
+    if isinstance(default, bool):
+        if not isinstance(value, (bool, np.bool_)):
+            raise ConfigError(f"{owner}: {option} must be True or False, got {value!r}")
+        return bool(value)
+    value = number(owner, option, value)
+    if value < 0:
+        raise ConfigError(f"{owner}: {option} must be at least 0, got {value!r}")
+    # Compared as f32, as the kernel uses it: 1 - 1e-9 would be 1 there.
+    if option in BELOW_ONE and np.float32(value) >= 1:
+        raise ConfigError(f"{owner}: {option} must be below 1, got {value!r}")
+    return value
+
+
 def complete(name, options):
     """The options of optimizer ``name`` with defaults filled in, each checked.
 
@@ -109,18 +127,7 @@ def complete(name, options):
         value = options.get(option, default)
         if value is None:
             raise ConfigError(f"{name}: {option} must be a number, it was not given")
-        if isinstance(default, bool):
-            if not isinstance(value, (bool, np.bool_)):
-                raise ConfigError(f"{name}: {option} must be True or False, got {value!r}")
-            complete_options[option] = bool(value)
-            continue
-        value = number(name, option, value)
-        if value < 0:
-            raise ConfigError(f"{name}: {option} must be at least 0, got {value!r}")
-        # Compared as f32, as the kernel uses it: 1 - 1e-9 would be 1 there.
-        if option in ("beta1", "beta2") and np.float32(value) >= 1:
-            raise ConfigError(f"{name}: {option} must be below 1, got {value!r}")
-        complete_options[option] = value
+        complete_options[option] = checked(name, option, value, default)
     # A zero gradient on a fresh row would give 0 / 0, and such rows are common here.
     if name == "adam" and np.float32(complete_options["eps"]) == 0:
         raise ConfigError(
