@@ -19,6 +19,9 @@ from persia._core import optim
 from persia.config._reading import Where, mapping_of, nearest
 from persia.errors import ConfigError
 
+# What peers call it: the name and the options that it stands for.
+_ALIASES = {"rowwise_adagrad": ("adagrad", {"vectorwise_shared": True})}
+
 
 @dataclass(frozen=True, slots=True)
 class GroupOptimizer:
@@ -29,14 +32,17 @@ class GroupOptimizer:
     """
 
     name: str | None
-    """One of those that ``persia._core.optim`` knows; None for the registered one."""
+    """One of those that ``persia._core.optim`` knows, or ``rowwise_adagrad``, which becomes
+    ``adagrad`` with ``vectorwise_shared``; None for the registered one."""
 
     options: Mapping[str, float | bool]
     """With a name all options of that optimizer; without, those that differ."""
 
     def __post_init__(self) -> None:
         if self.name is not None:
-            options = optim.complete(self.name, dict(self.options))
+            name, preset = _ALIASES.get(self.name, (self.name, {}))
+            object.__setattr__(self, "name", name)
+            options = optim.complete(name, {**preset, **self.options})
             object.__setattr__(self, "options", options)
             return
         known: dict[str, float | bool | None] = {}

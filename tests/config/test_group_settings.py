@@ -54,6 +54,11 @@ def test_a_named_optimizer_stands_for_itself_and_another_changes_the_registered_
     assert GroupOptimizer(None, {"lr": 0.5}).has_own_lr
 
 
+def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
+    named = GroupOptimizer("rowwise_adagrad", {"lr": 0.5})
+    assert named == GroupOptimizer("adagrad", {"lr": 0.5, "vectorwise_shared": True})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
