@@ -153,8 +153,8 @@ def schema_fingerprint(schema: EmbeddingSchema) -> str:
 
     Two processes with equal fingerprints agree on which group, table and dim a sign belongs
     to, and on the group's settings. What a slot does with its rows afterwards (pooling) is not
-    part of it, nor is what only concerns new rows. Of unequal ones ``tell_apart`` says what differs, except where one
-    would be so long that it is a digest.
+    part of it, nor is what only concerns new rows. Of unequal ones ``tell_apart`` says what
+    differs, except where one would be so long that it is a digest.
     """
     slots = {
         name: [slot.dim, slot.group, slot.table, slot.hash_stack_rounds, slot.hash_stack_size]

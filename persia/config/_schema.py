@@ -225,6 +225,11 @@ class EmbeddingSchema:
     strict_ids: bool = False
     """Whether an id that does not fit is an error; else it is masked and counted."""
 
+    def groups_of(self, table: int) -> list[str]:
+        """Return the names of the groups whose rows have the settings of a table."""
+        members = {slot.group for slot in self.slots.values() if slot.table == table}
+        return [group for group in self.groups if group in members]
+
     @staticmethod
     def load(
         source: str | os.PathLike[str] | Mapping[str, object] | EmbeddingSchema,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from persia._core.optim import OPTIONS
-from persia._services.plan import schema_fingerprint
+from persia._services.plan import schema_fingerprint, tell_apart
 from persia.config import EmbeddingSchema, GroupOptimizer, GroupSettings
 from persia.errors import ConfigError
 
@@ -94,3 +94,10 @@ def test_the_fingerprint_is_of_the_settings_too() -> None:
         {"g": {"optimizer": {"name": "adam", "lr": 0.25}}},
     ]
     assert len({schema_fingerprint(load(one)) for one in settings}) == len(settings)
+
+
+def test_which_settings_differ_is_told() -> None:
+    one, other = load({"g": {"optimizer": {"lr": 0.5}}}), load({"c": {"optimizer": {}}})
+    told = tell_apart(schema_fingerprint(one), schema_fingerprint(other), "here", "there")
+    assert "group_settings.c is absent here and {'optimizer'" in told
+    assert "group_settings.g is {'optimizer': {'name': None, 'options': {'lr': 0.5}}}" in told
