@@ -629,7 +629,10 @@ class EmbeddingCtx(BaseCtx):
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         """Register an embedding optimizer on the servers; ``Optimizer.apply`` calls it."""
-        self._connected().worker.register_optimizer(settings)
+        embeddings = self._connected()
+        embeddings.worker.register_optimizer(settings)
+        if embeddings.engine is not None:
+            embeddings.engine.learning_rates.forget()
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[torch.Tensor] | None]:
         """Return the model's output for a batch, and the batch's labels.
@@ -1034,6 +1037,38 @@ class TrainCtx(EmbeddingCtx):
 
         with torch.autocast(_torch_device(self.device_id).type):
             return super().forward(batch)
+
+    def set_lr(self, lr: float, group: str | None = None) -> None:
+        """Set the learning rate of embeddings from the next ``backward`` on.
+
+        Gradients take the rate along under which they were computed, so those on their way
+        keep the old one, whatever the staleness. The same rate again costs nothing: call it
+        in every step. With several ranks, call it on each of them.
+
+        It holds until the end of the ``with`` block, or until an optimizer is registered.
+
+        Args:
+            lr: Learning rate.
+            group: A group of the embedding config, or a slot outside any, with an
+                ``optimizer`` under ``group_settings``. None is for all groups that have no
+                rate of their own, by the config or by an earlier call.
+
+        Raises:
+            ConfigError: If the rate cannot be used, the group is unknown or shares its rate
+                with others, or outside the ``with`` block.
+
+        Example:
+            >>> scheduler = StepLR(dense_optimizer, step_size=1000)  # doctest: +SKIP
+            >>> for batch in loader:  # doctest: +SKIP
+            ...     output, labels = ctx.forward(batch)
+            ...     ctx.backward(loss_fn(output, labels[0]))
+            ...     scheduler.step()
+            ...     ctx.set_lr(scheduler.get_last_lr()[0])
+        """
+        engine = self.backward_engine
+        if engine is None:
+            raise ConfigError("TrainCtx.set_lr must be called inside `with TrainCtx(...)`")
+        engine.learning_rates.set(lr, group)
 
     def keep(self, batch: PersiaTrainingBatch) -> None:
         """Hold a batch over the next ones, to accumulate gradients.

@@ -67,12 +67,13 @@ typedef struct {
 typedef struct {
     int kind; /* persia_kind_t of optim_kernels.h */
     float lr;
-    float weight_decay;        /* coupled L2; 0 is none */
+    float weight_decay;        /* 0 is none */
     float weight_bound;        /* |value| after a step is at most this; infinity is no bound */
     float momentum;
-    float beta1, beta2;
+    float beta1, beta2;        /* RMSprop's alpha is beta2 */
     float beta1_rest, beta2_rest; /* 1 - beta, rounded once from double */
     float eps;
+    float beta, l1, l2;        /* FTRL's */
     float g_square_momentum;
     float initial_accumulator;
     double lr_exact, beta1_exact, beta2_exact; /* for step counts beyond the table */

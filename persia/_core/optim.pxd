@@ -12,7 +12,7 @@ cdef extern from "kernels.h" nogil:
     ctypedef struct persia_optim_t:
         int kind
         float lr
-        float weight_decay          # coupled L2; 0 is none
+        float weight_decay          # 0 is none
         float weight_bound          # infinity is no bound
         float momentum
         float beta1
@@ -20,6 +20,9 @@ cdef extern from "kernels.h" nogil:
         float beta1_rest            # 1 - beta, rounded once from double
         float beta2_rest
         float eps
+        float beta                  # this and the next two are FTRL's
+        float l1
+        float l2
         float g_square_momentum
         float initial_accumulator
         double lr_exact             # for step counts beyond the table

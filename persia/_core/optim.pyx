@@ -8,6 +8,11 @@ every thread and shard. The state words of a row (4 bytes each):
     adagrad                          dim        sum of squares, from initial_accumulator_value
     adagrad, vectorwise_shared       1          the same for the mean square of the whole row
     adam                             2 dim + 1  m and v, from 0, and the row's own step count
+    rowwise_adam                     dim + 2    m, one v for the row, from 0, and the step count
+    rmsprop                          dim        mean square, from 0
+    rmsprop, momentum > 0            2 dim      and a velocity, from 0
+    ftrl                             2 dim      z (see the kernel) and sum of squares, from 0
+    lion                             dim        m, from 0
 
 Adam's count is a u32 that saturates. The corrections 1 - beta^t come from a table up to the t
 where they stop changing, or up to 65,536; beyond it they are computed by repeated squaring,
@@ -15,6 +20,7 @@ with the same function, so there is no seam.
 """
 
 import difflib
+import functools
 import math
 
 import numpy as np
@@ -37,10 +43,20 @@ cdef extern from "optim_kernels.h" nogil:
         PERSIA_ADAGRAD_SHARED
         PERSIA_ADAGRAD_SHARED_ORIGINAL
         PERSIA_ADAM
+        PERSIA_ROWWISE_ADAM
+        PERSIA_RMSPROP
+        PERSIA_RMSPROP_MOMENTUM
+        PERSIA_FTRL
+        PERSIA_LION
         PERSIA_NUM_KINDS
         PERSIA_NUM_LEVELS
 
-    const persia_step_t[PERSIA_NUM_KINDS][PERSIA_NUM_LEVELS] persia_steps
+    ctypedef struct persia_kernel_t:
+        persia_step_t[PERSIA_NUM_LEVELS] steps
+        uint32_t vectors
+        uint32_t words
+
+    const persia_kernel_t[PERSIA_NUM_KINDS] persia_kernels
     persia_correction_t persia_correction(const persia_optim_t *o, uint32_t t) noexcept
     double persia_power(double base, uint32_t exponent) noexcept
 
@@ -67,7 +83,18 @@ OPTIONS = {
         "original_order": False,
     },
     "adam": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    "rowwise_adam": {
+        "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0,
+    },
+    "rmsprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0},
+    "ftrl": {"lr": 0.1, "l1": 0.0, "l2": 0.0, "beta": 1.0, "weight_decay": 0.0},
+    "lion": {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0},
 }
+
+# Factors of running means.
+BELOW_ONE = ("beta1", "beta2", "alpha")
+# Their divisor is of running means alone, from 0.
+FADING = ("adam", "rowwise_adam", "rmsprop")
 
 
 def nearest(name, known):
@@ -90,6 +117,21 @@ def number(owner, option, value):
     return result
 
 
+def checked(owner, option, value, default):
+    """``value`` as the kind of number that ``default`` is, within the option's range."""
+    if isinstance(default, bool):
+        if not isinstance(value, (bool, np.bool_)):
+            raise ConfigError(f"{owner}: {option} must be True or False, got {value!r}")
+        return bool(value)
+    value = number(owner, option, value)
+    if value < 0:
+        raise ConfigError(f"{owner}: {option} must be at least 0, got {value!r}")
+    # Compared as f32, as the kernel uses it: 1 - 1e-9 would be 1 there.
+    if option in BELOW_ONE and np.float32(value) >= 1:
+        raise ConfigError(f"{owner}: {option} must be below 1, got {value!r}")
+    return value
+
+
 def complete(name, options):
     """The options of optimizer ``name`` with defaults filled in, each checked.
 
@@ -109,22 +151,11 @@ def complete(name, options):
         value = options.get(option, default)
         if value is None:
             raise ConfigError(f"{name}: {option} must be a number, it was not given")
-        if isinstance(default, bool):
-            if not isinstance(value, (bool, np.bool_)):
-                raise ConfigError(f"{name}: {option} must be True or False, got {value!r}")
-            complete_options[option] = bool(value)
-            continue
-        value = number(name, option, value)
-        if value < 0:
-            raise ConfigError(f"{name}: {option} must be at least 0, got {value!r}")
-        # Compared as f32, as the kernel uses it: 1 - 1e-9 would be 1 there.
-        if option in ("beta1", "beta2") and np.float32(value) >= 1:
-            raise ConfigError(f"{name}: {option} must be below 1, got {value!r}")
-        complete_options[option] = value
+        complete_options[option] = checked(name, option, value, default)
     # A zero gradient on a fresh row would give 0 / 0, and such rows are common here.
-    if name == "adam" and np.float32(complete_options["eps"]) == 0:
+    if name in FADING and np.float32(complete_options["eps"]) == 0:
         raise ConfigError(
-            f"adam: eps must be above 0 in f32, got {complete_options['eps']!r}"
+            f"{name}: eps must be above 0 in f32, got {complete_options['eps']!r}"
         )
     if (
         name == "adagrad"
@@ -144,11 +175,50 @@ def complete(name, options):
     return complete_options
 
 
+cdef int kind_of(str name, dict options) except -1:
+    if name == "sgd":
+        return PERSIA_SGD_MOMENTUM if np.float32(options["momentum"]) else PERSIA_SGD
+    if name == "rmsprop":
+        return PERSIA_RMSPROP_MOMENTUM if np.float32(options["momentum"]) else PERSIA_RMSPROP
+    if name == "adagrad" and options["vectorwise_shared"]:
+        return PERSIA_ADAGRAD_SHARED_ORIGINAL if options["original_order"] else (
+            PERSIA_ADAGRAD_SHARED)
+    if name == "adagrad":
+        return PERSIA_ADAGRAD_ORIGINAL if options["original_order"] else PERSIA_ADAGRAD
+    return {
+        "adam": PERSIA_ADAM, "rowwise_adam": PERSIA_ROWWISE_ADAM, "ftrl": PERSIA_FTRL,
+        "lion": PERSIA_LION,
+    }[name]
+
+
+@functools.lru_cache(maxsize=16)
+def corrections(double beta1, double beta2):
+    """For step counts from 1, 1 - beta1^t in double, and 1 / sqrt(1 - beta2^t) in f32.
+
+    They are without the learning rate, because another rate may come with every update.
+    """
+    cdef double larger = max(beta1, beta2)
+    cdef uint32_t t, count = 1
+    cdef persia_optim_t settings
+    memset(&settings, 0, sizeof(persia_optim_t))
+    settings.beta2_exact = beta2
+    while count < MAX_CORRECTIONS and persia_power(larger, count) > NEGLIGIBLE:
+        count += 1
+    rests = np.empty(count)
+    inverse_roots = np.empty(count, dtype=np.float32)
+    cdef double[::1] rests_view = rests
+    cdef float[::1] roots_view = inverse_roots
+    for t in range(count):
+        rests_view[t] = 1.0 - persia_power(beta1, t + 1)
+        roots_view[t] = persia_correction(&settings, t + 1).inverse_root
+    return rests, inverse_roots
+
+
 cdef class RowOptimizer:
     """An optimizer's settings, and the kernel that applies them to rows.
 
     Args:
-        name: ``sgd``, ``adagrad`` or ``adam``.
+        name: One of ``OPTIONS``.
         weight_bound: Every value of a row is clamped to [-weight_bound, weight_bound] after
             its step; 0 or less is no bound.
         **options: As in ``OPTIONS``; the defaults are the original PERSIA's.
@@ -166,52 +236,40 @@ cdef class RowOptimizer:
         self.name = name
         self.weight_bound = number(name, "weight_bound", weight_bound)
         self.settings.weight_bound = self.weight_bound if self.weight_bound > 0 else INFINITY
-        self.settings.lr = self.options["lr"]
+        self.settings.kind = kind_of(name, self.options)
+        given = self.options.get
+        self.settings.lr = self.settings.lr_exact = self.options["lr"]
         self.settings.weight_decay = self.options["weight_decay"]
-        if name == "sgd":
-            self.settings.momentum = self.options["momentum"]
-            self.settings.kind = PERSIA_SGD_MOMENTUM if self.settings.momentum else PERSIA_SGD
-        elif name == "adagrad":
-            self._configure_adagrad()
-        else:
-            self._configure_adam()
-
-    def _configure_adagrad(self):
-        self.settings.eps = self.options["eps"]
-        self.settings.g_square_momentum = self.options["g_square_momentum"]
-        self.settings.initial_accumulator = self.options["initial_accumulator_value"]
-        shared, original = self.options["vectorwise_shared"], self.options["original_order"]
-        if shared:
-            self.settings.kind = (
-                PERSIA_ADAGRAD_SHARED_ORIGINAL if original else PERSIA_ADAGRAD_SHARED
-            )
-        else:
-            self.settings.kind = PERSIA_ADAGRAD_ORIGINAL if original else PERSIA_ADAGRAD
-
-    def _configure_adam(self):
-        cdef double beta1 = self.options["beta1"]
-        cdef double beta2 = self.options["beta2"]
-        self.settings.kind = PERSIA_ADAM
-        self.settings.eps = self.options["eps"]
+        self.settings.momentum = given("momentum", 0.0)
+        self.settings.eps = given("eps", 0.0)
+        self.settings.g_square_momentum = given("g_square_momentum", 0.0)
+        self.settings.initial_accumulator = given("initial_accumulator_value", 0.0)
+        self.settings.beta = given("beta", 0.0)
+        self.settings.l1 = given("l1", 0.0)
+        self.settings.l2 = given("l2", 0.0)
+        cdef double beta1 = given("beta1", 0.0)
+        cdef double beta2 = given("alpha" if name == "rmsprop" else "beta2", 0.0)
         self.settings.beta1 = beta1
         self.settings.beta2 = beta2
         self.settings.beta1_rest = 1.0 - beta1
         self.settings.beta2_rest = 1.0 - beta2
-        self.settings.lr_exact = self.options["lr"]
         self.settings.beta1_exact = beta1
         self.settings.beta2_exact = beta2
-        cdef double larger = max(beta1, beta2)
-        cdef uint32_t count = 1
-        while count < MAX_CORRECTIONS and persia_power(larger, count) > NEGLIGIBLE:
-            count += 1
-        cdef float[:, ::1] table = np.empty((count, 2), dtype=np.float32)
-        cdef persia_correction_t *corrections = <persia_correction_t *>&table[0, 0]
-        cdef uint32_t t
-        for t in range(count):
-            corrections[t] = persia_correction(&self.settings, t + 1)
-        self._tables = table
-        self.settings.corrections = corrections
-        self.settings.num_corrections = count
+        if name in ("adam", "rowwise_adam"):
+            self._fill_corrections(beta1, beta2)
+
+    def _fill_corrections(self, beta1, beta2):
+        rests, inverse_roots = corrections(beta1, beta2)
+        self._tables = np.empty((len(rests), 2), dtype=np.float32)
+        np.divide(self.options["lr"], rests, out=self._tables[:, 0], casting="unsafe")
+        self._tables[:, 1] = inverse_roots
+        cdef float[:, ::1] table = self._tables
+        self.settings.corrections = <const persia_correction_t *> &table[0, 0]
+        self.settings.num_corrections = <uint32_t> table.shape[0]
+
+    def with_lr(self, lr):
+        """The same optimizer with another learning rate; it can be made at each step."""
+        return RowOptimizer(self.name, self.weight_bound, **{**self.options, "lr": lr})
 
     def __reduce__(self):
         return _rebuild, (self.name, self.weight_bound, self.options)
@@ -222,14 +280,8 @@ cdef class RowOptimizer:
 
     cdef uint32_t state_width(self, uint32_t dim) noexcept nogil:
         """Number of 4-byte words of state behind a row of ``dim`` floats."""
-        cdef int kind = self.settings.kind
-        if kind == PERSIA_SGD:
-            return 0
-        if kind == PERSIA_ADAGRAD_SHARED or kind == PERSIA_ADAGRAD_SHARED_ORIGINAL:
-            return 1
-        if kind == PERSIA_ADAM:
-            return 2 * dim + 1
-        return dim
+        cdef const persia_kernel_t *kernel = &persia_kernels[self.settings.kind]
+        return kernel.vectors * dim + kernel.words
 
     cdef void fill_state(self, float *state, uint32_t dim) noexcept nogil:
         """Write the state of a row that was never stepped: ``state_width(dim)`` words."""
@@ -239,7 +291,7 @@ cdef class RowOptimizer:
             state[i] = self.settings.initial_accumulator
 
     cdef persia_step_t step(self) noexcept nogil:
-        return persia_steps[self.settings.kind][isa_level()]
+        return persia_kernels[self.settings.kind].steps[isa_level()]
 
     def state_words(self, dim):
         """Number of 4-byte words of state behind a row of ``dim`` floats."""

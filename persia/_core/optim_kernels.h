@@ -7,10 +7,16 @@
  *     adagrad            sum of squares, dim
  *     adagrad_shared     one sum of mean squares for the whole row
  *     adam               m, dim | v, dim | step count, a u32 in a float's place
+ *     rowwise_adam       m, dim | one v for the whole row | step count
+ *     rmsprop            mean square, dim
+ *     rmsprop_momentum   mean square, dim | velocity, dim
+ *     ftrl               z, dim | sum of squares, dim
+ *     lion               m, dim
  *
- * The formulas are torch.optim's (SGD, Adagrad, Adam). The two _original kernels keep the old
- * PERSIA's order instead: step by the old accumulator with eps under the root, accumulate
- * afterwards. Weight decay is coupled L2 everywhere: g + weight_decay * w.
+ * The formulas are torch.optim's (SGD, Adagrad, Adam, RMSprop) and the papers' (FTRL-Proximal,
+ * Lion). The two _original kernels keep the old PERSIA's order instead: step by the old
+ * accumulator with eps under the root, accumulate afterwards. Weight decay is coupled L2,
+ * g + weight_decay * w; only Lion's is decoupled.
  *
  * A new kernel is a row function, a PERSIA_STEP line, a kind and an entry in the table.
  */
@@ -29,6 +35,11 @@ typedef enum {
     PERSIA_ADAGRAD_SHARED,
     PERSIA_ADAGRAD_SHARED_ORIGINAL,
     PERSIA_ADAM,
+    PERSIA_ROWWISE_ADAM,
+    PERSIA_RMSPROP,
+    PERSIA_RMSPROP_MOMENTUM,
+    PERSIA_FTRL,
+    PERSIA_LION,
     PERSIA_NUM_KINDS
 } persia_kind_t;
 
@@ -48,25 +59,37 @@ PERSIA_INLINE float persia_decayed(float g, float w, float weight_decay)
     return weight_decay != 0.0f ? g + weight_decay * w : g;
 }
 
+typedef float persia_lanes_t __attribute__((vector_size(32)));
+typedef float persia_half_lanes_t __attribute__((vector_size(16)));
+
 /* Mean of the squared (decayed) gradient. Lane k adds the elements k, k + 8, k + 16, ... in
- * order; the lanes join as ((0+4)+(2+6)) + ((1+5)+(3+7)). This order is part of the result. */
+ * order; the lanes join as ((0+4)+(2+6)) + ((1+5)+(3+7)). This order is part of the result.
+ * A vector type, because gcc takes an array of lanes apart into scalars (half the speed). */
 PERSIA_INLINE float persia_mean_square(
     const float *restrict w, const float *restrict g, size_t dim, float weight_decay)
 {
-    float lane[8] = {0};
+    persia_lanes_t sums = {0}, d, values;
     size_t j = 0;
-    for (; j + 8 <= dim; j += 8)
-        for (size_t k = 0; k < 8; k++) {
-            const float d = persia_decayed(g[j + k], w[j + k], weight_decay);
-            lane[k] += d * d;
+    for (; j + 8 <= dim; j += 8) {
+        memcpy(&d, g + j, sizeof d);
+        if (weight_decay != 0.0f) {
+            memcpy(&values, w + j, sizeof values);
+            d += weight_decay * values;
         }
-    for (size_t k = 0; j + k < dim; k++) {
-        const float d = persia_decayed(g[j + k], w[j + k], weight_decay);
-        lane[k] += d * d;
+        sums += d * d;
     }
-    const float sum = ((lane[0] + lane[4]) + (lane[2] + lane[6]))
-                      + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
-    return sum / (float)dim;
+    if (j < dim) {
+        float rest[8] = {0};
+        for (size_t k = 0; j + k < dim; k++)
+            rest[k] = persia_decayed(g[j + k], w[j + k], weight_decay);
+        memcpy(&d, rest, sizeof d);
+        sums += d * d;
+    }
+    persia_half_lanes_t lower, upper;
+    memcpy(&lower, &sums, sizeof lower);
+    memcpy(&upper, (const char *)&sums + sizeof lower, sizeof upper);
+    lower += upper;
+    return ((lower[0] + lower[2]) + (lower[1] + lower[3])) / (float)dim;
 }
 
 PERSIA_INLINE double persia_power(double base, uint32_t exponent)
@@ -171,6 +194,16 @@ PERSIA_INLINE void persia_adagrad_shared_original_row(
         w[j] = persia_bounded(w[j] - lr * persia_decayed(g[j], w[j], decay) / divisor, bound);
 }
 
+/* Counts a step in the row's own count, which travels with it and so survives everything. */
+PERSIA_INLINE persia_correction_t persia_next_step(float *words, const persia_optim_t *o)
+{
+    uint32_t count;
+    memcpy(&count, words, sizeof count);
+    count += count != UINT32_MAX;
+    memcpy(words, &count, sizeof count);
+    return count <= o->num_corrections ? o->corrections[count - 1] : persia_correction(o, count);
+}
+
 PERSIA_INLINE void persia_adam_row(
     float *restrict w, float *restrict s, const float *restrict g, size_t dim,
     const persia_optim_t *o)
@@ -180,12 +213,7 @@ PERSIA_INLINE void persia_adam_row(
     const float beta2 = o->beta2, rest2 = o->beta2_rest;
     float *restrict m = s;
     float *restrict v = s + dim;
-    uint32_t count; /* of the steps of this row; travels with it, so it survives everything */
-    memcpy(&count, s + 2 * dim, sizeof count);
-    count += count != UINT32_MAX;
-    memcpy(s + 2 * dim, &count, sizeof count);
-    const persia_correction_t c =
-        count <= o->num_corrections ? o->corrections[count - 1] : persia_correction(o, count);
+    const persia_correction_t c = persia_next_step(s + 2 * dim, o);
     PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++) {
         const float d = persia_decayed(g[j], w[j], decay);
@@ -198,11 +226,114 @@ PERSIA_INLINE void persia_adam_row(
     }
 }
 
+PERSIA_INLINE void persia_rowwise_adam_row(
+    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
+    const persia_optim_t *o)
+{
+    const float decay = o->weight_decay, bound = o->weight_bound;
+    const float beta1 = o->beta1, rest1 = o->beta1_rest;
+    const persia_correction_t c = persia_next_step(s + dim + 1, o);
+    const float second =
+        o->beta2 * s[dim] + o->beta2_rest * persia_mean_square(w, g, dim, decay);
+    const float divisor = sqrtf(second) * c.inverse_root + o->eps;
+    s[dim] = second;
+    PERSIA_ROW_LOOP
+    for (size_t j = 0; j < dim; j++) {
+        const float first = beta1 * s[j] + rest1 * persia_decayed(g[j], w[j], decay);
+        s[j] = first;
+        w[j] = persia_bounded(w[j] - c.step_size * first / divisor, bound);
+    }
+}
+
+PERSIA_INLINE void persia_rmsprop_row(
+    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
+    const persia_optim_t *o)
+{
+    const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
+    const float eps = o->eps, keep = o->beta2, rest = o->beta2_rest;
+    PERSIA_ROW_LOOP
+    for (size_t j = 0; j < dim; j++) {
+        const float d = persia_decayed(g[j], w[j], decay);
+        const float mean = keep * s[j] + rest * d * d;
+        s[j] = mean;
+        w[j] = persia_bounded(w[j] - lr * d / (sqrtf(mean) + eps), bound);
+    }
+}
+
+PERSIA_INLINE void persia_rmsprop_momentum_row(
+    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
+    const persia_optim_t *o)
+{
+    const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
+    const float eps = o->eps, keep = o->beta2, rest = o->beta2_rest, momentum = o->momentum;
+    float *restrict v = s;
+    float *restrict velocity = s + dim;
+    PERSIA_ROW_LOOP
+    for (size_t j = 0; j < dim; j++) {
+        const float d = persia_decayed(g[j], w[j], decay);
+        const float mean = keep * v[j] + rest * d * d;
+        const float move = momentum * velocity[j] + d / (sqrtf(mean) + eps);
+        v[j] = mean;
+        velocity[j] = move;
+        w[j] = persia_bounded(w[j] - lr * move, bound);
+    }
+}
+
+/* FTRL-Proximal per element, with z times the learning rate, so that another rate weighs the
+ * gradients to come and leaves the past alone:
+ *
+ *     z += lr * g - (sqrt(n + g^2) - sqrt(n)) * w,   n += g^2
+ *     w  = 0 where |z| <= lr * l1, else -(z - sign(z) * lr * l1) / (beta + sqrt(n) + lr * l2)
+ *
+ * An element without any gradient yet (n is 0) keeps its initial value, and begins with the z
+ * for which the second line gives that value; for an initial value of 0 this is the paper's 0. */
+PERSIA_INLINE void persia_ftrl_row(
+    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
+    const persia_optim_t *o)
+{
+    const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
+    const float l1 = lr * o->l1, fixed = o->beta + lr * o->l2;
+    float *restrict z = s;
+    float *restrict n = s + dim;
+    PERSIA_ROW_LOOP
+    for (size_t j = 0; j < dim; j++) {
+        const float d = persia_decayed(g[j], w[j], decay);
+        const float before = n[j], sum = before + d * d, root = sqrtf(sum);
+        const float edge = w[j] > 0.0f ? l1 : w[j] < 0.0f ? -l1 : 0.0f;
+        const float begin = before == 0.0f ? 0.0f - (w[j] * fixed + edge) : z[j];
+        const float now = begin + (lr * d - (root - sqrtf(before)) * w[j]);
+        const float shrunk = now > 0.0f ? now - l1 : now + l1;
+        const float beyond = fabsf(now) <= l1 ? 0.0f : shrunk;
+        const float moved = 0.0f - beyond / (fixed + root);
+        n[j] = sum;
+        z[j] = now;
+        w[j] = persia_bounded(sum == 0.0f ? w[j] : moved, bound);
+    }
+}
+
+PERSIA_INLINE void persia_lion_row(
+    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
+    const persia_optim_t *o)
+{
+    const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
+    const float beta1 = o->beta1, rest1 = o->beta1_rest;
+    const float beta2 = o->beta2, rest2 = o->beta2_rest;
+    PERSIA_ROW_LOOP
+    for (size_t j = 0; j < dim; j++) {
+        const float mixed = beta1 * s[j] + rest1 * g[j];
+        /* The sign of 0 is 0, and that of a NaN is a NaN. */
+        const float sign = mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : mixed;
+        s[j] = beta2 * s[j] + rest2 * g[j];
+        w[j] = persia_bounded(w[j] - lr * persia_decayed(sign, w[j], decay), bound);
+    }
+}
+
 /* --- whole batches --------------------------------------------------------------------------- */
 
-/* state_words must be the row's state width, for the prefetch only. The common dims are
- * literals to the compiler, so their rows have neither loop counters nor remainders. */
-#define PERSIA_STEP(name, state_words)                                                   \
+/* A row's state is `vectors` times dim words and `words` more. The common dims are literals to
+ * the compiler, so their rows have neither loop counters nor remainders. */
+#define PERSIA_STEP(name, vectors, words)                                                \
+    enum { name##_vectors = vectors, name##_words = words };                             \
     PERSIA_INLINE void name##_loop(                                                      \
         float *const *values, const float *const *grads, size_t n, size_t dim,           \
         const persia_optim_t *settings)                                                  \
@@ -211,7 +342,7 @@ PERSIA_INLINE void persia_adam_row(
         for (size_t i = 0; i < n; i++) {                                                 \
             if (i + PERSIA_STEP_AHEAD < n) {                                             \
                 PERSIA_FETCH_LINES(values[i + PERSIA_STEP_AHEAD],                        \
-                                   4 * (dim + (state_words)), 1);                        \
+                                   4 * ((1 + (vectors)) * dim + (words)), 1);            \
                 PERSIA_FETCH_LINES(grads[i + PERSIA_STEP_AHEAD], 4 * dim, 0);            \
             }                                                                            \
             name##_row(values[i], values[i] + dim, grads[i], dim, &o);                   \
@@ -235,22 +366,39 @@ PERSIA_INLINE void persia_adam_row(
          const persia_optim_t *settings),                                                \
         (values, grads, n, dim, settings))
 
-PERSIA_STEP(persia_sgd, 0)
-PERSIA_STEP(persia_sgd_momentum, dim)
-PERSIA_STEP(persia_adagrad, dim)
-PERSIA_STEP(persia_adagrad_original, dim)
-PERSIA_STEP(persia_adagrad_shared, 1)
-PERSIA_STEP(persia_adagrad_shared_original, 1)
-PERSIA_STEP(persia_adam, 2 * dim + 1)
+PERSIA_STEP(persia_sgd, 0, 0)
+PERSIA_STEP(persia_sgd_momentum, 1, 0)
+PERSIA_STEP(persia_adagrad, 1, 0)
+PERSIA_STEP(persia_adagrad_original, 1, 0)
+PERSIA_STEP(persia_adagrad_shared, 0, 1)
+PERSIA_STEP(persia_adagrad_shared_original, 0, 1)
+PERSIA_STEP(persia_adam, 2, 1)
+PERSIA_STEP(persia_rowwise_adam, 1, 2)
+PERSIA_STEP(persia_rmsprop, 1, 0)
+PERSIA_STEP(persia_rmsprop_momentum, 2, 0)
+PERSIA_STEP(persia_ftrl, 2, 0)
+PERSIA_STEP(persia_lion, 1, 0)
 
-static const persia_step_t persia_steps[PERSIA_NUM_KINDS][PERSIA_NUM_LEVELS] = {
-    [PERSIA_SGD] = PERSIA_LEVELS(persia_sgd),
-    [PERSIA_SGD_MOMENTUM] = PERSIA_LEVELS(persia_sgd_momentum),
-    [PERSIA_ADAGRAD] = PERSIA_LEVELS(persia_adagrad),
-    [PERSIA_ADAGRAD_ORIGINAL] = PERSIA_LEVELS(persia_adagrad_original),
-    [PERSIA_ADAGRAD_SHARED] = PERSIA_LEVELS(persia_adagrad_shared),
-    [PERSIA_ADAGRAD_SHARED_ORIGINAL] = PERSIA_LEVELS(persia_adagrad_shared_original),
-    [PERSIA_ADAM] = PERSIA_LEVELS(persia_adam),
+typedef struct {
+    persia_step_t steps[PERSIA_NUM_LEVELS];
+    uint32_t vectors, words; /* of state */
+} persia_kernel_t;
+
+#define PERSIA_KERNEL(name) { PERSIA_LEVELS(name), name##_vectors, name##_words }
+
+static const persia_kernel_t persia_kernels[PERSIA_NUM_KINDS] = {
+    [PERSIA_SGD] = PERSIA_KERNEL(persia_sgd),
+    [PERSIA_SGD_MOMENTUM] = PERSIA_KERNEL(persia_sgd_momentum),
+    [PERSIA_ADAGRAD] = PERSIA_KERNEL(persia_adagrad),
+    [PERSIA_ADAGRAD_ORIGINAL] = PERSIA_KERNEL(persia_adagrad_original),
+    [PERSIA_ADAGRAD_SHARED] = PERSIA_KERNEL(persia_adagrad_shared),
+    [PERSIA_ADAGRAD_SHARED_ORIGINAL] = PERSIA_KERNEL(persia_adagrad_shared_original),
+    [PERSIA_ADAM] = PERSIA_KERNEL(persia_adam),
+    [PERSIA_ROWWISE_ADAM] = PERSIA_KERNEL(persia_rowwise_adam),
+    [PERSIA_RMSPROP] = PERSIA_KERNEL(persia_rmsprop),
+    [PERSIA_RMSPROP_MOMENTUM] = PERSIA_KERNEL(persia_rmsprop_momentum),
+    [PERSIA_FTRL] = PERSIA_KERNEL(persia_ftrl),
+    [PERSIA_LION] = PERSIA_KERNEL(persia_lion),
 };
 
 #endif

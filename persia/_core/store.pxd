@@ -83,6 +83,8 @@ cdef class EmbeddingStore:
     cdef list batches           # scratch, reused
     cdef object pool            # threads beside the caller's
 
-    cdef Batch begin(self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim)
+    cdef Batch begin(
+        self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim,
+        RowOptimizer optimizer)
     cdef Tally run(self, Batch batch) except *
-    cdef int require_optimizer(self, str what) except -1
+    cdef RowOptimizer chosen(self, RowOptimizer given, str what)

@@ -55,7 +55,7 @@ class EmbeddingStore:
         """Stop the store's threads; a later request runs on its caller's."""
 
     def configure(self, optimizer: RowOptimizer) -> None:
-        """Set the optimizer of training lookups and updates.
+        """Set the optimizer of calls that are given none.
 
         Raises:
             ConfigError: Rows are held whose state has another size than this optimizer's.
@@ -69,18 +69,20 @@ class EmbeddingStore:
         batch_id: int,
         rows_out: NDArray[np.float32],
         hints_out: NDArray[np.uint32],
+        optimizer: RowOptimizer | None = None,
     ) -> tuple[int, int]:
         """Write each sign's embedding to ``rows_out`` [n, dim] and make it the most recent.
 
         A missing sign is admitted with ``admit_probability``, drawn from (seed, sign,
-        ``batch_id``), and inserted; a refused one gets zeros. ``hints_out`` [n] gets row
+        ``batch_id``), and inserted, with the state that ``optimizer`` begins with; a refused
+        one gets zeros. ``hints_out`` [n] gets row
         numbers for ``update``.
 
         Returns:
             How many signs were inserted, and how many were refused.
 
         Raises:
-            NotConfigured: There is no optimizer yet.
+            NotConfigured: None is given, and the store has no optimizer yet.
             DimMismatch: A sign is stored with another dim or state size.
         """
 
@@ -96,6 +98,7 @@ class EmbeddingStore:
         signs: NDArray[np.uint64],
         hints: NDArray[np.uint32] | None,
         gradients: NDArray[np.float32],
+        optimizer: RowOptimizer | None = None,
     ) -> int:
         """Step each sign's row by its gradient [n, dim]; no use in the sense of LRU.
 
@@ -105,7 +108,7 @@ class EmbeddingStore:
             How many signs have no row; each skipped exactly its own gradient.
 
         Raises:
-            NotConfigured: There is no optimizer yet.
+            NotConfigured: None is given, and the store has no optimizer yet.
             DimMismatch: A sign is stored with another dim or state size.
         """
 
@@ -114,7 +117,7 @@ class EmbeddingStore:
     ) -> tuple[NDArray[np.bool_], NDArray[np.float32], NDArray[np.uint32]]:
         """Return which signs are held, their values [n, dim] and states [n, words].
 
-        ``state_words`` defaults to the optimizer's. No use in the sense of LRU.
+        ``state_words`` defaults to the store's own optimizer's. No use in the sense of LRU.
         """
 
     def write(
@@ -122,6 +125,7 @@ class EmbeddingStore:
         signs: NDArray[np.uint64],
         values: NDArray[np.float32],
         states: NDArray[np.uint32] | None,
+        optimizer: RowOptimizer | None = None,
     ) -> None:
         """Insert or overwrite rows; each becomes the most recent.
 

@@ -631,7 +631,10 @@ cdef class EmbeddingStore:
                         f"{self.shards[i].slabs.slabs[slab].state_words}: clear them first")
         self.optimizer = optimizer
 
-    cdef Batch begin(self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim):
+    cdef Batch begin(
+        self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim,
+        RowOptimizer optimizer
+    ):
         """A request on these signs, split by shard; its arguments are still to be filled in."""
         cdef Batch batch
         if signs.shape[0] >= NO_ROW:
@@ -642,10 +645,8 @@ cdef class EmbeddingStore:
         batch.serve_shard = serve_shard
         batch.signs = &signs[0] if signs.shape[0] else NULL
         batch.dim = dim
-        batch.optimizer = self.optimizer
-        batch.state_words = 0
-        if self.optimizer is not None:
-            batch.state_words = self.optimizer.state_width(dim)
+        batch.optimizer = optimizer
+        batch.state_words = 0 if optimizer is None else optimizer.state_width(dim)
         batch.seed = self.seed
         memset(&batch.tally, 0, sizeof(Tally))
         with nogil:
@@ -689,18 +690,18 @@ cdef class EmbeddingStore:
     def lookup_train(
         self, const uint64_t[::1] signs not None, Initializer initializer not None,
         double admit_probability, uint64_t batch_id, float[:, ::1] rows_out not None,
-        uint32_t[::1] hints_out not None,
+        uint32_t[::1] hints_out not None, RowOptimizer optimizer=None,
     ):
         cdef Batch batch
         cdef Tally tally
-        self.require_optimizer("a training lookup")
+        optimizer = self.chosen(optimizer, "a training lookup")
         check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])
         check_length("hints_out", signs.shape[0], hints_out.shape[0])
         if not 0.0 <= admit_probability <= 1.0:
             raise ConfigError(f"admit_probability must be in 0..1, got {admit_probability}")
         if signs.shape[0] == 0:
             return 0, 0
-        batch = self.begin(signs, train_shard, <uint32_t> rows_out.shape[1])
+        batch = self.begin(signs, train_shard, <uint32_t> rows_out.shape[1], optimizer)
         batch.initializer = initializer
         batch.admission_key = mix64(mix64(self.seed ^ ADMISSION) ^ batch_id)
         batch.admit_all = admit_probability >= 1.0
@@ -719,23 +720,23 @@ cdef class EmbeddingStore:
         check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])
         if signs.shape[0] == 0:
             return 0
-        batch = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1])
+        batch = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1], None)
         batch.rows_out = &rows_out[0, 0]
         batch.held = (signs, rows_out)
         return self.run(batch).num_missing
 
     def update(
         self, const uint64_t[::1] signs not None, const uint32_t[::1] hints,
-        const float[:, ::1] gradients not None
+        const float[:, ::1] gradients not None, RowOptimizer optimizer=None
     ):
         cdef Batch batch
-        self.require_optimizer("an update")
+        optimizer = self.chosen(optimizer, "an update")
         check_rows("gradients", signs.shape[0], gradients.shape[0], gradients.shape[1])
         if hints is not None:
             check_length("hints", signs.shape[0], hints.shape[0])
         if signs.shape[0] == 0:
             return 0
-        batch = self.begin(signs, update_shard, <uint32_t> gradients.shape[1])
+        batch = self.begin(signs, update_shard, <uint32_t> gradients.shape[1], optimizer)
         batch.hints = NULL
         if hints is not None:
             batch.hints = &hints[0]
@@ -750,8 +751,7 @@ cdef class EmbeddingStore:
         cdef uint8_t[::1] found_view
         cdef uint32_t words
         if state_words is None:
-            self.require_optimizer("reading without state_words")
-            words = self.optimizer.state_width(dim)
+            words = self.chosen(None, "reading without state_words").state_width(dim)
         else:
             words = state_words
         found = np.zeros(signs.shape[0], dtype=np.uint8)
@@ -759,7 +759,7 @@ cdef class EmbeddingStore:
         states = np.zeros((signs.shape[0], words), dtype=np.uint32)
         if signs.shape[0]:
             check_rows("values", signs.shape[0], signs.shape[0], dim)
-            batch = self.begin(signs, read_shard, dim)
+            batch = self.begin(signs, read_shard, dim, None)
             found_view = found
             values_view = values
             states_view = states
@@ -773,22 +773,22 @@ cdef class EmbeddingStore:
 
     def write(
         self, const uint64_t[::1] signs not None, const float[:, ::1] values not None,
-        const uint32_t[:, ::1] states
+        const uint32_t[:, ::1] states, RowOptimizer optimizer=None
     ):
         cdef Batch batch
         cdef uint32_t dim
-        self.require_optimizer("writing rows")
+        optimizer = self.chosen(optimizer, "writing rows")
         check_rows("values", signs.shape[0], values.shape[0], values.shape[1])
         dim = <uint32_t> values.shape[1]
-        words = self.optimizer.state_width(dim)
+        words = optimizer.state_width(dim)
         if states is not None and (
                 states.shape[0] != signs.shape[0] or states.shape[1] != words):
             raise DataError(
-                f"states must be [{signs.shape[0]}, {words}] for {self.optimizer.name} and "
+                f"states must be [{signs.shape[0]}, {words}] for {optimizer.name} and "
                 f"dim {dim}, got [{states.shape[0]}, {states.shape[1]}]")
         if signs.shape[0] == 0:
             return
-        batch = self.begin(signs, write_shard, dim)
+        batch = self.begin(signs, write_shard, dim, optimizer)
         batch.initializer = ZEROS
         batch.gradients = &values[0, 0]
         batch.held = (signs, values, states)
@@ -800,7 +800,7 @@ cdef class EmbeddingStore:
     def delete(self, const uint64_t[::1] signs not None):
         if signs.shape[0] == 0:
             return 0
-        return signs.shape[0] - self.run(self.begin(signs, delete_shard, 0)).num_missing
+        return signs.shape[0] - self.run(self.begin(signs, delete_shard, 0, None)).num_missing
 
     def clear(self):
         cdef uint32_t i
@@ -906,10 +906,11 @@ cdef class EmbeddingStore:
             if broken != NULL:
                 raise InternalError(f"shard {i}: {broken.decode()}")
 
-    cdef int require_optimizer(self, str what) except -1:
-        if self.optimizer is None:
+    cdef RowOptimizer chosen(self, RowOptimizer given, str what):
+        """The optimizer given with the call, or else the store's own."""
+        if given is None and self.optimizer is None:
             raise NotConfigured(f"{what} needs an optimizer; configure() gives the store one")
-        return 0
+        return self.optimizer if given is None else given
 
 
 cdef int check_length(str name, Py_ssize_t expected, Py_ssize_t got) except -1:

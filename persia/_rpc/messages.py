@@ -46,7 +46,7 @@ class HyperParameters:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """An optimizer by name (``sgd``, ``adagrad``, ``adam``) and all its options."""
+    """An optimizer by name (``sgd``, ``adagrad``, ...) and all its options."""
 
     name: str
     options: Mapping[str, float | bool]
@@ -92,12 +92,16 @@ class LookupReply:
 
 @dataclass(frozen=True, slots=True)
 class TableGradients:
-    """Summed gradients f32 [n, dim], one per sign, with the hints of the lookup."""
+    """Summed gradients f32 [n, dim], one per sign, with the hints of the lookup.
+
+    ``lr`` is the learning rate of this step; None is the registered optimizer's.
+    """
 
     table: int
     signs: Signs
     hints: Numbers | None
     gradients: Floats
+    lr: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +223,25 @@ class SlotGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class LearningRate:
+    """The learning rate of one table's rows."""
+
+    table: int
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
 class BatchGradients:
-    """Gradients of one lookup. ``scale`` is what the loss was multiplied with."""
+    """Gradients of one lookup. ``scale`` is what the loss was multiplied with.
+
+    Tables that ``learning_rates`` leaves out step at the registered optimizer's.
+    """
 
     ref: int
     update_id: tuple[int, int]
     gradients: tuple[SlotGradient, ...]
     scale: float = 1.0
+    learning_rates: tuple[LearningRate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +265,7 @@ class EmbeddingWorker(Protocol):
     def release(self, ref: int) -> None: ...
     def configure(self, settings: HyperParameters) -> None: ...
     def register_optimizer(self, settings: OptimizerSettings) -> None: ...
+    def tables_at_rate(self, group: str | None) -> tuple[int, ...]: ...
     def ready_for_serving(self) -> bool: ...
     def set_embedding(self, tables: Sequence[TableEntries]) -> None: ...
     def get_embedding_size(self) -> list[int]: ...

@@ -209,6 +209,7 @@ def embedding_worker() -> Role:
             "release": _always,
             "configure": _always,
             "register_optimizer": _always,
+            "tables_at_rate": _always,
             "ready_for_serving": _always,
             "set_embedding": _never,
             "clear_embeddings": _never,

@@ -206,6 +206,11 @@ class RemoteEmbeddingWorker(_Remote):
         """Give every server the optimizer."""
         self._client.call("register_optimizer", settings)
 
+    def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
+        """Return the tables that a learning rate of a group, or of all groups, is for."""
+        tables: tuple[int, ...] = self._client.call("tables_at_rate", group)
+        return tables
+
     def ready_for_serving(self) -> bool:
         """Whether every server can train."""
         ready: bool = self._client.call("ready_for_serving")

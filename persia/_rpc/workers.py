@@ -300,6 +300,17 @@ class EmbeddingWorkers:
         for worker in self._workers:
             worker.register_optimizer(settings)
 
+    def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
+        """Return the tables that a learning rate of a group, or of all groups, is for."""
+
+        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> tuple[int, ...]:
+            tables: tuple[int, ...] = worker.client.call(
+                "tables_at_rate", group, timeout_s=timeout_s
+            )
+            return tables
+
+        return self._any(0, ask)
+
     def ready_for_serving(self) -> bool:
         """Whether every worker finds every server ready."""
         return all(worker.ready_for_serving() for worker in self._workers)

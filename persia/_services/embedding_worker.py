@@ -51,6 +51,7 @@ from persia._services.batch import (
     sum_gradients,
 )
 from persia._services.crew import Crew
+from persia._services.optimizers import tables_at_rate
 from persia._services.plan import POOLED, Planner, check_names
 from persia._services.refs import InFlight, LookedUp, Refs
 from persia._services.server_set import ServerSet
@@ -296,7 +297,7 @@ class EmbeddingWorker:
             )
         arrays = _checked_gradients(batch.packed, gradients)
         sums, counts = sum_gradients(batch.packed, arrays, looked_up.maxima, self._crew)
-        requests = self._requests(batch, gradients.update_id, sums, looked_up)
+        requests = self._requests(batch, gradients, sums, looked_up)
         batch.update_id = gradients.update_id
         failure: Exception | None = None
         for server, reply in self._servers.ask(
@@ -328,12 +329,13 @@ class EmbeddingWorker:
     def _requests(
         self,
         batch: InFlight,
-        update_id: tuple[int, int],
+        gradients: BatchGradients,
         sums: Sequence[TableSums],
         looked_up: LookedUp,
     ) -> dict[int, UpdateRequest]:
         """The requests of the servers that have a step to make and have not acknowledged it."""
         packed = batch.packed
+        rates = {rate.table: rate.lr for rate in gradients.learning_rates}
         requests: dict[int, UpdateRequest] = {}
         for server in range(len(self._servers)):
             if server in batch.acknowledged:
@@ -341,17 +343,18 @@ class EmbeddingWorker:
             parts = []
             for place, table in enumerate(packed.tables):
                 window = slice(*table.starts[server : server + 2])
-                signs, gradients = table.signs[window], sums[place].sums[window]
+                signs, summed = table.signs[window], sums[place].sums[window]
                 hints = looked_up.hints[place][window]
                 keep = sums[place].keep
                 if keep is not None:
                     kept = keep[window]
-                    signs, gradients, hints = signs[kept], gradients[kept], hints[kept]
+                    signs, summed, hints = signs[kept], summed[kept], hints[kept]
                 if len(signs):
                     number = packed.plan.tables[place].number
-                    parts.append(TableGradients(number, signs, hints, gradients))
+                    lr = rates.get(number)
+                    parts.append(TableGradients(number, signs, hints, summed, lr))
             if parts:
-                requests[server] = UpdateRequest(update_id, tuple(parts))
+                requests[server] = UpdateRequest(gradients.update_id, tuple(parts))
         return requests
 
     def _count_update(self, report: UpdateReport, counts: GradientCounts) -> None:
@@ -374,6 +377,16 @@ class EmbeddingWorker:
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         """Give every server the optimizer, also one that is started anew later."""
         self._servers.register_optimizer(settings)
+
+    def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
+        """Return the tables that a learning rate of a group, or of all groups, is for.
+
+        None leaves out those whose learning rate the embedding config says.
+
+        Raises:
+            ConfigError: If there is no such group, or it shares its table with others.
+        """
+        return tables_at_rate(self._schema, group)
 
     def ready_for_serving(self) -> bool:
         """Whether every server is ready."""

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from persia._core.hashing import owners, route
 from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
 from persia._core.store import EmbeddingStore
 from persia._rpc.messages import (
     HyperParameters,
@@ -36,6 +35,7 @@ from persia._rpc.messages import (
     UpdateRequest,
 )
 from persia._services.ledger import UpdateLedger
+from persia._services.optimizers import TableOptimizers
 from persia._services.plan import schema_fingerprint
 from persia.config import EmbeddingSchema, ParameterServerConfig, Table
 from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
@@ -99,8 +99,8 @@ class ParameterServer:
         # Held while settings change; requests read the next two fields without it.
         self._settings_lock = threading.Lock()
         self._configured: _Configured | None = None
-        self._row_optimizer: RowOptimizer | None = None  # set once the store has it
-        self._optimizer: OptimizerSettings | None = None
+        self._optimizers: TableOptimizers | None = None  # set once there is a store
+        self._registered: OptimizerSettings | None = None
         self._counts_lock = threading.Lock()  # guards the counts
         self._counts = dict.fromkeys(
             ("lookups", "updates", "repeated_updates", "missing", "update_missing"), 0
@@ -164,61 +164,48 @@ class ParameterServer:
                 )
             else:
                 store = old.store
-            if self._optimizer is not None:
-                self._row_optimizer = _row_optimizer(self._optimizer, settings)
-                store.configure(self._row_optimizer)
+            if self._registered is not None:
+                self._optimizers = TableOptimizers(
+                    self._schema, self._registered, settings.weight_bound
+                )
             self._configured = _Configured(settings, store, initializers, probabilities)
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         """Take the optimizer; the same one again changes nothing, nor does it touch a row.
 
         Another learning rate, or any other option that leaves the state what it is, takes
-        effect with the next update.
+        effect with the next update that brings no rate of its own.
 
         Raises:
             ConfigError: If an option cannot be used, or rows are held whose state another
                 optimizer keeps.
         """
         with self._settings_lock:
-            if self._optimizer == settings:
+            if self._registered == settings:
                 return
-            configured, old = self._configured, self._row_optimizer
-            if configured is None:
-                # The weight bound is still to come; this call only refuses bad options.
-                RowOptimizer(settings.name, **settings.options)
-            else:
-                new = _row_optimizer(settings, configured.settings)
+            configured, old = self._configured, self._optimizers
+            # Without a weight bound, which is still to come, this only refuses bad options.
+            bound = 0.0 if configured is None else configured.settings.weight_bound
+            new = TableOptimizers(self._schema, settings, bound)
+            if configured is not None:
                 if old is not None and len(configured.store):
-                    self._check_states_agree(old, new, len(configured.store))
-                configured.store.configure(new)
-                self._row_optimizer = new
-            self._optimizer = settings
-
-    def _check_states_agree(self, old: RowOptimizer, new: RowOptimizer, num_rows: int) -> None:
-        """Rows keep their state, so what it means must stay: equal width is not enough."""
-        for table in self._schema.tables:
-            held, asked = old.state_words(table.dim), new.state_words(table.dim)
-            if held != asked or (held and old.name != new.name):
-                raise ConfigError(
-                    f"optimizer {new.name} keeps {asked} words of state beside {table.dim} "
-                    f"floats, but the {num_rows} rows held have {held} of {old.name}; "
-                    f"register {old.name} again with the options that shape its state, or "
-                    f"clear_embeddings() first"
-                )
+                    new.check_replaces(old, len(configured.store))
+                self._optimizers = new
+            self._registered = settings
 
     def ready_for_serving(self) -> bool:
         """Whether training lookups and updates can be answered."""
-        return self._row_optimizer is not None
+        return self._optimizers is not None
 
-    def _for_training(self, what: str) -> tuple[_Configured, RowOptimizer]:
-        configured, optimizer = self._configured, self._row_optimizer
-        if configured is None or optimizer is None:
+    def _for_training(self, what: str) -> tuple[_Configured, TableOptimizers]:
+        configured, optimizers = self._configured, self._optimizers
+        if configured is None or optimizers is None:
             expected = "configure" if configured is None else "register_optimizer"
             raise NotConfigured(
                 f"{what} came to parameter server {self._replica_index} before {expected}, "
                 f"which says what a new row is"
             )
-        return configured, optimizer
+        return configured, optimizers
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -250,7 +237,7 @@ class ParameterServer:
     def _lookup_train(
         self, batch_id: int, tables: list[Table], signs: list[Signs]
     ) -> list[TableRows]:
-        configured, _ = self._for_training("a training lookup")
+        configured, optimizers = self._for_training("a training lookup")
         replies = []
         for table, asked in zip(tables, signs, strict=True):
             rows = np.empty((len(asked), table.dim), np.float32)
@@ -262,6 +249,7 @@ class ParameterServer:
                 batch_id,
                 rows,
                 hints,
+                optimizers.of(table.number),
             )
             replies.append(TableRows(table.number, rows, hints))
         if not self._warned_of_memory and self._counts["lookups"] % _MEMORY_CHECK_INTERVAL == 0:
@@ -292,12 +280,13 @@ class ParameterServer:
                 another server's, or the id is too old to tell whether it was applied.
             DimMismatch: If gradients are not of the table's dim.
             DataTypeError: If an array has another dtype than its message says.
+            ConfigError: If a learning rate cannot be used.
         """
-        configured, _ = self._for_training("an update")
-        parts = [
-            self._gradients(part, [other.table for other in request.tables])
-            for part in request.tables
-        ]
+        configured, optimizers = self._for_training("an update")
+        parts = []
+        for part in request.tables:
+            arrays = self._gradients(part, [other.table for other in request.tables])
+            parts.append((*arrays, optimizers.of(part.table, part.lr)))
 
         def apply() -> int:
             return sum(configured.store.update(*part) for part in parts)
@@ -338,12 +327,13 @@ class ParameterServer:
                 optimizer's width for it.
             DataTypeError: If an array has another dtype than its message says.
         """
-        configured, optimizer = self._for_training("set_embedding")
+        configured, optimizers = self._for_training("set_embedding")
         writes = []
         for part in tables:
             table = self._table("set_embedding", part.table, [part.table])
             signs = self._signs("set_embedding", part.table, part.signs)
             self._check_groups(table, signs)
+            optimizer = optimizers.of(table.number)
             values = self._matrix("values", table, signs, part.values)
             states = part.states
             if states is not None:
@@ -354,17 +344,13 @@ class ParameterServer:
                         f"table {table.number}: expected states {list(expected)} for "
                         f"{optimizer.name}, got {list(states.shape)}"
                     )
-            writes.append((signs, values, states))
-        for signs, values, states in writes:
-            configured.store.write(signs, values, states)
+            writes.append((signs, values, states, optimizer))
+        for write in writes:
+            configured.store.write(*write)
 
     def _check_groups(self, table: Table, signs: Signs) -> None:
         """Check that each sign's feature bits are of a group with rows in this table."""
-        groups = {
-            self._schema.groups[slot.group]
-            for slot in self._schema.slots.values()
-            if slot.table == table.number
-        }
+        groups = [self._schema.groups[group] for group in self._schema.groups_of(table.number)]
         bits = signs >> np.uint64(64 - self._schema.prefix_bits)
         known = np.isin(bits, np.array([group + 1 for group in groups], np.uint64))
         if not known.all():
@@ -382,12 +368,13 @@ class ParameterServer:
             StoreError: If a table is unknown or a sign is another server's.
             DataTypeError: If signs are not u64 [n].
         """
-        configured, _ = self._for_training("read_embedding")
+        configured, optimizers = self._for_training("read_embedding")
         entries = []
         for part in tables:
             table = self._table("read_embedding", part.table, [part.table])
             signs = self._signs("read_embedding", part.table, part.signs)
-            found, values, states = configured.store.read(signs, table.dim)
+            words = optimizers.of(table.number).state_words(table.dim)
+            found, values, states = configured.store.read(signs, table.dim, words)
             entries.append(
                 TableEntries(table.number, signs[found], values[found], states[found])
             )
@@ -485,10 +472,6 @@ def _initializer(table: Table, settings: HyperParameters) -> Initializer:
     if own is None:
         return Initializer(settings.initialization.method, **settings.initialization.options)
     return Initializer(own.method, **own.options)
-
-
-def _row_optimizer(optimizer: OptimizerSettings, settings: HyperParameters) -> RowOptimizer:
-    return RowOptimizer(optimizer.name, settings.weight_bound, **optimizer.options)
 
 
 def _array(

@@ -10,6 +10,7 @@ order of their first feature in the batch, which also is the order of use of the
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from persia.config import EmbeddingSchema, Slot
+from persia.config import EmbeddingSchema, GroupSettings, Slot
 from persia.errors import DataError
 
 POOLED = frozenset(("sum", "mean", "sqrt", "max"))
@@ -26,7 +27,10 @@ POOLED = frozenset(("sum", "mean", "sqrt", "max"))
 _MAX_FINGERPRINT = 1 << 18
 # Differences that are told; the first is what has to be changed, and others often follow.
 _MAX_TOLD = 3
-SAME_EVERYWHERE = "slots, groups, dims and feature_index_prefix_bit must be the same everywhere"
+SAME_EVERYWHERE = (
+    "slots, groups and their settings, dims and feature_index_prefix_bit must be the same "
+    "everywhere"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +152,9 @@ def schema_fingerprint(schema: EmbeddingSchema) -> str:
     """All that gives a sign and a table number their meaning, as canonical JSON.
 
     Two processes with equal fingerprints agree on which group, table and dim a sign belongs
-    to. What a slot does with its rows afterwards (pooling) is not part of it, nor is what
-    only concerns new rows. Of unequal ones ``tell_apart`` says what differs, except where one
-    would be so long that it is a digest.
+    to, and on the group's settings. What a slot does with its rows afterwards (pooling) is not
+    part of it, nor is what only concerns new rows. Of unequal ones ``tell_apart`` says what
+    differs, except where one would be so long that it is a digest.
     """
     slots = {
         name: [slot.dim, slot.group, slot.table, slot.hash_stack_rounds, slot.hash_stack_size]
@@ -160,11 +164,24 @@ def schema_fingerprint(schema: EmbeddingSchema) -> str:
         "feature_index_prefix_bit": schema.prefix_bits,
         "groups": sorted(schema.groups, key=schema.groups.__getitem__),
         "slots": slots,
+        "settings": _differing_settings(schema),
     }
     text = json.dumps(meaning, sort_keys=True, separators=(",", ":"))
     if len(text) <= _MAX_FINGERPRINT:
         return text
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _differing_settings(schema: EmbeddingSchema) -> dict[str, dict[str, object]]:
+    """Return by group those of its settings that are not the defaults, if there are any."""
+    usual = dataclasses.asdict(GroupSettings())
+    found = {}
+    for slot in schema.slots.values():
+        plain = dataclasses.asdict(schema.tables[slot.table].settings)
+        differing = {key: plain[key] for key in plain if plain[key] != usual[key]}
+        if differing:
+            found[slot.group] = differing
+    return found
 
 
 def tell_apart(one: str, other: str, at_one: str, at_other: str) -> str:
@@ -211,6 +228,11 @@ def _differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
         if x != y:
             yield f"feature group {number}, in the order of the file,", x, y
             break
+    settings, its_settings = one["settings"], other["settings"]
+    for group in sorted(settings.keys() | its_settings.keys()):
+        x, y = settings.get(group, "absent"), its_settings.get(group, "absent")
+        if x != y:
+            yield f"group_settings.{group}", x, y
     for name in both:
         x, y = slots[name][2], others[name][2]
         if x != y:

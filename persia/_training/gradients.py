@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -23,13 +24,14 @@ from persia._core import pooling
 from persia._rpc.messages import BatchGradients, SlotGradient
 from persia._training.channel import Channel, Closed, Finished, join
 from persia._training.flight import Reason
+from persia._training.learning_rates import LearningRates
 from persia._training.lookups import MAX_TRIES
 from persia.errors import ServiceTimeout, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from persia._rpc.messages import EmbeddingWorker, UpdateReport
+    from persia._rpc.messages import EmbeddingWorker, LearningRate, UpdateReport
     from persia._training.flight import Book, Ticket
     from persia._training.tensors import Leaf, PersiaTrainingBatch
 
@@ -58,12 +60,13 @@ class Update:
     own ``grad`` is taken away, so that nobody adds to a buffer that is being sent.
     """
 
-    __slots__ = ("_flat", "event", "gradients", "leaves", "number", "ticket")
+    __slots__ = ("_flat", "event", "gradients", "leaves", "number", "rates", "ticket")
 
     def __init__(self, ticket: Ticket, leaves: list[Leaf]) -> None:
         self.ticket = ticket
         self.leaves = leaves
         self.number = -1  # place in the order of submission; set by the engine
+        self.rates: tuple[LearningRate, ...] = ()  # as they are when it is submitted
         self.gradients: list[torch.Tensor | None] = []
         for leaf in leaves:
             gradient = leaf.tensor.grad
@@ -181,6 +184,7 @@ class GradientEngine:
         ranks: TakesTurns | None = None,
     ) -> None:
         self._worker = worker
+        self.learning_rates = LearningRates(worker)
         self._ranks = ranks
         self._book = book
         self._client = client
@@ -286,6 +290,7 @@ class GradientEngine:
     def _submit_one(self, update: Update, scale: float) -> None:
         if self._stream is not None:
             update.start_copy(self._stream)
+        update.rates = self.learning_rates.current
         with self._changed:
             update.number = self._next_number
             self._next_number += 1
@@ -381,36 +386,35 @@ class GradientEngine:
         return True
 
     def _send(self, update: Update, scale: float) -> None:
-        slots = update.slots()
         ticket = update.ticket
+        gradients = BatchGradients(
+            ticket.ref, (self._client, ticket.number), update.slots(), scale, update.rates
+        )
         if ticket.in_order:
             # Those before it were taken from the queue before it, so they end without it.
             with self._changed:
                 self._changed.wait_for(lambda: min(self._pending) == update.number)
         if ticket.in_turn and self._ranks is not None:
             # Acknowledged only when all ranks have met: the permit lets the next lookup go.
-            report = self._ranks.in_turn(lambda: self._update(ticket, slots, scale))
+            report = self._ranks.in_turn(lambda: self._update(ticket, gradients))
         else:
-            report = self._update(ticket, slots, scale)
+            report = self._update(ticket, gradients)
         self._book.acknowledge(ticket, report)
 
-    def _update(
-        self, ticket: Ticket, slots: tuple[SlotGradient, ...], scale: float
-    ) -> UpdateReport:
+    def _update(self, ticket: Ticket, gradients: BatchGradients) -> UpdateReport:
         """Update, if need be by another embedding-worker than the one that looked it up.
 
         The id stays the same, so that servers which applied it already do not do so again.
         """
-        update_id = self._client, ticket.number
         for _ in range(MAX_TRIES):
             try:
-                return self._worker.update(BatchGradients(ticket.ref, update_id, slots, scale))
+                return self._worker.update(replace(gradients, ref=ticket.ref))
             except (UnknownRef, ServiceUnavailable) as error:
                 if ticket.origin is None:
                     raise
                 ticket.ref = ticket.origin.register_again(error)
                 self._worker.lookup(ticket.ref, True)
-        return self._worker.update(BatchGradients(ticket.ref, update_id, slots, scale))
+        return self._worker.update(replace(gradients, ref=ticket.ref))
 
     def _ended(self, number: int) -> None:
         with self._changed:

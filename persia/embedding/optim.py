@@ -1,4 +1,4 @@
-"""Optimizers of embedding rows. The formulas are those of ``torch.optim``.
+"""Optimizers of embedding rows. The formulas are those of ``torch.optim``, where it has them.
 
 An optimizer here holds settings only: the servers step the rows. Every option works; each is
 checked when the object is made, by the code that will use it.
@@ -14,7 +14,17 @@ from persia._rpc import session
 from persia._rpc.messages import OptimizerSettings
 from persia.errors import ConfigError
 
-__all__ = ["SGD", "Adagrad", "Adam", "Optimizer"]
+__all__ = [
+    "FTRL",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Lion",
+    "Optimizer",
+    "RMSprop",
+    "RowwiseAdagrad",
+    "RowwiseAdam",
+]
 
 
 class Optimizer(ABC):
@@ -112,12 +122,8 @@ class Adam(Optimizer):
         weight_decay: float = 0,
         eps: float = 1e-8,
     ) -> None:
-        try:
-            beta1, beta2 = betas
-        except (TypeError, ValueError):
-            raise ConfigError(f"betas: expected two numbers, got {betas!r}") from None
         self.lr = lr
-        self.betas = (beta1, beta2)
+        self.betas = _two(betas)
         self.weight_decay = weight_decay
         self.eps = eps
         self.settings()
@@ -187,3 +193,181 @@ class Adagrad(Optimizer):
             "vectorwise_shared": self.vectorwise_shared,
             "original_order": self.original_order,
         }
+
+
+class RowwiseAdagrad(Adagrad):
+    """Adagrad with one sum per row: ``Adagrad(vectorwise_shared=True)`` by its peers' name.
+
+    This is FBGEMM's ``EXACT_ROWWISE_ADAGRAD``, where ``initial_accumulator_value`` is 0.
+
+    Args:
+        lr: Learning rate.
+        initial_accumulator_value: What the sum of a new row begins with.
+        weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
+        eps: Added to the root of the sum.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    def __init__(
+        self,
+        lr: float = 1e-2,
+        initial_accumulator_value: float = 1e-2,
+        weight_decay: float = 0,
+        eps: float = 1e-10,
+    ) -> None:
+        super().__init__(
+            lr, initial_accumulator_value, weight_decay, eps=eps, vectorwise_shared=True
+        )
+
+
+class RowwiseAdam(Adam):
+    """Adam with one second moment per row, of the mean square over its values.
+
+    This is FBGEMM's ``PARTIAL_ROWWISE_ADAM``, with the L2 penalty in the gradient as in
+    ``Adam``; it saves 4 * (dim - 1) bytes per row.
+
+    Args:
+        lr: Learning rate.
+        betas: Factors of the running means of the gradient and of its square, in [0, 1).
+        weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
+        eps: Added to the root of the second mean.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    name = "rowwise_adam"
+
+
+class RMSprop(Optimizer):
+    """RMSprop, as ``torch.optim.RMSprop`` without ``centered``.
+
+    Args:
+        lr: Learning rate.
+        alpha: Factor of the running mean of squares, in [0, 1).
+        eps: Added to the root of the mean.
+        weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
+        momentum: Momentum factor; above 0 a row keeps one more vector.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    name = "rmsprop"
+
+    def __init__(
+        self,
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+    ) -> None:
+        self.lr = lr
+        self.alpha = alpha
+        self.eps = eps
+        self.weight_decay = weight_decay
+        self.momentum = momentum
+        self.settings()
+
+    def options(self) -> dict[str, float | bool]:
+        """Return every option by the name that servers know."""
+        return {
+            "lr": self.lr,
+            "alpha": self.alpha,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "momentum": self.momentum,
+        }
+
+
+class FTRL(Optimizer):
+    """FTRL-Proximal with a learning rate per value (McMahan et al. 2013).
+
+    The paper's weights begin at 0. Here a value begins where the row's initialization puts it,
+    stays there until its first nonzero gradient, and is pulled to 0 by ``l1`` only from then
+    on; begin with zeros for the paper's sparsity.
+
+    Args:
+        lr: The paper's alpha.
+        l1: L1 penalty; values whose gradients do not outweigh it are exactly 0.
+        l2: L2 penalty.
+        beta: Added to the root of the sum of squares.
+        weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    name = "ftrl"
+
+    def __init__(
+        self,
+        lr: float = 0.1,
+        l1: float = 0,
+        l2: float = 0,
+        beta: float = 1,
+        weight_decay: float = 0,
+    ) -> None:
+        self.lr = lr
+        self.l1 = l1
+        self.l2 = l2
+        self.beta = beta
+        self.weight_decay = weight_decay
+        self.settings()
+
+    def options(self) -> dict[str, float | bool]:
+        """Return every option by the name that servers know."""
+        return {
+            "lr": self.lr,
+            "l1": self.l1,
+            "l2": self.l2,
+            "beta": self.beta,
+            "weight_decay": self.weight_decay,
+        }
+
+
+class Lion(Optimizer):
+    """Lion (Chen et al. 2023): a step is the sign of a mean of gradients.
+
+    Args:
+        lr: Learning rate; each value moves by it in each step.
+        betas: Factors of the old mean in the step and in the mean that is kept, in [0, 1).
+        weight_decay: Decoupled: a step also takes ``lr * weight_decay`` of the value away,
+            from the rows that a batch meets.
+
+    Raises:
+        ConfigError: If a value is out of range.
+    """
+
+    name = "lion"
+
+    def __init__(
+        self,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
+    ) -> None:
+        self.lr = lr
+        self.betas = _two(betas)
+        self.weight_decay = weight_decay
+        self.settings()
+
+    def options(self) -> dict[str, float | bool]:
+        """Return every option by the name that servers know."""
+        return {
+            "lr": self.lr,
+            "beta1": self.betas[0],
+            "beta2": self.betas[1],
+            "weight_decay": self.weight_decay,
+        }
+
+
+def _two(betas: tuple[float, float]) -> tuple[float, float]:
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError):
+        raise ConfigError(f"betas: expected two numbers, got {betas!r}") from None
+    return beta1, beta2

@@ -10,7 +10,17 @@ import pytest
 from persia._core.optim import OPTIONS, RowOptimizer
 from persia._rpc import session
 from persia._rpc.messages import OptimizerSettings
-from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
+from persia.embedding.optim import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Lion,
+    Optimizer,
+    RMSprop,
+    RowwiseAdagrad,
+    RowwiseAdam,
+)
 from persia.errors import ConfigError
 
 DEFAULTS = {
@@ -105,7 +115,34 @@ def test_apply_registers_with_the_current_context(monkeypatch: pytest.MonkeyPatc
     assert trainer.registered == [optimizer.settings()]
 
 
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adam(), Adagrad()])
+NEW = [RowwiseAdam(), RMSprop(), FTRL(), Lion()]
+
+
+@pytest.mark.parametrize("optimizer", NEW)
+def test_defaults_are_the_cores(optimizer: Optimizer) -> None:
+    assert optimizer.settings().options == OPTIONS[optimizer.name]
+
+
+def test_w14_every_option_of_the_others_is_sent() -> None:
+    for optimizer, options in (
+        (RowwiseAdam(1, (0.2, 0.3), 4, 5), {"lr": 1, "beta1": 0.2, "beta2": 0.3, "eps": 5}),
+        (RMSprop(1, 0.2, 3, 4, 5), {"lr": 1, "alpha": 0.2, "eps": 3, "momentum": 5}),
+        (FTRL(1, 2, 3, 5, 4), {"lr": 1, "l1": 2, "l2": 3, "beta": 5}),
+        (Lion(1, (0.2, 0.3), 4), {"lr": 1, "beta1": 0.2, "beta2": 0.3}),
+    ):
+        assert optimizer.settings().options == options | {"weight_decay": 4}
+    shared = RowwiseAdagrad(1, 2, 3, 4).settings()
+    assert shared == Adagrad(1, 2, 3, 1, 4, vectorwise_shared=True).settings()
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 1.0)])
+def test_betas_of_the_others_are_checked(betas: tuple[float, float]) -> None:
+    for build in (RowwiseAdam, Lion):
+        with pytest.raises(ConfigError, match="beta"):
+            build(betas=betas)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adam(), Adagrad(), *NEW])
 def test_the_core_takes_the_settings(optimizer: Optimizer) -> None:
     settings = optimizer.settings()
     assert RowOptimizer(settings.name, **settings.options).options == settings.options

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from persia._core import cpu
@@ -16,7 +18,7 @@ from persia.errors import ConfigError, DataError
 from tests.reference import optim as model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Floats = NDArray[np.float32]
 
@@ -32,6 +34,11 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"lr": 0.1, "vectorwise_shared": True, "original_order": True},
     ),
     "adam": ("adam", {"lr": 0.1}),
+    "rowwise_adam": ("rowwise_adam", {"lr": 0.1}),
+    "rmsprop": ("rmsprop", {"lr": 0.1}),
+    "rmsprop_momentum": ("rmsprop", {"lr": 0.1, "alpha": 0.9, "momentum": 0.9}),
+    "ftrl": ("ftrl", {"lr": 0.3, "l1": 0.7, "l2": 0.1, "beta": 0.5}),
+    "lion": ("lion", {"lr": 0.1}),
 }
 
 
@@ -127,6 +134,16 @@ TORCH: list[tuple[str, dict[str, Any], Any]] = [
         )
         for decay in (0.0, 0.01)
     ),
+    *(
+        (
+            "rmsprop",
+            {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.01, "momentum": momentum},
+            lambda p, momentum=momentum: torch.optim.RMSprop(
+                p, lr=0.01, alpha=0.9, weight_decay=0.01, momentum=momentum
+            ),
+        )
+        for momentum in (0.0, 0.5)
+    ),
 ]
 
 
@@ -146,6 +163,140 @@ def test_two_hundred_steps_agree_with_torch(
     # Torch multiplies and adds in one rounding and scales in another order; 200 steps of
     # size 0.1 leave that far below 1e-5 of values around 10.
     np.testing.assert_allclose(rows[:, :12], parameter.detach().numpy(), rtol=1e-5, atol=1e-5)
+
+
+Doubles = NDArray[np.float64]
+
+
+def rowwise_adam(w: Doubles, steps: list[Doubles]) -> Doubles:
+    """FBGEMM's PARTIAL_ROWWISE_ADAM: the second moment is of the row's mean square."""
+    m, v = np.zeros_like(w), np.zeros((len(w), 1))
+    for t, g in enumerate(steps, 1):
+        m = 0.9 * m + 0.1 * g
+        v = 0.99 * v + 0.01 * (g * g).mean(axis=1, keepdims=True)
+        w = w - 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.99**t)) + 1e-8)
+    return w
+
+
+def ftrl(w: Doubles, steps: list[Doubles]) -> Doubles:
+    """Algorithm 1 of McMahan et al. 2013, which has no initial values: weights begin at 0."""
+    alpha, beta, l1, l2 = 0.1, 0.5, 4.0, 0.1
+    z, n = np.zeros_like(w), np.zeros_like(w)
+    w = np.zeros_like(w)
+    for g in steps:
+        sigma = (np.sqrt(n + g * g) - np.sqrt(n)) / alpha
+        z = z + g - sigma * w
+        n = n + g * g
+        w = -(z - np.sign(z) * l1) / ((beta + np.sqrt(n)) / alpha + l2)
+        w = np.where(np.abs(z) <= l1, 0.0, w)
+    assert (w == 0).any()
+    return w
+
+
+def lion(w: Doubles, steps: list[Doubles]) -> Doubles:
+    """Algorithm 2 of Chen et al. 2023."""
+    m = np.zeros_like(w)
+    for g in steps:
+        w = w - 0.01 * (np.sign(0.9 * m + 0.1 * g) + 0.1 * w)
+        m = 0.99 * m + 0.01 * g
+    return w
+
+
+@pytest.mark.parametrize(
+    ("formula", "options"),
+    [
+        (rowwise_adam, {"lr": 0.01, "beta2": 0.99}),
+        (ftrl, {"lr": 0.1, "beta": 0.5, "l1": 4.0, "l2": 0.1}),
+        (lion, {"lr": 0.01, "weight_decay": 0.1}),
+    ],
+)
+def test_two_hundred_steps_agree_with_the_formula_in_double(
+    formula: Callable[[Doubles, list[Doubles]], Doubles], options: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(7)
+    values = np.zeros((5, 12), np.float32) if formula is ftrl else batch(rng, 5, 12)
+    steps = [batch(rng, 5, 12) for _ in range(200)]
+    rows = run(RowOptimizer(formula.__name__, **options), values, steps)
+    want = formula(values.astype(np.float64), [grads.astype(np.float64) for grads in steps])
+    np.testing.assert_allclose(rows[:, :12], want, rtol=1e-4, atol=1e-5)
+
+
+def test_rowwise_adam_of_one_column_is_adam() -> None:
+    rng = np.random.default_rng(8)
+    values, steps = batch(rng, 50, 1), [batch(rng, 50, 1) for _ in range(5)]
+    adam = run(RowOptimizer("adam"), values, steps)
+    # (1 - beta2) g g is rounded in another order.
+    np.testing.assert_allclose(
+        run(RowOptimizer("rowwise_adam"), values, steps), adam, rtol=1e-5, atol=1e-7
+    )
+
+
+def test_ftrl_keeps_an_initial_value_until_there_is_a_gradient(level: str) -> None:
+    optimizer = RowOptimizer("ftrl", lr=0.5, l1=3.0, l2=2.0, beta=1.0)
+    rng = np.random.default_rng(9)
+    rows = fresh(optimizer, batch(rng, 4, 24))
+    before = rows[:, :24].copy()
+    grads = np.where(rng.random((4, 24)) < 0.5, np.float32(0), np.float32(1e-6))
+    optimizer.step_rows(rows, grads)
+    assert (rows[:, :24] == before)[grads == 0].all()
+    np.testing.assert_allclose(rows[:, :24], before, rtol=1e-3)
+
+
+def test_ftrl_at_another_rate_leaves_past_steps_alone() -> None:
+    rng = np.random.default_rng(10)
+    optimizer = RowOptimizer("ftrl", lr=0.5)
+    rows = run(optimizer, batch(rng, 4, 8), [batch(rng, 4, 8) for _ in range(3)])
+    before = rows[:, :8].copy()
+    optimizer.with_lr(0.0).step_rows(rows, batch(rng, 4, 8))
+    np.testing.assert_allclose(rows[:, :8], before, rtol=1e-5)
+
+
+def test_lion_does_not_move_by_a_sum_of_zero() -> None:
+    optimizer = RowOptimizer("lion", lr=0.5, beta1=0.5)
+    rows = fresh(optimizer, np.full((1, 8), 2.0, np.float32))
+    rows[0, 8:] = 1.0
+    optimizer.step_rows(rows, np.array([[-1, -2, 0, np.nan] * 2], np.float32))
+    assert rows[0, :3].tolist() == [2.0, 2.5, 1.5]
+    assert np.isnan(rows[0, 3])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_another_learning_rate_is_that_optimizer(kernel: str) -> None:
+    name, options = KERNELS[kernel]
+    rng = np.random.default_rng(11)
+    values, steps = batch(rng, 3, 8), [batch(rng, 3, 8) for _ in range(3)]
+    other = RowOptimizer(name, 1.5, **options).with_lr(0.25)
+    again = RowOptimizer(name, 1.5, **{**options, "lr": 0.25})
+    assert (other.options, other.weight_bound) == (again.options, 1.5)
+    assert bits(run(other, values, steps)) == bits(run(again, values, steps))
+    with pytest.raises(ConfigError, match="lr must be at least 0"):
+        other.with_lr(-0.5)
+
+
+# Zeros, equal neighbours and values whose squares fade out, far more often than by chance.
+awkward = st.one_of(
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, -1e-23]),
+    st.floats(-100, 100, width=32, allow_subnormal=False),
+)
+
+
+@given(kernel=st.sampled_from(sorted(KERNELS)), data=st.data())
+def test_awkward_values_agree_with_the_model_bit_for_bit(
+    kernel: str, data: st.DataObject
+) -> None:
+    name, options = KERNELS[kernel]
+    dim = data.draw(st.integers(1, 18))
+    vectors = st.lists(awkward, min_size=dim, max_size=dim).map(
+        lambda row: np.array([row], np.float32)
+    )
+    values, steps = data.draw(vectors), data.draw(st.lists(vectors, min_size=1, max_size=3))
+    decay = data.draw(st.sampled_from([0.0, 0.5]))
+    optimizer = RowOptimizer(name, 50.0, weight_decay=decay, **options)
+    rows = run(optimizer, values, steps)
+    want, state = values[0], model.new_state(name, optimizer.options, dim)
+    for grads in steps:
+        want, state = model.step(name, optimizer.options, 50.0, want, state, grads[0])
+    assert bits(rows[0]) == bits(np.concatenate([want, state]))
 
 
 # The original's own unit tests (behaviour.md 11.2).
@@ -198,6 +349,18 @@ def test_original_order_meets_the_original_vectors(shared: bool, want: str, leve
         ("adam", "beta1", 0.5),
         ("adam", "beta2", 0.5),
         ("adam", "eps", 0.5),
+        ("rowwise_adam", "weight_decay", 0.1),
+        ("rowwise_adam", "beta1", 0.5),
+        ("rowwise_adam", "beta2", 0.5),
+        ("rowwise_adam", "eps", 0.5),
+        ("rmsprop", "weight_decay", 0.1),
+        ("rmsprop", "alpha", 0.5),
+        ("rmsprop", "eps", 0.5),
+        ("rmsprop", "momentum", 0.5),
+        ("ftrl", "weight_decay", 0.1),
+        ("ftrl", "l2", 3.0),
+        ("ftrl", "beta", 0.5),
+        ("lion", "weight_decay", 0.1),
     ],
 )
 def test_w14_every_option_has_an_effect(name: str, option: str, value: float) -> None:
@@ -396,6 +559,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("adam", {"beta2": 1 - 1e-9}, "adam: beta2 must be below 1"),
     ("adam", {"beta2": -0.1}, "adam: beta2 must be at least 0"),
     ("adam", {"eps": 0.0}, "adam: eps must be above 0"),
+    ("rowwise_adam", {"eps": 0.0}, "rowwise_adam: eps must be above 0"),
+    ("rmsprop", {"eps": 0.0}, "rmsprop: eps must be above 0"),
+    ("rmsprop", {"alpha": 1.0}, "rmsprop: alpha must be below 1"),
+    ("rmsprop", {"centered": True}, "rmsprop has no option 'centered'"),
+    ("ftrl", {"l1": -1.0}, "ftrl: l1 must be at least 0"),
+    ("lion", {"eps": 1.0}, "lion has no option 'eps'"),
     ("adam", {"weight_decay": -1e-3}, "adam: weight_decay must be at least 0"),
 ]
 

@@ -613,6 +613,37 @@ def test_configure_keeps_rows_only_of_the_same_state_size() -> None:
     store.check()
 
 
+def test_an_optimizer_that_comes_with_the_call_is_that_calls() -> None:
+    """Rows of one dim under several optimizers, as a server's tables have them."""
+    store = EmbeddingStore(1000, num_shards=4)
+    rng = np.random.default_rng(4)
+    for first, name in ((0, "sgd"), (100, "lion"), (200, "ftrl"), (300, "adam")):
+        optimizer = RowOptimizer(name, lr=0.5)
+        signs, hints = u64(range(first, first + 50)), np.empty(50, np.uint32)
+        rows = np.empty((50, 4), np.float32)
+        store.lookup_train(signs, UNIFORM, 1.0, 0, rows, hints, optimizer)
+        words = optimizer.state_words(4)
+        _, values, states = store.read(signs, 4, words)
+        expected = np.concatenate([values, states.view(np.float32)], axis=1)
+        gradients = rng.standard_normal((50, 4)).astype(np.float32)
+        store.update(signs, hints, gradients, optimizer)
+        optimizer.step_rows(expected, gradients)
+        _, values, states = store.read(signs, 4, words)
+        assert np.array_equal(values, expected[:, :4])
+        assert np.array_equal(states, expected[:, 4:].view(np.uint32))
+        store.write(signs, values, states, optimizer)
+        store.write(signs, values, None, optimizer)
+        assert np.array_equal(
+            store.read(signs, 4, words)[2], np.tile(optimizer.new_state(4), (50, 1))
+        )
+    with pytest.raises(DimMismatch, match="0 words of state"):
+        store.update(u64([0]), None, gradients[:1], optimizer)
+    with pytest.raises(DataError, match=r"states must be \[50, 9\] for adam"):
+        store.write(signs, values, np.empty((50, 4), np.uint32), optimizer)
+    assert len(store) == 200
+    store.check()
+
+
 def test_w34_gradients_of_another_dim_or_state_are_refused() -> None:
     store = new_store(100, ADAGRAD)
     wanted, hints, _, _ = train(store, range(20), 8)

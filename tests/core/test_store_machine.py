@@ -32,6 +32,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
     "sgd": ("sgd", {"lr": 0.5}),
     "adagrad": ("adagrad", {"lr": 0.1}),
     "shared": ("adagrad", {"lr": 0.1, "vectorwise_shared": True}),
+    "rowwise_adam": ("rowwise_adam", {"lr": 0.1}),
 }
 
 few = st.lists(st.sampled_from(POOL), min_size=1, max_size=12)

@@ -12,6 +12,7 @@ import contextlib
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,7 @@ def _good_calls() -> list[tuple[Role, list[tuple[str, tuple[Any, ...]]]]]:
     single = features({"sum": [[1], [2]], "raw": [[1], [1]]}, 1)
     with contextlib.closing(make_worker(list(make_servers(1)))) as worker:
         update = gradient(worker.lookup(worker.register(single), True), (5, 1))
+    update = replace(update, learning_rates=(m.LearningRate(0, 0.5),))
     array = np.ones((2, 3), np.float32)
     dense = (m.NamedArray("x", array), m.NamedArray("y", np.zeros(2, np.int64)))
     streamed = m.StreamedBatch(
@@ -254,6 +256,7 @@ def _good_calls() -> list[tuple[Role, list[tuple[str, tuple[Any, ...]]]]]:
                 ("update", (update,)),
                 ("release", (update.ref,)),
                 ("server_stats", ()),
+                ("tables_at_rate", ("shared",)),
             ],
         ),
         (

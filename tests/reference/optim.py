@@ -48,7 +48,9 @@ def state_words(name: str, options: dict[str, float], dim: int) -> int:
         return dim if options["momentum"] else 0
     if name == "adagrad":
         return 1 if options["vectorwise_shared"] else dim
-    return 2 * dim + 1
+    if name == "rmsprop":
+        return 2 * dim if options["momentum"] else dim
+    return {"adam": 2 * dim + 1, "rowwise_adam": dim + 2, "ftrl": 2 * dim, "lion": dim}[name]
 
 
 def new_state(name: str, options: dict[str, float], dim: int) -> Floats:
@@ -80,12 +82,75 @@ def step(
         else:
             divisor = np.sqrt(after) + f["eps"]
         return bounded(values - f["lr"] * g / divisor, weight_bound), after
+    if name == "rmsprop":
+        return rmsprop(options, weight_bound, values, state, g)
+    if name == "lion":
+        return lion(options, weight_bound, values, state, gradient)
+    if name == "ftrl":
+        return ftrl(f, weight_bound, values, state, g)
+    return adam(name, options, weight_bound, values, state, g)
+
+
+def adam(
+    name: str,
+    options: dict[str, float],
+    weight_bound: float,
+    values: Floats,
+    state: Floats,
+    g: Floats,
+) -> tuple[Floats, Floats]:
+    f = {key: F32(value) for key, value in options.items()}
     dim = len(values)
-    count = min(int(state[2 * dim :].view(np.uint32)[0]) + 1, 2**32 - 1)
+    squares = F32(1.0 - options["beta2"]) * g * g
+    if name == "rowwise_adam":
+        squares = F32(1.0 - options["beta2"]) * mean_square(g)
+    count = min(int(state[-1:].view(np.uint32)[0]) + 1, 2**32 - 1)
     step_size = F32(options["lr"] / (1.0 - power(options["beta1"], count)))
     inverse_root = F32(1.0 / math.sqrt(1.0 - power(options["beta2"], count)))
     m = f["beta1"] * state[:dim] + F32(1.0 - options["beta1"]) * g
-    v = f["beta2"] * state[dim : 2 * dim] + F32(1.0 - options["beta2"]) * g * g
+    v = f["beta2"] * state[dim:-1] + squares
     values = values - step_size * m / (np.sqrt(v) * inverse_root + f["eps"])
     word = np.array([count], np.uint32).view(np.float32)
     return bounded(values, weight_bound), np.concatenate([m, v, word])
+
+
+def rmsprop(
+    options: dict[str, float], weight_bound: float, values: Floats, state: Floats, g: Floats
+) -> tuple[Floats, Floats]:
+    f = {key: F32(value) for key, value in options.items()}
+    dim = len(values)
+    v = f["alpha"] * state[:dim] + F32(1.0 - options["alpha"]) * g * g
+    divisor = np.sqrt(v) + f["eps"]
+    if not options["momentum"]:
+        return bounded(values - f["lr"] * g / divisor, weight_bound), v
+    velocity = f["momentum"] * state[dim:] + g / divisor
+    return bounded(values - f["lr"] * velocity, weight_bound), np.concatenate([v, velocity])
+
+
+def lion(
+    options: dict[str, float], weight_bound: float, values: Floats, m: Floats, g: Floats
+) -> tuple[Floats, Floats]:
+    """Weight decay is beside the step's sign, not in the gradient."""
+    f = {key: F32(value) for key, value in options.items()}
+    move = np.sign(f["beta1"] * m + F32(1.0 - options["beta1"]) * g)
+    if options["weight_decay"]:
+        move = move + f["weight_decay"] * values
+    m = f["beta2"] * m + F32(1.0 - options["beta2"]) * g
+    return bounded(values - f["lr"] * move, weight_bound), m
+
+
+def ftrl(
+    f: dict[str, np.float32], weight_bound: float, values: Floats, state: Floats, g: Floats
+) -> tuple[Floats, Floats]:
+    """The paper's z, times lr; an element begins with the z that its value is the answer to."""
+    dim = len(values)
+    z, n = state[:dim], state[dim:]
+    l1, fixed = f["lr"] * f["l1"], f["beta"] + f["lr"] * f["l2"]
+    after = n + g * g
+    root = np.sqrt(after)
+    begin = F32(0) - (values * fixed + np.sign(values) * l1)
+    z = np.where(n == 0, begin, z) + (f["lr"] * g - (root - np.sqrt(n)) * values)
+    beyond = np.where(np.abs(z) <= l1, F32(0), np.where(z > 0, z - l1, z + l1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = np.where(after == 0, values, F32(0) - beyond / (fixed + root))
+    return bounded(values, weight_bound), np.concatenate([z, after])

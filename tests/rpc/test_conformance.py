@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from persia._rpc.messages import (
     EmbeddingWorker,
+    LearningRate,
     LookupRequest,
     ParameterServer,
     TableEntries,
@@ -94,7 +96,7 @@ def ask_server(server: ParameterServer) -> list[Any]:
     rows = server.lookup(training)
     found.append(rows)
     grads = TableGradients(
-        pooled.table, signs, rows.tables[0].hints, np.ones((3, pooled.dim), np.float32)
+        pooled.table, signs, rows.tables[0].hints, np.ones((3, pooled.dim), np.float32), 0.5
     )
     found += [
         outcome(lambda: server.update(UpdateRequest((7, 1), (grads,)))),
@@ -128,6 +130,8 @@ def ask_worker(worker: EmbeddingWorker) -> list[Any]:
         outcome(lambda: worker.configure(SETTINGS)),
         outcome(lambda: worker.register_optimizer(ADAM)),
         outcome(worker.ready_for_serving),
+        outcome(lambda: worker.tables_at_rate(None)),
+        outcome(lambda: worker.tables_at_rate("nobody")),
     ]
     batches: list[dict[str, Samples]] = [BATCH, SINGLE, {"sum": []}, BATCH]
     for number, batch in enumerate(batches):
@@ -137,7 +141,8 @@ def ask_worker(worker: EmbeddingWorker) -> list[Any]:
         result = worker.lookup(ref, True)
         assert result.ref == ref
         found.append(without_ref(result))
-        grads = gradient(result, (5, number))
+        rates = (LearningRate(0, 0.5**number),)
+        grads = replace(gradient(result, (5, number)), learning_rates=rates)
         found += [worker.update(grads), worker.update(grads)]
     evaluated = features(BATCH, 9, requires_grad=False)
     found += [

@@ -190,6 +190,9 @@ class FakeWorker:
     def configure(self, settings: HyperParameters) -> None:
         self.configured.append(settings)
 
+    def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
+        return (0,)
+
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         self.optimizers.append(settings)
 

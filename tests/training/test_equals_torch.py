@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 STEPS = 200
 BATCH = 32
+Schedule = torch.optim.lr_scheduler.StepLR
 VOCABULARY = 24  # ids of each slot; below BATCH, so that a batch can meet them all
 DIM = 8
 FIXED = 4  # places of the raw slot; some samples have more ids
@@ -131,7 +132,11 @@ def _twin_embedding(pooling: str, weight: torch.Tensor, step: Step) -> Any:
 
 
 def _train_twin(
-    model: Model, weight: torch.Tensor, optimizer: torch.optim.Optimizer, steps: list[Step]
+    model: Model,
+    weight: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    steps: list[Step],
+    schedule: Schedule | None = None,
 ) -> list[float]:
     dense = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
@@ -147,15 +152,23 @@ def _train_twin(
             )
         optimizer.step()
         dense.step()
+        if schedule is not None:
+            schedule.step()
         losses.append(loss.item())
     return losses
 
 
 def _train_persia(
-    model: Model, rows: NDArray[np.float32], optimizer: Optimizer, steps: list[Step]
+    model: Model,
+    rows: NDArray[np.float32],
+    optimizer: Optimizer,
+    steps: list[Step],
+    schedule: Schedule | None = None,
+    group: str | None = None,
 ) -> tuple[list[float], NDArray[np.float32]]:
     slot = {"dim": DIM, "pooling": model.pooling, "sample_fixed_size": FIXED}
-    schema = EmbeddingSchema.load({"slots_config": {"slot": slot}})
+    own: dict[str, Any] = {} if group is None else {group: {"optimizer": {}}}
+    schema = EmbeddingSchema.load({"slots_config": {"slot": slot}, "group_settings": own})
     signs, _ = pack(
         np.arange(VOCABULARY, dtype=np.uint64), schema.slots["slot"].prefix, schema.prefix_bits
     )
@@ -176,6 +189,10 @@ def _train_persia(
             assert labels is not None
             loss = ctx.backward(torch.nn.functional.mse_loss(output, labels[0]))
             losses.append(loss.item())
+            if schedule is not None:
+                schedule.optimizer.step()  # it warns of one that never did
+                schedule.step()
+                ctx.set_lr(float(schedule.get_last_lr()[0]), group)
     (server,) = worker.servers
     (entries,) = server.read_embedding((TableSigns(0, signs),))
     np.testing.assert_array_equal(entries.signs, signs)
@@ -256,3 +273,22 @@ def test_equals_torch_whatever_rows_are_met(pooling: str, optimizer: str) -> Non
 @pytest.mark.parametrize("optimizer", list(ALL_ROWS))
 def test_equals_torch_when_every_row_is_met(pooling: str, optimizer: str) -> None:
     _check(pooling, ALL_ROWS[optimizer], _steps(meets_all=True))
+
+
+@pytest.mark.parametrize("group", [None, "slot"])
+def test_a_schedule_of_the_embeddings_is_torchs(group: str | None) -> None:
+    steps = _steps(meets_all=True)[:60]
+    rows = np.random.default_rng(3).uniform(-0.5, 0.5, (VOCABULARY, DIM)).astype(np.float32)
+    torch.manual_seed(11)
+    model, twin = Model("sum"), Model("sum")
+    twin.load_state_dict(model.state_dict())
+    weight = torch.from_numpy(rows.copy()).requires_grad_()
+    optimizer = torch.optim.Adam([weight], lr=0.05)
+    want = _train_twin(twin, weight, optimizer, steps, Schedule(optimizer, 7, gamma=0.5))
+
+    mirror = torch.optim.Adam([torch.zeros(1)], lr=0.05)
+    got, got_rows = _train_persia(
+        model, rows, Adam(0.05), steps, Schedule(mirror, 7, gamma=0.5), group
+    )
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(got_rows, weight.detach().numpy(), rtol=0, atol=TOLERANCE)

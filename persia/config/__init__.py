@@ -1,0 +1,50 @@
+"""The two YAML files as frozen dataclasses, checked whole before anything uses them.
+
+``GlobalConfig`` says how servers are set up; ``EmbeddingSchema`` says which features (slots)
+there are and which of them share rows; ``GroupSettings`` says how the rows of one group are
+kept and trained.
+"""
+
+from persia.config._global import (
+    CheckpointingConfig,
+    CommonConfig,
+    EmbeddedConfig,
+    EmbeddingWorkerConfig,
+    GlobalConfig,
+    InferConfig,
+    MetricsConfig,
+    ParameterServerConfig,
+    resolve_memory_limit,
+)
+from persia.config._groups import GroupOptimizer, GroupSettings
+from persia.config._reading import check_probability, nearest
+from persia.config._schema import (
+    POOLINGS,
+    EmbeddingSchema,
+    Initialization,
+    Pooling,
+    Slot,
+    Table,
+)
+
+__all__ = [
+    "POOLINGS",
+    "CheckpointingConfig",
+    "CommonConfig",
+    "EmbeddedConfig",
+    "EmbeddingSchema",
+    "EmbeddingWorkerConfig",
+    "GlobalConfig",
+    "GroupOptimizer",
+    "GroupSettings",
+    "InferConfig",
+    "Initialization",
+    "MetricsConfig",
+    "ParameterServerConfig",
+    "Pooling",
+    "Slot",
+    "Table",
+    "check_probability",
+    "nearest",
+    "resolve_memory_limit",
+]

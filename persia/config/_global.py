@@ -1,0 +1,248 @@
+"""The global config: how servers are set up, one section per role."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from persia.config._reading import Where, check_choice, check_integer, load_source, read
+from persia.errors import ConfigError
+from persia.logger import get_logger
+from persia.utils import total_memory_bytes
+
+_logger = get_logger("persia.config")
+
+# Bits 49..40 of a sign's hash choose the shard.
+_MAX_SHARDS = 1 << 10
+
+# Bits 63..50 choose the server: one beyond their number would own nothing.
+_MAX_SERVERS = 1 << 14
+
+# Of rows and of bytes, what the store can count; and its threads.
+_MAX_COUNT = (1 << 63) - 1
+_MAX_THREADS = 1024
+
+_MEMORY_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
+}
+
+
+def resolve_memory_limit(limit: int | str | None, total_bytes: int | None = None) -> int:
+    """Return a memory limit in bytes; 0 is no limit.
+
+    Args:
+        limit: Bytes, ``"8GiB"`` or the like, a percentage such as ``"70%"``, or None for
+            70 percent.
+        total_bytes: What a percentage is taken of; the limit of this process's cgroup, or
+            else the host's memory, if not given.
+
+    Raises:
+        ConfigError: If ``limit`` is neither of these.
+    """
+    if limit is None:
+        limit = "70%"
+    if isinstance(limit, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B|)\s*", limit)
+        number, unit = match.groups() if match else ("", None)
+        if unit == "%" and 0 < float(number) <= 100:
+            total = total_memory_bytes() if total_bytes is None else total_bytes
+            return int(total * float(number) / 100)
+        if unit in _MEMORY_UNITS:
+            num_bytes = float(number) * _MEMORY_UNITS[unit]
+            if num_bytes < _MAX_COUNT:
+                return int(num_bytes)
+    elif type(limit) is int and 0 <= limit <= _MAX_COUNT:
+        return limit
+    raise ConfigError(
+        "memory_limit: expected bytes below 2**63, a size such as 8GiB, or a percentage in "
+        f"0..100 such as 70%, got {limit!r}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """Section ``common_config.metrics_config``."""
+
+    enable_metrics: bool = False
+    """Whether processes serve metrics."""
+
+    job_name: str = "persia_default_jobname"
+    """Label of this job in the metrics."""
+
+    push_interval_seconds: int = field(default=10, metadata={"aliases": ("push_interval_sec",)})
+    """Seconds between two updates of metrics that cost a walk over the store."""
+
+    def __post_init__(self) -> None:
+        check_integer("push_interval_seconds", self.push_interval_seconds, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class InferConfig:
+    """Section ``common_config.infer_config``: what job type ``Infer`` starts from."""
+
+    servers: tuple[str, ...]
+    """``host:port`` of every parameter server, in replica order."""
+
+    embedding_checkpoint: str
+    """Directory of the embeddings that servers load when they start."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointingConfig:
+    """Section ``common_config.checkpointing_config``."""
+
+    num_workers: int = 4
+    """Threads that write or read a checkpoint."""
+
+    def __post_init__(self) -> None:
+        check_integer("num_workers", self.num_workers, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonConfig:
+    """Section ``common_config``: what every role reads."""
+
+    metrics_config: MetricsConfig = field(default_factory=MetricsConfig)
+    """Metrics."""
+
+    job_type: Literal["Train", "Eval", "Infer"] = "Train"
+    """What the job does; ``Infer`` starts from ``infer_config``."""
+
+    infer_config: InferConfig | None = None
+    """Servers and checkpoint of inference; None where nothing is served."""
+
+    checkpointing_config: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    """Checkpoints."""
+
+    def __post_init__(self) -> None:
+        check_choice("job_type", self.job_type, ("Train", "Eval", "Infer"))
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingWorkerConfig:
+    """Section ``embedding_worker_config``."""
+
+    forward_buffer_size: int = 1000
+    """Batches that an embedding-worker holds for one data-loader."""
+
+    buffered_data_expired_sec: int = 1000
+    """Seconds after which the ids of a batch that nobody asks for are counted as lost."""
+
+    def __post_init__(self) -> None:
+        check_integer("forward_buffer_size", self.forward_buffer_size, 1)
+        check_integer("buffered_data_expired_sec", self.buffered_data_expired_sec, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterServerConfig:
+    """Section ``embedding_parameter_server_config``."""
+
+    capacity: int = 1_000_000_000
+    """Rows that one server keeps; beyond it the least recently used go. Costs no memory."""
+
+    num_hashmap_internal_shards: int = 16
+    """Parts of one server's store, each with its own lock and its own order of use."""
+
+    memory_limit: int | str | None = None
+    """Memory of one server beyond which rows go as by capacity.
+
+    Bytes, a size such as ``8GiB``, or a percentage of the cgroup's limit or the host's
+    memory; 70 percent if not given, 0 for none.
+    """
+
+    enable_incremental_update: bool = False
+    """Whether changed rows are written out as training goes on."""
+
+    incremental_buffer_size: int = 1_000_000
+    """Distinct rows collected before they are written."""
+
+    incremental_dir: str = "/workspace/incremental_dir/"
+    """Where they are written."""
+
+    incremental_channel_capacity: int = 1000
+    """Read because old files hold it; has no effect."""
+
+    def __post_init__(self) -> None:
+        check_integer("capacity", self.capacity, 1, _MAX_COUNT)
+        check_integer(
+            "num_hashmap_internal_shards", self.num_hashmap_internal_shards, 1, _MAX_SHARDS
+        )
+        check_integer("incremental_buffer_size", self.incremental_buffer_size, 1)
+        check_integer("incremental_channel_capacity", self.incremental_channel_capacity, 1)
+        resolve_memory_limit(self.memory_limit)
+
+    def memory_limit_bytes(self) -> int:
+        """Return ``memory_limit`` in bytes on this machine; 0 is no limit."""
+        return resolve_memory_limit(self.memory_limit)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedConfig:
+    """Section ``embedded_config``: the servers inside a trainer that has no others."""
+
+    num_servers: int = 1
+    """Parameter servers in the process; each has a capacity of its own."""
+
+    num_threads: int = 1
+    """Threads that one request to a server, or the pooling of one batch, spreads over."""
+
+    def __post_init__(self) -> None:
+        check_integer("num_servers", self.num_servers, 1, _MAX_SERVERS)
+        check_integer("num_threads", self.num_threads, 1, _MAX_THREADS)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalConfig:
+    """The global config: one section per role."""
+
+    common_config: CommonConfig = field(default_factory=CommonConfig)
+    """What every role reads."""
+
+    embedding_worker_config: EmbeddingWorkerConfig = field(
+        default_factory=EmbeddingWorkerConfig
+    )
+    """Embedding-workers."""
+
+    embedding_parameter_server_config: ParameterServerConfig = field(
+        default_factory=ParameterServerConfig
+    )
+    """Parameter servers."""
+
+    embedded_config: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    """Embedded mode."""
+
+    @staticmethod
+    def load(
+        source: str | os.PathLike[str] | Mapping[str, object] | GlobalConfig | None = None,
+    ) -> GlobalConfig:
+        """Read a YAML file or a mapping of the same shape; None gives the defaults.
+
+        Raises:
+            ConfigError: If the file cannot be read, or a key or a value cannot be used.
+        """
+        if isinstance(source, GlobalConfig):
+            return source
+        if source is None:
+            return GlobalConfig()
+        content, name = load_source(source, "global config")
+        config = read(GlobalConfig, content, Where(name))
+        common, server = config.common_config, config.embedding_parameter_server_config
+        unused = {
+            "common_config.metrics_config.enable_metrics": common.metrics_config.enable_metrics,
+            "common_config.job_type": common.job_type != "Train",
+            "embedding_parameter_server_config.enable_incremental_update": (
+                server.enable_incremental_update
+            ),
+            "embedding_parameter_server_config.incremental_channel_capacity": (
+                server.incremental_channel_capacity != 1000
+            ),
+        }
+        for key in (key for key, is_set in unused.items() if is_set):
+            _logger.warning("%s: %s has no effect in this version", name, key)
+        return config

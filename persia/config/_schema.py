@@ -1,0 +1,375 @@
+"""The embedding config: which features (slots) there are and which of them share rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from persia._core import initial
+from persia._core.optim import MAX_DIM
+from persia.config._groups import GroupSettings
+from persia.config._reading import (
+    Where,
+    check_integer,
+    check_probability,
+    load_source,
+    mapping_of,
+    nearest,
+    read,
+)
+from persia.errors import ConfigError
+from persia.logger import get_logger
+
+_logger = get_logger("persia.config")
+
+Pooling = Literal["sum", "mean", "sqrt", "max", "raw", "jagged"]
+POOLINGS: tuple[Pooling, ...] = typing.get_args(Pooling)
+
+# Modes that hand out one vector per id, so that there is nothing to sum over.
+_PER_ID: tuple[Pooling, ...] = ("raw", "jagged")
+
+
+@dataclass(frozen=True, slots=True)
+class Initialization:
+    """A distribution of initial values: its name and the parameters by name, all of them."""
+
+    method: str
+    """One of those that ``persia._core.initial`` knows."""
+
+    options: Mapping[str, float]
+    """Parameters; those left out get their defaults."""
+
+    def __post_init__(self) -> None:
+        options = initial.complete(self.method, dict(self.options))
+        object.__setattr__(self, "options", options)
+
+    @staticmethod
+    def from_file(value: object, where: Where) -> Initialization:
+        """Read ``{method: normal, mean: 0.0, ...}``."""
+        options = dict(mapping_of(value, where))
+        method = options.pop("method", None)
+        if not isinstance(method, str):
+            raise where.error(f"key 'method' is required: one of {', '.join(initial.OPTIONS)}")
+        try:
+            return Initialization(method, typing.cast("dict[str, float]", options))
+        except ConfigError as exc:
+            raise where.error(str(exc)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _HashStackKeys:
+    hash_stack_rounds: int
+    embedding_size: int
+
+    def __post_init__(self) -> None:
+        check_integer("hash_stack_rounds", self.hash_stack_rounds, 0, 0xFFFF)
+        check_integer("embedding_size", self.embedding_size, 0)
+        if self.hash_stack_rounds and not self.embedding_size:
+            raise ConfigError(
+                f"embedding_size: {self.hash_stack_rounds} rounds need at least 1 row, got 0"
+            )
+        if not self.hash_stack_rounds:
+            # Without rounds the size says nothing, and slots cannot disagree about it.
+            object.__setattr__(self, "embedding_size", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotKeys:
+    """The keys of one slot in the file."""
+
+    dim: int
+    pooling: Pooling | None = None
+    sample_fixed_size: int = 10
+    embedding_summation: bool | None = None
+    sqrt_scaling: bool | None = None
+    hash_stack_config: _HashStackKeys = field(default_factory=lambda: _HashStackKeys(0, 0))
+    index_prefix: int = 0
+    initialization: Initialization | None = None
+    admit_probability: float | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("dim", self.dim, 1, MAX_DIM)
+        check_integer("sample_fixed_size", self.sample_fixed_size, 1, 0x7FFFFFFF)
+        if self.index_prefix != 0:
+            raise ConfigError(
+                f"index_prefix: is computed from the feature groups, got {self.index_prefix}; "
+                "leave it out"
+            )
+        if self.admit_probability is not None:
+            check_probability("admit_probability", self.admit_probability)
+        if self.pooling is not None:
+            self._check_pooling(self.pooling)
+
+    def _check_pooling(self, pooling: Pooling) -> None:
+        per_id = pooling in _PER_ID
+        if self.embedding_summation is not None and self.embedding_summation is per_id:
+            raise ConfigError(
+                f"pooling: {pooling!r} contradicts "
+                f"embedding_summation: {str(self.embedding_summation).lower()}"
+            )
+        if not per_id and self.sqrt_scaling not in (None, pooling == "sqrt"):
+            raise ConfigError(
+                f"pooling: {pooling!r} contradicts "
+                f"sqrt_scaling: {str(self.sqrt_scaling).lower()}"
+            )
+
+    def resolved_pooling(self) -> Pooling:
+        if self.pooling is not None:
+            return self.pooling
+        if self.embedding_summation is False:
+            return "raw"
+        return "sqrt" if self.sqrt_scaling else "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class _EmbeddingKeys:
+    """The keys of the embedding config's top level."""
+
+    # The older spellings are those of the original before and in August 2021.
+    slots_config: dict[str, _SlotKeys] = field(
+        metadata={
+            "aliases": ("slot_configs", "slot_config"),
+            "deprecated": ("slot_configs", "slot_config"),
+        }
+    )
+    feature_index_prefix_bit: int = 8
+    feature_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    strict_ids: bool = False
+    group_settings: dict[str, GroupSettings] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_integer("feature_index_prefix_bit", self.feature_index_prefix_bit, 1, 63)
+        if not self.slots_config:
+            raise ConfigError("slots_config: expected at least one slot, got none")
+        for key, names in (("slots", self.slots_config), ("groups", self.feature_groups)):
+            if "" in names:
+                raise ConfigError(f"expected names for {key}, got ''")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One row setting: what decides the shape and the beginning of a row.
+
+    Slots with the same setting share a table, which is only a number for messages between
+    roles; whether they share rows is their group's matter.
+    """
+
+    number: int
+    """Place in ``EmbeddingSchema.tables``."""
+
+    dim: int
+    """Floats in an embedding."""
+
+    initialization: Initialization | None
+    """Initial values; None takes those of the EmbeddingConfig."""
+
+    admit_probability: float | None
+    """Chance that a new id gets a row; None takes that of the EmbeddingConfig."""
+
+    settings: GroupSettings = field(default_factory=GroupSettings)
+    """What section ``group_settings`` says of its groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One feature's entry in the embedding config, with what follows from the others."""
+
+    name: str
+    """The feature's name in a batch."""
+
+    dim: int
+    """Floats in an embedding."""
+
+    pooling: Pooling
+    """How the vectors of one sample's ids become the model's input."""
+
+    sample_fixed_size: int = 10
+    """Ids kept of each sample, in ``raw`` pooling only."""
+
+    hash_stack_rounds: int = 0
+    """Rows that an id's vector is summed from; 0 for none, where an id has one row."""
+
+    hash_stack_size: int = 0
+    """Rows of each round."""
+
+    group: str
+    """Name of the group whose slots share rows for equal ids."""
+
+    table: int
+    """Number of the row setting in ``EmbeddingSchema.tables``."""
+
+    prefix: int
+    """Feature bits of the group, already shifted to the top of the sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSchema:
+    """The embedding config: slots, the groups that share rows, and row settings."""
+
+    slots: dict[str, Slot]
+    """Slots by name, in file order."""
+
+    groups: dict[str, int]
+    """Numbers of the groups by name, from 0; a group's prefix is its number + 1, shifted."""
+
+    tables: tuple[Table, ...]
+    """Distinct row settings."""
+
+    prefix_bits: int
+    """Feature bits at the top of a sign; the other 64 - prefix_bits hold the id."""
+
+    strict_ids: bool = False
+    """Whether an id that does not fit is an error; else it is masked and counted."""
+
+    def groups_of(self, table: int) -> list[str]:
+        """Return the names of the groups whose rows have the settings of a table."""
+        members = {slot.group for slot in self.slots.values() if slot.table == table}
+        return [group for group in self.groups if group in members]
+
+    @staticmethod
+    def load(
+        source: str | os.PathLike[str] | Mapping[str, object] | EmbeddingSchema,
+    ) -> EmbeddingSchema:
+        """Read a YAML file or a mapping of the same shape.
+
+        Raises:
+            ConfigError: If the file cannot be read, a key or a value cannot be used, or
+                slots of a group disagree.
+        """
+        if isinstance(source, EmbeddingSchema):
+            return source
+        content, name = load_source(source, "embedding config")
+        where = Where(name)
+        keys = read(_EmbeddingKeys, content, where)
+        group_of, groups = _number_groups(keys, where)
+        _check_groups_agree(keys, group_of, where)
+        for group in keys.group_settings:
+            if group not in groups:
+                raise where.at("group_settings").error(
+                    f"unknown group {group!r}{nearest(group, groups)}; a slot outside any "
+                    "group is one of its own name"
+                )
+        return _resolve(keys, group_of, groups, where)
+
+
+def _number_groups(keys: _EmbeddingKeys, where: Where) -> tuple[dict[str, str], dict[str, int]]:
+    """Return each slot's group and each group's number: explicit ones first, in file order."""
+    group_of: dict[str, str] = {}
+    for group, members in keys.feature_groups.items():
+        here = where.at("feature_groups").at(group)
+        for slot in members:
+            if slot not in keys.slots_config:
+                raise here.error(f"unknown slot {slot!r}{nearest(slot, keys.slots_config)}")
+            if slot in group_of:
+                raise here.error(f"slot {slot!r} is already in group {group_of[slot]!r}")
+            group_of[slot] = group
+    groups = {group: number for number, group in enumerate(keys.feature_groups)}
+    for slot in keys.slots_config:
+        if slot in group_of:
+            continue
+        if slot in keys.feature_groups:
+            raise (
+                where.at("feature_groups")
+                .at(slot)
+                .error(
+                    f"slot {slot!r} is in no group, so its own group would get the same name; "
+                    "rename the group or put the slot into it"
+                )
+            )
+        group_of[slot] = slot
+        groups[slot] = len(groups)
+    # Number + 1 is stored, so that no group has prefix 0.
+    limit = (1 << keys.feature_index_prefix_bit) - 1
+    if len(groups) > limit:
+        raise where.at("feature_index_prefix_bit").error(
+            f"{keys.feature_index_prefix_bit} bits hold {limit} groups, got {len(groups)}; "
+            f"at least {len(groups).bit_length()} bits are needed"
+        )
+    return group_of, groups
+
+
+def _check_groups_agree(
+    keys: _EmbeddingKeys, group_of: Mapping[str, str], where: Where
+) -> None:
+    """Slots of one group share rows, so they must agree on all that makes a row."""
+    first: dict[str, str] = {}
+    for name, slot in keys.slots_config.items():
+        group = group_of[name]
+        other = first.setdefault(group, name)
+        theirs = keys.slots_config[other]
+        for setting in ("dim", "initialization", "admit_probability", "hash_stack_config"):
+            mine, other_value = getattr(slot, setting), getattr(theirs, setting)
+            if mine != other_value:
+                raise (
+                    where.at("feature_groups")
+                    .at(group)
+                    .error(
+                        f"slots of a group share rows, but {setting} of {other!r} is "
+                        f"{_plain(other_value)} and of {name!r} is {_plain(mine)}"
+                    )
+                )
+
+
+def _plain(value: object) -> object:
+    """Show a setting as the file spells it."""
+    if isinstance(value, Initialization):
+        return {"method": value.method, **value.options}
+    if isinstance(value, _HashStackKeys):
+        return dataclasses.asdict(value)
+    return value
+
+
+def _resolve(
+    keys: _EmbeddingKeys,
+    group_of: Mapping[str, str],
+    groups: dict[str, int],
+    where: Where,
+) -> EmbeddingSchema:
+    id_bits = 64 - keys.feature_index_prefix_bit
+    slots: dict[str, Slot] = {}
+    kinds: list[object] = []  # of row settings; compared, for options have no hash
+    tables: list[Table] = []
+    for name, slot in keys.slots_config.items():
+        here = where.at("slots_config").at(name)
+        stack = slot.hash_stack_config
+        if stack.hash_stack_rounds * stack.embedding_size > 1 << id_bits:
+            raise here.at("hash_stack_config").error(
+                f"{stack.hash_stack_rounds} rounds of {stack.embedding_size} rows do not fit "
+                f"into {id_bits} bits"
+            )
+        pooling = slot.resolved_pooling()
+        if slot.sqrt_scaling and pooling in _PER_ID:
+            _logger.warning(
+                "%s: %s.sqrt_scaling has no effect with pooling %r, which sums nothing",
+                here.file,
+                here.path,
+                pooling,
+            )
+        group = group_of[name]
+        settings = keys.group_settings.get(group, GroupSettings())
+        # A group with an optimizer entry shares its table with no other, even if the other's
+        # is equal: a learning rate set later is a table's, as a new row's values are.
+        own = group if settings.optimizer is not None else None
+        setting = (slot.dim, slot.initialization, slot.admit_probability, settings)
+        kind = (*setting, own)
+        if kind not in kinds:
+            kinds.append(kind)
+            tables.append(Table(len(tables), *setting))
+        slots[name] = Slot(
+            name=name,
+            dim=slot.dim,
+            pooling=pooling,
+            sample_fixed_size=slot.sample_fixed_size,
+            hash_stack_rounds=stack.hash_stack_rounds,
+            hash_stack_size=stack.embedding_size,
+            group=group,
+            table=kinds.index(kind),
+            prefix=(groups[group] + 1) << id_bits,
+        )
+    return EmbeddingSchema(
+        slots, groups, tuple(tables), keys.feature_index_prefix_bit, keys.strict_ids
+    )

@@ -1,0 +1,205 @@
+"""Optimizers by table: group settings, rates that updates bring, and rows already held."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from persia._core.optim import RowOptimizer
+from persia._rpc.messages import (
+    LearningRate,
+    LookupRequest,
+    OptimizerSettings,
+    TableEntries,
+    TableGradients,
+    TableSigns,
+    UpdateRequest,
+)
+from persia._services.optimizers import TableOptimizers, tables_at_rate
+from persia._services.parameter_server import ParameterServer
+from persia.config import EmbeddingSchema
+from persia.errors import ConfigError, DimMismatch
+from tests.reference import optim as model
+from tests.services.support import (
+    ADAGRAD,
+    ADAM,
+    SETTINGS,
+    SGD,
+    features,
+    gradient,
+    make_servers,
+    make_worker,
+)
+
+DIM = 4
+GROUPS: dict[str, Any] = {
+    "lazy": {"optimizer": {"lr": 0.25}},
+    "own": {"optimizer": {"name": "ftrl", "lr": 0.5, "l1": 0.1}},
+    "plain": {"optimizer": {}},
+}
+
+
+def schema_with(groups: dict[str, Any] | None = None) -> EmbeddingSchema:
+    names = ("a", "b", "lazy", "own", "plain")
+    slots = {name: {"dim": DIM} for name in names}
+    return EmbeddingSchema.load(
+        {"slots_config": slots, "group_settings": GROUPS if groups is None else groups}
+    )
+
+
+SCHEMA = schema_with()
+TABLES = {name: slot.table for name, slot in SCHEMA.slots.items()}
+
+
+def signs_of(name: str) -> NDArray[np.uint64]:
+    return np.array([SCHEMA.slots[name].prefix | number for number in (1, 2, 3)], np.uint64)
+
+
+def look(server: ParameterServer, *names: str) -> None:
+    tables = tuple(TableSigns(TABLES[name], signs_of(name)) for name in names)
+    server.lookup(LookupRequest(0, True, tables))
+
+
+def rows(server: ParameterServer, name: str) -> TableEntries:
+    (entries,) = server.read_embedding([TableSigns(TABLES[name], signs_of(name))])
+    return entries
+
+
+def update(server: ParameterServer, number: int, rates: dict[str, float | None]) -> None:
+    grads = np.linspace(-1, 1, 3 * DIM, dtype=np.float32).reshape(3, DIM)
+    parts = tuple(
+        TableGradients(TABLES[name], signs_of(name), None, grads, lr)
+        for name, lr in rates.items()
+    )
+    server.update(UpdateRequest((1, number), parts))
+
+
+@pytest.mark.parametrize("registered", [SGD, ADAM, ADAGRAD], ids=lambda o: o.name)
+def test_each_table_steps_by_its_own_optimizer_and_rate(registered: OptimizerSettings) -> None:
+    (server,) = make_servers(schema=SCHEMA, optimizer=registered)
+    complete = RowOptimizer(registered.name, **registered.options).options
+    names = ("a", "lazy", "own", "plain")
+    look(server, *names)
+    held = {name: rows(server, name).values for name in names}
+    schedule: list[dict[str, float | None]] = [
+        dict.fromkeys(names),
+        {"a": 0.125, "lazy": None, "own": 0.0625, "plain": 0.75},
+        {"a": 0.125, "plain": None},
+    ]
+    for number, rates in enumerate(schedule):
+        update(server, number, rates)
+    grads = np.linspace(-1, 1, 3 * DIM, dtype=np.float32).reshape(3, DIM)
+    for name in names:
+        settings = complete | ({"lr": 0.25} if name == "lazy" else {})
+        kind = registered.name
+        if name == "own":
+            settings, kind = RowOptimizer("ftrl", lr=0.5, l1=0.1).options, "ftrl"
+        after = rows(server, name)
+        for place in range(3):
+            values: NDArray[np.float32] = held[name][place]
+            state = model.new_state(kind, settings, DIM)
+            for rates in schedule:
+                if name in rates:
+                    lr = settings["lr"] if rates[name] is None else rates[name]
+                    options: Any = settings | {"lr": lr}
+                    values, state = model.step(kind, options, 10, values, state, grads[place])
+            np.testing.assert_array_equal(after.values[place], values)
+            assert after.states is not None
+            assert after.states[place].tolist() == state.view(np.uint32).tolist()
+
+
+@pytest.mark.parametrize("lr", [-1.0, float("nan"), float("inf")])
+def test_a_rate_that_cannot_be_used_changes_nothing(lr: float) -> None:
+    (server,) = make_servers(schema=SCHEMA)
+    look(server, "a", "lazy")
+    before = rows(server, "a").values
+    with pytest.raises(ConfigError, match="sgd: lr must be"):
+        update(server, 0, {"a": 0.5, "lazy": lr})
+    np.testing.assert_array_equal(rows(server, "a").values, before)
+    update(server, 0, {"a": 0.5})  # the id was not used up
+
+
+def test_a_server_started_anew_steps_at_the_rate_of_the_update() -> None:
+    ends = []
+    for again in (False, True):
+        (server,) = make_servers(schema=SCHEMA)
+        update(server, 0, {"a": 0.125})
+        if again:
+            (server,) = make_servers(schema=SCHEMA)
+        look(server, "a")
+        update(server, 1, {"a": 0.125})
+        ends.append(rows(server, "a").values)
+    np.testing.assert_array_equal(ends[0], ends[1])
+
+
+def test_states_of_rows_are_of_the_tables_optimizer() -> None:
+    (server,) = make_servers(schema=SCHEMA, optimizer=ADAM)
+    look(server, "a", "own")
+    widths = {name: rows(server, name).states for name in ("a", "own")}
+    assert [0 if s is None else s.shape[1] for s in widths.values()] == [2 * DIM + 1, 2 * DIM]
+    values, states = np.ones((3, DIM), np.float32), np.ones((3, 2 * DIM), np.uint32)
+    server.set_embedding([TableEntries(TABLES["own"], signs_of("own"), values, states)])
+    written = rows(server, "own").states
+    assert written is not None
+    np.testing.assert_array_equal(written, states)
+    states = np.ones((3, 2 * DIM + 1), np.uint32)
+    with pytest.raises(DimMismatch, match=r"expected states \[3, 8\] for ftrl"):
+        server.set_embedding([TableEntries(TABLES["own"], signs_of("own"), values, states)])
+
+
+def test_another_optimizer_is_refused_for_what_it_means_to_a_table() -> None:
+    only_own = {name: {"optimizer": {"name": "lion"}} for name in ("a", "b", "lazy", "own")}
+    schema = schema_with(only_own | {"plain": {"optimizer": {"name": "lion"}}})
+    (server,) = make_servers(schema=schema, optimizer=SGD)
+    server.lookup(LookupRequest(0, True, (TableSigns(0, signs_of("a")),)))
+    server.register_optimizer(ADAM)  # every table has its own: no row changes its meaning
+    (server,) = make_servers(schema=SCHEMA, optimizer=ADAGRAD)
+    look(server, "own")
+    with pytest.raises(ConfigError, match=r"optimizer adam keeps 9 words .* 4 of adagrad"):
+        server.register_optimizer(ADAM)
+
+
+def test_an_option_that_the_registered_optimizer_does_not_know_names_the_group() -> None:
+    schema = schema_with({"b": {"optimizer": {"beta1": 0.5}}})
+    (server,) = make_servers(schema=schema, optimizer=ADAM)
+    with pytest.raises(ConfigError, match=r"group_settings\.b\.optimizer: sgd has no option"):
+        server.register_optimizer(SGD)
+
+
+def test_the_tables_that_a_rate_is_for() -> None:
+    assert tables_at_rate(SCHEMA, None) == (TABLES["a"], TABLES["plain"])
+    for name in ("lazy", "own", "plain"):
+        assert tables_at_rate(SCHEMA, name) == (TABLES[name],)
+    with pytest.raises(ConfigError, match="'a' steps at one learning rate with 'b'; "):
+        tables_at_rate(SCHEMA, "a")
+    with pytest.raises(ConfigError, match="unknown group 'lzy', did you mean 'lazy'"):
+        tables_at_rate(SCHEMA, "lzy")
+    assert tables_at_rate(schema_with({"b": {"optimizer": {}}}), "b") == (1,)
+
+
+def test_an_optimizer_at_a_rate_is_kept() -> None:
+    optimizers = TableOptimizers(SCHEMA, ADAM, 10.0)
+    at_rate = optimizers.of(0, 0.5)
+    assert optimizers.of(0, 0.5) is at_rate
+    assert optimizers.of(0, 0.1) is optimizers.of(0)
+    assert optimizers.of(0, 0.25) is not at_rate
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_rates_reach_the_rows_of_their_tables(num_servers: int) -> None:
+    servers = make_servers(num_servers, SCHEMA, hyper=SETTINGS, optimizer=SGD)
+    with closing(make_worker(list(servers), SCHEMA)) as worker:
+        assert worker.tables_at_rate("own") == (TABLES["own"],)
+        given = features({"a": [[1], [2]], "plain": [[1], [2]]})
+        before = worker.lookup(worker.register(given), True)
+        rates = (LearningRate(TABLES["plain"], 0.125),)
+        worker.update(replace(gradient(before), learning_rates=rates))
+        after = worker.lookup_direct(replace(given, requires_grad=False))
+    for old, new, lr in zip(before.outputs, after.outputs, (0.5, 0.125), strict=True):
+        step = np.float32(lr) * np.ones((2, DIM), np.float32)
+        np.testing.assert_array_equal(new.values, old.values - step)  # type: ignore[union-attr]
