@@ -15,18 +15,22 @@ class FeatureBatch:
         inverse: NDArray[np.uint32],
         offsets: NDArray[np.uint32] | None = None,
         batch_size: int | None = None,
+        weights: NDArray[np.float32] | None = None,
     ) -> None: ...
     @staticmethod
     def from_csr(
         name: str,
         values: NDArray[np.uint64],
         offsets: NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint32],
+        weights: NDArray[np.float32] | None = None,
     ) -> FeatureBatch: ...
     @staticmethod
     def from_single(name: str, ids: NDArray[np.uint64]) -> FeatureBatch: ...
     @staticmethod
     def from_list(
-        name: str, data: list[NDArray[np.uint64]] | tuple[NDArray[np.uint64], ...]
+        name: str,
+        data: list[NDArray[np.uint64]] | tuple[NDArray[np.uint64], ...],
+        weights: list[NDArray[np.float32]] | tuple[NDArray[np.float32], ...] | None = None,
     ) -> FeatureBatch: ...
     @staticmethod
     def from_parts(name: str, parts: Sequence[NDArray[Any]]) -> FeatureBatch: ...
@@ -38,6 +42,8 @@ class FeatureBatch:
     def inverse(self) -> NDArray[np.uint32]: ...
     @property
     def offsets(self) -> NDArray[np.uint32] | None: ...
+    @property
+    def weights(self) -> NDArray[np.float32] | None: ...
     @property
     def batch_size(self) -> int: ...
     @property

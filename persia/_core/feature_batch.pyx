@@ -5,6 +5,7 @@
     distinct   [7, 9]               D = 2, in first-seen order
     inverse    [0, 1, 1, 0, 1]      N = 5, the number of each id
     offsets    [0, 2, 2, 5]         B + 1 = 4
+    weights    [1., .5, 2., 1., 0.] N, or None: each id counts once
 
 Everything behind this class works on distinct ids: a row is looked up once and stepped once per
 batch, however often its id occurs. Ids are read in one pass over a small hash table, and the
@@ -16,7 +17,8 @@ Invariants, true from construction on:
     I2  Every number of ``inverse`` is below D, and each of 0..D - 1 occurs.
     I3  ``offsets`` starts at 0, never decreases and ends at N; it is None if and only if each
         sample has exactly one id.
-    I4  The arrays belong to the object: nobody else holds the memory, and nobody may write it.
+    I4  ``weights`` are finite, one for each entry of ``inverse``, or None.
+    I5  The arrays belong to the object: nobody else holds the memory, and nobody may write it.
 
 Any u64 is an id, 0 and 2**64 - 1 included. There is no limit of 65,535 on samples or ids;
 positions are u32, which ends at 2**32 - 2 ids of one feature in one batch.
@@ -26,6 +28,7 @@ table for all features, which would leave the cache and allow no threads.
 """
 
 from cython cimport final
+from libc.math cimport isfinite
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 from numpy cimport (
@@ -51,6 +54,8 @@ from persia._core.arrays cimport (
 )
 from persia._core.distinct cimport distinct_of
 from persia._core.types cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+import numpy as np
 
 from persia.errors import DataError, DataTypeError
 
@@ -145,6 +150,7 @@ cdef class FeatureBatch:
         offsets: Where each sample's ids start in ``inverse``, u32 [B + 1]. ``None`` if each
             sample has exactly one id.
         batch_size: B, compared with what the arrays say if given.
+        weights: Weight of each id, f32 [N]. ``None`` if each counts once.
 
     Raises:
         DataTypeError: If an array has another dtype or more dimensions, or ``name`` is no str.
@@ -159,7 +165,9 @@ cdef class FeatureBatch:
         ([7, 9], [0, 1, 1, 0, 1], [0, 2, 2, 5])
     """
 
-    def __init__(self, name, distinct, inverse, offsets=None, batch_size=None):
+    def __init__(
+        self, name, distinct, inverse, offsets=None, batch_size=None, weights=None
+    ):
         if self.name is not None:
             raise TypeError(f"feature {self.name!r} is built; a FeatureBatch never changes")
         cdef str feature = checked_name(name)
@@ -200,9 +208,10 @@ cdef class FeatureBatch:
                 f"feature {feature!r}: expected {batch_size} samples, got {num_samples}"
             )
         fill(self, feature, values, numbers, edges)
+        self.weights = own_weights(self, weights)
 
     @staticmethod
-    def from_csr(name, values, offsets):
+    def from_csr(name, values, offsets, weights=None):
         """Build from the ids of all samples, one after the other; neither array is kept.
 
         Args:
@@ -210,10 +219,12 @@ cdef class FeatureBatch:
             values: u64 [N], any layout. Read in place if contiguous.
             offsets: int32, int64 or uint32 [B + 1]; sample i has
                 ``values[offsets[i]:offsets[i + 1]]``.
+            weights: f32 [N], copied, or None.
 
         Raises:
             DataTypeError: If an array has another dtype or more dimensions.
-            DataError: If ``offsets`` does not start at 0, decreases, or does not end at N.
+            DataError: If ``offsets`` does not start at 0, decreases, or does not end at N, or
+                ``weights`` has another length or a value that is not finite.
         """
         cdef str feature = checked_name(name)
         cdef ndarray source = as_ids(values, f"feature {feature!r}, values")
@@ -231,9 +242,11 @@ cdef class FeatureBatch:
                 f"got {describe(offsets)}"
             )
         owned = own_offsets(feature, edges, PyArray_SIZE(source))
-        return build(
+        cdef FeatureBatch batch = build(
             feature, <const uint64_t *>PyArray_DATA(source), PyArray_SIZE(source), owned
         )
+        batch.weights = own_weights(batch, weights)
+        return batch
 
     @staticmethod
     def from_single(name, ids):
@@ -249,7 +262,7 @@ cdef class FeatureBatch:
         )
 
     @staticmethod
-    def from_list(name, data):
+    def from_list(name, data, weights=None):
         """Build from one array for each sample; an empty array is a sample without ids.
 
         ``from_csr`` costs less where the ids are in one piece already.
@@ -257,26 +270,30 @@ cdef class FeatureBatch:
         Args:
             name: Name of the feature.
             data: List or tuple of u64 arrays of one dimension, in any layout.
+            weights: List or tuple of f32 arrays as long as those of ``data``, or None.
 
         Raises:
-            DataTypeError: If ``data`` or one of its items is something else; names the sample.
-            DataError: If there are more ids than a u32 can number.
+            DataTypeError: If ``data``, ``weights`` or one of their items is something else;
+                names the sample.
+            DataError: If there are more ids than a u32 can number, or a weight is missing, too
+                many or not finite.
         """
         cdef str feature = checked_name(name)
-        if not isinstance(data, (list, tuple)):
-            raise DataTypeError(
-                f"feature {feature!r}: expected a list with one array for each sample, "
-                f"got {describe(data)}"
-            )
+        cdef FeatureBatch batch
+        check_list(f"feature {feature!r}", data)
         cdef Gathered gathered
         gathered.ids = NULL
         gathered.count = 0
         gathered.room = 0
         try:
             edges = gather(feature, tuple(data), &gathered)
-            return build(feature, gathered.ids, gathered.count, edges)
+            batch = build(feature, gathered.ids, gathered.count, edges)
         finally:
             free(gathered.ids)
+        if weights is not None:
+            check_list(f"feature {feature!r}, weights", weights)
+            batch.weights = own_weights(batch, joined_weights(batch, weights))
+        return batch
 
     @staticmethod
     def from_parts(name, parts):
@@ -284,14 +301,17 @@ cdef class FeatureBatch:
 
         Raises:
             DataTypeError: If a part has another dtype or more dimensions.
-            DataError: If the parts are not two or three, or do not describe a batch.
+            DataError: If the parts are not two to four, or do not describe a batch.
         """
-        if not 2 <= len(parts) <= 3:
-            raise DataError(f"feature {name!r}: expected 2 or 3 parts, got {len(parts)}")
-        return FeatureBatch(name, *parts)
+        if not 2 <= len(parts) <= 4:
+            raise DataError(f"feature {name!r}: expected 2 to 4 parts, got {len(parts)}")
+        return FeatureBatch(name, *parts[:3], weights=parts[3] if len(parts) == 4 else None)
 
     def parts(self):
-        """Return the arrays to send: distinct, inverse, and offsets if there are any."""
+        """Return the arrays to send: distinct, inverse, offsets if a sample has another number
+        of ids than one, and weights if there are any, then always behind offsets."""
+        if self.weights is not None:
+            return self.distinct, self.inverse, offsets_of(self), self.weights
         if self.offsets is None:
             return self.distinct, self.inverse
         return self.distinct, self.inverse, self.offsets
@@ -326,7 +346,7 @@ cdef class FeatureBatch:
         if edges == NULL:
             if most >= 1 or self.batch_size == 0:
                 return self
-            return build(self.name, NULL, 0, no_ids(self.batch_size))
+            return without_ids(self)
         for i in range(self.batch_size):
             num_kept += min(<size_t>(edges[i + 1] - edges[i]), most)
         if num_kept == <uint64_t>self.num_ids:
@@ -362,12 +382,16 @@ cdef class FeatureBatch:
         cdef FeatureBatch batch = FeatureBatch.__new__(FeatureBatch)
         single = one_each(new_edges, num_samples)
         fill(batch, self.name, distinct, inverse, None if single else offsets)
+        if self.weights is not None:
+            batch.weights = kept_weights(self.weights, edges, new_edges, num_samples)
         return batch
 
     def __reduce__(self):
         """Pickle and copy through the checks: what Cython would generate gives writable arrays
         and takes any state, and numbers out of range would write into foreign memory."""
-        return FeatureBatch, (self.name, *self.parts())
+        return FeatureBatch, (
+            self.name, self.distinct, self.inverse, self.offsets, None, self.weights
+        )
 
     def __repr__(self):
         return (
@@ -395,11 +419,89 @@ cdef const uint32_t *edges_of(FeatureBatch batch) noexcept:
     return <const uint32_t *>PyArray_DATA(<ndarray>batch.offsets)
 
 
-cdef ndarray no_ids(Py_ssize_t num_samples):
-    """Return offsets of samples without ids."""
-    cdef ndarray edges = new_u32(num_samples + 1)
+cdef ndarray offsets_of(FeatureBatch batch):
+    """Return the offsets, made up if each sample has exactly one id."""
+    if batch.offsets is None:
+        return frozen(np.arange(batch.batch_size + 1, dtype=np.uint32))
+    return batch.offsets
+
+
+cdef FeatureBatch without_ids(FeatureBatch batch):
+    """Return as many samples, without ids."""
+    cdef ndarray edges = new_u32(batch.batch_size + 1)
     edges.fill(0)
-    return edges
+    cdef FeatureBatch empty = build(batch.name, NULL, 0, edges)
+    if batch.weights is not None:
+        empty.weights = frozen(batch.weights[:0].copy())
+    return empty
+
+
+cdef ndarray kept_weights(
+    ndarray weights, const uint32_t *edges, const uint32_t *kept_edges, size_t num_samples
+):
+    """Return the first weights of each sample, as many as ``kept_edges`` says."""
+    cdef ndarray kept = np.empty(kept_edges[num_samples], np.float32)
+    cdef const float *source = <const float *>PyArray_DATA(weights)
+    cdef float *target = <float *>PyArray_DATA(kept)
+    cdef size_t sample
+    for sample in range(num_samples):
+        memcpy(
+            target + kept_edges[sample],
+            source + edges[sample],
+            (kept_edges[sample + 1] - kept_edges[sample]) * sizeof(float),
+        )
+    return frozen(kept)
+
+
+cdef object own_weights(FeatureBatch batch, object weights):
+    """Return a checked copy of one weight for each id, None for None."""
+    if weights is None:
+        return None
+    what = f"feature {batch.name!r}, weights"
+    # Copied before they are checked, like all else.
+    cdef ndarray owned = as_vector(weights, c"f", 4, what).copy()
+    if PyArray_SIZE(owned) != batch.num_ids:
+        raise DataError(
+            f"{what}: expected {batch.num_ids}, one for each id, got {PyArray_SIZE(owned)}"
+        )
+    cdef const float *values = <const float *>PyArray_DATA(owned)
+    cdef Py_ssize_t i
+    for i in range(batch.num_ids):
+        if not isfinite(values[i]):
+            sample = int(np.searchsorted(offsets_of(batch), i, side="right")) - 1
+            raise DataError(
+                f"{what}: expected finite values, got {values[i]} in sample {sample}"
+            )
+    return frozen(owned)
+
+
+cdef int check_list(str what, object data) except -1:
+    if not isinstance(data, (list, tuple)):
+        raise DataTypeError(
+            f"{what}: expected a list with one array for each sample, got {describe(data)}"
+        )
+    return 0
+
+
+cdef ndarray joined_weights(FeatureBatch batch, object weights):
+    """Return the weights of all samples behind each other; each has as many as ids."""
+    what = f"feature {batch.name!r}, weights"
+    if len(weights) != batch.batch_size:
+        raise DataError(f"{what}: expected {batch.batch_size} samples, got {len(weights)}")
+    cdef const uint32_t *edges = edges_of(batch)
+    cdef Py_ssize_t sample, num_ids
+    for sample, item in enumerate(weights):
+        if not is_vector(item, c"f", 4):
+            raise DataTypeError(
+                f"{what}, sample {sample}: expected a 1-D numpy array of float32, "
+                f"got {describe(item)}"
+            )
+        num_ids = 1 if edges == NULL else <Py_ssize_t>edges[sample + 1] - edges[sample]
+        if PyArray_DIM(<ndarray>item, 0) != num_ids:
+            raise DataError(
+                f"{what}, sample {sample}: expected {num_ids}, one for each id, got {item.size}"
+            )
+    return np.concatenate(weights) if weights else np.empty(0, np.float32)
 
 
 cdef size_t count_distinct(ndarray values) except? 0:

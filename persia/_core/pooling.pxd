@@ -17,6 +17,7 @@ cdef extern from "pooling_kernels.h" nogil:
         size_t num_ids
         const uint32_t *offsets     # [num_samples + 1] or NULL
         size_t num_samples
+        const float *weights        # [num_ids] or NULL
         size_t dim
         float *scratch              # [dim]
 

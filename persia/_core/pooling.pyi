@@ -11,6 +11,7 @@ def pool(
     inverse: NDArray[np.uint32],
     offsets: NDArray[np.uint32] | None,
     out: NDArray[np.float32],
+    weights: NDArray[np.float32] | None = None,
 ) -> NDArray[np.int32] | None: ...
 def pool_grad(
     mode: str,
@@ -22,6 +23,7 @@ def pool_grad(
     argmax: NDArray[np.int32] | None,
     skip: NDArray[np.uint8] | None,
     out: NDArray[np.float32],
+    weights: NDArray[np.float32] | None = None,
 ) -> None: ...
 def gather(
     rows: NDArray[np.float32],

@@ -5,10 +5,12 @@
                               hash stack); None: R = 1 and distinct id d is row d
     inverse u32 [N]           for each id of the batch the number of its distinct id
     offsets u32 [B + 1]       where each sample's ids begin; None: one id a sample
+    weights f32 [N]           a factor for each id; None: 1
 
 The vector of a distinct id is the sum of its rounds, in every mode. Then a sample is
 
-    sum                       the sum over its ids, duplicates counted again
+    sum                       the sum over its ids, each times its weight, duplicates counted
+                              again; the other modes take no weights
     mean                      sum / n
     sqrt                      sum / sqrt(n)
     max                       elementwise; of equal values the first id's
@@ -98,6 +100,7 @@ cdef int fill_bags(
     bags.num_ids = num_ids
     bags.offsets = NULL
     bags.num_samples = num_ids
+    bags.weights = NULL
     bags.dim = dim
     bags.scratch = NULL
     if num_ids:
@@ -139,6 +142,21 @@ cdef int check_skip(const uint8_t[::1] skip, Py_ssize_t num_samples) except -1:
     return 0
 
 
+cdef int fill_weights(
+    persia_bags_t *bags, const float[::1] weights, int mode, object mode_name
+) except -1:
+    """Check the weights of ``bags`` and put them in."""
+    if weights is None:
+        return 0
+    if mode != PERSIA_SUM:
+        raise DataError(f"weights are for pooling sum, got them for {mode_name}")
+    if <size_t>weights.shape[0] != bags.num_ids:
+        raise DataError(f"weights must have {bags.num_ids} entries, got {weights.shape[0]}")
+    if bags.num_ids:
+        bags.weights = &weights[0]
+    return 0
+
+
 cdef int check_argmax(
     const int32_t[:, ::1] argmax, const persia_bags_t *bags, Py_ssize_t num_distinct
 ) except -1:
@@ -174,6 +192,7 @@ def pool(
     const uint32_t[::1] inverse not None,
     const uint32_t[::1] offsets,
     float[:, ::1] out not None,
+    const float[::1] weights=None,
 ):
     """Pool a feature's rows into one vector per sample.
 
@@ -185,6 +204,7 @@ def pool(
         inverse: u32 [N], below D.
         offsets: u32 [B + 1] from 0 to N, or None for B = N.
         out: f32 [B, dim], overwritten.
+        weights: f32 [N], or None for 1 each; only for ``sum``.
 
     Returns:
         For ``max`` the distinct id that gave each element, i32 [B, dim], -1 in empty samples;
@@ -197,6 +217,7 @@ def pool(
     cdef int number = mode_number(mode)
     cdef persia_bags_t bags
     fill_bags(&bags, slots, rounds, inverse, offsets, rows.shape[0], rows.shape[1])
+    fill_weights(&bags, weights, number, mode)
     check_shape("out", out.shape[0], out.shape[1], bags.num_samples, bags.dim)
     argmax = None
     cdef int32_t[:, ::1] winners
@@ -224,6 +245,7 @@ def pool_grad(
     const int32_t[:, ::1] argmax,
     const uint8_t[::1] skip,
     float[:, ::1] out not None,
+    const float[::1] weights=None,
 ):
     """Add the gradient of ``pool`` to the gradients of the rows.
 
@@ -237,6 +259,7 @@ def pool_grad(
         argmax: What ``pool`` returned.
         skip: u8 [B], samples that are left out where it is not 0; None for none.
         out: f32 [U, dim], added to.
+        weights: As given to ``pool``.
 
     Raises:
         ConfigError: If ``mode`` is unknown.
@@ -247,6 +270,7 @@ def pool_grad(
     cdef const int32_t *argmax_at = NULL
     cdef const uint8_t *skip_at = NULL
     fill_bags(&bags, slots, rounds, inverse, offsets, out.shape[0], out.shape[1])
+    fill_weights(&bags, weights, number, mode)
     check_shape("grad", grad.shape[0], grad.shape[1], bags.num_samples, bags.dim)
     check_skip(skip, bags.num_samples)
     if number == PERSIA_MAX:

@@ -26,6 +26,7 @@ typedef struct {
     size_t num_ids;
     const uint32_t *offsets; /* [num_samples + 1] or NULL */
     size_t num_samples;
+    const float *weights;    /* [num_ids] or NULL; for sums only */
     size_t dim;
     float *scratch;          /* [dim], for a sum of rounds or a scaled gradient */
 } persia_bags_t;
@@ -65,6 +66,23 @@ PERSIA_INLINE void persia_divide(
     PERSIA_ROW_LOOP
     for (size_t j = 0; j < dim; j++)
         to[j] = from[j] / divisor;
+}
+
+PERSIA_INLINE void persia_scale(
+    size_t dim, float *restrict to, const float *restrict from, float factor)
+{
+    PERSIA_ROW_LOOP
+    for (size_t j = 0; j < dim; j++)
+        to[j] = from[j] * factor;
+}
+
+/* Two roundings: the build forbids to fuse them. */
+PERSIA_INLINE void persia_add_scaled(
+    size_t dim, float *restrict to, const float *restrict from, float factor)
+{
+    PERSIA_ROW_LOOP
+    for (size_t j = 0; j < dim; j++)
+        to[j] += from[j] * factor;
 }
 
 PERSIA_INLINE size_t persia_row_of(const uint32_t *slots, size_t rounds, size_t d, size_t r)
@@ -111,34 +129,75 @@ PERSIA_INLINE float persia_divisor(int mode, size_t num_ids)
 
 /* --- pooling --------------------------------------------------------------------------------- */
 
+/* A sample adds up here and goes to the output once. Rows of a large array straddle cache lines,
+ * and what was just written across two lines is read back at a third of the speed. */
+#define PERSIA_LOCAL_DIM 256
+
 PERSIA_INLINE void persia_pool_sum_loop(
     size_t dim, int mode, const persia_bags_t *settings, const float *rows, float *restrict out)
 {
     const persia_bags_t bags = *settings;
+    float local[PERSIA_LOCAL_DIM] __attribute__((aligned(64)));
     for (size_t b = 0; b < bags.num_samples; b++) {
         const size_t begin = bags.offsets ? bags.offsets[b] : b;
         const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
         float *restrict to = out + b * dim;
+        float *total = dim <= PERSIA_LOCAL_DIM ? local : to;
         if (begin == end) {
             memset(to, 0, dim * sizeof(float));
             continue;
         }
         /* Starts from the first vector, not from zero: a single id keeps its bits. */
-        for (size_t p = begin; p < end; p++) {
-            persia_fetch_ahead(dim, rows, &bags, p, 0);
-            const float *from = persia_vector(
-                dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch);
-            if (p == begin)
-                persia_copy(dim, to, from);
-            else
-                persia_add(dim, to, from);
+        persia_fetch_ahead(dim, rows, &bags, begin, 0);
+        const float *first = persia_vector(
+            dim, rows, bags.slots, bags.rounds, bags.inverse[begin], bags.scratch);
+        if (end - begin == 1) {
+            persia_copy(dim, to, first);
+            continue;
         }
-        if (mode != PERSIA_SUM && end - begin > 1) {
+        persia_copy(dim, total, first);
+        for (size_t p = begin + 1; p < end; p++) {
+            persia_fetch_ahead(dim, rows, &bags, p, 0);
+            persia_add(dim, total, persia_vector(
+                dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch));
+        }
+        if (total != to)
+            persia_copy(dim, to, total);
+        if (mode != PERSIA_SUM) {
             const float divisor = persia_divisor(mode, end - begin);
             PERSIA_ROW_LOOP
             for (size_t j = 0; j < dim; j++)
                 to[j] /= divisor;
         }
+    }
+}
+
+/* The same with a factor for each id; apart, so that sums without weights pay nothing. */
+PERSIA_INLINE void persia_pool_weighted_loop(
+    size_t dim, const persia_bags_t *settings, const float *rows, float *restrict out)
+{
+    const persia_bags_t bags = *settings;
+    float local[PERSIA_LOCAL_DIM] __attribute__((aligned(64)));
+    for (size_t b = 0; b < bags.num_samples; b++) {
+        const size_t begin = bags.offsets ? bags.offsets[b] : b;
+        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+        float *restrict to = out + b * dim;
+        float *total = dim <= PERSIA_LOCAL_DIM ? local : to;
+        if (begin == end) {
+            memset(to, 0, dim * sizeof(float));
+            continue;
+        }
+        for (size_t p = begin; p < end; p++) {
+            persia_fetch_ahead(dim, rows, &bags, p, 0);
+            const float *from = persia_vector(
+                dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch);
+            if (p == begin)
+                persia_scale(dim, total, from, bags.weights[p]);
+            else
+                persia_add_scaled(dim, total, from, bags.weights[p]);
+        }
+        if (total != to)
+            persia_copy(dim, to, total);
     }
 }
 
@@ -190,6 +249,8 @@ PERSIA_INLINE void persia_pool_body(
 {
     if (mode == PERSIA_MAX) {
         PERSIA_BY_DIM(persia_pool_max_loop, bags->dim, bags, rows, out, argmax)
+    } else if (bags->weights) {
+        PERSIA_BY_DIM(persia_pool_weighted_loop, bags->dim, bags, rows, out)
     } else {
         PERSIA_BY_DIM(persia_pool_sum_loop, bags->dim, mode, bags, rows, out)
     }
@@ -222,6 +283,26 @@ PERSIA_INLINE void persia_grad_sum_loop(
     }
 }
 
+PERSIA_INLINE void persia_grad_weighted_loop(
+    size_t dim, const persia_bags_t *settings, const float *grad, const uint8_t *skip,
+    float *restrict out)
+{
+    const persia_bags_t bags = *settings;
+    for (size_t b = 0; b < bags.num_samples; b++) {
+        const size_t begin = bags.offsets ? bags.offsets[b] : b;
+        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+        if (skip && skip[b])
+            continue;
+        for (size_t p = begin; p < end; p++) {
+            persia_fetch_ahead(dim, out, &bags, p, 1);
+            for (size_t r = 0; r < bags.rounds; r++) {
+                const size_t row = persia_row_of(bags.slots, bags.rounds, bags.inverse[p], r);
+                persia_add_scaled(dim, out + row * dim, grad + b * dim, bags.weights[p]);
+            }
+        }
+    }
+}
+
 /* Each element goes to the id that won it; an empty sample (-1) has none. */
 PERSIA_INLINE void persia_grad_max_loop(
     size_t dim, const persia_bags_t *bags, const float *grad, const int32_t *argmax,
@@ -249,6 +330,8 @@ PERSIA_INLINE void persia_pool_grad_body(
 {
     if (mode == PERSIA_MAX) {
         persia_grad_max_loop(bags->dim, bags, grad, argmax, skip, out);
+    } else if (bags->weights) {
+        PERSIA_BY_DIM(persia_grad_weighted_loop, bags->dim, bags, grad, skip, out)
     } else {
         PERSIA_BY_DIM(persia_grad_sum_loop, bags->dim, mode, bags, grad, skip, out)
     }

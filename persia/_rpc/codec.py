@@ -9,7 +9,8 @@
     tuple, list                 list
     mapping                     map with text as keys
     FeatureBatch                [name, distinct, inverse, lengths or nil], three arrays; the
-                                last two as u8, u16 or u32, whichever is the narrowest
+                                last two as u8, u16 or u32, whichever is the narrowest; and
+                                weights behind them if there are any
 
 The writer is lenient where nothing is lost (a numpy scalar, an int where a float is meant) and
 refuses another dtype as the services do, with a DataTypeError. The reader takes exactly what
@@ -230,16 +231,20 @@ def _write_feature(value: Any, where: str, arrays: list[Array]) -> list[Any]:
         raise DataTypeError(f"{where}: expected a FeatureBatch, got {type(value).__name__}")
     number = len(arrays)
     arrays += [value.distinct, _narrowest(value.inverse)]
-    if value.offsets is None:
-        return [value.name, number, number + 1, None]
-    # Lengths, because most fit one byte, and offsets would be as many bytes as short samples.
-    arrays.append(_narrowest(np.diff(value.offsets)))
-    return [value.name, number, number + 1, number + 2]
+    fields = [value.name, number, number + 1, None]
+    if value.offsets is not None:
+        # Lengths, because most fit one byte; offsets would be as many bytes as short samples.
+        fields[3] = len(arrays)
+        arrays.append(_narrowest(np.diff(value.offsets)))
+    if value.weights is not None:
+        fields.append(len(arrays))
+        arrays.append(value.weights)
+    return fields
 
 
 def _read_feature(value: Any, where: str, arrays: ArrayReader) -> FeatureBatch:
-    if type(value) is not list or len(value) != 4 or type(value[0]) is not str:
-        raise _wrong(where, "[name, distinct, inverse, lengths]", value)
+    if type(value) is not list or len(value) not in (4, 5) or type(value[0]) is not str:
+        raise _wrong(where, "[name, distinct, inverse, lengths] or one more", value)
     where = f"{where} {value[0][:64]!r}"
     distinct = arrays.take(value[1], f"{where}, distinct")
     inverse = _numbers(arrays.take(value[2], f"{where}, inverse"), f"{where}, inverse")
@@ -254,8 +259,9 @@ def _read_feature(value: Any, where: str, arrays: ArrayReader) -> FeatureBatch:
                 f"{where}: lengths add up to {edges[-1]}, expected {len(inverse)} ids"
             )
         offsets = edges.astype(np.uint32)
+    weights = arrays.take(value[4], f"{where}, weights") if len(value) == 5 else None
     try:
-        return FeatureBatch(value[0], distinct, inverse, offsets)
+        return FeatureBatch(value[0], distinct, inverse, offsets, weights=weights)
     except DataError as exc:
         raise ProtocolError(f"{where}: {exc}") from exc
 

@@ -103,8 +103,8 @@ def pack_batch(
     """Hash, pack, merge and route the ids of a batch.
 
     Raises:
-        DataError: If two features differ in batch size, or an id does not fit the index bits
-            and the schema is strict.
+        DataError: If two features differ in batch size, a feature that is not summed has
+            weights, or an id does not fit the index bits and the schema is strict.
     """
     batch_size = features[0].batch_size if features else 0
     kept: list[FeatureBatch] = []
@@ -115,6 +115,11 @@ def pack_batch(
             raise DataError(
                 f"feature {slot.name!r} has {ids.batch_size} samples, expected {batch_size} "
                 f"as in feature {plan.names[0]!r}"
+            )
+        if ids.weights is not None and slot.pooling != "sum":
+            raise DataError(
+                f"feature {slot.name!r} has weights, which only pooling 'sum' takes, got "
+                f"{slot.pooling!r}; for a mean, divide the weights"
             )
         if slot.pooling == "raw":
             ids = ids.truncated(slot.sample_fixed_size)
@@ -221,6 +226,11 @@ def is_same_batch(one: PackedBatch, other: PackedBatch) -> bool:
             return False
         if not np.array_equal(ours.inverse, other_ids.inverse):
             return False
+        if ours.weights is None or other_ids.weights is None:
+            if ours.weights is not other_ids.weights:
+                return False
+        elif not np.array_equal(ours.weights, other_ids.weights):
+            return False
     return True
 
 
@@ -269,7 +279,14 @@ def _output(
     if plan.pooled >= 0:
         out = pooled[plan.pooled]
         argmax = pool(
-            slot.pooling, source, feature.slots, feature.rounds, ids.inverse, ids.offsets, out
+            slot.pooling,
+            source,
+            feature.slots,
+            feature.rounds,
+            ids.inverse,
+            ids.offsets,
+            out,
+            ids.weights,
         )
         return PooledOutput(slot.name, out), argmax
     if slot.pooling == "raw":
@@ -402,6 +419,7 @@ def _accumulate(
             argmax,
             skip,
             out,
+            ids.weights,
         )
         return
     if skip is not None:

@@ -82,6 +82,11 @@ def _unsigned(values: Any) -> Any:
     return values
 
 
+def _samples(data: Any) -> Any:
+    """Return the samples of a matrix, or of an object array as pandas makes them, as a list."""
+    return list(data) if isinstance(data, np.ndarray) and data.ndim else data
+
+
 def _offsets_of(name: str, lengths: Any) -> NDArray[np.int64]:
     if (
         not isinstance(lengths, np.ndarray)
@@ -124,7 +129,8 @@ def _from_torch(name: str, what: str, value: Any) -> Any:
         return value.detach().numpy()
     except (TypeError, RuntimeError) as exc:
         raise DataTypeError(
-            f"feature {name!r}: expected {what} as a dense tensor of integers, "
+            f"feature {name!r}: expected {what} as a dense tensor of "
+            f"{'float32' if what == 'weights' else 'integers'}, "
             f"got {value.dtype} with layout {value.layout}"
         ) from exc
 
@@ -189,9 +195,14 @@ class IDTypeFeature:
     Args:
         name: The feature's name, as in the embedding config.
         data: One 1-D array of uint64 per sample.
+        weights: One 1-D array of float32 per sample, as long as its ids; the feature's rows
+            are multiplied by them before they are summed, and so are their gradients. Only
+            for slots that are pooled by sum. None: each id counts once.
 
     Raises:
-        DataTypeError: If a sample is no 1-D array of uint64; names feature and sample.
+        DataTypeError: If a sample is no 1-D array of uint64, or its weights are none of
+            float32; names feature and sample.
+        DataError: If a sample has more or fewer weights than ids, or one is not finite.
 
     Example:
         >>> import numpy as np
@@ -204,18 +215,28 @@ class IDTypeFeature:
     without copying it; with them the time per sample is a small part of a list's.
     """
 
-    def __init__(self, name: str, data: Sequence[NDArray[np.uint64]] | NDArray[Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        data: Sequence[NDArray[np.uint64]] | NDArray[Any],
+        weights: Sequence[NDArray[np.float32]] | NDArray[Any] | None = None,
+    ) -> None:
         self.name = _check_name(name)
-        # A matrix, or an object array as pandas makes them, iterates over its samples.
-        samples: Any = list(data) if isinstance(data, np.ndarray) and data.ndim else data
-        self.feature_batch = FeatureBatch.from_list(name, samples)  # checks all of it
+        samples, own = _samples(data), _samples(weights)
+        self.feature_batch = FeatureBatch.from_list(name, samples, own)  # checks all of it
         self._data: Sequence[NDArray[np.uint64]] = samples
         self._csr: tuple[NDArray[np.uint64], NDArray[Any]] | None = None
 
     @classmethod
-    def _of(cls, name: str, values: NDArray[np.uint64], offsets: NDArray[Any]) -> IDTypeFeature:
+    def _of(
+        cls,
+        name: str,
+        values: NDArray[np.uint64],
+        offsets: NDArray[Any],
+        weights: NDArray[np.float32] | None = None,
+    ) -> IDTypeFeature:
         feature = cls.__new__(cls)
-        feature.feature_batch = FeatureBatch.from_csr(name, values, offsets)
+        feature.feature_batch = FeatureBatch.from_csr(name, values, offsets, weights)
         feature.name = name
         feature._data = []
         feature._csr = (values, offsets)
@@ -223,7 +244,11 @@ class IDTypeFeature:
 
     @classmethod
     def from_csr(
-        cls, name: str, values: NDArray[np.uint64], offsets: NDArray[Any]
+        cls,
+        name: str,
+        values: NDArray[np.uint64],
+        offsets: NDArray[Any],
+        weights: NDArray[np.float32] | None = None,
     ) -> IDTypeFeature:
         """Take all ids of the batch in one array.
 
@@ -232,16 +257,24 @@ class IDTypeFeature:
             values: Ids u64 [N], sample after sample.
             offsets: int32, int64 or uint32 [B + 1], ascending from 0 to N: sample ``b``
                 holds ``values[offsets[b]:offsets[b + 1]]``.
+            weights: The weight of each id, float32 [N]; None: each counts once.
 
         Raises:
             DataTypeError: If dtype or ndim differ.
-            DataError: If ``offsets`` do not begin at 0, descend, or do not end at N.
+            DataError: If ``offsets`` do not begin at 0, descend, or do not end at N; or if
+                there is not one finite weight for each id.
         """
-        return cls._of(_check_name(name), values, offsets)
+        return cls._of(_check_name(name), values, offsets, weights)
 
     @classmethod
     def from_jagged(
-        cls, name: str, values: Any, offsets: Any = None, *, lengths: Any = None
+        cls,
+        name: str,
+        values: Any,
+        offsets: Any = None,
+        *,
+        lengths: Any = None,
+        weights: Any = None,
     ) -> IDTypeFeature:
         """Take a jagged pair of torch tensors (or arrays) in CPU memory.
 
@@ -250,11 +283,12 @@ class IDTypeFeature:
             values: Ids [N], int64 or uint64. Signed ids keep their bits: -1 is 2**64 - 1.
             offsets: int32 or int64 [B + 1], ascending from 0 to N; or else
             lengths: int32 or int64 [B], the number of ids of each sample.
+            weights: The weight of each id, float32 [N]; None: each counts once.
 
         Raises:
             DataTypeError: If dtype, ndim or device differ.
-            DataError: If not exactly one of ``offsets`` and ``lengths`` is given, or they do
-                not fit the values.
+            DataError: If not exactly one of ``offsets`` and ``lengths`` is given, they do
+                not fit the values, or there is not one finite weight for each id.
         """
         ids = _unsigned(_from_torch(_check_name(name), "values", values))
         if (offsets is None) is (lengths is None):
@@ -262,7 +296,13 @@ class IDTypeFeature:
             raise DataError(f"feature {name!r}: expected offsets or lengths, got {both}")
         if lengths is not None:
             offsets = _offsets_of(name, _from_torch(name, "lengths", lengths))
-        return cls._of(name, ids, _from_torch(name, "offsets", offsets))
+        offsets = _from_torch(name, "offsets", offsets)
+        if getattr(weights, "requires_grad", False):
+            raise DataError(
+                f"feature {name!r}: expected weights that need no gradient, which none is "
+                "given to; call .detach() on them"
+            )
+        return cls._of(name, ids, offsets, _from_torch(name, "weights", weights))
 
     @classmethod
     def from_arrow(cls, name: str, list_array: Any) -> IDTypeFeature:
@@ -573,7 +613,8 @@ class PersiaBatch:
         ``size``, ``grad``, ``id`` and ``meta`` of the batch; ``features``, a list of [name,
         number of arrays]; and ``dense`` and ``labels``, lists of names or nil. The arrays are,
         per feature, its distinct ids u64 [D], the number of each id among them u32 [N] and,
-        unless each sample has one id, offsets u32 [B + 1]; then dense features; then labels.
+        unless each sample has one id, offsets u32 [B + 1]; a fourth array, if there is one, is
+        the weights f32 [N]; then dense features; then labels.
         """
         features: list[list[object]] = []
         arrays: list[NDArray[Any]] = []

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia._core.feature_batch import FeatureBatch
-from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
+from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, PersiaBatch
 from persia.errors import DataError, DataTypeError
 
 LISTS = [[3, 7], [], [7, 3, 7], [2**64 - 1], [0]]
@@ -70,6 +70,55 @@ def test_every_way_in_gives_the_same_batch(build: Callable[[], IDTypeFeature]) -
     assert ids_of(feature.feature_batch) == LISTS
     assert feature.feature_batch.distinct.tolist() == [3, 7, 2**64 - 1, 0]
     assert [ids.tolist() for ids in feature.data] == LISTS
+
+
+WEIGHTS = np.array([0.5, 1, 2, -1, 0, 3, 0.25], np.float32)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: IDTypeFeature("f", SAMPLES, np.split(WEIGHTS, OFFSETS[1:-1])),
+        lambda: IDTypeFeature("f", SAMPLES, weights=tuple(np.split(WEIGHTS, OFFSETS[1:-1]))),
+        lambda: IDTypeFeature.from_csr("f", VALUES, OFFSETS, WEIGHTS),
+        lambda: IDTypeFeature.from_jagged("f", VALUES, OFFSETS, weights=WEIGHTS),
+        lambda: IDTypeFeature.from_jagged(
+            "f", VALUES, lengths=np.diff(OFFSETS), weights=torch.from_numpy(WEIGHTS)
+        ),
+    ],
+)
+def test_weights(build: Callable[[], IDTypeFeature]) -> None:
+    batch = build().feature_batch
+    assert ids_of(batch) == LISTS
+    assert batch.weights is not None
+    assert batch.weights.tolist() == WEIGHTS.tolist()
+    back = PersiaBatch.from_bytes(PersiaBatch([build()], requires_grad=False).to_bytes())
+    assert back.features[0].weights is not None
+    assert back.features[0].weights.tolist() == WEIGHTS.tolist()
+
+
+def test_a_matrix_of_weights() -> None:
+    matrix = np.arange(6, dtype=np.uint64).reshape(2, 3)
+    batch = IDTypeFeature("f", matrix, matrix.astype(np.float32)).feature_batch
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_weights_that_are_refused() -> None:
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (torch.ones(7, requires_grad=True), DataError, "'f'.*no gradient.*detach"),
+        (torch.ones(7, dtype=torch.bfloat16), DataTypeError, "weights.*float32, got torch.bf"),
+        (torch.ones(7, dtype=torch.float64), DataTypeError, "weights: .*float32, got float64"),
+        (WEIGHTS[:5], DataError, "weights: expected 7, one for each id, got 5"),
+        (
+            np.where(WEIGHTS == 0.5, np.float32(np.inf), WEIGHTS),
+            DataError,
+            "weights: .*finite values, got inf in sample 0",
+        ),
+    ]
+    for weights, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            IDTypeFeature.from_jagged("f", VALUES, OFFSETS, weights=weights)
 
 
 def test_single() -> None:

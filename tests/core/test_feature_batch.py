@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from persia._core.feature_batch import FeatureBatch
 from persia.errors import DataError, DataTypeError
@@ -101,6 +103,85 @@ def test_parts_are_copied() -> None:
     check(batch, [[5, 6], []])
 
 
+def weights_of(samples: list[list[int]]) -> list[NDArray[np.float32]]:
+    """Different from id to id."""
+    counter = itertools.count(1)
+    return [np.array([next(counter) / 8 for _ in sample], np.float32) for sample in samples]
+
+
+def check_weighted(batch: FeatureBatch, want: model.FeatureBatch) -> None:
+    assert batch.weights is not None
+    assert want.weights is not None
+    check(batch, want.samples)
+    assert batch.weights.dtype == np.float32
+    assert batch.weights.tolist() == [one for some in want.weights for one in some]
+
+
+@given(own.samples(), st.integers(0, 9))
+@example([], 0)
+@example([[1], [2]], 0)
+@example([[1, 2], [3, 2]], 1)
+def test_weights_stay_with_their_ids(samples: list[list[int]], limit: int) -> None:
+    weights = weights_of(samples)
+    want = model.FeatureBatch(samples, [some.tolist() for some in weights])
+    batch = FeatureBatch.from_list("clicks", [own.id_array(one) for one in samples], weights)
+    check_weighted(batch, want)
+    check_weighted(batch.truncated(limit), want.truncated(limit))
+    flat = np.concatenate([*weights, np.empty(0, np.float32)])
+    values = own.id_array([one for sample in samples for one in sample])
+    edges = own.offsets_of(samples)
+    strided = np.repeat(flat, 2)[::2]
+    check_weighted(FeatureBatch.from_csr("clicks", values, edges, strided), want)
+    sent = [np.frombuffer(part.tobytes(), part.dtype) for part in batch.parts()]
+    assert len(sent) == 4
+    check_weighted(FeatureBatch.from_parts("clicks", sent), want)
+    check_weighted(pickle.loads(pickle.dumps(batch)), want)
+
+
+def test_weights_are_copied() -> None:
+    weights = np.ones(2, np.float32)
+    values = own.id_array([5, 6])
+    batch = FeatureBatch.from_csr("clicks", values, np.array([0, 1, 2]), weights)
+    weights[:] = 9
+    assert batch.offsets is None
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_weights_that_are_not_finite(bad: float, place: int) -> None:
+    weights = np.ones(3, np.float32)
+    weights[place] = bad
+    values = own.id_array([5, 6, 7])
+    for edges, sample in ((np.array([0, 1, 1, 3]), 2 if place else 0), (np.arange(4), place)):
+        with pytest.raises(
+            DataError, match=f"'clicks', weights: .*finite.*in sample {sample}$"
+        ):
+            FeatureBatch.from_csr("clicks", values, edges, weights)
+
+
+def test_weights_that_do_not_fit_the_ids() -> None:
+    ids = [own.id_array([5, 6]), own.id_array([]), own.id_array([7])]
+    ones = [np.ones(n, np.float32) for n in (2, 0, 1)]
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (ones[:2], DataError, "expected 3 samples, got 2"),
+        ([ones[0], ones[2], ones[2]], DataError, "sample 1: expected 0, .* got 1"),
+        ([ones[2], ones[1], ones[2]], DataError, "sample 0: expected 2, .* got 1"),
+        ([*ones[:2], np.ones(1)], DataTypeError, "sample 2: .* float32, got float64"),
+        ([*ones[:2], None], DataTypeError, "sample 2: .* of type NoneType"),
+        (np.ones(3, np.float32), DataTypeError, "expected a list"),
+    ]
+    for weights, kind, message in wrong:
+        with pytest.raises(kind, match=f"'clicks', weights.*{message}"):
+            FeatureBatch.from_list("clicks", ids, weights)
+    values, edges = own.id_array([5, 6, 7]), np.array([0, 2, 3])
+    with pytest.raises(DataError, match="weights: expected 3, one for each id, got 2"):
+        FeatureBatch.from_csr("clicks", values, edges, np.ones(2, np.float32))
+    with pytest.raises(DataTypeError, match=r"weights: .* float32, got float64"):
+        FeatureBatch.from_csr("clicks", values, edges, np.ones(3))  # type: ignore[arg-type]
+
+
 @given(own.damaged_offsets())
 def test_damaged_offsets(damage: own.Damage) -> None:
     values = np.zeros(damage.num_values, dtype=np.uint64)
@@ -127,8 +208,9 @@ def parts(distinct: list[int], inverse: list[int], offsets: list[int] | None = N
         (parts([7], [0, 0], [0, 3, 2]), "offsets reach 3"),
         (parts([7], [0, 0], [0, 2, 1, 2]), "offsets decrease from 2 to 1 at sample 1"),
         (parts([7], [0, 0], []), "at least one item"),
-        (parts([7], [0])[:1], "2 or 3 parts, got 1"),
-        ([*parts([7], [0], [0, 1]), parts([7], [0])[1]], "2 or 3 parts, got 4"),
+        (parts([7], [0])[:1], "2 to 4 parts, got 1"),
+        ([*parts([7], [0], [0, 1]), *parts([7], [0])], "2 to 4 parts, got 5"),
+        ([*parts([7], [0], [0, 1]), parts([7], [0])[1]], "weights: .* float32, got uint32"),
     ],
 )
 def test_damaged_parts(damaged: list[Any], message: str) -> None:

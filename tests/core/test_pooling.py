@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,12 +60,20 @@ def make_bags(
     return model.Bags(slots, rounds, inverse, offsets)
 
 
+def weighted(rng: np.random.Generator, bags: model.Bags) -> model.Bags:
+    """The same ids with weights, some of which are 0 or negative."""
+    weights = rng.standard_normal(len(bags.inverse), dtype=np.float32)
+    return dataclasses.replace(bags, weights=np.where(weights > 1, np.float32(0), weights))
+
+
 def pool(
     mode: str, bags: model.Bags, rows: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.int32] | None]:
     num_samples = len(bags.samples())
     out = np.full((num_samples, rows.shape[1]), np.nan, np.float32)
-    argmax = pooling.pool(mode, rows, bags.slots, bags.rounds, bags.inverse, bags.offsets, out)
+    argmax = pooling.pool(
+        mode, rows, bags.slots, bags.rounds, bags.inverse, bags.offsets, out, bags.weights
+    )
     return out, argmax
 
 
@@ -78,7 +87,16 @@ def pool_grad(
 ) -> NDArray[np.float32]:
     out = out.copy()
     pooling.pool_grad(
-        mode, grad, bags.slots, bags.rounds, bags.inverse, bags.offsets, argmax, skip, out
+        mode,
+        grad,
+        bags.slots,
+        bags.rounds,
+        bags.inverse,
+        bags.offsets,
+        argmax,
+        skip,
+        out,
+        bags.weights,
     )
     return out
 
@@ -112,6 +130,8 @@ def test_pooling_and_gradient_agree_with_the_model(
 ) -> None:
     bags, num_distinct, num_rows, seed = feature
     rng = np.random.default_rng(seed)
+    if mode == "sum" and seed % 3:
+        bags = weighted(rng, bags)
     # Few different values, so that equal maxima occur.
     rows = np.round(normals(rng, num_rows, dim), 1 if mode == "max" else 6)
     out, argmax = pool(mode, bags, rows)
@@ -158,6 +178,9 @@ def test_w64_every_variant_gives_the_same_bytes() -> None:
                 out, argmax = pool(mode, bags, rows)
                 found += [out, pool_grad(mode, bags, grad, argmax, None, rows)]
                 found += [] if argmax is None else [argmax]
+            heavy = weighted(rng, bags)
+            found += [pool("sum", heavy, rows)[0]]
+            found += [pool_grad("sum", heavy, grad, None, None, rows)]
             vectors = np.zeros((30, dim), np.float32)
             pooling.gather(rows, bags.slots, bags.rounds, vectors)
             sums = np.zeros((40, dim), np.float32)
@@ -167,6 +190,70 @@ def test_w64_every_variant_gives_the_same_bytes() -> None:
             results.append([array.tobytes() for array in found])
         cpu.select(None)
         assert all(other == results[0] for other in results), dim
+
+
+@pytest.mark.parametrize("dim", [1, 8, 33])
+def test_weights_agree_with_embedding_bag(dim: int) -> None:
+    rng = np.random.default_rng(13)
+    bags = make_bags(
+        rng,
+        lengths=[3, 0, 1, 8, 2, 0, 5],
+        num_samples=7,
+        num_distinct=6,
+        num_rows=6,
+        rounds=1,
+        with_slots=False,
+    )
+    bags = weighted(rng, bags)
+    assert bags.offsets is not None
+    assert bags.weights is not None
+    rows, grad = normals(rng, 6, dim), normals(rng, 7, dim)
+    weight = torch.from_numpy(rows.copy()).requires_grad_()
+    peer = torch.nn.functional.embedding_bag(
+        torch.from_numpy(bags.inverse.astype(np.int64)),
+        weight,
+        torch.from_numpy(bags.offsets[:-1].astype(np.int64)),
+        mode="sum",
+        per_sample_weights=torch.from_numpy(bags.weights),
+    )
+    torch.autograd.backward([peer], [torch.from_numpy(grad)])
+    out, _ = pool("sum", bags, rows)
+    # Torch sums in another order.
+    np.testing.assert_allclose(out, peer.detach().numpy(), rtol=1e-6, atol=2e-6)
+    got = pool_grad("sum", bags, grad, None, None, np.zeros_like(rows))
+    assert weight.grad is not None
+    np.testing.assert_allclose(got, weight.grad.numpy(), rtol=1e-6, atol=2e-6)
+
+
+def test_weights_of_one_change_no_bit() -> None:
+    rng = np.random.default_rng(14)
+    bags = make_bags(
+        rng,
+        lengths=[3, 0, 1],
+        num_samples=3,
+        num_distinct=3,
+        num_rows=9,
+        rounds=2,
+        with_slots=True,
+    )
+    ones = dataclasses.replace(bags, weights=np.ones(4, np.float32))
+    rows, grad = normals(rng, 9, 16), normals(rng, 3, 16)
+    assert same(pool("sum", ones, rows)[0], pool("sum", bags, rows)[0])
+    wanted = pool_grad("sum", bags, grad, None, None, rows)
+    assert same(pool_grad("sum", ones, grad, None, None, rows), wanted)
+
+
+def test_weights_that_do_not_fit() -> None:
+    inverse = np.zeros(4, np.uint32)
+    rows, weights = np.ones((1, 2), np.float32), np.ones(4, np.float32)
+    wrong = model.Bags(None, 1, inverse, None, weights[:3])
+    with pytest.raises(DataError, match="weights must have 4 entries, got 3"):
+        pool("sum", wrong, rows)
+    with pytest.raises(DataError, match="weights must have 4 entries, got 3"):
+        pool_grad("sum", wrong, np.ones((4, 2), np.float32), None, None, rows)
+    for mode in ("mean", "sqrt", "max"):
+        with pytest.raises(DataError, match=f"for pooling sum, got them for {mode}"):
+            pool(mode, model.Bags(None, 1, inverse, None, weights), rows)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FeatureBatch:
     samples: list[list[int]]
+    weights: list[list[float]] | None = None  # one for each id
 
     @classmethod
     def from_csr(cls, values: Sequence[int], offsets: Sequence[int]) -> FeatureBatch:
@@ -47,4 +48,5 @@ class FeatureBatch:
         return edges
 
     def truncated(self, limit: int) -> FeatureBatch:
-        return FeatureBatch([sample[:limit] for sample in self.samples])
+        weights = self.weights and [some[:limit] for some in self.weights]
+        return FeatureBatch([sample[:limit] for sample in self.samples], weights)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+T = TypeVar("T")
 Floats = NDArray[np.float32]
 Numbers = NDArray[np.uint32]
 
@@ -20,6 +22,7 @@ class Bags:
     rounds: int
     inverse: Numbers
     offsets: Numbers | None
+    weights: Floats | None = None
 
     def rows_of(self, distinct: int) -> list[int]:
         if self.slots is None:
@@ -29,11 +32,20 @@ class Bags:
 
     def samples(self) -> list[list[int]]:
         """The distinct ids of each sample."""
-        ids = [int(number) for number in self.inverse]
+        return self._by_sample([int(number) for number in self.inverse])
+
+    def weights_of_samples(self) -> list[list[np.float32]]:
+        """The weight of each id of each sample."""
+        weights = (
+            np.ones(len(self.inverse), np.float32) if self.weights is None else self.weights
+        )
+        return self._by_sample(list(weights))
+
+    def _by_sample(self, values: list[T]) -> list[list[T]]:
         if self.offsets is None:
-            return [[one] for one in ids]
+            return [[one] for one in values]
         bounds = [int(offset) for offset in self.offsets]
-        return [ids[a:b] for a, b in itertools.pairwise(bounds)]
+        return [values[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def vector(bags: Bags, rows: Floats, distinct: int) -> Floats:
@@ -55,12 +67,12 @@ def divisor(mode: str, num_ids: int) -> np.float32:
 
 
 def pool(mode: str, bags: Bags, rows: Floats) -> tuple[Floats, NDArray[np.int32] | None]:
-    samples, dim = bags.samples(), rows.shape[1]
+    samples, weights, dim = bags.samples(), bags.weights_of_samples(), rows.shape[1]
     out = np.zeros((len(samples), dim), np.float32)
     argmax = np.full((len(samples), dim), -1, np.int32)
     for b, sample in enumerate(samples):
         for place, distinct in enumerate(sample):
-            one = vector(bags, rows, distinct)
+            one = vector(bags, rows, distinct) * weights[b][place]
             if place == 0:
                 out[b], argmax[b] = one, distinct
             elif mode == "max":
@@ -82,6 +94,7 @@ def pool_grad(
     out: Floats,
 ) -> Floats:
     out = out.copy()
+    weights = bags.weights_of_samples()
     for b, sample in enumerate(bags.samples()):
         if skip is not None and skip[b]:
             continue
@@ -91,9 +104,9 @@ def pool_grad(
                     out[row, j] += grad[b, j]
             continue
         scaled = grad[b] / divisor(mode, len(sample))
-        for distinct in sample:
+        for weight, distinct in zip(weights[b], sample, strict=True):
             for row in bags.rows_of(distinct):
-                out[row] += scaled
+                out[row] += scaled * weight
     return out
 
 

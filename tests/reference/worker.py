@@ -20,6 +20,7 @@ from persia.config import EmbeddingSchema, Slot
 
 Floats = NDArray[np.float32]
 Samples = list[list[int]]
+Weights = dict[str, list[NDArray[np.float32]]]  # per feature and sample one for each id
 WORD = 2**64 - 1
 
 
@@ -86,7 +87,7 @@ class ReferenceJob:
         return total
 
     def lookup(
-        self, batch: dict[str, Samples], is_training: bool
+        self, batch: dict[str, Samples], is_training: bool, weights: Weights | None = None
     ) -> dict[str, tuple[NDArray[np.generic], ...]]:
         """Outputs by feature: (pooled,), (rows, index) for raw, (rows, index, offsets)."""
         batch = {name: self.kept(name, samples) for name, samples in batch.items()}
@@ -97,9 +98,14 @@ class ReferenceJob:
                     for sign in self.signs_of(slot, x):
                         if sign not in self.rows:
                             self._insert(slot, sign)
-        return {name: self._output(name, samples) for name, samples in batch.items()}
+        own = weights or {}
+        return {
+            name: self._output(name, samples, own.get(name)) for name, samples in batch.items()
+        }
 
-    def _output(self, name: str, samples: Samples) -> tuple[NDArray[np.generic], ...]:
+    def _output(
+        self, name: str, samples: Samples, weights: list[NDArray[np.float32]] | None
+    ) -> tuple[NDArray[np.generic], ...]:
         slot = self.schema.slots[name]
         if slot.pooling in ("raw", "jagged"):
             order = distinct(samples)
@@ -122,6 +128,8 @@ class ReferenceJob:
         for b, sample in enumerate(samples):
             for position, x in enumerate(sample):
                 vector = self.vector(slot, x)
+                if weights is not None:
+                    vector = vector * weights[b][position]
                 if position == 0:
                     out[b] = vector
                 elif slot.pooling == "max":
@@ -139,7 +147,12 @@ class ReferenceJob:
             return np.sqrt(np.float32(max(count, 1)))
         return np.float32(1.0)
 
-    def update(self, batch: dict[str, Samples], gradients: dict[str, Floats | None]) -> Report:
+    def update(
+        self,
+        batch: dict[str, Samples],
+        gradients: dict[str, Floats | None],
+        weights: Weights | None = None,
+    ) -> Report:
         """One step for each sign that a finite gradient reaches."""
         report = Report()
         sums: dict[int, Floats] = {}
@@ -151,10 +164,11 @@ class ReferenceJob:
             slot = self.schema.slots[name]
             if slot.pooling in ("raw", "jagged"):
                 for d, x in enumerate(distinct(samples)):
-                    self._add(name, slot, [x], gradient[d], sums, report)
+                    self._add(name, slot, [x], None, gradient[d], sums, report)
             else:
                 for b, sample in enumerate(samples):
-                    self._add(name, slot, sample, gradient[b], sums, report)
+                    own = None if weights is None or name not in weights else weights[name][b]
+                    self._add(name, slot, sample, own, gradient[b], sums, report)
         for sign, total in sums.items():
             if not np.isfinite(total).all():
                 report.nan_rows += 1
@@ -171,6 +185,7 @@ class ReferenceJob:
         name: str,
         slot: Slot,
         sample: list[int],
+        weights: NDArray[np.float32] | None,
         gradient: Floats,
         sums: dict[int, Floats],
         report: Report,
@@ -191,7 +206,8 @@ class ReferenceJob:
                     sums[sign][j] += gradient[j]
             return
         share: Floats = gradient / self._divisor(slot, len(sample))
-        for x in sample:
-            for sign in self.signs_of(slot, x):
-                with np.errstate(over="ignore"):
-                    sums[sign] = sums[sign] + share
+        for position, x in enumerate(sample):
+            with np.errstate(over="ignore"):
+                own = share if weights is None else share * weights[position]
+                for sign in self.signs_of(slot, x):
+                    sums[sign] = sums[sign] + own

@@ -53,9 +53,14 @@ FLOAT = st.floats(allow_nan=False)
 def feature_batches(draw: st.DrawFn) -> FeatureBatch:
     name = draw(st.text(max_size=4).filter(bool))
     if draw(st.booleans()):
-        return FeatureBatch.from_single(name, np.array(draw(st.lists(ids())), np.uint64))
-    rows = [np.array(row, np.uint64) for row in draw(samples(4, 4))]
-    return FeatureBatch.from_list(name, rows)
+        batch = FeatureBatch.from_single(name, np.array(draw(st.lists(ids())), np.uint64))
+    else:
+        rows = [np.array(row, np.uint64) for row in draw(samples(4, 4))]
+        batch = FeatureBatch.from_list(name, rows)
+    if draw(st.booleans()):
+        return batch
+    weights = np.linspace(-1, 1, batch.num_ids, dtype=np.float32)
+    return FeatureBatch(name, batch.distinct, batch.inverse, batch.offsets, weights=weights)
 
 
 def values_of(hint: Any, name: str) -> st.SearchStrategy[Any]:

@@ -37,12 +37,15 @@ ROWS = np.array([[1.0], [-2.0]], np.float32)
 RESULT = LookupReply((TableRows(0, ROWS, np.array([3, 4], np.uint32)),))
 IDS = [np.array(ids, np.uint64) for ids in ([7, 9], [], [9, 7, 9])]
 FEATURES = IDFeatures((FeatureBatch.from_list("clicks", IDS),), 1, True)
+HALVES = [np.array(weights, np.float32) for weights in ([1, 0.5], [], [2, 0.5, 0])]
+WEIGHTED = IDFeatures((FeatureBatch.from_list("clicks", IDS, HALVES),), 1, True)
 ERROR = ["UnknownRef", "no such ref", "embedding-worker", 0, "", "lookup", ""]
 
 MESSAGES: dict[str, Any] = {
     "call": Call(1, "lookup", 300_000, *LOOKUP.write_arguments([REQUEST])),
     "reply": Reply(1, 9, *LOOKUP.write_result(RESULT)),
     "register": Call(2, "register", 1000, *REGISTER.write_arguments([FEATURES])),
+    "weighted register": Call(3, "register", 1000, *REGISTER.write_arguments([WEIGHTED])),
     "error": Failure(3, 9, ERROR),
 }
 
@@ -63,6 +66,8 @@ def test_golden_bytes_are_read_as_the_page_says() -> None:
     assert same(LOOKUP.read_result(reply.body, reply.arrays), RESULT)
     register = decode(parts("register"))
     assert same(REGISTER.read_arguments(register.body, register.arrays), [FEATURES])
+    weighted = decode(parts("weighted register"))
+    assert same(REGISTER.read_arguments(weighted.body, weighted.arrays), [WEIGHTED])
 
 
 def test_the_page_lists_every_message_and_method() -> None:

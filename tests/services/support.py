@@ -26,6 +26,7 @@ from persia._rpc.messages import (
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, ParameterServerConfig
+from tests.reference.worker import Weights
 
 Samples = list[list[int]]
 
@@ -83,11 +84,18 @@ def settings(**changes: Any) -> HyperParameters:
 
 
 def features(
-    batch: dict[str, Samples], batch_id: int = 0, *, requires_grad: bool = True
+    batch: dict[str, Samples],
+    batch_id: int = 0,
+    *,
+    requires_grad: bool = True,
+    weights: Weights | None = None,
 ) -> IDFeatures:
+    own = weights or {}
     return IDFeatures(
         tuple(
-            FeatureBatch.from_list(name, [np.array(x, np.uint64) for x in samples])
+            FeatureBatch.from_list(
+                name, [np.array(x, np.uint64) for x in samples], own.get(name)
+            )
             for name, samples in batch.items()
         ),
         batch_id,

@@ -251,6 +251,17 @@ def test_w62_each_sign_is_asked_for_once_and_only_where_it_lives() -> None:
         assert sorted(asked) == [sign("sum", x) for x in (1, 2, 3)]
 
 
+@pytest.mark.parametrize("name", ["mean", "sqrt", "max", "raw", "jagged", "stack_mean"])
+def test_weights_are_refused_where_nothing_is_summed(name: str) -> None:
+    weights = {name: [np.ones(2, np.float32)]}
+    with cluster() as (worker, _):
+        given = features({name: [[1, 2]]}, weights=weights)
+        for call in (worker.register, worker.lookup_direct):
+            with pytest.raises(DataError, match=f"'{name}' has weights, which only .* 'sum'"):
+                call(given)
+        assert worker.stats()["in_flight"] == 0
+
+
 def test_single_ids_are_the_same_as_samples_of_one() -> None:
     ids = np.array([5, 3, 5, 9], np.uint64)
     results = []
@@ -442,6 +453,16 @@ def test_w13_single_ids_and_samples_of_ids_are_told_apart() -> None:
     with cluster() as (worker, _):
         refs = [worker.register(IDFeatures((batch,), 0, True)) for batch in (one, two)]
         assert refs[0] != refs[1]
+
+
+def test_w13_other_weights_make_another_batch() -> None:
+    batch = {"sum": [[1, 2], []]}
+    ones, twos = ([np.full(len(x), w, np.float32) for x in batch["sum"]] for w in (1, 2))
+    made = [features(batch), *(features(batch, weights={"sum": w}) for w in (ones, twos))]
+    with cluster() as (worker, _):
+        refs = [worker.register(one) for one in made]
+        assert len(set(refs)) == 3
+        assert worker.register(made[-1]) == refs[-1]
 
 
 def test_w13_an_acknowledged_update_is_answered_again() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from persia._rpc.messages import BatchGradients, LookupResult, SlotGradient
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
-from tests.reference.worker import ReferenceJob, Samples, distinct
+from tests.reference.worker import ReferenceJob, Samples, Weights, distinct
 from tests.services.support import (
     ADAGRAD,
     ADAM,
@@ -65,6 +65,18 @@ def draw_gradients(
     return found
 
 
+def draw_weights(batch: dict[str, Samples], rng: np.random.Generator) -> Weights:
+    """Weights for some of the features that are summed; 0 and negative ones, too."""
+    return {
+        name: [
+            rng.integers(-2, 4, len(sample)).astype(np.float32) / np.float32(3)
+            for sample in samples
+        ]
+        for name, samples in batch.items()
+        if SCHEMA.slots[name].pooling == "sum" and rng.random() < 0.5
+    }
+
+
 def send(
     result: LookupResult, number: int, grads: dict[str, NDArray[np.float32] | None]
 ) -> BatchGradients:
@@ -100,9 +112,10 @@ def run_steps(
     rng: np.random.Generator,
 ) -> None:
     for number, batch in enumerate(steps):
-        wanted = job.lookup(batch, is_training=True)
+        weights = draw_weights(batch, rng)
+        wanted = job.lookup(batch, is_training=True, weights=weights)
         grads = draw_gradients(job, batch, rng)
-        report = job.update(batch, grads)
+        report = job.update(batch, grads, weights)
         signs: dict[int, list[int]] = {}
         for name, samples in batch.items():
             slot = SCHEMA.slots[name]
@@ -110,7 +123,7 @@ def run_steps(
                 signs.setdefault(slot.table, []).extend(job.signs_of(slot, x))
         signs = {table: sorted(set(of_table)) for table, of_table in signs.items()}
         for servers, worker in zip(clusters, workers, strict=True):
-            result = worker.lookup_direct(features(batch, number))
+            result = worker.lookup_direct(features(batch, number, weights=weights))
             assert [output.name for output in result.outputs] == list(batch)
             for output in result.outputs:
                 for want, got in zip(wanted[output.name], arrays(output), strict=True):

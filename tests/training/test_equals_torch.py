@@ -72,10 +72,27 @@ def _vector(pooling: str, embedding: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """The ids of each sample, and the labels."""
+    """The ids of each sample, the labels, and perhaps a weight for each id."""
 
     ids: list[NDArray[np.uint64]]
     labels: NDArray[np.float32]
+    weights: list[NDArray[np.float32]] | None = None
+
+
+def _weighted(steps: list[Step]) -> list[Step]:
+    """The same steps; some weights are negative, some 0."""
+    rng = np.random.default_rng(8)
+    return [
+        Step(
+            step.ids,
+            step.labels,
+            [
+                rng.integers(-1, 4, len(ids)).astype(np.float32) / np.float32(2)
+                for ids in step.ids
+            ],
+        )
+        for step in steps
+    ]
 
 
 def _steps(meets_all: bool) -> list[Step]:
@@ -104,7 +121,8 @@ class Steps(IterableDataset):
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         for step in self.steps:
-            yield PersiaBatch([IDTypeFeature("slot", step.ids)], labels=[Label(step.labels)])
+            feature = IDTypeFeature("slot", step.ids, step.weights)
+            yield PersiaBatch([feature], labels=[Label(step.labels)])
 
 
 def _twin_embedding(pooling: str, weight: torch.Tensor, step: Step) -> Any:
@@ -123,8 +141,13 @@ def _twin_embedding(pooling: str, weight: torch.Tensor, step: Step) -> Any:
             mask[i, : len(kept)] = 1
         rows = torch.nn.functional.embedding(index, weight) * mask
         return torch.cat([rows, mask], dim=2)
+    weights = None if step.weights is None else torch.from_numpy(np.concatenate(step.weights))
     bag = torch.nn.functional.embedding_bag(
-        flat, weight, offsets[:-1], mode="sum" if pooling == "sqrt" else pooling
+        flat,
+        weight,
+        offsets[:-1],
+        mode="sum" if pooling == "sqrt" else pooling,
+        per_sample_weights=weights,
     )
     if pooling == "sqrt":
         bag = bag / lengths.clamp(min=1).sqrt()[:, None]
@@ -292,3 +315,8 @@ def test_a_schedule_of_the_embeddings_is_torchs(group: str | None) -> None:
     )
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(got_rows, weight.detach().numpy(), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("optimizer", list(ANY_ROWS))
+def test_weighted_ids_are_per_sample_weights(optimizer: str) -> None:
+    _check("sum", ANY_ROWS[optimizer], _weighted(_steps(meets_all=False))[:60])
