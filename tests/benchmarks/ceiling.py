@@ -1,0 +1,184 @@
+"""The ceiling as a contender: ceiling.c, compiled for this machine and called by ctypes.
+
+It is measured in the same interleaved run as everyone else, so that what the product's rate is
+of the ceiling's does not depend on the day. What ceiling.c is and leaves out stands there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.benchmarks.workload import ACCUMULATOR, BATCH, DIM, LR, Batch, Step, raw_ids, sizes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SOURCE = Path(__file__).with_name("ceiling.c")
+BUILT = Path("build") / "ceiling"
+# What the product may not do: this machine's own instructions, at their widest.
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+]
+WIDE = "-mprefer-vector-width=512"
+EPS = 1e-10
+FILL = 1_000_000  # ids at a time
+
+
+class _Feature(ctypes.Structure):
+    """feature_t of ceiling.c."""
+
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("num_ids", ctypes.c_int64),
+    )
+
+
+def compiler() -> list[str] | None:
+    """Return the command of the C compiler, or None where there is none."""
+    words = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    for command in (words, ["cc"], ["gcc"], ["clang"]):
+        if shutil.which(command[0]) is not None:
+            return command
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Compile ceiling.c where it has changed, and load it."""
+    command = compiler()
+    if command is None:
+        raise RuntimeError("the ceiling is compiled when it is measured: no C compiler here")
+    flags = [*FLAGS, *([WIDE] if os.uname().machine == "x86_64" else [])]
+    text = SOURCE.read_bytes() + repr((command, flags)).encode()
+    built = BUILT / f"ceiling-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    if not built.exists():
+        built.parent.mkdir(parents=True, exist_ok=True)
+        fresh = built.with_suffix(f".{os.getpid()}")
+        subprocess.run(
+            [*command, *flags, "-o", str(fresh), str(SOURCE), "-lm"], check=True, timeout=120
+        )
+        fresh.replace(built)
+    loaded = ctypes.CDLL(str(built.resolve()))
+    pointer, i64 = ctypes.c_void_p, ctypes.c_int64
+    c_int, c_float = ctypes.c_int, ctypes.c_float
+    for name, result, arguments in (
+        ("ceiling_new", pointer, [ctypes.c_uint64, c_int, c_float, c_float, c_float]),
+        ("ceiling_free", None, [pointer]),
+        ("ceiling_fill", None, [pointer, c_int, pointer, i64]),
+        ("ceiling_num_rows", ctypes.c_uint64, [pointer]),
+        ("ceiling_row", pointer, [pointer, c_int, ctypes.c_uint64]),
+        ("ceiling_lookup", None, [pointer, pointer, c_int, i64, c_int, pointer]),
+        ("ceiling_update", None, [pointer, pointer]),
+    ):
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+class Table:
+    """ceiling.c's table, for one caller. Arrays have to outlive the call that names them."""
+
+    def __init__(self, max_rows: int, num_threads: int) -> None:
+        self._library = library()
+        self._table = self._library.ceiling_new(max_rows, num_threads, LR, EPS, ACCUMULATOR)
+
+    def close(self) -> None:
+        if self._table is not None:
+            self._library.ceiling_free(self._table)
+            self._table = None
+
+    __del__ = close
+
+    def __len__(self) -> int:
+        return int(self._library.ceiling_num_rows(self._table))
+
+    def fill(self, feature: int, ids: NDArray[np.uint64]) -> None:
+        """Insert those that are not held yet, with rows drawn from the ids."""
+        self._library.ceiling_fill(self._table, feature, ids.ctypes.data, len(ids))
+
+    def row(self, feature: int, id_: int) -> NDArray[np.float32] | None:
+        """Return a view of an id's weights and accumulators, [2, DIM]; None if not held."""
+        address = self._library.ceiling_row(self._table, feature, id_)
+        if address is None:
+            return None
+        numbers = (ctypes.c_float * (2 * DIM)).from_address(address)
+        return np.ctypeslib.as_array(numbers).reshape(2, DIM)
+
+    def lookup(
+        self,
+        features: ctypes.Array[_Feature],
+        num_samples: int,
+        is_training: bool,
+        out: NDArray[np.float32],
+    ) -> None:
+        """Write each feature's pooled samples to ``out`` [features, samples, DIM]."""
+        self._library.ceiling_lookup(
+            self._table, features, len(features), num_samples, is_training, out.ctypes.data
+        )
+
+    def update(self, gradient: NDArray[np.float32]) -> None:
+        """Step the rows of the last training lookup; ``gradient`` as its output."""
+        self._library.ceiling_update(self._table, gradient.ctypes.data)
+
+
+def described(batch: Batch) -> ctypes.Array[_Feature]:
+    """Return the batch's ids as ceiling.c takes them; the batch has to outlive it."""
+    return (_Feature * len(batch.features))(
+        *(
+            _Feature(
+                feature.values.ctypes.data,
+                None if feature.offsets is None else feature.offsets.ctypes.data,
+                len(feature.values),
+            )
+            for feature in batch.features
+        )
+    )
+
+
+class Ceiling:
+    """The ceiling, filled with the workload's rows."""
+
+    ids = "any u64"
+
+    def __init__(self, quick: bool, num_threads: int) -> None:
+        table_sizes = sizes(quick)
+        self.table = Table(sum(table_sizes), num_threads)
+        for number, size in enumerate(table_sizes):
+            for first in range(0, size, FILL):
+                self.table.fill(number, raw_ids(np.arange(first, min(first + FILL, size))))
+        if len(self.table) != sum(table_sizes):
+            raise RuntimeError(
+                f"expected {sum(table_sizes)} rows resident, got {len(self.table)}"
+            )
+        self._out = np.zeros((len(table_sizes), BATCH, DIM), np.float32)
+
+    def train_step(self, batch: Batch) -> Step:
+        features = described(batch)
+
+        def step() -> None:
+            self.table.lookup(features, BATCH, True, self._out)
+            self.table.update(batch.gradient)
+
+        return step
+
+    def evaluate_step(self, batch: Batch) -> Step:
+        features = described(batch)
+        return lambda: self.table.lookup(features, BATCH, False, self._out)
