@@ -1,6 +1,7 @@
 /* The ceiling: how fast a sparse step could be on this machine if it had to do nothing else.
  *
- *   slots  [2^n]   {sign u64, row u32, mark u32}: open addressing, linear, at most half full
+ *   lines  [2^n]   4 slots {sign u64, row u32, mark u32}: open addressing, linear by lines, at
+ *                  most half full
  *   rows   [max]   {16 weights, 16 Adagrad accumulators}: 128 bytes, two lines
  *
  * It takes any u64 id of any feature and its Adagrad is exact: gradients of equal ids are
@@ -28,7 +29,8 @@
 
 #define DIM 16
 #define MAX_THREADS 64
-#define AHEAD 32        /* ids whose slots are on their way */
+#define LINE 4          /* slots in 64 bytes */
+#define AHEAD 32        /* ids whose lines of slots are on their way */
 #define ROWS_AHEAD 12   /* rows on their way in an update */
 #define BLOCK 1024      /* ids found before their rows are read */
 #define NONE UINT32_MAX /* the end of a list */
@@ -40,6 +42,10 @@ typedef struct {
     uint32_t row;
     uint32_t mark;
 } slot_t;
+
+typedef struct {
+    slot_t slots[LINE]; /* used from the first on */
+} line_t;
 
 /* A row of weights: one register where there is AVX-512. Gradients and outputs are numpy's. */
 typedef float vector_t __attribute__((vector_size(DIM * sizeof(float)), aligned(4), may_alias));
@@ -70,14 +76,14 @@ typedef void (*work_t)(table_t *, int thread, const task_t *);
 
 /* Room for as many positions as the largest batch had. */
 typedef struct {
-    uint32_t *rows, *next, *slots, *samples;
+    uint32_t *rows, *next, *homes, *samples;
     distinct_t *distinct;
 } scratch_t;
 
 struct table {
-    slot_t *slots;
+    line_t *lines;
     row_t *rows; /* row 0 is zero: it stands for ids that are not held */
-    uint64_t mask, num_rows, max_rows, slot_bytes, row_bytes;
+    uint64_t mask, num_rows, max_rows, line_bytes, row_bytes;
     float lr, eps, initial_accumulator;
     /* The batch between its lookup and its update. */
     feature_t *features;
@@ -106,22 +112,31 @@ INLINE uint64_t sign_of(uint64_t id, int feature)
     return (id & (UINT64_MAX >> 8)) | (uint64_t)(feature + 1) << 56;
 }
 
-INLINE uint64_t home(const table_t *t, uint64_t sign)
+INLINE uint32_t home(const table_t *t, uint64_t sign)
 {
     sign = (sign ^ sign >> 32) * 0x9E3779B97F4A7C15u;
     sign = (sign ^ sign >> 29) * 0xBF58476D1CE4E5B9u;
-    return sign >> 20 & t->mask;
+    return (uint32_t)(sign >> 20 & t->mask);
 }
 
-/* The slot of a sign, or the free one where it would be. */
-INLINE uint64_t probe(const table_t *t, uint64_t sign, uint64_t at)
+/* The slot of a sign, or the free one where it would be. The slots of a line are compared
+ * without a branch: which of them it is cannot be predicted. */
+INLINE slot_t *probe(const table_t *t, uint64_t sign, uint32_t line)
 {
-    while (t->slots[at].sign != sign && t->slots[at].sign != 0)
-        at = (at + 1) & t->mask;
-    return at;
+    for (;; line = (line + 1) & t->mask) {
+        slot_t *slots = t->lines[line].slots;
+        slot_t *slot = slots;
+        for (int i = 1; i < LINE; i++)
+            slot = slots[i].sign == sign ? &slots[i] : slot;
+        if (slot->sign == sign)
+            return slot;
+        for (int i = 0; i < LINE; i++)
+            if (slots[i].sign == 0)
+                return &slots[i];
+    }
 }
 
-static void insert(table_t *t, uint64_t sign, uint64_t at)
+static void insert(table_t *t, uint64_t sign, slot_t *slot)
 {
     if (t->num_rows == t->max_rows)
         abort(); /* the benchmark asked for too few rows */
@@ -132,61 +147,24 @@ static void insert(table_t *t, uint64_t sign, uint64_t at)
         row->weight[i] = (float)(int32_t)(draw ^ draw << 15) * (0.01f / 2147483648.0f);
         row->state[i] = t->initial_accumulator;
     }
-    t->slots[at] = (slot_t){sign, number, NONE};
+    *slot = (slot_t){sign, number, NONE};
 }
 
 /* --- lookup ----------------------------------------------------------------------------- */
 
-/* A cursor over one feature's ids, which keeps the next AHEAD slots on their way. */
-typedef struct {
-    const uint64_t *ids;
-    uint64_t homes[AHEAD];
-    uint64_t at, ahead, end;
-    int feature;
-} cursor_t;
-
-INLINE void fetch_slot(const table_t *t, cursor_t *c)
-{
-    if (c->ahead < c->end) {
-        const uint64_t place = home(t, sign_of(c->ids[c->ahead], c->feature));
-        __builtin_prefetch(&t->slots[place]);
-        c->homes[c->ahead++ % AHEAD] = place;
-    }
-}
-
-INLINE cursor_t begin(const table_t *t, const uint64_t *ids, int feature, int64_t at,
-                      int64_t end)
-{
-    cursor_t c = {ids, {0}, (uint64_t)at, (uint64_t)at, (uint64_t)end, feature};
-    for (int i = 0; i < AHEAD; i++)
-        fetch_slot(t, &c);
-    return c;
-}
-
-INLINE uint64_t next_slot(table_t *t, cursor_t *c)
-{
-    const uint64_t sign = sign_of(c->ids[c->at], c->feature);
-    uint64_t at = c->homes[c->at % AHEAD];
-    at = probe(t, sign, at);
-    c->at++;
-    fetch_slot(t, c);
-    return at;
-}
-
-/* Adds position `at` to its row's list; returns the number of distinct rows then. */
+/* Adds position `at` to its row's list; returns the number of distinct rows then. Without a
+ * branch as well: whether an id is new is as good as random. */
 INLINE uint32_t join(slot_t *slot, uint32_t at, distinct_t *distinct, uint32_t count,
-                     uint32_t base, uint32_t *next)
+                     uint32_t base, uint32_t room, uint32_t *next)
 {
-    const uint32_t place = slot->mark - base;
-    if (place < count && distinct[place].row == slot->row) {
-        next[at] = distinct[place].last;
-        distinct[place].last = at;
-        return count;
-    }
-    slot->mark = base + count;
-    distinct[count] = (distinct_t){slot->row, at};
-    next[at] = NONE;
-    return count + 1;
+    const uint32_t row = slot->row, place = slot->mark - base;
+    const distinct_t held = distinct[place < room ? place : 0];
+    const int is_new = (place >= count) | (held.row != row);
+    const uint32_t own = is_new ? count : place;
+    next[at] = is_new ? NONE : held.last;
+    distinct[own] = (distinct_t){row, at};
+    slot->mark = base + own;
+    return count + (uint32_t)is_new;
 }
 
 INLINE void pool(const table_t *t, const uint32_t *rows, int64_t count, vector_t *out)
@@ -197,42 +175,43 @@ INLINE void pool(const table_t *t, const uint32_t *rows, int64_t count, vector_t
     *out = sum;
 }
 
-INLINE int64_t offset(const feature_t *f, int64_t sample)
+INLINE int64_t offset(const int64_t *offsets, int64_t sample)
 {
-    return f->offsets == NULL ? sample : f->offsets[sample];
+    return offsets == NULL ? sample : offsets[sample];
 }
 
-INLINE void look_up(table_t *t, const task_t *task, int is_training, int is_cut)
+/* `offsets` is the feature's; the caller says literally where they are NULL. */
+INLINE void look_up(table_t *t, const task_t *task, const int64_t *offsets, int is_training,
+                    int is_cut)
 {
     const feature_t *f = &t->features[task->feature];
     const int64_t first = t->firsts[task->feature];
     uint32_t *rows = t->batch.rows + first, *next = t->batch.next + first;
-    uint32_t *slots = t->batch.slots + first, *samples = t->batch.samples + first;
+    uint32_t *homes = t->batch.homes + first, *samples = t->batch.samples + first;
     distinct_t *distinct = t->batch.distinct + first;
     vector_t *out = t->out + task->feature * t->num_samples;
-    const uint32_t base = t->base + (uint32_t)first;
+    const uint32_t base = t->base + (uint32_t)first, room = (uint32_t)f->num_ids;
     uint32_t count = 0;
-    cursor_t c = begin(t, f->ids, task->feature, offset(f, task->begin),
-                       offset(f, task->end));
+    int64_t at = offset(offsets, task->begin);
+    for (int64_t i = at, stop = offset(offsets, task->end); i < stop; i++)
+        homes[i] = home(t, sign_of(f->ids[i], task->feature));
+    for (int i = 0; i < AHEAD; i++)
+        __builtin_prefetch(&t->lines[homes[at + i]]);
     for (int64_t sample = task->begin, end = sample; sample < task->end; sample = end) {
-        for (; end < task->end && offset(f, end) < offset(f, sample) + BLOCK; end++) {
-            for (uint64_t stop = (uint64_t)offset(f, end + 1); c.at < stop;) {
-                const uint32_t at = (uint32_t)c.at;
-                const uint64_t place = next_slot(t, &c);
-                slot_t *slot = &t->slots[place];
+        for (; end < task->end && offset(offsets, end) < offset(offsets, sample) + BLOCK; end++)
+            for (int64_t stop = offset(offsets, end + 1); at < stop; at++) {
+                __builtin_prefetch(&t->lines[homes[at + AHEAD]]);
+                slot_t *slot = probe(t, sign_of(f->ids[at], task->feature), homes[at]);
                 rows[at] = slot->row;
                 __builtin_prefetch(&t->rows[slot->row].weight);
-                if (is_training && f->offsets != NULL)
+                if (is_training && offsets != NULL)
                     samples[at] = (uint32_t)end;
-                if (is_cut)
-                    slots[at] = (uint32_t)place;
-                else if (is_training && slot->sign != 0)
-                    count = join(slot, at, distinct, count, base, next);
+                if (is_training && !is_cut && slot->sign != 0)
+                    count = join(slot, (uint32_t)at, distinct, count, base, room, next);
             }
-        }
         for (; sample < end; sample++)
-            pool(t, rows + offset(f, sample), offset(f, sample + 1) - offset(f, sample),
-                 out + sample);
+            pool(t, rows + offset(offsets, sample),
+                 offset(offsets, sample + 1) - offset(offsets, sample), out + sample);
     }
     if (is_training && !is_cut)
         t->num_distinct[task->feature] = count;
@@ -241,12 +220,17 @@ INLINE void look_up(table_t *t, const task_t *task, int is_training, int is_cut)
 static void look_up_task(table_t *t, int thread, const task_t *task)
 {
     (void)thread;
-    if (!t->is_training)
-        look_up(t, task, 0, 0);
-    else if (t->num_distinct[task->feature] < 0)
-        look_up(t, task, 1, 1);
+    const int64_t *offsets = t->features[task->feature].offsets;
+    if (t->is_training && t->num_distinct[task->feature] < 0)
+        look_up(t, task, offsets, 1, 1);
+    else if (t->is_training && offsets == NULL)
+        look_up(t, task, NULL, 1, 0);
+    else if (t->is_training)
+        look_up(t, task, offsets, 1, 0);
+    else if (offsets == NULL)
+        look_up(t, task, NULL, 0, 0);
     else
-        look_up(t, task, 1, 0);
+        look_up(t, task, offsets, 0, 0);
 }
 
 /* --- update ----------------------------------------------------------------------------- */
@@ -287,22 +271,21 @@ INLINE void step(table_t *t, const vector_t *gradient, const distinct_t *distinc
 static int64_t join_part(table_t *t, const task_t *task, scratch_t *own)
 {
     const feature_t *f = &t->features[task->feature];
-    const uint32_t *slots = t->batch.slots + t->firsts[task->feature];
+    const uint32_t *homes = t->batch.homes + t->firsts[task->feature];
     const uint32_t base = t->base + (uint32_t)t->firsts[task->feature];
     int64_t mine = 0;
     uint32_t count = 0;
     for (int64_t at = 0; at < f->num_ids; at++) {
         own->rows[mine] = (uint32_t)at;
-        /* Stretches of slots, so that two parts do not write to one line. */
-        mine += (int)(slots[at] >> 8) % t->num_threads == task->part;
+        mine += (int)(homes[at] % (uint32_t)t->num_threads) == task->part;
     }
     for (int64_t i = 0; i < mine; i++) {
         if (i + AHEAD < mine)
-            __builtin_prefetch(&t->slots[slots[own->rows[i + AHEAD]]], 1);
+            __builtin_prefetch(&t->lines[homes[own->rows[i + AHEAD]]]);
         const uint32_t at = own->rows[i];
-        slot_t *slot = &t->slots[slots[at]];
+        slot_t *slot = probe(t, sign_of(f->ids[at], task->feature), homes[at]);
         if (slot->sign != 0)
-            count = join(slot, at, own->distinct, count, base, own->next);
+            count = join(slot, at, own->distinct, count, base, (uint32_t)mine, own->next);
     }
     return count;
 }
@@ -416,16 +399,16 @@ table_t *ceiling_new(uint64_t max_rows, int num_threads, float lr, float eps,
                      float initial_accumulator)
 {
     table_t *t = calloc(1, sizeof *t);
-    uint64_t num_slots = 1024;
-    while (num_slots < 2 * max_rows)
-        num_slots *= 2;
-    t->mask = num_slots - 1;
+    uint64_t num_lines = 256;
+    while (num_lines * LINE < 2 * max_rows)
+        num_lines *= 2;
+    t->mask = num_lines - 1;
     t->max_rows = max_rows + 1;
-    t->slot_bytes = num_slots * sizeof *t->slots;
+    t->line_bytes = num_lines * sizeof *t->lines;
     t->row_bytes = t->max_rows * sizeof *t->rows;
-    t->slots = reserve(&t->slot_bytes);
+    t->lines = reserve(&t->line_bytes);
     t->rows = reserve(&t->row_bytes);
-    memset(t->slots, 0, t->slot_bytes);
+    memset(t->lines, 0, t->line_bytes);
     memset(t->rows, 0, sizeof *t->rows);
     t->num_rows = 1;
     t->lr = lr;
@@ -446,7 +429,7 @@ static void free_scratch(scratch_t *s)
 {
     free(s->rows);
     free(s->next);
-    free(s->slots);
+    free(s->homes);
     free(s->samples);
     free(s->distinct);
 }
@@ -464,7 +447,7 @@ void ceiling_free(table_t *t)
     free(t->firsts);
     free(t->num_distinct);
     free(t->tasks);
-    free(t->slots);
+    free(t->lines);
     free(t->rows);
     free(t);
 }
@@ -472,12 +455,13 @@ void ceiling_free(table_t *t)
 /* Inserts ids of one feature that are not held yet. */
 void ceiling_fill(table_t *t, int feature, const uint64_t *ids, int64_t count)
 {
-    cursor_t c = begin(t, ids, feature, 0, count);
     for (int64_t i = 0; i < count; i++) {
-        __builtin_prefetch(&t->rows[t->num_rows + 8], 1);
-        const uint64_t at = next_slot(t, &c);
-        if (t->slots[at].sign == 0)
-            insert(t, sign_of(ids[i], feature), at);
+        if (i + AHEAD < count)
+            __builtin_prefetch(&t->lines[home(t, sign_of(ids[i + AHEAD], feature))], 1);
+        const uint64_t sign = sign_of(ids[i], feature);
+        slot_t *slot = probe(t, sign, home(t, sign));
+        if (slot->sign == 0)
+            insert(t, sign, slot);
     }
 }
 
@@ -490,7 +474,7 @@ uint64_t ceiling_num_rows(const table_t *t)
 float *ceiling_row(table_t *t, int feature, uint64_t id)
 {
     const uint64_t sign = sign_of(id, feature);
-    const slot_t *slot = &t->slots[probe(t, sign, home(t, sign))];
+    const slot_t *slot = probe(t, sign, home(t, sign));
     return slot->sign == sign ? (float *)&t->rows[slot->row] : NULL;
 }
 
@@ -499,7 +483,7 @@ static void make_room(scratch_t *s, int64_t room)
     free_scratch(s);
     s->rows = calloc((size_t)room, sizeof *s->rows);
     s->next = calloc((size_t)room, sizeof *s->next);
-    s->slots = calloc((size_t)room, sizeof *s->slots);
+    s->homes = calloc((size_t)room + AHEAD, sizeof *s->homes); /* fetched ahead of the end */
     s->samples = calloc((size_t)room, sizeof *s->samples);
     s->distinct = calloc((size_t)room, sizeof *s->distinct);
 }
