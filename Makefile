@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 TREE := setup.py pyproject.toml README.md LICENSE persia tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-slow test-all lint format debug asan fuzz bench bench-services wheel wheels clean
+.PHONY: help demo build test test-slow test-all lint format debug asan fuzz bench bench-services bench-instructions wheel wheels clean
 .SILENT: help
 
 help:  ## list the targets
@@ -154,6 +154,9 @@ bench: build  ## product and peers, interleaved in one run
 
 bench-services: build  ## local mode against embedded mode, on the same two cores
 	$(BIN)/python -m tests.benchmarks.services $(BENCH)
+
+bench-instructions: build  ## instructions of the sparse path against the committed counts (valgrind)
+	$(BIN)/python -m tests.benchmarks.instructions $(BENCH)
 
 # --- packages -----------------------------------------------------------------------------
 

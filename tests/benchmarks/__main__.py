@@ -29,11 +29,12 @@ import numpy as np
 import torch
 
 from persia._core import cpu
-from tests.benchmarks.ceiling import Ceiling, compiler
-from tests.benchmarks.contenders import Persia, TorchMerged
+from tests.benchmarks.ceiling import Ceiling
+from tests.benchmarks.contenders import Persia
 from tests.benchmarks.interleaved import Ratio, Series, measure, pin_malloc, ratio, settled
 from tests.benchmarks.memory import OPTIMIZERS, in_fresh_process
-from tests.benchmarks.peers import INSTALL_PEERS, is_installed, peers
+from tests.benchmarks.native import compiler
+from tests.benchmarks.peers import INSTALL_PEERS, TorchMerged, is_installed, peers
 from tests.benchmarks.wire import TRANSPORTS, wire
 from tests.benchmarks.workload import PATTERNS, Batch, Contender, batches, sizes
 
@@ -61,12 +62,12 @@ def build(
 ) -> tuple[dict[str, Contender], dict[str, float]]:
     """Return the contenders by name, filled with rows, and resident bytes per row of each."""
     makers: dict[str, Callable[[], Contender]] = {
-        PERSIA: lambda: Persia(quick, threads),
+        PERSIA: lambda: Persia(sizes(quick), threads),
         TORCH: lambda: TorchMerged(quick),
         **peers(quick),
     }
     if compiler() is not None:
-        makers[CEILING] = lambda: Ceiling(quick, threads)
+        makers[CEILING] = lambda: Ceiling(sizes(quick), threads)
     everyone, per_row = {}, {}
     for name, make in makers.items():
         if not only or any(word.lower() in name.lower() for word in only):

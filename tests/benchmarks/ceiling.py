@@ -8,35 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import shlex
-import shutil
-import subprocess
-import sysconfig
+import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.benchmarks.workload import ACCUMULATOR, BATCH, DIM, LR, Batch, Step, raw_ids, sizes
+from tests.benchmarks import native
+from tests.benchmarks.workload import ACCUMULATOR, BATCH, DIM, LR, Batch, Step, raw_ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SOURCE = Path(__file__).with_name("ceiling.c")
-BUILT = Path("build") / "ceiling"
 # What the product may not do: this machine's own instructions, at their widest.
-FLAGS = [
-    "-std=gnu11",
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-shared",
-    "-fPIC",
-    "-pthread",
-]
-WIDE = "-mprefer-vector-width=512"
+FLAGS = ("-march=native",)
+WIDE = ("-mprefer-vector-width=512",)
 EPS = 1e-10
 FILL = 1_000_000  # ids at a time
 
@@ -51,32 +39,11 @@ class _Feature(ctypes.Structure):
     )
 
 
-def compiler() -> list[str] | None:
-    """Return the command of the C compiler, or None where there is none."""
-    words = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    for command in (words, ["cc"], ["gcc"], ["clang"]):
-        if shutil.which(command[0]) is not None:
-            return command
-    return None
-
-
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compile ceiling.c where it has changed, and load it."""
-    command = compiler()
-    if command is None:
-        raise RuntimeError("the ceiling is compiled when it is measured: no C compiler here")
-    flags = [*FLAGS, *([WIDE] if os.uname().machine == "x86_64" else [])]
-    text = SOURCE.read_bytes() + repr((command, flags)).encode()
-    built = BUILT / f"ceiling-{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if not built.exists():
-        built.parent.mkdir(parents=True, exist_ok=True)
-        fresh = built.with_suffix(f".{os.getpid()}")
-        subprocess.run(
-            [*command, *flags, "-o", str(fresh), str(SOURCE), "-lm"], check=True, timeout=120
-        )
-        fresh.replace(built)
-    loaded = ctypes.CDLL(str(built.resolve()))
+    """Return ceiling.c's functions."""
+    is_x86 = platform.machine() in {"x86_64", "AMD64"}
+    loaded = native.load(SOURCE, (*FLAGS, *WIDE) if is_x86 else FLAGS)
     pointer, i64 = ctypes.c_void_p, ctypes.c_int64
     c_int, c_float = ctypes.c_int, ctypes.c_float
     for name, result, arguments in (
@@ -158,8 +125,7 @@ class Ceiling:
 
     ids = "any u64"
 
-    def __init__(self, quick: bool, num_threads: int) -> None:
-        table_sizes = sizes(quick)
+    def __init__(self, table_sizes: Sequence[int], num_threads: int) -> None:
         self.table = Table(sum(table_sizes), num_threads)
         for number, size in enumerate(table_sizes):
             for first in range(0, size, FILL):

@@ -1,4 +1,4 @@
-"""What the benchmarks hold the product against computes what the formula says."""
+"""What the product is held against computes what the formula says; and what a verdict is."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.benchmarks.ceiling import EPS, Table, compiler, described
+from tests.benchmarks.ceiling import EPS, Table, described
+from tests.benchmarks.instructions import compare
+from tests.benchmarks.interleaved import Series, ratio
+from tests.benchmarks.native import compiler
 from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-pytestmark = pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     compiler() is None, reason="no C compiler here: the benchmarks' ceiling is not built"
 )
 NUM_SAMPLES = 300
@@ -77,6 +80,7 @@ def occurrences(batch: Batch) -> list[tuple[int, int, int]]:
     return found
 
 
+@needs_compiler
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_ceiling_equals_the_formula(num_threads: int) -> None:
     rng = np.random.default_rng(0)
@@ -108,3 +112,18 @@ def test_ceiling_equals_the_formula(num_threads: int) -> None:
         np.testing.assert_allclose(own[0], weight, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(own[1], state, rtol=1e-4, atol=1e-6)
     table.close()
+
+
+@pytest.mark.parametrize(("count", "is_good"), [(900, True), (1029, True), (1031, False)])
+def test_more_instructions_than_committed_fail(count: int, is_good: bool) -> None:
+    assert compare({"a part": 500, "a new part": 1}, {"a part": 500})
+    assert (
+        compare({"a part": 500, "another": count}, {"a part": 500, "another": 1000}) == is_good
+    )
+
+
+def test_a_ratio_is_taken_pair_by_pair() -> None:
+    """Both slow down together, which rates show and their ratio does not."""
+    own = Series([2.0, 4.0, 20.0, 8.0], [])
+    found = ratio(own, Series([1.0, 2.0, 5.0, 4.0], []))
+    assert (found.low, found.median, found.high) == (2.0, 2.0, 4.0)
