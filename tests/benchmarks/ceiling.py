@@ -120,6 +120,13 @@ def described(batch: Batch) -> ctypes.Array[_Feature]:
     )
 
 
+def described_ids(features: Sequence[NDArray[np.uint64]]) -> ctypes.Array[_Feature]:
+    """Return the same of features with one id a sample; the arrays have to outlive it."""
+    return (_Feature * len(features))(
+        *(_Feature(values.ctypes.data, None, len(values)) for values in features)
+    )
+
+
 class Ceiling:
     """The ceiling, filled with the workload's rows."""
 
