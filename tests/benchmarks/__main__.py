@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +32,16 @@ import torch
 from persia._core import cpu
 from tests.benchmarks.ceiling import Ceiling
 from tests.benchmarks.contenders import Persia
-from tests.benchmarks.interleaved import Ratio, Series, measure, pin_malloc, ratio, settled
+from tests.benchmarks.interleaved import (
+    Clock,
+    Ratio,
+    Series,
+    again,
+    measure,
+    pin_malloc,
+    ratio,
+    settled,
+)
 from tests.benchmarks.memory import OPTIMIZERS, in_fresh_process
 from tests.benchmarks.native import compiler
 from tests.benchmarks.peers import INSTALL_PEERS, TorchMerged, is_installed, peers
@@ -80,21 +90,21 @@ def build(
 
 
 def column(
-    everyone: dict[str, Contender], kind: str, data: list[Batch], pairs: int
+    everyone: dict[str, Contender], kind: str, data: list[Batch], pairs: int, clock: Clock
 ) -> dict[str, Cell]:
     """Measure all contenders on one kind of step and one pattern."""
+    steps = {
+        name: [
+            contender.train_step(batch) if kind == "train" else contender.evaluate_step(batch)
+            for batch in data
+        ]
+        for name, contender in everyone.items()
+    }
     series = measure(
-        {
-            name: [
-                contender.train_step(batch)
-                if kind == "train"
-                else contender.evaluate_step(batch)
-                for batch in data
-            ]
-            for name, contender in everyone.items()
-        },
+        {name: again(own) for name, own in steps.items()},
         sum(batch.num_ids for batch in data),
         pairs,
+        clock,
     )
 
     def to(own: Series, reference: str) -> Ratio | None:
@@ -116,6 +126,7 @@ class Plan:
     kinds: list[str]
     patterns: list[str]
     pairs: int
+    clock: Clock
 
 
 @dataclass(frozen=True)
@@ -143,7 +154,7 @@ def speed(plan: Plan) -> Measured:
         for kind in plan.kinds:
             for pattern in plan.patterns:
                 print(f"measuring {kind}, {pattern}, {threads} thread(s)", file=sys.stderr)
-                cells = column(everyone, kind, data[pattern], plan.pairs)
+                cells = column(everyone, kind, data[pattern], plan.pairs, plan.clock)
                 found.cells[kind, threads, pattern] = cells
         del everyone, contender
     return found
@@ -238,9 +249,14 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--pairs", type=int, help="repetitions; default: 20, or 3 with --quick")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="for a busy machine, 1 thread: not the clock"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     parser.add_argument("--wire", action="store_true", help="the wire, and nothing else")
     args = parser.parse_args()
+    if args.cpu_time and args.threads != [1]:
+        parser.error("--cpu-time adds the threads up: use it with --threads 1")
     pairs = args.pairs or (3 if args.quick else 20)
 
     if args.wire:
@@ -255,6 +271,7 @@ def main() -> None:
         args.kinds,
         args.patterns,
         pairs,
+        time.process_time if args.cpu_time else time.perf_counter,
     )
     pinned = pin_malloc()
     # Said aloud, or torch warns.

@@ -13,7 +13,7 @@ import gc
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,8 @@ from tests.benchmarks.workload import Step
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEEP_BYTES = 1 << 30
 RESAMPLES = 2000
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -83,41 +85,53 @@ def settled() -> int:
     return resident()
 
 
-def run(steps: Sequence[Step]) -> tuple[float, float]:
+def run(steps: Sequence[Step], clock: Clock = time.perf_counter) -> tuple[float, float]:
     """Return seconds and page faults of the steps.
 
     An untimed one goes before: it finds the caches as the contender before has left them, and
     that one's threads still looking for work.
     """
-    steps[-1]()
+    steps[0]()
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    start = time.perf_counter()
-    for step in steps:
+    start = clock()
+    for step in steps[1:]:
         step()
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
 
 
 def measure(
-    everyone: dict[str, Sequence[Step]], num_units: float, pairs: int
+    everyone: Mapping[str, Callable[[], Sequence[Step]]],
+    num_units: float,
+    pairs: int,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, Series]:
     """Run everyone's steps one after another, ``pairs`` times over.
 
     Each repetition starts with another contender, so that none always follows the same one.
 
     Args:
-        everyone: What to run, by name.
-        num_units: How many units (ids, samples) one contender's steps are.
+        everyone: What makes the steps of a repetition, by name. Its first step is not timed.
+        num_units: How many units (ids, samples) one contender's timed steps are.
         pairs: Repetitions. Of two contenders each is one pair.
+        clock: Of the machine, or ``time.process_time`` where others use it: that leaves out
+            what they take, and means something with one thread only.
     """
     names = list(everyone)
     series: dict[str, Series] = {name: Series([], []) for name in names}
     for name in names:
-        run(everyone[name])  # buffers grow to their size
+        run(everyone[name]())  # buffers grow to their size
     for repetition in range(pairs):
         first = repetition % len(names)
         for name in names[first:] + names[:first]:
-            seconds, faulted = run(everyone[name])
+            steps = everyone[name]()
+            seconds, faulted = run(steps, clock)
             series[name].rates.append(num_units / seconds / 1e6)
-            series[name].faults.append(faulted / len(everyone[name]))
+            series[name].faults.append(faulted / (len(steps) - 1))
     return series
+
+
+def again(steps: Sequence[Step]) -> Callable[[], Sequence[Step]]:
+    """Return what ``measure`` takes of steps that can be repeated; the last goes first too."""
+    repeated = [steps[-1], *steps]
+    return lambda: repeated
