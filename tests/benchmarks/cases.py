@@ -142,6 +142,9 @@ def eviction(options: Options) -> None:
             ratio(series["evicting"], series["growing"]),
         )
 
+    if full.num_rows > sum(table_sizes) or steady.num_rows <= sum(table_sizes):
+        raise RuntimeError("expected one table to grow and the other not to")
+
 
 def inputs(options: Options) -> None:
     table(
