@@ -19,21 +19,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
-from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
 from tests.benchmarks.ceiling import Ceiling, Table, described_ids
 from tests.benchmarks.interleaved import Clock, Series, pin_malloc, ratio
 from tests.benchmarks.local.dlrm import DLRM, NUM_DIFFERENT, NUM_FEATURES, Raw, raw_batches
-from tests.benchmarks.workload import ACCUMULATOR, BATCH, DIM, LR, raw_ids, sizes
+from tests.benchmarks.local.train import fill
+from tests.benchmarks.workload import ACCUMULATOR, BATCH, DIM, LR, sizes
 
 STALENESS = 10
 WARM, TIMED, BEHIND = 4, 16, STALENESS + 4
-FILL = 250_000  # ids at a time
 
 
 class Epoch(IterableDataset):
@@ -56,19 +55,6 @@ def net() -> tuple[DLRM, torch.optim.Optimizer]:
 
 
 loss_of = torch.nn.BCEWithLogitsLoss()
-
-
-def fill(ctx: TrainCtx, quick: bool) -> None:
-    """Give every id its row, by lookups that no update follows."""
-    for number, size in enumerate(sizes(quick)):
-        for first in range(0, size, FILL):
-            ids = raw_ids(np.arange(first, min(first + FILL, size)))
-            feature = IDTypeFeatureWithSingleID(f"feature_{number}", ids)
-            label = Label(np.zeros((len(ids), 1), np.float32))
-            ctx.get_embedding_from_data(PersiaBatch([feature], labels=[label]))
-    expected, held = sum(sizes(quick)), sum(ctx.get_embedding_size())
-    if held != expected:
-        raise RuntimeError(f"expected {expected} rows, got {held}")
 
 
 def persia_slice(ctx: TrainCtx, raws: list[Raw], clock: Clock) -> float:
