@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 TREE := setup.py pyproject.toml README.md LICENSE persia tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-slow test-all lint format debug asan fuzz bench bench-services wheel wheels clean
+.PHONY: help demo build test test-slow test-all lint format debug asan fuzz bench bench-step bench-cases bench-services bench-instructions wheel wheels clean
 .SILENT: help
 
 help:  ## list the targets
@@ -149,11 +149,20 @@ fuzz: build  ## FUZZ_SECONDS of strange messages to every server (atheris)
 	$(BIN)/python -m tests.fuzz build/fuzz/corpus -max_total_time=$(FUZZ_SECONDS) \
 	  -max_len=8192 -rss_limit_mb=2048 -artifact_prefix=build/fuzz/
 
-bench: build  ## product and peers, interleaved in one run
+bench: build  ## product, peers and the ceiling, interleaved in one run
 	$(BIN)/python -m tests.benchmarks $(BENCH)
+
+bench-step: build  ## the whole step of a DLRM, against the ceiling with the same net
+	$(BIN)/python -m tests.benchmarks.whole_step $(BENCH)
+
+bench-cases: build  ## optimizers, eviction, input, scaling, latency
+	$(BIN)/python -m tests.benchmarks.cases $(BENCH)
 
 bench-services: build  ## local mode against embedded mode, on the same two cores
 	$(BIN)/python -m tests.benchmarks.services $(BENCH)
+
+bench-instructions: build  ## instructions of the sparse path against the committed counts (valgrind)
+	$(BIN)/python -m tests.benchmarks.instructions $(BENCH)
 
 # --- packages -----------------------------------------------------------------------------
 

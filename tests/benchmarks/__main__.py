@@ -1,26 +1,25 @@
-"""PERSIA and its peers on one workload, interleaved in one run.
+"""PERSIA, its peers and the ceiling on one workload, interleaved in one run.
 
-    python -m tests.benchmarks [--quick] [--threads 1 2] [--only NAME ...] [--json FILE]
+    python -m tests.benchmarks [--quick] [--threads 1 2] [--only NAME ...] [--pairs 20]
+                               [--kinds train evaluate] [--patterns single multi cold]
+    python -m tests.benchmarks --only persia ceiling --threads 1      two minutes, all rows
     python -m tests.benchmarks --wire [--quick] [--json FILE]
 
 Prints Markdown tables: million ids per second, one figure for each number of threads, and in
-brackets how many times torch's rate that is. Both are medians over repetitions; a ratio is
-taken within a repetition, where both met the same load. Then page faults a step (the worst
-cell of the row) and resident bytes per row; with --quick those are mostly code, not rows.
-The second form asks how far calls are from bare pyzmq instead; see wire.py.
+brackets how many times torch's rate that is and what part of the ceiling's; then page faults a
+step (the worst cell of the row) and resident bytes per row; with --quick those are mostly code,
+not rows. The last table is PERSIA's part of the ceiling with its interval. How ratios are taken
+is in interleaved.py, what the ceiling is in ceiling.c. The last form asks how far calls are
+from bare pyzmq instead; see wire.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import importlib.metadata
 import json
 import os
 import platform
-import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -31,22 +30,31 @@ import numpy as np
 import torch
 
 from persia._core import cpu
-from tests.benchmarks.contenders import Persia, TorchMerged
-from tests.benchmarks.memory import OPTIMIZERS, in_fresh_process, resident
-from tests.benchmarks.peers import INSTALL_PEERS, is_installed, peers
+from tests.benchmarks.ceiling import Ceiling
+from tests.benchmarks.contenders import Persia
+from tests.benchmarks.interleaved import (
+    Clock,
+    Ratio,
+    Series,
+    again,
+    measure,
+    pin_malloc,
+    ratio,
+    settled,
+)
+from tests.benchmarks.memory import OPTIMIZERS, in_fresh_process
+from tests.benchmarks.native import compiler
+from tests.benchmarks.peers import INSTALL_PEERS, TorchMerged, is_installed, peers
 from tests.benchmarks.wire import TRANSPORTS, wire
-from tests.benchmarks.workload import PATTERNS, Batch, Contender, Step, batches, sizes
+from tests.benchmarks.workload import PATTERNS, Batch, Contender, batches, sizes
 
 PERSIA = "PERSIA, exact Adagrad"
 TORCH = "torch EmbeddingBag + Adagrad, merged"
+CEILING = "ceiling (C), exact Adagrad"
 KINDS = {
     "train": "Training step: lookup, pooling, update",
     "evaluate": "Evaluation: lookup, pooling",
 }
-# glibc's mallopt: without these, some contenders give their big buffers back after each batch
-# and pay for the pages again. Alike for all, and the faults are counted.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEEP_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -54,27 +62,9 @@ class Cell:
     """One contender on one pattern; medians over the repetitions."""
 
     rate: float  # million ids a second
-    to_torch: float
     faults: float  # a step
-
-
-def libc_call(name: str, *arguments: int) -> bool:
-    """Call a function of the C library; returns whether it is there and returned 1."""
-    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
-    return function is not None and function(*arguments) == 1
-
-
-def pin_malloc() -> bool:
-    """Make malloc keep freed memory; returns whether this C library can."""
-    options = (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)
-    return all(libc_call("mallopt", option, KEEP_BYTES) for option in options)
-
-
-def settled() -> int:
-    """Return the resident bytes of this process without what malloc keeps for later."""
-    gc.collect()
-    libc_call("malloc_trim", 0)
-    return resident()
+    to_torch: Ratio | None  # None where torch was not measured
+    to_ceiling: Ratio | None
 
 
 def build(
@@ -82,13 +72,15 @@ def build(
 ) -> tuple[dict[str, Contender], dict[str, float]]:
     """Return the contenders by name, filled with rows, and resident bytes per row of each."""
     makers: dict[str, Callable[[], Contender]] = {
-        PERSIA: lambda: Persia(quick, threads),
+        PERSIA: lambda: Persia(sizes(quick), threads),
         TORCH: lambda: TorchMerged(quick),
         **peers(quick),
     }
+    if compiler() is not None:
+        makers[CEILING] = lambda: Ceiling(sizes(quick), threads)
     everyone, per_row = {}, {}
     for name, make in makers.items():
-        if name == TORCH or not only or any(word.lower() in name.lower() for word in only):
+        if not only or any(word.lower() in name.lower() for word in only):
             before = settled()
             everyone[name] = make()
             # Optimizers make their state in the first step.
@@ -97,29 +89,10 @@ def build(
     return everyone, per_row
 
 
-def run(steps: list[Step]) -> tuple[float, float]:
-    """Return seconds and page faults of the steps.
-
-    An untimed one goes before: it finds the caches as the contender before has left them, and
-    that one's threads still looking for work.
-    """
-    steps[-1]()
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    start = time.perf_counter()
-    for step in steps:
-        step()
-    seconds = time.perf_counter() - start
-    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-
-
-def measure(
-    everyone: dict[str, Contender], kind: str, data: list[Batch], times: int
+def column(
+    everyone: dict[str, Contender], kind: str, data: list[Batch], pairs: int, clock: Clock
 ) -> dict[str, Cell]:
-    """Measure one column: all contenders one after another, ``times`` over.
-
-    Each repetition starts with another contender, so that none always follows the same one.
-    """
-    num_ids = sum(batch.num_ids for batch in data)
+    """Measure all contenders on one kind of step and one pattern."""
     steps = {
         name: [
             contender.train_step(batch) if kind == "train" else contender.evaluate_step(batch)
@@ -127,73 +100,118 @@ def measure(
         ]
         for name, contender in everyone.items()
     }
-    names = list(steps)
-    rates: dict[str, list[float]] = {name: [] for name in names}
-    faults: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        run(steps[name])  # buffers grow to their size
-    for repetition in range(times):
-        first = repetition % len(names)
-        for name in names[first:] + names[:first]:
-            seconds, faulted = run(steps[name])
-            rates[name].append(num_ids / seconds / 1e6)
-            faults[name].append(faulted / len(data))
+    series = measure(
+        {name: again(own) for name, own in steps.items()},
+        sum(batch.num_ids for batch in data),
+        pairs,
+        clock,
+    )
+
+    def to(own: Series, reference: str) -> Ratio | None:
+        return ratio(own, series[reference]) if reference in series else None
+
     return {
-        name: Cell(
-            rate=statistics.median(rates[name]),
-            to_torch=statistics.median(np.divide(rates[name], rates[TORCH]).tolist()),
-            faults=statistics.median(faults[name]),
-        )
-        for name in names
+        name: Cell(own.rate, own.fault, to(own, TORCH), to(own, CEILING))
+        for name, own in series.items()
     }
 
 
-def speed(
-    quick: bool, thread_counts: list[int], only: list[str], times: int
-) -> list[dict[str, object]]:
-    """Measure every contender with each number of threads and print a table of each kind."""
-    data = {pattern: batches(pattern, quick, 4 if quick else 8) for pattern in PATTERNS}
-    cells: dict[tuple[str, int, str], dict[str, Cell]] = {}
-    bytes_per_row: dict[str, float] = {}
-    ids: dict[str, str] = {}
-    for threads in thread_counts:
-        torch.set_num_threads(threads)
-        everyone, per_row = build(quick, threads, only, data["multi"][0])
-        bytes_per_row = bytes_per_row or per_row  # later ones may reuse what earlier ones freed
-        ids = {name: contender.ids for name, contender in everyone.items()}
-        for kind in KINDS:
-            for pattern in PATTERNS:
-                print(f"measuring {kind}, {pattern}, {threads} thread(s)", file=sys.stderr)
-                column = measure(everyone, kind, data[pattern], times)
-                cells[kind, threads, pattern] = column
-        del everyone
+@dataclass(frozen=True)
+class Plan:
+    """What of the workload is measured."""
 
-    threads_text = " / ".join(str(threads) for threads in thread_counts)
-    for kind, title in KINDS.items():
-        print(f"\n{title}; {threads_text} thread(s), M ids/s (times torch)\n")
-        print(f"| | ids | {' | '.join(PATTERNS)} | faults a step | B/row |")
-        print("|---|---|" + "---|" * len(PATTERNS) + "---|---|")
-        for name in ids:
-            row = [name, ids[name]]
-            for pattern in PATTERNS:
-                own = [cells[kind, threads, pattern][name] for threads in thread_counts]
+    quick: bool
+    threads: list[int]
+    only: list[str]
+    kinds: list[str]
+    patterns: list[str]
+    pairs: int
+    clock: Clock
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What ``speed`` found."""
+
+    cells: dict[tuple[str, int, str], dict[str, Cell]]  # by kind, threads, pattern; by name
+    bytes_per_row: dict[str, float]
+    ids: dict[str, str]  # which ids a contender takes
+
+
+def speed(plan: Plan) -> Measured:
+    """Measure every contender with each number of threads."""
+    data = {
+        pattern: batches(pattern, plan.quick, 4 if plan.quick else 8) for pattern in PATTERNS
+    }
+    found = Measured({}, {}, {})
+    for threads in plan.threads:
+        torch.set_num_threads(threads)
+        everyone, per_row = build(plan.quick, threads, plan.only, data["multi"][0])
+        for name, contender in everyone.items():
+            # A later one may reuse what an earlier one freed.
+            found.bytes_per_row.setdefault(name, per_row[name])
+            found.ids[name] = contender.ids
+        for kind in plan.kinds:
+            for pattern in plan.patterns:
+                print(f"measuring {kind}, {pattern}, {threads} thread(s)", file=sys.stderr)
+                cells = column(everyone, kind, data[pattern], plan.pairs, plan.clock)
+                found.cells[kind, threads, pattern] = cells
+        del everyone, contender
+    return found
+
+
+def report(plan: Plan, found: Measured) -> None:
+    """Print a table of each kind, and one of PERSIA beside the ceiling."""
+    units = "M ids/s (times torch; of the ceiling)"
+    threads_text = " / ".join(str(threads) for threads in plan.threads)
+    for kind in plan.kinds:
+        print(f"\n{KINDS[kind]}; {threads_text} thread(s), {units}\n")
+        print(f"| | ids | {' | '.join(plan.patterns)} | faults a step | B/row |")
+        print("|---|---|" + "---|" * len(plan.patterns) + "---|---|")
+        for name in found.ids:
+            row = [name, found.ids[name]]
+            for pattern in plan.patterns:
+                own = [found.cells[kind, threads, pattern][name] for threads in plan.threads]
                 rates = " / ".join(f"{cell.rate:.1f}" for cell in own)
-                ratios = " / ".join(f"{cell.to_torch:.2f}" for cell in own)
-                row.append(f"{rates} ({ratios})")
-            worst = max(column[name].faults for at, column in cells.items() if at[0] == kind)
-            row += [f"{worst:.0f}", f"{bytes_per_row[name]:.0f}"]
+                to_torch = " / ".join(medians(cell.to_torch) for cell in own)
+                to_ceiling = " / ".join(medians(cell.to_ceiling) for cell in own)
+                row.append(f"{rates} ({to_torch}; {to_ceiling})")
+            worst = max(
+                column[name].faults for at, column in found.cells.items() if at[0] == kind
+            )
+            row += [f"{worst:.0f}", f"{found.bytes_per_row[name]:.0f}"]
             print(f"| {' | '.join(row)} |")
+    if {PERSIA, CEILING} <= found.ids.keys():
+        print(f"\nPERSIA of the ceiling, median of {plan.pairs} pairs [95 %]\n")
+        print(f"| | {' | '.join(plan.patterns)} |")
+        print("|---|" + "---|" * len(plan.patterns))
+        for kind in plan.kinds:
+            for threads in plan.threads:
+                parts = [
+                    str(found.cells[kind, threads, pattern][PERSIA].to_ceiling)
+                    for pattern in plan.patterns
+                ]
+                print(f"| {kind}, {threads} thread(s) | {' | '.join(parts)} |")
+
+
+def medians(ratio: Ratio | None) -> str:
+    """Return what a cell says of a ratio."""
+    return "-" if ratio is None else f"{ratio.median:.2f}"
+
+
+def as_rows(found: Measured) -> list[dict[str, object]]:
+    """Return the cells for a JSON file."""
     return [
         {
             "contender": name,
             "kind": kind,
             "threads": threads,
             "pattern": pattern,
-            "bytes_per_row": bytes_per_row[name],
+            "bytes_per_row": found.bytes_per_row[name],
             **asdict(cell),
         }
-        for (kind, threads, pattern), column in cells.items()
-        for name, cell in column.items()
+        for (kind, threads, pattern), cells in found.cells.items()
+        for name, cell in cells.items()
     ]
 
 
@@ -226,18 +244,35 @@ def main() -> None:
         "--threads", type=int, nargs="+", help="default: 1 and 2, or 1 with --quick"
     )
     parser.add_argument(
-        "--only", nargs="+", default=[], help="words in the names to measure; torch always is"
+        "--only", nargs="+", default=[], help="words in the names to measure; no memory then"
     )
-    parser.add_argument("--repetitions", type=int, help="default: 7, or 3 with --quick")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
+    parser.add_argument("--pairs", type=int, help="repetitions; default: 20, or 3 with --quick")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="for a busy machine, 1 thread: not the clock"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
     parser.add_argument("--wire", action="store_true", help="the wire, and nothing else")
     args = parser.parse_args()
+    if args.cpu_time and args.threads != [1]:
+        parser.error("--cpu-time adds the threads up: use it with --threads 1")
+    pairs = args.pairs or (3 if args.quick else 20)
 
     if args.wire:
-        cells = wire(args.quick, [*TRANSPORTS], args.repetitions or (3 if args.quick else 9))
+        cells = wire(args.quick, [*TRANSPORTS], args.pairs or (3 if args.quick else 9))
         if args.json is not None:
             args.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=2) + "\n")
         return
+    plan = Plan(
+        args.quick,
+        args.threads or ([1] if args.quick else [1, 2]),
+        args.only,
+        args.kinds,
+        args.patterns,
+        pairs,
+        time.process_time if args.cpu_time else time.perf_counter,
+    )
     pinned = pin_malloc()
     # Said aloud, or torch warns.
     torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
@@ -261,16 +296,12 @@ def main() -> None:
         "malloc_pinned": pinned,
     }
     print(f"{conditions}")
-    results = {
-        "conditions": conditions,
-        "memory": memory(args.quick),
-        "speed": speed(
-            args.quick,
-            args.threads or ([1] if args.quick else [1, 2]),
-            args.only,
-            args.repetitions or (3 if args.quick else 7),
-        ),
-    }
+    if compiler() is None:
+        print("no C compiler here: the ceiling is not measured")
+    held = {} if args.only else memory(args.quick)
+    found = speed(plan)
+    report(plan, found)
+    results = {"conditions": conditions, "memory": held, "speed": as_rows(found)}
     print(f"\nLoad of the machine at the end: {os.getloadavg()[0]:.1f}")
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -1,9 +1,11 @@
-"""PERSIA, and torch on its own, to which the others are compared."""
+"""PERSIA as a contender. It needs no torch, so that it can run under valgrind."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
-import torch
 
 from persia._core.feature_batch import FeatureBatch
 from persia._rpc.messages import (
@@ -17,8 +19,12 @@ from persia._rpc.messages import (
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
 from persia.config import EmbeddingSchema, GlobalConfig
-from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Step, raw_ids, sizes
+from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Step, raw_ids
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ADAGRAD = {"name": "adagrad", "lr": LR, "initial_accumulator_value": ACCUMULATOR}
 PREFILL = 500_000  # ids at a time
 
 
@@ -30,29 +36,48 @@ class Persia:
 
     ids = "any u64, LRU"
 
-    def __init__(self, quick: bool, num_threads: int) -> None:
-        table_sizes = sizes(quick)
+    def __init__(
+        self,
+        table_sizes: Sequence[int],
+        num_threads: int,
+        optimizer: dict[str, Any] = ADAGRAD,
+        capacity: int | None = None,
+    ) -> None:
         self._names = [f"feature_{number}" for number in range(len(table_sizes))]
         schema = EmbeddingSchema.load(
             {"slots_config": {name: {"dim": DIM} for name in self._names}}
         )
-        config = GlobalConfig.load({"embedding_worker_config": {"forward_buffer_size": 1000}})
+        servers = {} if capacity is None else {"capacity": capacity}
+        config = GlobalConfig.load(
+            {
+                "embedding_worker_config": {"forward_buffer_size": 1000},
+                "embedding_parameter_server_config": servers,
+            }
+        )
         server = ParameterServer(
             schema, config.embedding_parameter_server_config, num_threads=num_threads
         )
         self._worker = EmbeddingWorker(schema, config.embedding_worker_config, [server])
         self._worker.configure(HyperParameters(InitializationSettings(), 1.0, 10.0, 0))
-        self._worker.register_optimizer(
-            OptimizerSettings("adagrad", {"lr": LR, "initial_accumulator_value": ACCUMULATOR})
-        )
+        settings = dict(optimizer)
+        self._worker.register_optimizer(OptimizerSettings(settings.pop("name"), settings))
         self._batch_id = 0
-        for name, size in zip(self._names, table_sizes, strict=True):
+        for number, size in enumerate(table_sizes):
             for first in range(0, size, PREFILL):
-                ids = raw_ids(np.arange(first, min(first + PREFILL, size)))
-                self._worker.release(self._look_up((FeatureBatch.from_single(name, ids),)))
-        expected, held = sum(table_sizes), sum(self._worker.get_embedding_size())
-        if held != expected:
-            raise RuntimeError(f"expected {expected} rows resident, got {held}")
+                self.insert(number, raw_ids(np.arange(first, min(first + PREFILL, size))))
+        expected = sum(table_sizes)
+        # A shard evicts when its part of the capacity is full.
+        if capacity is None and self.num_rows != expected:
+            raise RuntimeError(f"expected {expected} rows resident, got {self.num_rows}")
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self._worker.get_embedding_size())
+
+    def insert(self, feature: int, ids: NDArray[np.uint64]) -> None:
+        """Look ids of one feature up, as training does; they get rows if they had none."""
+        name = self._names[feature]
+        self._worker.release(self._look_up((FeatureBatch.from_single(name, ids),)))
 
     def _look_up(self, features: tuple[FeatureBatch, ...]) -> int:
         self._batch_id += 1
@@ -85,41 +110,3 @@ class Persia:
 
     def _evaluate(self, batch: Batch) -> None:
         self._worker.lookup_direct(IDFeatures(self._features(batch), 0, False))
-
-
-class TorchMerged:
-    """One EmbeddingBag(sparse=True) over all features, with torch's sparse Adagrad."""
-
-    ids = "row numbers"
-
-    def __init__(self, quick: bool) -> None:
-        weight = torch.empty(sum(sizes(quick)), DIM).uniform_(-0.01, 0.01)
-        self._bag = torch.nn.EmbeddingBag.from_pretrained(
-            weight, freeze=False, mode="sum", sparse=True
-        )
-        self._optimizer = torch.optim.Adagrad(
-            self._bag.parameters(), lr=LR, initial_accumulator_value=ACCUMULATOR
-        )
-
-    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.from_numpy(batch.merged_rows), torch.from_numpy(batch.merged_offsets)
-
-    def train_step(self, batch: Batch) -> Step:
-        inputs = self._inputs(batch)
-        gradient = torch.from_numpy(batch.gradient.reshape(-1, DIM))
-
-        def step() -> None:
-            self._optimizer.zero_grad()
-            self._bag(*inputs).backward(gradient)
-            self._optimizer.step()
-
-        return step
-
-    def evaluate_step(self, batch: Batch) -> Step:
-        inputs = self._inputs(batch)
-
-        def step() -> None:
-            with torch.no_grad():
-                self._bag(*inputs)
-
-        return step

@@ -1,6 +1,6 @@
-"""FBGEMM and TorchRec, measured where they are installed.
+"""torch on its own; FBGEMM and TorchRec, measured where they are installed.
 
-Both are optional and untyped: they are loaded by name, and what they give is ``Any``.
+The latter are optional and untyped: they are loaded by name, and what they give is ``Any``.
 """
 
 from __future__ import annotations
@@ -50,6 +50,44 @@ def peers(quick: bool) -> dict[str, Callable[[], Contender]]:
             found["TorchRec fused, row-wise Adagrad"] = lambda: TorchRec(quick)
             found["TorchRec ZCH, row-wise Adagrad"] = lambda: ManagedCollision(quick)
     return found
+
+
+class TorchMerged:
+    """One EmbeddingBag(sparse=True) over all features, with torch's sparse Adagrad."""
+
+    ids = "row numbers"
+
+    def __init__(self, quick: bool) -> None:
+        weight = torch.empty(sum(sizes(quick)), DIM).uniform_(-0.01, 0.01)
+        self._bag = torch.nn.EmbeddingBag.from_pretrained(
+            weight, freeze=False, mode="sum", sparse=True
+        )
+        self._optimizer = torch.optim.Adagrad(
+            self._bag.parameters(), lr=LR, initial_accumulator_value=ACCUMULATOR
+        )
+
+    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(batch.merged_rows), torch.from_numpy(batch.merged_offsets)
+
+    def train_step(self, batch: Batch) -> Step:
+        inputs = self._inputs(batch)
+        gradient = torch.from_numpy(batch.gradient.reshape(-1, DIM))
+
+        def step() -> None:
+            self._optimizer.zero_grad()
+            self._bag(*inputs).backward(gradient)
+            self._optimizer.step()
+
+        return step
+
+    def evaluate_step(self, batch: Batch) -> Step:
+        inputs = self._inputs(batch)
+
+        def step() -> None:
+            with torch.no_grad():
+                self._bag(*inputs)
+
+        return step
 
 
 class Fbgemm:

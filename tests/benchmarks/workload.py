@@ -11,7 +11,7 @@ the ids of a row are the same in both. Every pattern has 4096 samples of 26 feat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -79,6 +79,35 @@ def batches(pattern: str, quick: bool, count: int) -> list[Batch]:
     """Return ``count`` different batches; the same in every run."""
     rng = np.random.default_rng([PATTERNS.index(pattern), quick])
     return [_batch(rng, pattern, sizes(quick)) for _ in range(count)]
+
+
+def uniform(num_rows: int, span: int, seed: int) -> Batch:
+    """Return a batch of one feature, 26 ids a sample, from ``span`` of its rows."""
+    rng = np.random.default_rng([len(PATTERNS), seed])
+    rows = rng.integers(0, span, BATCH * len(_SIZES)) * (num_rows // span)
+    offsets = np.arange(BATCH + 1) * len(_SIZES)
+    gradient = rng.normal(0, 1e-3, (1, BATCH, DIM)).astype(np.float32)
+    return Batch([Ids(raw_ids(rows), rows, offsets)], rows, offsets[:-1], gradient)
+
+
+def fresh(
+    batch: Batch, rng: np.random.Generator, first: int, part: float, of_distinct: bool
+) -> Batch:
+    """Return the batch with a part of its ids, or of its distinct ids, replaced.
+
+    The new ones are those of row numbers from ``first`` on, which no feature has.
+    """
+    features = []
+    for ids in batch.features:
+        own, where = ids.values.copy(), None
+        if of_distinct:
+            own, where = np.unique(ids.values, return_inverse=True)
+        chosen = np.flatnonzero(rng.random(len(own)) < part)
+        own[chosen] = raw_ids(np.arange(first, first + len(chosen)))
+        first += len(chosen)
+        values = own if where is None else own[where]
+        features.append(Ids(values, ids.rows, ids.offsets))
+    return replace(batch, features=features)
 
 
 def _batch(rng: np.random.Generator, pattern: str, table_sizes: list[int]) -> Batch:

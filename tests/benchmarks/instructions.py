@@ -1,0 +1,184 @@
+"""How many instructions the sparse path takes, against what was committed.
+
+    python -m tests.benchmarks.instructions [--update]
+
+Times on a shared machine say nothing about 3 %; instructions under callgrind are the same from
+run to run. One process under valgrind trains a small table (1 % of the workload's rows) and
+callgrind counts each part on its own; interpreter and numpy are counted too, they are part of a
+step. More than TOLERANCE above the committed count fails. Less is said, so that --update can
+keep it.
+
+Counts belong to an architecture, a compiler and a Python; of another one they are only
+reported. The kernels' variant is pinned as well, because valgrind knows no AVX-512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.benchmarks import native
+
+BASELINE = Path(__file__).with_name("instructions.json")
+SHIM = Path(__file__).with_name("callgrind.c")
+TOLERANCE = 0.03
+WIDEST = "avx2"  # that valgrind knows
+DEADLINE_S = 600
+# Nothing that could differ from run to run: no hash seeds, no threads of numpy's.
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+def parts() -> Iterator[str]:
+    """Run each part twice, the second time between its two ends.
+
+    Yields the kernels' variant, and then the name of each part.
+    """
+    # Imported here: the process that starts valgrind needs none of it.
+    import numpy as np
+
+    from persia._core import cpu
+    from tests.benchmarks.contenders import Persia
+    from tests.benchmarks.workload import PATTERNS, Step, batches, raw_ids, sizes
+
+    shim = native.load(SHIM)
+    cpu.select(WIDEST if WIDEST in cpu.available() else "baseline")
+    yield cpu.selected()
+
+    def counted(name: str, warm: Step, step: Step) -> str:
+        warm()
+        gc.collect()
+        gc.disable()
+        shim.part_begin()
+        step()
+        shim.part_end(name.encode())
+        gc.enable()
+        return name
+
+    num_rows = sum(sizes(True))
+    persia = Persia(sizes(True), 1)
+    for pattern in PATTERNS:
+        first, second = batches(pattern, True, 2)
+        yield counted(f"train {pattern}", persia.train_step(first), persia.train_step(second))
+        yield counted(
+            f"evaluate {pattern}", persia.evaluate_step(first), persia.evaluate_step(second)
+        )
+    full = Persia(sizes(True), 1, capacity=num_rows // 2)
+    new = [raw_ids(np.arange(num_rows * at, num_rows * at + 10_000)) for at in (1, 2)]
+    yield counted(
+        "insert and evict", lambda: full.insert(0, new[0]), lambda: full.insert(0, new[1])
+    )
+
+
+def measure() -> tuple[str, dict[str, int]]:
+    """Return the kernels' variant and instructions by part, counted in a process of its own."""
+    with tempfile.TemporaryDirectory() as place:
+        command = [
+            "valgrind",
+            "--tool=callgrind",
+            "--instr-atstart=no",
+            f"--callgrind-out-file={place}/out",
+            sys.executable,
+            "-m",
+            "tests.benchmarks.instructions",
+            "--child",
+        ]
+        done = subprocess.run(
+            command,
+            env=os.environ | ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"valgrind ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        counts = {}
+        for file in Path(place).glob("out.*"):
+            text = file.read_text()
+            name = re.search(r"^desc: Trigger: Client Request: (.*)$", text, re.M)
+            count = re.search(r"^(?:summary|totals): (\d+)$", text, re.M)
+            if name is not None and count is not None:
+                counts[name[1]] = int(count[1])
+    level, *names = done.stdout.splitlines()
+    return level, {name: counts[name] for name in names}
+
+
+def setting(level: str) -> str:
+    """Return what a count belongs to."""
+    command = native.compiler() or ["cc"]
+    said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+    version = said.stdout.split("\n")[0]
+    python = ".".join(platform.python_version_tuple()[:2])
+    return f"{platform.machine()} {level}, {version}, python {python}"
+
+
+def missing() -> str | None:
+    """Return why nothing can be counted here, or None."""
+    if shutil.which("valgrind") is None:
+        return "no valgrind here (on Debian or Ubuntu: sudo apt install valgrind)"
+    if native.compiler() is None:
+        return "no C compiler here"
+    try:
+        native.load(SHIM)
+    except subprocess.CalledProcessError:
+        return "valgrind is here, its header <valgrind/callgrind.h> is not"
+    return None
+
+
+def compare(counts: dict[str, int], known: dict[str, int]) -> bool:
+    """Print a table; returns whether no part takes more than it may."""
+    print("| part | M instructions | committed | change |")
+    print("|---|---|---|---|")
+    is_good = True
+    for name, count in counts.items():
+        if name not in known:
+            print(f"| {name} | {count / 1e6:.2f} | - | - |")
+            continue
+        change = count / known[name] - 1
+        verdict = "" if change <= TOLERANCE else f" above {TOLERANCE:.0%}"
+        is_good = is_good and not verdict
+        print(
+            f"| {name} | {count / 1e6:.2f} | {known[name] / 1e6:.2f} | {change:+.1%}{verdict} |"
+        )
+    return is_good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--update", action="store_true", help="commit to what is counted now")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        for name in parts():
+            print(name, flush=True)
+        return 0
+    reason = missing()
+    if reason is not None:
+        print(f"instructions: skipped, {reason}")
+        return 0
+    level, counts = measure()
+    where = setting(level)
+    baseline = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
+    if args.update:
+        baseline[where] = counts
+        BASELINE.write_text(json.dumps(baseline, indent=2, sort_keys=True) + "\n")
+    if where not in baseline:
+        print(f"instructions: nothing committed for {where}: only reported")
+    return 0 if compare(counts, baseline.get(where, {})) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

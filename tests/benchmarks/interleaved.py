@@ -1,0 +1,137 @@
+"""Measuring contenders one after another, many times over, so that their ratios can be trusted.
+
+A rate says little on a shared machine: it moves by 15 % between runs. What is compared here is
+compared within a repetition, in which everyone met the same load: a ratio is the median over
+the repetitions' own ratios, and its interval is what the median of so many could as well have
+been (95 %, by the bootstrap).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.benchmarks.memory import resident
+from tests.benchmarks.workload import Step
+
+# glibc's mallopt: without these, some contenders give their big buffers back after each batch
+# and pay for the pages again. Alike for all, and the faults are counted.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEEP_BYTES = 1 << 30
+RESAMPLES = 2000
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One contender's repetitions."""
+
+    rates: list[float]  # million units a second
+    faults: list[float]  # page faults a step
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+    @property
+    def fault(self) -> float:
+        return statistics.median(self.faults)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median of ratios, and the interval that holds it with 95 %."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def ratio(own: Series, other: Series) -> Ratio:
+    """Return how many times the other's rate this one's is, taken pair by pair."""
+    ratios = np.divide(own.rates, other.rates)
+    draws = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+    return Ratio(float(np.median(ratios)), float(low), float(high))
+
+
+def libc_call(name: str, *arguments: int) -> bool:
+    """Call a function of the C library; returns whether it is there and returned 1."""
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return function is not None and function(*arguments) == 1
+
+
+def pin_malloc() -> bool:
+    """Make malloc keep freed memory; returns whether this C library can."""
+    options = (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)
+    return all(libc_call("mallopt", option, KEEP_BYTES) for option in options)
+
+
+def settled() -> int:
+    """Return the resident bytes of this process without what malloc keeps for later."""
+    gc.collect()
+    libc_call("malloc_trim", 0)
+    return resident()
+
+
+def run(steps: Sequence[Step], clock: Clock = time.perf_counter) -> tuple[float, float]:
+    """Return seconds and page faults of the steps.
+
+    An untimed one goes before: it finds the caches as the contender before has left them, and
+    that one's threads still looking for work.
+    """
+    steps[0]()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    start = clock()
+    for step in steps[1:]:
+        step()
+    seconds = clock() - start
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+
+
+def measure(
+    everyone: Mapping[str, Callable[[], Sequence[Step]]],
+    num_units: float,
+    pairs: int,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Series]:
+    """Run everyone's steps one after another, ``pairs`` times over.
+
+    Each repetition starts with another contender, so that none always follows the same one.
+
+    Args:
+        everyone: What makes the steps of a repetition, by name. Its first step is not timed.
+        num_units: How many units (ids, samples) one contender's timed steps are.
+        pairs: Repetitions. Of two contenders each is one pair.
+        clock: Of the machine, or ``time.process_time`` where others use it: that leaves out
+            what they take, and means something with one thread only.
+    """
+    names = list(everyone)
+    series: dict[str, Series] = {name: Series([], []) for name in names}
+    for name in names:
+        run(everyone[name]())  # buffers grow to their size
+    for repetition in range(pairs):
+        first = repetition % len(names)
+        for name in names[first:] + names[:first]:
+            steps = everyone[name]()
+            seconds, faulted = run(steps, clock)
+            series[name].rates.append(num_units / seconds / 1e6)
+            series[name].faults.append(faulted / (len(steps) - 1))
+    return series
+
+
+def again(steps: Sequence[Step]) -> Callable[[], Sequence[Step]]:
+    """Return what ``measure`` takes of steps that can be repeated; the last goes first too."""
+    repeated = [steps[-1], *steps]
+    return lambda: repeated

@@ -1,0 +1,129 @@
+"""What the product is held against computes what the formula says; and what a verdict is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.benchmarks.ceiling import EPS, Table, described
+from tests.benchmarks.instructions import compare
+from tests.benchmarks.interleaved import Series, ratio
+from tests.benchmarks.native import compiler
+from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Ids
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+needs_compiler = pytest.mark.skipif(
+    compiler() is None, reason="no C compiler here: the benchmarks' ceiling is not built"
+)
+NUM_SAMPLES = 300
+STRANGER = 2**56 - 2  # an id that is not held
+
+
+def drawn(rng: np.random.Generator, num_ids: list[int]) -> Batch:
+    """Return a batch of a feature for each entry; 0 says one id a sample. Many ids repeat."""
+    features = []
+    for number, mean in enumerate(num_ids):
+        lengths = (
+            np.ones(NUM_SAMPLES, np.int64) if mean == 0 else rng.poisson(mean, NUM_SAMPLES)
+        )
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        rows = rng.integers(0, 10 + 200 * number, offsets[-1])
+        values = np.where(rng.random(len(rows)) < 0.02, STRANGER, rows * 2**40).astype(
+            np.uint64
+        )
+        features.append(Ids(values, rows, None if mean == 0 else offsets))
+    gradient = rng.normal(0, 1, (len(features), NUM_SAMPLES, DIM)).astype(np.float32)
+    return Batch(features, np.zeros(0, np.int64), np.zeros(0, np.int64), gradient)
+
+
+class Model:
+    """The same in float64 and dictionaries."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+
+    def lookup(self, batch: Batch) -> NDArray[np.float64]:
+        out = np.zeros(batch.gradient.shape)
+        for number, sample, id_ in occurrences(batch):
+            if (number, id_) in self.rows:
+                out[number, sample] += self.rows[number, id_][0]
+        return out
+
+    def update(self, batch: Batch) -> None:
+        sums: dict[tuple[int, int], NDArray[np.float64]] = {}
+        for number, sample, id_ in occurrences(batch):
+            gradient = batch.gradient[number, sample].astype(np.float64)
+            sums[number, id_] = sums.get((number, id_), np.zeros(DIM)) + gradient
+        for key, gradient in sums.items():
+            if key in self.rows:
+                weight, state = self.rows[key]
+                state += gradient**2
+                weight -= LR * gradient / (np.sqrt(state) + EPS)
+
+
+def occurrences(batch: Batch) -> list[tuple[int, int, int]]:
+    """Return (feature, sample, id) of each position."""
+    found = []
+    for number, feature in enumerate(batch.features):
+        lengths = np.ones(NUM_SAMPLES, int)
+        if feature.offsets is not None:
+            lengths = np.diff(feature.offsets)
+        samples = np.repeat(np.arange(NUM_SAMPLES), lengths)
+        found += [
+            (number, int(sample), int(id_))
+            for sample, id_ in zip(samples, feature.values, strict=True)
+        ]
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_ceiling_equals_the_formula(num_threads: int) -> None:
+    rng = np.random.default_rng(0)
+    # The last feature is most of the batch, so two threads share it.
+    batches = [drawn(rng, [0, 2, 0, 12]) for _ in range(3)]
+    table, model = Table(2000, num_threads), Model()
+    for number in range(4):
+        ids = np.arange(10 + 200 * number, dtype=np.uint64) * np.uint64(2**40)
+        table.fill(number, ids)
+        for id_ in ids.tolist():
+            weight, state = np.array(table.row(number, id_), np.float64)
+            np.testing.assert_array_equal(state, np.float32(ACCUMULATOR))
+            model.rows[number, id_] = weight, state
+    assert len(table) == len(model.rows)
+    assert table.row(0, STRANGER) is None
+
+    out = np.empty((4, NUM_SAMPLES, DIM), np.float32)
+    for batch in batches:
+        features = described(batch)
+        for is_training in (False, True):
+            out.fill(np.nan)
+            table.lookup(features, NUM_SAMPLES, is_training, out)
+            np.testing.assert_allclose(out, model.lookup(batch), rtol=1e-4, atol=1e-6)
+        table.update(batch.gradient)
+        model.update(batch)
+    for (number, id_), (weight, state) in model.rows.items():
+        own = table.row(number, id_)
+        assert own is not None
+        np.testing.assert_allclose(own[0], weight, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(own[1], state, rtol=1e-4, atol=1e-6)
+    table.close()
+
+
+@pytest.mark.parametrize(("count", "is_good"), [(900, True), (1029, True), (1031, False)])
+def test_more_instructions_than_committed_fail(count: int, is_good: bool) -> None:
+    assert compare({"a part": 500, "a new part": 1}, {"a part": 500})
+    assert (
+        compare({"a part": 500, "another": count}, {"a part": 500, "another": 1000}) == is_good
+    )
+
+
+def test_a_ratio_is_taken_pair_by_pair() -> None:
+    """Both slow down together, which rates show and their ratio does not."""
+    own = Series([2.0, 4.0, 20.0, 8.0], [])
+    found = ratio(own, Series([1.0, 2.0, 5.0, 4.0], []))
+    assert (found.low, found.median, found.high) == (2.0, 2.0, 4.0)
