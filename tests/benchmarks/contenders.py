@@ -57,7 +57,12 @@ class Persia:
         server = ParameterServer(
             schema, config.embedding_parameter_server_config, num_threads=num_threads
         )
-        self._worker = EmbeddingWorker(schema, config.embedding_worker_config, [server])
+        self._worker = EmbeddingWorker(
+            schema,
+            config.embedding_worker_config,
+            [server],
+            num_pooling_threads=num_threads,
+        )
         self._worker.configure(HyperParameters(InitializationSettings(), 1.0, 10.0, 0))
         settings = dict(optimizer)
         self._worker.register_optimizer(OptimizerSettings(settings.pop("name"), settings))
