@@ -27,9 +27,19 @@
 #define PERSIA_DEBUG 0
 #endif
 
-static inline void persia_prefetch(const void *address) { __builtin_prefetch(address, 0, 3); }
+/* The empty asm is the effect without which gcc takes a function of prefetches alone for one
+ * that does nothing, and drops its calls. */
+static inline void persia_prefetch(const void *address)
+{
+    __builtin_prefetch(address, 0, 3);
+    __asm__ volatile("" : : "r"(address));
+}
 
-static inline void persia_prefetch_write(const void *address) { __builtin_prefetch(address, 1, 3); }
+static inline void persia_prefetch_write(const void *address)
+{
+    __builtin_prefetch(address, 1, 3);
+    __asm__ volatile("" : : "r"(address));
+}
 
 static inline uint32_t persia_popcount(uint64_t bits) { return (uint32_t)__builtin_popcountll(bits); }
 
@@ -63,6 +73,16 @@ static inline void persia_advise_huge(void *start, size_t bytes)
 #else
     (void)start;
     (void)bytes;
+#endif
+}
+
+/* The same for memory that is resident already: it is moved, at once where the system can
+ * (Linux 6.1), else by and by. */
+static inline void persia_collapse(void *start, size_t bytes)
+{
+    persia_advise_huge(start, bytes);
+#if defined(__linux__)
+    (void)madvise(start, bytes, 25); /* MADV_COLLAPSE, which older headers do not name */
 #endif
 }
 

@@ -18,7 +18,7 @@ cdef enum:
     PLACE_BITS = 17                 # 2 MiB / 24 bytes, the smallest row, is below 2**17
     PLACE_MASK = 0x1FFFF
     MAX_CHUNKS = 32767              # the last chunk number would contain NO_ROW
-    SMALL_CHUNKS = 4                # chunks of a shard that stay on small pages
+    SMALL_CHUNKS = 4                # chunks of a shard that start on small pages
     NO_CHUNK = 0xFFFFFFFF
     NO_POSITION = 0xFFFFFFFF
     MAX_SLABS = 64
@@ -41,6 +41,7 @@ cdef struct ChunkState:             # what allocation needs of a chunk
     uint32_t num_live
     uint32_t freed                  # first freed place, or NO_ROW
     uint32_t previous, next         # among the slab's chunks that have room
+    bint is_small                   # on small pages, and not full yet
 
 cdef struct Slab:
     uint32_t dim
@@ -63,6 +64,7 @@ cdef struct Slabs:
     uint32_t num_mapped             # chunks taken from regions, for rows and for blocks
     char *block_next                # unused rest of the newest block chunk
     uint64_t block_left             # bytes
+    bint is_block_small             # that chunk is on small pages
     uint64_t bytes_used             # handed out at least once: what is or will be resident
 
 

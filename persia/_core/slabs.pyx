@@ -11,8 +11,10 @@ Invariants, true between calls:
     I3  bytes_used counts places touched since their chunk was last empty, times their stride,
         and index blocks.
 
-The first chunks of a shard stay on small pages, because a huge page is resident as a whole
-and many small shards would pay 2 MiB for a few rows. Not taken: one malloc per row (48 bytes
+The first chunks of a shard start on small pages, because a huge page is resident as a whole
+and many small shards would pay 2 MiB for a few rows. One of rows moves to a huge page once it is
+full, so that nothing is wasted: the rows that came first are often those used most. One of
+index tables moves once a quarter of it is used: then the shard has a hundred thousand rows. Not taken: one malloc per row (48 bytes
 of overhead in the original), and slabs that grow by moving (they stop the world).
 """
 
@@ -25,6 +27,7 @@ cdef extern from "portable.h" nogil:
     void *persia_map(size_t num_bytes, size_t alignment) noexcept
     void persia_unmap(void *start, size_t num_bytes) noexcept
     void persia_advise_huge(void *start, size_t num_bytes) noexcept
+    void persia_collapse(void *start, size_t num_bytes) noexcept
 
 
 cdef void slabs_init(Slabs *slabs) noexcept nogil:
@@ -128,6 +131,7 @@ cdef bint add_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
     cdef ChunkState *states
     cdef uint32_t capacity
     cdef char *base
+    cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS
     if slabs.num_chunks == MAX_CHUNKS:
         return False
     if slabs.num_chunks == slabs.chunk_capacity:
@@ -145,6 +149,7 @@ cdef bint add_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
     if base == NULL:
         return False
     slabs.views[slabs.num_chunks].base = base
+    slabs.states[slabs.num_chunks].is_small = is_small
     slabs.num_chunks += 1
     cut_chunk(slabs, slabs.num_chunks - 1, slab)
     return True
@@ -179,6 +184,9 @@ cdef row_t slabs_new_row(Slabs *slabs, uint32_t slab) noexcept nogil:
         place = state.num_touched
         state.num_touched += 1
         slabs.bytes_used += slabs.views[chunk].stride
+        if state.is_small and state.num_touched == state.num_places:
+            persia_collapse(slabs.views[chunk].base, CHUNK_BYTES)
+            state.is_small = False
         row = row_at(slabs, (chunk << PLACE_BITS) | place)
     state.num_live += 1
     slabs.slabs[slab].num_live += 1
@@ -211,14 +219,19 @@ cdef void slabs_drop_row(Slabs *slabs, row_t row) noexcept nogil:
 
 cdef void *slabs_new_block(Slabs *slabs) noexcept nogil:
     cdef void *block
+    cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS
     if slabs.block_left == 0:
         block = map_chunk(slabs)
         if block == NULL:
             return NULL
+        slabs.is_block_small = is_small
         slabs.block_next = <char *> block
         slabs.block_left = CHUNK_BYTES
     block = slabs.block_next
     slabs.block_next += BLOCK_BYTES
     slabs.block_left -= BLOCK_BYTES
+    if slabs.is_block_small and slabs.block_left <= CHUNK_BYTES // 4 * 3:
+        persia_collapse(slabs.block_next + slabs.block_left - CHUNK_BYTES, CHUNK_BYTES)
+        slabs.is_block_small = False
     slabs.bytes_used += BLOCK_BYTES
     return block

@@ -63,7 +63,7 @@ cdef extern from "pythread.h" nogil:
     void PyThread_release_lock(PyThread_type_lock lock) noexcept
 
 cdef enum:
-    AHEAD = 12              # signs between two stages of a request
+    AHEAD = 8               # signs between two stages of a request
     STEP_ROWS = 32          # rows handed to an optimizer kernel at once
     EVICT_ROWS = 64
     # Above this a thread pool is worth its 20 microseconds.
