@@ -35,6 +35,7 @@ from persia._rpc.messages import (
     Signs,
     SlotOutput,
 )
+from persia._services import aligned
 from persia._services.crew import Crew, shares
 from persia._services.plan import BatchPlan, FeaturePlan, TablePlan
 from persia.config import EmbeddingSchema
@@ -252,7 +253,7 @@ def pool_outputs(
         feature what ``pool`` says about the maxima.
     """
     pooled = [
-        np.empty((table.num_pooled, batch.batch_size, table.dim), np.float32)
+        aligned.empty(table.num_pooled, batch.batch_size, table.dim)
         for table in batch.plan.tables
     ]
     outputs: list[SlotOutput | None] = [None] * len(batch.features)
@@ -344,7 +345,7 @@ def sum_gradients(
         places[plan.table].append(place)
     all_sums = []
     for number, table in enumerate(batch.tables):
-        sums = np.zeros((len(table.signs), batch.plan.tables[number].dim), np.float32)
+        sums = aligned.zeros(len(table.signs), batch.plan.tables[number].dim)
         present = {place: g for place in places[number] if (g := gradients[place]) is not None}
         _add(batch, present, maxima, {}, sums, crew)
         # No finite sum has a term that is not: where all sums are finite, so were the

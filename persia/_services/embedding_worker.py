@@ -42,6 +42,7 @@ from persia._rpc.messages import (
     UpdateReport,
     UpdateRequest,
 )
+from persia._services import aligned
 from persia._services.batch import (
     GradientCounts,
     PackedBatch,
@@ -243,7 +244,7 @@ class EmbeddingWorker:
         rows: list[Floats] = []
         hints: list[Numbers] = []
         for table, plan in zip(packed.tables, packed.plan.tables, strict=True):
-            rows.append(np.empty((len(table.signs), plan.dim), np.float32))
+            rows.append(aligned.empty(len(table.signs), plan.dim))
             hints.append(np.empty(len(table.signs) if is_training else 0, np.uint32))
         for server, reply in replies.items():
             for place, part in zip(asked[server], reply.tables, strict=True):

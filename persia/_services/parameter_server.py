@@ -34,6 +34,7 @@ from persia._rpc.messages import (
     UpdateReply,
     UpdateRequest,
 )
+from persia._services import aligned
 from persia._services.ledger import UpdateLedger
 from persia._services.optimizers import TableOptimizers
 from persia._services.plan import schema_fingerprint
@@ -240,7 +241,7 @@ class ParameterServer:
         configured, optimizers = self._for_training("a training lookup")
         replies = []
         for table, asked in zip(tables, signs, strict=True):
-            rows = np.empty((len(asked), table.dim), np.float32)
+            rows = aligned.empty(len(asked), table.dim)
             hints = np.empty(len(asked), np.uint32)
             configured.store.lookup_train(
                 asked,
@@ -262,10 +263,10 @@ class ParameterServer:
         num_missing = 0
         for table, asked in zip(tables, signs, strict=True):
             if configured is None:
-                rows = np.zeros((len(asked), table.dim), np.float32)
+                rows = aligned.zeros(len(asked), table.dim)
                 num_missing += len(asked)
             else:
-                rows = np.empty((len(asked), table.dim), np.float32)
+                rows = aligned.empty(len(asked), table.dim)
                 num_missing += configured.store.lookup_eval(asked, rows)
             replies.append(TableRows(table.number, rows, None))
         self._count(missing=num_missing)
