@@ -42,9 +42,12 @@ Not taken: (row, stamp) pairs as queue entries (twice the memory, and a cache mi
 find out whether it is dead).
 """
 
-from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
+from persia._core.segments cimport (
+    drop_segment, new_segment, segment_link, segment_squeeze, segment_trim, segment_unlink,
+)
 from persia._core.slabs cimport persia_lowest_bit, persia_popcount, persia_prefetch_write
 
 
@@ -95,133 +98,6 @@ cdef uint64_t recency_bytes(const Recency *recency) noexcept nogil:
         + recency.num_orders * sizeof(Order))
 
 
-cdef uint32_t new_segment(Recency *recency, uint32_t num_entries) noexcept nogil:
-    """An unlinked empty segment with room for so many entries; NO_SEGMENT: no memory."""
-    cdef uint32_t number = recency.free_segment
-    cdef uint32_t capacity
-    cdef Block **blocks
-    cdef Block *block
-    cdef Segment *segment
-    if number == NO_SEGMENT:
-        if recency.num_segments == MAX_SEGMENTS:
-            return NO_SEGMENT
-        if recency.num_segments == recency.num_blocks * SEGMENT_BLOCK:
-            if recency.num_blocks == recency.block_capacity:
-                capacity = recency.block_capacity * 2 if recency.block_capacity else 4
-                blocks = <Block **> realloc(recency.blocks, capacity * sizeof(Block *))
-                if blocks == NULL:
-                    return NO_SEGMENT
-                recency.blocks = blocks
-                recency.block_capacity = capacity
-            block = <Block *> calloc(1, sizeof(Block))
-            if block == NULL:
-                return NO_SEGMENT
-            recency.blocks[recency.num_blocks] = block
-            recency.num_blocks += 1
-        number = recency.num_segments
-        segment = segment_at(recency, number)
-        segment.rows = <row_t *> malloc(num_entries * sizeof(row_t))
-        if segment.rows == NULL:
-            return NO_SEGMENT
-        recency.num_segments += 1
-    else:
-        segment = segment_at(recency, number)
-        segment.rows = <row_t *> malloc(num_entries * sizeof(row_t))
-        if segment.rows == NULL:
-            return NO_SEGMENT
-        recency.free_segment = segment.next
-    recency.bytes_held += num_entries * sizeof(row_t)
-    segment.num_held = 0
-    segment.num_live = 0
-    segment.num_used = 0
-    segment.num_timed = 0
-    memset(segment.held, 0, sizeof(segment.held))
-    memset(segment.live, 0, sizeof(segment.live))
-    return number
-
-
-cdef uint32_t rows_capacity(const Recency *recency, uint32_t number) noexcept nogil:
-    """Entries the segment's array has room for: all while it is open, then exact."""
-    cdef Segment *segment = segment_at(recency, number)
-    if number == recency.orders[segment.order].open:
-        return SEGMENT_ENTRIES
-    return segment.num_held
-
-
-cdef void unlink(Recency *recency, Segment *segment) noexcept nogil:
-    cdef Order *order = &recency.orders[segment.order]
-    if segment.previous != NO_SEGMENT:
-        segment_at(recency, segment.previous).next = segment.next
-    else:
-        order.oldest = segment.next
-    if segment.next != NO_SEGMENT:
-        segment_at(recency, segment.next).previous = segment.previous
-    else:
-        order.newest = segment.previous
-
-
-cdef void link(
-    Recency *recency, uint32_t number, uint32_t order, uint32_t following
-) noexcept nogil:
-    """Enter an unlinked segment into an order before another; NO_SEGMENT: as the newest."""
-    cdef Segment *segment = segment_at(recency, number)
-    cdef Order *to = &recency.orders[order]
-    cdef uint32_t before = to.newest if following == NO_SEGMENT else (
-        segment_at(recency, following).previous)
-    segment.order = order
-    segment.previous = before
-    segment.next = following
-    if before != NO_SEGMENT:
-        segment_at(recency, before).next = number
-    else:
-        to.oldest = number
-    if following != NO_SEGMENT:
-        segment_at(recency, following).previous = number
-    else:
-        to.newest = number
-
-
-cdef void drop_segment(Recency *recency, uint32_t number) noexcept nogil:
-    """Unlink and free a segment without live entries."""
-    cdef Segment *segment = segment_at(recency, number)
-    recency.bytes_held -= rows_capacity(recency, number) * sizeof(row_t)
-    recency.num_held -= segment.num_held
-    unlink(recency, segment)
-    free(segment.rows)
-    segment.rows = NULL
-    segment.num_held = 0
-    segment.order = NO_ORDER
-    expiry_at(recency, number)[0] = NEVER
-    segment.next = recency.free_segment
-    recency.free_segment = number
-
-
-cdef void squeeze(Recency *recency, Segment *segment) noexcept nogil:
-    """Drop dead entries; the array keeps its size."""
-    cdef uint32_t word, taken = 0, kept = 0
-    cdef uint64_t held, live
-    for word in range((segment.num_used + 63) // 64):
-        held = segment.held[word]
-        live = segment.live[word]
-        while held:
-            # Written whether it lives or not: which entries died, no branch predictor knows.
-            segment.rows[kept] = segment.rows[taken]
-            kept += (live & held & (0 - held)) != 0
-            taken += 1
-            held &= held - 1
-        segment.held[word] = live
-    recency.num_held -= segment.num_held - kept
-    segment.num_held = kept
-
-
-cdef void trim(Recency *recency, Segment *segment, uint32_t capacity) noexcept nogil:
-    """Give back the array's unused end. ``capacity`` is what it had; num_held is not 0."""
-    cdef row_t *rows = <row_t *> realloc(segment.rows, segment.num_held * sizeof(row_t))
-    if rows != NULL:        # otherwise the longer array serves as well
-        segment.rows = rows
-    recency.bytes_held -= (capacity - segment.num_held) * sizeof(row_t)
-
-
 cdef void tidy(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
     """Restore I3 and I5 for a closed segment after one of its entries died."""
     cdef Segment *segment = segment_at(recency, number)
@@ -233,8 +109,8 @@ cdef void tidy(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
             join(recency, slabs, before)
         return
     if 4 * segment.num_held > 5 * segment.num_live:
-        squeeze(recency, segment)
-        trim(recency, segment, before)
+        segment_squeeze(recency, segment)
+        segment_trim(recency, segment, before)
     join(recency, slabs, number)
 
 
@@ -289,7 +165,7 @@ cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept no
     into = segment_at(recency, target)
     into.first_use = min(segment.first_use, other.first_use)
     into.tick = max(segment.tick, other.tick)
-    link(recency, target, segment.order, number)
+    segment_link(recency, target, segment.order, number)
     set_last_use(recency, target, max(segment.last_use, other.last_use))
     for _part in range(2):
         segment = segment_at(recency, number)
@@ -325,7 +201,7 @@ cdef int open_segment(Recency *recency, Slabs *slabs, uint32_t order) noexcept n
     cdef uint32_t closed = to.open
     if number == NO_SEGMENT:
         return -1
-    link(recency, number, order, NO_SEGMENT)
+    segment_link(recency, number, order, NO_SEGMENT)
     segment_at(recency, number).first_use = recency.clocks[to.clock]
     set_last_use(recency, number, recency.clocks[to.clock])
     to.open = number
@@ -357,9 +233,9 @@ cdef void shut(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
     """Bring a segment that is open no longer under I3 and I5."""
     cdef Segment *segment = segment_at(recency, number)
     if 4 * segment.num_held > 5 * segment.num_live:
-        squeeze(recency, segment)
+        segment_squeeze(recency, segment)
     if segment.num_held:
-        trim(recency, segment, SEGMENT_ENTRIES)
+        segment_trim(recency, segment, SEGMENT_ENTRIES)
         join(recency, slabs, number)
     else:
         recency.bytes_held -= SEGMENT_ENTRIES * sizeof(row_t)
@@ -417,8 +293,8 @@ cdef void recency_drain(
             shut(recency, slabs, number)
             continue
         segment = segment_at(recency, number)
-        unlink(recency, segment)
-        link(recency, number, target, to.oldest)
+        segment_unlink(recency, segment)
+        segment_link(recency, number, target, to.oldest)
         from_.num_live -= segment.num_live
         to.num_live += segment.num_live
         join(recency, slabs, number)
@@ -494,7 +370,7 @@ cdef void recency_settle(Recency *recency) noexcept nogil:
         if recency.orders[i].open != NO_SEGMENT:
             segment = segment_at(recency, recency.orders[i].open)
             if 4 * segment.num_held > 5 * segment.num_live:
-                squeeze(recency, segment)
+                segment_squeeze(recency, segment)
 
 
 cdef uint32_t recency_walk(

@@ -43,9 +43,9 @@ from persia._core.initial cimport Initializer
 from persia._core.optim cimport RowOptimizer, persia_step_t
 from persia._core.recency cimport (
     CLOCK_MS, CLOCK_STEPS, NO_CLOCK, NO_ORDER, NO_SEGMENT, OFFSET_BITS, SEGMENT_ENTRIES, Order,
-    Segment, recency_begin, recency_bytes, recency_end, recency_expired, recency_free, recency_init,
-    recency_mergeable, recency_prefetch, recency_remove, recency_settle, recency_touch,
-    recency_walk, segment_at,
+    Segment, recency_begin, recency_bytes, recency_end, recency_expired, recency_free,
+    recency_init, recency_mergeable, recency_prefetch, recency_remove, recency_settle,
+    recency_touch, recency_walk, segment_at,
 )
 from persia._core.sign_index cimport (
     BUCKET_SLOTS, home_bucket, index_bytes, index_find, index_free, index_guess, index_init,
@@ -686,7 +686,7 @@ cdef class EmbeddingStore:
         if self.shards == NULL:
             raise MemoryError(f"{self.num_shards} shards")
         self.policies = (("lru", None, 0), *policies)
-        kinds = [numbers_of(*policy) for policy in self.policies]
+        kinds = [numbers_of(kind, clock, ttl) for kind, clock, ttl in self.policies]
         if len(set(kinds)) < len(kinds):
             raise ConfigError(f"a policy comes twice in {self.policies}")
         if len(kinds) > MAX_POLICIES:
@@ -1001,7 +1001,8 @@ cdef class EmbeddingStore:
                                     continue
                                 row = row_at(&shard.slabs, rows[i])
                                 if recency_expired(
-                                        &shard.recency, row.position >> OFFSET_BITS, self.clocks):
+                                        &shard.recency, row.position >> OFFSET_BITS,
+                                        self.clocks):
                                     continue
                                 signs_view[at] = row.sign
                                 memcpy(
@@ -1107,7 +1108,7 @@ cdef class EmbeddingStore:
         return self.optimizer if given is None else given
 
 
-def numbers_of(kind, clock, ttl):
+cdef tuple numbers_of(str kind, clock, ttl):
     """A policy as the core's (kind, clock, ttl)."""
     kinds = {"lru": LRU, "lfu": LFU}
     clocks = {None: NO_CLOCK, "milliseconds": CLOCK_MS, "steps": CLOCK_STEPS}
