@@ -1,4 +1,4 @@
-"""Exact least-recently-used order without a random access at each use.
+"""Exact orders of use without a random access at each use.
 
 A linked list costs two more cache misses a touch (the row's neighbours). Here a touch appends
 the row to the newest segment and clears one bit of the segment where the row stood:
@@ -19,33 +19,42 @@ Dead entries are dropped without reading any row:
     merge  two neighbours with at most 256 live entries each become one; only this renumbers
            rows, at most 512 of them, once per 2048 appends.
 
+A shard has several such orders, one for each kind of rows and frequency (see ``eviction``), of
+segments from one pool. A segment knows its order, and so does a row by its position; a touch
+may move the row from any order to any other. A segment also knows the times of its first and
+last use. Where rows expire they do so by the segment, unread, so it is closed before its uses
+are further apart than one grain, a sixteenth of the ttl.
+
 Invariants, true between calls:
 
     I1  Every live row has exactly one live entry, and it stands at the row's position.
     I2  num_held is the number of held bits, num_live of live bits; live is a subset of held.
-    I3  In every segment but the newest: 4 * num_held <= 5 * num_live. Between requests also
-        in the newest. So entries are at most 1.25 times the live rows.
+    I3  In every segment but an open one: 4 * num_held <= 5 * num_live. Between requests also
+        there. So entries are at most 1.25 times the live rows.
     I4  Order of use = order of segments, then of offsets.
-    I5  Of two neighbours, the newest left out, at least one has more than 256 live entries
-        (unless memory ran out), so that segments stay few.
+    I5  Of two neighbours, open ones left out, at least one has more than 256 live entries, or
+        their uses are further apart than one grain (unless memory ran out), so that segments
+        stay few.
+    I6  Only the newest segment of an order is open; first_use <= last_use <= first_use + grain.
+    I7  Between requests num_timed is num_used, so last_use and tick are of the last use.
 
 Not taken: (row, stamp) pairs as queue entries (twice the memory, and a cache miss an entry to
 find out whether it is dead).
 """
 
-from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
+from persia._core.segments cimport (
+    drop_segment, new_segment, segment_link, segment_squeeze, segment_trim, segment_unlink,
+)
 from persia._core.slabs cimport persia_lowest_bit, persia_popcount, persia_prefetch_write
 
 
-cdef int recency_init(Recency *recency) noexcept nogil:
-    """An empty order; -1: no memory, and ``recency_free`` is safe."""
+cdef void recency_init(Recency *recency) noexcept nogil:
+    """No rows and no orders."""
     memset(recency, 0, sizeof(Recency))
     recency.free_segment = NO_SEGMENT
-    recency.oldest = NO_SEGMENT
-    recency.newest = NO_SEGMENT
-    return 0
 
 
 cdef void recency_free(Recency *recency) noexcept nogil:
@@ -55,111 +64,38 @@ cdef void recency_free(Recency *recency) noexcept nogil:
     for i in range(recency.num_blocks):
         free(recency.blocks[i])
     free(recency.blocks)
+    free(recency.orders)
     recency_init(recency)
+
+
+cdef int64_t recency_add_orders(
+    Recency *recency, uint32_t count, uint32_t clock, uint64_t ttl
+) noexcept nogil:
+    cdef uint32_t first = recency.num_orders
+    cdef uint32_t i
+    cdef Order *orders = <Order *> realloc(recency.orders, (first + count) * sizeof(Order))
+    if orders == NULL:
+        return -1
+    recency.orders = orders
+    for i in range(first, first + count):
+        memset(&orders[i], 0, sizeof(Order))
+        orders[i].oldest = NO_SEGMENT
+        orders[i].newest = NO_SEGMENT
+        orders[i].open = NO_SEGMENT
+        orders[i].clock = clock
+        orders[i].ttl = ttl
+        orders[i].grain = ttl // GRAINS
+    recency.num_orders = first + count
+    recency.has_ttl = recency.has_ttl or ttl != 0
+    return first
 
 
 cdef uint64_t recency_bytes(const Recency *recency) noexcept nogil:
     return (
         recency.bytes_held
-        + <uint64_t> recency.num_blocks * SEGMENT_BLOCK * sizeof(Segment)
-        + recency.block_capacity * sizeof(Segment *))
-
-
-cdef uint32_t new_segment(Recency *recency, uint32_t num_entries) noexcept nogil:
-    """An unlinked empty segment with room for so many entries; NO_SEGMENT: no memory."""
-    cdef uint32_t number = recency.free_segment
-    cdef uint32_t capacity
-    cdef Segment **blocks
-    cdef Segment *segment
-    if number == NO_SEGMENT:
-        if recency.num_segments == MAX_SEGMENTS:
-            return NO_SEGMENT
-        if recency.num_segments == recency.num_blocks * SEGMENT_BLOCK:
-            if recency.num_blocks == recency.block_capacity:
-                capacity = recency.block_capacity * 2 if recency.block_capacity else 4
-                blocks = <Segment **> realloc(recency.blocks, capacity * sizeof(Segment *))
-                if blocks == NULL:
-                    return NO_SEGMENT
-                recency.blocks = blocks
-                recency.block_capacity = capacity
-            segment = <Segment *> calloc(SEGMENT_BLOCK, sizeof(Segment))
-            if segment == NULL:
-                return NO_SEGMENT
-            recency.blocks[recency.num_blocks] = segment
-            recency.num_blocks += 1
-        number = recency.num_segments
-        segment = segment_at(recency, number)
-        segment.rows = <row_t *> malloc(num_entries * sizeof(row_t))
-        if segment.rows == NULL:
-            return NO_SEGMENT
-        recency.num_segments += 1
-    else:
-        segment = segment_at(recency, number)
-        segment.rows = <row_t *> malloc(num_entries * sizeof(row_t))
-        if segment.rows == NULL:
-            return NO_SEGMENT
-        recency.free_segment = segment.next
-    recency.bytes_held += num_entries * sizeof(row_t)
-    segment.num_held = 0
-    segment.num_live = 0
-    segment.num_used = 0
-    memset(segment.held, 0, sizeof(segment.held))
-    memset(segment.live, 0, sizeof(segment.live))
-    return number
-
-
-cdef uint32_t rows_capacity(const Recency *recency, uint32_t number) noexcept nogil:
-    """Entries the segment's array has room for: full while open, exact once closed."""
-    cdef Segment *segment = segment_at(recency, number)
-    if number == recency.newest:
-        return SEGMENT_ENTRIES
-    return segment.num_held
-
-
-cdef void drop_segment(Recency *recency, uint32_t number) noexcept nogil:
-    """Unlink and free a segment without live entries."""
-    cdef Segment *segment = segment_at(recency, number)
-    recency.bytes_held -= rows_capacity(recency, number) * sizeof(row_t)
-    recency.num_held -= segment.num_held
-    if segment.previous != NO_SEGMENT:
-        segment_at(recency, segment.previous).next = segment.next
-    else:
-        recency.oldest = segment.next
-    if segment.next != NO_SEGMENT:
-        segment_at(recency, segment.next).previous = segment.previous
-    else:
-        recency.newest = segment.previous
-    free(segment.rows)
-    segment.rows = NULL
-    segment.num_held = 0
-    segment.next = recency.free_segment
-    recency.free_segment = number
-
-
-cdef void squeeze(Recency *recency, Segment *segment) noexcept nogil:
-    """Drop dead entries; the array keeps its size."""
-    cdef uint32_t word, taken = 0, kept = 0
-    cdef uint64_t held, live
-    for word in range((segment.num_used + 63) // 64):
-        held = segment.held[word]
-        live = segment.live[word]
-        while held:
-            # Written whether it lives or not: which entries died, no branch predictor knows.
-            segment.rows[kept] = segment.rows[taken]
-            kept += (live & held & (0 - held)) != 0
-            taken += 1
-            held &= held - 1
-        segment.held[word] = live
-    recency.num_held -= segment.num_held - kept
-    segment.num_held = kept
-
-
-cdef void trim(Recency *recency, Segment *segment, uint32_t capacity) noexcept nogil:
-    """Give back the array's unused end. ``capacity`` is what it had; num_held is not 0."""
-    cdef row_t *rows = <row_t *> realloc(segment.rows, segment.num_held * sizeof(row_t))
-    if rows != NULL:        # otherwise the longer array serves as well
-        segment.rows = rows
-    recency.bytes_held -= (capacity - segment.num_held) * sizeof(row_t)
+        + <uint64_t> recency.num_blocks * sizeof(Block)
+        + recency.block_capacity * sizeof(Block *)
+        + recency.num_orders * sizeof(Order))
 
 
 cdef void tidy(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
@@ -173,24 +109,43 @@ cdef void tidy(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
             join(recency, slabs, before)
         return
     if 4 * segment.num_held > 5 * segment.num_live:
-        squeeze(recency, segment)
-        trim(recency, segment, before)
+        segment_squeeze(recency, segment)
+        segment_trim(recency, segment, before)
     join(recency, slabs, number)
 
 
 cdef bint is_thin(const Recency *recency, uint32_t number) noexcept nogil:
-    """Whether the segment may be merged; the newest is still growing and stays out of it."""
+    """Whether the segment may be merged; an open one is still growing and stays out of it."""
+    cdef const Segment *segment
+    if number == NO_SEGMENT:
+        return False
+    segment = segment_at(recency, number)
+    return segment.num_live <= THIN and number != recency.orders[segment.order].open
+
+
+cdef bint recency_mergeable(const Recency *recency, uint32_t number) noexcept nogil:
+    """Whether I5 forbids this segment and the next to be two."""
+    cdef const Segment *segment
+    cdef const Segment *following
+    if not is_thin(recency, number):
+        return False
+    segment = segment_at(recency, number)
+    if not is_thin(recency, segment.next):
+        return False
+    following = segment_at(recency, segment.next)
     return (
-        number != NO_SEGMENT and number != recency.newest
-        and segment_at(recency, number).num_live <= THIN)
+        max(segment.last_use, following.last_use)
+        - min(segment.first_use, following.first_use)) <= recency.orders[segment.order].grain
 
 
 cdef void join(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
     """Restore I5 around one segment."""
-    while is_thin(recency, number):
-        if is_thin(recency, segment_at(recency, number).previous):
-            number = merge(recency, slabs, segment_at(recency, number).previous)
-        elif is_thin(recency, segment_at(recency, number).next):
+    cdef uint32_t before
+    while number != NO_SEGMENT:
+        before = segment_at(recency, number).previous
+        if recency_mergeable(recency, before):
+            number = merge(recency, slabs, before)
+        elif recency_mergeable(recency, number):
             number = merge(recency, slabs, number)
         else:
             return
@@ -198,26 +153,20 @@ cdef void join(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
 
 cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
     """Make one segment of this one and the next; its number, or NO_SEGMENT: no memory."""
-    cdef uint32_t target = new_segment(
-        recency,
-        segment_at(recency, number).num_live
-        + segment_at(recency, segment_at(recency, number).next).num_live)
+    cdef Segment *segment = segment_at(recency, number)
+    cdef Segment *other = segment_at(recency, segment.next)
+    cdef uint32_t target = new_segment(recency, segment.num_live + other.num_live)
     cdef Segment *into
-    cdef Segment *segment
     cdef uint32_t _part, word, taken, following
     cdef uint64_t held, live
     if target == NO_SEGMENT:
         return NO_SEGMENT
-    into = segment_at(recency, target)
     # Linked in front of the two, which go as soon as they are copied.
-    segment = segment_at(recency, number)
-    into.previous = segment.previous
-    into.next = number
-    if segment.previous != NO_SEGMENT:
-        segment_at(recency, segment.previous).next = target
-    else:
-        recency.oldest = target
-    segment.previous = target
+    into = segment_at(recency, target)
+    into.first_use = min(segment.first_use, other.first_use)
+    into.tick = max(segment.tick, other.tick)
+    segment_link(recency, target, segment.order, number)
+    set_last_use(recency, target, max(segment.last_use, other.last_use))
     for _part in range(2):
         segment = segment_at(recency, number)
         following = segment.next
@@ -245,30 +194,110 @@ cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept no
     return target
 
 
-cdef int open_segment(Recency *recency, Slabs *slabs) noexcept nogil:
-    """Close the newest segment and start another; -1: no memory."""
+cdef int open_segment(Recency *recency, Slabs *slabs, uint32_t order) noexcept nogil:
+    """Start another segment and close the one before; -1: no memory."""
     cdef uint32_t number = new_segment(recency, SEGMENT_ENTRIES)
-    cdef uint32_t closed = recency.newest
-    cdef Segment *segment
+    cdef Order *to = &recency.orders[order]
+    cdef uint32_t closed = to.open
     if number == NO_SEGMENT:
         return -1
-    segment_at(recency, number).previous = closed
-    segment_at(recency, number).next = NO_SEGMENT
-    recency.newest = number
-    if closed == NO_SEGMENT:
-        recency.oldest = number
-        return 0
-    segment = segment_at(recency, closed)
-    segment.next = number
+    segment_link(recency, number, order, NO_SEGMENT)
+    segment_at(recency, number).first_use = recency.clocks[to.clock]
+    set_last_use(recency, number, recency.clocks[to.clock])
+    to.open = number
+    if closed != NO_SEGMENT:
+        note_time(recency, closed)
+        shut(recency, slabs, closed)
+    return 0
+
+
+cdef void set_last_use(Recency *recency, uint32_t number, uint64_t time) noexcept nogil:
+    cdef Segment *segment = segment_at(recency, number)
+    cdef const Order *order = &recency.orders[segment.order]
+    segment.last_use = time
+    expiry_at(recency, number)[0] = NEVER if order.ttl == 0 else (
+        <uint64_t> order.clock << CLOCK_SHIFT | (time + order.ttl))
+
+
+cdef void note_time(Recency *recency, uint32_t number) noexcept nogil:
+    """Once a request, whose time it is, and not at each use."""
+    cdef Segment *segment = segment_at(recency, number)
+    if segment.num_used != segment.num_timed:
+        segment.num_timed = segment.num_used
+        segment.tick = recency.tick
+        set_last_use(
+            recency, number, recency.clocks[recency.orders[segment.order].clock])
+
+
+cdef void shut(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
+    """Bring a segment that is open no longer under I3 and I5."""
+    cdef Segment *segment = segment_at(recency, number)
     if 4 * segment.num_held > 5 * segment.num_live:
-        squeeze(recency, segment)
+        segment_squeeze(recency, segment)
     if segment.num_held:
-        trim(recency, segment, SEGMENT_ENTRIES)
-        join(recency, slabs, closed)
+        segment_trim(recency, segment, SEGMENT_ENTRIES)
+        join(recency, slabs, number)
     else:
         recency.bytes_held -= SEGMENT_ENTRIES * sizeof(row_t)
-        drop_segment(recency, closed)
-    return 0
+        drop_segment(recency, number)
+
+
+cdef void fetch_open(const Recency *recency) noexcept nogil:
+    """Fetch where uses will be entered; with many orders nobody can guess which comes first."""
+    cdef uint32_t i
+    cdef Segment *segment
+    for i in range(recency.num_orders):
+        if recency.orders[i].open != NO_SEGMENT:
+            persia_prefetch_write(segment_at(recency, recency.orders[i].open))
+    for i in range(recency.num_orders):
+        if recency.orders[i].open != NO_SEGMENT:
+            segment = segment_at(recency, recency.orders[i].open)
+            persia_prefetch_write(&segment.rows[segment.num_held])
+            persia_prefetch_write(&segment.held[(segment.num_used % SEGMENT_ENTRIES) // 64])
+            persia_prefetch_write(&segment.live[(segment.num_used % SEGMENT_ENTRIES) // 64])
+
+
+cdef void recency_begin(
+    Recency *recency, Slabs *slabs, const uint64_t *clocks
+) noexcept nogil:
+    cdef uint32_t i, number
+    cdef Order *order
+    recency.tick += 1
+    if recency.num_orders > 1:
+        fetch_open(recency)
+    if not recency.has_ttl:
+        return
+    for i in range(<uint32_t> NUM_CLOCKS):
+        recency.clocks[i] = max(recency.clocks[i], clocks[i])
+    for i in range(recency.num_orders):
+        order = &recency.orders[i]
+        number = order.open
+        if number != NO_SEGMENT and recency.clocks[order.clock] > (
+                segment_at(recency, number).first_use + order.grain):
+            order.open = NO_SEGMENT
+            shut(recency, slabs, number)
+
+
+cdef void recency_drain(
+    Recency *recency, Slabs *slabs, uint32_t source, uint32_t target, uint32_t count
+) noexcept nogil:
+    cdef Order *from_ = &recency.orders[source]
+    cdef Order *to = &recency.orders[target]
+    cdef uint32_t number
+    cdef Segment *segment
+    while count and from_.newest != NO_SEGMENT:
+        count -= 1
+        number = from_.newest
+        if number == from_.open:
+            from_.open = NO_SEGMENT
+            shut(recency, slabs, number)
+            continue
+        segment = segment_at(recency, number)
+        segment_unlink(recency, segment)
+        segment_link(recency, number, target, to.oldest)
+        from_.num_live -= segment.num_live
+        to.num_live += segment.num_live
+        join(recency, slabs, number)
 
 
 cdef void bury(Recency *recency, Slabs *slabs, position_t position) noexcept nogil:
@@ -276,25 +305,28 @@ cdef void bury(Recency *recency, Slabs *slabs, position_t position) noexcept nog
     cdef uint32_t number = position >> OFFSET_BITS
     cdef uint32_t offset = position & OFFSET_MASK
     cdef Segment *segment = segment_at(recency, number)
+    cdef Order *order = &recency.orders[segment.order]
     segment.live[offset // 64] &= ~(<uint64_t> 1 << (offset % 64))
     segment.num_live -= 1
-    if number != recency.newest and (
+    if number != order.open and (
             4 * segment.num_held > 5 * segment.num_live or segment.num_live == THIN):
         tidy(recency, slabs, number)
 
 
-cdef int recency_touch(Recency *recency, Slabs *slabs, row_t row) noexcept nogil:
+cdef int recency_touch(
+    Recency *recency, Slabs *slabs, row_t row, uint32_t order
+) noexcept nogil:
     cdef Row *at = row_at(slabs, row)
+    cdef Order *to = &recency.orders[order]
     cdef position_t old
     cdef Segment *segment
-    cdef uint32_t offset
-    if recency.newest == NO_SEGMENT or (
-            segment_at(recency, recency.newest).num_used == SEGMENT_ENTRIES):
-        if open_segment(recency, slabs) < 0:
+    cdef uint32_t offset, before
+    if to.open == NO_SEGMENT or segment_at(recency, to.open).num_used == SEGMENT_ENTRIES:
+        if open_segment(recency, slabs, order) < 0:
             return -1
-    # Only now: a merge while the newest segment was closed may have renumbered this very row.
+    # Only now: a merge while the open segment was closed may have renumbered this very row.
     old = at.position
-    segment = segment_at(recency, recency.newest)
+    segment = segment_at(recency, to.open)
     offset = segment.num_used
     segment.num_used += 1
     segment.rows[segment.num_held] = row
@@ -303,11 +335,15 @@ cdef int recency_touch(Recency *recency, Slabs *slabs, row_t row) noexcept nogil
     segment.held[offset // 64] |= <uint64_t> 1 << (offset % 64)
     segment.live[offset // 64] |= <uint64_t> 1 << (offset % 64)
     recency.num_held += 1
-    at.position = (recency.newest << OFFSET_BITS) | offset
+    at.position = (to.open << OFFSET_BITS) | offset
     if old == NO_POSITION:
         recency.num_live += 1
-    else:
-        bury(recency, slabs, old)
+        to.num_live += 1
+        return 0
+    before = segment_at(recency, old >> OFFSET_BITS).order
+    recency.orders[before].num_live -= 1
+    to.num_live += 1
+    bury(recency, slabs, old)
     return 0
 
 
@@ -316,22 +352,31 @@ cdef void recency_remove(Recency *recency, Slabs *slabs, row_t row) noexcept nog
     cdef position_t position = at.position
     at.position = NO_POSITION
     recency.num_live -= 1
+    recency.orders[segment_at(recency, position >> OFFSET_BITS).order].num_live -= 1
     bury(recency, slabs, position)
+
+
+cdef void recency_end(Recency *recency) noexcept nogil:
+    cdef uint32_t i
+    for i in range(recency.num_orders):
+        if recency.orders[i].open != NO_SEGMENT:
+            note_time(recency, recency.orders[i].open)
 
 
 cdef void recency_settle(Recency *recency) noexcept nogil:
     cdef Segment *segment
-    if recency.newest == NO_SEGMENT:
-        return
-    segment = segment_at(recency, recency.newest)
-    if 4 * segment.num_held > 5 * segment.num_live:
-        squeeze(recency, segment)
+    cdef uint32_t i
+    for i in range(recency.num_orders):
+        if recency.orders[i].open != NO_SEGMENT:
+            segment = segment_at(recency, recency.orders[i].open)
+            if 4 * segment.num_held > 5 * segment.num_live:
+                segment_squeeze(recency, segment)
 
 
 cdef uint32_t recency_walk(
     const Recency *recency, uint32_t *segment, uint32_t *offset, row_t *rows, uint32_t count
 ) noexcept nogil:
-    """Continue at (segment, offset), which are moved; the first call passes ``oldest``, 0."""
+    """Continue at (segment, offset), which are moved."""
     cdef uint32_t written = 0
     cdef uint32_t word, index, i
     cdef uint64_t live, below
@@ -360,11 +405,3 @@ cdef uint32_t recency_walk(
             segment[0] = at.next
             offset[0] = 0
     return written
-
-
-cdef uint32_t recency_oldest(
-    const Recency *recency, row_t *rows, uint32_t count
-) noexcept nogil:
-    cdef uint32_t segment = recency.oldest
-    cdef uint32_t offset = 0
-    return recency_walk(recency, &segment, &offset, rows, count)

@@ -1,9 +1,11 @@
 """One server's rows: shards of index, order of use and slabs."""
 
+from persia._core.eviction cimport Eviction
 from persia._core.initial cimport Initializer
 from persia._core.optim cimport RowOptimizer
-from persia._core.recency cimport Recency
+from persia._core.recency cimport NUM_CLOCKS, Recency
 from persia._core.sign_index cimport SignIndex
+from persia._core.sketch cimport Sketch
 from persia._core.slabs cimport Slabs
 from persia._core.types cimport row_t, sign_t, uint8_t, uint32_t, uint64_t
 
@@ -14,12 +16,13 @@ cdef struct Shard:
     Slabs slabs
     SignIndex index
     Recency recency
+    Eviction eviction
+    Sketch sketch               # of ids without a row; no lines: nothing is admitted by count
     PyThread_type_lock lock     # held for every access to the fields of this struct
     uint64_t capacity           # rows
     uint64_t soft_capacity      # rows; lowered when the byte limit is met
     uint64_t byte_limit         # 0: none
     uint64_t byte_peak          # most bytes since they were within the limit, or the limit
-    uint64_t num_evicted
     uint64_t num_inserted
     uint64_t num_refused        # admissions
     uint64_t num_missing        # evaluation lookups and updates that met no row
@@ -65,6 +68,11 @@ cdef class Batch:
     cdef uint64_t admission_key
     cdef uint64_t admission_below   # draws below this are admitted
     cdef bint admit_all
+    cdef uint32_t admit_at          # appearance; above 1 the sketch counts, nothing is drawn
+    cdef bint is_repeated           # the sketch has counted it
+    cdef uint32_t policy
+    cdef uint32_t order_of_use      # that all rows enter, or NO_ORDER: it depends on the row
+    cdef uint64_t[NUM_CLOCKS] clocks
     cdef Initializer initializer
     cdef RowOptimizer optimizer
     cdef object held            # what the pointers point into
@@ -79,6 +87,9 @@ cdef class EmbeddingStore:
     cdef readonly uint64_t seed
     cdef readonly uint64_t memory_limit
     cdef readonly uint32_t num_threads
+    cdef readonly uint64_t sketch_bytes
+    cdef readonly tuple policies
+    cdef uint64_t[NUM_CLOCKS] clocks
     cdef readonly RowOptimizer optimizer
     cdef list batches           # scratch, reused
     cdef object pool            # threads beside the caller's
@@ -87,4 +98,7 @@ cdef class EmbeddingStore:
         self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim,
         RowOptimizer optimizer)
     cdef Tally run(self, Batch batch) except *
+    cdef uint64_t shard_sketch_bytes(self) noexcept
+    cdef void set_policy(self, Batch batch, uint32_t policy) noexcept
+    cdef int check_policy(self, uint32_t policy) except -1
     cdef RowOptimizer chosen(self, RowOptimizer given, str what)

@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import numpy as np
@@ -16,7 +16,7 @@ class Batch:
 
 @final
 class EmbeddingStore:
-    """Rows by sign, with the least recently used evicted first; safe from many threads.
+    """Rows by sign, of which those that their policies rank last go; safe from many threads.
 
     Signs are u64 [n]; a request should hold each once. All arrays are C-contiguous. A request
     raises before it changes anything, except for DimMismatch (an earlier part of the request
@@ -29,6 +29,12 @@ class EmbeddingStore:
         memory_limit: Bytes, divided over the shards; 0 is no limit. A shard that grows beyond
             its part evicts like one that is full.
         num_threads: Threads that serve one request, the caller's included.
+        policies: Of eviction, numbered from 1; 0 is LRU without expiry. Each is (``"lru"`` or
+            ``"lfu"``, clock, ttl). A row expires when it was not used for ``ttl`` times of the
+            clock, ``"milliseconds"`` or ``"steps"``, or up to a sixteenth later. Without
+            expiry the clock is None and the ttl 0.
+        sketch_bytes: Of the counts of ids that are not admitted yet, divided over the shards;
+            0 is no admission by count.
 
     Raises:
         ConfigError: An argument is out of its range.
@@ -39,6 +45,8 @@ class EmbeddingStore:
     seed: int
     memory_limit: int
     num_threads: int
+    sketch_bytes: int
+    policies: tuple[tuple[str, str | None, int], ...]
     optimizer: RowOptimizer | None
 
     def __new__(
@@ -49,6 +57,8 @@ class EmbeddingStore:
         seed: int = 0,
         memory_limit: int = 0,
         num_threads: int = 1,
+        policies: Sequence[tuple[str, str | None, int]] = (),
+        sketch_bytes: int = 0,
     ) -> Self: ...
     def __len__(self) -> int: ...
     def close(self) -> None:
@@ -70,18 +80,36 @@ class EmbeddingStore:
         rows_out: NDArray[np.float32],
         hints_out: NDArray[np.uint32],
         optimizer: RowOptimizer | None = None,
+        *,
+        policy: int = 0,
+        admit_at: int = 1,
+        repeated: bool = False,
     ) -> tuple[int, int]:
-        """Write each sign's embedding to ``rows_out`` [n, dim] and make it the most recent.
+        """Write each sign's embedding to ``rows_out`` [n, dim] and use its row.
 
         A missing sign is admitted with ``admit_probability``, drawn from (seed, sign,
         ``batch_id``), and inserted, with the state that ``optimizer`` begins with; a refused
-        one gets zeros. ``hints_out`` [n] gets row
-        numbers for ``update``.
+        one gets zeros. ``hints_out`` [n] gets row numbers for ``update``. A row that has
+        expired is a missing one.
+
+        Args:
+            signs: Signs, each once.
+            initializer: Values of new rows.
+            admit_probability: In 0..1; not asked where ``admit_at`` is above 1.
+            batch_id: Keys the draws.
+            rows_out: Embeddings.
+            hints_out: Row numbers; of a refused sign 2**32 - 1.
+            optimizer: Of these rows; None takes the store's own.
+            policy: Number of the one that evicts these rows from now on.
+            admit_at: A missing sign is admitted at this appearance, or before if it shares its
+                counters; 2..255 need ``sketch_bytes``.
+            repeated: The same request came before, so that its appearances were counted.
 
         Returns:
             How many signs were inserted, and how many were refused.
 
         Raises:
+            ConfigError: An argument is out of its range.
             NotConfigured: None is given, and the store has no optimizer yet.
             DimMismatch: A sign is stored with another dim or state size.
         """
@@ -100,7 +128,7 @@ class EmbeddingStore:
         gradients: NDArray[np.float32],
         optimizer: RowOptimizer | None = None,
     ) -> int:
-        """Step each sign's row by its gradient [n, dim]; no use in the sense of LRU.
+        """Step each sign's row by its gradient [n, dim]; no use in the sense of a policy.
 
         Hints are checked against the sign before use, so stale ones do no harm.
 
@@ -117,7 +145,8 @@ class EmbeddingStore:
     ) -> tuple[NDArray[np.bool_], NDArray[np.float32], NDArray[np.uint32]]:
         """Return which signs are held, their values [n, dim] and states [n, words].
 
-        ``state_words`` defaults to the store's own optimizer's. No use in the sense of LRU.
+        ``state_words`` defaults to the store's own optimizer's. No use in the sense of a
+        policy.
         """
 
     def write(
@@ -126,22 +155,28 @@ class EmbeddingStore:
         values: NDArray[np.float32],
         states: NDArray[np.uint32] | None,
         optimizer: RowOptimizer | None = None,
+        *,
+        policy: int = 0,
     ) -> None:
-        """Insert or overwrite rows; each becomes the most recent.
-
-        Without states, rows get initial ones.
-        """
+        """Insert or overwrite rows, which is a use; without states, rows get initial ones."""
 
     def delete(self, signs: NDArray[np.uint64]) -> int:
         """Drop the rows of these signs; returns how many there were."""
 
     def clear(self) -> None:
-        """Drop every row and give the memory back."""
+        """Drop every row and every count of an appearance, and give the memory back."""
+
+    def set_clocks(self, milliseconds: int, steps: int) -> None:
+        """Say what time it is, for the requests to come; a time before the last is ignored."""
 
     def shard_entries(
         self, number: int
     ) -> list[tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint32]]]:
-        """Return one shard's (signs, values, states), a tuple per shape, oldest first."""
+        """Return one shard's (signs, values, states), a tuple per shape.
+
+        Rows come in the order in which their policy evicts them, policy after policy; expired
+        ones are left out. Written in this order they are in it again, whatever was counted.
+        """
 
     def iterate(
         self,
@@ -151,8 +186,17 @@ class EmbeddingStore:
     def stats(self) -> dict[str, int]:
         """Return rows, bytes, entries (of the order of use), and counts since the start.
 
-        The counts are evicted, inserted, refused (admissions) and missing (evaluation lookups
-        and updates without a row); ``memory_limited`` is 1 if the limit was ever met.
+        The counts are evicted (as evicted_lru and evicted_lfu too), expired, inserted, refused
+        (admissions) and missing (evaluation lookups and updates without a row);
+        ``memory_limited`` is 1 if the limit was ever met.
+        Rows that have expired are rows until a training lookup meets or sweeps them.
+        """
+
+    def policy_stats(self) -> list[dict[str, int]]:
+        """Return rows, evicted and expired of each policy, by its number.
+
+        ``draining`` are those of its rows that are still to be moved since the counts of LFU
+        were halved.
         """
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The embedding store: rows by sign, least recently used out first.
+"""The embedding store: rows by sign; those that its policies rank last go first.
 
     sign --mix64--> shard --index--> row number --slabs--> | header | embedding | state |
                                           \\--recency--> order of use
@@ -10,12 +10,12 @@ inside a shard is the order of the request) and each shard is served once, under
     i - AHEAD    guess its row by the tag, fetch the row
     i - 2 AHEAD  compare the signs; fetch where the row stands in the order of use
     i - 3 AHEAD  touch or insert, copy out
-    at the end   evict, oldest first, down to the capacity
+    at the end   evict: what has expired, then down to the capacity
 
 Each stage asks for the lines that the next one reads, so that some thirty misses are under way
 at any time and none is waited for. Shards do not know each other, so threads take disjoint
-shards and the result does not depend on their number. LRU is exact within a shard; a training
-lookup is a use, an update or an evaluation is not.
+shards and the result does not depend on their number. Policies hold within a shard, LRU
+exactly; a training lookup is a use, an update or an evaluation is not.
 
 Values: a new row is a pure function of (seed, sign), an admission of (seed, sign, batch id);
 so a repeated call repeats itself, and the number of servers, shards and threads does not show
@@ -32,20 +32,30 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
+from persia._core.eviction cimport (
+    LFU, LRU, MAX_POLICIES, Policy, SWEPT_ROWS, SWEPT_SEGMENTS, eviction_age, eviction_free,
+    eviction_note_expired, eviction_nth_order, eviction_order, eviction_policy,
+    eviction_restart, eviction_sweep, eviction_take, policy_num_draining,
+    policy_num_rows,
+)
 from persia._core.hashing cimport mix64, shard_of
 from persia._core.initial cimport Initializer
 from persia._core.optim cimport RowOptimizer, persia_step_t
 from persia._core.recency cimport (
-    NO_SEGMENT, OFFSET_BITS, SEGMENT_ENTRIES, THIN, Segment, recency_bytes, recency_free,
-    recency_init, recency_oldest, recency_prefetch, recency_remove, recency_settle,
+    CLOCK_MS, CLOCK_STEPS, NO_CLOCK, NO_ORDER, NO_SEGMENT, OFFSET_BITS, SEGMENT_ENTRIES, Order,
+    Segment, recency_begin, recency_bytes, recency_end, recency_expired, recency_free,
+    recency_init, recency_mergeable, recency_prefetch, recency_remove, recency_settle,
     recency_touch, recency_walk, segment_at,
 )
 from persia._core.sign_index cimport (
     BUCKET_SLOTS, home_bucket, index_bytes, index_find, index_free, index_guess, index_init,
     index_insert, index_remove,
 )
+from persia._core.sketch cimport (
+    MAX_COUNT, sketch_admits, sketch_free, sketch_init, sketch_key, sketch_prefetch,
+)
 from persia._core.slabs cimport (
-    CACHE_LINE, PLACE_BITS, Row, Slab, is_place, is_row_of, persia_prefetch,
+    CACHE_LINE, NO_POSITION, PLACE_BITS, Row, Slab, is_place, is_row_of, persia_prefetch,
     persia_prefetch_write, row_at, row_values, slabs_drop_row, slabs_free, slabs_init,
     slabs_new_row, slabs_slab,
 )
@@ -66,6 +76,7 @@ cdef enum:
     AHEAD = 8               # signs between two stages of a request
     STEP_ROWS = 32          # rows handed to an optimizer kernel at once
     EVICT_ROWS = 64
+    SWEPT_PER_SEGMENT = 128     # signs of a request for which one segment more is looked at
     # Above this a thread pool is worth its 20 microseconds.
     MIN_THREADED_SIGNS = 2048
 
@@ -101,12 +112,19 @@ cdef inline void copy_floats(float *out, const float *values, uint32_t count) no
 
 
 cdef uint64_t shard_bytes(const Shard *shard) noexcept nogil:
-    return shard.slabs.bytes_used + index_bytes(&shard.index) + recency_bytes(&shard.recency)
+    return (
+        shard.slabs.bytes_used + index_bytes(&shard.index) + recency_bytes(&shard.recency)
+        + shard.sketch.num_bytes)
 
 
-cdef int shard_init(Shard *shard) noexcept nogil:
+cdef int shard_init(Shard *shard, uint64_t sketch_bytes) noexcept nogil:
     slabs_init(&shard.slabs)
     recency_init(&shard.recency)
+    memset(&shard.sketch, 0, sizeof(shard.sketch))
+    if eviction_restart(&shard.eviction, &shard.recency) < 0:
+        return -1
+    if sketch_bytes and sketch_init(&shard.sketch, sketch_bytes) < 0:
+        return -1
     shard.soft_capacity = shard.capacity
     shard.byte_peak = shard.byte_limit
     shard.is_limited = False
@@ -116,6 +134,7 @@ cdef int shard_init(Shard *shard) noexcept nogil:
 cdef void shard_free(Shard *shard) noexcept nogil:
     index_free(&shard.index)
     recency_free(&shard.recency)
+    sketch_free(&shard.sketch)
     slabs_free(&shard.slabs)
 
 
@@ -125,29 +144,53 @@ cdef void drop(Shard *shard, row_t row) noexcept nogil:
     slabs_drop_row(&shard.slabs, row)
 
 
+cdef void drop_rows(Shard *shard, const row_t *rows, uint32_t count) noexcept nogil:
+    cdef uint32_t i
+    for i in range(count):
+        persia_prefetch_write(row_at(&shard.slabs, rows[i]))
+    for i in range(count):
+        persia_prefetch_write(
+            home_bucket(&shard.index, mix64(row_at(&shard.slabs, rows[i]).sign)))
+    for i in range(count):
+        drop(shard, rows[i])
+
+
+cdef void expire(Shard *shard, uint32_t num_signs) noexcept nogil:
+    """Drop expired rows: a bounded number, but no fewer than the request may have added."""
+    cdef row_t[EVICT_ROWS] rows
+    cdef uint32_t num_looks = SWEPT_SEGMENTS + num_signs // SWEPT_PER_SEGMENT
+    cdef uint64_t left = <uint64_t> SWEPT_ROWS + num_signs
+    cdef uint32_t count
+    while left:
+        count = eviction_sweep(
+            &shard.eviction, &shard.recency, rows,
+            EVICT_ROWS if left > EVICT_ROWS else <uint32_t> left, &num_looks)
+        if count == 0:
+            return
+        drop_rows(shard, rows, count)
+        left -= count
+
+
 cdef void evict(Shard *shard) noexcept nogil:
-    """Drop the oldest rows until the shard is within its capacity."""
-    cdef row_t[EVICT_ROWS] oldest
-    cdef uint32_t i, count
+    """Drop the rows that go next until the shard is within its capacity."""
+    cdef row_t[EVICT_ROWS] rows
+    cdef uint32_t count
     cdef uint64_t excess
     while shard.recency.num_live > shard.soft_capacity:
         excess = shard.recency.num_live - shard.soft_capacity
-        count = recency_oldest(
-            &shard.recency, oldest, EVICT_ROWS if excess > EVICT_ROWS else <uint32_t> excess)
-        for i in range(count):
-            persia_prefetch_write(row_at(&shard.slabs, oldest[i]))
-        for i in range(count):
-            persia_prefetch_write(
-                home_bucket(&shard.index, mix64(row_at(&shard.slabs, oldest[i]).sign)))
-        for i in range(count):
-            drop(shard, oldest[i])
-        shard.num_evicted += count
+        count = eviction_take(
+            &shard.eviction, &shard.recency, rows,
+            EVICT_ROWS if excess > EVICT_ROWS else <uint32_t> excess)
+        drop_rows(shard, rows, count)
 
 
-cdef void end_request(Shard *shard) noexcept nogil:
-    """Bring the rows within capacity and limit, then the order of use within its bound."""
+cdef void end_request(Shard *shard, uint32_t num_signs) noexcept nogil:
+    """Bring the rows within ttl, capacity and limit, then the orders within their bounds."""
     cdef uint64_t after
     cdef uint64_t fitting
+    recency_end(&shard.recency)
+    if shard.recency.has_ttl:
+        expire(shard, num_signs)
     if shard.byte_limit:
         after = shard_bytes(shard)
         if after <= shard.byte_limit:
@@ -164,11 +207,56 @@ cdef void end_request(Shard *shard) noexcept nogil:
             if fitting < shard.soft_capacity:
                 shard.soft_capacity = fitting
     evict(shard)
+    eviction_age(&shard.eviction, &shard.recency, &shard.slabs)
     recency_settle(&shard.recency)
 
 
-cdef inline bint is_admitted(Batch batch, sign_t sign) noexcept nogil:
-    return batch.admit_all or mix64(batch.admission_key ^ mix64(sign)) < batch.admission_below
+cdef inline bint is_admitted(Shard *shard, Batch batch, uint64_t hash) noexcept nogil:
+    if batch.admit_at > 1:
+        return sketch_admits(
+            &shard.sketch, sketch_key(hash), batch.admit_at, batch.is_repeated)
+    return batch.admit_all or mix64(batch.admission_key ^ hash) < batch.admission_below
+
+
+cdef inline bint has_expired(Shard *shard, row_t row) noexcept nogil:
+    return shard.recency.has_ttl and recency_expired(
+        &shard.recency, row_at(&shard.slabs, row).position >> OFFSET_BITS,
+        shard.recency.clocks)
+
+
+cdef inline bint is_gone(Shard *shard, Batch batch, row_t row) noexcept nogil:
+    """Whether a read answers as if there were no row: it has expired and is not dropped yet."""
+    return row == NO_ROW or shard.recency.has_ttl and recency_expired(
+        &shard.recency, row_at(&shard.slabs, row).position >> OFFSET_BITS,
+        batch.clocks)
+
+
+cdef inline int use_row(
+    Shard *shard, Batch batch, row_t row, uint64_t hash, bint is_new
+) noexcept nogil:
+    """Make the row the newest of the order where its policy wants it; -1: no memory."""
+    cdef uint32_t order = batch.order_of_use
+    if order == NO_ORDER:
+        order = eviction_order(
+            &shard.eviction, &shard.recency, batch.policy,
+            NO_POSITION if is_new else row_at(&shard.slabs, row).position,
+            batch.admission_key ^ hash)
+    return recency_touch(&shard.recency, &shard.slabs, row, order)
+
+
+cdef void fill_row(Shard *shard, Batch batch, row_t row) noexcept nogil:
+    """Initial values and state."""
+    cdef Row *at = row_at(&shard.slabs, row)
+    batch.initializer.fill(batch.seed, at.sign, row_values(at), batch.dim)
+    batch.optimizer.fill_state(row_values(at) + batch.dim, batch.dim)
+    shard.num_inserted += 1
+
+
+cdef void renew_row(Shard *shard, Batch batch, row_t row) noexcept nogil:
+    """A row that has expired begins anew in its place."""
+    eviction_note_expired(
+        &shard.eviction, &shard.recency, row_at(&shard.slabs, row).position)
+    fill_row(shard, batch, row)
 
 
 cdef row_t insert(
@@ -190,14 +278,12 @@ cdef row_t insert(
     if index_insert(&shard.index, &shard.slabs, hash, row) < 0:
         slabs_drop_row(&shard.slabs, row)
         return NO_ROW
-    if recency_touch(&shard.recency, &shard.slabs, row) < 0:
+    if use_row(shard, batch, row, hash, True) < 0:
         index_remove(&shard.index, hash, row)
         slabs_drop_row(&shard.slabs, row)
         return NO_ROW
     tally.status = STATUS_OK
-    batch.initializer.fill(batch.seed, sign, row_values(at), batch.dim)
-    batch.optimizer.fill_state(row_values(at) + batch.dim, batch.dim)
-    shard.num_inserted += 1
+    fill_row(shard, batch, row)
     return row
 
 
@@ -248,6 +334,7 @@ cdef void train_shard(
     cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.dim
     cdef uint32_t i
     cdef row_t row
+    recency_begin(&shard.recency, &shard.slabs, batch.clocks)
     for i in range(begin, end + 3 * AHEAD):
         if i < end:
             fetch_bucket(shard, batch, i)
@@ -258,10 +345,12 @@ cdef void train_shard(
             batch.rows[i - 2 * AHEAD] = row
             if row != NO_ROW:
                 recency_prefetch(&shard.recency, row_at(&shard.slabs, row).position)
+            elif batch.admit_at > 1:
+                sketch_prefetch(&shard.sketch, sketch_key(batch.hashes[i - 2 * AHEAD]))
             prefetch_out(batch, i - 2 * AHEAD)
         if i >= begin + 3 * AHEAD and not train_row(shard, batch, i - 3 * AHEAD, tally):
             break
-    end_request(shard)
+    end_request(shard, end - begin)
 
 
 cdef inline void prefetch_out(Batch batch, uint32_t i) noexcept nogil:
@@ -276,16 +365,19 @@ cdef inline bint train_row(Shard *shard, Batch batch, uint32_t i, Tally *tally) 
     cdef sign_t sign = batch.signs[place]
     cdef row_t row = batch.rows[i]
     cdef float *out = batch.rows_out + <size_t> place * batch.dim
+    cdef bint is_new
     if row == NO_ROW:
         # Again, because the sign may have come twice in this request.
         row = index_find(&shard.index, &shard.slabs, batch.hashes[i], sign)
+    # An id whose row has expired is a new one; refused, it leaves the row to the sweep.
+    is_new = row == NO_ROW or has_expired(shard, row)
+    if is_new and not is_admitted(shard, batch, batch.hashes[i]):
+        tally.num_refused += 1
+        shard.num_refused += 1
+        batch.hints_out[place] = NO_ROW
+        memset(out, 0, batch.dim * sizeof(float))
+        return True
     if row == NO_ROW:
-        if not is_admitted(batch, sign):
-            tally.num_refused += 1
-            shard.num_refused += 1
-            batch.hints_out[place] = NO_ROW
-            memset(out, 0, batch.dim * sizeof(float))
-            return True
         row = insert(shard, batch, batch.hashes[i], sign, tally)
         if row == NO_ROW:
             return False
@@ -293,7 +385,10 @@ cdef inline bint train_row(Shard *shard, Batch batch, uint32_t i, Tally *tally) 
     else:
         if not has_shape(shard, row, batch.dim, batch.state_words, sign, tally):
             return False
-        if recency_touch(&shard.recency, &shard.slabs, row) < 0:
+        if is_new:
+            renew_row(shard, batch, row)
+            tally.num_missing += 1
+        if use_row(shard, batch, row, batch.hashes[i], is_new) < 0:
             tally.status = STATUS_NO_MEMORY
             return False
     batch.hints_out[place] = row
@@ -320,7 +415,7 @@ cdef void eval_shard(
         row = find_row(shard, batch, i - 2 * AHEAD)
         place = batch.order[i - 2 * AHEAD]
         out = batch.rows_out + <size_t> place * batch.dim
-        if row == NO_ROW:
+        if is_gone(shard, batch, row):
             tally.num_missing += 1
             shard.num_missing += 1
             memset(out, 0, batch.dim * sizeof(float))
@@ -393,8 +488,8 @@ cdef void read_shard(
     for i in range(begin, end):
         place = batch.order[i]
         row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
-        batch.found[place] = row != NO_ROW
-        if row == NO_ROW:
+        batch.found[place] = not is_gone(shard, batch, row)
+        if not batch.found[place]:
             continue
         if not has_shape(
                 shard, row, batch.dim, batch.state_words, batch.signs[place], tally):
@@ -414,6 +509,8 @@ cdef void write_shard(
     cdef uint32_t i, place
     cdef float *values
     cdef row_t row
+    cdef bint is_new
+    recency_begin(&shard.recency, &shard.slabs, batch.clocks)
     for i in range(begin, end):
         place = batch.order[i]
         row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
@@ -424,9 +521,13 @@ cdef void write_shard(
         elif not has_shape(
                 shard, row, batch.dim, batch.state_words, batch.signs[place], tally):
             break
-        elif recency_touch(&shard.recency, &shard.slabs, row) < 0:
-            tally.status = STATUS_NO_MEMORY
-            break
+        else:
+            is_new = has_expired(shard, row)
+            if is_new:
+                renew_row(shard, batch, row)
+            if use_row(shard, batch, row, batch.hashes[i], is_new) < 0:
+                tally.status = STATUS_NO_MEMORY
+                break
         values = row_values(row_at(&shard.slabs, row))
         memcpy(
             values, batch.gradients + <size_t> place * batch.dim, batch.dim * sizeof(float))
@@ -436,7 +537,7 @@ cdef void write_shard(
                 batch.state_words * sizeof(float))
         else:
             batch.optimizer.fill_state(values + batch.dim, batch.dim)
-    end_request(shard)
+    end_request(shard, end - begin)
 
 
 cdef void delete_shard(
@@ -559,12 +660,14 @@ cdef class EmbeddingStore:
     """See the stub for the contract of each method."""
 
     def __cinit__(
-        self, capacity, *, num_shards=16, seed=0, memory_limit=0, num_threads=1
+        self, capacity, *, num_shards=16, seed=0, memory_limit=0, num_threads=1,
+        policies=(), sketch_bytes=0
     ):
         self.shards = NULL
         self.batches = []
         self.pool = None
         self.optimizer = None
+        memset(self.clocks, 0, sizeof(self.clocks))
         if not 1 <= capacity < 2**63:
             raise ConfigError(f"capacity must be in 1..2**63-1 rows, got {capacity}")
         if not 1 <= num_shards <= 1024:
@@ -582,14 +685,30 @@ cdef class EmbeddingStore:
         self.shards = <Shard *> PyMem_Calloc(self.num_shards, sizeof(Shard))
         if self.shards == NULL:
             raise MemoryError(f"{self.num_shards} shards")
+        self.policies = (("lru", None, 0), *policies)
+        kinds = [numbers_of(kind, clock, ttl) for kind, clock, ttl in self.policies]
+        if len(set(kinds)) < len(kinds):
+            raise ConfigError(f"a policy comes twice in {self.policies}")
+        if len(kinds) > MAX_POLICIES:
+            raise ConfigError(f"a store has at most {MAX_POLICIES} policies, got {len(kinds)}")
+        if not 0 <= sketch_bytes < 2**63:
+            raise ConfigError(f"sketch_bytes must be in 0..2**63-1, got {sketch_bytes}")
+        # Divided over shards; a remainder is worth a line each.
+        self.sketch_bytes = sketch_bytes
         cdef uint32_t i
         for i in range(self.num_shards):
             self.shards[i].capacity = self.capacity // self.num_shards + (
                 i < self.capacity % self.num_shards)
             self.shards[i].byte_limit = self.memory_limit // self.num_shards
             self.shards[i].lock = PyThread_allocate_lock()
-            if self.shards[i].lock == NULL or shard_init(&self.shards[i]) < 0:
+            if self.shards[i].lock == NULL or (
+                    shard_init(&self.shards[i], self.shard_sketch_bytes()) < 0):
                 raise MemoryError(f"shard {i} of {self.num_shards}")
+            for number, (kind, clock, ttl) in enumerate(kinds):
+                if eviction_policy(
+                        &self.shards[i].eviction, &self.shards[i].recency, kind, clock,
+                        ttl) != <int> number:
+                    raise MemoryError(f"policy {number} of shard {i}")
         if self.num_threads > 1:
             self.pool = ThreadPoolExecutor(
                 self.num_threads - 1, thread_name_prefix="persia-store")
@@ -600,6 +719,7 @@ cdef class EmbeddingStore:
             return
         for i in range(self.num_shards):
             shard_free(&self.shards[i])
+            eviction_free(&self.shards[i].eviction)
             if self.shards[i].lock != NULL:
                 PyThread_free_lock(self.shards[i].lock)
         PyMem_Free(self.shards)
@@ -648,6 +768,11 @@ cdef class EmbeddingStore:
         batch.optimizer = optimizer
         batch.state_words = 0 if optimizer is None else optimizer.state_width(dim)
         batch.seed = self.seed
+        self.set_policy(batch, 0)
+        batch.admit_at = 1
+        batch.is_repeated = False
+        batch.admission_key = mix64(mix64(self.seed ^ ADMISSION))
+        memcpy(batch.clocks, self.clocks, sizeof(self.clocks))
         memset(&batch.tally, 0, sizeof(Tally))
         with nogil:
             split(batch, self.num_shards)
@@ -690,7 +815,8 @@ cdef class EmbeddingStore:
     def lookup_train(
         self, const uint64_t[::1] signs not None, Initializer initializer not None,
         double admit_probability, uint64_t batch_id, float[:, ::1] rows_out not None,
-        uint32_t[::1] hints_out not None, RowOptimizer optimizer=None,
+        uint32_t[::1] hints_out not None, RowOptimizer optimizer=None, *,
+        uint32_t policy=0, uint32_t admit_at=1, bint repeated=False,
     ):
         cdef Batch batch
         cdef Tally tally
@@ -699,12 +825,20 @@ cdef class EmbeddingStore:
         check_length("hints_out", signs.shape[0], hints_out.shape[0])
         if not 0.0 <= admit_probability <= 1.0:
             raise ConfigError(f"admit_probability must be in 0..1, got {admit_probability}")
+        self.check_policy(policy)
+        if not 1 <= admit_at <= (MAX_COUNT if self.sketch_bytes else 1):
+            raise ConfigError(
+                f"admit_at must be in 1..{MAX_COUNT}, and 1 without sketch_bytes, "
+                f"got {admit_at}")
         if signs.shape[0] == 0:
             return 0, 0
         batch = self.begin(signs, train_shard, <uint32_t> rows_out.shape[1], optimizer)
         batch.initializer = initializer
         batch.admission_key = mix64(mix64(self.seed ^ ADMISSION) ^ batch_id)
         batch.admit_all = admit_probability >= 1.0
+        self.set_policy(batch, policy)
+        batch.admit_at = admit_at
+        batch.is_repeated = repeated
         batch.admission_below = 0 if batch.admit_all else <uint64_t> (
             admit_probability * 18446744073709551616.0)
         batch.rows_out = &rows_out[0, 0]
@@ -773,11 +907,12 @@ cdef class EmbeddingStore:
 
     def write(
         self, const uint64_t[::1] signs not None, const float[:, ::1] values not None,
-        const uint32_t[:, ::1] states, RowOptimizer optimizer=None
+        const uint32_t[:, ::1] states, RowOptimizer optimizer=None, *, uint32_t policy=0
     ):
         cdef Batch batch
         cdef uint32_t dim
         optimizer = self.chosen(optimizer, "writing rows")
+        self.check_policy(policy)
         check_rows("values", signs.shape[0], values.shape[0], values.shape[1])
         dim = <uint32_t> values.shape[1]
         words = optimizer.state_width(dim)
@@ -790,6 +925,7 @@ cdef class EmbeddingStore:
             return
         batch = self.begin(signs, write_shard, dim, optimizer)
         batch.initializer = ZEROS
+        self.set_policy(batch, policy)
         batch.gradients = &values[0, 0]
         batch.held = (signs, values, states)
         batch.states = NULL
@@ -805,20 +941,21 @@ cdef class EmbeddingStore:
     def clear(self):
         cdef uint32_t i
         cdef Shard *shard
+        cdef uint64_t sketch_bytes = self.shard_sketch_bytes()
         cdef int status
         for i in range(self.num_shards):
             shard = &self.shards[i]
             with nogil:
                 PyThread_acquire_lock(shard.lock, 1)
                 shard_free(shard)
-                status = shard_init(shard)
+                status = shard_init(shard, sketch_bytes)
                 PyThread_release_lock(shard.lock)
             if status < 0:
                 raise MemoryError(f"shard {i} of {self.num_shards}")
 
     def shard_entries(self, uint32_t number):
         cdef Shard *shard
-        cdef uint32_t segment, offset, i, count, slab, dim, words
+        cdef uint32_t segment, offset, i, count, slab, dim, words, nth, order
         cdef row_t[EVICT_ROWS] rows
         cdef uint64_t[::1] signs_view
         cdef float[:, ::1] values_view
@@ -845,26 +982,37 @@ cdef class EmbeddingStore:
                 values_view = values
                 states_view = states
                 at = 0
-                segment = shard.recency.oldest
-                offset = 0
                 with nogil:
+                    nth = 0
                     while True:
-                        count = recency_walk(
-                            &shard.recency, &segment, &offset, rows, EVICT_ROWS)
-                        if count == 0:
+                        order = eviction_nth_order(&shard.eviction, nth)
+                        if order == NO_ORDER:
                             break
-                        for i in range(count):
-                            if shard.slabs.views[rows[i] >> PLACE_BITS].slab != slab:
-                                continue
-                            row = row_at(&shard.slabs, rows[i])
-                            signs_view[at] = row.sign
-                            memcpy(&values_view[at, 0], row_values(row), dim * sizeof(float))
-                            if words:
+                        nth += 1
+                        segment = shard.recency.orders[order].oldest
+                        offset = 0
+                        while True:
+                            count = recency_walk(
+                                &shard.recency, &segment, &offset, rows, EVICT_ROWS)
+                            if count == 0:
+                                break
+                            for i in range(count):
+                                if shard.slabs.views[rows[i] >> PLACE_BITS].slab != slab:
+                                    continue
+                                row = row_at(&shard.slabs, rows[i])
+                                if recency_expired(
+                                        &shard.recency, row.position >> OFFSET_BITS,
+                                        self.clocks):
+                                    continue
+                                signs_view[at] = row.sign
                                 memcpy(
-                                    &states_view[at, 0], row_values(row) + dim,
-                                    words * sizeof(float))
-                            at += 1
-                blocks.append((signs, values, states))
+                                    &values_view[at, 0], row_values(row), dim * sizeof(float))
+                                if words:
+                                    memcpy(
+                                        &states_view[at, 0], row_values(row) + dim,
+                                        words * sizeof(float))
+                                at += 1
+                blocks.append((signs[:at], values[:at], states[:at]))
         finally:
             PyThread_release_lock(shard.lock)
         return blocks
@@ -873,11 +1021,32 @@ cdef class EmbeddingStore:
         for number in range(self.num_shards):
             yield from self.shard_entries(number)
 
+    def policy_stats(self):
+        cdef uint32_t i, number
+        cdef Shard *shard
+        totals = [
+            dict.fromkeys(("rows", "draining", "evicted", "expired"), 0)
+            for _ in self.policies]
+        for i in range(self.num_shards):
+            shard = &self.shards[i]
+            with nogil:
+                PyThread_acquire_lock(shard.lock, 1)
+            for number, total in enumerate(totals):
+                total["rows"] += policy_num_rows(
+                    &shard.eviction.policies[number], &shard.recency)
+                total["draining"] += policy_num_draining(
+                    &shard.eviction.policies[number], &shard.recency)
+                total["evicted"] += shard.eviction.policies[number].num_evicted
+                total["expired"] += shard.eviction.policies[number].num_expired
+            PyThread_release_lock(shard.lock)
+        return totals
+
     def stats(self):
-        cdef uint32_t i
+        cdef uint32_t i, number
         cdef Shard *shard
         totals = dict.fromkeys(
-            ("rows", "bytes", "evicted", "inserted", "refused", "missing", "entries"), 0)
+            ("rows", "bytes", "evicted", "evicted_lru", "evicted_lfu", "expired", "inserted",
+             "refused", "missing", "entries"), 0)
         limited = False
         for i in range(self.num_shards):
             shard = &self.shards[i]
@@ -885,7 +1054,12 @@ cdef class EmbeddingStore:
                 PyThread_acquire_lock(shard.lock, 1)
             totals["rows"] += shard.recency.num_live
             totals["bytes"] += shard_bytes(shard)
-            totals["evicted"] += shard.num_evicted
+            for number in range(shard.eviction.num_policies):
+                totals["evicted"] += shard.eviction.policies[number].num_evicted
+                kind = "evicted_lfu" if shard.eviction.policies[number].kind == LFU else (
+                    "evicted_lru")
+                totals[kind] += shard.eviction.policies[number].num_evicted
+                totals["expired"] += shard.eviction.policies[number].num_expired
             totals["inserted"] += shard.num_inserted
             totals["refused"] += shard.num_refused
             totals["missing"] += shard.num_missing
@@ -906,11 +1080,45 @@ cdef class EmbeddingStore:
             if broken != NULL:
                 raise InternalError(f"shard {i}: {broken.decode()}")
 
+    def set_clocks(self, uint64_t milliseconds, uint64_t steps):
+        if max(milliseconds, steps) >= 1 << 61:
+            raise DataError(f"times must be below 2**61, got {milliseconds} and {steps}")
+        # A request that read an earlier time may come later; clocks do not go back.
+        self.clocks[CLOCK_MS] = max(self.clocks[CLOCK_MS], milliseconds)
+        self.clocks[CLOCK_STEPS] = max(self.clocks[CLOCK_STEPS], steps)
+
+    cdef uint64_t shard_sketch_bytes(self) noexcept:
+        return (self.sketch_bytes + self.num_shards - 1) // self.num_shards
+
+    cdef void set_policy(self, Batch batch, uint32_t policy) noexcept:
+        cdef Policy *of_first = &self.shards[0].eviction.policies[policy]
+        batch.policy = policy
+        batch.order_of_use = of_first.first if of_first.kind == LRU else NO_ORDER
+
+    cdef int check_policy(self, uint32_t policy) except -1:
+        if policy >= len(self.policies):
+            raise ConfigError(
+                f"policy must be in 0..{len(self.policies) - 1}, got {policy}")
+        return 0
+
     cdef RowOptimizer chosen(self, RowOptimizer given, str what):
         """The optimizer given with the call, or else the store's own."""
         if given is None and self.optimizer is None:
             raise NotConfigured(f"{what} needs an optimizer; configure() gives the store one")
         return self.optimizer if given is None else given
+
+
+cdef tuple numbers_of(str kind, clock, ttl):
+    """A policy as the core's (kind, clock, ttl)."""
+    kinds = {"lru": LRU, "lfu": LFU}
+    clocks = {None: NO_CLOCK, "milliseconds": CLOCK_MS, "steps": CLOCK_STEPS}
+    if kind not in kinds or clock not in clocks or (clock is None) != (ttl == 0):
+        raise ConfigError(
+            f"a policy is (lru or lfu, None or milliseconds or steps, ttl), "
+            f"got ({kind!r}, {clock!r}, {ttl!r})")
+    if not 0 <= ttl < 2**61:
+        raise ConfigError(f"a ttl must be in 0..2**61-1, got {ttl}")
+    return kinds[kind], clocks[clock], ttl
 
 
 cdef int check_length(str name, Py_ssize_t expected, Py_ssize_t got) except -1:
@@ -929,19 +1137,26 @@ cdef int check_rows(
     return 0
 
 
-cdef const char *broken_invariant(Shard *shard) noexcept nogil:
-    """Walk everything; the first invariant that does not hold, or NULL."""
-    cdef uint32_t number, offset, i, slot, taken, count, previous = NO_SEGMENT
-    cdef uint64_t num_live = 0, num_held = 0, in_index = 0, in_slabs = 0
+cdef const char *broken_order(
+    Shard *shard, uint32_t number, uint64_t *num_live, uint64_t *num_held
+) noexcept nogil:
+    """Walk one order of use and add to the totals."""
+    cdef const Order *order = &shard.recency.orders[number]
+    cdef uint32_t at = order.oldest, previous = NO_SEGMENT
+    cdef uint32_t offset, taken, count
+    cdef uint64_t in_order = 0
     cdef Segment *segment
     cdef Row *row
     cdef row_t held
-    cdef uint64_t hash
-    number = shard.recency.oldest
-    while number != NO_SEGMENT:
-        segment = segment_at(&shard.recency, number)
-        if segment.previous != previous:
-            return b"recency: a segment does not know its predecessor"
+    while at != NO_SEGMENT:
+        segment = segment_at(&shard.recency, at)
+        if segment.previous != previous or segment.order != number:
+            return b"recency: a segment does not know its predecessor or its order"
+        if segment.next != NO_SEGMENT and at == order.open:
+            return b"recency I6: a segment that is not the newest is open"
+        if segment.first_use > segment.last_use or (
+                segment.last_use > segment.first_use + order.grain):
+            return b"recency I6: the uses of a segment are too far apart"
         taken = 0
         count = 0
         for offset in range(<uint32_t> SEGMENT_ENTRIES):
@@ -950,10 +1165,10 @@ cdef const char *broken_invariant(Shard *shard) noexcept nogil:
                     return b"recency I2: an entry is live and not held"
                 held = segment.rows[taken]
                 row = row_at(&shard.slabs, held)
-                if row.position != ((number << OFFSET_BITS) | offset):
+                if row.position != ((at << OFFSET_BITS) | offset):
                     return b"recency I1: a live entry is not at its row's position"
-                hash = mix64(row.sign)
-                if index_find(&shard.index, &shard.slabs, hash, row.sign) != held:
+                if index_find(
+                        &shard.index, &shard.slabs, mix64(row.sign), row.sign) != held:
                     return b"index I1: a live row is not found by its sign"
                 if not (is_place(&shard.slabs, held) and is_row_of(row, row.sign)):
                     return b"slabs: a live row is not a valid hint"
@@ -963,16 +1178,31 @@ cdef const char *broken_invariant(Shard *shard) noexcept nogil:
             return b"recency I2: a segment's counts are not its bits"
         if 4 * segment.num_held > 5 * segment.num_live:
             return b"recency I3: more than a fifth of a segment is dead"
-        num_live += count
-        num_held += taken
-        if previous != NO_SEGMENT and number != shard.recency.newest and (
-                segment.num_live <= THIN
-                and segment_at(&shard.recency, previous).num_live <= THIN):
+        in_order += count
+        num_held[0] += taken
+        if recency_mergeable(&shard.recency, previous):
             return b"recency I5: two thin neighbours"
-        previous = number
-        number = segment.next
-    if previous != shard.recency.newest:
+        previous = at
+        at = segment.next
+    if previous != order.newest:
         return b"recency: the last segment is not the newest"
+    if order.open != NO_SEGMENT and order.open != order.newest:
+        return b"recency I6: the open segment is not the newest"
+    if in_order != order.num_live:
+        return b"recency: an order's count is not the sum"
+    num_live[0] += in_order
+    return NULL
+
+
+cdef const char *broken_invariant(Shard *shard) noexcept nogil:
+    """Walk everything; the first invariant that does not hold, or NULL."""
+    cdef uint32_t offset, i, slot, count
+    cdef uint64_t num_live = 0, num_held = 0, in_index = 0, in_slabs = 0
+    cdef const char *broken
+    for i in range(shard.recency.num_orders):
+        broken = broken_order(shard, i, &num_live, &num_held)
+        if broken != NULL:
+            return broken
     if num_live != shard.recency.num_live or num_held != shard.recency.num_held:
         return b"recency: the totals are not the sums"
     if num_live > shard.soft_capacity:

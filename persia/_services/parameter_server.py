@@ -11,7 +11,8 @@ Any thread may call any method.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,6 +39,7 @@ from persia._services import aligned
 from persia._services.ledger import UpdateLedger
 from persia._services.optimizers import TableOptimizers
 from persia._services.plan import schema_fingerprint
+from persia._services.row_policies import RowPolicies, TrainingClock
 from persia.config import EmbeddingSchema, ParameterServerConfig, Table
 from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
 from persia.logger import get_logger
@@ -58,7 +60,7 @@ class _Configured:
     settings: HyperParameters
     store: EmbeddingStore
     initializers: tuple[Initializer, ...]  # by table
-    admit_probabilities: tuple[float, ...]  # by table
+    policies: RowPolicies
 
 
 class ParameterServer:
@@ -70,6 +72,7 @@ class ParameterServer:
         replica_index: Number of this server.
         replica_size: Number of servers that share the signs.
         num_threads: Threads that one request may use.
+        clock: Seconds that never go back, by which rows expire.
 
     Raises:
         ConfigError: If ``replica_index`` is not in ``0..replica_size - 1``.
@@ -83,6 +86,7 @@ class ParameterServer:
         replica_index: int = 0,
         replica_size: int = 1,
         num_threads: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 <= replica_index < replica_size:
             raise ConfigError(
@@ -94,6 +98,7 @@ class ParameterServer:
         self._replica_index = replica_index
         self._replica_size = replica_size
         self._num_threads = num_threads
+        self._clock = TrainingClock(clock)
         self._owners = owners(replica_size)
         self._fingerprint = schema_fingerprint(schema)
         self._ledger = UpdateLedger()
@@ -128,7 +133,8 @@ class ParameterServer:
     def configure(self, settings: HyperParameters) -> None:
         """Take the settings of rows; the same settings again change nothing.
 
-        A table's own initialization and admission come before these.
+        A table's own initialization and admission come before these. Eviction policies and
+        the size of the sketch are those of the schema, whatever the settings.
 
         Raises:
             ConfigError: If the seed differs from that of the rows held, or a value cannot be
@@ -149,12 +155,7 @@ class ParameterServer:
                 )
             tables = self._schema.tables
             initializers = tuple(_initializer(table, settings) for table in tables)
-            probabilities = tuple(
-                settings.admit_probability
-                if table.admit_probability is None
-                else table.admit_probability
-                for table in tables
-            )
+            policies = RowPolicies.of(tables, self._settings, settings.admit_probability)
             if old is None or old.settings.seed != settings.seed:
                 store = EmbeddingStore(
                     self._settings.capacity,
@@ -162,6 +163,8 @@ class ParameterServer:
                     seed=settings.seed,
                     memory_limit=self._settings.memory_limit_bytes(),
                     num_threads=self._num_threads,
+                    policies=policies.kinds,
+                    sketch_bytes=policies.sketch_bytes,
                 )
             else:
                 store = old.store
@@ -169,7 +172,7 @@ class ParameterServer:
                 self._optimizers = TableOptimizers(
                     self._schema, self._registered, settings.weight_bound
                 )
-            self._configured = _Configured(settings, store, initializers, probabilities)
+            self._configured = _Configured(settings, store, initializers, policies)
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         """Take the optimizer; the same one again changes nothing, nor does it touch a row.
@@ -239,6 +242,9 @@ class ParameterServer:
         self, batch_id: int, tables: list[Table], signs: list[Signs]
     ) -> list[TableRows]:
         configured, optimizers = self._for_training("a training lookup")
+        policies = configured.policies
+        repeated = policies.need_steps and self._clock.begin_step(batch_id, signs)
+        configured.store.set_clocks(*self._clock.now())
         replies = []
         for table, asked in zip(tables, signs, strict=True):
             rows = aligned.empty(len(asked), table.dim)
@@ -246,11 +252,14 @@ class ParameterServer:
             configured.store.lookup_train(
                 asked,
                 configured.initializers[table.number],
-                configured.admit_probabilities[table.number],
+                policies.probabilities[table.number],
                 batch_id,
                 rows,
                 hints,
                 optimizers.of(table.number),
+                policy=policies.numbers[table.number],
+                admit_at=policies.admit_at[table.number],
+                repeated=repeated,
             )
             replies.append(TableRows(table.number, rows, hints))
         if not self._warned_of_memory and self._counts["lookups"] % _MEMORY_CHECK_INTERVAL == 0:
@@ -259,6 +268,8 @@ class ParameterServer:
 
     def _lookup_eval(self, tables: list[Table], signs: list[Signs]) -> list[TableRows]:
         configured = self._configured
+        if configured is not None:
+            configured.store.set_clocks(*self._clock.now())
         replies = []
         num_missing = 0
         for table, asked in zip(tables, signs, strict=True):
@@ -345,9 +356,10 @@ class ParameterServer:
                         f"table {table.number}: expected states {list(expected)} for "
                         f"{optimizer.name}, got {list(states.shape)}"
                     )
-            writes.append((signs, values, states, optimizer))
-        for write in writes:
-            configured.store.write(*write)
+            writes.append((table.number, (signs, values, states, optimizer)))
+        configured.store.set_clocks(*self._clock.now())
+        for number, write in writes:
+            configured.store.write(*write, policy=configured.policies.numbers[number])
 
     def _check_groups(self, table: Table, signs: Signs) -> None:
         """Check that each sign's feature bits are of a group with rows in this table."""
@@ -370,6 +382,7 @@ class ParameterServer:
             DataTypeError: If signs are not u64 [n].
         """
         configured, optimizers = self._for_training("read_embedding")
+        configured.store.set_clocks(*self._clock.now())
         entries = []
         for part in tables:
             table = self._table("read_embedding", part.table, [part.table])
@@ -395,13 +408,24 @@ class ParameterServer:
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start, and what is held now.
 
-        ``rows``, ``bytes``, ``inserted``, ``evicted``, ``refused`` (not admitted) and
-        ``memory_limited`` are the store's; ``missing`` counts zeros that evaluation answered
-        with, ``update_missing`` gradients without a row.
+        ``rows``, ``bytes``, ``inserted``, ``evicted`` (``evicted_lru`` and ``evicted_lfu``),
+        ``expired``, ``refused`` (not admitted) and ``memory_limited`` are the store's;
+        ``missing`` counts zeros that evaluation answered with, ``update_missing`` gradients
+        without a row.
         """
         configured = self._configured
         held = {} if configured is None else configured.store.stats()
-        names = ("rows", "bytes", "inserted", "evicted", "refused", "memory_limited")
+        names = (
+            "rows",
+            "bytes",
+            "inserted",
+            "evicted",
+            "evicted_lru",
+            "evicted_lfu",
+            "expired",
+            "refused",
+            "memory_limited",
+        )
         with self._counts_lock:
             return {**{name: int(held.get(name, 0)) for name in names}, **self._counts}
 
@@ -459,7 +483,7 @@ class ParameterServer:
         self._warned_of_memory = True
         _logger.warning(
             "parameter server %d of %d: %d rows take %.2f GB and reach the memory limit of "
-            "%.2f GB; from now on the least recently used rows are evicted",
+            "%.2f GB; from now on rows are evicted",
             self._replica_index,
             self._replica_size,
             stats["rows"],

@@ -16,7 +16,7 @@ from persia.config._global import (
     ParameterServerConfig,
     resolve_memory_limit,
 )
-from persia.config._groups import GroupOptimizer, GroupSettings
+from persia.config._groups import GroupAdmission, GroupEviction, GroupOptimizer, GroupSettings
 from persia.config._reading import check_probability, nearest
 from persia.config._schema import (
     POOLINGS,
@@ -35,6 +35,8 @@ __all__ = [
     "EmbeddingSchema",
     "EmbeddingWorkerConfig",
     "GlobalConfig",
+    "GroupAdmission",
+    "GroupEviction",
     "GroupOptimizer",
     "GroupSettings",
     "InferConfig",

@@ -144,7 +144,7 @@ class ParameterServerConfig:
     """Section ``embedding_parameter_server_config``."""
 
     capacity: int = 1_000_000_000
-    """Rows that one server keeps; beyond it the least recently used go. Costs no memory."""
+    """Rows that one server keeps; beyond it rows are evicted. Costs no memory."""
 
     num_hashmap_internal_shards: int = 16
     """Parts of one server's store, each with its own lock and its own order of use."""
@@ -154,6 +154,13 @@ class ParameterServerConfig:
 
     Bytes, a size such as ``8GiB``, or a percentage of the cgroup's limit or the host's
     memory; 70 percent if not given, 0 for none.
+    """
+
+    admission_sketch_bytes: int | None = None
+    """Memory of one server for the counts of ids that wait for admission by count.
+
+    4 bytes a row of ``capacity`` if not given, but no more than 1/32 of the memory limit. Taken
+    only if a group admits by count.
     """
 
     enable_incremental_update: bool = False
@@ -175,7 +182,16 @@ class ParameterServerConfig:
         )
         check_integer("incremental_buffer_size", self.incremental_buffer_size, 1)
         check_integer("incremental_channel_capacity", self.incremental_channel_capacity, 1)
+        if self.admission_sketch_bytes is not None:
+            check_integer("admission_sketch_bytes", self.admission_sketch_bytes, 1, _MAX_COUNT)
         resolve_memory_limit(self.memory_limit)
+
+    def sketch_bytes(self) -> int:
+        """Return ``admission_sketch_bytes`` or what is taken in its place."""
+        if self.admission_sketch_bytes is not None:
+            return self.admission_sketch_bytes
+        limit = self.memory_limit_bytes() or resolve_memory_limit(None)
+        return min(4 * self.capacity, limit // 32)
 
     def memory_limit_bytes(self) -> int:
         """Return ``memory_limit`` in bytes on this machine; 0 is no limit."""

@@ -3,6 +3,8 @@
     group_settings:
       user:                       # a group, or a slot outside any group
         optimizer: {lr: 0.01}
+        eviction: {policy: lfu, ttl_seconds: 86400}
+        admission: {policy: count, threshold: 3}
 
 All slots of a group have its settings, since they share rows. A new setting is a field of
 ``GroupSettings``: it is read by its type (a dataclass key by key, or by ``from_file`` where the
@@ -14,9 +16,16 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from persia._core import optim
-from persia.config._reading import Where, mapping_of, nearest
+from persia.config._reading import (
+    Where,
+    check_integer,
+    check_probability,
+    mapping_of,
+    nearest,
+)
 from persia.errors import ConfigError
 
 # What peers call it: the name and the options that it stands for.
@@ -83,9 +92,81 @@ class GroupOptimizer:
         return self.name is not None or "lr" in self.options
 
 
+# Beyond these a time, in milliseconds, would not fit where it is kept.
+_MAX_SECONDS = 1 << 50
+_MAX_STEPS = 1 << 60
+
+# Counters of the sketch have eight bits.
+_MAX_THRESHOLD = 255
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEviction:
+    """Which of a group's rows go first, and after what time one goes in any case."""
+
+    policy: Literal["lru", "lfu"] = "lru"
+    """Least recently used, or least frequently used first."""
+
+    ttl_seconds: float | None = None
+    """Seconds without a use after which a row expires; None for never."""
+
+    ttl_steps: int | None = None
+    """The same in training lookups that reach the server, for runs that must repeat."""
+
+    def __post_init__(self) -> None:
+        if self.ttl_seconds is not None and not 0.001 <= self.ttl_seconds <= _MAX_SECONDS:
+            raise ConfigError(
+                f"ttl_seconds: expected 0.001..{_MAX_SECONDS}, got {self.ttl_seconds!r}"
+            )
+        if self.ttl_steps is not None:
+            check_integer("ttl_steps", self.ttl_steps, 1, _MAX_STEPS)
+            if self.ttl_seconds is not None:
+                raise ConfigError("ttl_steps: a row has one time to live, not ttl_seconds too")
+
+    def kind(self) -> tuple[str, str | None, int]:
+        """Return policy, clock and time to live as ``EmbeddingStore`` takes them."""
+        if self.ttl_seconds is not None:
+            return self.policy, "milliseconds", round(self.ttl_seconds * 1000)
+        if self.ttl_steps is not None:
+            return self.policy, "steps", self.ttl_steps
+        return self.policy, None, 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAdmission:
+    """Which new ids of a group get a row."""
+
+    policy: Literal["probability", "count"]
+    """By chance, or by how often they appeared."""
+
+    probability: float | None = None
+    """Chance at each appearance; with policy ``probability``."""
+
+    threshold: int | None = None
+    """The appearance at which an id gets its row; with policy ``count``."""
+
+    def __post_init__(self) -> None:
+        own = "threshold" if self.policy == "count" else "probability"
+        other = "probability" if self.policy == "count" else "threshold"
+        if getattr(self, own) is None:
+            raise ConfigError(f"{own}: is required with policy {self.policy!r}")
+        if getattr(self, other) is not None:
+            raise ConfigError(f"{other}: has no meaning with policy {self.policy!r}")
+        if self.probability is not None:
+            check_probability("probability", self.probability)
+        if self.threshold is not None:
+            check_integer("threshold", self.threshold, 1, _MAX_THRESHOLD)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
     """The settings of one group; each None takes what holds for all groups."""
 
     optimizer: GroupOptimizer | None = None
     """How its rows are stepped. With it the group has a learning rate of its own."""
+
+    eviction: GroupEviction | None = None
+    """Which of its rows go first; None for the least recently used."""
+
+    admission: GroupAdmission | None = None
+    """Which new ids get a row; None for ``admit_probability``."""

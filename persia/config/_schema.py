@@ -351,6 +351,13 @@ def _resolve(
             )
         group = group_of[name]
         settings = keys.group_settings.get(group, GroupSettings())
+        if settings.admission is not None and slot.admit_probability is not None:
+            raise (
+                where.at("group_settings")
+                .at(group)
+                .at("admission")
+                .error(f"slot {name!r} has an admit_probability; an id is admitted in one way")
+            )
         # A group with an optimizer entry shares its table with no other, even if the other's
         # is equal: a learning rate set later is a table's, as a new row's values are.
         own = group if settings.optimizer is not None else None

@@ -9,7 +9,14 @@ import pytest
 
 from persia._core.optim import OPTIONS
 from persia._services.plan import schema_fingerprint, tell_apart
-from persia.config import EmbeddingSchema, GroupOptimizer, GroupSettings
+from persia.config import (
+    EmbeddingSchema,
+    GroupAdmission,
+    GroupEviction,
+    GroupOptimizer,
+    GroupSettings,
+    ParameterServerConfig,
+)
 from persia.errors import ConfigError
 
 
@@ -101,3 +108,78 @@ def test_which_settings_differ_is_told() -> None:
     told = tell_apart(schema_fingerprint(one), schema_fingerprint(other), "here", "there")
     assert "group_settings.c is absent here and {'optimizer'" in told
     assert "group_settings.g is {'optimizer': {'name': None, 'options': {'lr': 0.5}}}" in told
+
+
+# --- eviction and admission -----------------------------------------------------------------
+
+
+def test_tables_are_split_by_eviction_and_admission() -> None:
+    schema = load(
+        {
+            "g": {"eviction": {"policy": "lfu", "ttl_seconds": 90}},
+            "c": {"admission": {"policy": "count", "threshold": 3}},
+            "d": {"eviction": {"policy": "lfu", "ttl_seconds": 90.0}},
+        }
+    )
+    assert [schema.slots[name].table for name in "abcd"] == [0, 0, 1, 0]
+    eviction, admission = GroupEviction("lfu", 90.0), GroupAdmission("count", threshold=3)
+    assert [table.settings for table in schema.tables] == [
+        GroupSettings(eviction=eviction),
+        GroupSettings(admission=admission),
+    ]
+    changed: dict[str, Any] = {"g": {"eviction": {}}}
+    assert schema_fingerprint(load(changed)) != schema_fingerprint(load(None))
+
+
+def test_times_to_live_are_milliseconds_or_steps() -> None:
+    assert GroupEviction().kind() == ("lru", None, 0)
+    assert GroupEviction("lfu", 0.25).kind() == ("lfu", "milliseconds", 250)
+    assert GroupEviction(ttl_steps=7).kind() == ("lru", "steps", 7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eviction": {"policy": "fifo"}}, r"g\.eviction\.policy: expected one of lru, lfu"),
+        ({"eviction": {"ttl": 3}}, r"g\.eviction: unknown key 'ttl'"),
+        ({"eviction": {"ttl_seconds": 0}}, r"eviction: ttl_seconds: expected 0\.001\.\."),
+        ({"eviction": {"ttl_seconds": float("nan")}}, "ttl_seconds: expected"),
+        ({"eviction": {"ttl_seconds": float("inf")}}, "ttl_seconds: expected"),
+        ({"eviction": {"ttl_steps": 0}}, "ttl_steps: expected an integer in 1"),
+        ({"eviction": {"ttl_steps": 1, "ttl_seconds": 1}}, "a row has one time to live"),
+        ({"admission": {}}, r"g\.admission: key 'policy' is required"),
+        ({"admission": {"policy": "count"}}, "threshold: is required with policy 'count'"),
+        ({"admission": {"policy": "probability"}}, "probability: is required with policy"),
+        (
+            {"admission": {"policy": "count", "threshold": 2, "probability": 0.5}},
+            "probability: has no meaning with policy 'count'",
+        ),
+        ({"admission": {"policy": "count", "threshold": 0}}, r"threshold: .* 1\.\.255, got 0"),
+        ({"admission": {"policy": "count", "threshold": 256}}, r"1\.\.255, got 256"),
+        ({"admission": {"policy": "probability", "probability": 2}}, r"0\.\.1, got 2\.0"),
+    ],
+)
+def test_eviction_and_admission_that_cannot_be_used(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load({"g": settings})
+
+
+def test_a_new_id_is_admitted_in_one_way() -> None:
+    with pytest.raises(ConfigError, match=r"group_settings\.a\.admission: slot 'a' has an"):
+        EmbeddingSchema.load(
+            {
+                "slots_config": {"a": {"dim": 8, "admit_probability": 0.5}},
+                "group_settings": {"a": {"admission": {"policy": "count", "threshold": 2}}},
+            }
+        )
+
+
+def test_the_sketch_follows_capacity_and_memory_limit() -> None:
+    assert ParameterServerConfig(capacity=1000, memory_limit="1GiB").sketch_bytes() == 4000
+    assert ParameterServerConfig(memory_limit="1GiB").sketch_bytes() == 1 << 25
+    assert 0 < ParameterServerConfig(memory_limit=0).sketch_bytes() < 4_000_000_000
+    assert ParameterServerConfig(admission_sketch_bytes=64).sketch_bytes() == 64
+    with pytest.raises(ConfigError, match="admission_sketch_bytes: expected an integer in 1"):
+        ParameterServerConfig(admission_sketch_bytes=0)

@@ -683,7 +683,7 @@ def test_a_dim_mismatch_leaves_a_sound_store() -> None:
         ({"capacity": 1, "num_threads": 0}, "num_threads"),
     ],
 )
-def test_settings_out_of_range(arguments: dict[str, int], message: str) -> None:
+def test_settings_out_of_range(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EmbeddingStore(**arguments)
 

@@ -1,0 +1,135 @@
+"""The segments of a shard's orders of use: their memory, their links, what leaves them.
+
+Segments are numbered, and come from blocks that never move; a free one keeps its number and
+has no array. What they mean, and the invariants, are in ``recency``.
+"""
+
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memset
+
+from persia._core.recency cimport (
+    NEVER, NO_ORDER, NO_SEGMENT, MAX_SEGMENTS, SEGMENT_BLOCK, SEGMENT_ENTRIES, Block, Order,
+    Recency, Segment, expiry_at, segment_at,
+)
+from persia._core.types cimport row_t, uint64_t
+
+
+cdef uint32_t new_segment(Recency *recency, uint32_t num_entries) noexcept nogil:
+    cdef uint32_t number = recency.free_segment
+    cdef uint32_t capacity
+    cdef Block **blocks
+    cdef Block *block
+    cdef Segment *segment
+    if number == NO_SEGMENT:
+        if recency.num_segments == MAX_SEGMENTS:
+            return NO_SEGMENT
+        if recency.num_segments == recency.num_blocks * SEGMENT_BLOCK:
+            if recency.num_blocks == recency.block_capacity:
+                capacity = recency.block_capacity * 2 if recency.block_capacity else 4
+                blocks = <Block **> realloc(recency.blocks, capacity * sizeof(Block *))
+                if blocks == NULL:
+                    return NO_SEGMENT
+                recency.blocks = blocks
+                recency.block_capacity = capacity
+            block = <Block *> calloc(1, sizeof(Block))
+            if block == NULL:
+                return NO_SEGMENT
+            recency.blocks[recency.num_blocks] = block
+            recency.num_blocks += 1
+        number = recency.num_segments
+        segment = segment_at(recency, number)
+        segment.rows = <row_t *> malloc(num_entries * sizeof(row_t))
+        if segment.rows == NULL:
+            return NO_SEGMENT
+        recency.num_segments += 1
+    else:
+        segment = segment_at(recency, number)
+        segment.rows = <row_t *> malloc(num_entries * sizeof(row_t))
+        if segment.rows == NULL:
+            return NO_SEGMENT
+        recency.free_segment = segment.next
+    recency.bytes_held += num_entries * sizeof(row_t)
+    segment.num_held = 0
+    segment.num_live = 0
+    segment.num_used = 0
+    segment.num_timed = 0
+    memset(segment.held, 0, sizeof(segment.held))
+    memset(segment.live, 0, sizeof(segment.live))
+    return number
+
+
+cdef uint32_t segment_capacity(const Recency *recency, uint32_t number) noexcept nogil:
+    cdef Segment *segment = segment_at(recency, number)
+    if number == recency.orders[segment.order].open:
+        return SEGMENT_ENTRIES
+    return segment.num_held
+
+
+cdef void segment_unlink(Recency *recency, Segment *segment) noexcept nogil:
+    cdef Order *order = &recency.orders[segment.order]
+    if segment.previous != NO_SEGMENT:
+        segment_at(recency, segment.previous).next = segment.next
+    else:
+        order.oldest = segment.next
+    if segment.next != NO_SEGMENT:
+        segment_at(recency, segment.next).previous = segment.previous
+    else:
+        order.newest = segment.previous
+
+
+cdef void segment_link(
+    Recency *recency, uint32_t number, uint32_t order, uint32_t following
+) noexcept nogil:
+    cdef Segment *segment = segment_at(recency, number)
+    cdef Order *to = &recency.orders[order]
+    cdef uint32_t before = to.newest if following == NO_SEGMENT else (
+        segment_at(recency, following).previous)
+    segment.order = order
+    segment.previous = before
+    segment.next = following
+    if before != NO_SEGMENT:
+        segment_at(recency, before).next = number
+    else:
+        to.oldest = number
+    if following != NO_SEGMENT:
+        segment_at(recency, following).previous = number
+    else:
+        to.newest = number
+
+
+cdef void drop_segment(Recency *recency, uint32_t number) noexcept nogil:
+    cdef Segment *segment = segment_at(recency, number)
+    recency.bytes_held -= segment_capacity(recency, number) * sizeof(row_t)
+    recency.num_held -= segment.num_held
+    segment_unlink(recency, segment)
+    free(segment.rows)
+    segment.rows = NULL
+    segment.num_held = 0
+    segment.order = NO_ORDER
+    expiry_at(recency, number)[0] = NEVER
+    segment.next = recency.free_segment
+    recency.free_segment = number
+
+
+cdef void segment_squeeze(Recency *recency, Segment *segment) noexcept nogil:
+    cdef uint32_t word, taken = 0, kept = 0
+    cdef uint64_t held, live
+    for word in range((segment.num_used + 63) // 64):
+        held = segment.held[word]
+        live = segment.live[word]
+        while held:
+            # Written whether it lives or not: which entries died, no branch predictor knows.
+            segment.rows[kept] = segment.rows[taken]
+            kept += (live & held & (0 - held)) != 0
+            taken += 1
+            held &= held - 1
+        segment.held[word] = live
+    recency.num_held -= segment.num_held - kept
+    segment.num_held = kept
+
+
+cdef void segment_trim(Recency *recency, Segment *segment, uint32_t capacity) noexcept nogil:
+    cdef row_t *rows = <row_t *> realloc(segment.rows, segment.num_held * sizeof(row_t))
+    if rows != NULL:        # otherwise the longer array serves as well
+        segment.rows = rows
+    recency.bytes_held -= (capacity - segment.num_held) * sizeof(row_t)
