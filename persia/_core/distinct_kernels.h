@@ -4,15 +4,6 @@
 
 #include "kernels.h"
 
-/* mix64 of hashing.pxd. */
-PERSIA_INLINE uint64_t persia_mix64(uint64_t x)
-{
-    x += 0x9E3779B97F4A7C15u;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    return x ^ (x >> 31);
-}
-
 /* Copies n values, and writes the top 64 - shift (at most 32) bits of each one's hash. */
 PERSIA_INLINE void persia_take_body(const uint64_t *restrict values, size_t n, int shift,
                                     uint64_t *restrict own, uint32_t *restrict slots)

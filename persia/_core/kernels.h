@@ -45,6 +45,25 @@
 #define PERSIA_LEVELS(name) { name##_baseline }
 #endif
 
+/* mix64 of hashing.pxd. */
+PERSIA_INLINE uint64_t persia_mix64(uint64_t x)
+{
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+/* The common dims become literals to the compiler: rows without counters or remainders. */
+#define PERSIA_BY_DIM(loop, dim, ...)                \
+    switch (dim) {                                   \
+    case 8: loop(8, __VA_ARGS__); break;             \
+    case 16: loop(16, __VA_ARGS__); break;           \
+    case 32: loop(32, __VA_ARGS__); break;           \
+    case 64: loop(64, __VA_ARGS__); break;           \
+    default: loop(dim, __VA_ARGS__);                 \
+    }
+
 /* Fetches the cache lines of `bytes` at `address`, at most 5: a longer row runs on under the
  * hardware's own prefetcher. `for_write` must be a literal. */
 #define PERSIA_FETCH_LINES(address, bytes, for_write)                                    \

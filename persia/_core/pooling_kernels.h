@@ -34,16 +34,6 @@ typedef struct {
 /* How many ids ahead rows are fetched: an id takes 2 to 5 ns, memory about 100. */
 #define PERSIA_POOL_AHEAD 24
 
-/* The common dims become literals to the compiler: rows without counters or remainders. */
-#define PERSIA_BY_DIM(loop, dim, ...)                \
-    switch (dim) {                                   \
-    case 8: loop(8, __VA_ARGS__); break;             \
-    case 16: loop(16, __VA_ARGS__); break;           \
-    case 32: loop(32, __VA_ARGS__); break;           \
-    case 64: loop(64, __VA_ARGS__); break;           \
-    default: loop(dim, __VA_ARGS__);                 \
-    }
-
 /* --- one row ------------------------------------------------------------------------------- */
 
 PERSIA_INLINE void persia_copy(size_t dim, float *restrict to, const float *restrict from)
