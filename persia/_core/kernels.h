@@ -100,10 +100,11 @@ typedef struct {
     uint32_t num_corrections;
 } persia_optim_t;
 
-/* Steps n rows. values[i] is row i's embedding (dim floats, its state right behind); grads[i]
- * is its gradient (dim floats). Rows and gradients do not overlap. */
+/* Steps n rows. values[i] is row i's embedding (dim floats); states[i] its state, which is right
+ * behind the embedding where `states` is NULL; grads[i] is its gradient (dim floats). None of
+ * them overlap. */
 typedef void (*persia_step_t)(
-    float *const *values, const float *const *grads, size_t n, size_t dim,
+    float *const *values, float *const *states, const float *const *grads, size_t n, size_t dim,
     const persia_optim_t *settings);
 
 #endif

@@ -31,11 +31,12 @@ cdef extern from "kernels.h" nogil:
         const persia_correction_t *corrections  # entry t - 1 for step count t; in _tables
         uint32_t num_corrections
 
-    # Steps ``n`` rows. values[i] is row i's embedding (dim floats, its state right behind);
-    # grads[i] is its gradient (dim floats). Same bytes for every instruction-set variant.
+    # Steps ``n`` rows. values[i] is row i's embedding (dim floats); states[i] its state, which
+    # is right behind the embedding where ``states`` is NULL; grads[i] is its gradient (dim
+    # floats). Same bytes for every instruction-set variant.
     ctypedef void (*persia_step_t)(
-        float *const *values, const float *const *grads, size_t n, size_t dim,
-        const persia_optim_t *settings) noexcept nogil
+        float *const *values, float *const *states, const float *const *grads, size_t n,
+        size_t dim, const persia_optim_t *settings) noexcept nogil
 
 
 @cython.final

@@ -334,7 +334,7 @@ cdef class RowOptimizer:
             for i in range(n):
                 rows[i] = &values[i, 0]
                 gradients[i] = &grads[i, 0]
-            kernel(rows, gradients, n, dim, &self.settings)
+            kernel(rows, NULL, gradients, n, dim, &self.settings)
             free(rows)
 
 

@@ -335,8 +335,8 @@ PERSIA_INLINE void persia_lion_row(
 #define PERSIA_STEP(name, vectors, words)                                                \
     enum { name##_vectors = vectors, name##_words = words };                             \
     PERSIA_INLINE void name##_loop(                                                      \
-        float *const *values, const float *const *grads, size_t n, size_t dim,           \
-        const persia_optim_t *settings)                                                  \
+        float *const *values, float *const *states, const float *const *grads, size_t n, \
+        size_t dim, const persia_optim_t *settings)                                      \
     {                                                                                    \
         const persia_optim_t o = *settings; /* a store to a row cannot change the copy */ \
         for (size_t i = 0; i < n; i++) {                                                 \
@@ -345,26 +345,27 @@ PERSIA_INLINE void persia_lion_row(
                                    4 * ((1 + (vectors)) * dim + (words)), 1);            \
                 PERSIA_FETCH_LINES(grads[i + PERSIA_STEP_AHEAD], 4 * dim, 0);            \
             }                                                                            \
-            name##_row(values[i], values[i] + dim, grads[i], dim, &o);                   \
+            name##_row(values[i], states ? states[i] : values[i] + dim, grads[i], dim,   \
+                       &o);                                                              \
         }                                                                                \
     }                                                                                    \
     PERSIA_INLINE void name##_body(                                                      \
-        float *const *values, const float *const *grads, size_t n, size_t dim,           \
-        const persia_optim_t *settings)                                                  \
+        float *const *values, float *const *states, const float *const *grads, size_t n, \
+        size_t dim, const persia_optim_t *settings)                                      \
     {                                                                                    \
         switch (dim) {                                                                   \
-        case 8: name##_loop(values, grads, n, 8, settings); break;                       \
-        case 16: name##_loop(values, grads, n, 16, settings); break;                     \
-        case 32: name##_loop(values, grads, n, 32, settings); break;                     \
-        case 64: name##_loop(values, grads, n, 64, settings); break;                     \
-        default: name##_loop(values, grads, n, dim, settings);                           \
+        case 8: name##_loop(values, states, grads, n, 8, settings); break;               \
+        case 16: name##_loop(values, states, grads, n, 16, settings); break;             \
+        case 32: name##_loop(values, states, grads, n, 32, settings); break;             \
+        case 64: name##_loop(values, states, grads, n, 64, settings); break;             \
+        default: name##_loop(values, states, grads, n, dim, settings);                   \
         }                                                                                \
     }                                                                                    \
     PERSIA_VARIANTS(                                                                     \
         void, name,                                                                      \
-        (float *const *values, const float *const *grads, size_t n, size_t dim,          \
-         const persia_optim_t *settings),                                                \
-        (values, grads, n, dim, settings))
+        (float *const *values, float *const *states, const float *const *grads,          \
+         size_t n, size_t dim, const persia_optim_t *settings),                          \
+        (values, states, grads, n, dim, settings))
 
 PERSIA_STEP(persia_sgd, 0, 0)
 PERSIA_STEP(persia_sgd_momentum, 1, 0)

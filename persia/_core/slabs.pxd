@@ -1,9 +1,10 @@
 """Where rows live: fixed chunks, cut into rows of one shape, never moved.
 
     row number   | chunk (15 bits) | place in the chunk (17 bits) |
-    row          | sign u64 | position u32 | stamp u32 | embedding f32 x dim | state u32 x w |
+    row          | sign u64 | position u32 | stamp u32 | values x dim | state u32 x w |
 """
 
+from persia._core.row_format cimport Format
 from persia._core.types cimport position_t, row_t, sign_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "portable.h" nogil:
@@ -45,6 +46,7 @@ cdef struct ChunkState:             # what allocation needs of a chunk
 
 cdef struct Slab:
     uint32_t dim
+    uint32_t dtype                  # of the values; see ``row_format``
     uint32_t state_words            # 4 bytes each
     uint32_t stride
     uint32_t open                   # first chunk with room, or NO_CHUNK
@@ -78,6 +80,11 @@ cdef inline float *row_values(Row *row) noexcept nogil:
     return <float *> (row + 1)
 
 
+cdef inline bint has_format(const Slab *slab, const Format *format) noexcept nogil:
+    return slab.dim == format.dim and slab.dtype == format.dtype and (
+        slab.state_words == format.state_words)
+
+
 cdef inline bint is_place(const Slabs *slabs, row_t row) noexcept nogil:
     """Whether a number from outside names a row, live or freed."""
     cdef uint32_t chunk = row >> PLACE_BITS
@@ -92,7 +99,7 @@ cdef inline bint is_row_of(const Row *row, sign_t sign) noexcept nogil:
 cdef void slabs_init(Slabs *slabs) noexcept nogil
 cdef void slabs_free(Slabs *slabs) noexcept nogil
 # The slab of that shape, made if there is none; -1: too many shapes, or no memory.
-cdef int slabs_slab(Slabs *slabs, uint32_t dim, uint32_t state_words) noexcept nogil
+cdef int slabs_slab(Slabs *slabs, const Format *format) noexcept nogil
 # NO_ROW: no memory. The row is live with NO_POSITION until it enters the order of use.
 cdef row_t slabs_new_row(Slabs *slabs, uint32_t slab) noexcept nogil
 cdef void slabs_drop_row(Slabs *slabs, row_t row) noexcept nogil

@@ -1,6 +1,6 @@
 """Memory of one shard: chunks of 2 MiB, cut into rows or into index tables.
 
-A slab is the set of chunks whose rows have one shape (dim, state words). A freed row is
+A slab is the set of chunks whose rows have one shape (dim, dtype, state words). A freed row is
 reused by its slab; an empty chunk may change its slab; nothing ever moves, so a row number
 stays good until its row is dropped.
 
@@ -77,21 +77,23 @@ cdef char *map_chunk(Slabs *slabs) noexcept nogil:
     return chunk
 
 
-cdef int slabs_slab(Slabs *slabs, uint32_t dim, uint32_t state_words) noexcept nogil:
+cdef int slabs_slab(Slabs *slabs, const Format *format) noexcept nogil:
     cdef uint32_t i
     cdef Slab *slab
     for i in range(slabs.num_slabs):
         slab = &slabs.slabs[i]
-        if slab.dim == dim and slab.state_words == state_words:
+        if has_format(slab, format):
             return <int> i
     if slabs.num_slabs == MAX_SLABS:
         return -1
     slab = &slabs.slabs[slabs.num_slabs]
-    slab.dim = dim
-    slab.state_words = state_words
+    slab.dim = format.dim
+    slab.dtype = format.dtype
+    slab.state_words = format.state_words
     # 8, not 16: the u64 sign must be aligned, the vector loads need not be, and 16 would cost
     # one-word states (shared Adagrad) 8 bytes a row.
-    slab.stride = (<uint32_t> sizeof(Row) + 4 * (dim + state_words) + 7) & ~<uint32_t> 7
+    slab.stride = ~<uint32_t> 7 & (
+        <uint32_t> sizeof(Row) + 4 * (format.value_words + format.state_words) + 7)
     slab.open = NO_CHUNK
     slab.num_live = 0
     slabs.num_slabs += 1

@@ -4,6 +4,7 @@ from persia._core.eviction cimport Eviction
 from persia._core.initial cimport Initializer
 from persia._core.optim cimport RowOptimizer
 from persia._core.recency cimport NUM_CLOCKS, Recency
+from persia._core.row_format cimport Format
 from persia._core.sign_index cimport SignIndex
 from persia._core.sketch cimport Sketch
 from persia._core.slabs cimport Slabs
@@ -34,7 +35,9 @@ cdef struct Tally:              # what one request found, summed over its shards
     int status
     sign_t sign                 # the one that status is about
     uint32_t dim                # stored with it
+    uint32_t dtype
     uint32_t state_words
+    float *scratch              # not a finding: the thread's own; NULL where rows are f32
 
 
 cdef class Batch                # below; the two types name each other
@@ -64,6 +67,8 @@ cdef class Batch:
     cdef uint8_t *found
     cdef uint32_t dim
     cdef uint32_t state_words
+    cdef Format format              # of its rows
+    cdef uint64_t rounding_key      # of an update
     cdef uint64_t seed
     cdef uint64_t admission_key
     cdef uint64_t admission_below   # draws below this are admitted
@@ -96,7 +101,7 @@ cdef class EmbeddingStore:
 
     cdef Batch begin(
         self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim,
-        RowOptimizer optimizer)
+        RowOptimizer optimizer, uint32_t dtype)
     cdef Tally run(self, Batch batch) except *
     cdef uint64_t shard_sketch_bytes(self) noexcept
     cdef void set_policy(self, Batch batch, uint32_t policy) noexcept

@@ -84,6 +84,7 @@ class EmbeddingStore:
         policy: int = 0,
         admit_at: int = 1,
         repeated: bool = False,
+        dtype: str = "float32",
     ) -> tuple[int, int]:
         """Write each sign's embedding to ``rows_out`` [n, dim] and use its row.
 
@@ -104,6 +105,8 @@ class EmbeddingStore:
             admit_at: A missing sign is admitted at this appearance, or before if it shares its
                 counters; 2..255 need ``sketch_bytes``.
             repeated: The same request came before, so that its appearances were counted.
+            dtype: How rows keep their values, as in ``halves.DTYPES``; of two bytes they are
+                the nearest ones to the initial values.
 
         Returns:
             How many signs were inserted, and how many were refused.
@@ -111,14 +114,20 @@ class EmbeddingStore:
         Raises:
             ConfigError: An argument is out of its range.
             NotConfigured: None is given, and the store has no optimizer yet.
-            DimMismatch: A sign is stored with another dim or state size.
+            DimMismatch: A sign is stored with another dim, dtype or state size.
         """
 
-    def lookup_eval(self, signs: NDArray[np.uint64], rows_out: NDArray[np.float32]) -> int:
+    def lookup_eval(
+        self,
+        signs: NDArray[np.uint64],
+        rows_out: NDArray[np.float32],
+        *,
+        dtype: str = "float32",
+    ) -> int:
         """Write each sign's embedding, or zeros; changes nothing. Returns the number missing.
 
         Raises:
-            DimMismatch: A sign is stored with another dim.
+            DimMismatch: A sign is stored with another dim or dtype.
         """
 
     def update(
@@ -127,21 +136,31 @@ class EmbeddingStore:
         hints: NDArray[np.uint32] | None,
         gradients: NDArray[np.float32],
         optimizer: RowOptimizer | None = None,
+        *,
+        dtype: str = "float32",
+        number: int = 0,
     ) -> int:
         """Step each sign's row by its gradient [n, dim]; no use in the sense of a policy.
 
-        Hints are checked against the sign before use, so stale ones do no harm.
+        Hints are checked against the sign before use, so stale ones do no harm. Values of two
+        bytes are rounded by chance, keyed by (seed, sign, ``number``): a number that is never
+        the same twice running, as that of the batch, keeps small steps from being lost.
 
         Returns:
             How many signs have no row; each skipped exactly its own gradient.
 
         Raises:
             NotConfigured: None is given, and the store has no optimizer yet.
-            DimMismatch: A sign is stored with another dim or state size.
+            DimMismatch: A sign is stored with another dim, dtype or state size.
         """
 
     def read(
-        self, signs: NDArray[np.uint64], dim: int, state_words: int | None = None
+        self,
+        signs: NDArray[np.uint64],
+        dim: int,
+        state_words: int | None = None,
+        *,
+        dtype: str = "float32",
     ) -> tuple[NDArray[np.bool_], NDArray[np.float32], NDArray[np.uint32]]:
         """Return which signs are held, their values [n, dim] and states [n, words].
 
@@ -157,8 +176,12 @@ class EmbeddingStore:
         optimizer: RowOptimizer | None = None,
         *,
         policy: int = 0,
+        dtype: str = "float32",
     ) -> None:
-        """Insert or overwrite rows, which is a use; without states, rows get initial ones."""
+        """Insert or overwrite rows, which is a use; without states, rows get initial ones.
+
+        Values of two bytes are rounded to nearest, so what was read is written unchanged.
+        """
 
     def delete(self, signs: NDArray[np.uint64]) -> int:
         """Drop the rows of these signs; returns how many there were."""

@@ -1,6 +1,6 @@
 """The embedding store: rows by sign; those that its policies rank last go first.
 
-    sign --mix64--> shard --index--> row number --slabs--> | header | embedding | state |
+    sign --mix64--> shard --index--> row number --slabs--> | header | values | state |
                                           \\--recency--> order of use
 
 A request holds distinct signs of one dim. It is split by shard (stable, so that the order
@@ -38,6 +38,7 @@ from persia._core.eviction cimport (
     eviction_restart, eviction_sweep, eviction_take, policy_num_draining,
     policy_num_rows,
 )
+from persia._core.halves cimport dtype_name, dtype_number, rounding_key
 from persia._core.hashing cimport mix64, shard_of
 from persia._core.initial cimport Initializer
 from persia._core.optim cimport RowOptimizer, persia_step_t
@@ -47,6 +48,10 @@ from persia._core.recency cimport (
     recency_init, recency_mergeable, recency_prefetch, recency_remove, recency_settle,
     recency_touch, recency_walk, segment_at,
 )
+from persia._core.row_format cimport (
+    STEP_ROWS, Format, HalfSteps, read_values, run_steps, scratch_size, set_format, steps_add,
+    steps_begin, write_values,
+)
 from persia._core.sign_index cimport (
     BUCKET_SLOTS, home_bucket, index_bytes, index_find, index_free, index_guess, index_init,
     index_insert, index_remove,
@@ -55,9 +60,9 @@ from persia._core.sketch cimport (
     MAX_COUNT, sketch_admits, sketch_free, sketch_init, sketch_key, sketch_prefetch,
 )
 from persia._core.slabs cimport (
-    CACHE_LINE, NO_POSITION, PLACE_BITS, Row, Slab, is_place, is_row_of, persia_prefetch,
-    persia_prefetch_write, row_at, row_values, slabs_drop_row, slabs_free, slabs_init,
-    slabs_new_row, slabs_slab,
+    CACHE_LINE, NO_POSITION, PLACE_BITS, Row, Slab, has_format, is_place, is_row_of,
+    persia_prefetch, persia_prefetch_write, row_at, row_values, slabs_drop_row, slabs_free,
+    slabs_init, slabs_new_row, slabs_slab,
 )
 from persia._core.types cimport NO_ROW, uint8_t
 
@@ -74,7 +79,6 @@ cdef extern from "pythread.h" nogil:
 
 cdef enum:
     AHEAD = 8               # signs between two stages of a request
-    STEP_ROWS = 32          # rows handed to an optimizer kernel at once
     EVICT_ROWS = 64
     SWEPT_PER_SEGMENT = 128     # signs of a request for which one segment more is looked at
     # Above this a thread pool is worth its 20 microseconds.
@@ -98,17 +102,6 @@ cdef inline void prefetch_row(const Row *row, uint32_t num_bytes) noexcept nogil
     while line < end:
         persia_prefetch(line)
         line += CACHE_LINE
-
-
-cdef inline void copy_floats(float *out, const float *values, uint32_t count) noexcept nogil:
-    cdef uint32_t i
-    # Usual dims are multiples of 8; the fixed trip count becomes two or four vector moves
-    # where a call of memcpy would cost more than the copy.
-    if count % 8 == 0:
-        for i in range(0, count, 8):
-            memcpy(out + i, values + i, 32)
-    else:
-        memcpy(out, values, count * sizeof(float))
 
 
 cdef uint64_t shard_bytes(const Shard *shard) noexcept nogil:
@@ -244,26 +237,29 @@ cdef inline int use_row(
     return recency_touch(&shard.recency, &shard.slabs, row, order)
 
 
-cdef void fill_row(Shard *shard, Batch batch, row_t row) noexcept nogil:
+cdef void fill_row(Shard *shard, Batch batch, row_t row, Tally *tally) noexcept nogil:
     """Initial values and state."""
     cdef Row *at = row_at(&shard.slabs, row)
-    batch.initializer.fill(batch.seed, at.sign, row_values(at), batch.dim)
-    batch.optimizer.fill_state(row_values(at) + batch.dim, batch.dim)
+    cdef float *values = row_values(at) if tally.scratch == NULL else tally.scratch
+    batch.initializer.fill(batch.seed, at.sign, values, batch.dim)
+    if tally.scratch != NULL:
+        write_values(&batch.format, row_values(at), values)
+    batch.optimizer.fill_state(row_values(at) + batch.format.value_words, batch.dim)
     shard.num_inserted += 1
 
 
-cdef void renew_row(Shard *shard, Batch batch, row_t row) noexcept nogil:
+cdef void renew_row(Shard *shard, Batch batch, row_t row, Tally *tally) noexcept nogil:
     """A row that has expired begins anew in its place."""
     eviction_note_expired(
         &shard.eviction, &shard.recency, row_at(&shard.slabs, row).position)
-    fill_row(shard, batch, row)
+    fill_row(shard, batch, row, tally)
 
 
 cdef row_t insert(
     Shard *shard, Batch batch, uint64_t hash, sign_t sign, Tally *tally
 ) noexcept nogil:
     """A new row with initial values and state, the most recent one; NO_ROW: see the tally."""
-    cdef int slab = slabs_slab(&shard.slabs, batch.dim, batch.state_words)
+    cdef int slab = slabs_slab(&shard.slabs, &batch.format)
     cdef row_t row
     cdef Row *at
     if slab < 0:
@@ -283,7 +279,7 @@ cdef row_t insert(
         slabs_drop_row(&shard.slabs, row)
         return NO_ROW
     tally.status = STATUS_OK
-    fill_row(shard, batch, row)
+    fill_row(shard, batch, row, tally)
     return row
 
 
@@ -312,26 +308,30 @@ cdef inline row_t find_row(Shard *shard, Batch batch, uint32_t i) noexcept nogil
     return index_find(&shard.index, &shard.slabs, batch.hashes[i], sign)
 
 
-cdef bint has_shape(
-    const Shard *shard, row_t row, uint32_t dim, uint32_t state_words, sign_t sign,
-    Tally *tally
+cdef inline bint has_shape(
+    const Shard *shard, row_t row, Batch batch, uint32_t place, Tally *tally
 ) noexcept nogil:
-    """Whether the row is of that shape; if not, the tally says what it is."""
+    """Whether the row is as the request has it; if not, the tally says what it is."""
     cdef const Slab *slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
-    if slab.dim == dim and slab.state_words == state_words:
+    if has_format(slab, &batch.format):
         return True
+    note_shape(slab, batch.signs[place], tally)
+    return False
+
+
+cdef void note_shape(const Slab *slab, sign_t sign, Tally *tally) noexcept nogil:
     tally.status = STATUS_DIM
     tally.sign = sign
     tally.dim = slab.dim
+    tally.dtype = slab.dtype
     tally.state_words = slab.state_words
-    return False
 
 
 cdef void train_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
 ) noexcept nogil:
     """Serve one shard's part of a training lookup. The lock is held."""
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.dim
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.format.value_words
     cdef uint32_t i
     cdef row_t row
     recency_begin(&shard.recency, &shard.slabs, batch.clocks)
@@ -383,16 +383,16 @@ cdef inline bint train_row(Shard *shard, Batch batch, uint32_t i, Tally *tally) 
             return False
         tally.num_missing += 1
     else:
-        if not has_shape(shard, row, batch.dim, batch.state_words, sign, tally):
+        if not has_shape(shard, row, batch, place, tally):
             return False
         if is_new:
-            renew_row(shard, batch, row)
+            renew_row(shard, batch, row, tally)
             tally.num_missing += 1
         if use_row(shard, batch, row, batch.hashes[i], is_new) < 0:
             tally.status = STATUS_NO_MEMORY
             return False
     batch.hints_out[place] = row
-    copy_floats(out, row_values(row_at(&shard.slabs, row)), batch.dim)
+    read_values(&batch.format, out, row_values(row_at(&shard.slabs, row)))
     return True
 
 
@@ -400,9 +400,10 @@ cdef void eval_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
 ) noexcept nogil:
     """Serve one shard's part of an evaluation lookup; changes nothing but a count."""
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.dim
-    cdef uint32_t i, place, slab
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.format.value_words
+    cdef uint32_t i, place
     cdef float *out
+    cdef const Slab *slab
     cdef row_t row
     for i in range(begin, end + 2 * AHEAD):
         if i < end:
@@ -420,14 +421,11 @@ cdef void eval_shard(
             shard.num_missing += 1
             memset(out, 0, batch.dim * sizeof(float))
             continue
-        slab = shard.slabs.views[row >> PLACE_BITS].slab
-        if shard.slabs.slabs[slab].dim != batch.dim:
-            tally.status = STATUS_DIM
-            tally.sign = batch.signs[place]
-            tally.dim = shard.slabs.slabs[slab].dim
-            tally.state_words = shard.slabs.slabs[slab].state_words
+        slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
+        if slab.dim != batch.dim or slab.dtype != batch.format.dtype:
+            note_shape(slab, batch.signs[place], tally)
             return
-        copy_floats(out, row_values(row_at(&shard.slabs, row)), batch.dim)
+        read_values(&batch.format, out, row_values(row_at(&shard.slabs, row)))
 
 
 cdef inline bint has_hint(Shard *shard, Batch batch, uint32_t i) noexcept nogil:
@@ -439,12 +437,16 @@ cdef void update_shard(
 ) noexcept nogil:
     """Step one shard's rows. A sign that is gone skips exactly its own gradient."""
     cdef uint32_t dim = batch.dim
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (dim + batch.state_words)
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (
+        batch.format.value_words + batch.state_words)
     cdef persia_step_t step = batch.optimizer.step()
     cdef float *values[STEP_ROWS]
     cdef const float *sums[STEP_ROWS]
     cdef uint32_t i, place, count = 0
+    cdef bint is_half = batch.format.half != NULL
+    cdef HalfSteps steps
     cdef row_t row
+    steps_begin(&steps)
     for i in range(begin, end + 2 * AHEAD):
         if i < end and not has_hint(shard, batch, i):
             fetch_bucket(shard, batch, i)
@@ -465,17 +467,27 @@ cdef void update_shard(
         if row == NO_ROW:
             tally.num_missing += 1
             shard.num_missing += 1
-        elif not has_shape(shard, row, dim, batch.state_words, batch.signs[place], tally):
+        elif not has_shape(shard, row, batch, place, tally):
             break
+        elif is_half:
+            while not steps_add(
+                    &batch.format, &steps, row, row_values(row_at(&shard.slabs, row)),
+                    batch.gradients + <size_t> place * dim, batch.hashes[i - 2 * AHEAD]):
+                run_steps(
+                    &batch.format, &steps, step, &batch.optimizer.settings,
+                    batch.rounding_key, tally.scratch)
         else:
             values[count] = row_values(row_at(&shard.slabs, row))
             sums[count] = batch.gradients + <size_t> place * dim
             count += 1
         if count == STEP_ROWS:
-            step(values, sums, count, dim, &batch.optimizer.settings)
+            step(values, NULL, sums, count, dim, &batch.optimizer.settings)
             count = 0
     if count:
-        step(values, sums, count, dim, &batch.optimizer.settings)
+        step(values, NULL, sums, count, dim, &batch.optimizer.settings)
+    run_steps(
+        &batch.format, &steps, step, &batch.optimizer.settings, batch.rounding_key,
+        tally.scratch)
 
 
 cdef void read_shard(
@@ -491,15 +503,14 @@ cdef void read_shard(
         batch.found[place] = not is_gone(shard, batch, row)
         if not batch.found[place]:
             continue
-        if not has_shape(
-                shard, row, batch.dim, batch.state_words, batch.signs[place], tally):
+        if not has_shape(shard, row, batch, place, tally):
             return
         values = row_values(row_at(&shard.slabs, row))
-        copy_floats(batch.rows_out + <size_t> place * batch.dim, values, batch.dim)
+        read_values(&batch.format, batch.rows_out + <size_t> place * batch.dim, values)
         if batch.state_words:       # otherwise states_out is NULL
             memcpy(
                 batch.states_out + <size_t> place * batch.state_words,
-                values + batch.dim, batch.state_words * sizeof(float))
+                values + batch.format.value_words, batch.state_words * sizeof(float))
 
 
 cdef void write_shard(
@@ -518,25 +529,25 @@ cdef void write_shard(
             row = insert(shard, batch, batch.hashes[i], batch.signs[place], tally)
             if row == NO_ROW:
                 break
-        elif not has_shape(
-                shard, row, batch.dim, batch.state_words, batch.signs[place], tally):
+        elif not has_shape(shard, row, batch, place, tally):
             break
         else:
             is_new = has_expired(shard, row)
             if is_new:
-                renew_row(shard, batch, row)
+                renew_row(shard, batch, row, tally)
             if use_row(shard, batch, row, batch.hashes[i], is_new) < 0:
                 tally.status = STATUS_NO_MEMORY
                 break
         values = row_values(row_at(&shard.slabs, row))
-        memcpy(
-            values, batch.gradients + <size_t> place * batch.dim, batch.dim * sizeof(float))
+        write_values(
+            &batch.format, values, batch.gradients + <size_t> place * batch.dim)
         if batch.states != NULL:
             memcpy(
-                values + batch.dim, batch.states + <size_t> place * batch.state_words,
+                values + batch.format.value_words,
+                batch.states + <size_t> place * batch.state_words,
                 batch.state_words * sizeof(float))
         else:
-            batch.optimizer.fill_state(values + batch.dim, batch.dim)
+            batch.optimizer.fill_state(values + batch.format.value_words, batch.dim)
     end_request(shard, end - begin)
 
 
@@ -576,9 +587,13 @@ cdef class Batch:
     def serve(self, uint32_t first, uint32_t end):
         """Serve shards first..end, each under its lock."""
         cdef Tally mine
-        cdef uint32_t i
+        cdef uint32_t i, floats = scratch_size(&self.format)
         cdef Shard *shard
         memset(&mine, 0, sizeof(Tally))
+        if floats:
+            mine.scratch = <float *> malloc(floats * sizeof(float))
+            if mine.scratch == NULL:
+                raise MemoryError(f"scratch of {floats} floats for rows of 2-byte values")
         with nogil:
             for i in range(first, end):
                 if self.starts[i] == self.starts[i + 1]:
@@ -589,6 +604,7 @@ cdef class Batch:
                 PyThread_release_lock(shard.lock)
                 if mine.status != STATUS_OK:
                     break
+        free(mine.scratch)
         add_tally(&self.tally, &mine)
 
     cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1:
@@ -652,6 +668,7 @@ cdef inline void add_tally(Tally *total, const Tally *part) noexcept nogil:
         total.status = part.status
         total.sign = part.sign
         total.dim = part.dim
+        total.dtype = part.dtype
         total.state_words = part.state_words
 
 
@@ -753,7 +770,7 @@ cdef class EmbeddingStore:
 
     cdef Batch begin(
         self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim,
-        RowOptimizer optimizer
+        RowOptimizer optimizer, uint32_t dtype
     ):
         """A request on these signs, split by shard; its arguments are still to be filled in."""
         cdef Batch batch
@@ -767,6 +784,7 @@ cdef class EmbeddingStore:
         batch.dim = dim
         batch.optimizer = optimizer
         batch.state_words = 0 if optimizer is None else optimizer.state_width(dim)
+        set_format(&batch.format, dtype, dim, batch.state_words)
         batch.seed = self.seed
         self.set_policy(batch, 0)
         batch.admit_at = 1
@@ -796,6 +814,7 @@ cdef class EmbeddingStore:
                 other.result()
         tally = batch.tally
         dim = batch.dim
+        dtype = dtype_name(batch.format.dtype)
         batch.held = None
         batch.optimizer = None
         batch.initializer = None
@@ -808,8 +827,9 @@ cdef class EmbeddingStore:
             raise ConfigError(f"no more than 64 shapes of rows fit; dim {dim} is one more")
         if tally.status == STATUS_DIM:
             raise DimMismatch(
-                f"sign {tally.sign:#018x} is stored with dim {tally.dim} and "
-                f"{tally.state_words} words of state; the request is for dim {dim}")
+                f"sign {tally.sign:#018x} is stored with dim {tally.dim} of "
+                f"{dtype_name(tally.dtype)} and {tally.state_words} words of state; the "
+                f"request is for dim {dim} of {dtype}")
         return tally
 
     def lookup_train(
@@ -817,9 +837,11 @@ cdef class EmbeddingStore:
         double admit_probability, uint64_t batch_id, float[:, ::1] rows_out not None,
         uint32_t[::1] hints_out not None, RowOptimizer optimizer=None, *,
         uint32_t policy=0, uint32_t admit_at=1, bint repeated=False,
+        dtype="float32",
     ):
         cdef Batch batch
         cdef Tally tally
+        cdef uint32_t number = dtype_number(dtype)
         optimizer = self.chosen(optimizer, "a training lookup")
         check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])
         check_length("hints_out", signs.shape[0], hints_out.shape[0])
@@ -832,7 +854,7 @@ cdef class EmbeddingStore:
                 f"got {admit_at}")
         if signs.shape[0] == 0:
             return 0, 0
-        batch = self.begin(signs, train_shard, <uint32_t> rows_out.shape[1], optimizer)
+        batch = self.begin(signs, train_shard, <uint32_t> rows_out.shape[1], optimizer, number)
         batch.initializer = initializer
         batch.admission_key = mix64(mix64(self.seed ^ ADMISSION) ^ batch_id)
         batch.admit_all = admit_probability >= 1.0
@@ -848,29 +870,35 @@ cdef class EmbeddingStore:
         return tally.num_missing, tally.num_refused
 
     def lookup_eval(
-        self, const uint64_t[::1] signs not None, float[:, ::1] rows_out not None
+        self, const uint64_t[::1] signs not None, float[:, ::1] rows_out not None, *,
+        dtype="float32",
     ):
         cdef Batch batch
+        cdef uint32_t number = dtype_number(dtype)
         check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])
         if signs.shape[0] == 0:
             return 0
-        batch = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1], None)
+        batch = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1], None, number)
         batch.rows_out = &rows_out[0, 0]
         batch.held = (signs, rows_out)
         return self.run(batch).num_missing
 
     def update(
         self, const uint64_t[::1] signs not None, const uint32_t[::1] hints,
-        const float[:, ::1] gradients not None, RowOptimizer optimizer=None
+        const float[:, ::1] gradients not None, RowOptimizer optimizer=None, *,
+        dtype="float32", uint64_t number=0
     ):
         cdef Batch batch
+        cdef uint32_t row_dtype = dtype_number(dtype)
         optimizer = self.chosen(optimizer, "an update")
         check_rows("gradients", signs.shape[0], gradients.shape[0], gradients.shape[1])
         if hints is not None:
             check_length("hints", signs.shape[0], hints.shape[0])
         if signs.shape[0] == 0:
             return 0
-        batch = self.begin(signs, update_shard, <uint32_t> gradients.shape[1], optimizer)
+        batch = self.begin(
+            signs, update_shard, <uint32_t> gradients.shape[1], optimizer, row_dtype)
+        batch.rounding_key = rounding_key(self.seed, number)
         batch.hints = NULL
         if hints is not None:
             batch.hints = &hints[0]
@@ -878,8 +906,12 @@ cdef class EmbeddingStore:
         batch.held = (signs, hints, gradients)
         return self.run(batch).num_missing
 
-    def read(self, const uint64_t[::1] signs not None, uint32_t dim, state_words=None):
+    def read(
+        self, const uint64_t[::1] signs not None, uint32_t dim, state_words=None, *,
+        dtype="float32",
+    ):
         cdef Batch batch
+        cdef uint32_t number = dtype_number(dtype)
         cdef float[:, ::1] values_view
         cdef uint32_t[:, ::1] states_view
         cdef uint8_t[::1] found_view
@@ -893,7 +925,7 @@ cdef class EmbeddingStore:
         states = np.zeros((signs.shape[0], words), dtype=np.uint32)
         if signs.shape[0]:
             check_rows("values", signs.shape[0], signs.shape[0], dim)
-            batch = self.begin(signs, read_shard, dim, None)
+            batch = self.begin(signs, read_shard, dim, None, number)
             found_view = found
             values_view = values
             states_view = states
@@ -902,14 +934,17 @@ cdef class EmbeddingStore:
             batch.rows_out = &values_view[0, 0]
             batch.states_out = &states_view[0, 0] if words else NULL
             batch.state_words = words
+            set_format(&batch.format, number, dim, words)
             self.run(batch)
         return found.astype(bool), values, states
 
     def write(
         self, const uint64_t[::1] signs not None, const float[:, ::1] values not None,
-        const uint32_t[:, ::1] states, RowOptimizer optimizer=None, *, uint32_t policy=0
+        const uint32_t[:, ::1] states, RowOptimizer optimizer=None, *, uint32_t policy=0,
+        dtype="float32"
     ):
         cdef Batch batch
+        cdef uint32_t number = dtype_number(dtype)
         cdef uint32_t dim
         optimizer = self.chosen(optimizer, "writing rows")
         self.check_policy(policy)
@@ -923,7 +958,7 @@ cdef class EmbeddingStore:
                 f"dim {dim}, got [{states.shape[0]}, {states.shape[1]}]")
         if signs.shape[0] == 0:
             return
-        batch = self.begin(signs, write_shard, dim, optimizer)
+        batch = self.begin(signs, write_shard, dim, optimizer, number)
         batch.initializer = ZEROS
         self.set_policy(batch, policy)
         batch.gradients = &values[0, 0]
@@ -936,7 +971,8 @@ cdef class EmbeddingStore:
     def delete(self, const uint64_t[::1] signs not None):
         if signs.shape[0] == 0:
             return 0
-        return signs.shape[0] - self.run(self.begin(signs, delete_shard, 0, None)).num_missing
+        batch = self.begin(signs, delete_shard, 0, None, 0)
+        return signs.shape[0] - self.run(batch).num_missing
 
     def clear(self):
         cdef uint32_t i
@@ -962,6 +998,7 @@ cdef class EmbeddingStore:
         cdef uint32_t[:, ::1] states_view
         cdef Py_ssize_t at
         cdef Row *row
+        cdef Format format
         if number >= self.num_shards:
             raise DataError(f"shard must be in 0..{self.num_shards - 1}, got {number}")
         shard = &self.shards[number]
@@ -975,6 +1012,7 @@ cdef class EmbeddingStore:
                     continue
                 dim = shard.slabs.slabs[slab].dim
                 words = shard.slabs.slabs[slab].state_words
+                set_format(&format, shard.slabs.slabs[slab].dtype, dim, words)
                 signs = np.empty(count, dtype=np.uint64)
                 values = np.empty((count, dim), dtype=np.float32)
                 states = np.empty((count, words), dtype=np.uint32)
@@ -1005,11 +1043,11 @@ cdef class EmbeddingStore:
                                         self.clocks):
                                     continue
                                 signs_view[at] = row.sign
-                                memcpy(
-                                    &values_view[at, 0], row_values(row), dim * sizeof(float))
+                                read_values(&format, &values_view[at, 0], row_values(row))
                                 if words:
                                     memcpy(
-                                        &states_view[at, 0], row_values(row) + dim,
+                                        &states_view[at, 0],
+                                        row_values(row) + format.value_words,
                                         words * sizeof(float))
                                 at += 1
                 blocks.append((signs[:at], values[:at], states[:at]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
+from persia._core.halves import DTYPES
 from persia._core.initial import Initializer
 from persia._core.optim import RowOptimizer
 from persia._core.store import EmbeddingStore
@@ -74,6 +75,7 @@ def bits(values: Floats) -> NDArray[np.uint32]:
 class StoreMachine(RuleBasedStateMachine):
     capacities = st.one_of(st.integers(1, 12), st.integers(13, 150))
     num_shards = st.just(1)
+    dtypes: ClassVar[dict[int, str]] = dict.fromkeys(DIMS, "float32")
 
     @initialize(data=st.data(), optimizer=st.sampled_from(sorted(OPTIMIZERS)))
     def start(self, data: st.DataObject, optimizer: str) -> None:
@@ -98,10 +100,16 @@ class StoreMachine(RuleBasedStateMachine):
             rows = np.full((len(part), dim), np.nan, np.float32)
             hints = np.full(len(part), 1, np.uint32)
             counts = self.store.lookup_train(
-                array(part), UNIFORM, probability, self.batch_id, rows, hints
+                array(part),
+                UNIFORM,
+                probability,
+                self.batch_id,
+                rows,
+                hints,
+                dtype=self.dtypes[dim],
             )
             expected, held, inserted, refused = self.model.lookup_train(
-                part, dim, probability, self.batch_id
+                part, dim, probability, self.batch_id, self.dtypes[dim]
             )
             assert counts == (inserted, refused)
             assert np.array_equal(bits(rows), bits(expected))
@@ -127,7 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.known.update(signs)
         for dim, part in by_dim(signs).items():
             rows = np.full((len(part), dim), np.nan, np.float32)
-            missing = self.store.lookup_eval(array(part), rows)
+            missing = self.store.lookup_eval(array(part), rows, dtype=self.dtypes[dim])
             expected, absent = self.model.lookup_eval(part, dim)
             assert missing == absent
             assert np.array_equal(bits(rows), bits(expected))
@@ -151,8 +159,9 @@ class StoreMachine(RuleBasedStateMachine):
                 kept = list(self.hints.values()) or [0]
                 hints = rng.choice(np.array(kept, np.uint32), len(part))
             gradients = rng.standard_normal((len(part), dim)).astype(np.float32)
-            missing = self.store.update(array(part), hints, gradients)
-            assert missing == self.model.update(part, gradients)
+            dtype = self.dtypes[dim]
+            missing = self.store.update(array(part), hints, gradients, dtype=dtype, number=seed)
+            assert missing == self.model.update(part, gradients, dtype, seed)
 
     @rule(signs=requests, with_states=st.booleans(), seed=st.integers(0, 2**16))
     def write(self, signs: list[int], with_states: bool, seed: int) -> None:
@@ -163,8 +172,8 @@ class StoreMachine(RuleBasedStateMachine):
             states = None
             if with_states:
                 states = rng.random((len(part), self.words[dim]), np.float32).view(np.uint32)
-            self.store.write(array(part), values, states)
-            self.model.write(part, values, states)
+            self.store.write(array(part), values, states, dtype=self.dtypes[dim])
+            self.model.write(part, values, states, self.dtypes[dim])
 
     @rule(signs=requests)
     def delete(self, signs: list[int]) -> None:
@@ -180,15 +189,21 @@ class StoreMachine(RuleBasedStateMachine):
     def another_dim(self, data: st.DataObject) -> None:
         held = [sign for shard in self.model.shards for sign in shard]
         sign = held[data.draw(st.integers(0, len(held) - 1), "place")]
-        dim = DIMS[(DIMS.index(dim_of(sign)) + 1) % 3]
+        right = dim_of(sign)
+        dtype = self.dtypes[right]
+        self._refuses(sign, DIMS[(DIMS.index(right) + 1) % 3], dtype)
+        self._refuses(sign, right, DTYPES[(DTYPES.index(dtype) + 1) % 3])
+
+    def _refuses(self, sign: int, dim: int, dtype: str) -> None:
         rows = np.zeros((1, dim), np.float32)
         hints = np.array([self.hints.get(sign, 0)], np.uint32)
+        one = array([sign])
         for request in (
-            lambda: self.store.lookup_train(array([sign]), UNIFORM, 1.0, 1, rows, hints),
-            lambda: self.store.lookup_eval(array([sign]), rows),
-            lambda: self.store.update(array([sign]), hints, rows),
-            lambda: self.store.read(array([sign]), dim),
-            lambda: self.store.write(array([sign]), rows, None),
+            lambda: self.store.lookup_train(one, UNIFORM, 1.0, 1, rows, hints, dtype=dtype),
+            lambda: self.store.lookup_eval(one, rows, dtype=dtype),
+            lambda: self.store.update(one, hints, rows, dtype=dtype),
+            lambda: self.store.read(one, dim, dtype=dtype),
+            lambda: self.store.write(one, rows, None, dtype=dtype),
         ):
             with pytest.raises(DimMismatch):
                 request()
@@ -196,9 +211,10 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def every_key_has_its_own_row(self) -> None:
         for dim, signs in by_dim(sorted(self.known)).items():
-            found, values, states = self.store.read(array(signs), dim)
+            dtype = self.dtypes[dim]
+            found, values, states = self.store.read(array(signs), dim, dtype=dtype)
             rows = np.full_like(values, np.nan)
-            missing = self.store.lookup_eval(array(signs), rows)
+            missing = self.store.lookup_eval(array(signs), rows, dtype=dtype)
             absent = Row(np.zeros(dim, np.float32), np.zeros(self.words[dim], np.float32))
             expected = [self.model.get(sign) or absent for sign in signs]
             assert found.tolist() == [row is not absent for row in expected]
@@ -237,8 +253,14 @@ class ShardedMachine(StoreMachine):
     num_shards = st.integers(1, 8)
 
 
+class HalvesMachine(ShardedMachine):
+    dtypes: ClassVar[dict[int, str]] = {1: "float16", 5: "bfloat16", 8: "float16"}
+
+
 few_examples = settings(max_examples=40, stateful_step_count=25)
 TestOneShard = StoreMachine.TestCase
 TestOneShard.settings = few_examples
 TestManyShards = ShardedMachine.TestCase
 TestManyShards.settings = few_examples
+TestTwoByteRows = HalvesMachine.TestCase
+TestTwoByteRows.settings = settings(max_examples=12, stateful_step_count=20)

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.reference import hashing, initial, optim
+from tests.reference import halves, hashing, initial, optim
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
@@ -104,7 +104,12 @@ class Store:
                 self.counts["evicted"] += 1
 
     def lookup_train(
-        self, signs: Sequence[int], dim: int, probability: float, batch_id: int
+        self,
+        signs: Sequence[int],
+        dim: int,
+        probability: float,
+        batch_id: int,
+        dtype: str = "float32",
     ) -> tuple[Floats, list[bool], int, int]:
         """Rows, which signs got one, and how many were inserted and refused."""
         rows = np.zeros((len(signs), dim), np.float32)
@@ -117,7 +122,8 @@ class Store:
                 held.append(False)
                 continue
             if sign not in shard:
-                shard[sign] = Row(initial_row(self.seed, sign, dim), self.new_state(dim))
+                values = halves.held(dtype, initial_row(self.seed, sign, dim))
+                shard[sign] = Row(values, self.new_state(dim))
                 inserted += 1
             shard.move_to_end(sign)
             rows[i] = shard[sign].values
@@ -139,7 +145,13 @@ class Store:
         self.counts["missing"] += missing
         return rows, missing
 
-    def update(self, signs: Sequence[int], gradients: Floats) -> int:
+    def update(
+        self,
+        signs: Sequence[int],
+        gradients: Floats,
+        dtype: str = "float32",
+        number: int = 0,
+    ) -> int:
         missing = 0
         for sign, gradient in zip(signs, gradients, strict=True):
             row = self.get(sign)
@@ -154,10 +166,19 @@ class Store:
                     row.state,
                     gradient,
                 )
+                if dtype != "float32":
+                    codes = halves.round_row(dtype, row.values, self.seed, number, sign)
+                    row.values = halves.widen(dtype, codes)
         self.counts["missing"] += missing
         return missing
 
-    def write(self, signs: Sequence[int], values: Floats, states: Words | None) -> None:
+    def write(
+        self,
+        signs: Sequence[int],
+        values: Floats,
+        states: Words | None,
+        dtype: str = "float32",
+    ) -> None:
         for i, sign in enumerate(signs):
             shard = self.shard(sign)
             state = (
@@ -166,7 +187,7 @@ class Store:
                 else states[i].copy().view(np.float32)
             )
             self.counts["inserted"] += sign not in shard
-            shard[sign] = Row(values[i].copy(), state)
+            shard[sign] = Row(halves.held(dtype, values[i]), state)
             shard.move_to_end(sign)
         self._evict()
 
