@@ -260,6 +260,7 @@ class ParameterServer:
                 policy=policies.numbers[table.number],
                 admit_at=policies.admit_at[table.number],
                 repeated=repeated,
+                dtype=table.dtype,
             )
             replies.append(TableRows(table.number, rows, hints))
         if not self._warned_of_memory and self._counts["lookups"] % _MEMORY_CHECK_INTERVAL == 0:
@@ -278,7 +279,7 @@ class ParameterServer:
                 num_missing += len(asked)
             else:
                 rows = aligned.empty(len(asked), table.dim)
-                num_missing += configured.store.lookup_eval(asked, rows)
+                num_missing += configured.store.lookup_eval(asked, rows, dtype=table.dtype)
             replies.append(TableRows(table.number, rows, None))
         self._count(missing=num_missing)
         return replies
@@ -299,9 +300,15 @@ class ParameterServer:
         for part in request.tables:
             arrays = self._gradients(part, [other.table for other in request.tables])
             parts.append((*arrays, optimizers.of(part.table, part.lr)))
+        dtypes = [self._schema.tables[part.table].dtype for part in request.tables]
+        # Rounding of two-byte rows depends on it, and so on nothing that servers differ in.
+        number = request.update_id[1]
 
         def apply() -> int:
-            return sum(configured.store.update(*part) for part in parts)
+            return sum(
+                configured.store.update(*part, dtype=dtype, number=number)
+                for part, dtype in zip(parts, dtypes, strict=True)
+            )
 
         num_missing, repeated = self._ledger.run(request.update_id, apply)
         if repeated:
@@ -356,10 +363,11 @@ class ParameterServer:
                         f"table {table.number}: expected states {list(expected)} for "
                         f"{optimizer.name}, got {list(states.shape)}"
                     )
-            writes.append((table.number, (signs, values, states, optimizer)))
+            writes.append((table, (signs, values, states, optimizer)))
         configured.store.set_clocks(*self._clock.now())
-        for number, write in writes:
-            configured.store.write(*write, policy=configured.policies.numbers[number])
+        for table, write in writes:
+            policy = configured.policies.numbers[table.number]
+            configured.store.write(*write, policy=policy, dtype=table.dtype)
 
     def _check_groups(self, table: Table, signs: Signs) -> None:
         """Check that each sign's feature bits are of a group with rows in this table."""
@@ -388,7 +396,9 @@ class ParameterServer:
             table = self._table("read_embedding", part.table, [part.table])
             signs = self._signs("read_embedding", part.table, part.signs)
             words = optimizers.of(table.number).state_words(table.dim)
-            found, values, states = configured.store.read(signs, table.dim, words)
+            found, values, states = configured.store.read(
+                signs, table.dim, words, dtype=table.dtype
+            )
             entries.append(
                 TableEntries(table.number, signs[found], values[found], states[found])
             )

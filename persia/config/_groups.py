@@ -5,6 +5,7 @@
         optimizer: {lr: 0.01}
         eviction: {policy: lfu, ttl_seconds: 86400}
         admission: {policy: count, threshold: 3}
+        dtype: bfloat16
 
 All slots of a group have its settings, since they share rows. A new setting is a field of
 ``GroupSettings``: it is read by its type (a dataclass key by key, or by ``from_file`` where the
@@ -170,3 +171,6 @@ class GroupSettings:
 
     admission: GroupAdmission | None = None
     """Which new ids get a row; None for ``admit_probability``."""
+
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """How the values of its rows are kept; None for float32. State is float32 in any case."""

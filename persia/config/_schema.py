@@ -173,6 +173,11 @@ class Table:
     settings: GroupSettings = field(default_factory=GroupSettings)
     """What section ``group_settings`` says of its groups."""
 
+    @property
+    def dtype(self) -> str:
+        """How the values of its rows are kept."""
+        return self.settings.dtype or "float32"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,10 +42,14 @@ class Persia:
         num_threads: int,
         optimizer: dict[str, Any] = ADAGRAD,
         capacity: int | None = None,
+        dtype: str = "float32",
     ) -> None:
         self._names = [f"feature_{number}" for number in range(len(table_sizes))]
         schema = EmbeddingSchema.load(
-            {"slots_config": {name: {"dim": DIM} for name in self._names}}
+            {
+                "slots_config": {name: {"dim": DIM} for name in self._names},
+                "group_settings": {name: {"dtype": dtype} for name in self._names},
+            }
         )
         servers = {} if capacity is None else {"capacity": capacity}
         config = GlobalConfig.load(
@@ -57,6 +61,7 @@ class Persia:
         server = ParameterServer(
             schema, config.embedding_parameter_server_config, num_threads=num_threads
         )
+        self._server = server
         self._worker = EmbeddingWorker(
             schema,
             config.embedding_worker_config,
@@ -89,6 +94,10 @@ class Persia:
         ref = self._worker.register(IDFeatures(features, self._batch_id, True))
         self._worker.lookup(ref, True)
         return ref
+
+    def stats(self) -> Mapping[str, int]:
+        """Return the server's counts, rows and bytes among them."""
+        return self._server.stats()
 
     def _features(self, batch: Batch) -> tuple[FeatureBatch, ...]:
         return tuple(

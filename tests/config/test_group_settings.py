@@ -85,6 +85,8 @@ def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
         ({"g": {"optimizer": {"lr": "big"}}}, "lr must be a number, got 'big'"),
         ({"g": {"optimizer": {"beta1": 1}}}, "beta1 must be below 1"),
         ({"g": {"optimizer": {"original_order": 1}}}, "original_order must be True or False"),
+        ({"g": {"dtype": "f16"}}, r"g\.dtype: expected one of float32, .*got str 'f16'"),
+        ({"g": {"dtype": 16}}, r"g\.dtype: expected one of float32"),
     ],
 )
 def test_what_cannot_be_used(settings: dict[str, Any], message: str) -> None:
@@ -92,10 +94,19 @@ def test_what_cannot_be_used(settings: dict[str, Any], message: str) -> None:
         load(settings)
 
 
+def test_a_dtype_splits_tables_and_slots_of_one_dtype_share_theirs() -> None:
+    schema = load({"g": {"dtype": "float16"}, "c": {"dtype": "bfloat16"}})
+    assert [schema.slots[name].table for name in "abcd"] == [0, 0, 1, 2]
+    assert [table.dtype for table in schema.tables] == ["float16", "bfloat16", "float32"]
+    assert len(load({name: {"dtype": "float16"} for name in "gcd"}).tables) == 1
+
+
 def test_the_fingerprint_is_of_the_settings_too() -> None:
     settings: list[dict[str, Any] | None] = [
         None,
         {"g": {"optimizer": {}}},
+        {"g": {"dtype": "float16"}},
+        {"g": {"dtype": "bfloat16"}},
         {"g": {"optimizer": {"lr": 0.5}}},
         {"g": {"optimizer": {"lr": 0.25}}},
         {"g": {"optimizer": {"name": "adam", "lr": 0.25}}},
