@@ -97,8 +97,9 @@ cdef enum:
 
 
 cdef inline void prefetch_row(const Row *row, uint32_t num_bytes) noexcept nogil:
-    cdef const char *line = <const char *> row
-    cdef const char *end = line + num_bytes
+    # From the line's begin: a row of less than a line may still lie in two.
+    cdef const char *end = <const char *> row + num_bytes
+    cdef const char *line = <const char *> (<size_t> row & ~<size_t> (CACHE_LINE - 1))
     while line < end:
         persia_prefetch(line)
         line += CACHE_LINE
