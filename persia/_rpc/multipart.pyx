@@ -127,7 +127,8 @@ def send(socket, parts, size_t copied_bytes):
     """Put one message on a socket, copying parts of fewer than ``copied_bytes``.
 
     Returns:
-        False if there is no room now; nothing of it was sent.
+        False if there is no room now, or the connection broke meanwhile; nothing of it was
+        sent.
 
     Raises:
         zmq.ZMQError: If the socket cannot be used, or a ROUTER does not know the peer.
@@ -135,6 +136,7 @@ def send(socket, parts, size_t copied_bytes):
     cdef void *handle = <void *> <size_t> socket.underlying
     cdef Py_ssize_t left = len(parts)
     cdef bint is_first = True
+    cdef bint is_cut = False
     cdef message_t message
     cdef int rc, number
     persia_release_returned()
@@ -148,11 +150,15 @@ def send(socket, parts, size_t copied_bytes):
                 break
         if rc < 0:
             zmq_msg_close(&message)
-            if number == EAGAIN and is_first:
+            if number != EAGAIN:
+                raise zmq.ZMQError(number)
+            if is_first:
                 return False
-            raise zmq.ZMQError(number)
+            # The connection has gone. libzmq takes back the parts before this one, and drops
+            # those behind it, for which it still has to be given them.
+            is_cut = True
         is_first = False
-    return True
+    return not is_cut
 
 
 def receive(socket, Py_ssize_t max_parts, size_t max_bytes):

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -193,3 +193,43 @@ def test_a_message_beyond_a_limit_is_taken_whole_and_dropped(tmp_path: Path) -> 
         assert multipart.events(b) == zmq.POLLOUT
     with pytest.raises(zmq.ZMQError):
         multipart.send(a, [b"closed"], 1 << 12)
+
+
+@pytest.mark.parametrize("number", range(5))  # each meets libzmq in another state
+def test_a_connection_that_breaks_within_a_message_costs_that_message_alone(
+    tmp_path: Path, number: int
+) -> None:
+    """A server that is killed at a bad moment must not take its clients along."""
+    address = f"ipc://{tmp_path}/{number}"
+    wait_ms = int(WAIT_S * 1000)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as dealer,
+        context.socket(zmq.ROUTER) as before,
+        context.socket(zmq.ROUTER) as after,
+        dealer.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED) as monitor,
+    ):
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
+        dealer.setsockopt(zmq.LINGER, 0)
+        before.bind(address)
+        dealer.connect(address)
+
+        class Cut(list[bytes]):
+            """Whoever sends it finds the connection broken behind the first part."""
+
+            def __iter__(self) -> Iterator[bytes]:
+                yield self[0]
+                before.close(linger=0)
+                assert monitor.poll(wait_ms)
+                multipart.events(dealer)  # takes note of it
+                yield from self[1:]
+
+        assert dealer.poll(wait_ms, zmq.POLLOUT)
+        # Whether libzmq says so or drops it in silence is a matter of microseconds.
+        multipart.send(dealer, Cut([b"1", b"2", b"3", b"4"]), 100)
+        after.bind(address)
+        assert dealer.poll(wait_ms, zmq.POLLOUT)
+        assert multipart.send(dealer, [b"5", b"6"], 100)
+        assert after.poll(wait_ms)
+        assert after.recv_multipart()[1:] == [b"5", b"6"]
+        dealer.disable_monitor()
