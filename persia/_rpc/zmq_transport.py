@@ -19,6 +19,7 @@ import weakref
 import numpy as np
 import zmq
 
+from persia._rpc import multipart
 from persia._rpc.frame import LIMITS, Limits
 from persia._rpc.zmq_ends import ZmqChannel, ZmqListener
 from persia.errors import ConfigError
@@ -146,6 +147,7 @@ class ZmqTransport:
             else:
                 end.close()
         self._context.term()
+        multipart.release()  # what the sockets gave back as they closed
 
 
 def _check_nobody_listens(address: str) -> None:

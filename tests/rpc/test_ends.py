@@ -19,6 +19,7 @@ import zmq
 from persia._rpc import multipart
 from persia._rpc.client import Client
 from persia._rpc.server import ServerSettings, serve
+from persia._rpc.transport import Outgoing, Parts
 from persia._rpc.zmq_ends import ZmqChannel
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import InternalError, ServiceUnavailable
@@ -233,3 +234,34 @@ def test_a_connection_that_breaks_within_a_message_costs_that_message_alone(
         assert after.poll(wait_ms)
         assert after.recv_multipart()[1:] == [b"5", b"6"]
         dealer.disable_monitor()
+
+
+def test_a_transport_that_is_closed_holds_no_array(tmp_path: Path) -> None:
+    """What had not left is given back as the sockets close, when nobody sends any more."""
+
+    class Memory(np.ndarray[Any, Any]):
+        """An array that can be watched."""
+
+    transport = ZmqTransport()
+    listener = transport.listen(f"ipc://{tmp_path}/a")
+    came_here, may_go_on = threading.Event(), threading.Event()
+
+    def take(peer: bytes, parts: Parts) -> None:
+        came_here.set()
+        may_go_on.wait(WAIT_S)
+
+    listener.start(take, lambda reason: None)
+    channel = transport.connect(f"ipc://{tmp_path}/a")
+    channel.start(lambda parts: None, lambda: None)
+    gone = []
+    for _ in range(20):
+        array = np.zeros(1 << 21, np.uint8).view(Memory)
+        gone.append(threading.Event())
+        weakref.finalize(array, gone[-1].set)
+        channel.send(Outgoing([b"head", array.data]))
+        del array
+    assert came_here.wait(WAIT_S)
+    channel.close()
+    may_go_on.set()
+    transport.close()
+    assert all(event.is_set() for event in gone)
