@@ -36,9 +36,9 @@ class LearningRates:
             ConfigError: If the rate cannot be used, the group is unknown, or it shares its
                 table with others.
         """
-        if self._by_group.get(group) == lr:
-            return
         rate = float(checked("set_lr", "lr", lr, 0.0))
+        if self._by_group.get(group) == rate:
+            return
         if group not in self._tables:
             self._tables[group] = self._worker.tables_at_rate(group)
         self._by_group[group] = rate

@@ -58,6 +58,8 @@ class Counting(FakeWorker):
 def test_groups_keep_the_rate_that_was_set_for_them(make_ctx: MakeCtx) -> None:
     worker = Counting()
     with make_ctx(embedding_worker=worker) as ctx:
+        with pytest.raises(ConfigError, match="set_lr: lr must be a number, got None"):
+            ctx.set_lr(None)  # type: ignore[arg-type]
         rates: Any = ctx.backward_engine.learning_rates  # type: ignore[union-attr]
 
         def current() -> dict[int, float]:
@@ -80,6 +82,7 @@ def test_groups_keep_the_rate_that_was_set_for_them(make_ctx: MakeCtx) -> None:
             (-1.0, None, "set_lr: lr must be at least 0"),
             (float("nan"), "g", "set_lr: lr must be finite"),
             ("fast", None, "set_lr: lr must be a number"),
+            (True, "h", "set_lr: lr must be a number"),
             (0.5, "unknown", "unknown group"),
         ):
             with pytest.raises(ConfigError, match=message):
