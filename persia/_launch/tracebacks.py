@@ -29,6 +29,7 @@ _FOR_USERS = (
     *(ServiceUnavailable, ServiceTimeout, ServiceBusy),
 )
 _OWN = f"{Path(persia.__file__).parent}{os.sep}"
+_COMPILED = "persia/", ".pyx"  # such a file's name is the one the build gave it
 
 
 def text_of(error: BaseException) -> str:
@@ -39,8 +40,13 @@ def text_of(error: BaseException) -> str:
     return "".join(trace.format())
 
 
+def _is_own(filename: str) -> bool:
+    begin, end = _COMPILED
+    return filename.startswith(_OWN) or (filename.startswith(begin) and filename.endswith(end))
+
+
 def _leave_out_own(trace: traceback.TracebackException) -> None:
-    frames = [frame for frame in trace.stack if not frame.filename.startswith(_OWN)]
+    frames = [frame for frame in trace.stack if not _is_own(frame.filename)]
     trace.stack = traceback.StackSummary.from_list(frames)
     for link in ("__cause__", "__context__"):
         before: traceback.TracebackException | None = getattr(trace, link)

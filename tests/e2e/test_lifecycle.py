@@ -12,6 +12,7 @@ import pytest
 
 from persia._launch.tracebacks import text_of
 from persia.config import GlobalConfig
+from persia.embedding.data import IDTypeFeature
 from persia.errors import ConfigError
 from tests.e2e.support import PATIENCE_S, SERVERS, Job, Process, processes_with, short_directory
 
@@ -139,12 +140,18 @@ def test_the_whole_traceback_of_such_an_error_is_shown_on_demand(
     def bad() -> object:
         return GlobalConfig.load("/no/such/file.yml")
 
+    def compiled() -> object:
+        return IDTypeFeature("clicks", "no list")  # type: ignore[arg-type]
+
     assert "in of_the_user" in told(loads)  # what the user raised is no detail
     assert "FileNotFoundError" not in told(bad)
-    assert "config.py" not in told(bad)
+    assert "_reading.py" not in told(bad)
     assert "in bad" in told(bad)
+    assert ".pyx" not in told(compiled)
+    assert "in compiled" in told(compiled)
     monkeypatch.setenv("LOG_LEVEL", "debug")
-    assert "config.py" in told(bad)
+    assert "_reading.py" in told(bad)
+    assert "feature_batch.pyx" in told(compiled)
 
 
 def test_a_failed_data_loader_ends_at_once(job: Job) -> None:
