@@ -970,9 +970,11 @@ cdef class EmbeddingStore:
         self.run(batch)
 
     def delete(self, const uint64_t[::1] signs not None):
+        cdef Batch batch
         if signs.shape[0] == 0:
             return 0
         batch = self.begin(signs, delete_shard, 0, None, 0)
+        batch.held = (signs,)
         return signs.shape[0] - self.run(batch).num_missing
 
     def clear(self):

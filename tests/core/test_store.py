@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,10 @@ UNIFORM = Initializer("uniform")
 ZEROS = Initializer("zeros")
 ADAGRAD = RowOptimizer("adagrad", lr=0.1)
 NO_ROW = 2**32 - 1
+
+
+class Memory(np.ndarray[Any, Any]):
+    """An array that can be watched."""
 
 
 def u64(signs: Iterable[int] | NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -882,6 +887,45 @@ def test_everything_at_once_from_several_threads() -> None:
     stats = store.stats()
     assert stats["rows"] == len(store) == stats["inserted"] - stats["evicted"] - sum(deleted)
     store.check()
+
+
+@pytest.mark.parametrize("method", ["lookup_eval", "update", "read", "write", "delete"])
+def test_an_interrupted_request_keeps_its_arrays_for_its_threads(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    class Interrupted:
+        """A pool whose threads have not begun when a signal comes."""
+
+        def __init__(self, *args: object, **options: object) -> None:
+            self.late: list[Callable[[], None]] = []
+
+        def submit(self, call: Callable[..., None], *args: int) -> Interrupted:
+            self.late.append(lambda: call(*args))
+            pools.append(self)
+            return self
+
+        def result(self) -> None:
+            raise KeyboardInterrupt
+
+    pools: list[Interrupted] = []
+    monkeypatch.setattr("persia._core.store.ThreadPoolExecutor", Interrupted)
+    store = new_store(10_000, num_shards=4, num_threads=2)
+    signs = np.arange(4096, dtype=np.uint64).view(Memory)
+    is_gone = Event()
+    weakref.finalize(signs, is_gone.set)
+    rest: dict[str, tuple[Any, ...]] = {
+        "lookup_eval": (np.empty((4096, 8), np.float32),),
+        "update": (None, np.empty((4096, 8), np.float32)),
+        "read": (8,),
+        "write": (np.empty((4096, 8), np.float32), None),
+        "delete": (),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        getattr(store, method)(signs, *rest[method])
+    del signs
+    assert not is_gone.is_set()
+    pools[0].late.pop()()
+    assert is_gone.is_set()
 
 
 def test_w63_a_dump_takes_one_shard_at_a_time() -> None:
