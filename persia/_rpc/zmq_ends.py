@@ -39,6 +39,10 @@ _COPIED_BYTES = 1 << 16
 # As plain integers: arithmetic on zmq's enumerations takes longer than a send.
 _IN, _OUT, _NOW = (int(n) for n in (zmq.POLLIN, zmq.POLLOUT, zmq.NOBLOCK))
 
+# What multipart.send raises. Not all exceptions: in the main thread a signal's may come before
+# or after, never within.
+_FAILURES = (zmq.ZMQError, MemoryError, BufferError, TypeError)
+
 
 class _End(Generic[T]):
     """A socket on which any thread sends ``T``s, and a thread of its own receives.
@@ -129,7 +133,7 @@ class _End(Generic[T]):
     def _try_send(self, item: T) -> bool:
         try:
             return self._send(item)
-        except Exception as error:
+        except _FAILURES as error:
             # Some parts may have left, and the next message would be taken for the rest.
             self._failure = error
             self._is_closing = True

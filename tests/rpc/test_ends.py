@@ -196,6 +196,28 @@ def test_a_message_beyond_a_limit_is_taken_whole_and_dropped(tmp_path: Path) -> 
         multipart.send(a, [b"closed"], 1 << 12)
 
 
+def test_an_exception_of_a_signal_as_a_message_is_sent_does_not_close_the_end(
+    tmp_path: Path,
+) -> None:
+    class Interrupted(Outgoing):
+        """A handler of the user's, such as one of SIGALRM, raises when it is to be sent."""
+
+        def claim(self) -> bool:
+            raise TimeoutError("of the user's")
+
+    transport = ZmqTransport()
+    listener = transport.listen(f"ipc://{tmp_path}/a")
+    came: queue.SimpleQueue[Parts] = queue.SimpleQueue()
+    listener.start(lambda peer, parts: came.put(parts), lambda reason: None)
+    channel = transport.connect(listener.address)
+    channel.start(lambda parts: None, lambda: None)
+    with pytest.raises(TimeoutError):
+        channel.send(Interrupted([b"1"]))
+    channel.send(Outgoing([b"2"]))
+    assert bytes(came.get(timeout=WAIT_S)[0]) == b"2"
+    transport.close()
+
+
 @pytest.mark.parametrize("number", range(5))  # each meets libzmq in another state
 def test_a_connection_that_breaks_within_a_message_costs_that_message_alone(
     tmp_path: Path, number: int
