@@ -46,9 +46,9 @@ def run(phase: str) -> dict[str, object]:
         except PersiaError as error:
             failure = str(error)
             print("FAILURE", ctx.rank_id, failure, flush=True)
-        stats = ctx.stats()
         dist.barrier()
         held = rows(ctx) if not failure else []
+        stats = ctx.stats()  # behind a read, which waits until each update is acknowledged
         dist.barrier()
         parameters = [value.detach().flatten().tolist() for value in ctx.model.parameters()]
     return {
