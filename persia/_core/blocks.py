@@ -1,0 +1,69 @@
+"""Rows as arrays, on their way out of a store or into one.
+
+    store --cut--> RowBlock --> files --> RowBlock --restore--> store
+
+A block holds whole rows: a value never travels without its optimizer state. Values are as the
+row keeps them, so that nothing is rounded on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float32] | NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBlock:
+    """Whole rows of one format and one policy; element i of each array belongs to row i.
+
+    All arrays are C-contiguous.
+
+    Attributes:
+        policy: Number of the eviction policy, as the store counts them.
+        dtype: How rows keep their values, one of ``halves.DTYPES``.
+        signs: [n].
+        values: [n, dim] of f32; with another dtype the bits of its values, as u16.
+        states: [n, words] of optimizer state; its type is the optimizer's affair.
+        orders: [n], places in the order of eviction: a larger one goes later. Comparable
+            inside one shard of one server of one cut.
+        uses: [n], the frequency class of LFU (about 2**class uses); 0 for LRU.
+        ages: [n], time since the last use by the policy's clock, in milliseconds or steps; 0
+            without a ttl.
+    """
+
+    policy: int
+    dtype: str
+    signs: NDArray[np.uint64]
+    values: Values
+    states: NDArray[np.uint32]
+    orders: NDArray[np.uint64]
+    uses: NDArray[np.uint32]
+    ages: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.signs)
+
+    @property
+    def dim(self) -> int:
+        """Values a row."""
+        return int(self.values.shape[1])
+
+    @property
+    def state_words(self) -> int:
+        """Words of optimizer state a row, 4 bytes each."""
+        return int(self.states.shape[1])
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Signs, values, states, orders, uses, ages."""
+        return (self.signs, self.values, self.states, self.orders, self.uses, self.ages)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays together."""
+        return sum(array.nbytes for array in self.arrays)
