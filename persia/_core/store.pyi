@@ -9,12 +9,6 @@ from persia._core.initial import Initializer
 from persia._core.optim import RowOptimizer
 
 @final
-class Batch:
-    """One request: its arguments, and its signs in shard order."""
-
-    def serve(self, first: int, end: int) -> None: ...
-
-@final
 class EmbeddingStore:
     """Rows by sign, of which those that their policies rank last go; safe from many threads.
 

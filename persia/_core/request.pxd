@@ -1,0 +1,71 @@
+"""One request to the store, and what it finds."""
+
+from persia._core.initial cimport Initializer
+from persia._core.optim cimport RowOptimizer
+from persia._core.recency cimport NUM_CLOCKS
+from persia._core.row_format cimport Format
+from persia._core.shard cimport Shard
+from persia._core.types cimport row_t, sign_t, uint8_t, uint32_t, uint64_t
+
+cdef enum:
+    STATUS_OK = 0
+    STATUS_NO_MEMORY = 1
+    STATUS_DIM = 2
+    STATUS_SHAPES = 3
+
+cdef struct Tally:              # what one request found, summed over its shards
+    uint64_t num_missing
+    uint64_t num_refused
+    int status
+    sign_t sign                 # the one that status is about
+    uint32_t dim                # stored with it
+    uint32_t dtype
+    uint32_t state_words
+    float *scratch              # not a finding: the thread's own; NULL where rows are f32
+
+
+cdef class Batch                # below; the two types name each other
+
+ctypedef void (*serve_t)(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally) noexcept nogil
+
+
+cdef class Batch:
+    cdef uint32_t num_signs
+    cdef uint32_t capacity
+    cdef uint64_t *hashes       # in shard order
+    cdef uint32_t *order        # place in the request
+    cdef row_t *rows            # what the probe found
+    cdef uint32_t *starts       # first place of each shard; num_shards + 1
+    cdef Shard *shards
+    cdef serve_t serve_shard
+    cdef Tally tally
+    # Arguments; which of them are set depends on the kind of request.
+    cdef const sign_t *signs
+    cdef const row_t *hints
+    cdef const float *gradients     # or the values of a write
+    cdef const uint32_t *states
+    cdef float *rows_out
+    cdef row_t *hints_out
+    cdef uint32_t *states_out
+    cdef uint8_t *found
+    cdef uint32_t dim
+    cdef uint32_t state_words
+    cdef Format format              # of its rows
+    cdef uint64_t rounding_key      # of an update
+    cdef uint64_t seed
+    cdef uint64_t admission_key
+    cdef uint64_t admission_below   # draws below this are admitted
+    cdef bint admit_all
+    cdef uint32_t admit_at          # appearance; above 1 the sketch counts, nothing is drawn
+    cdef bint is_repeated           # the sketch has counted it
+    cdef uint32_t policy
+    cdef uint32_t order_of_use      # that all rows enter, or NO_ORDER: it depends on the row
+    cdef uint64_t[NUM_CLOCKS] clocks
+    cdef Initializer initializer
+    cdef RowOptimizer optimizer
+    cdef object held            # what the pointers point into
+
+    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1
+    # Hash the signs and order them by shard.
+    cdef void split(self, uint32_t num_shards) noexcept nogil

@@ -1,0 +1,35 @@
+"""A part of a server's rows that one lock guards: index, order of use and slabs."""
+
+from persia._core.eviction cimport Eviction
+from persia._core.recency cimport Recency
+from persia._core.sign_index cimport SignIndex
+from persia._core.sketch cimport Sketch
+from persia._core.slabs cimport Slabs
+from persia._core.types cimport row_t, uint32_t, uint64_t
+
+cdef extern from "pythread.h" nogil:
+    ctypedef void *PyThread_type_lock
+
+cdef struct Shard:
+    Slabs slabs
+    SignIndex index
+    Recency recency
+    Eviction eviction
+    Sketch sketch               # of ids without a row; no lines: nothing is admitted by count
+    PyThread_type_lock lock     # held for every access to the fields of this struct
+    uint64_t capacity           # rows
+    uint64_t soft_capacity      # rows; lowered when the byte limit is met
+    uint64_t byte_limit         # 0: none
+    uint64_t byte_peak          # most bytes since they were within the limit, or the limit
+    uint64_t num_inserted
+    uint64_t num_refused        # admissions
+    uint64_t num_missing        # evaluation lookups and updates that met no row
+    bint is_limited             # the byte limit was met
+
+
+cdef int shard_init(Shard *shard, uint64_t sketch_bytes) noexcept nogil
+cdef void shard_free(Shard *shard) noexcept nogil
+cdef uint64_t shard_bytes(const Shard *shard) noexcept nogil
+cdef void shard_drop(Shard *shard, row_t row) noexcept nogil
+# Bring the rows within ttl, capacity and limit, then the orders within their bounds.
+cdef void shard_end_request(Shard *shard, uint32_t num_signs) noexcept nogil
