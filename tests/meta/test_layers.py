@@ -20,7 +20,7 @@ from tests.meta.sources import (
 
 ROWS = [
     {"errors", "env", "logger", "utils", "version"},
-    {"config", "_core"},
+    {"config", "_core", "_files"},
     {"_rpc"},
     {"_services"},
     {"_training"},
@@ -124,7 +124,7 @@ def test_libraries_stay_in_their_rooms(library: str) -> None:
     rooms = {
         "zmq": {"_rpc"},
         "msgpack": {"_rpc"},
-        "click": {"launcher"},
+        "click": {"launcher", "_launch"},
         "cloudpickle": {"_launch", "helper"},
     }[library]
     wrong = [
@@ -162,7 +162,18 @@ for loading in sys.argv[1:]:
 
 
 def test_servers_and_loaders_start_without_torch() -> None:
-    free = {"", "errors", "env", "logger", "utils", "version", "config", "_core", "_rpc"}
+    free = {
+        "",
+        "errors",
+        "env",
+        "logger",
+        "utils",
+        "version",
+        "config",
+        "_core",
+        "_files",
+        "_rpc",
+    }
     free |= {"_services", "embedding", "service", "_launch", "launcher", "helper"}
     modules = [
         module_name(path)

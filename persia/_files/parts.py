@@ -1,0 +1,205 @@
+"""Files of rows and of signs: how one is written, read and checked.
+
+A part holds rows of one table, one policy and one range of buckets, with everything that makes
+a row: sign, values, optimizer state, place in the order of eviction, uses, age. A server that
+loads needs the parts of the buckets that it owns, whatever the number of servers that wrote
+them. Nothing is taken from a file before its size and checksum were those of the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from persia._core.blocks import RowBlock
+from persia._core.hashing import mix64_array, owners
+from persia._files.entries import Deleted, File, Part
+from persia._files.fields import Where
+from persia._files.storage import Buffer, Storage
+from persia._files.tensors import CODES, Column, decode, encode
+from persia.errors import CheckpointError
+
+# What a reader takes; a writer's parts are a sixteenth of it.
+MAX_PART_BYTES = 1 << 30
+CODE_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# Of signs of deleted rows in one file.
+_DELETED_PER_FILE = 8 << 20
+
+
+def take(block: RowBlock, rows: NDArray[Any]) -> RowBlock:
+    """Return some rows of a block, by their places or by a mask, copied."""
+    places = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
+    return RowBlock(block.policy, block.dtype, *(np.take(a, places, 0) for a in block.arrays))
+
+
+def filter_owned(block: RowBlock, server: int, num_servers: int) -> RowBlock:
+    """Return the rows that one of ``num_servers`` owns."""
+    if num_servers == 1:
+        return block
+    mine = owners(num_servers)[mix64_array(block.signs) >> np.uint64(50)] == server
+    return block if mine.all() else take(block, mine)
+
+
+def write_columns(
+    storage: Storage, path: str, columns: dict[str, Column], metadata: dict[str, str]
+) -> File:
+    """Write a file of arrays, fsynced; its folder is still to be synced."""
+    return write_file(storage, path, encode(columns, metadata))
+
+
+def write_file(storage: Storage, path: str, buffers: Sequence[Buffer]) -> File:
+    """Write a file and return what a manifest says of it; its folder is still to be synced."""
+    checksum = xxhash.xxh3_128()
+    for buffer in buffers:
+        checksum.update(buffer)
+    storage.write(path, buffers)
+    return File(path, sum(len(buffer) for buffer in buffers), checksum.hexdigest())
+
+
+def write_deleted(
+    storage: Storage, prefix: str, signs: NDArray[np.uint64], server: int = 0
+) -> tuple[Deleted, ...]:
+    """Write signs whose rows are gone, durably; returns what a manifest says of them."""
+    found = []
+    for number, start in enumerate(range(0, len(signs), _DELETED_PER_FILE)):
+        piece = signs[start : start + _DELETED_PER_FILE]
+        metadata = {"format": "persia-deleted", "version": "1", "server": str(server)}
+        path = f"{prefix}/deleted-{number:06}.safetensors"
+        columns = {"signs": Column.of(piece)}
+        found.append(
+            Deleted(write_columns(storage, path, columns, metadata), server, len(piece))
+        )
+    if found:
+        storage.sync(prefix)
+    return tuple(found)
+
+
+# --- reading ------------------------------------------------------------------------------
+
+
+def read_file(
+    storage: Storage, file: File, max_bytes: int = MAX_PART_BYTES
+) -> NDArray[np.uint8]:
+    """Return a file's bytes, which are those that were written.
+
+    Raises:
+        CheckpointError: If size or checksum are not the manifest's.
+    """
+    name = storage.at(file.path)
+    if file.num_bytes > max_bytes:
+        raise CheckpointError(
+            f"{name}: expected at most {max_bytes} bytes, got {file.num_bytes}"
+        )
+    checksum = xxhash.xxh3_128()
+    with storage.open(file.path) as reader:
+        if reader.size != file.num_bytes:
+            raise CheckpointError(f"{name}: expected {file.num_bytes} bytes, got {reader.size}")
+        data = np.empty(file.num_bytes, np.uint8)
+        for offset in range(0, file.num_bytes, storage.read_bytes):
+            piece = data[offset : offset + storage.read_bytes]
+            reader.read_into(piece, offset)
+            checksum.update(piece.data)
+    if checksum.hexdigest() != file.xxh3_128:
+        raise CheckpointError(
+            f"{name}: expected checksum {file.xxh3_128}, got {checksum.hexdigest()}: "
+            "the file is damaged"
+        )
+    return data
+
+
+def read_part(storage: Storage, part: Part) -> RowBlock:
+    """Return the rows of a part, checked against what the manifest says of it.
+
+    Raises:
+        CheckpointError: If the file is not what was written, or no such part.
+    """
+    name = storage.at(part.file.path)
+    arrays, _ = decode(read_file(storage, part.file), name)
+    found = _Arrays(name, arrays)
+    code = CODE_OF_DTYPE[part.dtype]
+    block = RowBlock(
+        part.policy,
+        part.dtype,
+        found.array("signs", "U64", (part.num_rows,)),
+        found.array("values", code, (part.num_rows, part.dim)),
+        found.array("states", "U32", (part.num_rows, part.state_words)),
+        found.array("orders", "U64", (part.num_rows,)),
+        found.array("uses", "U32", (part.num_rows,), optional=True),
+        found.array("ages", "U64", (part.num_rows,), optional=True),
+    )
+    found.done()
+    buckets = mix64_array(block.signs) >> np.uint64(50)
+    strangers = (buckets < part.buckets[0]) | (buckets >= part.buckets[1])
+    if strangers.any():
+        place = int(strangers.argmax())
+        raise CheckpointError(
+            f"{name}: signs[{place}]: expected buckets {part.buckets[0]}..{part.buckets[1]}, "
+            f"got {block.signs[place]} of bucket {buckets[place]}"
+        )
+    return block
+
+
+def verify_part(storage: Storage, part: Part) -> None:
+    """Check a part as ``read_part`` does, and that no sign is in it twice.
+
+    Raises:
+        CheckpointError: If it is not what it should be.
+    """
+    block = read_part(storage, part)
+    ordered = np.sort(block.signs)
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        name = storage.at(part.file.path)
+        raise CheckpointError(f"{name}: signs: {ordered[twice[0]]} comes twice")
+
+
+def read_deleted(storage: Storage, deleted: Deleted) -> NDArray[np.uint64]:
+    """Return signs whose rows are gone.
+
+    Raises:
+        CheckpointError: If the file is not what was written.
+    """
+    name = storage.at(deleted.file.path)
+    arrays, _ = decode(read_file(storage, deleted.file), name)
+    found = _Arrays(name, arrays)
+    signs = found.array("signs", "U64", (deleted.num_signs,))
+    found.done()
+    return signs
+
+
+class _Arrays:
+    """The arrays of a file, each taken once and checked."""
+
+    def __init__(self, name: str, arrays: dict[str, tuple[str, NDArray[Any]]]) -> None:
+        self._name = name
+        self._arrays = arrays
+
+    def array(
+        self, name: str, code: str, shape: tuple[int, ...], *, optional: bool = False
+    ) -> NDArray[Any]:
+        where = Where(self._name, name)
+        if name not in self._arrays:
+            if optional:
+                return np.zeros(shape, CODES[code])
+            raise where.error("the array is missing")
+        its_code, array = self._arrays.pop(name)
+        if (its_code, array.shape) != (code, shape):
+            raise where.error(
+                f"expected {code} {list(shape)}, got {its_code} {list(array.shape)}"
+            )
+        return array
+
+    def done(self) -> None:
+        for name in self._arrays:
+            raise Where(self._name, name).error("an array that this version does not know")
+
+
+def parts_for(parts: Sequence[Part], server: int, num_servers: int) -> list[Part]:
+    """Return the parts with buckets that one of ``num_servers`` owns; some have others too."""
+    mine = np.flatnonzero(owners(num_servers) == server)
+    first, last = int(mine[0]), int(mine[-1])  # owners have ranges
+    return [part for part in parts if part.buckets[0] <= last and first < part.buckets[1]]

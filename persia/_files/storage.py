@@ -1,0 +1,295 @@
+"""Where files lie: a folder of this machine, or whatever fsspec reaches by a URL.
+
+A storage is one folder and paths below it, with ``/`` between their parts. It promises:
+
+    write      a new file; durable once ``sync`` of its folder has returned
+    publish    a small file, whole or not at all, whatever dies when; durable on return
+
+Locally a file is durable when it and the folder that names it were fsynced, and published when
+it was renamed into place. An object store has neither: there one PUT makes an object, and is
+all of ``publish``. Other file systems that fsspec reaches (HDFS) rename.
+
+Local files need no fsspec.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import urllib.parse
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.errors import CheckpointError, ConfigError
+
+Buffer = bytes | memoryview
+
+# What one writev takes; IOV_MAX is 1024 on Linux and macOS.
+_PIECES = 1024
+# Whole objects or nothing: a PUT is atomic, while a rename would copy.
+_OBJECT_STORES = frozenset(
+    ("memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss")
+)
+
+
+class Reader(ABC):
+    """An open file."""
+
+    size: int
+    """Bytes."""
+
+    @abstractmethod
+    def read_into(self, target: NDArray[np.uint8], offset: int) -> None:
+        """Fill ``target`` from the file's bytes at ``offset``."""
+
+
+class Storage(ABC):
+    """One folder of files; any thread may call it."""
+
+    url: str
+    """Of the folder, for messages too."""
+
+    read_bytes: int = 1 << 20
+    """What is best read at once: a piece is hashed while it is in the cache."""
+
+    @abstractmethod
+    def write(self, path: str, buffers: Sequence[Buffer]) -> None:
+        """Write a file that is not there yet, and the folders above it."""
+
+    @abstractmethod
+    def sync(self, folder: str) -> None:
+        """Make durable which files are in a folder."""
+
+    @abstractmethod
+    def publish(self, path: str, data: bytes) -> None:
+        """Write a whole file or none, in place of one that may be there."""
+
+    @abstractmethod
+    def open(self, path: str) -> Any:
+        """Return a context that gives a ``Reader``."""
+
+    @abstractmethod
+    def list(self, folder: str = "") -> list[str]:
+        """Return the names in a folder, sorted; none if there is no such folder."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove a file for good, if it is there."""
+
+    @abstractmethod
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder and what is in it, if it is there."""
+
+    def read(self, path: str, max_bytes: int) -> NDArray[np.uint8]:
+        """Return a whole file of at most ``max_bytes``.
+
+        Raises:
+            CheckpointError: If it is not there or larger.
+        """
+        with self.open(path) as reader:
+            if reader.size > max_bytes:
+                raise CheckpointError(
+                    f"{self.at(path)}: expected at most {max_bytes} bytes, got {reader.size}"
+                )
+            data = np.empty(reader.size, np.uint8)
+            reader.read_into(data, 0)
+        return data
+
+    def size(self, path: str) -> int:
+        """Return the bytes of a file.
+
+        Raises:
+            CheckpointError: If it is not there.
+        """
+        with self.open(path) as reader:
+            return int(reader.size)
+
+    def at(self, path: str) -> str:
+        """Return the path with the folder's URL, for messages."""
+        return f"{self.url.rstrip('/')}/{path}" if path else self.url
+
+
+class _LocalReader(Reader):
+    def __init__(self, system: Any, descriptor: int, name: str) -> None:
+        self._system = system
+        self._descriptor = descriptor
+        self._name = name
+        self.size = system.fstat(descriptor).st_size
+
+    def read_into(self, target: NDArray[np.uint8], offset: int) -> None:
+        view = target.data
+        while view:
+            count = self._system.preadv(self._descriptor, [view], offset)
+            if count == 0:
+                raise CheckpointError(f"{self._name}: ends after {offset} bytes")
+            view, offset = view[count:], offset + count
+
+
+class LocalStorage(Storage):
+    """A folder of this machine.
+
+    Args:
+        folder: Made when the first file is written.
+        system: What stands for module ``os``; tests give one whose disk fails.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], system: Any = os) -> None:
+        self.url = os.fspath(folder)
+        self._root = Path(self.url)
+        self._system = system
+
+    def write(self, path: str, buffers: Sequence[Buffer]) -> None:
+        """Write a file that is not there yet, and fsync it."""
+        with self._failing("write", path):
+            self._make_folder((self._root / path).parent)
+            self._write_new(self._root / path, buffers)
+
+    def sync(self, folder: str) -> None:
+        """Make durable which files are in a folder, and the folder itself."""
+        with self._failing("sync", folder):
+            self._sync_folder(self._root / folder)
+
+    def publish(self, path: str, data: bytes) -> None:
+        """Write aside, fsync, rename, fsync the folder."""
+        target = self._root / path
+        aside = target.with_name(f"{target.name}.tmp")
+        with self._failing("publish", path):
+            self._make_folder(target.parent)
+            with suppress(FileNotFoundError):  # left by one that died here
+                self._system.unlink(aside)
+            self._write_new(aside, [data])
+            self._system.rename(aside, target)
+            self._sync_folder(target.parent)
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[Reader]:
+        """Open a file for reading."""
+        with self._failing("read", path):
+            descriptor = self._system.open(self._root / path, os.O_RDONLY)
+        try:
+            with self._failing("read", path):
+                yield _LocalReader(self._system, descriptor, self.at(path))
+        finally:
+            self._system.close(descriptor)
+
+    def list(self, folder: str = "") -> list[str]:
+        """Return the names in a folder."""
+        with self._failing("list", folder):
+            try:
+                return sorted(self._system.listdir(self._root / folder))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def remove(self, path: str) -> None:
+        """Unlink a file and fsync its folder: it does not come back."""
+        with self._failing("remove", path):
+            try:
+                self._system.unlink(self._root / path)
+            except FileNotFoundError:
+                return
+            self._sync_folder((self._root / path).parent)
+
+    def remove_folder(self, path: str) -> None:
+        """Unlink what is in a folder, and the folder; what is left by a crash can go later."""
+        with self._failing("remove", path):
+            self._remove_tree(self._root / path)
+
+    def _remove_tree(self, folder: Path) -> None:
+        try:
+            names = self._system.listdir(folder)
+        except FileNotFoundError:
+            return
+        for name in names:
+            try:
+                self._system.unlink(folder / name)
+            except (
+                IsADirectoryError,
+                PermissionError,
+            ):  # a folder, on Linux and macOS
+                self._remove_tree(folder / name)
+        self._system.rmdir(folder)
+
+    def _write_new(self, path: Path, buffers: Sequence[Buffer]) -> None:
+        descriptor = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+            first = 0
+            while first < len(left):
+                count = self._system.writev(descriptor, left[first : first + _PIECES])
+                while first < len(left) and count >= len(left[first]):
+                    count -= len(left[first])
+                    first += 1
+                if count:  # a disk that is nearly full takes a part
+                    left[first] = left[first][count:]
+            self._system.fsync(descriptor)
+        finally:
+            self._system.close(descriptor)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and those above it; each is named durably by the one above."""
+        try:
+            self._system.mkdir(folder)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            self._make_folder(folder.parent)
+            with suppress(FileExistsError):  # by another server
+                self._system.mkdir(folder)
+        self._sync_folder(folder.parent)
+
+    def _sync_folder(self, folder: Path) -> None:
+        descriptor = self._system.open(folder, os.O_RDONLY)
+        try:
+            self._system.fsync(descriptor)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:  # a file system without fsync of folders
+                raise
+        finally:
+            self._system.close(descriptor)
+
+    @contextmanager
+    def _failing(self, verb: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except OSError as exc:
+            raise failed(verb, self.at(path), exc) from exc
+
+
+def failed(verb: str, path: str, exc: Exception) -> CheckpointError:
+    """Return what a failed operation is told as."""
+    reason = getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
+    error = CheckpointError(f"{path}: cannot {verb}: {reason}")
+    error.errno = getattr(exc, "errno", None)  # so that a full disk can be told from others
+    return error
+
+
+def open_storage(url: str | os.PathLike[str], **options: Any) -> Storage:
+    """Return the storage of a folder.
+
+    Args:
+        url: A path, or a URL such as ``s3://bucket/folder``; ``file://`` is a path too.
+        options: For fsspec's file system: credentials, an endpoint.
+
+    Raises:
+        ConfigError: If fsspec, or what it needs for this URL, is not installed.
+    """
+    text = os.fspath(url)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStorage(text)
+    if scheme in ("file", "local"):
+        return LocalStorage(urllib.parse.unquote(rest) if scheme == "file" else rest)
+    from persia._files.remote import RemoteStorage
+
+    try:
+        return RemoteStorage(text, atomic_put=scheme in _OBJECT_STORES, **options)
+    except (ImportError, ValueError) as exc:
+        raise ConfigError(f"{text}: cannot be opened: {exc}") from exc

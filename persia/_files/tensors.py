@@ -1,0 +1,171 @@
+"""Arrays in one file, in the safetensors layout, which others read without us.
+
+    8 bytes     length of the header, u64
+    header      JSON: {"name": {"dtype": "U64", "shape": [n], "data_offsets": [begin, end]},
+                ..., "__metadata__": {"key": "text", ...}}, padded with spaces
+    the rest    the arrays end to end, little-endian, C order; offsets count from here
+
+The widest items come first and the header is padded to 8 bytes, so that every array is aligned
+in the file and can be used where it was read to. Nothing in a header is believed: offsets have
+to be those that dtypes and shapes give, without a gap, up to the file's last byte.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._files.fields import Fields, Where, integer, parse
+
+# Of ours a header is some hundred bytes; a foreign one may list thousands of arrays.
+MAX_HEADER_BYTES = 1 << 20
+_MAX_DIMS = 8
+_LENGTH = 8
+
+# Two-byte floats are kept by their bits: NumPy has no bfloat16.
+CODES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "F16": np.dtype("<u2"),
+    "BF16": np.dtype("<u2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+}
+_CODE_OF = {
+    dtype: code for code, dtype in reversed(CODES.items()) if code not in ("F16", "BF16")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One array, possibly in several pieces that follow each other along its first axis."""
+
+    code: str
+    """Its dtype, a key of ``CODES``."""
+
+    shape: tuple[int, ...]
+    """Of the whole array."""
+
+    pieces: Sequence[NDArray[Any]]
+    """C-contiguous."""
+
+    @staticmethod
+    def of(array: NDArray[Any]) -> Column:
+        """Return a whole array as a column."""
+        little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+        return Column(_CODE_OF[little.dtype], array.shape, (little,))
+
+
+def encode(columns: Mapping[str, Column], metadata: Mapping[str, str]) -> list[memoryview]:
+    """Return the buffers of a file: the header and every piece, none of them copied."""
+    widest = sorted(columns.items(), key=lambda item: -CODES[item[1].code].itemsize)
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    buffers = []
+    end = 0
+    for name, column in widest:
+        begin = end
+        end += math.prod(column.shape) * CODES[column.code].itemsize
+        header[name] = {
+            "dtype": column.code,
+            "shape": list(column.shape),
+            "data_offsets": [begin, end],
+        }
+        buffers += [piece.reshape(-1).view(np.uint8).data for piece in column.pieces]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [memoryview(len(text).to_bytes(_LENGTH, "little") + text), *buffers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def decode(
+    data: NDArray[np.uint8], file: str
+) -> tuple[dict[str, tuple[str, NDArray[Any]]], dict[str, str]]:
+    """Return each array with its dtype's code, and the metadata; arrays are views of ``data``.
+
+    Raises:
+        CheckpointError: If these are not the bytes of such a file, all of them.
+    """
+    where = Where(file, "safetensors header")
+    if len(data) < _LENGTH:
+        raise where.error(f"expected a file of at least {_LENGTH} bytes, got {len(data)}")
+    length = int.from_bytes(data[:_LENGTH].tobytes(), "little")
+    limit = min(MAX_HEADER_BYTES, len(data) - _LENGTH)
+    if length > limit:
+        raise where.error(f"expected a length of at most {limit} bytes, got {length}")
+    header = Fields(parse(data[_LENGTH : _LENGTH + length].tobytes(), where), where)
+    entries, metadata = _entries(header, where)
+    start = _LENGTH + length
+    _check_tiled(entries, len(data) - start, where)
+    arrays = {}
+    for name, entry in entries.items():
+        dtype = CODES[entry.code]
+        piece = data[start + entry.begin : start + entry.end]
+        if (piece.ctypes.data % dtype.itemsize) != 0:
+            piece = piece.copy()  # a writer that did not pad its header
+        arrays[name] = (entry.code, piece.view(dtype).reshape(entry.shape))
+    return arrays, metadata
+
+
+def _entries(header: Fields, where: Where) -> tuple[dict[str, _Entry], dict[str, str]]:
+    metadata: dict[str, str] = {}
+    entries = {}
+    for name in header.names():
+        if name == "__metadata__":
+            metadata = header.object(name)
+            if not all(isinstance(value, str) for value in metadata.values()):
+                raise where.at(name).error("expected strings only")
+            continue
+        entry = header.fields(name)
+        code = entry.one_of("dtype", tuple(CODES))
+        shape = entry.array("shape")
+        if len(shape) > _MAX_DIMS:
+            raise entry.where.at("shape").error(f"expected at most {_MAX_DIMS} dimensions")
+        largest = (1 << 63) - 1
+        dims = tuple(integer(n, entry.where.at("shape"), 0, largest) for n in shape)
+        offsets = entry.array("data_offsets", 2)
+        begin, end = (integer(n, entry.where.at("data_offsets"), 0, largest) for n in offsets)
+        entry.done()
+        num_bytes = math.prod(dims) * CODES[code].itemsize  # of Python's integers: no overflow
+        if end - begin != num_bytes:
+            raise entry.where.at("data_offsets").error(
+                f"expected {num_bytes} bytes for {code} {list(dims)}, got {begin}..{end}"
+            )
+        entries[name] = _Entry(code, dims, begin, end)
+    return entries, metadata
+
+
+def _check_tiled(entries: Mapping[str, _Entry], num_bytes: int, where: Where) -> None:
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != end:
+            raise (
+                where.at(name)
+                .at("data_offsets")
+                .error(
+                    f"expected to begin at {end}, where the array before it ends, "
+                    f"got {entry.begin}"
+                )
+            )
+        end = entry.end
+    if end != num_bytes:
+        raise where.error(f"expected {end} bytes of arrays behind it, got {num_bytes}")

@@ -1,0 +1,191 @@
+"""A manifest is read whole or not at all, and what is wrong with it is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from persia._files.catalog import ids, load, new_id, publish
+from persia._files.manifest import Manifest
+from persia._files.part_writer import PartWriter
+from persia._files.parts import read_part, write_file
+from persia._files.storage import LocalStorage
+from persia.errors import CheckpointError
+from tests.files.support import block, rows_of, schema
+
+
+def written(storage: LocalStorage) -> Manifest:
+    """Write the files of a checkpoint; it is not published."""
+    identity = new_id(storage)
+    with PartWriter(storage, f"{identity}/server0") as writer:
+        writer.add("table0", block(range(100)))
+        writer.add("table1", block(range(100, 200), dim=3, words=3, dtype="bfloat16"))
+        parts = writer.finish()
+    dense = write_file(storage, f"{identity}/dense.pt", [b"dense"])
+    storage.sync(identity)
+    return Manifest(
+        id=identity,
+        kind="full",
+        step=7,
+        num_servers=1,
+        schema=schema(),
+        parts=parts,
+        files={"dense.pt": dense},
+        extras={"loaders": {"0": 7}, "big": 2**64 - 1, "rate": 0.1},
+    )
+
+
+def test_what_is_published_loads(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "a" / "b")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/a/b: no checkpoint is here"):
+        load(storage)
+    manifest = written(storage)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        load(storage)
+    publish(storage, manifest)
+    assert load(storage) == load(tmp_path / "a" / "b", manifest.id) == manifest
+    later = written(storage)
+    assert load(storage) == manifest
+    publish(storage, later)
+    assert load(storage) == later
+    assert ids(storage) == [manifest.id, later.id]
+    assert manifest.num_rows == 200
+    assert len(rows_of(read_part(storage, part) for part in later.parts)) == 200
+
+
+def test_it_is_published_with_all_of_its_files_only(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    manifest = written(storage)
+    path = tmp_path / manifest.parts[0].file.path
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=f"{path}: expected {len(whole)} bytes, got"):
+        publish(storage, manifest)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{path}: cannot read: No such file"):
+        publish(storage, manifest)
+    assert ids(storage) == []
+
+
+Change = Callable[[dict[str, Any]], object]
+
+# A field that the message has to name, and what to do to it.
+WRONG: list[tuple[str, Change]] = [
+    ("format", lambda m: m.update(format="other")),
+    ("version", lambda m: m.update(version=2)),
+    ("version", lambda m: m.update(version=True)),
+    ("step", lambda m: m.update(step=-1)),
+    ("step", lambda m: m.update(step=1.0)),
+    ("step", lambda m: m.update(step=1 << 63)),
+    ("kind", lambda m: m.update(kind="half")),
+    ("base", lambda m: m.update(base="00000001-00000000")),
+    ("base", lambda m: m.update(kind="delta")),
+    ("id", lambda m: m.update(id="../00000001-00000000")),
+    ("created", lambda m: m.update(created="yesterday")),
+    ("servers", lambda m: m.update(servers=0)),
+    ("extras", lambda m: m.update(extras=[])),
+    ("more", lambda m: m.update(more=1)),
+    ("parts", lambda m: m.pop("parts")),
+    ("parts", lambda m: m.update(parts={})),
+    ("parts[1]", lambda m: m["parts"].__setitem__(1, 3)),
+    ("parts[0].path", lambda m: m["parts"][0].update(path="../../passwd")),
+    ("parts[0].path", lambda m: m["parts"][0].update(path="/etc/passwd")),
+    ("parts[0].bytes", lambda m: m["parts"][0].update(bytes=-1)),
+    ("parts[0].xxh3_128", lambda m: m["parts"][0].update(xxh3_128="00")),
+    ("parts[0].rows", lambda m: m["parts"][0].update(rows="3")),
+    ("parts[0].buckets", lambda m: m["parts"][0].update(buckets=[5, 5])),
+    ("parts[0].buckets", lambda m: m["parts"][0].update(buckets=[0, 16385])),
+    ("parts[0].dtype", lambda m: m["parts"][0].update(dtype="float64")),
+    ("parts[0].table", lambda m: m["parts"][0].update(table="table9")),
+    ("parts[0].policy", lambda m: m["parts"][0].update(policy=1)),
+    ("parts[0].server", lambda m: m["parts"][0].update(server=1)),
+    ("parts[0]", lambda m: m["parts"][0].update(dim=8)),
+    ("parts[0].other", lambda m: m["parts"][0].update(other=8)),
+    ("files", lambda m: m["files"].update({"a/b": m["files"]["dense.pt"]})),
+    ("files.dense.pt.path", lambda m: m["files"]["dense.pt"].pop("path")),
+    ("deleted", lambda m: m.update(deleted=None)),
+    ("schema.prefix_bits", lambda m: m["schema"].update(prefix_bits=64)),
+    ("schema.policies", lambda m: m["schema"].update(policies=[])),
+    ("schema.policies[0]", lambda m: m["schema"].update(policies=[["fifo", None, 0]])),
+    ("schema.groups[0].table", lambda m: m["schema"]["groups"][0].update(table="other")),
+    ("schema.groups", lambda m: m["schema"]["groups"].append(m["schema"]["groups"][0])),
+    ("schema.groups", lambda m: m["schema"].update(prefix_bits=1)),
+    ("schema.features.user", lambda m: m["schema"]["features"].update(user="nobody")),
+    ("schema.tables.table0.dim", lambda m: m["schema"]["tables"]["table0"].update(dim=0)),
+    (
+        "schema.tables.table0.options.lr",
+        lambda m: m["schema"]["tables"]["table0"]["options"].update(lr="1"),
+    ),
+]
+
+
+def resealed(content: dict[str, Any]) -> bytes:
+    """Return a manifest of this content whose checksum is right."""
+    content.pop("xxh3_128", None)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    content["xxh3_128"] = xxhash.xxh3_128(text.encode()).hexdigest()
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return written(LocalStorage(tmp_path_factory.mktemp("catalog"))).encode()
+
+
+@pytest.mark.parametrize(("field", "change"), WRONG)
+def test_a_wrong_field_is_named(content: bytes, field: str, change: Change) -> None:
+    parsed = json.loads(content)
+    assert Manifest.decode(resealed(parsed), "m.json").step == 7
+    change(parsed)
+    with pytest.raises(CheckpointError, match=rf"^m.json: {re.escape(field)}: "):
+        Manifest.decode(resealed(parsed), "m.json")
+
+
+def test_w50_other_bytes_are_no_manifest(content: bytes) -> None:
+    middle = content.index(b'"step":7')
+    changed = content[:middle] + content[middle:].replace(b'"step":7', b'"step":8')
+    with pytest.raises(CheckpointError, match=r"^m.json: xxh3_128: expected .* damaged"):
+        Manifest.decode(changed, "m.json")
+    deep = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    for data in (
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff\xfe",
+        b"PK\x03\x04",
+        content[:-1],
+        content[: len(content) // 2],
+        content + b"}",
+        content.replace(b'"step":7', b'"step":NaN'),
+        content.replace(b'"step":7', b'"step":' + b"9" * 10_000),
+        content.replace(b'"step":7', b'"step":7,"step":8'),
+        deep,
+    ):
+        with pytest.raises(CheckpointError, match=r"^m\.json: "):
+            Manifest.decode(data, "m.json")
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    manifest = written(LocalStorage(tmp_path))
+    for extras in ({"x": float("nan")}, {"x": b""}, {"x": {1, 2}}):
+        with pytest.raises(CheckpointError, match=f"{manifest.id}: extras: not JSON"):
+            dataclasses.replace(manifest, extras=extras).encode()
+    with pytest.raises(CheckpointError, match="step: expected an integer"):
+        dataclasses.replace(manifest, step=-1).encode()
+
+
+def test_a_manifest_under_another_name_is_an_error(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    manifest = written(storage)
+    publish(storage, manifest)
+    other = "00000009-00000000"
+    (tmp_path / f"{manifest.id}.json").rename(tmp_path / f"{other}.json")
+    with pytest.raises(CheckpointError, match=f"{other}.json: id: expected {other}"):
+        load(storage)
