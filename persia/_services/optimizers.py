@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from persia._core.optim import RowOptimizer
 from persia._rpc.messages import OptimizerSettings
-from persia.config import EmbeddingSchema, nearest
+from persia.config import EmbeddingSchema, Table, nearest
 from persia.errors import ConfigError
 
 
@@ -88,19 +88,14 @@ class TableOptimizers:
             at_rate = self._at_rates[table] = optimizer.with_lr(lr)
         return at_rate
 
-    def check_replaces(self, old: TableOptimizers, num_rows: int) -> None:
-        """Check that rows of the old ones are rows of these: equal width is not enough.
+    def first_changed(self, old: TableOptimizers) -> Table | None:
+        """Return a table whose rows under the old ones are none of these, or None.
 
-        Raises:
-            ConfigError: If not.
+        Equal width is not enough: the words of two optimizers mean different things.
         """
         for table in self._schema.tables:
             before, after = old.of(table.number), self.of(table.number)
-            held, asked = before.state_words(table.dim), after.state_words(table.dim)
-            if held != asked or (held and before.name != after.name):
-                raise ConfigError(
-                    f"optimizer {after.name} keeps {asked} words of state beside {table.dim} "
-                    f"floats, but the {num_rows} rows held have {held} of {before.name}; "
-                    f"register {before.name} again with the options that shape its state, or "
-                    f"clear_embeddings() first"
-                )
+            words = before.state_words(table.dim)
+            if words != after.state_words(table.dim) or (words and before.name != after.name):
+                return table
+        return None

@@ -10,6 +10,7 @@ Any thread may call any method.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,12 +56,14 @@ _MEMORY_CHECK_INTERVAL = 64
 
 @dataclass(frozen=True, slots=True)
 class _Configured:
-    """What ``configure`` set, as one value, so that a request sees all of it or nothing."""
+    """What was set, as one value: a request sees all of it or nothing, and rows of a store
+    are rows of the optimizers beside it."""
 
     settings: HyperParameters
     store: EmbeddingStore
     initializers: tuple[Initializer, ...]  # by table
     policies: RowPolicies
+    optimizers: TableOptimizers | None
 
 
 class ParameterServer:
@@ -102,10 +105,9 @@ class ParameterServer:
         self._owners = owners(replica_size)
         self._fingerprint = schema_fingerprint(schema)
         self._ledger = UpdateLedger()
-        # Held while settings change; requests read the next two fields without it.
+        # Held while settings change; requests read the next field without it.
         self._settings_lock = threading.Lock()
         self._configured: _Configured | None = None
-        self._optimizers: TableOptimizers | None = None  # set once there is a store
         self._registered: OptimizerSettings | None = None
         self._counts_lock = threading.Lock()  # guards the counts
         self._counts = dict.fromkeys(
@@ -156,23 +158,27 @@ class ParameterServer:
             tables = self._schema.tables
             initializers = tuple(_initializer(table, settings) for table in tables)
             policies = RowPolicies.of(tables, self._settings, settings.admit_probability)
-            if old is None or old.settings.seed != settings.seed:
-                store = EmbeddingStore(
-                    self._settings.capacity,
-                    num_shards=self._settings.num_hashmap_internal_shards,
-                    seed=settings.seed,
-                    memory_limit=self._settings.memory_limit_bytes(),
-                    num_threads=self._num_threads,
-                    policies=policies.kinds,
-                    sketch_bytes=policies.sketch_bytes,
-                )
-            else:
-                store = old.store
+            optimizers = None
             if self._registered is not None:
-                self._optimizers = TableOptimizers(
+                optimizers = TableOptimizers(
                     self._schema, self._registered, settings.weight_bound
                 )
-            self._configured = _Configured(settings, store, initializers, policies)
+            if old is None or old.settings.seed != settings.seed:
+                store = self._new_store(settings.seed, policies)
+            else:
+                store = old.store
+            self._configured = _Configured(settings, store, initializers, policies, optimizers)
+
+    def _new_store(self, seed: int, policies: RowPolicies) -> EmbeddingStore:
+        return EmbeddingStore(
+            self._settings.capacity,
+            num_shards=self._settings.num_hashmap_internal_shards,
+            seed=seed,
+            memory_limit=self._settings.memory_limit_bytes(),
+            num_threads=self._num_threads,
+            policies=policies.kinds,
+            sketch_bytes=policies.sketch_bytes,
+        )
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         """Take the optimizer; the same one again changes nothing, nor does it touch a row.
@@ -187,22 +193,39 @@ class ParameterServer:
         with self._settings_lock:
             if self._registered == settings:
                 return
-            configured, old = self._configured, self._optimizers
+            configured = self._configured
             # Without a weight bound, which is still to come, this only refuses bad options.
             bound = 0.0 if configured is None else configured.settings.weight_bound
             new = TableOptimizers(self._schema, settings, bound)
             if configured is not None:
-                if old is not None and len(configured.store):
-                    new.check_replaces(old, len(configured.store))
-                self._optimizers = new
+                self._configured = self._with_optimizers(configured, new)
             self._registered = settings
+
+    def _with_optimizers(self, configured: _Configured, new: TableOptimizers) -> _Configured:
+        old, store = configured.optimizers, configured.store
+        changed = None if old is None else new.first_changed(old)
+        if old is not None and changed is not None:
+            if len(store):
+                number, dim = changed.number, changed.dim
+                before, after = old.of(number), new.of(number)
+                raise ConfigError(
+                    f"optimizer {after.name} keeps {after.state_words(dim)} words of state "
+                    f"beside {dim} floats, but the {len(store)} rows held have "
+                    f"{before.state_words(dim)} of {before.name}; register {before.name} "
+                    f"again with the options that shape its state, or clear_embeddings() first"
+                )
+            # A lookup under way may still insert rows with the old state: into the old store.
+            store = self._new_store(configured.settings.seed, configured.policies)
+        return dataclasses.replace(configured, store=store, optimizers=new)
 
     def ready_for_serving(self) -> bool:
         """Whether training lookups and updates can be answered."""
-        return self._optimizers is not None
+        configured = self._configured
+        return configured is not None and configured.optimizers is not None
 
     def _for_training(self, what: str) -> tuple[_Configured, TableOptimizers]:
-        configured, optimizers = self._configured, self._optimizers
+        configured = self._configured
+        optimizers = None if configured is None else configured.optimizers
         if configured is None or optimizers is None:
             expected = "configure" if configured is None else "register_optimizer"
             raise NotConfigured(

@@ -180,6 +180,38 @@ def test_another_optimizer_is_refused_while_rows_are_held(
     update(server, 0, ones(1), 1)
 
 
+def test_a_lookup_under_way_leaves_no_row_of_the_optimizer_before() -> None:
+    class Pausing:
+        """A clock that is read between a lookup's settings and its rows."""
+
+        def __init__(self) -> None:
+            self.is_armed = False
+            self.was_read, self.may_go_on = threading.Event(), threading.Event()
+
+        def __call__(self) -> float:
+            if self.is_armed:
+                self.was_read.set()
+                assert self.may_go_on.wait(10)
+            return 0.0
+
+    clock = Pausing()
+    server = ParameterServer(SCHEMA, ParameterServerConfig(), clock=clock)
+    server.configure(settings())
+    server.register_optimizer(ADAGRAD)
+    clock.is_armed = True
+    lookup = threading.Thread(target=look, args=(server, 1))
+    lookup.start()
+    assert clock.was_read.wait(10)
+    clock.is_armed = False
+    # The same width, with another meaning.
+    server.register_optimizer(OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9}))
+    clock.may_go_on.set()
+    lookup.join(10)
+    assert server.get_embedding_size() == 0
+    look(server, 1)
+    assert entries(server, 1).states.tolist() == [[0, 0, 0, 0]]
+
+
 def test_another_seed_is_refused_while_rows_are_held() -> None:
     (server,) = make_servers()
     server.configure(settings(seed=8))
