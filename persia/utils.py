@@ -203,3 +203,13 @@ def _cgroup_limits(root: Path) -> list[int]:
             if text.isdecimal():
                 limits.append(int(text))
     return limits
+
+
+def yaml_number(value: object) -> str:
+    """Return a hint for messages: YAML 1.1 takes a number such as 1e-3 for a text."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        mantissa, exponent = value.lower().split("e")
+        mantissa += "" if "." in mantissa else ".0"
+        exponent = exponent if exponent[0] in "+-" else f"+{exponent}"
+        return f"; write {mantissa}e{exponent}"
+    return ""

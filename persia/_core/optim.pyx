@@ -26,6 +26,7 @@ import math
 import numpy as np
 
 from persia.errors import ConfigError, DataError
+from persia.utils import yaml_number
 
 from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc
@@ -107,7 +108,8 @@ def nearest(name, known):
 def number(owner, option, value):
     """``value`` as a finite float that f32 can hold, or a ConfigError naming ``option``."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ConfigError(f"{owner}: {option} must be a number, got {value!r}")
+        hint = yaml_number(value)
+        raise ConfigError(f"{owner}: {option} must be a number, got {value!r}{hint}")
     try:
         result = float(value)
     except OverflowError:

@@ -56,8 +56,10 @@ _MEMORY_CHECK_INTERVAL = 64
 
 @dataclass(frozen=True, slots=True)
 class _Configured:
-    """What was set, as one value: a request sees all of it or nothing, and rows of a store
-    are rows of the optimizers beside it."""
+    """What was set, as one value, so that a request sees all of it or nothing.
+
+    Every row of the store is one of the optimizers beside it.
+    """
 
     settings: HyperParameters
     store: EmbeddingStore

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from persia.errors import ConfigError
-from persia.utils import load_yaml
+from persia.utils import load_yaml, yaml_number
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ def convert(hint: Any, value: object, where: Where) -> Any:
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise where.error(f"expected {_TYPES[hint]}, got {_kind(value)}")
+        raise where.error(f"expected {_TYPES[hint]}, got {_kind(value)}{yaml_number(value)}")
     return value
 
 

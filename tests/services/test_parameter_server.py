@@ -209,7 +209,7 @@ def test_a_lookup_under_way_leaves_no_row_of_the_optimizer_before() -> None:
     lookup.join(10)
     assert server.get_embedding_size() == 0
     look(server, 1)
-    assert entries(server, 1).states.tolist() == [[0, 0, 0, 0]]
+    assert np.asarray(entries(server, 1).states).tolist() == [[0, 0, 0, 0]]
 
 
 def test_another_seed_is_refused_while_rows_are_held() -> None:
