@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from persia._replica import own_number
 from persia.errors import ConfigError
 
 Mode = Literal["embedded", "services"]
@@ -130,14 +131,28 @@ def _path(name: str) -> Path | None:
     return None if text is None else Path(text)
 
 
+def replica() -> tuple[int, int]:
+    """Return the number of this replica, and how many there are, as the environment says.
+
+    ``REPLICA_INDEX=auto`` is the number that Compose, a StatefulSet or a JobSet gave to the
+    container. Whether the number fits is for the caller to check.
+
+    Raises:
+        ConfigError: If a variable is no integer, or ``auto`` finds no number.
+    """
+    size = _integer("REPLICA_SIZE")
+    if (_text("REPLICA_INDEX") or "").strip().lower() == "auto":
+        index: int | None = own_number()
+    else:
+        index = _integer("REPLICA_INDEX")
+    return 0 if index is None else index, 1 if size is None else size
+
+
 def _read_place() -> _Place:
     rank = _integer("RANK")
     if rank is None:
-        index, size = _integer("REPLICA_INDEX"), _integer("REPLICA_SIZE")
-        return _Place(
-            replica_size=1 if size is None else size,
-            replica_index=0 if index is None else index,
-        )
+        index, size = replica()
+        return _Place(replica_size=size, replica_index=index)
     local_rank, world_size = _integer("LOCAL_RANK"), _integer("WORLD_SIZE")
     missing = [
         name
@@ -388,6 +403,15 @@ def log_level() -> int:
     not ours alone.
     """
     return _LOG_LEVELS.get((_text("LOG_LEVEL") or "info").strip().lower(), logging.INFO)
+
+
+def is_supervised() -> bool:
+    """Whether something starts anew what fails.
+
+    Servers and data-loaders then exit with 0 once the job has ended, whatever its status: with
+    another they would be started again, and wait for a job that is over.
+    """
+    return _flag("PERSIA_SUPERVISED")
 
 
 def listen_host() -> str:

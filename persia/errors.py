@@ -11,6 +11,7 @@
         ServiceUnavailable(ConnectionError)
         ServiceTimeout(TimeoutError)   who was waited for, and how long
         ServiceBusy                    a bounded buffer is full; safe to retry
+          WrongReplica                 another one has its address now; safe to retry
         UnknownRef(LookupError)        the ref was acknowledged, released or has expired
         UnknownStream(LookupError)     the data-loader has no such stream there; open it again
         JobFinished                    the job has ended, with the status in the message
@@ -88,6 +89,10 @@ class ServiceTimeout(ServiceError, TimeoutError):
 
 class ServiceBusy(ServiceError):
     """A bounded buffer is full; the call changed nothing and may be repeated."""
+
+
+class WrongReplica(ServiceBusy):
+    """Another replica than the one meant is at the address; the call changed nothing."""
 
 
 class UnknownRef(ServiceError, LookupError):

@@ -48,6 +48,26 @@ def cli() -> None:
     """Start one process of a training job."""
 
 
+def _run_replica(
+    role: str, index: int | None, size: int | None, run: Callable[[int, int], int]
+) -> NoReturn:
+    """As ``_run``; what is not given of a replica is what the environment says."""
+    if index is None or size is None:
+        try:
+            known = env.replica()
+        except ConfigError as error:
+            refusal = error
+
+            def refuse() -> int:
+                raise refusal
+
+            _run(role, refuse)
+        index = known[0] if index is None else index
+        size = known[1] if size is None else size
+    number, count = index, size
+    _run(f"{role} {number}", lambda: run(number, count))
+
+
 def _run(who: str, run: Callable[[], int]) -> NoReturn:
     """Exit with what ``run`` returns; an error made on purpose is one line."""
     set_up_logging(who)
@@ -77,13 +97,11 @@ def _script(words: Sequence[str], entry: Path | None, variable: str) -> Script:
 
 
 def _replica_options(command: Command) -> Command:
-    for name, default, text in (
-        ("--replica-size", 1, "Number of processes of this role."),
-        ("--replica-index", 0, "Number of this process among them, from 0."),
+    for name, text in (
+        ("--replica-size", "Number of processes of this role; REPLICA_SIZE, or 1."),
+        ("--replica-index", "Number of this process, from 0; REPLICA_INDEX, or 0."),
     ):
-        command = click.option(name, type=int, default=default, show_default=True, help=text)(
-            command
-        )
+        command = click.option(name, type=int, default=None, help=text)(command)
     return command
 
 
@@ -144,36 +162,50 @@ def nn_worker(
 @cli.command("data-loader", context_settings=_FOR_SCRIPT)
 @_replica_options
 @click.argument("filepath", nargs=-1, type=click.UNPROCESSED)
-def data_loader(replica_index: int, replica_size: int, filepath: tuple[str, ...]) -> None:
+def data_loader(
+    replica_index: int | None, replica_size: int | None, filepath: tuple[str, ...]
+) -> None:
     """Run a data-loader's script, and stay until the job has ended.
 
     FILEPATH is the script and its arguments; PERSIA_DATALOADER_ENTRY if not given.
     """
 
-    def run() -> int:
+    def run(index: int, size: int) -> int:
         script = _script(filepath, env.data_loader_entry(), "PERSIA_DATALOADER_ENTRY")
-        return run_data_loader(script, replica_index=replica_index, replica_size=replica_size)
+        return run_data_loader(script, replica_index=index, replica_size=size)
 
-    _run(f"data-loader {replica_index}", run)
+    _run_replica("data-loader", replica_index, replica_size, run)
 
 
 @cli.command("embedding-worker")
 @_server_options(8887)
-def embedding_worker(**options: Any) -> None:
+def embedding_worker(
+    replica_index: int | None, replica_size: int | None, **options: Any
+) -> None:
     """Serve an embedding-worker until the job has ended."""
-    _run(
-        f"embedding-worker {options['replica_index']}",
-        lambda: run_embedding_worker(Options(**options)),
+    _run_replica(
+        "embedding-worker",
+        replica_index,
+        replica_size,
+        lambda index, size: run_embedding_worker(
+            Options(replica_index=index, replica_size=size, **options)
+        ),
     )
 
 
 @cli.command("embedding-parameter-server")
 @_server_options(8888)
-def embedding_parameter_server(**options: Any) -> None:
+def embedding_parameter_server(
+    replica_index: int | None, replica_size: int | None, **options: Any
+) -> None:
     """Serve an embedding-parameter-server until the job has ended."""
-    _run(
-        f"embedding-parameter-server {options['replica_index']}",
-        lambda: run_parameter_server(Options(**options)),
+    _run_replica(
+        "embedding-parameter-server",
+        replica_index,
+        replica_size,
+        lambda index, size: run_parameter_server(
+            Options(replica_index=index, replica_size=size, **options)
+        ),
     )
 
 

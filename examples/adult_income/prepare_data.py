@@ -1,15 +1,18 @@
 """Fetch UCI Adult (Census Income) and turn it into arrays.
 
     python examples/adult_income/prepare_data.py
+    python examples/adult_income/prepare_data.py --into DIRECTORY
 
 Downloads adult.data and adult.test once and checks them against the checksums that UCI's files
-have. With PERSIA_DATA_DIR set, reads $PERSIA_DATA_DIR/adult/*.gz instead and fetches nothing.
+have. With PERSIA_DATA_DIR set, reads $PERSIA_DATA_DIR/adult/*.gz instead and fetches nothing;
+--into fills such a directory.
 
 Becker, B. & Kohavi, R. (1996), Adult, UCI Machine Learning Repository, CC BY 4.0.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gzip
 import hashlib
@@ -86,6 +89,16 @@ def load() -> tuple[Income, Income]:
     return encode(_parse(texts["adult.data"]), _parse(texts["adult.test"]))
 
 
+def fill(directory: Path) -> None:
+    """Put the files where PERSIA_DATA_DIR finds them; what is there is only checked."""
+    for name in CHECKSUMS:
+        path = directory / "adult" / f"{name}.gz"
+        if path.exists():
+            _unpack(path)
+        else:
+            _write(path, gzip.compress(_download(name), mtime=0))
+
+
 def encode(train: list[list[str]], test: list[list[str]]) -> tuple[Income, Income]:
     """Number the categories of each column: those of the training file in sorted order.
 
@@ -135,6 +148,12 @@ def _fetch(name: str) -> bytes:
     path = DATA_DIR / name
     if path.exists():
         return _checked(path.read_bytes(), name, str(path))
+    content = _download(name)
+    _write(path, content)
+    return content
+
+
+def _download(name: str) -> bytes:
     url = f"{SOURCE}/{name}"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
@@ -144,9 +163,7 @@ def _fetch(name: str) -> bytes:
             f"cannot fetch {url}: {exc}. Without a network, put {name}.gz into a directory "
             "`adult` and name its parent in PERSIA_DATA_DIR"
         ) from exc
-    _checked(content, name, url)
-    _write(path, content)
-    return content
+    return _checked(content, name, url)
 
 
 def _checked(content: bytes, name: str, where: str) -> bytes:
@@ -172,7 +189,14 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--into", type=Path, help="a directory for PERSIA_DATA_DIR to name")
+    into = parser.parse_args(argv).into
+    if into is not None:
+        fill(into)
+        print(f"{', '.join(CHECKSUMS)}: in {into / 'adult'}")
+        return
     for name, income in zip(("train", "test"), load(), strict=True):
         print(f"{name}: {len(income):,} rows, {income.target.mean():.2%} above 50K")
 

@@ -25,13 +25,20 @@ from persia._launch.children import RUN, Child, signal_name
 from persia._launch.notes import End
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.events import Event, Events, watched_process
-from persia._services.job_end import GRACE_S, POLL_S, JobWatch, tell_end
+from persia._services.job_end import (
+    GRACE_S,
+    POLL_S,
+    JobWatch,
+    status_after_job,
+    tell_end,
+)
 from persia.errors import ConfigError, PersiaError
 
 logger = logging.getLogger(__name__)
 
-# Seconds that servers get to hear that the job has ended: by itself, after a signal.
-_TELL_S, _TELL_SOON_S = 3.0, 0.5
+# Seconds that servers get to hear that the job has ended: by itself, after a signal, and where
+# one that has failed is being started again.
+_TELL_S, _TELL_SOON_S, _TELL_SUPERVISED_S = 3.0, 0.5, 20.0
 # Seconds in which every data-loader has asked whether the job goes on.
 _HEAR_S = 2 * POLL_S
 # Seconds after the end of the job in which a data-loader's script may end by itself.
@@ -116,7 +123,8 @@ def run_nn_worker(
             end = End(128 + received)
         logger.info("%s ended with status %d", script.path, end.status)
         if node_rank == 0:
-            _tell(end.status, _TELL_SOON_S if received else _TELL_S)
+            patience_s = _TELL_SUPERVISED_S if env.is_supervised() else _TELL_S
+            _tell(end.status, _TELL_SOON_S if received else patience_s)
         if end.status and not received:
             # Until data-loaders have heard of the end, and say nothing more.
             with suppress(queue.Empty):
@@ -179,6 +187,16 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
     return end.status
 
 
+def _heard(events: Events) -> int | None:
+    """Return the job's status if its end was why a script failed: the news may come later."""
+    with suppress(queue.Empty):
+        event = events.get(timeout=_HEAR_S)
+        if event.kind == "job" and event.error is None:
+            return event.number
+        events.put(event)
+    return None
+
+
 def _until_job_ends(script: Script, child: Child, events: Events) -> End:
     has_ended = False  # the script, well
     status: int | None = None  # of the job
@@ -188,7 +206,7 @@ def _until_job_ends(script: Script, child: Child, events: Events) -> End:
         if has_ended and status is not None:
             with suppress(queue.Empty):
                 events.get(timeout=GRACE_S)
-            return End(status)
+            return End(status_after_job(status))
         if has_ended and lost is not None:
             # Not before: a script that runs waits for the same servers, and says more.
             raise lost
@@ -199,15 +217,19 @@ def _until_job_ends(script: Script, child: Child, events: Events) -> End:
         except queue.Empty:
             logger.log(level, "%s goes on after the end of the job: stopped", script.path)
             child.stop(signal.SIGTERM)
-            return End(status or 0)
+            return End(status_after_job(status or 0))
         if event.kind == "failure" and event.error is not None:
             raise event.error
         if event.kind == "signal":
             logger.log(level, "stops after %s", signal_name(event.number))
             child.stop(event.number)
-            return End(128 + event.number if status is None else status)
+            return End(128 + event.number if status is None else status_after_job(status))
         if event.kind == "ended":
             end = child.end()
+            if end.status and env.is_supervised():
+                status = _heard(events) if status is None else status
+                if status is not None:
+                    return End(status_after_job(status))
             if end.status and not status:
                 logger.info("%s ended with status %d", script.path, end.status)
                 return end

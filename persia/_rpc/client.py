@@ -9,6 +9,7 @@ that of the call on whose behalf it is made. Within it:
     no answer for 10 s         sent again if the method may be repeated; with the same id, so
                                that a server that still works on it does not begin anew
     ServiceBusy                tried again, a little later each time
+    another replica answers    tried again in the same way, until ``move`` leads elsewhere
     the deadline passes        ServiceUnavailable if it never left, else ServiceTimeout
 
 One channel carries any number of calls at a time; each waits in its own thread.
@@ -40,7 +41,7 @@ from persia._rpc.frame import (
     decode,
     encode,
 )
-from persia._rpc.methods import Hello, Method, Role
+from persia._rpc.methods import HELLO, Hello, Method, Role
 from persia._rpc.transport import Outgoing, Parts, Transport
 from persia.errors import (
     ConfigError,
@@ -51,6 +52,7 @@ from persia.errors import (
     ServiceError,
     ServiceTimeout,
     ServiceUnavailable,
+    WrongReplica,
 )
 
 logger = logging.getLogger(__name__)
@@ -126,7 +128,7 @@ class Client:
         transport: How to get there.
         address: Where it listens.
         role: What it can be asked.
-        replica: Its number, for messages.
+        replica: Its number, if known; else that of whoever answers ``hello``.
         timeout_s: Seconds of a call; ``PERSIA_RPC_TIMEOUT`` if not given.
         attempt_s: Seconds of one attempt.
         on_restart: Called when another process than before answers at the address, by one
@@ -233,6 +235,11 @@ class Client:
             ServiceTimeout: If who is there does not answer in time.
         """
         hello: Hello = self.call("hello", timeout_s=timeout_s)
+        self._replica = hello.replica_index
+        return hello
+
+    def _check(self, hello: Hello) -> None:
+        """Refuse who is not the server that this client is for."""
         if hello.role != self._role.name:
             raise ConfigError(f"{self.address}: expected {self._role.name}, found {hello.role}")
         if self._replica is not None and hello.replica_index != self._replica:
@@ -240,8 +247,6 @@ class Client:
                 f"{self.address}: expected {hello.role} {self._replica}, found "
                 f"{hello.replica_index} of {hello.replica_size}"
             )
-        self._replica = hello.replica_index
-        return hello
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a method and return its result.
@@ -277,12 +282,19 @@ class Client:
         self._count("calls")
         while True:
             before = self._settled
-            call = Call(0, method, 0, body, arrays)
+            replica = None if known_method is HELLO else self._replica
+            call = Call(0, method, 0, body, arrays, replica)
             answer = self._exchange(call, deadline, timeout_s, is_repeatable)
-            self._settle(answer.incarnation)
+            # Who is not the server that is meant is none that was started anew.
             if isinstance(answer, Reply):
-                return self._result(known_method, answer)
+                result = self._result(known_method, answer)
+                if isinstance(result, Hello):
+                    self._check(result)
+                self._settle(answer.incarnation)
+                return result
             error = failures.from_body(answer.body, self.place(method))
+            if not isinstance(error, WrongReplica):
+                self._settle(answer.incarnation)
             left = deadline - time.monotonic()
             if isinstance(error, ServiceBusy) and pause_s < left:
                 self._count("busy")
@@ -350,7 +362,9 @@ class Client:
             # caller does here is not begun, and an error about a deadline still arrives.
             way_s = min(_WAY_S, left / 20.0)
             timeout_ms = min(max(1, int((left - way_s) * 1000.0)), _MAX_TIMEOUT_MS)
-            message = Call(call_id, call.method, timeout_ms, call.body, call.arrays)
+            message = Call(
+                call_id, call.method, timeout_ms, call.body, call.arrays, call.replica
+            )
             outgoing = Outgoing(encode(message, self._limits))
             pending.begin(outgoing)
             if num_sent:

@@ -6,6 +6,8 @@
                 id  u64, the caller's number of the call; 0 in an error about unreadable bytes
                 m   method                                                  (call)
                 t   milliseconds the caller will still wait, u32            (call)
+                r   replica number of the server that is meant; left out by who does not
+                    know it yet                                             (call)
                 i   u64, drawn anew by each server process                  (reply, error)
                 a   [[dtype, shape], ...], one for each part that follows
                 b   the scalars; an array stands there as its number in ``a``
@@ -69,13 +71,18 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request. ``timeout_ms`` is what the caller will still wait."""
+    """A request. ``timeout_ms`` is what the caller will still wait.
+
+    ``replica`` is the number of the server that is meant: at an address there may be another
+    one than before. None is whoever is there.
+    """
 
     call_id: int
     method: str
     timeout_ms: int
     body: Any
     arrays: tuple[Array, ...] = ()
+    replica: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +170,8 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
 def _header_of(message: Message) -> dict[str, Any]:
     if isinstance(message, Call):
         timeout_ms = min(max(message.timeout_ms, 0), _U32 - 1)
-        return {"k": "call", "id": message.call_id, "m": message.method, "t": timeout_ms}
+        header = {"k": "call", "id": message.call_id, "m": message.method, "t": timeout_ms}
+        return header if message.replica is None else header | {"r": message.replica}
     kind = "reply" if isinstance(message, Reply) else "error"
     return {"k": kind, "id": message.call_id, "i": message.incarnation}
 
@@ -220,6 +228,8 @@ _KEYS = {
     "reply": {"id", "i", "a", "b"},
     "error": {"id", "i", "a", "b"},
 }
+# Those that may be left out.
+_OPTIONAL = {"call": {"r"}, "reply": set[str](), "error": set[str]()}
 
 
 def _refuse_extension(code: int, data: bytes) -> Any:
@@ -239,7 +249,7 @@ def _read_header(raw: Part) -> dict[str, Any]:
             "header",
             f"expected a header with k one of {', '.join(_KEYS)}, got {header!r:.80}",
         )
-    if not isinstance(header, dict) or header.keys() != _KEYS[kind] | {"k"}:
+    if not isinstance(header, dict) or header.keys() - _OPTIONAL[kind] != _KEYS[kind] | {"k"}:
         # The id is worth an answer if there is one.
         number = header.get("id")
         is_number = type(number) is int and 0 <= number < _U64
@@ -270,7 +280,8 @@ def _message(header: dict[str, Any], call_id: int, arrays: tuple[Array, ...]) ->
         if call_id == 0:
             raise UnreadableFrame("header", f"{method}: a call's id begins at 1, got 0")
         timeout_ms = _integer(header, "t", _U32)
-        return Call(call_id, method, timeout_ms, header["b"], arrays)
+        replica = _integer(header, "r", _U32) if "r" in header else None
+        return Call(call_id, method, timeout_ms, header["b"], arrays, replica)
     make = Reply if header["k"] == "reply" else Failure
     return make(call_id, _integer(header, "i", _U64), header["b"], arrays)
 

@@ -39,7 +39,7 @@ from persia._rpc.frame import (
 from persia._rpc.job import JobState
 from persia._rpc.methods import COMMON, HELLO, Hello, Method, Role
 from persia._rpc.transport import Listener, Parts, Transport
-from persia.errors import PersiaError, ProtocolError, ServiceBusy
+from persia.errors import PersiaError, ProtocolError, ServiceBusy, WrongReplica
 from persia.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -229,6 +229,13 @@ class Server:
         except UnreadableFrame as error:
             self._count_bad(f"bad.{error.reason}", f"a bad message: {error}")
             self._fail(peer, error.call_id, error)
+            return
+        if message.replica not in (None, self._hello.replica_index):
+            # It has got the address of the one that is meant, and touches nothing.
+            self._count_bad("bad.replica", f"a call for replica {message.replica}")
+            here = f"{self._role.name} {self._hello.replica_index}"
+            told = f"the call is for replica {message.replica}, at its address is {here} now"
+            self._fail(peer, message.call_id, WrongReplica(told, method=message.method))
             return
         if message.method in COMMON:
             # Here, so that it is answered however busy the workers are.

@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from persia import env
 from persia._rpc.client import Client
-from persia._rpc.methods import Role, embedding_worker, parameter_server
+from persia._rpc.methods import Hello, Role, embedding_worker, parameter_server
 from persia._rpc.transport import Transport
 from persia._services.addresses import current_addresses
-from persia.errors import PersiaError, ServiceError, ServiceUnavailable
+from persia.errors import ConfigError, PersiaError, ServiceError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -40,30 +40,57 @@ def tell_end(transport: Transport, status: int, timeout_s: float) -> list[str]:
         timeout_s: Seconds that servers get to be there and to answer.
 
     Returns:
-        The addresses where nobody answered.
+        The addresses where nobody answered; where all did, the servers of their sets that
+        no address leads to.
     """
     deadline = time.monotonic() + timeout_s
+    roles = parameter_server(), embedding_worker()
+    told: dict[str, dict[str, Hello]] = {role.name: {} for role in roles}
+
+    def left() -> float:
+        # Of one attempt: a server that comes back may have another host.
+        return min(_ATTEMPT_S, max(0.01, deadline - time.monotonic()))
 
     def tell(place: tuple[Role, str]) -> str:
         role, address = place
         client = Client(transport, address, role)
         try:
-            left = max(0.01, deadline - time.monotonic())
-            client.call("finish_job", status, timeout_s=left)
-        except ServiceError as error:
+            hello = client.hello(left())
+            client.call("finish_job", status, timeout_s=left())
+            told[role.name][address] = hello
+        except (ServiceError, ConfigError) as error:
             logger.debug("%s", error)
             return address
         finally:
             client.close()
         return ""
 
-    places = [
-        (role, address)
-        for role in (parameter_server(), embedding_worker())
-        for address in current_addresses(role, timeout_s)
-    ]
-    with ThreadPoolExecutor(max(1, len(places)), "persia-tell") as pool:
-        return [address for address in pool.map(tell, places) if address]
+    while True:
+        places = [
+            (role, address)
+            for role in roles
+            for address in current_addresses(role, left())
+            if address not in told[role.name]
+        ]
+        with ThreadPoolExecutor(max(1, len(places)), "persia-tell") as pool:
+            silent = [address for address in pool.map(tell, places) if address]
+        missing = [who for role in roles for who in _untold(role, told[role.name].values())]
+        if not (missing or silent) or time.monotonic() >= deadline:
+            # A name does not lead to a server that is just being started again.
+            return silent or missing
+        time.sleep(POLL_S)
+
+
+def _untold(role: Role, told: Iterable[Hello]) -> list[str]:
+    """Return who is missing of a role, as far as those who answered know."""
+    numbers = {hello.replica_index: hello.replica_size for hello in told}
+    size = max(numbers.values(), default=0)
+    return [f"{role.name} {number}" for number in range(size) if number not in numbers]
+
+
+def status_after_job(status: int) -> int:
+    """Return with which status a server or data-loader exits once the job has ended."""
+    return 0 if env.is_supervised() else status
 
 
 class JobWatch:

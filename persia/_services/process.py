@@ -7,7 +7,8 @@
     serve          until the job ends, a signal comes, or a thread fails
     stop           what is here is finished and the rest counted
 
-The exit status is the job's, or 128 + n after signal n, or 1.
+The exit status is the job's, or 0 in its place where something starts anew what fails; 128 + n
+after signal n; or 1.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.addresses import connect_parameter_servers, listening_address
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.events import Event, Events, watched_process
-from persia._services.job_end import GRACE_S, POLL_S
+from persia._services.job_end import GRACE_S, POLL_S, status_after_job
 from persia._services.parameter_server import ParameterServer
 from persia._services.plan import schema_fingerprint
 from persia.config import EmbeddingSchema, GlobalConfig
@@ -258,7 +259,8 @@ class _Serving:
             raise event.error
         if event.kind == "signal":
             logger.log(self.level, "stops after %s", signal.Signals(event.number).name)
-            return 128 + event.number if self._job.status is None else self._job.status
+            status = self._job.status
+            return 128 + event.number if status is None else status_after_job(status)
         deadline = time.monotonic() + _TELL_S
         while not (self._job.wait_until_told(POLL_S) or self.has_ended()):
             if time.monotonic() > deadline:
@@ -266,7 +268,7 @@ class _Serving:
                 break
         with suppress(queue.Empty):
             self._events.get(timeout=GRACE_S)
-        return event.number
+        return status_after_job(event.number)
 
     def stop(self) -> None:
         """Finish what is here; what is not finished in time is counted."""

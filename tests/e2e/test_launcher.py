@@ -101,6 +101,33 @@ def test_options_of_servers(ran: list[object], monkeypatch: Monkey, role: str) -
     ]
 
 
+def test_replicas_numbered_by_the_environment(
+    ran: list[object], tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setenv("REPLICA_INDEX", "2")
+    monkeypatch.setenv("REPLICA_SIZE", "3")
+    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", "a")
+    script = tmp_path / "entry.py"
+    script.touch()
+    assert invoke("embedding-worker") == (5, "")
+    assert invoke("embedding-parameter-server", "--replica-index", "1") == (5, "")
+    assert invoke("data-loader", str(script)) == (5, "")
+    assert ran == [
+        (Options(Path("a"), None, 2, 3),),
+        (Options(Path("a"), None, 1, 3),),
+        (scripts.Script(script), 2, 3),
+    ]
+
+
+def test_a_replica_without_a_number_is_refused_by_name(
+    ran: list[object], monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("REPLICA_INDEX", "first")
+    assert invoke("embedding-worker")[0] == 2
+    assert "REPLICA_INDEX must be an integer, got 'first'" in caplog.text
+    assert not ran
+
+
 def test_mistakes_are_one_line_and_status_2(job: Job) -> None:
     del job.environment["PERSIA_EMBEDDING_CONFIG"]
     bad = job.script("bad.yml", "slots_config: {feature: {dime: 4}}\n")

@@ -19,7 +19,7 @@ from tests.meta.sources import (
 )
 
 ROWS = [
-    {"errors", "env", "logger", "utils", "version"},
+    {"errors", "env", "_replica", "logger", "utils", "version"},
     {"config", "_core", "_files"},
     {"_rpc"},
     {"_services"},

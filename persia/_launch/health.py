@@ -1,0 +1,70 @@
+"""Whether the server in this container does its work: for healthchecks and probes.
+
+    python -m persia._launch.health embedding-worker
+
+Exits with 0 if it does, else with 1 and a line that says why not.
+
+Being asked means more than being there: a server that has stopped serving still listens. Its
+own counts come from the same threads as everything else, and an embedding-worker that has not
+found its parameter servers refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack, closing
+
+from persia import env
+from persia._rpc.client import Client
+from persia._rpc.methods import embedding_worker, nn_worker, parameter_server
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._services.addresses import listening_address
+from persia._services.names import TCP, split
+from persia.errors import PersiaError
+
+# What a server listens at when it listens everywhere, and where that is from here.
+_HERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "*": "127.0.0.1"}
+
+ROLES = {role().name: role for role in (parameter_server, embedding_worker, nn_worker)}
+
+
+def check(role: str, timeout_s: float, port: int | None = None) -> None:
+    """Ask the server of this container, of which the environment says where it listens.
+
+    An nn-worker is asked who it is, at the address of its first rank here.
+
+    Raises:
+        ConfigError: If another role answers, or the environment cannot be read.
+        ServiceError: If it does not answer in time, or refuses.
+    """
+    wanted = ROLES[role]()
+    index = 0 if role == nn_worker().name else env.replica()[0]
+    address = listening_address(role, index, port=port)
+    if address.startswith(TCP):
+        host, listens_at = split(address)
+        address = f"{TCP}{_HERE.get(host, host)}:{listens_at}"
+    with ExitStack() as stack:
+        transport = stack.enter_context(closing(ZmqTransport()))
+        client = Client(transport, address, wanted, timeout_s=timeout_s)
+        stack.callback(client.close)
+        client.hello()
+        if "stats" in wanted.methods:
+            client.call("stats")
+
+
+def main() -> None:
+    """Check what the command line names."""
+    parser = argparse.ArgumentParser(description="Ask the server of this container.")
+    parser.add_argument("role", choices=sorted(ROLES))
+    parser.add_argument("--port", type=int, help="the server's own --port, if it has one")
+    parser.add_argument("--timeout", type=float, default=8.0, help="seconds (8)")
+    options = parser.parse_args()
+    try:
+        check(options.role, options.timeout, options.port)
+    except PersiaError as error:
+        sys.exit(f"{options.role}: {error}")
+
+
+if __name__ == "__main__":
+    main()
