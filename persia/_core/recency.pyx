@@ -341,8 +341,9 @@ cdef int recency_touch(
         to.num_live += 1
         return 0
     before = segment_at(recency, old >> OFFSET_BITS).order
-    recency.orders[before].num_live -= 1
-    to.num_live += 1
+    if before != order:
+        recency.orders[before].num_live -= 1
+        to.num_live += 1
     bury(recency, slabs, old)
     return 0
 

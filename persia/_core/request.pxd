@@ -33,9 +33,8 @@ ctypedef void (*serve_t)(
 cdef class Batch:
     cdef uint32_t num_signs
     cdef uint32_t capacity
-    cdef uint64_t *hashes       # in shard order
-    cdef uint32_t *order        # place in the request
-    cdef row_t *rows            # what the probe found
+    cdef sign_t *sorted         # the signs in shard order
+    cdef uint32_t *order        # their places in the request
     cdef uint32_t *starts       # first place of each shard; num_shards + 1
     cdef Shard *shards
     cdef serve_t serve_shard
@@ -67,5 +66,5 @@ cdef class Batch:
     cdef object held            # what the pointers point into
 
     cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1
-    # Hash the signs and order them by shard.
+    # Order the signs by shard.
     cdef void split(self, uint32_t num_shards) noexcept nogil

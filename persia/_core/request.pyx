@@ -21,15 +21,13 @@ cdef class Batch:
     def __cinit__(self):
         self.num_signs = 0
         self.capacity = 0
-        self.hashes = NULL
+        self.sorted = NULL
         self.order = NULL
-        self.rows = NULL
         self.starts = NULL
 
     def __dealloc__(self):
-        free(self.hashes)
+        free(self.sorted)
         free(self.order)
-        free(self.rows)
         free(self.starts)
 
     def serve(self, uint32_t first, uint32_t end):
@@ -59,14 +57,12 @@ cdef class Batch:
         if self.starts == NULL:
             self.starts = <uint32_t *> malloc((num_shards + 1) * sizeof(uint32_t))
         if num_signs > self.capacity:
-            free(self.hashes)
+            free(self.sorted)
             free(self.order)
-            free(self.rows)
             self.capacity = 0
-            self.hashes = <uint64_t *> malloc(num_signs * sizeof(uint64_t))
+            self.sorted = <sign_t *> malloc(num_signs * sizeof(sign_t))
             self.order = <uint32_t *> malloc(num_signs * sizeof(uint32_t))
-            self.rows = <row_t *> malloc(num_signs * sizeof(row_t))
-            if self.hashes == NULL or self.order == NULL or self.rows == NULL:
+            if self.sorted == NULL or self.order == NULL:
                 raise MemoryError(f"scratch for a request of {num_signs} signs")
             self.capacity = num_signs
         if self.starts == NULL:
@@ -82,11 +78,10 @@ cdef class Batch:
         cdef const sign_t *signs = self.signs
         cdef uint32_t *starts = self.starts
         cdef uint32_t i, shard, start, count
-        cdef uint64_t hash
         memset(starts, 0, (num_shards + 1) * sizeof(uint32_t))
         if num_shards == 1:
             for i in range(self.num_signs):
-                self.hashes[i] = mix64(signs[i])
+                self.sorted[i] = signs[i]
                 self.order[i] = i
             starts[1] = self.num_signs
             return
@@ -98,9 +93,8 @@ cdef class Batch:
             starts[shard] = start
             start += count
         for i in range(self.num_signs):
-            hash = mix64(signs[i])
-            shard = shard_of(hash, num_shards)
-            self.hashes[starts[shard]] = hash
+            shard = shard_of(mix64(signs[i]), num_shards)
+            self.sorted[starts[shard]] = signs[i]
             self.order[starts[shard]] = i
             starts[shard] += 1
         # Each start now is the next shard's; shift them back by one.

@@ -4,14 +4,28 @@ Segments are numbered, and come from blocks that never move; a free one keeps it
 has no array. What they mean, and the invariants, are in ``recency``.
 """
 
-from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
 
 from persia._core.recency cimport (
     NEVER, NO_ORDER, NO_SEGMENT, MAX_SEGMENTS, SEGMENT_BLOCK, SEGMENT_ENTRIES, Block, Order,
     Recency, Segment, expiry_at, segment_at,
 )
+from persia._core.slabs cimport CACHE_LINE
 from persia._core.types cimport row_t, uint64_t
+
+
+cdef extern from "stdlib.h" nogil:
+    int posix_memalign(void **block, size_t alignment, size_t num_bytes) noexcept
+
+
+cdef Block *new_block() noexcept nogil:
+    """Zeroed, and from the begin of a line, so that a segment's counts lie in one."""
+    cdef void *block = NULL
+    if posix_memalign(&block, CACHE_LINE, sizeof(Block)) != 0:
+        return NULL
+    memset(block, 0, sizeof(Block))
+    return <Block *> block
 
 
 cdef uint32_t new_segment(Recency *recency, uint32_t num_entries) noexcept nogil:
@@ -31,7 +45,7 @@ cdef uint32_t new_segment(Recency *recency, uint32_t num_entries) noexcept nogil
                     return NO_SEGMENT
                 recency.blocks = blocks
                 recency.block_capacity = capacity
-            block = <Block *> calloc(1, sizeof(Block))
+            block = new_block()
             if block == NULL:
                 return NO_SEGMENT
             recency.blocks[recency.num_blocks] = block

@@ -1,15 +1,17 @@
 """What each kind of request does in one shard, whose lock is held.
 
-Its signs are pipelined:
+Its signs are pipelined in groups:
 
-    i            fetch the line of the index where sign i belongs
-    i - AHEAD    guess its row by the tag, fetch the row
-    i - 2 AHEAD  compare the signs; fetch where the row stands in the order of use
-    i - 3 AHEAD  touch or insert, copy out
-    at the end   evict: what has expired, then down to the capacity
+    g           fetch the lines of the index where its signs belong
+    g - 1       guess the rows by their tags, fetch them
+    g - 2       compare the signs; fetch where the rows stand in the order of use
+    g - 3       touch or insert, copy out
+    at the end  evict: what has expired, then down to the capacity
 
-Each stage asks for the lines that the next one reads, so that some thirty misses are under way
-at any time and none is waited for.
+Each stage asks for the lines that the next one reads. It finds out first which these are, and
+then asks for all of a group without anything in between: a processor goes on past a fetch only
+once it knows the page, and looks up several pages at once only if their fetches are near each
+other. What a stage has found of a sign is in a ring of as many groups as there are stages.
 """
 
 from libc.string cimport memcpy, memset
@@ -25,22 +27,29 @@ from persia._core.request cimport (
     STATUS_DIM, STATUS_NO_MEMORY, STATUS_OK, STATUS_SHAPES, Batch, Tally,
 )
 from persia._core.row_format cimport (
-    STEP_ROWS, HalfSteps, read_values, run_steps, steps_add, steps_begin, write_values,
+    STEP_ROWS, Format, HalfSteps, read_values, run_steps, steps_add, steps_begin, write_values,
 )
 from persia._core.shard cimport Shard, shard_drop, shard_end_request
 from persia._core.sign_index cimport (
-    home_bucket, index_find, index_guess, index_insert, index_remove,
+    Bucket, home_bucket, index_find, index_guess, index_insert, index_remove,
 )
 from persia._core.sketch cimport sketch_admits, sketch_key, sketch_prefetch
 from persia._core.slabs cimport (
-    CACHE_LINE, NO_POSITION, PLACE_BITS, Row, Slab, has_format, is_place, is_row_of,
+    CACHE_LINE, NO_POSITION, PLACE_BITS, Row, Slab, Slabs, has_format, is_place, is_row_of,
     persia_prefetch, persia_prefetch_write, row_at, row_values, slabs_drop_row, slabs_new_row,
     slabs_slab,
 )
 from persia._core.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t
 
 cdef enum:
-    AHEAD = 8               # signs between two stages of a request
+    GROUP = 8               # signs; with 16, a training lookup takes a tenth longer
+    RING = 32               # signs of four groups
+    RING_MASK = 31
+
+cdef struct Ring:
+    uint64_t[RING] hashes
+    row_t[RING] rows
+    Row *at[RING]           # NULL where there is no row
 
 
 cdef inline void prefetch_row(const Row *row, uint32_t num_bytes) noexcept nogil:
@@ -131,39 +140,81 @@ cdef row_t insert(
     return row
 
 
-cdef inline void fetch_bucket(Shard *shard, Batch batch, uint32_t i) noexcept nogil:
-    persia_prefetch(home_bucket(&shard.index, batch.hashes[i]))
+cdef inline uint64_t end_of_group(uint64_t begin, uint64_t end) noexcept nogil:
+    return begin + GROUP if begin + GROUP < end else end
 
 
-cdef inline void guess_row(
-    Shard *shard, Batch batch, uint32_t i, uint32_t row_bytes
+cdef inline void fetch_buckets(
+    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end
 ) noexcept nogil:
-    cdef row_t row = index_guess(&shard.index, batch.hashes[i])
-    batch.rows[i] = row
-    if row != NO_ROW:
-        prefetch_row(row_at(&shard.slabs, row), row_bytes)
+    cdef const Bucket *buckets[GROUP]
+    cdef const sign_t *sorted = batch.sorted
+    cdef uint64_t i, hash
+    for i in range(begin, end):
+        hash = mix64(sorted[i])
+        ring.hashes[i & RING_MASK] = hash
+        buckets[i - begin] = home_bucket(&shard.index, hash)
+    for i in range(begin, end):
+        persia_prefetch(buckets[i - begin])
 
 
-cdef inline row_t find_row(Shard *shard, Batch batch, uint32_t i) noexcept nogil:
+cdef inline void guess_row(const Shard *shard, Ring *ring, uint64_t i) noexcept nogil:
+    cdef row_t row = index_guess(&shard.index, ring.hashes[i & RING_MASK])
+    ring.rows[i & RING_MASK] = row
+    ring.at[i & RING_MASK] = NULL if row == NO_ROW else row_at(&shard.slabs, row)
+
+
+cdef inline void fetch_rows(
+    const Ring *ring, uint64_t begin, uint64_t end, uint32_t row_bytes
+) noexcept nogil:
+    cdef uint64_t i
+    for i in range(begin, end):
+        if ring.at[i & RING_MASK] != NULL:
+            prefetch_row(ring.at[i & RING_MASK], row_bytes)
+
+
+cdef inline void guess_rows(
+    const Shard *shard, Ring *ring, uint64_t begin, uint64_t end, uint32_t row_bytes
+) noexcept nogil:
+    cdef uint64_t i
+    for i in range(begin, end):
+        guess_row(shard, ring, i)
+    fetch_rows(ring, begin, end, row_bytes)
+
+
+cdef inline row_t find_row(
+    const Shard *shard, Ring *ring, uint64_t i, sign_t sign
+) noexcept nogil:
     """The row of place i, by its guess if that is right."""
-    cdef row_t row = batch.rows[i]
-    cdef sign_t sign = batch.signs[batch.order[i]]
-    if row == NO_ROW:
-        if not home_bucket(&shard.index, batch.hashes[i]).num_passed:
-            return NO_ROW
-    elif is_row_of(row_at(&shard.slabs, row), sign):
-        return row
-    return index_find(&shard.index, &shard.slabs, batch.hashes[i], sign)
+    cdef Row *at = ring.at[i & RING_MASK]
+    cdef uint64_t hash = ring.hashes[i & RING_MASK]
+    cdef row_t row = NO_ROW
+    if at != NULL and is_row_of(at, sign):
+        return ring.rows[i & RING_MASK]
+    # Without a guess there is no row, unless one went on from a full bucket.
+    if at != NULL or home_bucket(&shard.index, hash).num_passed:
+        row = index_find(&shard.index, &shard.slabs, hash, sign)
+    ring.rows[i & RING_MASK] = row
+    ring.at[i & RING_MASK] = NULL if row == NO_ROW else row_at(&shard.slabs, row)
+    return row
+
+
+cdef inline uint32_t slab_of(const Slabs *slabs, const Format *format) noexcept nogil:
+    """The slab of these rows, or a number that is no slab's."""
+    cdef uint32_t slab = 0
+    while slab < slabs.num_slabs and not has_format(&slabs.slabs[slab], format):
+        slab += 1
+    return slab
 
 
 cdef inline bint has_shape(
-    const Shard *shard, row_t row, Batch batch, uint32_t place, Tally *tally
+    const Shard *shard, row_t row, Batch batch, sign_t sign, Tally *tally
 ) noexcept nogil:
     """Whether the row is as the request has it; if not, the tally says what it is."""
     cdef const Slab *slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
     if has_format(slab, &batch.format):
         return True
-    note_shape(slab, batch.signs[place], tally)
+    note_shape(slab, sign, tally)
     return False
 
 
@@ -180,67 +231,91 @@ cdef void train_shard(
 ) noexcept nogil:
     """Serve one shard's part of a training lookup. The lock is held."""
     cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.format.value_words
-    cdef uint32_t i
-    cdef row_t row
+    cdef uint32_t slab = slab_of(&shard.slabs, &batch.format)
+    cdef Ring ring
+    cdef uint64_t at, i
+    cdef bint is_good = True
     recency_begin(&shard.recency, &shard.slabs, batch.clocks)
-    for i in range(begin, end + 3 * AHEAD):
-        if i < end:
-            fetch_bucket(shard, batch, i)
-        if i >= begin + AHEAD and i < end + AHEAD:
-            guess_row(shard, batch, i - AHEAD, row_bytes)
-        if i >= begin + 2 * AHEAD and i < end + 2 * AHEAD:
-            row = find_row(shard, batch, i - 2 * AHEAD)
-            batch.rows[i - 2 * AHEAD] = row
-            if row != NO_ROW:
-                recency_prefetch(&shard.recency, row_at(&shard.slabs, row).position)
-            elif batch.admit_at > 1:
-                sketch_prefetch(&shard.sketch, sketch_key(batch.hashes[i - 2 * AHEAD]))
-            prefetch_out(batch, i - 2 * AHEAD)
-        if i >= begin + 3 * AHEAD and not train_row(shard, batch, i - 3 * AHEAD, tally):
+    at = begin
+    while at < <uint64_t> end + 3 * GROUP:
+        fetch_buckets(shard, batch, &ring, at, end_of_group(at, end))
+        if at >= <uint64_t> begin + GROUP:
+            guess_rows(shard, &ring, at - GROUP, end_of_group(at - GROUP, end), row_bytes)
+        if at >= <uint64_t> begin + 2 * GROUP:
+            find_rows(
+                shard, batch, &ring, at - 2 * GROUP, end_of_group(at - 2 * GROUP, end))
+        if at >= <uint64_t> begin + 3 * GROUP:
+            for i in range(at - 3 * GROUP, end_of_group(at - 3 * GROUP, end)):
+                is_good = train_row(shard, batch, &ring, i, slab, tally)
+                if not is_good:
+                    break
+        if not is_good:
             break
+        at += GROUP
     shard_end_request(shard, end - begin)
 
 
-cdef inline void prefetch_out(Batch batch, uint32_t i) noexcept nogil:
-    cdef float *out = batch.rows_out + <size_t> batch.order[i] * batch.dim
-    persia_prefetch_write(out)
-    persia_prefetch_write(out + batch.dim - 1)
+cdef inline void find_rows(
+    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end
+) noexcept nogil:
+    """Settle on rows; fetch what a touch changes and where the values go."""
+    cdef uint64_t i
+    cdef const Row *at
+    cdef float *out
+    for i in range(begin, end):
+        find_row(shard, ring, i, batch.sorted[i])
+    for i in range(begin, end):
+        at = ring.at[i & RING_MASK]
+        if at != NULL:
+            recency_prefetch(&shard.recency, at.position)
+        elif batch.admit_at > 1:
+            sketch_prefetch(&shard.sketch, sketch_key(ring.hashes[i & RING_MASK]))
+    for i in range(begin, end):
+        out = batch.rows_out + <size_t> batch.order[i] * batch.dim
+        persia_prefetch_write(out)
+        persia_prefetch_write(out + batch.dim - 1)
 
 
-cdef inline bint train_row(Shard *shard, Batch batch, uint32_t i, Tally *tally) noexcept nogil:
+cdef inline bint train_row(
+    Shard *shard, Batch batch, const Ring *ring, uint64_t i, uint32_t slab, Tally *tally
+) noexcept nogil:
     """Touch or insert the row of place i and copy it out; False: the tally says why not."""
     cdef uint32_t place = batch.order[i]
-    cdef sign_t sign = batch.signs[place]
-    cdef row_t row = batch.rows[i]
+    cdef uint64_t hash = ring.hashes[i & RING_MASK]
+    cdef row_t row = ring.rows[i & RING_MASK]
+    cdef Row *at = ring.at[i & RING_MASK]
     cdef float *out = batch.rows_out + <size_t> place * batch.dim
     cdef bint is_new
     if row == NO_ROW:
         # Again, because the sign may have come twice in this request.
-        row = index_find(&shard.index, &shard.slabs, batch.hashes[i], sign)
+        row = index_find(&shard.index, &shard.slabs, hash, batch.sorted[i])
     # An id whose row has expired is a new one; refused, it leaves the row to the sweep.
     is_new = row == NO_ROW or has_expired(shard, row)
-    if is_new and not is_admitted(shard, batch, batch.hashes[i]):
+    if is_new and not is_admitted(shard, batch, hash):
         tally.num_refused += 1
         shard.num_refused += 1
         batch.hints_out[place] = NO_ROW
         memset(out, 0, batch.dim * sizeof(float))
         return True
     if row == NO_ROW:
-        row = insert(shard, batch, batch.hashes[i], sign, tally)
+        row = insert(shard, batch, hash, batch.sorted[i], tally)
         if row == NO_ROW:
             return False
         tally.num_missing += 1
     else:
-        if not has_shape(shard, row, batch, place, tally):
+        if shard.slabs.views[row >> PLACE_BITS].slab != slab and not has_shape(
+                shard, row, batch, batch.sorted[i], tally):
             return False
         if is_new:
             renew_row(shard, batch, row, tally)
             tally.num_missing += 1
-        if use_row(shard, batch, row, batch.hashes[i], is_new) < 0:
+        if use_row(shard, batch, row, hash, is_new) < 0:
             tally.status = STATUS_NO_MEMORY
             return False
     batch.hints_out[place] = row
-    read_values(&batch.format, out, row_values(row_at(&shard.slabs, row)))
+    if at == NULL:
+        at = row_at(&shard.slabs, row)
+    read_values(&batch.format, out, row_values(at))
     return True
 
 
@@ -249,93 +324,147 @@ cdef void eval_shard(
 ) noexcept nogil:
     """Serve one shard's part of an evaluation lookup; changes nothing but a count."""
     cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.format.value_words
-    cdef uint32_t i, place
-    cdef float *out
+    cdef Ring ring
+    cdef uint64_t at, i
+    at = begin
+    while at < <uint64_t> end + 2 * GROUP:
+        fetch_buckets(shard, batch, &ring, at, end_of_group(at, end))
+        if at >= <uint64_t> begin + GROUP:
+            guess_rows(shard, &ring, at - GROUP, end_of_group(at - GROUP, end), row_bytes)
+        if at >= <uint64_t> begin + 2 * GROUP:
+            for i in range(at - 2 * GROUP, end_of_group(at - 2 * GROUP, end)):
+                if not eval_row(shard, batch, &ring, i, tally):
+                    return
+        at += GROUP
+
+
+cdef inline bint eval_row(
+    Shard *shard, Batch batch, Ring *ring, uint64_t i, Tally *tally
+) noexcept nogil:
+    """Copy the row of place i out; False: the tally says why not."""
+    cdef row_t row = find_row(shard, ring, i, batch.sorted[i])
+    cdef float *out = batch.rows_out + <size_t> batch.order[i] * batch.dim
     cdef const Slab *slab
+    if is_gone(shard, batch, row):
+        tally.num_missing += 1
+        shard.num_missing += 1
+        memset(out, 0, batch.dim * sizeof(float))
+        return True
+    slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
+    if slab.dim != batch.dim or slab.dtype != batch.format.dtype:
+        note_shape(slab, batch.sorted[i], tally)
+        return False
+    read_values(&batch.format, out, row_values(ring.at[i & RING_MASK]))
+    return True
+
+
+cdef struct Steps:                  # rows and their gradients, for one call of a kernel
+    float *values[STEP_ROWS]
+    const float *sums[STEP_ROWS]
+    uint32_t count
+    HalfSteps half                  # instead, where rows are not f32
+    persia_step_t step
+
+
+cdef inline void find_hinted(
+    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end,
+    uint32_t row_bytes
+) noexcept nogil:
+    """Guess rows, unless there are row numbers kept from the lookup: they need no index."""
+    cdef uint64_t i
     cdef row_t row
-    for i in range(begin, end + 2 * AHEAD):
-        if i < end:
-            fetch_bucket(shard, batch, i)
-        if i >= begin + AHEAD and i < end + AHEAD:
-            guess_row(shard, batch, i - AHEAD, row_bytes)
-            prefetch_out(batch, i - AHEAD)
-        if i < begin + 2 * AHEAD:
-            continue
-        row = find_row(shard, batch, i - 2 * AHEAD)
-        place = batch.order[i - 2 * AHEAD]
-        out = batch.rows_out + <size_t> place * batch.dim
-        if is_gone(shard, batch, row):
-            tally.num_missing += 1
-            shard.num_missing += 1
-            memset(out, 0, batch.dim * sizeof(float))
-            continue
-        slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
-        if slab.dim != batch.dim or slab.dtype != batch.format.dtype:
-            note_shape(slab, batch.signs[place], tally)
-            return
-        read_values(&batch.format, out, row_values(row_at(&shard.slabs, row)))
-
-
-cdef inline bint has_hint(Shard *shard, Batch batch, uint32_t i) noexcept nogil:
-    return batch.hints != NULL and is_place(&shard.slabs, batch.hints[batch.order[i]])
+    for i in range(begin, end):
+        row = NO_ROW if batch.hints == NULL else batch.hints[batch.order[i]]
+        if is_place(&shard.slabs, row):
+            ring.rows[i & RING_MASK] = row
+            ring.at[i & RING_MASK] = row_at(&shard.slabs, row)
+        else:
+            guess_row(shard, ring, i)
+    fetch_rows(ring, begin, end, row_bytes)
+    for i in range(begin, end):
+        prefetch_row(
+            <const Row *> (batch.gradients + <size_t> batch.order[i] * batch.dim),
+            4 * batch.dim)
 
 
 cdef void update_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
 ) noexcept nogil:
     """Step one shard's rows. A sign that is gone skips exactly its own gradient."""
-    cdef uint32_t dim = batch.dim
     cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (
         batch.format.value_words + batch.state_words)
-    cdef persia_step_t step = batch.optimizer.step()
-    cdef float *values[STEP_ROWS]
-    cdef const float *sums[STEP_ROWS]
-    cdef uint32_t i, place, count = 0
-    cdef bint is_half = batch.format.half != NULL
-    cdef HalfSteps steps
-    cdef row_t row
-    steps_begin(&steps)
-    for i in range(begin, end + 2 * AHEAD):
-        if i < end and not has_hint(shard, batch, i):
-            fetch_bucket(shard, batch, i)
-        if i >= begin + AHEAD and i < end + AHEAD:
-            if has_hint(shard, batch, i - AHEAD):
-                # A row number kept from the lookup: no line of the index is read.
-                row = batch.hints[batch.order[i - AHEAD]]
-                batch.rows[i - AHEAD] = row
-                prefetch_row(row_at(&shard.slabs, row), row_bytes)
-            else:
-                guess_row(shard, batch, i - AHEAD, row_bytes)
-            place = batch.order[i - AHEAD]
-            prefetch_row(<const Row *> (batch.gradients + <size_t> place * dim), 4 * dim)
-        if i < begin + 2 * AHEAD:
-            continue
-        place = batch.order[i - 2 * AHEAD]
-        row = find_row(shard, batch, i - 2 * AHEAD)
-        if row == NO_ROW:
-            tally.num_missing += 1
-            shard.num_missing += 1
-        elif not has_shape(shard, row, batch, place, tally):
+    cdef uint32_t slab = slab_of(&shard.slabs, &batch.format)
+    cdef Ring ring
+    cdef Steps steps
+    cdef uint64_t at, i
+    cdef bint is_good = True
+    steps.count = 0
+    steps.step = batch.optimizer.step()
+    steps_begin(&steps.half)
+    at = begin
+    while at < <uint64_t> end + 2 * GROUP:
+        fetch_unhinted(shard, batch, &ring, at, end_of_group(at, end))
+        if at >= <uint64_t> begin + GROUP:
+            find_hinted(
+                shard, batch, &ring, at - GROUP, end_of_group(at - GROUP, end), row_bytes)
+        if at >= <uint64_t> begin + 2 * GROUP:
+            for i in range(at - 2 * GROUP, end_of_group(at - 2 * GROUP, end)):
+                is_good = update_row(shard, batch, &ring, i, slab, &steps, tally)
+                if not is_good:
+                    break
+        if not is_good:
             break
-        elif is_half:
-            while not steps_add(
-                    &batch.format, &steps, row, row_values(row_at(&shard.slabs, row)),
-                    batch.gradients + <size_t> place * dim, batch.hashes[i - 2 * AHEAD]):
-                run_steps(
-                    &batch.format, &steps, step, &batch.optimizer.settings,
-                    batch.rounding_key, tally.scratch)
-        else:
-            values[count] = row_values(row_at(&shard.slabs, row))
-            sums[count] = batch.gradients + <size_t> place * dim
-            count += 1
-        if count == STEP_ROWS:
-            step(values, NULL, sums, count, dim, &batch.optimizer.settings)
-            count = 0
-    if count:
-        step(values, NULL, sums, count, dim, &batch.optimizer.settings)
+        at += GROUP
+    if steps.count:
+        steps.step(
+            steps.values, NULL, steps.sums, steps.count, batch.dim, &batch.optimizer.settings)
     run_steps(
-        &batch.format, &steps, step, &batch.optimizer.settings, batch.rounding_key,
+        &batch.format, &steps.half, steps.step, &batch.optimizer.settings, batch.rounding_key,
         tally.scratch)
+
+
+cdef inline void fetch_unhinted(
+    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end
+) noexcept nogil:
+    cdef uint64_t i, hash
+    for i in range(begin, end):
+        hash = mix64(batch.sorted[i])
+        ring.hashes[i & RING_MASK] = hash
+        if batch.hints == NULL or not is_place(&shard.slabs, batch.hints[batch.order[i]]):
+            persia_prefetch(home_bucket(&shard.index, hash))
+
+
+cdef inline bint update_row(
+    Shard *shard, Batch batch, Ring *ring, uint64_t i, uint32_t slab, Steps *steps,
+    Tally *tally
+) noexcept nogil:
+    """Gather the row of place i, or step those gathered; False: the tally says why not."""
+    cdef row_t row = find_row(shard, ring, i, batch.sorted[i])
+    cdef float *values
+    cdef const float *sums = batch.gradients + <size_t> batch.order[i] * batch.dim
+    if row == NO_ROW:
+        tally.num_missing += 1
+        shard.num_missing += 1
+        return True
+    if shard.slabs.views[row >> PLACE_BITS].slab != slab and not has_shape(
+            shard, row, batch, batch.sorted[i], tally):
+        return False
+    values = row_values(ring.at[i & RING_MASK])
+    if batch.format.half != NULL:
+        while not steps_add(
+                &batch.format, &steps.half, row, values, sums, ring.hashes[i & RING_MASK]):
+            run_steps(
+                &batch.format, &steps.half, steps.step, &batch.optimizer.settings,
+                batch.rounding_key, tally.scratch)
+        return True
+    steps.values[steps.count] = values
+    steps.sums[steps.count] = sums
+    steps.count += 1
+    if steps.count == STEP_ROWS:
+        steps.step(
+            steps.values, NULL, steps.sums, steps.count, batch.dim, &batch.optimizer.settings)
+        steps.count = 0
+    return True
 
 
 cdef void read_shard(
@@ -347,11 +476,11 @@ cdef void read_shard(
     cdef row_t row
     for i in range(begin, end):
         place = batch.order[i]
-        row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
+        row = index_find(&shard.index, &shard.slabs, mix64(batch.sorted[i]), batch.sorted[i])
         batch.found[place] = not is_gone(shard, batch, row)
         if not batch.found[place]:
             continue
-        if not has_shape(shard, row, batch, place, tally):
+        if not has_shape(shard, row, batch, batch.sorted[i], tally):
             return
         values = row_values(row_at(&shard.slabs, row))
         read_values(&batch.format, batch.rows_out + <size_t> place * batch.dim, values)
@@ -372,18 +501,18 @@ cdef void write_shard(
     recency_begin(&shard.recency, &shard.slabs, batch.clocks)
     for i in range(begin, end):
         place = batch.order[i]
-        row = index_find(&shard.index, &shard.slabs, batch.hashes[i], batch.signs[place])
+        row = index_find(&shard.index, &shard.slabs, mix64(batch.sorted[i]), batch.sorted[i])
         if row == NO_ROW:
-            row = insert(shard, batch, batch.hashes[i], batch.signs[place], tally)
+            row = insert(shard, batch, mix64(batch.sorted[i]), batch.sorted[i], tally)
             if row == NO_ROW:
                 break
-        elif not has_shape(shard, row, batch, place, tally):
+        elif not has_shape(shard, row, batch, batch.sorted[i], tally):
             break
         else:
             is_new = has_expired(shard, row)
             if is_new:
                 renew_row(shard, batch, row, tally)
-            if use_row(shard, batch, row, batch.hashes[i], is_new) < 0:
+            if use_row(shard, batch, row, mix64(batch.sorted[i]), is_new) < 0:
                 tally.status = STATUS_NO_MEMORY
                 break
         values = row_values(row_at(&shard.slabs, row))
@@ -406,7 +535,7 @@ cdef void delete_shard(
     cdef row_t row
     for i in range(begin, end):
         row = index_find(
-            &shard.index, &shard.slabs, batch.hashes[i], batch.signs[batch.order[i]])
+            &shard.index, &shard.slabs, mix64(batch.sorted[i]), batch.sorted[i])
         if row == NO_ROW:
             tally.num_missing += 1
         else:
