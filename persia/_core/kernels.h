@@ -23,8 +23,11 @@
  * vectoriser sees it, and then cannot prove that the rows are apart (half the speed). */
 #if defined(__clang__)
 #define PERSIA_ROW_LOOP
+#define PERSIA_SAME_OR_APART
 #else
 #define PERSIA_ROW_LOOP _Pragma("GCC unroll 1")
+/* The same for rows that are one row or have nothing in common. */
+#define PERSIA_SAME_OR_APART _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
 #endif
 
 #if defined(__x86_64__)

@@ -28,6 +28,8 @@ cdef extern from "pooling_kernels.h" nogil:
         void (*pool_grad)(
             int mode, const persia_bags_t *bags, const float *grad, const int32_t *argmax,
             const uint8_t *skip, float *out) noexcept nogil
+        size_t (*grad_fresh)(
+            int mode, const persia_bags_t *bags, const float *grad, float *out) noexcept nogil
         void (*gather)(
             const float *rows, const uint32_t *slots, size_t rounds, size_t num_distinct,
             size_t dim, float *out) noexcept nogil

@@ -25,6 +25,13 @@ def pool_grad(
     out: NDArray[np.float32],
     weights: NDArray[np.float32] | None = None,
 ) -> None: ...
+def begin_grad(
+    mode: str,
+    grad: NDArray[np.float32],
+    inverse: NDArray[np.uint32],
+    offsets: NDArray[np.uint32] | None,
+    out: NDArray[np.float32],
+) -> bool: ...
 def gather(
     rows: NDArray[np.float32],
     slots: NDArray[np.uint32] | None,

@@ -291,6 +291,50 @@ def pool_grad(
         free(bags.scratch)
 
 
+def begin_grad(
+    mode,
+    const float[:, ::1] grad not None,
+    const uint32_t[::1] inverse not None,
+    const uint32_t[::1] offsets,
+    float[:, ::1] out not None,
+):
+    """Write what ``pool_grad`` adds, for ids in the order in which they were numbered.
+
+    Without a hash stack, weights or samples left out; and not for ``max``.
+
+    Args:
+        mode: ``sum``, ``mean`` or ``sqrt``.
+        grad: f32 [B, dim], gradient of the pooled output.
+        inverse: u32 [N], below D.
+        offsets: u32 [B + 1] from 0 to N, or None for B = N.
+        out: f32 [D, dim], overwritten: to the bit what zeros are after ``pool_grad``.
+
+    Returns:
+        Whether each of the D ids is there, and the first of each comes in the order of their
+        numbers; if not, ``out`` holds anything.
+
+    Raises:
+        ConfigError: If ``mode`` is unknown, or max.
+        DataError: If shapes or numbers do not fit each other; nothing is written.
+    """
+    cdef int number = mode_number(mode)
+    cdef persia_bags_t bags
+    cdef size_t begun, i
+    if number == PERSIA_MAX:
+        raise ConfigError("pooling: expected one of sum, mean, sqrt, got 'max'")
+    fill_bags(&bags, None, 1, inverse, offsets, out.shape[0], out.shape[1])
+    check_shape("grad", grad.shape[0], grad.shape[1], bags.num_samples, bags.dim)
+    cdef const float *grad_at = first_f32(grad)
+    cdef float *out_at = first_out(out)
+    bags.scratch = new_scratch(2 * bags.dim)
+    with nogil:
+        for i in range(bags.dim, 2 * bags.dim):
+            bags.scratch[i] = 0.0
+        begun = kernels().grad_fresh(number, &bags, grad_at, out_at)
+        free(bags.scratch)
+    return begun == <size_t>out.shape[0]
+
+
 def gather(
     const float[:, ::1] rows not None,
     const uint32_t[::1] slots,

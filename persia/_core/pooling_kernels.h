@@ -273,6 +273,52 @@ PERSIA_INLINE void persia_grad_sum_loop(
     }
 }
 
+/* The same into rows that hold nothing yet, without hash stack, skips and weights. Ids are
+ * numbered as they are first seen, so the next number of all is a row's first gradient: it is
+ * added to zeros (a copy would keep the sign of -0), and which of the two it is costs no branch.
+ * Returns how many rows were begun; where numbers do not come in that order, these are fewer
+ * than there are, and the others hold anything. */
+PERSIA_INLINE size_t persia_grad_fresh_loop(
+    size_t dim, int mode, const persia_bags_t *settings, const float *grad, float *restrict out)
+{
+    const persia_bags_t bags = *settings;
+    float *divided = bags.scratch;
+    const float *zeros = bags.scratch + dim;
+    size_t begun = 0;
+    for (size_t b = 0; b < bags.num_samples; b++) {
+        const size_t begin = bags.offsets ? bags.offsets[b] : b;
+        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+        const float *from = grad + b * dim;
+        if (mode != PERSIA_SUM && end - begin > 1) {
+            persia_divide(dim, divided, from, persia_divisor(mode, end - begin));
+            from = divided;
+        }
+        for (size_t p = begin; p < end; p++) {
+            persia_fetch_ahead(dim, out, &bags, p, 1);
+            const size_t d = bags.inverse[p];
+            const float *base = d == begun ? zeros : out + d * dim;
+            float *to = out + d * dim;
+            begun += d == begun;
+            PERSIA_SAME_OR_APART
+            for (size_t j = 0; j < dim; j++)
+                to[j] = base[j] + from[j];
+        }
+    }
+    return begun;
+}
+
+PERSIA_INLINE size_t persia_grad_fresh_body(
+    int mode, const persia_bags_t *bags, const float *grad, float *out)
+{
+    switch (bags->dim) {
+    case 8: return persia_grad_fresh_loop(8, mode, bags, grad, out);
+    case 16: return persia_grad_fresh_loop(16, mode, bags, grad, out);
+    case 32: return persia_grad_fresh_loop(32, mode, bags, grad, out);
+    case 64: return persia_grad_fresh_loop(64, mode, bags, grad, out);
+    default: return persia_grad_fresh_loop(bags->dim, mode, bags, grad, out);
+    }
+}
+
 PERSIA_INLINE void persia_grad_weighted_loop(
     size_t dim, const persia_bags_t *settings, const float *grad, const uint8_t *skip,
     float *restrict out)
@@ -442,6 +488,10 @@ PERSIA_VARIANTS(
      const uint8_t *skip, float *out),
     (mode, bags, grad, argmax, skip, out))
 PERSIA_VARIANTS(
+    size_t, persia_grad_fresh,
+    (int mode, const persia_bags_t *bags, const float *grad, float *out),
+    (mode, bags, grad, out))
+PERSIA_VARIANTS(
     void, persia_gather,
     (const float *rows, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
      float *out),
@@ -464,6 +514,7 @@ typedef struct {
     void (*pool)(int, const persia_bags_t *, const float *, float *, int32_t *);
     void (*pool_grad)(
         int, const persia_bags_t *, const float *, const int32_t *, const uint8_t *, float *);
+    size_t (*grad_fresh)(int, const persia_bags_t *, const float *, float *);
     void (*gather)(const float *, const uint32_t *, size_t, size_t, size_t, float *);
     void (*scatter_add)(const float *, const uint32_t *, size_t, size_t, size_t, float *);
     void (*index_add)(const float *, const int64_t *, size_t, size_t, float *);
@@ -475,8 +526,8 @@ typedef struct {
 
 #define PERSIA_POOLING(level)                                                     \
     {                                                                             \
-        persia_pool_##level, persia_pool_grad_##level, persia_gather_##level,     \
-        persia_scatter_add_##level, persia_index_add_##level,                     \
+        persia_pool_##level, persia_pool_grad_##level, persia_grad_fresh_##level, \
+        persia_gather_##level, persia_scatter_add_##level, persia_index_add_##level, \
         persia_any_nonfinite_##level, persia_max_u32_##level,                     \
         persia_max_u64_##level, persia_descents_##level                           \
     }

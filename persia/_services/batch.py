@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from persia._core.feature_batch import FeatureBatch
 from persia._core.hashing import route
-from persia._core.pooling import gather, nonfinite, pool, pool_grad, scatter_add
+from persia._core.pooling import begin_grad, gather, nonfinite, pool, pool_grad, scatter_add
 from persia._core.signs import hash_stack, merge, pack_all
 from persia._rpc.messages import (
     Floats,
@@ -345,9 +345,11 @@ def sum_gradients(
         places[plan.table].append(place)
     all_sums = []
     for number, table in enumerate(batch.tables):
-        sums = aligned.zeros(len(table.signs), batch.plan.tables[number].dim)
+        sums = aligned.empty(len(table.signs), batch.plan.tables[number].dim)
         present = {place: g for place in places[number] if (g := gradients[place]) is not None}
-        _add(batch, present, maxima, {}, sums, crew)
+        if len(present) < len(places[number]) or not _begin(batch, present, sums, crew):
+            sums[:] = 0.0
+            _add(batch, present, maxima, {}, sums, crew)
         # No finite sum has a term that is not: where all sums are finite, so were the
         # gradients, and they need not be looked at one by one.
         skips: dict[int, NDArray[np.uint8]] = {}
@@ -367,6 +369,41 @@ def sum_gradients(
             keep &= ~overflowed
         all_sums.append(TableSums(sums, keep))
     return tuple(all_sums), counts
+
+
+def _begin(
+    batch: PackedBatch, gradients: Mapping[int, Floats], sums: Floats, crew: Crew
+) -> bool:
+    """Write the sums of a table whose rows all are of one feature each, without zeros first.
+
+    Returns False, and leaves anything in ``sums``, where rows are shared or moved: then zeros
+    and ``_add`` give what this would, to the bit.
+    """
+    for place in gradients:
+        feature, plan = batch.features[place], batch.plan.features[place]
+        if feature.slots is not None or feature.ids.weights is not None:
+            return False
+        if plan.slot.pooling not in ("sum", "mean", "sqrt"):
+            return False
+    is_begun: list[bool] = []
+
+    def begin(share: Iterable[int]) -> None:
+        for place in share:
+            feature, plan = batch.features[place], batch.plan.features[place]
+            out, ids = sums[feature.start : feature.stop], feature.ids
+            if 2 * ids.num_distinct < ids.num_ids:  # zeros cost little beside the additions
+                out[:] = 0.0
+                _accumulate(batch, place, gradients[place], None, None, sums)
+                continue
+            is_begun.append(
+                begin_grad(plan.slot.pooling, gradients[place], ids.inverse, ids.offsets, out)
+            )
+
+    order = list(gradients)
+    weights = [batch.features[place].ids.num_ids for place in order]
+    dealt = shares(weights, crew.num_threads)
+    crew.run(begin, [[order[i] for i in share] for share in dealt])
+    return all(is_begun)
 
 
 def _add(

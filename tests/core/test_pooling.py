@@ -192,6 +192,51 @@ def test_w64_every_variant_gives_the_same_bytes() -> None:
         assert all(other == results[0] for other in results), dim
 
 
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 4), max_size=12),
+    mode=st.sampled_from(["sum", "mean", "sqrt"]),
+    dim=st.sampled_from([1, 8, 16, 33, 300]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_sums_that_begin_without_zeros_are_those_that_begin_with_them(
+    lengths: list[int], mode: str, dim: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = [1] * len(lengths) if seed % 2 else lengths
+    ids = rng.integers(0, 6, sum(lengths))
+    numbers = {int(one): number for number, one in enumerate(dict.fromkeys(ids))}
+    inverse = np.array([numbers[int(one)] for one in ids], np.uint32)
+    offsets = None if seed % 2 else np.cumsum([0, *lengths], dtype=np.uint32)
+    bags = model.Bags(None, 1, inverse, offsets)
+    grad = normals(rng, len(lengths), dim)
+    grad[rng.random(grad.shape) < 0.2] = -0.0  # 0 + -0 is 0
+    zeros = np.zeros((len(numbers), dim), np.float32)
+    got = np.full_like(zeros, np.nan)
+    for level in cpu.available():
+        cpu.select(level)
+        assert pooling.begin_grad(mode, grad, inverse, offsets, got)
+        assert same(got, model.pool_grad(mode, bags, grad, None, None, zeros))
+    cpu.select(None)
+
+
+@pytest.mark.parametrize("inverse", [[1, 0], [0, 2, 1], [0, 0]])
+def test_ids_in_another_order_do_not_begin_sums(inverse: list[int]) -> None:
+    out = np.zeros((max(2, max(inverse) + 1), 3), np.float32)
+    grad = np.ones((len(inverse), 3), np.float32)
+    assert not pooling.begin_grad("sum", grad, np.array(inverse, np.uint32), None, out)
+
+
+def test_sums_that_cannot_begin() -> None:
+    out, numbers = np.zeros((1, 3), np.float32), np.zeros(2, np.uint32)
+    with pytest.raises(ConfigError, match="expected one of sum, mean, sqrt, got 'max'"):
+        pooling.begin_grad("max", np.ones((2, 3), np.float32), numbers, None, out)
+    with pytest.raises(DataError, match="inverse must be below 1"):
+        pooling.begin_grad("sum", np.ones((2, 3), np.float32), numbers + 1, None, out)
+    with pytest.raises(DataError, match="grad must have shape"):
+        pooling.begin_grad("sum", np.ones((3, 3), np.float32), numbers, None, out)
+
+
 @pytest.mark.parametrize("dim", [1, 8, 33])
 def test_weights_agree_with_embedding_bag(dim: int) -> None:
     rng = np.random.default_rng(13)
