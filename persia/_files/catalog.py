@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Collection
 
-from persia._files.manifest import ID, MAX_MANIFEST_BYTES, Manifest
+from persia._files.manifest import ID, MAX_MANIFEST_BYTES, Manifest, number_of
 from persia._files.storage import Storage, open_storage
-from persia.errors import CheckpointError
+from persia.errors import CheckpointError, ConfigError
 
 Place = Storage | str | os.PathLike[str]
 
@@ -35,7 +36,7 @@ def storage_of(place: Place) -> Storage:
 
 def new_id(storage: Storage) -> str:
     """Return an id beyond all that are in use, published or not."""
-    numbers = [int(name.partition("-")[0]) for name in storage.list() if _id_in(name)]
+    numbers = [int(name.partition("-")[0]) for name in storage.list() if ID.match(name)]
     return f"{max(numbers, default=0) + 1:08}-{secrets.token_hex(4)}"
 
 
@@ -48,12 +49,6 @@ def ids(place: Place) -> list[str]:
         if name.endswith(".json") and ID.fullmatch(name.removesuffix(".json"))
     ]
     return sorted(found, key=number_of)
-
-
-def number_of(identity: str) -> tuple[int, str]:
-    """Return what ids are sorted by."""
-    number, _, chance = identity.partition("-")
-    return int(number), chance
 
 
 def publish(storage: Storage, manifest: Manifest) -> None:
@@ -98,5 +93,79 @@ def load(place: Place, identity: str | None = None) -> Manifest:
     return manifest
 
 
-def _id_in(name: str) -> bool:
-    return bool(ID.match(name))
+def latest(place: Place) -> str | None:
+    """Return the id of the latest checkpoint, or None if there is none."""
+    return next(reversed(ids(place)), None)
+
+
+def chain(place: Place, identity: str | None = None) -> list[Manifest]:
+    """Return a full checkpoint and the deltas up to the one asked for, the latest by default.
+
+    Raises:
+        CheckpointError: If one of them is not there, so that changes would be missing.
+    """
+    storage = storage_of(place)
+    found = [load(storage, identity)]
+    known = set(ids(storage))
+    while (base := found[-1].base) is not None:
+        delta = found[-1]
+        name = storage.at(f"{delta.id}.json")
+        if base not in known:
+            raise CheckpointError(
+                f"{name}: base: {base} is not here, so the changes up to it are missing"
+            )
+        found.append(load(storage, base))
+        if found[-1].schema != delta.schema:
+            raise CheckpointError(f"{name}: schema: expected that of its base {base}")
+    return found[::-1]
+
+
+def keep_last(place: Place, count: int, writing: Collection[str] = ()) -> list[str]:
+    """Remove all but the last checkpoints and what they are based on; returns their ids.
+
+    What writers that died have left goes too: folders without a manifest, of a number below
+    the latest checkpoint's. A writer that is slower than another one's whole checkpoint would
+    lose its files; ``publish`` tells it so.
+
+    Args:
+        place: The catalog.
+        count: How many to keep, at least 1; each full checkpoint or delta is one.
+        writing: Ids of checkpoints that are being written: these are left alone.
+
+    Raises:
+        CheckpointError: If something that is kept cannot be read; nothing was removed.
+    """
+    if count < 1:
+        raise ConfigError(f"keep_last: expected at least 1, got {count}")
+    storage = storage_of(place)
+    found = ids(storage)
+    kept: set[str] = set()
+    for identity in found[-count:]:
+        link: str | None = identity
+        while link is not None and link not in kept:
+            kept.add(link)
+            link = load(storage, link).base
+    removed = [identity for identity in found if identity not in kept]
+    # The latest first: a delta ends to exist before its base does.
+    for identity in reversed(removed):
+        storage.remove(f"{identity}.json")
+    for identity in removed:
+        storage.remove_folder(identity)
+    _clean(storage, found, writing)
+    return removed
+
+
+def _clean(storage: Storage, published: list[str], writing: Collection[str]) -> None:
+    """Remove what is left of checkpoints that were never published, or are no more."""
+    if not published:
+        return
+    last = number_of(published[-1])
+    for name in storage.list():
+        identity, _, ending = name.partition(".")
+        if not ID.fullmatch(identity) or identity in published or identity in writing:
+            continue
+        if number_of(identity) < last:
+            if ending == "json.tmp":
+                storage.remove(name)
+            elif not ending:
+                storage.remove_folder(name)

@@ -37,6 +37,12 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime(_TIME)
 
 
+def number_of(identity: str) -> tuple[int, str]:
+    """Return what ids are sorted by."""
+    number, _, chance = identity.partition("-")
+    return int(number), chance
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """One checkpoint."""
@@ -157,6 +163,8 @@ def _read(fields: Fields) -> Manifest:
         )
     if base is not None:
         _id(base, fields.where.at("base"))
+        if number_of(base) >= number_of(identity):  # so no chain is a ring
+            raise fields.where.at("base").expected("one before this checkpoint", base)
     created = fields.text("created")
     try:
         datetime.datetime.strptime(created, _TIME)

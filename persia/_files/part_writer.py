@@ -7,7 +7,7 @@
                                      | ...                    |
 
 Rows of a block are gathered once, into pieces of their own range, which ``writev`` takes as
-they are. Parts are hashed, written and fsynced by two threads beside the caller, which gathers
+they are. Parts are hashed, written and fsynced by threads beside the caller, which gathers
 the next ones: what is gathered and what is being written stay below the budget.
 """
 
@@ -74,6 +74,7 @@ class PartWriter:
         budget_bytes: Of rows held here, gathered or being written.
         server: Which server's rows these are.
         part_bytes: Of one part at most, unless a single row is larger.
+        num_threads: That write, beside the caller.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PartWriter:
         budget_bytes: int = 256 << 20,
         server: int = 0,
         part_bytes: int = PART_BYTES,
+        num_threads: int = 2,
     ) -> None:
         self._storage = storage
         self._prefix = prefix
@@ -92,7 +94,7 @@ class PartWriter:
         self._part_bytes = part_bytes
         self._ranges: dict[_Kind, list[_Range]] = {}
         self._gathered = 0
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="persia-parts")
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="persia-parts")
         self._writing: deque[tuple[int, Future[Part]]] = deque()
         self._in_flight = 0
         self._parts: list[Part] = []

@@ -94,13 +94,30 @@ def read_file(
         raise CheckpointError(
             f"{name}: expected at most {max_bytes} bytes, got {file.num_bytes}"
         )
+    return _stream(storage, file, None)
+
+
+def check_file(storage: Storage, file: File) -> None:
+    """Check a file of any size without keeping it.
+
+    Raises:
+        CheckpointError: If size or checksum are not the manifest's.
+    """
+    _stream(storage, file, np.empty(min(file.num_bytes, storage.read_bytes), np.uint8))
+
+
+def _stream(storage: Storage, file: File, data: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
+    """Read and check a file, into memory of its own or a window that is used over and over."""
+    name = storage.at(file.path)
     checksum = xxhash.xxh3_128()
     with storage.open(file.path) as reader:
         if reader.size != file.num_bytes:
             raise CheckpointError(f"{name}: expected {file.num_bytes} bytes, got {reader.size}")
-        data = np.empty(file.num_bytes, np.uint8)
+        if data is None:
+            data = np.empty(file.num_bytes, np.uint8)
         for offset in range(0, file.num_bytes, storage.read_bytes):
-            piece = data[offset : offset + storage.read_bytes]
+            start = offset if len(data) == file.num_bytes else 0
+            piece = data[start : start + min(storage.read_bytes, file.num_bytes - offset)]
             reader.read_into(piece, offset)
             checksum.update(piece.data)
     if checksum.hexdigest() != file.xxh3_128:

@@ -51,6 +51,13 @@ def block(
     )
 
 
+def joined(blocks: Iterable[RowBlock]) -> RowBlock:
+    """Return blocks of one kind as one."""
+    held = list(blocks)
+    arrays = zip(*(each.arrays for each in held), strict=True)
+    return RowBlock(held[0].policy, held[0].dtype, *map(np.concatenate, arrays))
+
+
 def rows_of(blocks: Iterable[RowBlock]) -> dict[int, tuple[bytes, ...]]:
     """Return the rows by sign, as bytes; the order of eviction is left out."""
     found: dict[int, tuple[bytes, ...]] = {}

@@ -1,0 +1,210 @@
+"""The rows of a checkpoint that may be a chain: a full one and the deltas to it.
+
+    full      delta 1    delta 2        read from the latest to the oldest:
+    a b c d   b c -a     c e            c e (2)   b (1; c is known, a is gone)   d (0)
+
+A row is given once, in its latest state, and not at all if it was deleted after that. What has
+to be remembered are the signs of deltas, not of the full one; those of one range of buckets at
+a time, if they are many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._core.blocks import RowBlock
+from persia._core.hashing import mix64_array
+from persia._files.catalog import Place, chain, new_id, publish, storage_of
+from persia._files.entries import NUM_BUCKETS, File, Part
+from persia._files.manifest import Manifest, now
+from persia._files.part_writer import PART_BYTES, PartWriter
+from persia._files.parts import (
+    check_file,
+    read_deleted,
+    read_file,
+    read_part,
+    take,
+    verify_part,
+    write_file,
+)
+from persia._files.storage import Storage
+from persia.version import __version__
+
+# Signs of deltas that are remembered at once, 8 bytes each, and as much again to sort them.
+_REMEMBERED = 16 << 20
+
+Progress = Callable[[int], object]
+"""Told how many bytes were done since the last time."""
+
+
+def rows_of(
+    storage: Storage,
+    manifests: Sequence[Manifest],
+    progress: Progress = lambda num_bytes: None,
+) -> Iterator[tuple[Part, RowBlock]]:
+    """Yield every row of a chain once, in its latest state, and the part that it is from.
+
+    Places in the order of eviction are comparable between rows of one shard and server, here
+    too: what changed later goes later.
+
+    Raises:
+        CheckpointError: If a file is not what was written.
+    """
+    changed = sum(part.num_rows for manifest in manifests[1:] for part in manifest.parts)
+    gone = [
+        np.unique(
+            np.concatenate(
+                [read_deleted(storage, entry) for entry in manifest.deleted]
+                or [np.empty(0, np.uint64)]
+            )
+        )
+        for manifest in manifests
+    ]
+    offsets = _offsets(manifests)
+    passes = -(-changed // _REMEMBERED) or 1
+    for number in range(passes):
+        first = NUM_BUCKETS * number // passes
+        end = NUM_BUCKETS * (number + 1) // passes
+        known = np.empty(0, np.uint64)
+        for manifest, deleted, offset in reversed(
+            list(zip(manifests, gone, offsets, strict=True))
+        ):
+            seen = [known, deleted]
+            for part in manifest.parts:
+                if part.buckets[1] <= first or end <= part.buckets[0]:
+                    continue
+                block = read_part(storage, part)
+                progress(part.file.num_bytes)
+                if passes > 1:
+                    block = _within(block, first, end)
+                if manifest is not manifests[0]:
+                    seen.append(block.signs)
+                block = _without(block, known)
+                if offset:
+                    block = dataclasses.replace(block, orders=block.orders + np.uint64(offset))
+                if len(block):
+                    yield part, block
+            known = np.unique(np.concatenate(seen))
+
+
+def _offsets(manifests: Sequence[Manifest]) -> list[int]:
+    """Return what is added to the orders of each, so that the later go later."""
+    offsets, total = [], 0
+    for manifest in manifests:
+        offsets.append(total)
+        total += max((part.max_order + 1 for part in manifest.parts), default=0)
+    # Orders that fill 64 bits have no room for an offset; ties are all that is lost.
+    return offsets if total < 1 << 64 else [0] * len(offsets)
+
+
+def _within(block: RowBlock, first: int, end: int) -> RowBlock:
+    buckets = mix64_array(block.signs) >> np.uint64(50)
+    return take(block, (buckets >= first) & (buckets < end))
+
+
+def _without(block: RowBlock, known: NDArray[np.uint64]) -> RowBlock:
+    if not len(known):
+        return block
+    places = np.minimum(np.searchsorted(known, block.signs), len(known) - 1)
+    is_known = known[places] == block.signs
+    return take(block, ~is_known) if is_known.any() else block
+
+
+def verify(
+    place: Place, identity: str | None = None, progress: Progress = lambda num_bytes: None
+) -> list[Manifest]:
+    """Check every file of a checkpoint and of those that it is based on; returns the chain.
+
+    Raises:
+        CheckpointError: What is wrong, naming the file.
+    """
+    storage = storage_of(place)
+    manifests = chain(storage, identity)
+    for manifest in manifests:
+        for file in manifest.files.values():
+            check_file(storage, file)
+            progress(file.num_bytes)
+        for deleted in manifest.deleted:
+            read_deleted(storage, deleted)
+            progress(deleted.file.num_bytes)
+        for part in manifest.parts:
+            verify_part(storage, part)
+            progress(part.file.num_bytes)
+    return manifests
+
+
+def rewrite(
+    place: Place,
+    target: Place,
+    identity: str | None = None,
+    *,
+    progress: Progress = lambda num_bytes: None,
+    budget_bytes: int = 256 << 20,
+    part_bytes: int = PART_BYTES,
+) -> Manifest:
+    """Write a checkpoint anew and whole, into the same catalog or another one.
+
+    Returns:
+        The manifest, published.
+
+    Raises:
+        CheckpointError: If a file cannot be read or written; then nothing was published.
+    """
+    storage, out = storage_of(place), storage_of(target)
+    manifests = chain(storage, identity)
+    last = manifests[-1]
+    own = new_id(out)
+    writers: dict[int, PartWriter] = {}
+    parts: list[Part] = []
+    try:
+        for part, block in rows_of(storage, manifests, progress):
+            if part.server not in writers:
+                writers[part.server] = PartWriter(
+                    out,
+                    f"{own}/server{part.server}",
+                    server=part.server,
+                    # Shared, so that many servers' rows are no more than one's.
+                    budget_bytes=budget_bytes // last.num_servers,
+                    part_bytes=part_bytes,
+                )
+            writers[part.server].add(part.table, block)
+        for _, writer in sorted(writers.items()):
+            parts += writer.finish()
+    finally:
+        for writer in writers.values():
+            writer.close()
+    files = {name: _copy(storage, out, file, own, name) for name, file in last.files.items()}
+    if files:
+        out.sync(own)
+    manifest = dataclasses.replace(
+        last,
+        id=own,
+        kind="full",
+        base=None,
+        created=now(),
+        writer=__version__,
+        parts=tuple(parts),
+        deleted=(),
+        files=files,
+    )
+    publish(out, manifest)
+    return manifest
+
+
+def compact(place: Place, *, progress: Progress = lambda num_bytes: None) -> Manifest:
+    """Replace the latest chain by one full checkpoint of the same rows, which is published.
+
+    The chain stays until ``keep_last`` removes it. A chain of one is left as it is.
+    """
+    storage = storage_of(place)
+    manifests = chain(storage)
+    return manifests[0] if len(manifests) == 1 else rewrite(storage, storage, progress=progress)
+
+
+def _copy(storage: Storage, out: Storage, file: File, own: str, name: str) -> File:
+    data = read_file(storage, file, max_bytes=file.num_bytes)
+    return write_file(out, f"{own}/{name}", [data.data])

@@ -1,0 +1,208 @@
+"""A disk that fails: module ``os`` over memory, as far as LocalStorage uses it.
+
+What was written is not on the disk before it was fsynced, and what was named not before its
+folder was. At a power failure every name that is not durable yet is there or not, each for
+itself, and a file has any prefix of what was written to it: harsher than any file system.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class PowerFailure(BaseException):
+    """The machine is off. Nothing of ours may catch this."""
+
+
+@dataclass
+class FakeFile:
+    data: bytearray = field(default_factory=bytearray)
+    durable: bytes = b""
+
+
+@dataclass
+class FakeFolder:
+    names: dict[str, Node] = field(default_factory=dict)
+    durable: dict[str, Node] = field(default_factory=dict)
+
+
+Node = FakeFile | FakeFolder
+
+
+@dataclass
+class Stat:
+    st_size: int
+
+
+class Disk:
+    def __init__(self) -> None:
+        self._root = FakeFolder()
+        self._open: dict[int, Node] = {}
+        self._lock = threading.Lock()
+        self.operations = 0
+        self.fail_at = -1
+        self.failure: str | None = None  # "power" or "error"
+        self.is_off = False
+
+    # --- what tests do ---
+
+    def arm(self, fail_at: int, failure: str | None) -> None:
+        """Fail at an operation that changes something, counted from now."""
+        self.operations, self.fail_at, self.failure = 0, fail_at, failure
+
+    def restart(self, rng: random.Random) -> None:
+        """Come back with what is durable, and some of what is not."""
+        self.is_off = False
+        self.arm(-1, None)
+        self._open.clear()
+        self._settle(self._root, rng)
+
+    def _settle(self, folder: FakeFolder, rng: random.Random) -> None:
+        for name in sorted(folder.names.keys() | folder.durable.keys()):
+            node = rng.choice([folder.names.get(name), folder.durable.get(name)])
+            folder.names.pop(name, None)
+            if node is not None:
+                folder.names[name] = node
+        folder.durable = dict(folder.names)
+        for node in folder.names.values():
+            if isinstance(node, FakeFolder):
+                self._settle(node, rng)
+            elif bytes(node.data) != node.durable:
+                end = rng.choice([len(node.data), rng.randint(0, len(node.data))])
+                node.data = bytearray(rng.choice([node.durable, bytes(node.data[:end])]))
+                node.durable = bytes(node.data)
+
+    # --- what LocalStorage calls ---
+
+    def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
+        with self._lock:
+            folder, name = self._parent(path)
+            node: Node | None = self._root if name == "" else folder.names.get(name)
+            if flags & os.O_CREAT:
+                if node is not None:
+                    raise FileExistsError(errno.EEXIST, "File exists", str(path))
+                self._change()
+                node = folder.names[name] = FakeFile()
+            if node is None:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+            descriptor = max(self._open, default=2) + 1
+            self._open[descriptor] = node
+            return descriptor
+
+    def close(self, descriptor: int) -> None:
+        with self._lock:
+            self._open.pop(descriptor, None)
+
+    def fstat(self, descriptor: int) -> Stat:
+        return Stat(len(self._file(descriptor).data))
+
+    def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        (buffer,) = buffers
+        data = self._file(descriptor).data[offset : offset + min(len(buffer), 100)]
+        buffer[: len(data)] = data
+        return len(data)
+
+    def writev(self, descriptor: int, buffers: list[memoryview]) -> int:
+        with self._lock:
+            data = b"".join(buffers)[:150]
+            file = self._file(descriptor)
+            try:
+                self._change()
+            except BaseException:
+                file.data += data[: len(data) // 2]
+                raise
+            file.data += data
+            return len(data)
+
+    def fsync(self, descriptor: int) -> None:
+        with self._lock:
+            self._change()
+            node = self._open[descriptor]
+            if isinstance(node, FakeFile):
+                node.durable = bytes(node.data)
+            else:
+                node.durable = dict(node.names)
+
+    def rename(self, source: Path, target: Path) -> None:
+        with self._lock:
+            folder, name = self._parent(source)
+            into, new = self._parent(target)
+            self._change()
+            into.names[new] = folder.names.pop(name)
+
+    def mkdir(self, path: Path) -> None:
+        with self._lock:
+            folder, name = self._parent(path)
+            if name in folder.names:
+                raise FileExistsError(errno.EEXIST, "File exists", str(path))
+            self._change()
+            folder.names[name] = FakeFolder()
+
+    def unlink(self, path: Path) -> None:
+        with self._lock:
+            folder, name = self._parent(path)
+            if name not in folder.names:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+            if isinstance(folder.names[name], FakeFolder):
+                raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+            self._change()
+            del folder.names[name]
+
+    def rmdir(self, path: Path) -> None:
+        with self._lock:
+            folder, name = self._parent(path)
+            node = folder.names[name]
+            assert isinstance(node, FakeFolder)
+            if node.names:
+                raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+            self._change()
+            del folder.names[name]
+
+    def listdir(self, path: Path) -> list[str]:
+        with self._lock:
+            node = self._node(path)
+            if node is None:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+            if isinstance(node, FakeFile):
+                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
+            return list(node.names)
+
+    # --- inside ---
+
+    def _change(self) -> None:
+        if self.is_off:
+            raise PowerFailure
+        self.operations += 1
+        if self.operations - 1 == self.fail_at and self.failure == "error":
+            raise OSError(errno.EIO, "Input/output error")
+        if self.operations - 1 == self.fail_at and self.failure == "power":
+            self.is_off = True
+            raise PowerFailure
+
+    def _file(self, descriptor: int) -> FakeFile:
+        node = self._open[descriptor]
+        assert isinstance(node, FakeFile)
+        return node
+
+    def _node(self, path: Path) -> Node | None:
+        node: Node | None = self._root
+        for name in path.parts[1:]:
+            if not isinstance(node, FakeFolder):
+                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
+            node = node.names.get(name)
+            if node is None:
+                return None
+        return node
+
+    def _parent(self, path: Path) -> tuple[FakeFolder, str]:
+        node = self._node(path.parent)
+        if node is None:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        if isinstance(node, FakeFile):
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
+        return node, path.name

@@ -1,0 +1,304 @@
+"""What exists loads whole and is what it was; what does not exist does not load.
+
+A disk that fails at any write, fsync, rename, mkdir or unlink is under all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from persia._core.blocks import RowBlock
+from persia._files.catalog import chain, ids, keep_last, latest, load, new_id, publish
+from persia._files.entries import Deleted, Part
+from persia._files.manifest import Manifest
+from persia._files.part_writer import PartWriter
+from persia._files.parts import filter_owned, write_deleted, write_file
+from persia._files.rows import compact, rewrite, verify
+from persia._files.rows import rows_of as rows_of_chain
+from persia._files.storage import LocalStorage, Storage, open_storage
+from persia.errors import CheckpointError, ConfigError
+from tests.files.disk import Disk, PowerFailure
+from tests.files.support import block, joined, rows_of, schema
+
+Rows = dict[int, tuple[bytes, ...]]
+SCHEMA = schema()
+
+
+def dump(
+    storage: Storage,
+    rows: dict[int, RowBlock],
+    *,
+    base: str | None = None,
+    deleted: set[int] | None = None,
+    num_servers: int = 2,
+) -> Manifest:
+    """Write and publish a checkpoint as servers do."""
+    identity = new_id(storage)
+    parts: list[Part] = []
+    gone: list[Deleted] = []
+    for server in range(num_servers):
+        prefix = f"{identity}/server{server}"
+        with PartWriter(storage, prefix, server=server, num_threads=1) as writer:
+            if rows:
+                every = joined(rows[sign] for sign in sorted(rows))
+                writer.add("table0", filter_owned(every, server, num_servers))
+            parts += writer.finish()
+        signs = np.array(sorted(deleted or ()), np.uint64)
+        gone += write_deleted(storage, prefix, signs[server::num_servers], server)
+    dense = write_file(storage, f"{identity}/dense.pt", [identity.encode()])
+    storage.sync(identity)
+    manifest = Manifest(
+        id=identity,
+        kind="full" if base is None else "delta",
+        base=base,
+        step=1,
+        num_servers=num_servers,
+        schema=SCHEMA,
+        parts=tuple(parts),
+        deleted=tuple(gone),
+        files={"dense.pt": dense},
+    )
+    publish(storage, manifest)
+    return manifest
+
+
+def loaded(storage: Storage, identity: str | None = None) -> Rows:
+    manifests = chain(storage, identity)
+    return rows_of(rows for _, rows in rows_of_chain(storage, manifests))
+
+
+def row(sign: int, seed: int) -> RowBlock:
+    return block([sign], seed=seed)
+
+
+SIGNS = st.sets(st.integers(1, 12).map(lambda n: n << 52 | n), min_size=1, max_size=4)
+FAULTS = st.tuples(st.sampled_from(["power", "error", None]), st.integers(0, 90))
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """One job that trains, and writes into one catalog on a disk that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk = Disk()
+        self.storage = LocalStorage("/data/job", self.disk)
+        self.rows: dict[int, RowBlock] = {}
+        self.seed = 0
+        self.exists: dict[str, Rows] = {}  # what has to load, by id
+        # The change log: what changed since the checkpoint that deltas are written to.
+        self.base: str | None = None
+        self.changed: set[int] = set()
+        self.deleted: set[int] = set()
+
+    @rule(signs=SIGNS)
+    def train(self, signs: set[int]) -> None:
+        for sign in signs:
+            self.seed += 1
+            self.rows[sign] = row(sign, self.seed)
+        self.changed |= signs
+        self.deleted -= signs
+
+    @rule(signs=SIGNS)
+    def evict(self, signs: set[int]) -> None:
+        for sign in signs & self.rows.keys():
+            del self.rows[sign]
+            self.deleted.add(sign)
+            self.changed.discard(sign)
+
+    def attempt(
+        self, fault: tuple[str | None, int], action: Callable[[], str | None]
+    ) -> str | None:
+        """Do it on a disk that may fail; returns what it returned, None if it failed."""
+        before = set(ids(self.storage))
+        self.disk.arm(fault[1], fault[0])
+        done = None
+        try:
+            done = action()
+        except (CheckpointError, PowerFailure):
+            assert fault[0] is not None
+        finally:
+            if self.disk.is_off:
+                self.disk.restart(random.Random(fault[1]))
+            self.disk.arm(-1, None)
+        # It may exist although it failed: if it failed after the rename, or the disk has it.
+        for identity in set(ids(self.storage)) - before:
+            self.exists[identity] = rows_of(self.rows.values())
+        return done
+
+    @rule(fault=FAULTS)
+    def dump(self, fault: tuple[str | None, int]) -> None:
+        done = self.attempt(fault, lambda: dump(self.storage, self.rows).id)
+        self._committed(done)
+
+    @precondition(lambda self: self.base is not None)
+    @rule(fault=FAULTS)
+    def delta(self, fault: tuple[str | None, int]) -> None:
+        rows = {sign: self.rows[sign] for sign in self.changed}
+        done = self.attempt(
+            fault,
+            lambda: dump(self.storage, rows, base=self.base, deleted=self.deleted).id,
+        )
+        self._committed(done)
+
+    def _committed(self, done: str | None) -> None:
+        if done is not None:
+            assert done in self.exists
+            self.base, self.changed, self.deleted = done, set(), set()
+
+    @precondition(lambda self: self.exists)
+    @rule(fault=FAULTS)
+    def compact(self, fault: tuple[str | None, int]) -> None:
+        held = self.rows
+        want = self.exists[latest(self.storage) or ""]
+        before = set(self.exists)
+        self.attempt(fault, lambda: compact(self.storage).id)
+        for identity in self.exists.keys() - before:
+            self.exists[identity] = want
+        assert self.rows is held
+
+    @precondition(lambda self: self.exists)
+    @rule(fault=FAULTS, count=st.integers(1, 3))
+    def keep_last(self, fault: tuple[str | None, int], count: int) -> None:
+        kept: set[str] = set()
+        for identity in ids(self.storage)[-count:]:
+            kept |= {manifest.id for manifest in chain(self.storage, identity)}
+
+        def action() -> str | None:
+            removed = keep_last(self.storage, count)
+            assert set(removed) == self.exists.keys() - kept
+            left = {name.partition(".")[0] for name in self.storage.list()}
+            assert left - kept <= {max(left)}
+            return "done"
+
+        self.attempt(fault, action)
+        there = set(ids(self.storage))
+        assert kept <= there <= self.exists.keys()
+        self.exists = {identity: self.exists[identity] for identity in there}
+        if self.base not in there:
+            self.base = None
+
+    @invariant()
+    def what_exists_loads_and_nothing_else(self) -> None:
+        assert set(ids(self.storage)) == self.exists.keys()
+        for identity, rows in self.exists.items():
+            assert loaded(self.storage, identity) == rows
+            verify(self.storage, identity)
+
+
+TestCatalogMachine = CatalogMachine.TestCase
+TestCatalogMachine.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+
+
+@pytest.mark.parametrize("failure", ["power", "error"])
+def test_w19_a_writer_that_dies_anywhere_leaves_the_last_checkpoint(failure: str) -> None:
+    """Also W-18: a delta whose writer died is none, and the next one has its changes."""
+    rows = {sign: row(sign, 1) for sign in range(5)}
+    later = {sign: row(sign, 2) for sign in range(3, 6)}
+    fail_at, num_failed = 0, 0
+    while True:
+        disk = Disk()
+        storage = LocalStorage("/data", disk)
+        first = dump(storage, rows).id
+        disk.arm(fail_at, failure)
+        try:
+            dump(storage, later, base=first, deleted={0})
+        except (PowerFailure, CheckpointError):
+            num_failed += 1
+        else:
+            break
+        if failure == "power":
+            disk.restart(random.Random(fail_at))
+        disk.arm(-1, None)
+        assert loaded(storage, first) == rows_of(rows.values())
+        again = dump(storage, later, base=first, deleted={0})
+        assert loaded(storage) == rows_of(v for s, v in {**rows, **later}.items() if s)
+        keep_last(storage, 1)
+        kept = [first, again.id]
+        assert sorted(storage.list()) == sorted([*kept, *(f"{name}.json" for name in kept)])
+        fail_at += 1
+    assert num_failed == fail_at > 20
+
+
+def test_w19_a_second_dump_into_a_folder_replaces_the_first(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    (tmp_path / "mine.txt").write_text("not a checkpoint's")
+    (tmp_path / "00000001").mkdir()
+    first = dump(storage, {1: row(1, 1)})
+    second = dump(storage, {2: row(2, 1)})
+    assert loaded(storage, first.id).keys() == {1}
+    assert keep_last(storage, 1) == [first.id]
+    assert loaded(storage).keys() == {2}
+    with pytest.raises(CheckpointError, match=f"{first.id}.json: cannot read"):
+        load(storage, first.id)
+    assert storage.list() == ["00000001", second.id, f"{second.id}.json", "mine.txt"]
+    with pytest.raises(ConfigError, match="keep_last: expected at least 1, got 0"):
+        keep_last(storage, 0)
+
+
+def test_w18_a_missing_delta_is_an_error(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    first = dump(storage, {1: row(1, 1)})
+    second = dump(storage, {2: row(2, 1)}, base=first.id)
+    third = dump(storage, {3: row(3, 1)}, base=second.id)
+    assert [each.id for each in chain(storage)] == [first.id, second.id, third.id]
+    (tmp_path / f"{second.id}.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{third.id}.json: base: {second.id} is not"):
+        chain(storage)
+    with pytest.raises(CheckpointError, match=f"{second.id}.json: cannot read"):
+        keep_last(storage, 1)
+    assert ids(storage) == [first.id, third.id]
+
+
+def test_w18_deltas_that_come_in_one_second_are_two(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    base = dump(storage, {1: row(1, 1)})
+    made = [dump(storage, {sign: row(sign, 1)}, base=base.id).id for sign in range(2, 6)]
+    assert ids(storage) == [base.id, *made]
+    assert loaded(storage).keys() == {1, 5}
+
+
+def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    slow = new_id(storage)
+    part = write_file(storage, f"{slow}/dense.pt", [b"x"])
+    dump(storage, {1: row(1, 1)})
+    keep_last(storage, 1, writing={slow})
+    assert storage.size(part.path) == 1
+    keep_last(storage, 1)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        storage.size(part.path)
+
+
+def test_what_changed_later_goes_later_when_chains_are_joined(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    base = dump(storage, {s: row(s, 1) for s in range(10)}, num_servers=1)
+    dump(storage, {s: row(s, 2) for s in range(5)}, base=base.id, num_servers=1)
+    manifest = compact(storage)
+    assert manifest.kind == "full"
+    (rows,) = (rows for _, rows in rows_of_chain(storage, [manifest]))
+    order = dict(zip(rows.signs.tolist(), rows.orders.tolist(), strict=True))
+    assert max(order[s] for s in range(5, 10)) < min(order[s] for s in range(5))
+    assert compact(storage) == manifest
+
+
+def test_a_rewrite_carries_all_files_over(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "a")
+    first = dump(storage, {s: row(s, 1) for s in range(10)})
+    target = open_storage("memory://rewritten")
+    manifest = rewrite(storage, target)
+    assert loaded(target) == loaded(storage)
+    assert dataclasses.replace(manifest.schema) == first.schema
+    with target.open(manifest.files["dense.pt"].path) as reader:
+        data = np.empty(reader.size, np.uint8)
+        reader.read_into(data, 0)
+    assert data.tobytes() == first.id.encode()
+    target.remove_folder("")
