@@ -27,14 +27,14 @@ VERSION = 1
 # A part is told in 300 bytes: enough for a million parts.
 MAX_MANIFEST_BYTES = 256 << 20
 ID = re.compile(r"\d{8,19}-[0-9a-f]{8}")
-_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
+TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 Kind = Literal["full", "delta"]
 
 
 def now() -> str:
     """Return the time as manifests have it, UTC."""
-    return datetime.datetime.now(datetime.timezone.utc).strftime(_TIME)
+    return datetime.datetime.now(datetime.timezone.utc).strftime(TIME)
 
 
 def number_of(identity: str) -> tuple[int, str]:
@@ -167,9 +167,9 @@ def _read(fields: Fields) -> Manifest:
             raise fields.where.at("base").expected("one before this checkpoint", base)
     created = fields.text("created")
     try:
-        datetime.datetime.strptime(created, _TIME)
+        datetime.datetime.strptime(created, TIME)
     except ValueError:
-        raise fields.where.at("created").expected(f"a time like {_TIME}", created) from None
+        raise fields.where.at("created").expected(f"a time like {TIME}", created) from None
     named = fields.fields("files")
     files = {}
     for name in named.names():

@@ -24,6 +24,8 @@ from persia._files.manifest import Manifest, now
 from persia._files.part_writer import PART_BYTES, PartWriter
 from persia._files.parts import (
     check_file,
+    filter_owned,
+    parts_for,
     read_deleted,
     read_file,
     read_part,
@@ -41,15 +43,27 @@ Progress = Callable[[int], object]
 """Told how many bytes were done since the last time."""
 
 
+def no_progress(num_bytes: int) -> None:
+    """Tell nobody."""
+
+
 def rows_of(
     storage: Storage,
     manifests: Sequence[Manifest],
-    progress: Progress = lambda num_bytes: None,
+    progress: Progress = no_progress,
+    *,
+    buckets: tuple[int, int] = (0, NUM_BUCKETS),
 ) -> Iterator[tuple[Part, RowBlock]]:
     """Yield every row of a chain once, in its latest state, and the part that it is from.
 
     Places in the order of eviction are comparable between rows of one shard and server, here
     too: what changed later goes later.
+
+    Args:
+        storage: The catalog's.
+        manifests: The chain, the full one first.
+        progress: Of reading.
+        buckets: First, and one beyond the last, of the rows that are asked for.
 
     Raises:
         CheckpointError: If a file is not what was written.
@@ -67,8 +81,9 @@ def rows_of(
     offsets = _offsets(manifests)
     passes = -(-changed // _REMEMBERED) or 1
     for number in range(passes):
-        first = NUM_BUCKETS * number // passes
-        end = NUM_BUCKETS * (number + 1) // passes
+        width = buckets[1] - buckets[0]
+        first = buckets[0] + width * number // passes
+        end = buckets[0] + width * (number + 1) // passes
         known = np.empty(0, np.uint64)
         for manifest, deleted, offset in reversed(
             list(zip(manifests, gone, offsets, strict=True))
@@ -79,7 +94,7 @@ def rows_of(
                     continue
                 block = read_part(storage, part)
                 progress(part.file.num_bytes)
-                if passes > 1:
+                if part.buckets[0] < first or end < part.buckets[1]:
                     block = _within(block, first, end)
                 if manifest is not manifests[0]:
                     seen.append(block.signs)
@@ -115,7 +130,7 @@ def _without(block: RowBlock, known: NDArray[np.uint64]) -> RowBlock:
 
 
 def verify(
-    place: Place, identity: str | None = None, progress: Progress = lambda num_bytes: None
+    place: Place, identity: str | None = None, progress: Progress = no_progress
 ) -> list[Manifest]:
     """Check every file of a checkpoint and of those that it is based on; returns the chain.
 
@@ -142,11 +157,21 @@ def rewrite(
     target: Place,
     identity: str | None = None,
     *,
-    progress: Progress = lambda num_bytes: None,
+    num_servers: int | None = None,
+    progress: Progress = no_progress,
     budget_bytes: int = 256 << 20,
     part_bytes: int = PART_BYTES,
 ) -> Manifest:
     """Write a checkpoint anew and whole, into the same catalog or another one.
+
+    Args:
+        place: Where it is.
+        target: Where it goes.
+        identity: Which one; the latest by default.
+        num_servers: As so many servers would have written it; None for as many as did.
+        progress: Of reading.
+        budget_bytes: Of rows held while they are written.
+        part_bytes: Of one part.
 
     Returns:
         The manifest, published.
@@ -158,24 +183,31 @@ def rewrite(
     manifests = chain(storage, identity)
     last = manifests[-1]
     own = new_id(out)
-    writers: dict[int, PartWriter] = {}
+    count = num_servers or last.num_servers
+    # All of them hold rows at the same time, so they share the budget.
+    writers = [
+        PartWriter(
+            out,
+            f"{own}/server{server}",
+            server=server,
+            budget_bytes=budget_bytes // count,
+            part_bytes=part_bytes,
+        )
+        for server in range(count)
+    ]
     parts: list[Part] = []
     try:
         for part, block in rows_of(storage, manifests, progress):
-            if part.server not in writers:
-                writers[part.server] = PartWriter(
-                    out,
-                    f"{own}/server{part.server}",
-                    server=part.server,
-                    # Shared, so that many servers' rows are no more than one's.
-                    budget_bytes=budget_bytes // last.num_servers,
-                    part_bytes=part_bytes,
-                )
-            writers[part.server].add(part.table, block)
-        for _, writer in sorted(writers.items()):
+            if count == last.num_servers:
+                writers[part.server].add(part.table, block)
+                continue
+            for server, writer in enumerate(writers):
+                if parts_for([part], server, count):
+                    writer.add(part.table, filter_owned(block, server, count))
+        for writer in writers:
             parts += writer.finish()
     finally:
-        for writer in writers.values():
+        for writer in writers:
             writer.close()
     files = {name: _copy(storage, out, file, own, name) for name, file in last.files.items()}
     if files:
@@ -187,6 +219,7 @@ def rewrite(
         base=None,
         created=now(),
         writer=__version__,
+        num_servers=count,
         parts=tuple(parts),
         deleted=(),
         files=files,
@@ -195,7 +228,7 @@ def rewrite(
     return manifest
 
 
-def compact(place: Place, *, progress: Progress = lambda num_bytes: None) -> Manifest:
+def compact(place: Place, *, progress: Progress = no_progress) -> Manifest:
     """Replace the latest chain by one full checkpoint of the same rows, which is published.
 
     The chain stays until ``keep_last`` removes it. A chain of one is left as it is.

@@ -228,6 +228,31 @@ def test_w19_a_writer_that_dies_anywhere_leaves_the_last_checkpoint(failure: str
     assert num_failed == fail_at > 20
 
 
+def test_removing_may_die_anywhere_too() -> None:
+    """What is still there loads whole; done again, the rest goes."""
+    fail_at = 0
+    while True:
+        disk = Disk()
+        storage = LocalStorage("/data", disk)
+        first = dump(storage, {1: row(1, 1)}, num_servers=1)
+        dump(storage, {2: row(2, 1)}, base=first.id, num_servers=1)
+        last = dump(storage, {3: row(3, 1)}, num_servers=1)
+        disk.arm(fail_at, "power")
+        try:
+            keep_last(storage, 1)
+        except PowerFailure:
+            disk.restart(random.Random(fail_at))
+        else:
+            break
+        assert last.id in ids(storage)
+        for identity in ids(storage):
+            verify(storage, identity)
+        keep_last(storage, 1)
+        assert storage.list() == [last.id, f"{last.id}.json"]
+        fail_at += 1
+    assert fail_at > 8
+
+
 def test_w19_a_second_dump_into_a_folder_replaces_the_first(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     (tmp_path / "mine.txt").write_text("not a checkpoint's")

@@ -1,0 +1,133 @@
+"""Rows of a checkpoint as plain tables: Parquet, safetensors, .npz."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._files.manifest import Manifest
+from persia._files.parts import take
+from persia._files.rows import Progress, rows_of
+from persia._files.storage import LocalStorage, Storage
+from persia._files.summary import groups_and_ids, values_of
+from persia._files.tensors import Column, encode
+from persia.errors import ConfigError
+
+FORMATS = ("parquet", "safetensors", "npz")
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def export(
+    storage: Storage,
+    manifests: Sequence[Manifest],
+    folder: Path,
+    form: str,
+    groups: Collection[str],
+    progress: Progress,
+) -> dict[str, int]:
+    """Write the rows of a chain, of some feature groups or all; returns rows by file.
+
+    Raises:
+        ConfigError: If a group is unknown, files are there already, or a package is missing.
+    """
+    schema = manifests[-1].schema
+    names = [group.name for group in schema.groups]
+    unknown = sorted(set(groups) - set(names))
+    if unknown:
+        raise ConfigError(f"feature groups {', '.join(unknown)}: known are {', '.join(names)}")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: expected an empty folder, or none")
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = [number for number, name in enumerate(names) if not groups or name in groups]
+    found: dict[str, int] = {}
+    with ExitStack() as stack:
+        writer = (
+            _Parquet(folder, names, stack) if form == "parquet" else _Files(folder, form, names)
+        )
+        for part, block in rows_of(storage, manifests, progress):
+            numbers, ids = groups_and_ids(schema, block.signs)
+            mine = np.isin(numbers, chosen)
+            if not mine.any():
+                continue
+            held = take(block, mine)
+            arrays: Arrays = {
+                "id": ids[mine],
+                "group": numbers[mine].astype(np.uint32),
+                "values": values_of(held),
+                "states": held.states,
+            }
+            name = writer.add(part.table, arrays)
+            found[name] = found.get(name, 0) + len(held)
+    return found
+
+
+class _Files:
+    """A file for each part."""
+
+    def __init__(self, folder: Path, form: str, names: Sequence[str]) -> None:
+        self._storage = LocalStorage(folder)
+        self._folder = folder
+        self._form = form
+        self._metadata = {"groups": json.dumps(list(names))}
+        self._number = 0
+
+    def add(self, table: str, arrays: Arrays) -> str:
+        name = f"{table}-{self._number:06}.{self._form}"
+        self._number += 1
+        if self._form == "npz":
+            np.savez(self._folder / name, allow_pickle=False, **arrays)
+        else:
+            columns = {key: Column.of(array) for key, array in arrays.items()}
+            self._storage.write(name, encode(columns, self._metadata))
+        return name
+
+
+class _Parquet:
+    """A file for each table, with names of groups and values as lists of one length."""
+
+    def __init__(self, folder: Path, names: Sequence[str], stack: ExitStack) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as exc:
+            raise ConfigError(
+                f"Parquet needs pyarrow: pip install 'persia[arrow]' ({exc})"
+            ) from exc
+        self._arrow = pyarrow
+        self._folder = folder
+        self._names = pyarrow.array(names)
+        self._stack = stack
+        self._writers: dict[str, Any] = {}
+
+    def add(self, table: str, arrays: Arrays) -> str:
+        arrow = self._arrow
+        columns = {
+            "id": arrow.array(arrays["id"]),
+            "group": arrow.DictionaryArray.from_arrays(
+                arrow.array(arrays["group"].astype(np.int32)), self._names
+            ),
+            "values": self._lists(arrays["values"]),
+            "states": self._lists(arrays["states"]),
+        }
+        rows = arrow.table({key: array for key, array in columns.items() if array is not None})
+        name = f"{table}.parquet"
+        if table not in self._writers:
+            self._writers[table] = self._stack.enter_context(
+                arrow.parquet.ParquetWriter(str(self._folder / name), rows.schema)
+            )
+        self._writers[table].write_table(rows)
+        return name
+
+    def _lists(self, array: NDArray[Any]) -> Any:
+        """Return rows as lists of one length; None where they are empty."""
+        if not array.shape[1]:
+            return None
+        flat = self._arrow.array(np.ascontiguousarray(array).reshape(-1))
+        return self._arrow.FixedSizeListArray.from_arrays(flat, array.shape[1])

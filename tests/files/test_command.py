@@ -1,0 +1,147 @@
+"""persia-ckpt, as people run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from persia._files.catalog import chain, load, new_id, publish
+from persia._files.manifest import Manifest
+from persia._files.part_writer import PartWriter
+from persia._files.rows import rows_of as rows_of_chain
+from persia._files.storage import LocalStorage
+from persia._launch.checkpoints import cli
+from tests.files.support import block, joined, rows_of, schema
+
+SHIFT = 56
+USERS, ITEMS, TAGS = ([(g + 1) << SHIFT | n for n in range(50)] for g in range(3))
+
+
+def checkpoint(
+    folder: Path, seed: int = 0, base: str | None = None, num_users: int = 50
+) -> Manifest:
+    storage = LocalStorage(folder)
+    identity = new_id(storage)
+    with PartWriter(storage, f"{identity}/server0") as writer:
+        writer.add("table0", block(USERS[:num_users], seed=seed))
+        if base is None:
+            writer.add("table0", joined([block(ITEMS)]))
+            writer.add("table1", block(TAGS, dim=3, words=3, dtype="bfloat16"))
+        parts = writer.finish()
+    manifest = Manifest(
+        id=identity,
+        kind="full" if base is None else "delta",
+        base=base,
+        step=3,
+        num_servers=1,
+        schema=schema(),
+        parts=parts,
+    )
+    publish(storage, manifest)
+    return manifest
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def test_inspect(tmp_path: Path) -> None:
+    base = checkpoint(tmp_path)
+    delta = checkpoint(tmp_path, seed=1, base=base.id, num_users=7)
+    ran = run("inspect", tmp_path, "--biggest", 2)
+    assert ran.exit_code == 0
+    for line in (
+        f"checkpoint {delta.id} in {tmp_path}",
+        "step 3, by 1 servers",
+        f"full {base.id}: 150 rows, ",
+        f"delta {delta.id}: 7 rows, 0 deleted, ",
+        "group 1 item: features item; dim 4 float32, adagrad with 4 words of state",
+        "user: 50 rows, ",
+        "tag: 50 rows, ",
+        f"also here: full {base.id} of step 3",
+    ):
+        assert line in ran.output
+    held = joined(
+        b for p, b in rows_of_chain(LocalStorage(tmp_path), chain(tmp_path)) if b.dim == 4
+    )
+    norms = np.linalg.norm(held.values.astype(np.float64), axis=1)
+    biggest = norms[held.signs >> np.uint64(SHIFT) == 2].max()
+    assert f"norm {biggest:.4g}" in ran.output
+    quick = run("inspect", tmp_path, "--quick", "--id", base.id)
+    assert quick.exit_code == 0
+    assert "norm mean" not in quick.output
+
+
+def test_verify(tmp_path: Path) -> None:
+    manifest = checkpoint(tmp_path)
+    checkpoint(tmp_path)
+    ran = run("verify", tmp_path, "--all")
+    assert ran.exit_code == 0
+    assert f"{manifest.id}: {len(manifest.parts)} files are whole" in ran.output
+    part = tmp_path / manifest.parts[0].file.path
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    ran = run("verify", tmp_path, "--id", manifest.id)
+    assert ran.exit_code == 1
+    assert f"Error: {part}: expected checksum" in ran.output
+    assert run("verify", tmp_path).exit_code == 0
+    ran = run("verify", tmp_path / "nothing")
+    assert (ran.exit_code, "no checkpoint is here" in ran.output) == (1, True)
+
+
+def test_diff(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a")
+    checkpoint(tmp_path / "b")
+    assert run("diff", tmp_path / "a", tmp_path / "b").exit_code == 0
+    base = checkpoint(tmp_path / "c", num_users=49)
+    checkpoint(tmp_path / "c", seed=1, base=base.id, num_users=10)
+    ran = run("diff", tmp_path / "a", tmp_path / "c")
+    assert ran.exit_code == 1
+    assert "item: 50 equal, 0 changed" in ran.output
+    assert "1 gone, 0 new" in ran.output
+
+
+@pytest.mark.parametrize("form", ["parquet", "safetensors", "npz"])
+def test_convert(tmp_path: Path, form: str) -> None:
+    checkpoint(tmp_path / "a")
+    out = tmp_path / "out"
+    ran = run("convert", tmp_path / "a", out, "--to", form, "--group", "tag")
+    assert ran.exit_code == 0, ran.output
+    assert "50 rows in 1 files" in ran.output
+    (file,) = out.iterdir()
+    if form == "parquet":
+        table = pytest.importorskip("pyarrow.parquet").read_table(file)
+        ids = table["id"].to_numpy()
+        values = np.array(table["values"].to_pylist(), np.float32)
+        assert set(table["group"].to_pylist()) == {"tag"}
+    elif form == "npz":
+        with np.load(file) as held:
+            ids, values = held["id"], held["values"]
+            assert set(held["group"].tolist()) == {2}
+    else:
+        held = pytest.importorskip("safetensors.numpy").load_file(file)
+        ids, values = held["id"], held["values"]
+    want = block(TAGS, dim=3, words=3, dtype="bfloat16")
+    widened = (want.values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    order = np.argsort(ids)
+    np.testing.assert_array_equal(ids[order], np.arange(50))
+    np.testing.assert_array_equal(values[order], widened)
+    assert run("convert", tmp_path / "a", out, "--to", form).exit_code == 1
+    ran = run("convert", tmp_path / "a", tmp_path / "other", "--to", form, "--group", "x")
+    assert "feature groups x: known are user, item, tag" in ran.output
+
+
+def test_reshard(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a")
+    ran = run("reshard", tmp_path / "a", tmp_path / "b", "--servers", 5)
+    assert ran.exit_code == 0
+    manifest = load(tmp_path / "b")
+    assert (manifest.num_servers, manifest.num_rows) == (5, 150)
+    assert {part.server for part in manifest.parts} == set(range(5))
+    one, two = (
+        rows_of(rows for _, rows in rows_of_chain(LocalStorage(path), chain(path)))
+        for path in (tmp_path / "a", tmp_path / "b")
+    )
+    assert one == two

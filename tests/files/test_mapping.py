@@ -1,0 +1,204 @@
+"""W-07: rows follow the names of their features, not the places of these in a config."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia._core.blocks import RowBlock
+from persia._core.optim import RowOptimizer
+from persia._files.mapping import Mapping
+from persia._files.part_writer import PartWriter
+from persia._files.schema import SavedSchema
+from persia._files.storage import open_storage
+from persia.config import EmbeddingSchema
+from persia.errors import CheckpointError, ConfigError
+from tests.files.support import block, rows_of
+
+OLD: dict[str, Any] = {
+    "slots_config": {
+        "user": {"dim": 4},
+        "item": {"dim": 4},
+        "last_item": {"dim": 4},
+        "tag": {"dim": 3},
+    },
+    "feature_groups": {"items": ["item", "last_item"]},
+}
+STACK = {"hash_stack_rounds": 2, "embedding_size": 9}
+SHIFT = 56
+
+
+def saved(config: dict[str, Any], optimizer: str = "adagrad", **policies: Any) -> SavedSchema:
+    schema = EmbeddingSchema.load(config)
+    return SavedSchema.of(schema, [RowOptimizer(optimizer) for _ in schema.tables], **policies)
+
+
+def changed(**slots: Any) -> dict[str, Any]:
+    """Return the old config with other slots; None takes one away."""
+    config = copy.deepcopy(OLD)
+    for name, slot in slots.items():
+        config["slots_config"].pop(name, None)
+        if slot is not None:
+            config["slots_config"][name] = slot
+    return config
+
+
+def sign(group: int, id_: int) -> int:
+    return (group + 1) << SHIFT | id_
+
+
+def apply(mapping: Mapping, table: str, rows: RowBlock) -> dict[str, RowBlock]:
+    return dict(mapping.apply(table, rows))
+
+
+def test_the_same_config_changes_nothing() -> None:
+    schema = saved(OLD)
+    assert [group.name for group in schema.groups] == ["items", "user", "tag"]
+    mapping = Mapping.between(schema, schema)
+    assert (mapping.groups, mapping.notes, mapping.moves_rows) == ((0, 1, 2), (), False)
+    rows = block([sign(0, 5), sign(1, 5)])
+    assert rows_of(apply(mapping, "table0", rows).values()) == rows_of([rows])
+
+
+def test_w07_groups_that_were_renumbered_keep_their_rows() -> None:
+    """A feature before the others, one gone, the groups in another order."""
+    new = {
+        "slots_config": {
+            "price": {"dim": 4},
+            "tag": {"dim": 3},
+            "user": {"dim": 4},
+            "item": {"dim": 4},
+        }
+    }
+    mapping = Mapping.between(saved(OLD), saved(new))
+    names = [group.name for group in mapping.wanted.groups]
+    assert mapping.groups == (names.index("item"), names.index("user"), names.index("tag"))
+    assert mapping.moves_rows
+    assert mapping.notes == ("features price are new: they start with no rows",)
+    rows = block([sign(0, 5), sign(1, 6), sign(0, 2**SHIFT - 1)])
+    ((table, found),) = apply(mapping, "table0", rows).items()
+    assert table == mapping.wanted.groups[names.index("item")].table
+    item, user = mapping.groups[:2]
+    assert found.signs.tolist() == [sign(item, 5), sign(user, 6), sign(item, 2**SHIFT - 1)]
+    np.testing.assert_array_equal(found.values, rows.values)
+    np.testing.assert_array_equal(found.states, rows.states)
+    # Every server may own any row now.
+    storage = open_storage("memory://renumbered")
+    with PartWriter(storage, "id") as writer:
+        writer.add("table0", rows)
+        parts = writer.finish()
+    assert mapping.parts_for(parts, 2, 5) == list(parts)
+    storage.remove_folder("")
+
+
+def test_features_that_are_gone_are_dropped_or_refused() -> None:
+    new = changed(user=None)
+    mapping = Mapping.between(saved(OLD), saved(new))
+    assert mapping.notes == (
+        "features user of the checkpoint are not here: their rows are dropped",
+    )
+    rows = block([sign(1, 6), sign(0, 5)])
+    ((_, found),) = apply(mapping, "table0", rows).items()
+    assert found.signs.tolist() == [sign(0, 5)]
+    assert apply(mapping, "table0", block([sign(1, 6)])) == {}
+    with pytest.raises(ConfigError, match="features user of the checkpoint are not here"):
+        Mapping.between(saved(OLD), saved(new), drop_removed=False)
+
+
+def test_some_features_alone_can_be_loaded() -> None:
+    mapping = Mapping.between(saved(OLD), saved(OLD), only={"last_item"})
+    assert mapping.groups == (0, -1, -1)
+    rows = block([sign(1, 6), sign(0, 5)])
+    assert [b.signs.tolist() for b in apply(mapping, "table0", rows).values()] == [[sign(0, 5)]]
+    with pytest.raises(ConfigError, match="features nobody are not in both"):
+        Mapping.between(saved(OLD), saved(OLD), only={"nobody"})
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (
+            changed(tag={"dim": 5}),
+            "dim of feature group 'tag' is 3 in the checkpoint and 5 here",
+        ),
+        (
+            {**OLD, "group_settings": {"user": {"dtype": "float16"}}},
+            "dtype of feature group 'user' is float32 in the checkpoint and float16 here",
+        ),
+        (
+            {**OLD, "feature_index_prefix_bit": 12},
+            "feature_index_prefix_bit is 8 in the checkpoint and 12 here",
+        ),
+        (
+            changed(
+                tag={
+                    "dim": 3,
+                    "hash_stack_config": {"hash_stack_rounds": 2, "embedding_size": 9},
+                }
+            ),
+            r"hash stack \(rounds, rows\) of feature group 'tag' is \(0, 0\) in .* \(2, 9\)",
+        ),
+        (
+            {**OLD, "feature_groups": {}},
+            "feature group 'items' of the checkpoint would be split into 'item' and 'last",
+        ),
+        (
+            {**OLD, "feature_groups": {"all": ["item", "last_item", "user"]}},
+            "feature group 'all' would merge 'user', 'items'",
+        ),
+    ],
+)
+def test_w07_rows_that_would_mean_something_else_are_refused(
+    new: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Mapping.between(saved(OLD), saved(new))
+
+
+def test_all_differences_are_told() -> None:
+    new = changed(tag={"dim": 5}, user={"dim": 8})
+    with pytest.raises(
+        ConfigError, match=r"dim of .*'tag' is 3 .* and 5 here; dim of .*'user'"
+    ):
+        Mapping.between(saved(OLD), saved(new))
+
+
+def test_the_state_of_another_optimizer_starts_anew() -> None:
+    mapping = Mapping.between(saved(OLD), saved(OLD, "adam"))
+    words = RowOptimizer("adam").state_words(4)
+    assert mapping.notes[0] == (
+        "feature group 'items' was trained by adagrad with 4 words of state and is by adam "
+        f"with {words}: the state of its rows starts anew"
+    )
+    rows = block([sign(0, 5), sign(1, 6)])
+    ((_, found),) = apply(mapping, "table0", rows).items()
+    np.testing.assert_array_equal(found.values, rows.values)
+    np.testing.assert_array_equal(found.states, [RowOptimizer("adam").new_state(4)] * 2)
+
+
+def test_uses_and_ages_are_kept_with_their_policy_only() -> None:
+    steps, seconds = ("lfu", "steps", 10), ("lfu", "milliseconds", 10)
+    before = saved(OLD, policies=[steps], policy_of_table=[1, 1])
+    rows = block([sign(0, n) for n in range(20)], policy=1)
+    for policies, keeps_uses, keeps_ages in (
+        ([steps], True, True),
+        ([seconds], True, False),
+        ([("lru", "steps", 10)], False, True),
+    ):
+        after = saved(OLD, policies=policies, policy_of_table=[1, 1])
+        mapping = Mapping.between(before, after)
+        assert bool(mapping.notes) is not (keeps_uses and keeps_ages)
+        ((_, found),) = apply(mapping, "table0", rows).items()
+        assert found.policy == 1
+        np.testing.assert_array_equal(found.uses, rows.uses * np.uint32(keeps_uses))
+        np.testing.assert_array_equal(found.ages, rows.ages * np.uint64(keeps_ages))
+
+
+def test_a_sign_of_no_group_is_an_error() -> None:
+    mapping = Mapping.between(saved(OLD), saved(OLD))
+    for strange in (5, sign(3, 5), sign(2, 5)):
+        with pytest.raises(CheckpointError, match="is of no group of table0"):
+            apply(mapping, "table0", block([sign(0, 1), strange]))
