@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 TREE := setup.py pyproject.toml README.md LICENSE persia tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-slow test-all lint format debug asan fuzz bench bench-step bench-cases bench-services bench-instructions wheel wheels clean
+.PHONY: help demo build test test-slow test-all compose-test lint format debug asan fuzz bench bench-step bench-cases bench-services bench-instructions wheel wheels clean
 .SILENT: help
 
 help:  ## list the targets
@@ -80,6 +80,10 @@ test-slow: build  ## what `make test` leaves out; cuda where there is a device
 	$(TEST) -m "slow or cuda" -rsP -o faulthandler_timeout=600
 
 test-all: test test-slow  ## every tier
+
+# The containers bring what they need: no .venv. COMPOSE_STEPS=bits runs one step.
+compose-test:  ## the stack of compose.yaml: same bits, failures, faults (needs Docker)
+	$(PYTHON) -m tests.compose $(COMPOSE_STEPS)
 
 lint: build  ## style, types, Cython, spelling
 	$(BIN)/ruff check .

@@ -1,0 +1,289 @@
+"""Builds the stack and runs it: the same bits, failures, and faults while it trains.
+
+    python3 -m tests.compose             # needs Docker with Compose, and nothing else
+    python3 -m tests.compose faults      # of: build memory bits failure faults
+
+Containers, networks and volumes are those of a project of its own, and are gone afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROJECT = "persia-test"
+NETWORK = f"{PROJECT}_cluster"
+COUNTS = "./tests/compose/counts"
+# Seconds. A machine of two busy cores needs a fifth of them.
+BUILD_S, RUN_S, STEP_S = 1200.0, 300.0, 120.0
+# What a batch may come to instead of being trained, in the nn-worker's stats.
+LOSSES = ("failed", "abandoned", "incomplete", "unused")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**os.environ, "COMPOSE_PROFILES": "train", **changes}
+
+
+def compose(*words: str, overlay: bool = False) -> list[str]:
+    files = ["-f", "compose.yaml", *(["-f", "tests/compose/script.yml"] if overlay else [])]
+    return ["docker", "compose", "-p", PROJECT, *files, *words]
+
+
+def run(
+    words: Sequence[str], timeout_s: float = STEP_S, check: bool = True, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env=environment(**changes),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout_s,
+        check=False,
+    )
+    if check and done.returncode:
+        sys.exit(f"{' '.join(words)}: exit status {done.returncode}\n{done.stdout[-6000:]}")
+    return done
+
+
+def down() -> None:
+    run(compose("down", "--volumes", "--timeout", "5", "--remove-orphans"), check=False)
+
+
+def expect(what: str, want: object, got: object, text: str = "") -> None:
+    if want != got:
+        sys.exit(f"{what}: expected {want}, got {got}\n{text[-6000:]}")
+
+
+def last(text: str, mark: str) -> str:
+    """Return what stands behind ``mark`` in the last line that has it."""
+    lines = [line for line in text.splitlines() if mark in line]
+    if not lines:
+        sys.exit(f"no line with {mark!r} in\n{text[-6000:]}")
+    return lines[-1].partition(mark)[2]
+
+
+# --- steps ----------------------------------------------------------------------------------
+
+
+def build() -> None:
+    run(compose("build"), BUILD_S)
+    for image in ("persia:server", "persia:nn-worker"):
+        size = run(["docker", "image", "inspect", "-f", "{{.Size}}", image]).stdout
+        print(f"{image}: {int(size) / 1e6:.0f} MB")
+
+
+def report_of(text: str) -> dict[str, float]:
+    report: dict[str, float] = json.loads('{"seed"' + last(text, '{"seed"'))
+    return {name: report[name] for name in ("auc", "loss", "rows")}
+
+
+def bits() -> None:
+    """`docker compose up` ends with 0, and its model is embedded mode's, bit by bit."""
+    start = time.monotonic()
+    up = run(compose("up", "--no-build", overlay=True), RUN_S, REPRODUCIBLE="1")
+    cluster = report_of(up.stdout)
+    took = time.monotonic() - start
+    statuses = run(compose("ps", "-a", "--format", "{{.ExitCode}}")).stdout.split()
+    expect("exit statuses", ["0"] * 8, statuses, up.stdout)
+    data = os.environ.get("PERSIA_DATA_DIR") or f"{PROJECT}_data"
+    alone = run(
+        [
+            *("docker", "run", "--rm", "--init", "--network", "none", "--read-only"),
+            *("--tmpfs", "/tmp", "-v", f"{ROOT}/examples/adult_income:/workspace:ro"),
+            *("-v", f"{data}:/data:ro", "-e", "PERSIA_DATA_DIR=/data", "-e", "REPRODUCIBLE=1"),
+            *("-e", "OMP_NUM_THREADS=1", "persia:nn-worker", "python", "train.py", "--json"),
+        ],
+        RUN_S,
+    )
+    expect(
+        "AUC, loss and rows of embedded mode and the cluster", report_of(alone.stdout), cluster
+    )
+    print(f"test AUC {cluster['auc']:.6f} in the cluster and in one process, {took:.0f} s")
+
+
+def failure() -> None:
+    """A script that fails ends the job, and nothing is started again."""
+    done = run(
+        compose("up", "--no-build", overlay=True),
+        RUN_S,
+        WORKSPACE=COUNTS,
+        NN_SCRIPT="/workspace/fail.py",
+    )
+    expect("containers that run", [], run(compose("ps", "-q")).stdout.split(), done.stdout)
+    ended = run(compose("ps", "-a", "--format", "{{.Service}} {{.ExitCode}}")).stdout
+    failed = [one for one in ended.splitlines() if not one.endswith(" 0")]
+    expect("services that did not end with 0", ["nn_worker 7"], failed, done.stdout)
+    print("failing script: ends with its status, nothing is started again")
+
+
+def memory() -> None:
+    """A server takes the limit of its container for what there is."""
+    program = "from persia.config import resolve_memory_limit as limit; print(limit(None))"
+    words = ["docker", "run", "--rm", "--memory", "256m", "persia:server"]
+    limit = int(run([*words, "python", "-c", program]).stdout)
+    expect("memory_limit in a container of 256 MiB", int((256 << 20) * 0.7), limit)
+    print(f"memory_limit in a container of 256 MiB: {limit >> 20} MiB")
+
+
+class Training:
+    """A job that trains; its nn-worker says how far it is."""
+
+    def __init__(self) -> None:
+        # Compose's own `logs` puts control characters before lines.
+        follow = ["docker", "logs", "--follow", container("nn_worker", 1)]
+        self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.process = subprocess.Popen(
+            follow, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        if self.process.stdout is not None:
+            for line in self.process.stdout:
+                self.lines.put(line)
+        self.lines.put(None)
+
+    def wait_for(self, mark: str, at_least: int = 0) -> str:
+        """Return what stands behind the mark, a number of at least so much if that is said."""
+        deadline = time.monotonic() + RUN_S
+        said: list[str] = []
+        with contextlib.suppress(queue.Empty):
+            while (line := self.lines.get(timeout=deadline - time.monotonic())) is not None:
+                said.append(line)
+                if line.startswith(mark):
+                    rest = line.removeprefix(mark)
+                    if not at_least or int(rest) >= at_least:
+                        return rest
+        logs = run(compose("logs", "--tail", "40"), check=False).stdout
+        sys.exit(f"the trainer never said {mark!r} {at_least}:\n{''.join(said[-20:])}\n{logs}")
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+        self.thread.join()
+
+
+@contextlib.contextmanager
+def training(**changes: str) -> Iterator[Training]:
+    run(compose("up", "--detach", "--no-build", overlay=True), STEP_S, True, **changes)
+    job = Training()
+    try:
+        yield job
+    finally:
+        job.close()
+        down()
+
+
+def container(service: str, number: int) -> str:
+    return f"{PROJECT}-{service}-{number}"
+
+
+def kill(service: str, number: int) -> None:
+    """Kill all processes but the first, which ends with their status, as after a crash."""
+    words = ["docker", "exec", container(service, number), "sh", "-c", "kill -9 -1"]
+    run(words, check=False)
+
+
+def cut(service: str, number: int, until: Callable[[], object]) -> None:
+    """Take a container from the network, and give it back, under another address perhaps."""
+    name = container(service, number)
+    run(["docker", "network", "disconnect", NETWORK, name])
+    until()
+    run(["docker", "network", "connect", "--alias", service, NETWORK, name])
+
+
+def pause(service: str, number: int, until: Callable[[], object]) -> None:
+    run(["docker", "pause", container(service, number)])
+    until()
+    run(["docker", "unpause", container(service, number)])
+
+
+def restarts(service: str, number: int) -> int:
+    words = ["docker", "inspect", "-f", "{{.RestartCount}}", container(service, number)]
+    return int(run(words).stdout)
+
+
+def seconds(number: float) -> Callable[[], object]:
+    return lambda: threading.Event().wait(number)
+
+
+def check_end(job: Training, exact: bool) -> dict[str, int]:
+    books: dict[str, int] = json.loads(job.wait_for("books "))
+    deadline = time.monotonic() + STEP_S
+    while run(compose("ps", "-q")).stdout.split():
+        if time.monotonic() > deadline:
+            sys.exit(run(compose("ps", "-a")).stdout)
+        seconds(0.5)()
+    status = run(compose("ps", "-a", "--format", "{{.Name}}={{.ExitCode}}")).stdout.split()
+    expect("exit statuses", [], [one for one in status if not one.endswith("=0")])
+    lost = {name: books.get(name, 0) for name in LOSSES}
+    expect("batches trained", (500, dict.fromkeys(lost, 0)), (books["batches"], lost))
+    if exact:
+        expect("ids that were not trained once for each occurrence", 0, books["wrong_ids"])
+    return books
+
+
+def faults() -> None:
+    """Killed, cut off and stopped while it trains: every batch counts exactly once."""
+    of_job = {"WORKSPACE": COUNTS, "NN_ARGUMENT": "--", "PACE_S": "0.03"}
+    scaled = {
+        "DATA_LOADER_REPLICAS": "2",
+        "EMBEDDING_WORKER_REPLICAS": "3",
+        "EMBEDDING_PARAMETER_SERVER_REPLICAS": "2",
+    }
+    with training(**of_job, **scaled) as job:
+        job.wait_for("progress ", 25)
+        kill("embedding_worker", 2)
+        job.wait_for("progress ", 100)
+        kill("data_loader", 1)
+        job.wait_for("progress ", 200)
+        pause("embedding_parameter_server", 2, seconds(3.0))
+        job.wait_for("progress ", 250)
+        cut("embedding_worker", 1, seconds(5.0))
+        job.wait_for("progress ", 350)
+        cut("embedding_parameter_server", 1, seconds(5.0))
+        books = check_end(job, exact=True)
+        for service, number in (("embedding_worker", 2), ("data_loader", 1)):
+            expect(f"restarts of {service} {number}", 1, restarts(service, number))
+    print(f"2 kills, 1 pause, 2 cuts: {books['batches']} batches, each trained once")
+    with training(**of_job) as job:
+        job.wait_for("progress ", 50)
+        kill("embedding_parameter_server", 3)
+        books = check_end(job, exact=False)
+        expect("restarts of a server", 1, restarts("embedding_parameter_server", 3))
+    print(f"parameter server killed: {books['batches']} batches, ended with 0")
+
+
+STEPS = {one.__name__: one for one in (build, memory, bits, failure, faults)}
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or list(STEPS)
+    unknown = sorted(set(wanted) - STEPS.keys())
+    if unknown:
+        sys.exit(f"expected some of {', '.join(STEPS)}, got {', '.join(unknown)}")
+    down()
+    try:
+        for name in wanted:
+            start = time.monotonic()
+            STEPS[name]()
+            print(f"{name}: ok, {time.monotonic() - start:.0f} s", flush=True)
+            down()
+    finally:
+        down()
+
+
+if __name__ == "__main__":
+    main()

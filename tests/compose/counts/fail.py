@@ -1,0 +1,3 @@
+"""A training script with a mistake."""
+
+raise SystemExit(7)

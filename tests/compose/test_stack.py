@@ -1,0 +1,190 @@
+"""The stack as it is written: what Compose reads, without running it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+STACK = ROOT / "compose/stack.yml"
+SETTINGS = ROOT / "compose/.docker.env"
+DOCKERFILE = ROOT / "compose/Dockerfile"
+ROLES = ("data_loader", "nn_worker", "embedding_worker", "embedding_parameter_server")
+UNITS = {"m": 1 << 20, "g": 1 << 30}
+
+
+def services() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(STACK.read_text())["services"]
+    return found
+
+
+def settings() -> dict[str, str]:
+    lines = [line for line in SETTINGS.read_text().splitlines() if line and line[0] != "#"]
+    return dict(line.split("=", 1) for line in lines)
+
+
+def variables_read() -> set[str]:
+    """The names in persia/env.py, and in the example's script."""
+    code = (ROOT / "persia/env.py").read_text()
+    code += (ROOT / "examples/adult_income/train.py").read_text()
+    return set(re.findall(r'"([A-Z][A-Z_]+)"', code))
+
+
+def test_every_variable_that_containers_get_is_read() -> None:
+    stack = STACK.read_text()
+    for name in settings():
+        used = name in variables_read() or f"${{{name}" in stack
+        assert used or name == "OMP_NUM_THREADS", name  # torch's
+    for role in ROLES:
+        for name in services()[role]["environment"]:
+            assert name in variables_read(), name
+
+
+def test_every_variable_of_the_stack_has_a_value() -> None:
+    for name, default in re.findall(r"\$\{([A-Z_]+)(:-)?", STACK.read_text()):
+        assert default or name in settings(), name
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role != "nn_worker"])
+def test_one_value_scales_a_role(role: str) -> None:
+    service = services()[role]
+    value = f"${{{role.upper()}_REPLICAS}}"
+    assert service["deploy"]["replicas"] == value
+    assert service["environment"]["REPLICA_SIZE"] == value
+    assert service["environment"]["REPLICA_INDEX"] == "auto"
+    assert service["restart"].startswith("on-failure")
+    assert service["environment"]["PERSIA_SUPERVISED"] == "1"
+
+
+def test_the_trainer_is_not_started_again() -> None:
+    assert services()["nn_worker"]["restart"] == "no"
+
+
+@pytest.mark.parametrize("name", sorted(services()))
+def test_containers_may_do_little(name: str) -> None:
+    service = services()[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["init"] is True
+    assert "privileged" not in service
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+    if name in ROLES:
+        assert service["networks"] == ["cluster"]
+        assert all(
+            mount.endswith(":ro") or mount == "rows:/dev/shm" for mount in service["volumes"]
+        )
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_memory_is_limited_above_what_servers_take(role: str) -> None:
+    limit = services()[role]["deploy"]["resources"]["limits"]["memory"]
+    value = settings()[limit.removeprefix("${").removesuffix("}")]
+    container = int(value[:-1]) * UNITS[value[-1]]
+    config = yaml.safe_load(
+        (ROOT / "examples/adult_income/config/global_config.yml").read_text()
+    )
+    # Without one it is 70 % of the container's.
+    own = config["embedding_parameter_server_config"].get("memory_limit", 0)
+    assert own < container
+
+
+def test_healthchecks_ask_the_role_itself() -> None:
+    for role in ROLES:
+        if role != "data_loader":
+            check = services()[role]["healthcheck"]["test"]
+            assert check[-2:] == ["persia._launch.health", role.replace("_", "-")]
+
+
+def test_images_and_packages_are_pinned() -> None:
+    for name, service in services().items():
+        image = service["image"]
+        assert re.fullmatch(r"persia:[a-z-]+|[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", image), name
+    stages = re.findall(r"^FROM (\S+)", DOCKERFILE.read_text(), re.MULTILINE)
+    assert set(stages) == {"python:3.11-slim-bookworm", "pip", "server"}
+    pins = (ROOT / "compose/requirements.txt").read_text()
+    requirements = re.findall(r"^([a-z0-9-]+)(\S*) \\$", pins, re.MULTILINE)
+    assert all(re.fullmatch(r"==[\d.]+", version) for _, version in requirements)
+    assert pins.count("--hash=sha256:") > len(requirements)
+
+
+def test_the_image_has_what_the_package_needs() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    listed = project.partition("\ndependencies = [\n")[2].partition("\n]\n")[0]
+    needed = {name.lower() for name in re.findall(r'^ *"([\w-]+)', listed, re.MULTILINE)}
+    assert "numpy" in needed
+    pins = (ROOT / "compose/requirements.txt").read_text()
+    # torch has a stage of its own; honcho is what Compose is instead of.
+    assert needed - {"torch", "honcho"} <= set(
+        re.findall(r"^([a-z0-9-]+)==", pins, re.MULTILINE)
+    )
+    constraint = re.search(
+        r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE
+    )
+    assert constraint is not None
+    assert f"ARG TORCH={constraint[1]}\n" in DOCKERFILE.read_text()
+
+
+def test_nobody_is_root() -> None:
+    text = DOCKERFILE.read_text()
+    users = re.findall(r"^USER (\S+)$", text, re.MULTILINE)
+    assert users == ["10001:10001"]
+    assert "uid=10001,gid=10001" in STACK.read_text()
+
+
+# --- as Compose reads it ----------------------------------------------------------------------
+
+
+def rendered(*files: str, **changes: str) -> dict[str, Any]:
+    if shutil.which("docker") is None:
+        pytest.skip("no docker here")
+    words = ["docker", "compose", *(word for file in files for word in ("-f", file))]
+    got = subprocess.run(
+        [*words, "config", "--format", "json"],
+        cwd=ROOT,
+        env={**os.environ, "COMPOSE_PROFILES": "train,monitoring", **changes},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    if "is not a docker command" in got.stderr:
+        pytest.skip("no Compose here")
+    assert got.returncode == 0, got.stderr
+    config: dict[str, Any] = json.loads(got.stdout)
+    return config
+
+
+def test_compose_reads_the_stack_from_the_root() -> None:
+    config = rendered()
+    assert config["name"] == "persia"
+    assert config["services"].keys() >= {*ROLES, "data", "prometheus", "grafana"}
+    assert config["services"]["embedding_parameter_server"]["deploy"]["replicas"] == 3
+    assert config["networks"]["cluster"]["internal"] is True
+
+
+def test_a_shell_variable_scales() -> None:
+    changes = {"EMBEDDING_WORKER_REPLICAS": "5"}
+    worker = rendered(**changes)["services"]["embedding_worker"]
+    assert worker["deploy"]["replicas"] == 5
+    assert worker["environment"]["REPLICA_SIZE"] == "5"
+
+
+def test_overlays_fit_the_stack() -> None:
+    config = rendered("compose.yaml", "compose/gpu.yml", NPROC_PER_NODE="2")
+    trainer = config["services"]["nn_worker"]
+    (device,) = trainer["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"]) == ("nvidia", -1)  # all
+    assert trainer["command"][-1] == "2"
+    assert trainer["build"]["args"]["TORCH_BUILD"].startswith("cu")
+    assert trainer["deploy"]["resources"]["limits"]["memory"]
+    again = rendered("compose.yaml", "tests/compose/script.yml")
+    assert again["services"]["nn_worker"]["command"][:2] == ["persia-launcher", "nn-worker"]
