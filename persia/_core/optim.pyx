@@ -26,7 +26,6 @@ import math
 import numpy as np
 
 from persia.errors import ConfigError, DataError
-from persia.utils import yaml_number
 
 from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc
@@ -108,8 +107,7 @@ def nearest(name, known):
 def number(owner, option, value):
     """``value`` as a finite float that f32 can hold, or a ConfigError naming ``option``."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        hint = yaml_number(value)
-        raise ConfigError(f"{owner}: {option} must be a number, got {value!r}{hint}")
+        raise ConfigError(f"{owner}: {option} must be a number, got {value!r}")
     try:
         result = float(value)
     except OverflowError:

@@ -28,6 +28,7 @@ from persia.config._reading import (
     nearest,
 )
 from persia.errors import ConfigError
+from persia.utils import yaml_number
 
 # What peers call it: the name and the options that it stands for.
 _ALIASES = {"rowwise_adagrad": ("adagrad", {"vectorwise_shared": True})}
@@ -74,6 +75,9 @@ class GroupOptimizer:
         name = options.pop("name", None)
         if name is not None and not isinstance(name, str):
             raise where.at("name").error(f"expected one of {', '.join(optim.OPTIONS)}")
+        for option, given in options.items():
+            if hint := yaml_number(given):
+                raise where.at(option).error(f"expected a number, got str {given!r}{hint}")
         try:
             return GroupOptimizer(name, typing.cast("dict[str, float]", options))
         except ConfigError as exc:
