@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 TREE := setup.py pyproject.toml README.md LICENSE persia tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-slow test-all compose-test lint format debug asan fuzz bench bench-step bench-cases bench-services bench-instructions wheel wheels clean
+.PHONY: help demo build test test-slow test-all compose-test lint format debug asan fuzz bench bench-step bench-cases bench-checkpoint bench-services bench-instructions wheel wheels clean
 .SILENT: help
 
 help:  ## list the targets
@@ -161,6 +161,9 @@ bench-step: build  ## the whole step of a DLRM, against the ceiling with the sam
 
 bench-cases: build  ## optimizers, eviction, input, scaling, latency
 	$(BIN)/python -m tests.benchmarks.cases $(BENCH)
+
+bench-checkpoint: build  ## parts of a checkpoint, written and read, against dd on disk and tmpfs
+	$(BIN)/python -m tests.benchmarks.checkpoints $(BENCH)
 
 bench-services: build  ## local mode against embedded mode, on the same two cores
 	$(BIN)/python -m tests.benchmarks.services $(BENCH)

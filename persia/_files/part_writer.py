@@ -111,6 +111,11 @@ class PartWriter:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of rows held here, gathered or being written."""
+        return self._gathered + self._in_flight
+
+    @property
     def bytes_written(self) -> int:
         """Bytes of the parts that are done."""
         return sum(part.file.num_bytes for part in self._parts)
@@ -164,7 +169,7 @@ class PartWriter:
         """Write the fullest ranges, and wait for files, until the budget is kept."""
         while self._writing and self._writing[0][1].done():
             self._collect()
-        while self._gathered + self._in_flight > self._budget:
+        while self.held_bytes > self._budget:
             if self._gathered > self._budget // 2 or not self._writing:
                 kind, number = max(
                     ((kind, n) for kind in self._ranges for n in range(NUM_RANGES)),

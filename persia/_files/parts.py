@@ -8,7 +8,9 @@ them. Nothing is taken from a file before its size and checksum were those of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -158,6 +160,27 @@ def read_part(storage: Storage, part: Part) -> RowBlock:
             f"got {block.signs[place]} of bucket {buckets[place]}"
         )
     return block
+
+
+def read_ahead(storage: Storage, parts: Iterable[Part]) -> Iterator[tuple[Part, RowBlock]]:
+    """Yield parts with their rows; the next is read and checked while one is used.
+
+    Raises:
+        CheckpointError: If a file is not what was written, or no such part.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="persia-read-ahead") as pool:
+        reading: deque[tuple[Part, Future[RowBlock]]] = deque()
+        try:
+            for part in parts:
+                reading.append((part, pool.submit(read_part, storage, part)))
+                if len(reading) > 1:
+                    done, rows = reading.popleft()
+                    yield done, rows.result()
+            for done, rows in reading:
+                yield done, rows.result()
+        finally:
+            for _, rows in reading:
+                rows.cancel()
 
 
 def verify_part(storage: Storage, part: Part) -> None:

@@ -26,9 +26,9 @@ from persia._files.parts import (
     check_file,
     filter_owned,
     parts_for,
+    read_ahead,
     read_deleted,
     read_file,
-    read_part,
     take,
     verify_part,
     write_file,
@@ -89,10 +89,12 @@ def rows_of(
             list(zip(manifests, gone, offsets, strict=True))
         ):
             seen = [known, deleted]
-            for part in manifest.parts:
-                if part.buckets[1] <= first or end <= part.buckets[0]:
-                    continue
-                block = read_part(storage, part)
+            needed = [
+                part
+                for part in manifest.parts
+                if first < part.buckets[1] and part.buckets[0] < end
+            ]
+            for part, block in read_ahead(storage, needed):
                 progress(part.file.num_bytes)
                 if part.buckets[0] < first or end < part.buckets[1]:
                     block = _within(block, first, end)

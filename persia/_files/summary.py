@@ -142,10 +142,12 @@ def compare(
             blocks = [
                 block for _, block in rows_of(storage, manifests, progress, buckets=buckets)
             ]
+            for block in blocks:
+                groups_and_ids(schema, block.signs)  # each is of a group
             sides.append(_by_sign(blocks))
         for each in sides[0].keys() | sides[1].keys():
             one, two = sides[0].get(each), sides[1].get(each)
-            group = found[schema.groups[groups_and_ids(schema, _one(each))[0][0]].name]
+            group = found[schema.groups[(each >> (64 - schema.prefix_bits)) - 1].name]
             if one is None or two is None:
                 group.only_after += one is None
                 group.only_before += two is None
@@ -155,10 +157,6 @@ def compare(
 
 
 _Row = tuple[NDArray[np.float32], bytes]
-
-
-def _one(sign: int) -> NDArray[np.uint64]:
-    return np.array([sign], np.uint64)
 
 
 def _by_sign(blocks: Sequence[RowBlock]) -> dict[int, _Row]:

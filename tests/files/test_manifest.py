@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from persia._files.catalog import ids, load, new_id, publish
 from persia._files.manifest import Manifest
@@ -170,6 +173,32 @@ def test_w50_other_bytes_are_no_manifest(content: bytes) -> None:
     ):
         with pytest.raises(CheckpointError, match=r"^m\.json: "):
             Manifest.decode(data, "m.json")
+
+
+def leaves(value: Any) -> list[tuple[Any, Any]]:
+    """Return every place in a JSON value, as its container and its key."""
+    if not isinstance(value, dict | list):
+        return []
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    return [place for key in keys for place in [(value, key), *leaves(value[key])]]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(data=st.data())
+def test_w71_any_value_anywhere_is_an_error_or_a_manifest(content: bytes, data: Any) -> None:
+    parsed = json.loads(content)
+    places = leaves(parsed)
+    container, key = places[data.draw(st.integers(0, len(places) - 1))]
+    container[key] = data.draw(JSON)
+    sealed = resealed(parsed)
+    with contextlib.suppress(CheckpointError):
+        assert isinstance(Manifest.decode(sealed, "m.json"), Manifest)
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:

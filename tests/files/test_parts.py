@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +19,13 @@ from persia._files.part_writer import PartWriter
 from persia._files.parts import (
     filter_owned,
     parts_for,
+    read_ahead,
     read_deleted,
     read_part,
     verify_part,
     write_deleted,
 )
-from persia._files.storage import LocalStorage, open_storage
+from persia._files.storage import Buffer, LocalStorage, open_storage
 from persia.errors import CheckpointError, ConfigError
 from tests.files.support import block, rows_of
 
@@ -115,10 +118,10 @@ def test_w60_files_are_as_large_as_what_is_in_them(storage: LocalStorage) -> Non
     readers=st.sampled_from([1, 2, 3, 5, 64, 100]),
     signs=st.sets(st.integers(0, 2**64 - 1), max_size=200),
 )
-def test_any_number_of_servers_reads_what_any_other_wrote(
+def test_w33_any_number_of_servers_reads_what_any_other_wrote(
     writers: int, readers: int, signs: set[int]
 ) -> None:
-    """W-33: also where there are fewer files, or rows, than servers."""
+    """Also where there are fewer files, or rows, than servers."""
     storage = open_storage(f"memory://{writers}-{readers}-{len(signs)}")
     rows = block(sorted(signs))
     parts: list[Part] = []
@@ -200,3 +203,43 @@ def test_a_sign_that_comes_twice_is_found(storage: LocalStorage) -> None:
         (part,) = writer.finish()
     with pytest.raises(CheckpointError, match="signs: 1 comes twice"):
         verify_part(storage, part)
+
+
+class StalledStorage(LocalStorage):
+    """A disk that takes nothing until it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.go_on = threading.Event()
+
+    def write(self, path: str, buffers: Sequence[Buffer]) -> None:
+        assert self.go_on.wait(60)
+        super().write(path, buffers)
+
+
+def test_w63_rows_are_taken_while_files_are_written_up_to_a_budget(tmp_path: Path) -> None:
+    storage = StalledStorage(tmp_path)
+    rows = [block(range(n, n + 100), seed=n) for n in range(0, 2000, 100)]
+    with PartWriter(storage, "id", budget_bytes=100_000, part_bytes=500) as writer:
+        for each in rows[:5]:
+            writer.add("table0", each)  # nothing waits for the disk yet
+        assert 0 < writer.held_bytes < 100_000
+        assert writer.bytes_written == 0
+        storage.go_on.set()
+        for each in rows[5:]:
+            writer.add("table0", each)
+            assert writer.held_bytes <= 100_000
+        parts = writer.finish()
+    assert writer.held_bytes == 0
+    assert rows_of(held for _, held in read_ahead(storage, parts)) == rows_of(rows)
+
+
+def test_reading_ahead_tells_what_is_damaged(storage: LocalStorage) -> None:
+    with PartWriter(storage, "id", part_bytes=500) as writer:
+        writer.add("table0", block(range(100)))
+        parts = writer.finish()
+    (Path(storage.url) / parts[2].file.path).write_bytes(b"")
+    reading = read_ahead(storage, parts)
+    assert [next(reading)[0], next(reading)[0]] == list(parts[:2])
+    with pytest.raises(CheckpointError, match=parts[2].file.path):
+        next(reading)

@@ -1,0 +1,125 @@
+"""Writing and reading parts of a checkpoint, against dd on the same disk in the same run.
+
+    python -m tests.benchmarks.checkpoints --pairs 5 --megabytes 1024
+
+dd writes zeros with conv=fdatasync; rows are written from blocks as a store gives them, and
+read with the page cache emptied of them, checked, and given as blocks again. Rates are of the
+bytes of the files. Ratios are taken pair by pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from persia._core.blocks import RowBlock
+from persia._files.entries import Part
+from persia._files.part_writer import PartWriter
+from persia._files.parts import read_ahead
+from persia._files.storage import LocalStorage
+from tests.benchmarks.interleaved import Series, ratio
+
+DIM = 16
+BLOCK_ROWS = 65_536
+NUM_BLOCKS = 16  # distinct ones; 144 bytes a row, so that no cache holds them
+
+
+def block(number: int) -> RowBlock:
+    rng = np.random.default_rng(number)
+    return RowBlock(
+        0,
+        "float32",
+        rng.integers(0, 1 << 64, BLOCK_ROWS, dtype=np.uint64),
+        rng.normal(size=(BLOCK_ROWS, DIM)).astype(np.float32),
+        rng.integers(0, 1 << 32, (BLOCK_ROWS, DIM), dtype=np.uint32),
+        np.arange(BLOCK_ROWS, dtype=np.uint64),
+        np.zeros(BLOCK_ROWS, np.uint32),
+        np.zeros(BLOCK_ROWS, np.uint64),
+    )
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def dd(folder: Path, num_bytes: int) -> float:
+    """Return bytes a second."""
+    target = folder / "zeros"
+    command = ["dd", "if=/dev/zero", f"of={target}", "bs=1M", f"count={num_bytes >> 20}"]
+    seconds = timed(
+        lambda: subprocess.run([*command, "conv=fdatasync"], check=True, capture_output=True)
+    )
+    target.unlink()
+    return (num_bytes >> 20 << 20) / seconds
+
+
+def dump(folder: Path, blocks: Sequence[RowBlock], num_bytes: int) -> tuple[float, list[Part]]:
+    """Return bytes a second, and the parts."""
+    storage = LocalStorage(folder)
+    parts: list[Part] = []
+
+    def work() -> None:
+        with PartWriter(storage, "id") as writer:
+            for number in range(num_bytes // blocks[0].num_bytes):
+                writer.add("table0", blocks[number % len(blocks)])
+            parts.extend(writer.finish())
+
+    seconds = timed(work)
+    return sum(part.file.num_bytes for part in parts) / seconds, parts
+
+
+def load(folder: Path, parts: Sequence[Part]) -> float:
+    """Return bytes a second."""
+    storage = LocalStorage(folder)
+    for part in parts:
+        descriptor = os.open(folder / part.file.path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+    def work() -> None:
+        for _ in read_ahead(storage, parts):
+            pass
+
+    return sum(part.file.num_bytes for part in parts) / timed(work)
+
+
+def measure(folder: Path, pairs: int, num_bytes: int) -> None:
+    blocks = [block(number) for number in range(NUM_BLOCKS)]
+    rates: dict[str, list[float]] = {"dd": [], "dump": [], "load": []}
+    for _ in range(pairs):
+        rates["dd"].append(dd(folder, num_bytes))
+        rate, parts = dump(folder, blocks, num_bytes)
+        rates["dump"].append(rate)
+        rates["load"].append(load(folder, parts))
+        shutil.rmtree(folder / "id")
+    series = {name: Series(found, []) for name, found in rates.items()}
+    print(f"{folder}: dd {series['dd'].rate / 1e9:.2f} GB/s")
+    for name in ("dump", "load"):
+        own = series[name]
+        print(f"  {name} {own.rate / 1e9:.2f} GB/s, {ratio(own, series['dd'])} of dd")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--folders", nargs="*", default=[".", "/dev/shm"])
+    arguments = parser.parse_args()
+    for parent in arguments.folders:
+        with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as folder:
+            measure(Path(folder), arguments.pairs, arguments.megabytes << 20)
+
+
+if __name__ == "__main__":
+    main()
