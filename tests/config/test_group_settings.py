@@ -83,7 +83,10 @@ def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
         ({"g": {"optimizer": {"weight_deca": 1}}}, "option 'weight_deca'.*'weight_decay'"),
         ({"g": {"optimizer": {"lr": -1}}}, "lr must be at least 0, got -1"),
         ({"g": {"optimizer": {"lr": "big"}}}, "lr must be a number, got 'big'"),
-        ({"g": {"optimizer": {"lr": "1e-3"}}}, r"optimizer\.lr: .*got str '1e-3'; write 1\.0e-3"),
+        (
+            {"g": {"optimizer": {"lr": "1e-3"}}},
+            r"optimizer\.lr: .*got str '1e-3'; write 1\.0e-3",
+        ),
         ({"g": {"optimizer": {"beta1": 1}}}, "beta1 must be below 1"),
         ({"g": {"optimizer": {"original_order": 1}}}, "original_order must be True or False"),
         ({"g": {"dtype": "f16"}}, r"g\.dtype: expected one of float32, .*got str 'f16'"),
