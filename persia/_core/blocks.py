@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.errors import DataError
+
 Values = NDArray[np.float32] | NDArray[np.uint16]
 
 
@@ -44,6 +46,22 @@ class RowBlock:
     orders: NDArray[np.uint64]
     uses: NDArray[np.uint32]
     ages: NDArray[np.uint64]
+
+    def check(self) -> None:
+        """Raise DataError unless the arrays fit together; it names the one that does not."""
+        values = np.float32 if self.dtype == "float32" else np.uint16
+        dtypes = (np.uint64, values, np.uint32, np.uint64, np.uint32, np.uint64)
+        names = ("signs", "values", "states", "orders", "uses", "ages")
+        for name, array, dtype in zip(names, self.arrays, dtypes, strict=True):
+            ndim = 2 if name in {"values", "states"} else 1
+            if array.dtype != dtype or array.ndim != ndim or len(array) != len(self.signs):
+                raise DataError(
+                    f"block of {len(self.signs)} rows: {name} must be {np.dtype(dtype)} with "
+                    f"{ndim} dimensions and {len(self.signs)} rows, got {array.dtype} "
+                    f"{list(array.shape)}"
+                )
+            if not array.flags.c_contiguous:
+                raise DataError(f"block: {name} must be C-contiguous")
 
     def __len__(self) -> int:
         return len(self.signs)

@@ -109,6 +109,9 @@ cdef void recency_begin(
 # memory; the row's old place is kept.
 cdef int recency_touch(
     Recency *recency, Slabs *slabs, row_t row, uint32_t order) noexcept nogil
+# The same for a use at an earlier time of the order's clock.
+cdef int recency_touch_at(
+    Recency *recency, Slabs *slabs, row_t row, uint32_t order, uint64_t time) noexcept nogil
 cdef void recency_remove(Recency *recency, Slabs *slabs, row_t row) noexcept nogil
 # After the uses of a request: open segments note its time.
 cdef void recency_end(Recency *recency) noexcept nogil

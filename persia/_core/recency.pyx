@@ -348,6 +348,31 @@ cdef int recency_touch(
     return 0
 
 
+cdef int recency_touch_at(
+    Recency *recency, Slabs *slabs, row_t row, uint32_t order, uint64_t time
+) noexcept nogil:
+    cdef Order *to = &recency.orders[order]
+    cdef uint64_t now = recency.clocks[to.clock]
+    cdef uint32_t open_ = to.open
+    cdef Segment *segment
+    cdef int status
+    if open_ != NO_SEGMENT:
+        segment = segment_at(recency, open_)
+        if not segment.first_use <= time <= segment.first_use + to.grain:
+            to.open = NO_SEGMENT
+            shut(recency, slabs, open_)
+    recency.clocks[to.clock] = time
+    status = recency_touch(recency, slabs, row, order)
+    recency.clocks[to.clock] = now
+    if status == 0:
+        segment = segment_at(recency, to.open)
+        if time > segment.last_use:
+            set_last_use(recency, to.open, time)
+        segment.num_timed = segment.num_used
+        segment.tick = recency.tick
+    return status
+
+
 cdef void recency_remove(Recency *recency, Slabs *slabs, row_t row) noexcept nogil:
     cdef Row *at = row_at(slabs, row)
     cdef position_t position = at.position

@@ -44,6 +44,10 @@ cdef class Batch:
     cdef const row_t *hints
     cdef const float *gradients     # or the values of a write
     cdef const uint32_t *states
+    cdef const char *raw_values     # of a restore, as rows keep them
+    cdef const uint64_t *orders
+    cdef const uint32_t *uses
+    cdef const uint64_t *ages
     cdef float *rows_out
     cdef row_t *hints_out
     cdef uint32_t *states_out

@@ -2,7 +2,8 @@
 
 from persia._core.request cimport Batch, Tally
 from persia._core.shard cimport Shard
-from persia._core.types cimport uint32_t
+from persia._core.slabs cimport Slab
+from persia._core.types cimport row_t, sign_t, uint32_t, uint64_t
 
 
 cdef void train_shard(
@@ -17,3 +18,10 @@ cdef void write_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally) noexcept nogil
 cdef void delete_shard(
     Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally) noexcept nogil
+
+# A row that is in no order yet, with nothing in it; NO_ROW: see the tally.
+cdef row_t new_row(
+    Shard *shard, Batch batch, uint64_t hash, sign_t sign, Tally *tally) noexcept nogil
+cdef void drop_new_row(Shard *shard, uint64_t hash, row_t row) noexcept nogil
+# Say in the tally what a row is that the request does not expect.
+cdef void note_shape(const Slab *slab, sign_t sign, Tally *tally) noexcept nogil

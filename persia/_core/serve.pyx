@@ -16,6 +16,7 @@ other. What a stage has found of a sign is in a ring of as many groups as there 
 
 from libc.string cimport memcpy, memset
 
+from persia._core.changes cimport row_changes, row_enters
 from persia._core.eviction cimport eviction_note_expired, eviction_order
 from persia._core.hashing cimport mix64
 from persia._core.optim cimport persia_step_t
@@ -107,15 +108,15 @@ cdef void fill_row(Shard *shard, Batch batch, row_t row, Tally *tally) noexcept 
 
 cdef void renew_row(Shard *shard, Batch batch, row_t row, Tally *tally) noexcept nogil:
     """A row that has expired begins anew in its place."""
+    row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
     eviction_note_expired(
         &shard.eviction, &shard.recency, row_at(&shard.slabs, row).position)
     fill_row(shard, batch, row, tally)
 
 
-cdef row_t insert(
+cdef row_t new_row(
     Shard *shard, Batch batch, uint64_t hash, sign_t sign, Tally *tally
 ) noexcept nogil:
-    """A new row with initial values and state, the most recent one; NO_ROW: see the tally."""
     cdef int slab = slabs_slab(&shard.slabs, &batch.format)
     cdef row_t row
     cdef Row *at
@@ -131,11 +132,26 @@ cdef row_t insert(
     if index_insert(&shard.index, &shard.slabs, hash, row) < 0:
         slabs_drop_row(&shard.slabs, row)
         return NO_ROW
+    return row
+
+
+cdef void drop_new_row(Shard *shard, uint64_t hash, row_t row) noexcept nogil:
+    index_remove(&shard.index, hash, row)
+    slabs_drop_row(&shard.slabs, row)
+
+
+cdef row_t insert(
+    Shard *shard, Batch batch, uint64_t hash, sign_t sign, Tally *tally
+) noexcept nogil:
+    """A new row with initial values and state, the most recent one; NO_ROW: see the tally."""
+    cdef row_t row = new_row(shard, batch, hash, sign, tally)
+    if row == NO_ROW:
+        return NO_ROW
     if use_row(shard, batch, row, hash, True) < 0:
-        index_remove(&shard.index, hash, row)
-        slabs_drop_row(&shard.slabs, row)
+        drop_new_row(shard, hash, row)
         return NO_ROW
     tally.status = STATUS_OK
+    row_enters(&shard.changes, &shard.slabs, row)
     fill_row(shard, batch, row, tally)
     return row
 
@@ -449,6 +465,7 @@ cdef inline bint update_row(
     if shard.slabs.views[row >> PLACE_BITS].slab != slab and not has_shape(
             shard, row, batch, batch.sorted[i], tally):
         return False
+    row_changes(&shard.changes, &shard.slabs, row, ring.at[i & RING_MASK])
     values = row_values(ring.at[i & RING_MASK])
     if batch.format.half != NULL:
         while not steps_add(
@@ -515,6 +532,7 @@ cdef void write_shard(
             if use_row(shard, batch, row, mix64(batch.sorted[i]), is_new) < 0:
                 tally.status = STATUS_NO_MEMORY
                 break
+            row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
         values = row_values(row_at(&shard.slabs, row))
         write_values(
             &batch.format, values, batch.gradients + <size_t> place * batch.dim)

@@ -1,5 +1,7 @@
 """A part of a server's rows that one lock guards: index, order of use and slabs."""
 
+from persia._core.arrivals cimport Arrivals
+from persia._core.changes cimport Changes
 from persia._core.eviction cimport Eviction
 from persia._core.recency cimport Recency
 from persia._core.sign_index cimport SignIndex
@@ -9,6 +11,8 @@ from persia._core.types cimport row_t, uint32_t, uint64_t
 
 cdef extern from "pythread.h" nogil:
     ctypedef void *PyThread_type_lock
+    int PyThread_acquire_lock(PyThread_type_lock lock, int wait) noexcept
+    void PyThread_release_lock(PyThread_type_lock lock) noexcept
 
 cdef struct Shard:
     Slabs slabs
@@ -16,6 +20,8 @@ cdef struct Shard:
     Recency recency
     Eviction eviction
     Sketch sketch               # of ids without a row; no lines: nothing is admitted by count
+    Changes changes             # noted for cuts and consumers
+    Arrivals arrivals           # restored, and not in their order yet
     PyThread_type_lock lock     # held for every access to the fields of this struct
     uint64_t capacity           # rows
     uint64_t soft_capacity      # rows; lowered when the byte limit is met

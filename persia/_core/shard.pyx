@@ -2,6 +2,8 @@
 
 from libc.string cimport memset
 
+from persia._core.arrivals cimport arrivals_free
+from persia._core.changes cimport row_drops
 from persia._core.eviction cimport (
     SWEPT_ROWS, SWEPT_SEGMENTS, eviction_age, eviction_restart, eviction_sweep, eviction_take,
 )
@@ -46,10 +48,12 @@ cdef void shard_free(Shard *shard) noexcept nogil:
     index_free(&shard.index)
     recency_free(&shard.recency)
     sketch_free(&shard.sketch)
+    arrivals_free(&shard.arrivals)
     slabs_free(&shard.slabs)
 
 
 cdef void shard_drop(Shard *shard, row_t row) noexcept nogil:
+    row_drops(&shard.changes, &shard.slabs, row)
     index_remove(&shard.index, mix64(row_at(&shard.slabs, row).sign), row)
     recency_remove(&shard.recency, &shard.slabs, row)
     slabs_drop_row(&shard.slabs, row)

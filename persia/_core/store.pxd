@@ -1,5 +1,6 @@
 """One server's rows, in shards."""
 
+from persia._core.cut cimport Watch
 from persia._core.optim cimport RowOptimizer
 from persia._core.recency cimport NUM_CLOCKS
 from persia._core.request cimport Batch, Tally, serve_t
@@ -18,6 +19,7 @@ cdef class EmbeddingStore:
     cdef readonly tuple policies
     cdef uint64_t[NUM_CLOCKS] clocks
     cdef readonly RowOptimizer optimizer
+    cdef readonly Watch watch
     cdef list batches           # scratch, reused
     cdef object pool            # threads beside the caller's
 
@@ -26,6 +28,7 @@ cdef class EmbeddingStore:
         RowOptimizer optimizer, uint32_t dtype)
     cdef Tally run(self, Batch batch) except *
     cdef uint64_t shard_sketch_bytes(self) noexcept
+    cdef uint64_t sketch_size(self) noexcept
     cdef void set_policy(self, Batch batch, uint32_t policy) noexcept
     cdef int check_policy(self, uint32_t policy) except -1
     cdef RowOptimizer chosen(self, RowOptimizer given, str what)

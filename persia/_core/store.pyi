@@ -5,8 +5,13 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from persia._core.blocks import RowBlock
+from persia._core.cut import Cut, Watch
 from persia._core.initial import Initializer
 from persia._core.optim import RowOptimizer
+
+MAX_SIDE_BYTES: int
+MAX_LOG_BYTES: int
 
 @final
 class EmbeddingStore:
@@ -42,6 +47,7 @@ class EmbeddingStore:
     sketch_bytes: int
     policies: tuple[tuple[str, str | None, int], ...]
     optimizer: RowOptimizer | None
+    watch: Watch
 
     def __new__(
         cls,
@@ -177,11 +183,91 @@ class EmbeddingStore:
         Values of two bytes are rounded to nearest, so what was read is written unchanged.
         """
 
+    def restore(self, block: RowBlock, optimizer: RowOptimizer | None = None) -> int:
+        """Insert or overwrite the rows of a block, bit for bit; returns how many.
+
+        Blocks may come in any sequence. Until ``end_restore`` their rows stand in the order in
+        which they came; if not all fit, those that came first go.
+
+        Args:
+            block: Rows of any format and of a policy that the store has.
+            optimizer: Its initial states take the place of the block's; None keeps those.
+
+        Raises:
+            DataError: An array has another dtype or length than its block says.
+            ConfigError: The policy or dtype is none of the store's.
+            DimMismatch: A sign is stored with another dim, dtype or state size.
+        """
+
+    def end_restore(self) -> None:
+        """Put the rows restored since the last call in their order, each at its time.
+
+        They become the most recently used ones of the store: changes are restored after what
+        they changed, with a call in between.
+        """
+
+    def sketch(self) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
+        """Return the counts of ids not admitted yet, by shard, and how far counting is."""
+
+    def restore_sketch(self, counts: NDArray[np.uint8], numbers: NDArray[np.uint64]) -> None:
+        """Take the place of all counts of ids not admitted yet.
+
+        Raises:
+            DataError: They are of a store with another number of shards or another
+                ``sketch_bytes``. Counts cannot be divided anew.
+        """
+
     def delete(self, signs: NDArray[np.uint64]) -> int:
         """Drop the rows of these signs; returns how many there were."""
 
     def clear(self) -> None:
         """Drop every row and every count of an appearance, and give the memory back."""
+
+    def open_changes(self, name: str, *, max_bytes: int = ...) -> None:
+        """Begin to note changes for a consumer; its first cut has all rows.
+
+        Args:
+            name: Of the consumer.
+            max_bytes: Of the log of all consumers, divided over shards. A consumer that asks
+                for changes which the log had to give up gets all rows instead.
+
+        Raises:
+            ConfigError: ``max_bytes`` is less than two pages a shard.
+            StoreError: The name is taken.
+        """
+
+    def close_changes(self, name: str) -> None:
+        """Forget a consumer; without any, changes are not noted.
+
+        Raises:
+            StoreError: There is no such consumer.
+        """
+
+    def begin_cut(
+        self,
+        changes: str | None = None,
+        *,
+        full: bool = False,
+        side_bytes: int = ...,
+        wait_seconds: float = 10.0,
+    ) -> Cut:
+        """Keep the rows of this moment for a reader, who comes later.
+
+        Of one moment across shards only if the caller holds requests back meanwhile. Takes
+        about 10 ns a row. Rows that have expired are not in it.
+
+        Args:
+            changes: A consumer: only what changed since its last committed cut. None: all
+                rows, for nobody in particular.
+            full: All rows all the same; the consumer goes on from here.
+            side_bytes: Copies of rows that change before they are read may take so much,
+                beside those of requests being served; then requests wait for the reader.
+            wait_seconds: How long a request waits for it before the cut is given up.
+
+        Raises:
+            StoreError: There is no such consumer, or it has a cut under way.
+            ConfigError: An argument is out of its range.
+        """
 
     def set_clocks(self, milliseconds: int, steps: int) -> None:
         """Say what time it is, for the requests to come; a time before the last is ignored."""

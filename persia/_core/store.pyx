@@ -23,6 +23,9 @@ cimport cython
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.string cimport memcpy, memset
 
+from persia._core.arrivals cimport arrivals_settle
+from persia._core.changes cimport LogBlock, log_trim, note_clear
+from persia._core.cut cimport Watch
 from persia._core.eviction cimport (
     LFU, LRU, MAX_POLICIES, Policy, eviction_free, eviction_nth_order, eviction_policy,
     policy_num_draining, policy_num_rows,
@@ -35,15 +38,17 @@ from persia._core.recency cimport (
     CLOCK_MS, CLOCK_STEPS, NO_CLOCK, NO_ORDER, OFFSET_BITS, recency_expired, recency_walk,
 )
 from persia._core.request cimport STATUS_DIM, STATUS_NO_MEMORY, STATUS_SHAPES
+from persia._core.restore cimport restore_shard
 from persia._core.row_format cimport Format, read_values, set_format
 from persia._core.serve cimport (
     delete_shard, eval_shard, read_shard, train_shard, update_shard, write_shard,
 )
 from persia._core.shard cimport (
-    PyThread_type_lock, shard_bytes, shard_free, shard_init,
+    PyThread_acquire_lock, PyThread_release_lock, PyThread_type_lock, shard_bytes, shard_free,
+    shard_init,
 )
 from persia._core.sketch cimport MAX_COUNT
-from persia._core.slabs cimport PLACE_BITS, Row, row_at, row_values
+from persia._core.slabs cimport CACHE_LINE, PLACE_BITS, Row, row_at, row_values
 from persia._core.types cimport NO_ROW, row_t, uint8_t
 
 from persia.errors import ConfigError, DataError, DimMismatch, InternalError, NotConfigured
@@ -54,10 +59,13 @@ cdef extern from "portable.h":
 cdef extern from "pythread.h" nogil:
     PyThread_type_lock PyThread_allocate_lock() noexcept
     void PyThread_free_lock(PyThread_type_lock lock) noexcept
-    int PyThread_acquire_lock(PyThread_type_lock lock, int wait) noexcept
-    void PyThread_release_lock(PyThread_type_lock lock) noexcept
+
+# Defaults of what cuts may take beside the rows.
+MAX_SIDE_BYTES = 64 << 20
+MAX_LOG_BYTES = 64 << 20
 
 cdef enum:
+    LOG_BLOCKS = 2          # that a shard has to have; fewer would lose every epoch
     MAX_DIM = 65536         # a row must fit its chunk several times
     WALKED_ROWS = 64
     # Above this a thread pool is worth its 20 microseconds.
@@ -65,6 +73,8 @@ cdef enum:
 
 # Keys the admission draws, so that they are not those of the initial values.
 cdef uint64_t ADMISSION = <uint64_t> 0xAD3175510B5E5EED
+# Clocks do not begin at 0, so that a restored row may have been used before they did.
+cdef uint64_t CLOCK_BASE = <uint64_t> 1 << 40
 cdef Initializer ZEROS = Initializer("zeros")
 
 
@@ -81,6 +91,7 @@ cdef class EmbeddingStore:
         self.pool = None
         self.optimizer = None
         memset(self.clocks, 0, sizeof(self.clocks))
+        self.clocks[CLOCK_MS] = self.clocks[CLOCK_STEPS] = CLOCK_BASE
         if not 1 <= capacity < 2**63:
             raise ConfigError(f"capacity must be in 1..2**63-1 rows, got {capacity}")
         if not 1 <= num_shards <= 1024:
@@ -108,6 +119,7 @@ cdef class EmbeddingStore:
             raise ConfigError(f"sketch_bytes must be in 0..2**63-1, got {sketch_bytes}")
         # Divided over shards; a remainder is worth a line each.
         self.sketch_bytes = sketch_bytes
+        self.watch = Watch(self.num_shards)
         cdef uint32_t i
         for i in range(self.num_shards):
             self.shards[i].capacity = self.capacity // self.num_shards + (
@@ -117,6 +129,7 @@ cdef class EmbeddingStore:
             if self.shards[i].lock == NULL or (
                     shard_init(&self.shards[i], self.shard_sketch_bytes()) < 0):
                 raise MemoryError(f"shard {i} of {self.num_shards}")
+            self.watch.shards[i] = &self.shards[i]
             for number, (kind, clock, ttl) in enumerate(kinds):
                 if eviction_policy(
                         &self.shards[i].eviction, &self.shards[i].recency, kind, clock,
@@ -132,6 +145,7 @@ cdef class EmbeddingStore:
             return
         for i in range(self.num_shards):
             shard_free(&self.shards[i])
+            log_trim(&self.shards[i].changes.log, <uint32_t> 0xFFFFFFFF)
             eviction_free(&self.shards[i].eviction)
             if self.shards[i].lock != NULL:
                 PyThread_free_lock(self.shards[i].lock)
@@ -170,6 +184,8 @@ cdef class EmbeddingStore:
     ):
         """A request on these signs, split by shard; its arguments are still to be filled in."""
         cdef Batch batch
+        if self.watch.cuts and serve_shard != eval_shard and serve_shard != read_shard:
+            self.watch.make_room()
         if signs.shape[0] >= NO_ROW:
             raise DataError(f"a request holds at most 2**32-2 signs, got {signs.shape[0]}")
         batch = self.batches.pop() if self.batches else Batch()
@@ -364,6 +380,94 @@ cdef class EmbeddingStore:
             batch.states = &states[0, 0]
         self.run(batch)
 
+    def restore(self, block not None, RowOptimizer optimizer=None):
+        cdef Batch batch
+        cdef const uint64_t[::1] signs, orders, ages
+        cdef const uint32_t[::1] uses
+        cdef const uint32_t[:, ::1] states
+        cdef const uint8_t[:, ::1] values
+        cdef uint32_t number = dtype_number(block.dtype)
+        block.check()
+        self.check_policy(block.policy)
+        check_rows("values", len(block), len(block), block.dim)
+        if len(block) == 0:
+            return 0
+        signs, orders, ages, uses = block.signs, block.orders, block.ages, block.uses
+        states, values = block.states, block.values.view(np.uint8)
+        batch = self.begin(signs, restore_shard, block.dim, optimizer, number)
+        batch.states = NULL
+        if optimizer is None:
+            batch.state_words = block.state_words
+            set_format(&batch.format, number, batch.dim, batch.state_words)
+            # A row without state copies none, from an address that is not NULL.
+            batch.states = &states[0, 0] if batch.state_words else &uses[0]
+        batch.policy = block.policy
+        batch.raw_values = <const char *> &values[0, 0]
+        batch.orders, batch.uses, batch.ages = &orders[0], &uses[0], &ages[0]
+        batch.held = (signs, values, states, orders, uses, ages)
+        self.run(batch)
+        return len(block)
+
+    def end_restore(self):
+        cdef uint32_t i
+        cdef int status
+        for i in range(self.num_shards):
+            with nogil:
+                PyThread_acquire_lock(self.shards[i].lock, 1)
+                status = arrivals_settle(
+                    &self.shards[i].arrivals, &self.shards[i].recency, &self.shards[i].slabs,
+                    self.clocks)
+                PyThread_release_lock(self.shards[i].lock)
+            if status < 0:
+                raise MemoryError(f"the order of the rows restored to shard {i}")
+
+    def sketch(self):
+        cdef uint32_t i
+        cdef uint8_t[:, ::1] view
+        counts = np.zeros((self.num_shards, self.sketch_size()), np.uint8)
+        numbers = np.zeros((self.num_shards, 2), np.uint64)
+        if counts.shape[1]:
+            view = counts
+            for i in range(self.num_shards):
+                with nogil:
+                    PyThread_acquire_lock(self.shards[i].lock, 1)
+                    memcpy(&view[i, 0], self.shards[i].sketch.lines, view.shape[1])
+                    PyThread_release_lock(self.shards[i].lock)
+                numbers[i] = (
+                    self.shards[i].sketch.num_counted, self.shards[i].sketch.next_halved)
+        return counts, numbers
+
+    def restore_sketch(
+        self, const uint8_t[:, ::1] counts not None, const uint64_t[:, ::1] numbers not None
+    ):
+        cdef uint32_t i
+        cdef uint64_t num_bytes = self.sketch_size()
+        if (counts.shape[0], counts.shape[1]) != (self.num_shards, num_bytes) or (
+                (numbers.shape[0], numbers.shape[1]) != (self.num_shards, 2)):
+            raise DataError(
+                f"counts of ids not admitted must be [{self.num_shards}, {num_bytes}] and "
+                f"[{self.num_shards}, 2] for this store, got "
+                f"[{counts.shape[0]}, {counts.shape[1]}] and "
+                f"[{numbers.shape[0]}, {numbers.shape[1]}]")
+        if num_bytes == 0:
+            return
+        for i in range(self.num_shards):
+            if numbers[i, 1] * CACHE_LINE >= num_bytes:
+                raise DataError(
+                    f"next line to halve must be below {num_bytes // CACHE_LINE}, "
+                    f"got {numbers[i, 1]} for shard {i}")
+        for i in range(self.num_shards):
+            with nogil:
+                PyThread_acquire_lock(self.shards[i].lock, 1)
+                memcpy(self.shards[i].sketch.lines, &counts[i, 0], num_bytes)
+                self.shards[i].sketch.num_counted = numbers[i, 0]
+                self.shards[i].sketch.next_halved = numbers[i, 1]
+                PyThread_release_lock(self.shards[i].lock)
+
+    cdef uint64_t sketch_size(self) noexcept:
+        """Bytes of counters a shard."""
+        return self.shards[0].sketch.num_lines * CACHE_LINE
+
     def delete(self, const uint64_t[::1] signs not None):
         cdef Batch batch
         if signs.shape[0] == 0:
@@ -377,15 +481,37 @@ cdef class EmbeddingStore:
         cdef Shard *shard
         cdef uint64_t sketch_bytes = self.shard_sketch_bytes()
         cdef int status
+        self.watch.before_clear()
         for i in range(self.num_shards):
             shard = &self.shards[i]
             with nogil:
                 PyThread_acquire_lock(shard.lock, 1)
+                note_clear(&shard.changes)
                 shard_free(shard)
                 status = shard_init(shard, sketch_bytes)
                 PyThread_release_lock(shard.lock)
             if status < 0:
                 raise MemoryError(f"shard {i} of {self.num_shards}")
+
+    def open_changes(self, str name not None, *, max_bytes=MAX_LOG_BYTES):
+        if not self.num_shards * LOG_BLOCKS * sizeof(LogBlock) <= max_bytes < 2**63:
+            raise ConfigError(
+                f"max_bytes of the change log must be in "
+                f"{self.num_shards * LOG_BLOCKS * sizeof(LogBlock)}..2**63-1 for "
+                f"{self.num_shards} shards, got {max_bytes}")
+        self.watch.open(name, max_bytes)
+
+    def close_changes(self, str name not None):
+        self.watch.close(name)
+
+    def begin_cut(
+        self, changes=None, *, full=False, side_bytes=MAX_SIDE_BYTES, wait_seconds=10.0
+    ):
+        if not 0 <= side_bytes < 2**63:
+            raise ConfigError(f"side_bytes must be in 0..2**63-1, got {side_bytes}")
+        if not 0.0 <= wait_seconds <= 3600.0:
+            raise ConfigError(f"wait_seconds must be in 0..3600, got {wait_seconds}")
+        return self.watch.begin(self, changes, full, side_bytes, wait_seconds, self.clocks)
 
     def shard_entries(self, uint32_t number):
         cdef Shard *shard
@@ -517,11 +643,11 @@ cdef class EmbeddingStore:
                 raise InternalError(f"shard {i}: {broken.decode()}")
 
     def set_clocks(self, uint64_t milliseconds, uint64_t steps):
-        if max(milliseconds, steps) >= 1 << 61:
-            raise DataError(f"times must be below 2**61, got {milliseconds} and {steps}")
+        if max(milliseconds, steps) >= 1 << 60:
+            raise DataError(f"times must be below 2**60, got {milliseconds} and {steps}")
         # A request that read an earlier time may come later; clocks do not go back.
-        self.clocks[CLOCK_MS] = max(self.clocks[CLOCK_MS], milliseconds)
-        self.clocks[CLOCK_STEPS] = max(self.clocks[CLOCK_STEPS], steps)
+        self.clocks[CLOCK_MS] = max(self.clocks[CLOCK_MS], CLOCK_BASE + milliseconds)
+        self.clocks[CLOCK_STEPS] = max(self.clocks[CLOCK_STEPS], CLOCK_BASE + steps)
 
     cdef uint64_t shard_sketch_bytes(self) noexcept:
         return (self.sketch_bytes + self.num_shards - 1) // self.num_shards

@@ -1,0 +1,122 @@
+"""How restored rows get their places back.
+
+Files hold rows by bucket, orders of use are by shard, and the two have no bits in common: a
+file has a few rows of every shard. So a restored row is first the newest of its order, and
+noted; once all are there, they are sorted by the places they had and used again in that order,
+each at the time of its last use. A row that was dropped meanwhile is met no more.
+"""
+
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memset
+
+from persia._core.recency cimport (
+    OFFSET_BITS, Order, recency_begin, recency_end, recency_settle, recency_touch_at,
+    segment_at,
+)
+from persia._core.slabs cimport NO_POSITION, Row, persia_prefetch_write, row_at
+
+cdef enum:
+    DIGITS = 2048                   # of 11 bits
+    AHEAD = 16                      # rows fetched early
+
+
+cdef inline uint64_t part_of(uint64_t ttl) noexcept nogil:
+    """What ages are counted in, so that any that matters fits 32 bits."""
+    return ttl // TTL_PARTS + 1
+
+
+cdef int arrivals_add(
+    Arrivals *arrivals, row_t row, sign_t sign, uint64_t order, uint64_t age, uint64_t ttl
+) noexcept nogil:
+    cdef Arrival *at
+    cdef uint64_t capacity
+    if arrivals.count == arrivals.capacity:
+        capacity = arrivals.capacity + arrivals.capacity // 2 + 64
+        at = <Arrival *> realloc(arrivals.rows, capacity * sizeof(Arrival))
+        if at == NULL:
+            return -1
+        arrivals.rows = at
+        arrivals.capacity = capacity
+    at = &arrivals.rows[arrivals.count]
+    arrivals.count += 1
+    at.row = row
+    at.tag = <uint32_t> sign
+    at.order = <uint32_t> min(order, <uint64_t> 0xFFFFFFFF)
+    at.age = <uint32_t> min(age // part_of(ttl), <uint64_t> 0xFFFFFFFF)
+    return 0
+
+
+cdef void arrivals_free(Arrivals *arrivals) noexcept nogil:
+    free(arrivals.rows)
+    memset(arrivals, 0, sizeof(Arrivals))
+
+
+cdef void sort_by_digit(
+    const Arrival *rows, Arrival *out, uint64_t count, uint32_t shift
+) noexcept nogil:
+    """A stable pass of a radix sort."""
+    cdef uint64_t[DIGITS] ends
+    cdef uint64_t i, total = 0, below
+    cdef uint32_t digit
+    memset(ends, 0, sizeof(ends))
+    for i in range(count):
+        ends[(rows[i].order >> shift) % DIGITS] += 1
+    for digit in range(<uint32_t> DIGITS):
+        below = total
+        total += ends[digit]
+        ends[digit] = below
+    for i in range(count):
+        digit = (rows[i].order >> shift) % DIGITS
+        out[ends[digit]] = rows[i]
+        ends[digit] += 1
+
+
+cdef int sort(Arrivals *arrivals) noexcept nogil:
+    cdef Arrival *other = <Arrival *> malloc((arrivals.count + 1) * sizeof(Arrival))
+    cdef Arrival *sorted_
+    cdef uint32_t shift
+    if other == NULL:
+        return -1
+    for shift in range(0, 32, 11):
+        sort_by_digit(arrivals.rows, other, arrivals.count, shift)
+        sorted_ = other
+        other = arrivals.rows
+        arrivals.rows = sorted_
+    free(other)
+    arrivals.capacity = arrivals.count + 1
+    return 0
+
+
+cdef int arrivals_settle(
+    Arrivals *arrivals, Recency *recency, Slabs *slabs, const uint64_t *clocks
+) noexcept nogil:
+    cdef const Arrival *at
+    cdef const Order *order
+    cdef Row *row
+    cdef uint64_t i, age, now
+    cdef uint32_t number
+    cdef int status = 0
+    if sort(arrivals) < 0:
+        return -1
+    recency_begin(recency, slabs, clocks)
+    for i in range(arrivals.count):
+        if i + AHEAD < arrivals.count:
+            persia_prefetch_write(row_at(slabs, arrivals.rows[i + AHEAD].row))
+        at = &arrivals.rows[i]
+        row = row_at(slabs, at.row)
+        if <uint32_t> row.sign != at.tag or row.position == <uint32_t> NO_POSITION:
+            continue
+        number = segment_at(recency, row.position >> OFFSET_BITS).order
+        order = &recency.orders[number]
+        now = recency.clocks[order.clock]
+        age = min(at.age * part_of(order.ttl), now)
+        # A tick each, so that policies take turns as they did.
+        recency.tick += 1
+        if recency_touch_at(
+                recency, slabs, at.row, number, now - age if order.ttl else now) < 0:
+            status = -1
+            break
+    recency_end(recency)
+    recency_settle(recency)
+    arrivals_free(arrivals)
+    return status

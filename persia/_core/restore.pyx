@@ -1,0 +1,92 @@
+"""Rows that come back into a shard, whose lock is held."""
+
+from libc.string cimport memcpy
+
+from persia._core.arrivals cimport arrivals_add
+from persia._core.changes cimport row_changes, row_enters
+from persia._core.eviction cimport LFU_CLASSES, Policy, policy_order
+from persia._core.hashing cimport mix64
+from persia._core.recency cimport recency_begin, recency_touch
+from persia._core.request cimport STATUS_NO_MEMORY, STATUS_OK, Batch, Tally
+from persia._core.serve cimport drop_new_row, new_row, note_shape
+from persia._core.shard cimport Shard, shard_end_request
+from persia._core.sign_index cimport home_bucket, index_find
+from persia._core.slabs cimport (
+    PLACE_BITS, Slab, has_format, persia_prefetch, row_at, row_values,
+)
+from persia._core.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t
+
+cdef enum:
+    AHEAD = 8               # signs whose line of the index is fetched early
+
+
+cdef void restore_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Insert or overwrite whole rows, bit for bit; where they stood is noted for later."""
+    cdef const Policy *policy = &shard.eviction.policies[batch.policy]
+    cdef uint64_t i
+    cdef uint32_t place
+    cdef row_t row
+    recency_begin(&shard.recency, &shard.slabs, batch.clocks)
+    for i in range(begin, <uint64_t> end + AHEAD):
+        if i < end:
+            persia_prefetch(home_bucket(&shard.index, mix64(batch.sorted[i])))
+        if i < <uint64_t> begin + AHEAD:
+            continue
+        place = batch.order[i - AHEAD]
+        row = restore_row(shard, batch, batch.sorted[i - AHEAD], place, tally)
+        if row == NO_ROW:
+            break
+        if arrivals_add(
+                &shard.arrivals, row, batch.sorted[i - AHEAD], batch.orders[place],
+                batch.ages[place], policy.ttl) < 0:
+            tally.status = STATUS_NO_MEMORY
+            break
+    shard_end_request(shard, end - begin)
+
+
+cdef row_t restore_row(
+    Shard *shard, Batch batch, sign_t sign, uint32_t place, Tally *tally
+) noexcept nogil:
+    """NO_ROW: see the tally."""
+    cdef uint64_t hash = mix64(sign)
+    cdef uint32_t order = policy_order(
+        &shard.eviction.policies[batch.policy],
+        min(batch.uses[place], <uint32_t> LFU_CLASSES - 1))
+    cdef row_t row = index_find(&shard.index, &shard.slabs, hash, sign)
+    cdef bint is_new = row == NO_ROW
+    cdef const Slab *slab
+    if is_new:
+        row = new_row(shard, batch, hash, sign, tally)
+        if row == NO_ROW:
+            return NO_ROW
+    else:
+        slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
+        if not has_format(slab, &batch.format):
+            note_shape(slab, sign, tally)
+            return NO_ROW
+    if recency_touch(&shard.recency, &shard.slabs, row, order) < 0:
+        tally.status = STATUS_NO_MEMORY
+        if is_new:
+            drop_new_row(shard, hash, row)
+        return NO_ROW
+    tally.status = STATUS_OK
+    if is_new:
+        row_enters(&shard.changes, &shard.slabs, row)
+    else:
+        row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
+    fill_row(batch, row_values(row_at(&shard.slabs, row)), place)
+    return row
+
+
+cdef inline void fill_row(Batch batch, float *values, uint32_t place) noexcept nogil:
+    cdef size_t value_bytes = <size_t> batch.dim * (4 if batch.format.half == NULL else 2)
+    memcpy(values, batch.raw_values + place * value_bytes, value_bytes)
+    if batch.states == NULL:
+        batch.optimizer.fill_state(values + batch.format.value_words, batch.dim)
+    else:
+        memcpy(
+            values + batch.format.value_words,
+            batch.states + <size_t> place * batch.state_words,
+            batch.state_words * sizeof(float))

@@ -1,0 +1,221 @@
+"""Rows on their way back into a store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia._core.blocks import RowBlock
+from persia._core.initial import Initializer
+from persia._core.optim import RowOptimizer
+from persia._core.store import EmbeddingStore
+from persia.errors import ConfigError, DataError, DimMismatch
+from tests.core.test_cuts import array, contents, rows_of, train, update
+from tests.core.test_cuts import new_store as adagrad_store
+from tests.core.test_policies import KINDS, held, new_store
+from tests.core.test_policies import train as train_policy
+
+UNIFORM = Initializer("uniform")
+
+
+def cut(store: EmbeddingStore, max_rows: int = 65536) -> list[RowBlock]:
+    with store.begin_cut() as one:
+        return list(one.blocks(max_rows))
+
+
+def shuffled(blocks: list[RowBlock]) -> list[RowBlock]:
+    rng = np.random.default_rng(7)
+    return [blocks[i] for i in rng.permutation(len(blocks))]
+
+
+@pytest.mark.parametrize("num_shards", [1, 4, 7])
+def test_rows_come_back_bit_for_bit_into_any_number_of_shards(num_shards: int) -> None:
+    store = adagrad_store(2000)
+    update(store, range(0, 2000, 3))
+    other = adagrad_store(num_shards=num_shards)
+    for block in shuffled(cut(store, 100)):
+        assert other.restore(block) == len(block)
+    other.end_restore()
+    other.check()
+    assert contents(other) == contents(store)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_two_byte_values_are_not_rounded_again(dtype: str) -> None:
+    store = adagrad_store()
+    train(store, range(500), dtype=dtype)
+    other = adagrad_store()
+    for block in cut(store):
+        assert block.values.dtype == np.uint16
+        other.restore(block)
+    other.end_restore()
+    assert rows_of(cut(other)) == rows_of(cut(store))
+
+
+def policy_store() -> tuple[EmbeddingStore, EmbeddingStore]:
+    """One with a life behind it, and an empty one whose clocks begin elsewhere."""
+    kinds = (("lfu", None, 0), ("lru", "steps", 40), ("lfu", "milliseconds", 60))
+    stores = [new_store(5000, *kinds, sketch_bytes=640) for _ in range(2)]
+    stores[0].set_clocks(900, 800)
+    rng = np.random.default_rng(3)
+    for turn in range(60):
+        stores[0].set_clocks(900 + turn, 800 + turn)
+        policy = turn % 4
+        train_policy(stores[0], rng.integers(0, 250, 90) + 1000 * policy, turn, policy=policy)
+    return stores[0], stores[1]
+
+
+def test_orders_classes_and_ages_come_back() -> None:
+    store, other = policy_store()
+    other.set_clocks(7, 3)
+    for block in shuffled(cut(store, 50)):
+        other.restore(block)
+    other.end_restore()
+    other.check()
+    assert held(other) == held(store)
+    assert {sign: row[4] for sign, row in rows_of(cut(other)).items()} == {
+        sign: row[4] for sign, row in rows_of(cut(store)).items()
+    }
+    for later in range(1, 70, 3):
+        store.set_clocks(959 + later, 859 + later)
+        other.set_clocks(7 + later, 3 + later)
+        # Expiry is exact to a sixteenth of the ttl, before and after.
+        assert abs(len(held(other)) - len(held(store))) <= 60
+
+
+def test_policies_take_turns_at_eviction_as_before() -> None:
+    stores = [new_store(300, *KINDS) for _ in range(2)]
+    for turn in range(30):
+        policy = (turn // 3) % 2
+        train_policy(stores[0], range(10 * turn, 10 * turn + 10), turn, policy=policy)
+    for block in shuffled(cut(stores[0], 20)):
+        stores[1].restore(block)
+    stores[1].end_restore()
+    for turn in range(5):
+        kept = []
+        for store in stores:
+            train_policy(store, range(1000 + 40 * turn, 1040 + 40 * turn), 100 + turn)
+            kept.append(sorted(held(store)))
+        assert kept[0] == kept[1]
+
+
+def test_counts_of_ids_not_admitted_come_back() -> None:
+    store, other = (new_store(1000, sketch_bytes=6400) for _ in range(2))
+    for turn in range(3):
+        train_policy(store, range(turn, 40), turn, admit_at=5)
+    counts, numbers = store.sketch()
+    other.restore_sketch(counts, numbers)
+    for turn in range(3, 6):
+        for one in (store, other):
+            train_policy(one, range(40), turn, admit_at=5)
+        assert sorted(held(one)) == sorted(held(store))
+    assert held(store)
+    with pytest.raises(DataError, match=r"must be \[1, 6400\]"):
+        other.restore_sketch(counts[:, :64].copy(), numbers)
+    with pytest.raises(DataError, match="next line to halve"):
+        other.restore_sketch(counts, np.array([[0, 100]], np.uint64))
+
+
+def test_another_optimizer_begins_with_its_own_state() -> None:
+    store = adagrad_store(50)
+    other = EmbeddingStore(1000, num_shards=1)
+    adam = RowOptimizer("rowwise_adam", lr=0.1)
+    other.configure(adam)
+    for block in cut(store):
+        other.restore(block, adam)
+    other.end_restore()
+    found, values, states = other.read(array(range(50)), 5)
+    assert found.all()
+    assert (
+        states.shape[1] == adam.state_words(5) != RowOptimizer("adagrad", lr=0.1).state_words(5)
+    )
+    assert values.tobytes() == store.read(array(range(50)), 5)[1].tobytes()
+
+
+def test_changes_go_over_what_they_change() -> None:
+    store = adagrad_store(200)
+    store.open_changes("delta")
+    other = adagrad_store()
+    for turn in range(4):
+        with store.begin_cut("delta") as one:
+            blocks = list(one.blocks())
+            other.delete(one.deleted())
+            for block in blocks:
+                other.restore(block)
+            other.end_restore()
+            one.commit()
+        assert contents(other) == contents(store)
+        assert [block[0].tolist() for block in other.iterate()] == [
+            block[0].tolist() for block in store.iterate()
+        ]
+        train(store, range(150 + 20 * turn, 230 + 20 * turn))
+        update(store, range(150 + 20 * turn, 230 + 20 * turn))
+        store.delete(array(range(turn, 200, 31)))
+
+
+def test_rows_that_do_not_fit_are_evicted() -> None:
+    store = adagrad_store(1000, num_shards=1)
+    other = adagrad_store(capacity=100, num_shards=1)
+    for block in cut(store, 64):
+        other.restore(block)
+        assert len(other) <= 100
+    other.end_restore()
+    other.check()
+    assert len(other) == 100
+
+
+def block_with(**changed: Any) -> RowBlock:
+    arrays: dict[str, Any] = {
+        "signs": np.arange(3, dtype=np.uint64),
+        "values": np.zeros((3, 5), np.float32),
+        "states": np.zeros((3, 5), np.uint32),
+        "orders": np.zeros(3, np.uint64),
+        "uses": np.zeros(3, np.uint32),
+        "ages": np.zeros(3, np.uint64),
+    }
+    arguments: dict[str, Any] = {"policy": 0, "dtype": "float32", **arrays, **changed}
+    return RowBlock(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"values": np.zeros((3, 5), np.float64)}, "values must be float32"),
+        ({"values": np.zeros((2, 5), np.float32)}, "values must be float32"),
+        ({"dtype": "float16"}, "values must be uint16"),
+        ({"states": np.zeros(3, np.uint32)}, "states must be uint32 with 2 dimensions"),
+        ({"ages": np.zeros(4, np.uint64)}, "ages must be uint64 .* got uint64 .4."),
+        ({"uses": np.zeros(6, np.uint32)[::2]}, "uses must be C-contiguous"),
+        ({"values": np.zeros((3, 0), np.float32)}, "1..65536 columns"),
+    ],
+)
+def test_w50_a_block_that_does_not_fit_together_changes_nothing(
+    changed: dict[str, Any], says: str
+) -> None:
+    store = adagrad_store(5)
+    before = contents(store)
+    with pytest.raises(DataError, match=says):
+        store.restore(block_with(**changed))
+    assert contents(store) == before
+
+
+def test_w50_foreign_numbers_in_a_block_are_bounded() -> None:
+    largest = np.full(3, 2**64 - 1, np.uint64)
+    store = new_store(1000, *KINDS)
+    for policy in range(5):
+        signs = np.arange(3, dtype=np.uint64) + np.uint64(10 * policy)
+        uses = np.full(3, 2**32 - 1, np.uint32)
+        store.restore(
+            block_with(signs=signs, policy=policy, orders=largest, uses=uses, ages=largest)
+        )
+    store.end_restore()
+    store.check()
+    with pytest.raises(ConfigError, match=r"policy must be in 0\.\.4, got 5"):
+        store.restore(block_with(policy=5))
+    with pytest.raises(ConfigError, match="dtype"):
+        store.restore(block_with(dtype="float8"))
+    store = adagrad_store(5)
+    with pytest.raises(DimMismatch):
+        store.restore(block_with(values=np.zeros((3, 4), np.float32)))
