@@ -8,6 +8,10 @@ from typing_extensions import Self
 from persia._core.blocks import RowBlock
 
 @final
+class Arrays:
+    """A block that is being filled."""
+
+@final
 class Cut:
     """The rows of a store at one moment; ``EmbeddingStore.begin_cut`` makes it.
 
@@ -66,6 +70,12 @@ class Cut:
     def make_room(self) -> None:
         """Wait until copies fit into ``side_bytes`` again, or give the cut up."""
 
+    def wait_until_read(self) -> None:
+        """Wait until all blocks were given out, or give the cut up."""
+
+    def give_up(self, why: str) -> None:
+        """End the cut; its reader gets a StoreError that says why."""
+
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
 
@@ -75,3 +85,6 @@ class Watch:
 
     cursors: dict[str, int | None]
     cuts: tuple[Cut, ...]
+
+    def ended(self, cut: Cut, committed: bool) -> None:
+        """Watch no longer for this cut."""

@@ -39,6 +39,7 @@ cdef enum:
     MAX_BLOCK_ROWS = 0x1000000
 
 
+@cython.final
 cdef class Arrays:
     """A block that is being filled."""
 
