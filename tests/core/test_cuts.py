@@ -235,7 +235,7 @@ class PolicyCuts(Cutting, PolicyMachine):
         return sorted(signs, key=lambda sign: reader.expected[sign][0])
 
 
-few_examples = settings(max_examples=15, stateful_step_count=30)
+few_examples = settings(max_examples=8, stateful_step_count=25)
 TestOneShard = StoreCuts.TestCase
 TestOneShard.settings = few_examples
 TestManyShards = ShardedCuts.TestCase
