@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -67,7 +68,18 @@ class IterableDataset(IterableDatasetBase):
         ...
         ...     def __iter__(self):
         ...         yield from self.batches
+        ...
+        ...     def iter_from(self, first):  # optional: continue without reading all before
+        ...         yield from self.batches[first:]
     """
+
+    def iter_from(self, first: int) -> Iterator[PersiaBatch]:
+        """Yield the batches of one epoch from number ``first`` on.
+
+        A run that continues from a checkpoint calls it. Override it where the data can be
+        sought; this reads what comes before, and leaves it out.
+        """
+        yield from itertools.islice(self, first, None)
 
 
 class StreamingDataset(IterableDatasetBase):

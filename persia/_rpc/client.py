@@ -65,6 +65,9 @@ ATTEMPT_S = 10.0
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.5
 
+# Of its own: a script's draws must not depend on how busy a server is.
+_jitter = random.Random()
+
 _MAX_TIMEOUT_MS = (1 << 32) - 1
 
 # Seconds that a message may take to a busy process, of calls that have time.
@@ -298,7 +301,7 @@ class Client:
             left = deadline - time.monotonic()
             if isinstance(error, ServiceBusy) and pause_s < left:
                 self._count("busy")
-                self._closed.wait(pause_s * random.uniform(0.5, 1.0))
+                self._closed.wait(pause_s * _jitter.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             elif not (
                 isinstance(error, NotConfigured)

@@ -43,7 +43,7 @@ from persia._rpc.remote import RemoteEmbeddingWorker, RemoteNNWorker
 from persia._services.feed import Feed, ended, join
 from persia._services.lanes import Kept, Lane
 from persia._services.registrars import ASK_S, Registrar, Registrars
-from persia.errors import ConfigError, JobFinished, ServiceError
+from persia.errors import ConfigError, DataError, JobFinished, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,36 @@ class Feeder:
                 lane.deliver(Kept(ids, message))
         finally:
             self._sending.release()
+
+    def resume_position(self) -> int:
+        """Return how many of this data-loader's batches no rank needs; waits for the ranks.
+
+        Raises:
+            JobFinished: If the job has ended, or a rank reads no more.
+        """
+        feed = self._feed
+        with feed.changed:
+            needed = [lane.first_needed() for lane in self._lanes]
+            first = min((x for x in needed if x is not None), default=feed.loader)
+            return max(0, -(-(first - feed.loader) // feed.num_loaders))
+
+    def seek(self, batch: int) -> None:
+        """Let the next batch be this one of the data-loader's own, counted from 0.
+
+        Raises:
+            DataError: If one was sent already, or some before it are needed.
+        """
+        position = self.resume_position()
+        feed = self._feed
+        with feed.changed:
+            if feed.next_id != feed.loader:
+                raise DataError("seek: expected a call before the first send_data")
+            if not 0 <= batch <= position:
+                raise DataError(
+                    f"seek: expected 0..{position}, the first batch that is needed, got {batch}"
+                )
+            feed.next_id += batch * feed.num_loaders
+            feed.counts["dropped"] += batch
 
     def finish(self) -> None:
         """End the streams; wait until each rank has acknowledged all, closed, or the job ended.

@@ -74,6 +74,7 @@ class Lane:
         self._seen = NOTHING  # version of the news
         self._received_below = 0  # ids that the rank had from a loader before this one
         self._wanted_later: set[int] = set()  # of those, wanted, and still to be read
+        self._first_needed = 0  # lowest id that the rank asked for when it was opened
         self._is_open = False
         self._was_open = False
         self._is_in_turn = False  # a thread delivers, opens or ends
@@ -117,6 +118,19 @@ class Lane:
         self._feed.wait(lambda: self._has_room or self.is_closed, lambda: f"a credit of {self}")
         self._check_open()
         return "deliver"
+
+    def first_needed(self) -> int | None:
+        """Wait, with the lock held, until it is known which batch is the first it needs.
+
+        None if it gets none of this data-loader's.
+        """
+        feed = self._feed
+        feed.wait(lambda: self._was_open or self.is_closed, lambda: f"{self} to open a stream")
+        self._check_open()
+        period = range(feed.loader, feed.num_loaders * (feed.num_ranks + 1), feed.num_loaders)
+        if all(batch_id % feed.num_ranks != self._number for batch_id in period):
+            return None
+        return self._first_needed
 
     def deliver(self, kept: Kept) -> None:
         """Deliver the next batch, for which there was room."""
@@ -216,6 +230,7 @@ class Lane:
             with feed.changed:
                 self._incarnation = self._rank_incarnation()
                 self._received_below = max(self._received_below, state.next_batch_id)
+                self._first_needed = min((state.next_batch_id, *state.wanted))
                 self._backlog = deque(sorted(x for x in self.kept if x >= state.next_batch_id))
                 self._credits = self._num_delivered = 0
                 self._seen = NOTHING

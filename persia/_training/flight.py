@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from persia.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from persia._rpc.messages import EmbeddingWorker, UpdateReport
     from persia._training.lookups import Origin
@@ -62,6 +62,7 @@ class Ticket:
     __slots__ = (
         "__weakref__",
         "batch_id",
+        "done",
         "ended_as",
         "gate",
         "in_order",
@@ -81,11 +82,13 @@ class Ticket:
         in_turn: bool,
         number: int,
         origin: Origin | None,
+        done: Callable[[], None] | None = None,
     ) -> None:
         self.ref = ref
         self.batch_id = batch_id
         self.number = number  # second half of the update id
         self.origin = origin  # knows the ids if the embedding-worker no longer does
+        self.done = done  # called when no run that is resumed needs the batch
         self.gate = gate  # None for a batch without staleness control
         self.in_order = in_order  # its update waits for those submitted before it
         self.in_turn = in_turn  # and for those of lower ranks, and then for all ranks
@@ -126,9 +129,10 @@ class Book:
         in_turn: bool = False,
         number: int,
         origin: Origin | None = None,
+        done: Callable[[], None] | None = None,
     ) -> Ticket:
         """Note a lookup that left a ref; the ticket now owns the loader's permit."""
-        ticket = Ticket(ref, batch_id, gate, in_order, in_turn, number, origin)
+        ticket = Ticket(ref, batch_id, gate, in_order, in_turn, number, origin, done)
         with self._lock:
             self._open += 1
         return ticket
@@ -189,6 +193,8 @@ class Book:
                 return False
             self._end(ticket, f"released ({reason.value})")
             self._counts[reason.value] += 1
+        if reason is Reason.ABANDONED:
+            self._is_done(ticket)
         try:
             self._worker.release(ticket.ref)
         finally:
@@ -205,6 +211,7 @@ class Book:
         with self._lock:
             self._end(ticket, f"released ({Reason.SKIPPED.value})")
             self._counts[Reason.SKIPPED.value] += 1
+        self._is_done(ticket)
         try:
             self._worker.release(ticket.ref)
         finally:
@@ -221,6 +228,7 @@ class Book:
             self._skipped_slots.update(report.skipped)
             self._nan_samples.update(report.nan_samples)
             self._nan_rows.update(report.nan_rows)
+        self._is_done(ticket)
         self._give_back(ticket)
 
     def fail(self, ticket: Ticket) -> None:
@@ -242,6 +250,12 @@ class Book:
         ticket.state = State.ENDED
         ticket.ended_as = how
         self._open -= 1
+
+    @staticmethod
+    def _is_done(ticket: Ticket) -> None:
+        done, ticket.done = ticket.done, None
+        if done is not None:
+            done()
 
     @staticmethod
     def _give_back(ticket: Ticket) -> None:

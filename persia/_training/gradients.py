@@ -60,12 +60,13 @@ class Update:
     own ``grad`` is taken away, so that nobody adds to a buffer that is being sent.
     """
 
-    __slots__ = ("_flat", "event", "gradients", "leaves", "number", "rates", "ticket")
+    __slots__ = ("_flat", "event", "gradients", "leaves", "number", "rates", "step", "ticket")
 
     def __init__(self, ticket: Ticket, leaves: list[Leaf]) -> None:
         self.ticket = ticket
         self.leaves = leaves
         self.number = -1  # place in the order of submission; set by the engine
+        self.step = 0  # of the user's, from 1; set by the engine
         self.rates: tuple[LearningRate, ...] = ()  # as they are when it is submitted
         self.gradients: list[torch.Tensor | None] = []
         for leaf in leaves:
@@ -189,10 +190,13 @@ class GradientEngine:
         self._book = book
         self._client = client
         self._queue: Channel[tuple[Update, float]] = Channel(capacity)
-        self._changed = threading.Condition()  # guards the three below
-        self._pending: set[int] = set()  # numbers submitted and not yet ended
+        self._changed = threading.Condition()  # guards the six below
+        self._pending: dict[int, int] = {}  # submitted and not yet ended: number -> step
         self._next_number = 0
         self._failure: BaseException | None = None
+        self._steps = 0  # of the user's that have ended
+        self._held_after: int | None = None  # updates of later steps wait
+        self._is_closed = False
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -293,8 +297,9 @@ class GradientEngine:
         update.rates = self.learning_rates.current
         with self._changed:
             update.number = self._next_number
+            update.step = self._steps + 1
             self._next_number += 1
-            self._pending.add(update.number)
+            self._pending[update.number] = update.step
         is_queued = False
         try:
             is_queued = self._queue.put((update, scale), WAIT_S)
@@ -349,6 +354,44 @@ class GradientEngine:
                     method="update",
                 )
 
+    # --- checkpoints ------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Number of the user's last step that has submitted all it had."""
+        return self._steps
+
+    def end_step(self, number: int) -> None:
+        """Note that the user's step with this number has submitted all it had."""
+        with self._changed:
+            self._steps = number
+            self._changed.notify_all()
+
+    def hold(self, step: int, timeout_s: float) -> bool:
+        """Keep updates of later steps back; wait until this one and those before are in.
+
+        Returns:
+            Whether they are; if not in time, nothing is kept back.
+        """
+        with self._changed:
+            self._held_after = step
+            are_in = self._changed.wait_for(
+                lambda: (
+                    (self._steps >= step or self._is_closed)
+                    and all(of > step for of in self._pending.values())
+                ),
+                timeout_s,
+            )
+        if not are_in:
+            self.go_on()
+        return are_in
+
+    def go_on(self) -> None:
+        """Let updates go again."""
+        with self._changed:
+            self._held_after = None
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Send what is queued, then end and join the workers.
 
@@ -361,6 +404,9 @@ class GradientEngine:
             self._queue.finish()
             for thread in join(self._threads, JOIN_S):
                 logger.warning("%s is still inside an update", thread.name)
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify_all()
         self.raise_failure()
 
     # --- backward workers -------------------------------------------------------------------
@@ -387,6 +433,10 @@ class GradientEngine:
 
     def _send(self, update: Update, scale: float) -> None:
         ticket = update.ticket
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._held_after is None or update.step <= self._held_after
+            )
         gradients = BatchGradients(
             ticket.ref, (self._client, ticket.number), update.slots(), scale, update.rates
         )
@@ -418,5 +468,5 @@ class GradientEngine:
 
     def _ended(self, number: int) -> None:
         with self._changed:
-            self._pending.discard(number)
+            self._pending.pop(number, None)
             self._changed.notify_all()

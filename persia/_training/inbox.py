@@ -34,6 +34,7 @@ from persia._rpc.messages import RemoteRef, StreamedBatch, StreamNews, StreamSta
 from persia._rpc.workers import handle_of
 from persia._training.channel import Closed, Finished
 from persia._training.incoming import Incoming
+from persia._training.progress import of_series
 from persia.errors import (
     ConfigError,
     DataError,
@@ -44,9 +45,10 @@ from persia.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from persia._rpc.messages import StreamOpening
+    from persia._training.progress import Plain
     from persia.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -84,6 +86,10 @@ class Delivered:
         ids = self._inbox.register_again(self._stream, self.batch.batch_id, why)
         return handle_of(ids)
 
+    def done(self) -> None:
+        """A run that is resumed from here does not need the batch."""
+        self._inbox.done(self._stream, self.batch.batch_id)
+
     def ended(self) -> None:
         """Nobody needs the ids any more."""
         self._inbox.ended(self._stream, self.batch.batch_id)
@@ -98,6 +104,7 @@ class Inbox:
         capacity: Batches pending, of all data-loaders; each may have one whatever it is.
         patience_s: How long a data-loader may take to register ids again.
         clock: Monotonic seconds.
+        resumed: What a run before this one has trained of the first pass.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class Inbox:
         capacity: int,
         patience_s: float,
         clock: Callable[[], float] = time.monotonic,
+        resumed: Plain | None = None,
     ) -> None:
         self.replica_index = rank
         self.replica_size = world_size
@@ -114,6 +122,7 @@ class Inbox:
         self._patience_s = patience_s
         self._clock = clock
         self._changed = threading.Condition()  # guards all below
+        self._resumed = resumed  # None once the first pass is over
         self._num_loaders: int | None = None  # told by the first that opens a stream
         self._streams: dict[int, Incoming] = {}  # of this pass, by data-loader
         # Of passes before; some of their batches may not have ended.
@@ -153,13 +162,19 @@ class Inbox:
                     f"{LOADER} {opening.loader} says that there are {opening.num_loaders} of "
                     f"them, others said {self._num_loaders}: REPLICA_SIZE must be the same"
                 )
+            self._check_resumed(opening.num_loaders)
             self._num_loaders = opening.num_loaders
             past = self._past.get(opening.loader)
             if past is not None and past.incarnation == opening.incarnation:
                 return StreamState(past.next_batch_id or 0, ())
             old = self._streams.get(opening.loader)
             if old is None:
-                stream = Incoming(opening, self.replica_index, self.replica_size)
+                stream = Incoming(
+                    opening,
+                    self.replica_index,
+                    self.replica_size,
+                    *self._resumed_at(opening.loader),
+                )
             elif old.incarnation == opening.incarnation:
                 stream = old
             elif old.ended_at is None:
@@ -188,6 +203,36 @@ class Inbox:
             self._streams[opening.loader] = stream
             self._changed.notify_all()
             return StreamState(stream.next_batch_id or 0, tuple(sorted(stream.wanted)))
+
+    def _check_resumed(self, num_loaders: int) -> None:
+        before = None if self._resumed is None else self._resumed["num_loaders"]
+        if before in (None, num_loaders):
+            return
+        error = ConfigError(
+            f"the checkpoint was made with {before} {LOADER}s, now there are {num_loaders}: "
+            f"which batches were trained is known of those only; expected REPLICA_SIZE {before}"
+        )
+        self._failure = error  # the trainer's script has to end, too
+        self._changed.notify_all()
+        raise error
+
+    def _resumed_at(self, loader: int) -> tuple[int, Sequence[int]]:
+        if self._resumed is None:
+            return 0, ()
+        name = str(loader)
+        return self._resumed["floors"].get(name, 0), self._resumed["above"].get(name, ())
+
+    def position(self) -> Plain | None:
+        """Return which batches of this rank's are done in this pass; None before it began."""
+        with self._changed:
+            if self._num_loaders is None:
+                return self._resumed
+            series = {
+                loader: stream.trained
+                for loader, stream in sorted(self._streams.items())
+                if stream.next_batch_id is not None
+            }
+            return of_series("stream", self._num_loaders, series)
 
     def _window(self, num_loaders: int) -> int:
         return max(1, self._capacity // num_loaders)
@@ -238,6 +283,11 @@ class Inbox:
             self._counts["delivered"] += 1
             if found.on_drop is not None:
                 self._drop(found, batch_id, found.on_drop)
+                return
+            if batch_id in found.left_out:
+                found.trained.done(batch_id)
+                self._counts["left_out"] += 1
+                self._drop(found, batch_id, lambda: None)
                 return
             found.pending[batch_id] = batch
             self._arrived.append((found.loader, batch_id))
@@ -322,6 +372,7 @@ class Inbox:
                 self._past.update(self._streams)
                 self._streams.clear()
                 self._num_loaders = None
+                self._resumed = None
             self._expected = None
             self._changed.notify_all()
 
@@ -455,6 +506,11 @@ class Inbox:
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
+
+    def done(self, stream: Incoming, batch_id: int) -> None:
+        """Note that a batch was trained, or had no gradients to train with."""
+        with self._changed:
+            stream.trained.done(batch_id)
 
     def ended(self, stream: Incoming, batch_id: int) -> None:
         """Note that nobody needs the ids of a batch any more."""

@@ -10,8 +10,10 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING
 
+from persia._training.progress import Series
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from persia._rpc.messages import RemoteRef, StreamedBatch, StreamOpening
 
@@ -23,15 +25,27 @@ class Incoming:
         opening: The data-loader's.
         rank: This nn-worker's, of ``world_size``.
         world_size: Number of ranks.
+        floor: Lowest batch id of this data-loader that the run before left to be trained.
+        above: Those above it that it did train.
     """
 
-    def __init__(self, opening: StreamOpening, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        opening: StreamOpening,
+        rank: int,
+        world_size: int,
+        floor: int = 0,
+        above: Sequence[int] = (),
+    ) -> None:
         self.loader = opening.loader
         self.num_loaders = opening.num_loaders
         self.incarnation = opening.incarnation
         self.step = math.lcm(opening.num_loaders, world_size)
         self._offset = _first_id(opening.loader, opening.num_loaders, rank, world_size)
-        self.next_batch_id = self.at_or_after(opening.first_batch_id)
+        self.next_batch_id = self.at_or_after(max(opening.first_batch_id, floor))
+        # Of this rank's batches, those done; in a resumed run some above its beginning are.
+        self.left_out = frozenset(place for place in above if self.is_mine(place))
+        self.trained = Series(self.next_batch_id or 0, self.step, set(self.left_out))
         self.pending: dict[int, StreamedBatch] = {}
         self.in_flight: dict[int, RemoteRef] = {}
         self.wanted: set[int] = set()
@@ -52,6 +66,10 @@ class Incoming:
             return None
         return self._offset + -(-max(batch_id - self._offset, 0) // self.step) * self.step
 
+    def is_mine(self, batch_id: int) -> bool:
+        """Whether this data-loader sends a batch to this rank."""
+        return self.at_or_after(batch_id) == batch_id
+
     def is_new(self, batch_id: int) -> bool:
         """Whether a batch has not been received."""
         return self.next_batch_id is not None and batch_id >= self.next_batch_id
@@ -61,6 +79,8 @@ class Incoming:
 
         After this rank was started anew some before it may be left out: they were trained.
         """
+        for left_out in range(self.next_batch_id or 0, batch_id, self.step):
+            self.trained.done(left_out)
         self.next_batch_id = batch_id + self.step
 
     def is_over(self) -> bool:

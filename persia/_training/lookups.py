@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from persia._rpc.messages import IDFeatures
 from persia._rpc.workers import EmbeddingWorkers
+from persia._training.progress import Progress
 from persia.errors import InternalError, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ class Item:
     batch_id: int = -1
     # Running number of the training batches of this context: second half of the update id.
     number: int = -1
+    # Called when no run that is resumed needs the batch; see ``progress``.
+    done: Callable[[], None] | None = None
 
 
 class Lookups:
@@ -84,6 +88,7 @@ class Lookups:
             rank's updates are acknowledged or have failed.
         rank: This rank, of ``world_size``: ranks give their own batches ids in turn.
         world_size: Number of ranks.
+        progress: Where it is noted what was trained; one of its own if not given.
     """
 
     def __init__(
@@ -94,11 +99,13 @@ class Lookups:
         before_evaluation: Callable[[], None],
         rank: int = 0,
         world_size: int = 1,
+        progress: Progress | None = None,
     ) -> None:
         self.worker = worker
         self.book = book
         self.trains = trains
         self.before_evaluation = before_evaluation
+        self.progress = Progress() if progress is None else progress
         self._rank = rank
         self._world_size = world_size
         # Two series, by whether there are gradients: update ids and admission depend on the
@@ -114,8 +121,15 @@ class Lookups:
         with self._lock:
             item.number = self._next_numbers[trains]
             self._next_numbers[trains] += 1
+        if trains:
+            item.done = partial(self.progress.done, item.number, item.done)
         if item.ref is None:
             item.batch_id = item.number * self._world_size + self._rank
+
+    def resume(self, next_number: int) -> None:
+        """Give the next training batch this number, as if those below had been given out."""
+        with self._lock:
+            self._next_numbers[True] = next_number
 
     def has_gradients(self, host: HostBatch) -> bool:
         """Whether this batch is looked up for training."""
@@ -146,6 +160,8 @@ class Lookups:
             self._lose(item)
             raise
         if result.ref is None or not trains:
+            if item.done is not None:
+                item.done()
             self._leave(item)
             return result, None
         ticket = self.book.open(
@@ -156,6 +172,7 @@ class Lookups:
             in_turn=in_turn,
             number=item.number,
             origin=item.origin,
+            done=item.done,
         )
         return result, ticket
 

@@ -194,6 +194,11 @@ class Prefetcher:
 
     # --- the user's thread ----------------------------------------------------------------
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the pass has ended."""
+        return self._closed
+
     def start(self) -> None:
         """Start the source and the threads."""
         self._source.start()
@@ -232,6 +237,9 @@ class Prefetcher:
             left = deadline - time.monotonic()
             try:
                 return self._agreed.get(min(left, LINE_S))
+            except Finished:
+                self._lookups.progress.end(self._source)
+                raise
             except ServiceError:
                 raise  # a lookup's, which may be a timeout of its own
             except TimeoutError as exc:
@@ -380,6 +388,8 @@ class Prefetcher:
             except Closed:
                 self._lookups.give_up(item, self._reason_to_drop)
                 raise
+            if needs_permit:
+                self._lookups.progress.begin(self._source)
             place = self._num_taken
             self._num_taken += 1
             self._lookups.number(item)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from persia._training.channel import Channel, Closed, Finished
 from persia._training.lookups import Item
+from persia._training.progress import Plain, Series, of_series
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from persia._training.stream import Stream
     from persia._training.tensors import Converter, HostBatch, UserBatch
@@ -40,6 +43,9 @@ class Source(Protocol):
             Finished: If there are no more.
         """
 
+    def position(self) -> Plain | None:
+        """Return what is done of the pass; None if nothing is known of it."""
+
     def waits_for(self) -> str:
         """Say whom ``get`` is waiting for; empty if for nobody."""
 
@@ -61,14 +67,27 @@ class DatasetSource:
         dataset: Iterated once.
         converter: Of the context's device.
         capacity: Batches read ahead of the lookups.
+        resumed: What is done already; those batches are read and left out, or not even read
+            where the dataset has ``iter_from``.
     """
 
     def __init__(
-        self, dataset: Iterable[UserBatch], converter: Converter, capacity: int
+        self,
+        dataset: Iterable[UserBatch],
+        converter: Converter,
+        capacity: int,
+        resumed: Plain | None = None,
     ) -> None:
         self._dataset = dataset
         self._converter = converter
-        self.channel: Channel[HostBatch] = Channel(capacity)
+        self.channel: Channel[tuple[int, HostBatch]] = Channel(capacity)
+        self._lock = threading.Lock()  # guards the series
+        self._series = Series()
+        if resumed is not None:
+            self._series.floor = resumed["floors"]["0"]
+            self._series.above = set(resumed["above"]["0"])
+        self._first = self._series.floor
+        self._left_out = frozenset(self._series.above)
         self._has_ended = False  # for messages only
         self._thread = threading.Thread(target=self._read, name="persia-dataset", daemon=True)
 
@@ -83,7 +102,17 @@ class DatasetSource:
 
     def get(self) -> Item:
         """Take the next batch that the thread has read."""
-        return Item(self.channel.get())
+        place, host = self.channel.get()
+        return Item(host, done=partial(self._done, place))
+
+    def _done(self, place: int) -> None:
+        with self._lock:
+            self._series.done(place)
+
+    def position(self) -> Plain | None:
+        """Return what is done of the pass."""
+        with self._lock:
+            return of_series("dataset", 0, {0: self._series})
 
     def waits_for(self) -> str:
         """Name the dataset, while it is being read."""
@@ -102,9 +131,10 @@ class DatasetSource:
     def _read(self) -> None:
         iterator = None
         try:
-            iterator = iter(self._dataset)
-            for batch in iterator:
-                self.channel.put(self._converter.host(batch))
+            iterator = self._begin()
+            for place, batch in enumerate(iterator, self._first):
+                if place not in self._left_out:
+                    self.channel.put((place, self._converter.host(batch)))
         except Closed:
             pass
         except BaseException as exc:
@@ -114,6 +144,14 @@ class DatasetSource:
             self._has_ended = True
             self.channel.finish()
         self._close_iterator(iterator)  # it may stand still at a batch that was refused
+
+    def _begin(self) -> Iterator[Any]:
+        if not self._first:
+            return iter(self._dataset)
+        seek = getattr(self._dataset, "iter_from", None)
+        if seek is not None:
+            return iter(seek(self._first))
+        return itertools.islice(iter(self._dataset), self._first, None)
 
     @staticmethod
     def _close_iterator(iterator: object) -> None:
@@ -171,7 +209,11 @@ class StreamSource:
         except BaseException:
             taken.ended()
             raise
-        return Item(host, taken.ref, taken, batch.batch_id)
+        return Item(host, taken.ref, taken, batch.batch_id, done=taken.done)
+
+    def position(self) -> Plain | None:
+        """Return what is done of every data-loader's batches that are this rank's."""
+        return self._inbox.position()
 
     def waits_for(self) -> str:
         """Name the data-loaders that owe a batch."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from persia._rpc.messages import EmbeddingWorker
+    from persia._training.progress import Plain
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +69,21 @@ class Stream:
         world_size: Number of ranks.
         capacity: Batches pending.
         address: Where data-loaders find it.
+        resumed: What a run before this one has trained.
 
     Raises:
         ConfigError: If the address cannot be used.
     """
 
-    def __init__(self, rank: int, world_size: int, capacity: int, address: str) -> None:
-        self.inbox = Inbox(rank, world_size, capacity, env.rpc_timeout_s())
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        capacity: int,
+        address: str,
+        resumed: Plain | None = None,
+    ) -> None:
+        self.inbox = Inbox(rank, world_size, capacity, env.rpc_timeout_s(), resumed=resumed)
         self._transport = ZmqTransport()
         try:
             self._server = serve(
@@ -115,9 +124,16 @@ class ChildStream(Stream):
         worker: This process's.
         capacity: Batches pending.
         script: The data-loader.
+        resumed: What a run before this one has trained.
     """
 
-    def __init__(self, worker: EmbeddingWorker, capacity: int, script: Path) -> None:
+    def __init__(
+        self,
+        worker: EmbeddingWorker,
+        capacity: int,
+        script: Path,
+        resumed: Plain | None = None,
+    ) -> None:
         self._script = script
         self._directory = tempfile.mkdtemp(prefix="persia-")
         self._lock = threading.Lock()  # guards the next three
@@ -125,7 +141,7 @@ class ChildStream(Stream):
         self._watcher: threading.Thread | None = None
         self._is_owed = False  # a pass began while the child of the one before still ran
         try:
-            super().__init__(0, 1, capacity, f"ipc://{self._directory}/nn-worker")
+            super().__init__(0, 1, capacity, f"ipc://{self._directory}/nn-worker", resumed)
             self._worker_server = serve(
                 self._transport,
                 f"ipc://{self._directory}/embedding-worker",

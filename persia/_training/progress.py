@@ -1,0 +1,228 @@
+"""Which batches of a pass have been trained: what a resumed run leaves out.
+
+    place    0 ............... floor | floor + 1 ......................
+             all done                | done, or in flight, or not read
+
+A dataset's places are the numbers of its batches; a data-loader's are its batch ids. A batch
+is done once its update is acknowledged, or once it is certain that it has none. What was looked
+up ahead and is not done is read again after a restart.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from persia.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+# What travels in files: text, numbers, lists and maps of them.
+Plain = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Series:
+    """Places that are done: all below ``floor``, and ``above``. Guarded by its owner's lock."""
+
+    floor: int = 0
+    step: int = 1  # from one place to the next
+    above: set[int] = field(default_factory=set)
+
+    def done(self, place: int) -> None:
+        """Note that a batch is done; again changes nothing."""
+        if place < self.floor:
+            return
+        self.above.add(place)
+        while self.floor in self.above:
+            self.above.remove(self.floor)
+            self.floor += self.step
+
+    def has(self, place: int) -> bool:
+        """Whether a batch is done."""
+        return place < self.floor or place in self.above
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a training run was when its checkpoint was made."""
+
+    passes: int = 0
+    """Passes over the data that had ended."""
+
+    batches: int = 0
+    """Batches of the pass after them that were trained; of all data-loaders and ranks."""
+
+
+class HasPosition(Protocol):
+    """A source of batches; ``persia._training.sources`` implements it."""
+
+    def position(self) -> Plain | None:
+        """Return what is done of this pass."""
+
+
+class Progress:
+    """The passes of one training context; any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards all below
+        self._passes = 0
+        self._source: HasPosition | None = None  # of the pass that trains now
+        self._resumed: Plain | None = None  # of a checkpoint, until a pass takes it over
+        self._next_number = 0
+
+    def begin(self, source: HasPosition) -> None:
+        """Note that a pass has a batch to train."""
+        with self._lock:
+            if self._source is source:
+                return
+            if self._source is not None:
+                self._passes += 1  # the one before was left
+            self._source = source
+            self._resumed = None
+
+    def end(self, source: HasPosition) -> None:
+        """Note that a pass has handed out all it had."""
+        with self._lock:
+            if self._source is source:
+                self._source = None
+                self._passes += 1
+                self._resumed = None
+
+    def done(self, number: int, mark: Callable[[], None] | None) -> None:
+        """Note that the training batch with this running number is done, and at its source."""
+        with self._lock:
+            self._next_number = max(self._next_number, number + 1)
+        if mark is not None:
+            mark()
+
+    def snapshot(self) -> Plain:
+        """Return how far training is, for a file."""
+        with self._lock:
+            here = self._resumed if self._source is None else self._source.position()
+            return {
+                "passes": self._passes,
+                "position": here,
+                "next_number": self._next_number,
+            }
+
+    def resume(self, passes: int, position: Plain | None, next_number: int) -> None:
+        """Take over what a checkpoint says; the next pass begins there."""
+        with self._lock:
+            self._passes = passes
+            self._resumed = position
+            self._source = None
+            self._next_number = next_number
+
+    def resumed(self, kind: str) -> Plain | None:
+        """Return where a pass that is opened now begins; None at its beginning.
+
+        Raises:
+            CheckpointError: If the checkpoint was made in a pass over another kind of data.
+        """
+        with self._lock:
+            here = self._resumed
+        if here is not None and here["kind"] != kind:
+            raise CheckpointError(
+                f"the checkpoint was made in a pass over a {here['kind']}, and this one is "
+                f"over a {kind}: its position there means nothing here"
+            )
+        return here
+
+    def where(self) -> Position:
+        """Return passes, and batches of the one after them, as the checkpoint had them."""
+        with self._lock:
+            if self._resumed is None:
+                return Position(self._passes)
+            return Position(self._passes, count_done(self._resumed))
+
+
+def count_done(position: Plain) -> int:
+    """Return how many batches are done at a position."""
+    above: int = sum(len(places) for places in position["above"].values())
+    step: int = position["num_loaders"] or 1
+    floors: dict[str, int] = position["floors"]
+    return above + sum(-(-(floor - int(name)) // step) for name, floor in floors.items())
+
+
+def of_series(kind: str, num_loaders: int, series: Mapping[int, Series]) -> Plain:
+    """Return a position for a file.
+
+    Args:
+        kind: ``dataset`` or ``stream``.
+        num_loaders: Data-loaders; 0 for a dataset.
+        series: By number of the data-loader; 0 for a dataset.
+    """
+    return {
+        "kind": kind,
+        "num_loaders": num_loaders,
+        "floors": {str(number): one.floor for number, one in series.items()},
+        "above": {str(number): sorted(one.above) for number, one in series.items()},
+    }
+
+
+def merge(positions: list[Plain | None]) -> Plain | None:
+    """Return the position in a stream over all ranks, each of which has its share of the ids.
+
+    Batch ``id`` of data-loader ``id % num_loaders`` is rank ``id % world_size``'s. None where
+    the batches are not those of data-loaders.
+    """
+    known = [one for one in positions if one is not None]
+    if not known or known[0]["kind"] != "stream":
+        return None
+    world_size = len(positions)
+    num_loaders = known[0]["num_loaders"]
+    series: dict[int, Series] = {}
+    for loader in range(num_loaders):
+        name = str(loader)
+        floors = {
+            rank: one["floors"][name]
+            for rank, one in enumerate(positions)
+            if one is not None and name in one["floors"]
+        }
+        # Where a rank's pass has not begun nothing of it is done.
+        floors.update({rank: loader for rank, one in enumerate(positions) if one is None})
+        above = {place for one in known for place in one["above"].get(name, ())}
+        if not floors:
+            continue
+        merged = Series(min(floors.values()), num_loaders)
+        for place in range(merged.floor, max(*floors.values(), *above, 0) + 1, num_loaders):
+            if place < floors.get(place % world_size, 0) or place in above:
+                merged.done(place)
+        series[loader] = merged
+    return of_series("stream", num_loaders, series)
+
+
+# --- random numbers -------------------------------------------------------------------------
+
+
+def random_states() -> Plain:
+    """Return the states of the generators that a script draws from."""
+    version, internal, gauss = random.getstate()
+    numbers: Any = np.random.get_state(legacy=True)
+    name, keys, place, has_gauss, cached = numbers
+    states: Plain = {
+        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), place, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_random_states(states: Plain) -> None:
+    """Go on drawing where ``random_states`` was taken."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    name, keys, place, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,0 +1,83 @@
+"""Ranks brought to the end of a step: all of them, or an error that names who is missing."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from persia._training.halts import Halts
+from persia.errors import ServiceTimeout
+
+
+class Engine:
+    """Says whether it gets to a step, and notes what it was asked."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.held: list[int] = []
+        self.went_on = threading.Event()
+
+    def hold(self, step: int, timeout_s: float) -> bool:
+        self.held.append(step)
+        return step <= self.steps
+
+    def go_on(self) -> None:
+        self.went_on.set()
+
+
+def ranks(*steps: int, timeout_s: float = 30.0) -> list[tuple[Halts, Engine]]:
+    store: Any = HashStore()
+    found = []
+    for rank, count in enumerate(steps):
+        engine = Engine(count)
+        state: Any = {"rank": rank}
+        halts = Halts(len(steps), rank, engine, state.copy, timeout_s, store, 0)
+        found.append((halts, engine))
+    return found
+
+
+def close(found: list[tuple[Halts, Engine]]) -> None:
+    for halts, _ in reversed(found):
+        halts.close()
+
+
+def test_every_rank_is_held_at_the_step_and_goes_on() -> None:
+    found = ranks(3, 3, 4)
+    for step in (2, 3):
+        for _, engine in found:
+            engine.went_on.clear()
+        with found[0][0].at(step) as states:
+            assert states == [{"rank": 1}, {"rank": 2}]
+            assert [engine.held[-1] for _, engine in found[1:]] == [step, step]
+            assert not any(engine.went_on.is_set() for _, engine in found[1:])
+        assert all(engine.went_on.wait(30) for _, engine in found[1:])
+    close(found)
+
+
+def test_a_rank_that_is_behind_is_named_and_the_others_go_on() -> None:
+    found = ranks(3, 2, 3)
+    with pytest.raises(ServiceTimeout, match="rank 1 of 3"), found[0][0].at(3):
+        pass
+    assert found[2][1].went_on.wait(30)
+    close(found)
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    found = ranks(3, 3, timeout_s=0.2)
+    silent = found[1][0]
+    silent._closed.set()
+    assert silent._thread is not None
+    silent._thread.join()
+    with pytest.raises(ServiceTimeout, match="rank 1 of 2"), found[0][0].at(3):
+        pass
+
+
+def test_a_rank_that_has_left_is_not_waited_for() -> None:
+    found = ranks(3, 2)
+    found[1][0].close()
+    with found[0][0].at(3) as states:
+        assert states == [{"rank": 1}]
+    close(found[:1])

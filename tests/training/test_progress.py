@@ -1,0 +1,145 @@
+"""What was trained, as floors and what is above them, over passes, data-loaders and ranks."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia._rpc.messages import StreamOpening
+from persia._training.halts import from_bytes, to_bytes
+from persia._training.incoming import Incoming
+from persia._training.progress import (
+    Progress,
+    Series,
+    count_done,
+    merge,
+    of_series,
+    random_states,
+    set_random_states,
+)
+from persia.errors import CheckpointError
+
+
+@given(st.permutations(list(range(12))), st.integers(0, 12), st.integers(1, 4))
+def test_a_series_knows_what_is_done(order: list[int], count: int, step: int) -> None:
+    series = Series(0, step)
+    done = {place * step for place in order[:count]}
+    for place in done:
+        series.done(place)
+        series.done(place)
+    assert {place * step for place in range(12) if series.has(place * step)} == done
+    assert series.floor not in series.above
+    assert count_done(of_series("dataset", 0, {0: series})) == (
+        series.floor + len(series.above) if step > 1 else count
+    )
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sets(st.integers(0, 40)),
+    st.data(),
+)
+def test_ranks_together_know_what_is_done_of_every_data_loader(
+    num_loaders: int, world_size: int, new_size: int, done: set[int], data: st.DataObject
+) -> None:
+    def streams(size: int, position: dict[str, object] | None) -> list[list[Incoming]]:
+        found = []
+        for rank in range(size):
+            of_rank = []
+            for loader in range(num_loaders):
+                opening = StreamOpening(loader, num_loaders, 7, loader)
+                floors: dict[str, int] = {} if position is None else position["floors"]  # type: ignore[assignment]
+                above: dict[str, list[int]] = {} if position is None else position["above"]  # type: ignore[assignment]
+                name = str(loader)
+                at = floors.get(name, 0), above.get(name, [])
+                of_rank.append(Incoming(opening, rank, size, *at))
+            found.append(of_rank)
+        return found
+
+    ranks = streams(world_size, None)
+    for batch_id in data.draw(st.permutations(sorted(done))):
+        ranks[batch_id % world_size][batch_id % num_loaders].trained.done(batch_id)
+    positions = [
+        of_series(
+            "stream",
+            num_loaders,
+            {s.loader: s.trained for s in of_rank if s.next_batch_id is not None},
+        )
+        for of_rank in ranks
+    ]
+    merged = merge(list(positions))
+    assert merged is not None
+    assert count_done(merged) == len(done)
+    # Whatever the number of ranks afterwards, exactly the others are asked for.
+    asked = set()
+    for of_rank in streams(new_size, merged):
+        for stream in of_rank:
+            if stream.next_batch_id is not None:
+                ids = range(stream.next_batch_id, 60, stream.step)
+                asked |= {batch_id for batch_id in ids if batch_id not in stream.left_out}
+    assert asked == set(range(60)) - done
+    assert math.lcm(num_loaders, world_size) >= 1
+
+
+class Source:
+    def __init__(self, floor: int) -> None:
+        self.floor = floor
+
+    def position(self) -> dict[str, object]:
+        return of_series("dataset", 0, {0: Series(self.floor)})
+
+
+def test_passes_are_counted_as_they_end_or_are_left() -> None:
+    progress = Progress()
+    first, second = Source(3), Source(1)
+    progress.begin(first)
+    progress.begin(first)
+    assert progress.snapshot()["passes"] == 0
+    progress.end(first)
+    progress.end(first)
+    progress.begin(second)
+    assert progress.snapshot()["passes"] == 1
+    progress.begin(Source(0))
+    assert progress.snapshot()["passes"] == 2
+
+
+def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
+    progress, source = Progress(), Source(5)
+    progress.begin(source)
+    progress.done(8, None)
+    there = from_bytes(to_bytes(progress.snapshot()))
+    resumed = Progress()
+    resumed.resume(there["passes"], there["position"], there["next_number"])
+    assert resumed.snapshot() == progress.snapshot()
+    assert (resumed.where().passes, resumed.where().batches) == (0, 5)
+    with pytest.raises(CheckpointError, match="pass over a dataset"):
+        resumed.resumed("stream")
+    assert resumed.resumed("dataset") == there["position"]
+    resumed.end(source)  # another's
+    resumed.begin(source)
+    assert resumed.resumed("dataset") is None
+
+
+def test_random_states_go_through_a_file() -> None:
+    before = from_bytes(to_bytes(random_states()))
+
+    def draw() -> list[float]:
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            float(np.random.normal()),
+            torch.rand(1).item(),
+        ]
+
+    first = draw()
+    assert draw() != first
+    set_random_states(before)
+    assert draw() == first
