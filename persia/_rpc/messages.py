@@ -136,6 +136,76 @@ class TableEntries:
     states: NDArray[np.uint32] | None
 
 
+@dataclass(frozen=True, slots=True)
+class CutRequest:
+    """Begin a snapshot of this moment. The caller holds updates back meanwhile.
+
+    ``changes`` None is of every row; a name is of the rows that changed since the last
+    committed cut of that name.
+    """
+
+    cut_id: int  # drawn by the caller: asked again, a server answers for the cut it has
+    changes: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CutInfo:
+    num_rows: int  # at the moment of the cut
+    is_full: bool  # every row comes, whatever was asked for
+    about: str  # what the rows mean and were trained with, as JSON for the manifest
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """Write a cut under ``prefix`` of the storage at ``url``, in the background."""
+
+    cut_id: int
+    url: str
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class CutStatus:
+    """How far a cut is: ``state`` is begun, writing, written or failed.
+
+    The last three are what the manifest says of each file, as JSON; there once it is written.
+    """
+
+    state: str
+    num_rows: int  # written so far
+    error: str
+    parts: tuple[str, ...]
+    deleted: tuple[str, ...]
+    files: Mapping[str, str]  # by name
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """Load this server's share of a checkpoint, in two steps, each in the background.
+
+    ``step`` is ``verify``, which changes nothing, ``commit``, or ``drop``. The same request
+    again asks how far it is.
+    """
+
+    load_id: int  # drawn by the caller
+    step: str
+    url: str
+    checkpoint: str  # id in the catalog there; "" is the latest
+    features: tuple[str, ...] | None  # None is all that the config has
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStatus:
+    """How far a load is: ``state`` is verifying, verified, loading, loaded or failed."""
+
+    state: str
+    done: int  # bytes of the step so far
+    total: int
+    num_rows: int  # loaded so far
+    error: str
+    notes: tuple[str, ...]  # what the user should know, such as state that begins anew
+
+
 class ParameterServer(Protocol):
     """What an embedding-parameter-server answers."""
 
@@ -154,6 +224,11 @@ class ParameterServer(Protocol):
     def read_embedding(self, tables: Sequence[TableSigns]) -> tuple[TableEntries, ...]: ...
     def get_embedding_size(self) -> int: ...
     def clear_embeddings(self) -> None: ...
+    def begin_cut(self, request: CutRequest) -> CutInfo: ...
+    def write_cut(self, request: WriteRequest) -> None: ...
+    def cut_status(self, cut_id: int) -> CutStatus: ...
+    def end_cut(self, cut_id: int, committed: bool) -> None: ...
+    def load(self, request: LoadRequest) -> LoadStatus: ...
     def stats(self) -> Mapping[str, int]: ...
 
 
@@ -270,6 +345,11 @@ class EmbeddingWorker(Protocol):
     def set_embedding(self, tables: Sequence[TableEntries]) -> None: ...
     def get_embedding_size(self) -> list[int]: ...
     def clear_embeddings(self) -> None: ...
+    def begin_cut(self, request: CutRequest) -> tuple[CutInfo, ...]: ...
+    def write_cut(self, request: WriteRequest) -> None: ...
+    def cut_status(self, cut_id: int) -> tuple[CutStatus, ...]: ...
+    def end_cut(self, cut_id: int, committed: bool) -> None: ...
+    def load(self, request: LoadRequest) -> tuple[LoadStatus, ...]: ...
     def stats(self) -> Mapping[str, int]: ...
     def server_stats(self) -> list[Mapping[str, int]]: ...
 

@@ -188,6 +188,12 @@ def parameter_server() -> Role:
             "clear_embeddings": _never,
             "read_embedding": _always,
             "get_embedding_size": _always,
+            # A cut and a load have a number that their caller drew.
+            "begin_cut": _always,
+            "write_cut": _always,
+            "cut_status": _always,
+            "end_cut": _always,
+            "load": _always,
             "stats": _always,
         },
     )
@@ -214,6 +220,12 @@ def embedding_worker() -> Role:
             "set_embedding": _never,
             "clear_embeddings": _never,
             "get_embedding_size": _always,
+            # A cut and a load have a number that their caller drew.
+            "begin_cut": _always,
+            "write_cut": _always,
+            "cut_status": _always,
+            "end_cut": _always,
+            "load": _always,
             "stats": _always,
             "server_stats": _always,
         },

@@ -12,8 +12,13 @@ from typing import Any, ClassVar, TypeVar
 from persia._rpc.client import Client
 from persia._rpc.messages import (
     BatchGradients,
+    CutInfo,
+    CutRequest,
+    CutStatus,
     HyperParameters,
     IDFeatures,
+    LoadRequest,
+    LoadStatus,
     LookupReply,
     LookupRequest,
     LookupResult,
@@ -28,6 +33,7 @@ from persia._rpc.messages import (
     UpdateReply,
     UpdateReport,
     UpdateRequest,
+    WriteRequest,
 )
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.transport import Transport
@@ -163,6 +169,29 @@ class RemoteParameterServer(_Remote):
         """Drop every row."""
         self._client.call("clear_embeddings")
 
+    def begin_cut(self, request: CutRequest) -> CutInfo:
+        """Begin a snapshot of this moment."""
+        info: CutInfo = self._client.call("begin_cut", request)
+        return info
+
+    def write_cut(self, request: WriteRequest) -> None:
+        """Write a cut's parts in the background."""
+        self._client.call("write_cut", request)
+
+    def cut_status(self, cut_id: int) -> CutStatus:
+        """Return how far the server is with a cut."""
+        status: CutStatus = self._client.call("cut_status", cut_id)
+        return status
+
+    def end_cut(self, cut_id: int, committed: bool) -> None:
+        """End a cut, whose files are published if it is committed."""
+        self._client.call("end_cut", cut_id, committed)
+
+    def load(self, request: LoadRequest) -> LoadStatus:
+        """Begin a step of a load, or return how far the server is with it."""
+        status: LoadStatus = self._client.call("load", request)
+        return status
+
     def stats(self) -> Mapping[str, int]:
         """Return the server's counts."""
         stats: Mapping[str, int] = self._client.call("stats")
@@ -228,6 +257,29 @@ class RemoteEmbeddingWorker(_Remote):
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""
         self._client.call("clear_embeddings")
+
+    def begin_cut(self, request: CutRequest) -> tuple[CutInfo, ...]:
+        """Begin a snapshot of this moment on every server."""
+        info: tuple[CutInfo, ...] = self._client.call("begin_cut", request)
+        return info
+
+    def write_cut(self, request: WriteRequest) -> None:
+        """Write a cut's parts in the background."""
+        self._client.call("write_cut", request)
+
+    def cut_status(self, cut_id: int) -> tuple[CutStatus, ...]:
+        """Return how far each server is with a cut."""
+        status: tuple[CutStatus, ...] = self._client.call("cut_status", cut_id)
+        return status
+
+    def end_cut(self, cut_id: int, committed: bool) -> None:
+        """End a cut, whose files are published if it is committed."""
+        self._client.call("end_cut", cut_id, committed)
+
+    def load(self, request: LoadRequest) -> tuple[LoadStatus, ...]:
+        """Begin a step of a load, or return how far each server is with it."""
+        status: tuple[LoadStatus, ...] = self._client.call("load", request)
+        return status
 
     def stats(self) -> Mapping[str, int]:
         """Return the worker's counts."""

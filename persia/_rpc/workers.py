@@ -15,18 +15,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from persia import env
 from persia._rpc.messages import (
     BatchGradients,
+    CutInfo,
+    CutRequest,
+    CutStatus,
     HyperParameters,
     IDFeatures,
+    LoadRequest,
+    LoadStatus,
     LookupResult,
     OptimizerSettings,
     RemoteRef,
     TableEntries,
     UpdateReport,
+    WriteRequest,
 )
 from persia.errors import (
     ConfigError,
@@ -342,6 +348,40 @@ class EmbeddingWorkers:
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""
         self._workers[0].clear_embeddings()
+
+    # --- checkpoints ------------------------------------------------------------------------
+
+    def begin_cut(self, request: CutRequest) -> tuple[CutInfo, ...]:
+        """Begin a cut on every server at once; any worker that answers passes it on."""
+        infos: tuple[CutInfo, ...] = self._pass_on("begin_cut", request)
+        return infos
+
+    def write_cut(self, request: WriteRequest) -> None:
+        """Have every server write its parts, in the background."""
+        self._pass_on("write_cut", request)
+
+    def cut_status(self, cut_id: int) -> tuple[CutStatus, ...]:
+        """Return how far each server is with a cut."""
+        statuses: tuple[CutStatus, ...] = self._pass_on("cut_status", cut_id)
+        return statuses
+
+    def end_cut(self, cut_id: int, committed: bool) -> None:
+        """End a cut on every server."""
+        self._pass_on("end_cut", cut_id, committed)
+
+    def load(self, request: LoadRequest) -> tuple[LoadStatus, ...]:
+        """Begin a step of a load on every server, or return how far each is with it."""
+        statuses: tuple[LoadStatus, ...] = self._pass_on("load", request)
+        return statuses
+
+    def _pass_on(self, method: str, *arguments: object) -> Any:
+        """Ask a worker for what all servers are to do; asked again, it changes nothing."""
+        return self._any(
+            0,
+            lambda worker, timeout_s: worker.client.call(
+                method, *arguments, timeout_s=timeout_s
+            ),
+        )
 
     def stats(self) -> Mapping[str, int]:
         """Return the counts of all workers together, and what was seen of them here.

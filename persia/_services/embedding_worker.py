@@ -27,9 +27,14 @@ from numpy.typing import NDArray
 from persia._core.hashing import owners, route
 from persia._rpc.messages import (
     BatchGradients,
+    CutInfo,
+    CutRequest,
+    CutStatus,
     Floats,
     HyperParameters,
     IDFeatures,
+    LoadRequest,
+    LoadStatus,
     LookupRequest,
     LookupResult,
     Numbers,
@@ -41,6 +46,7 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateReport,
     UpdateRequest,
+    WriteRequest,
 )
 from persia._services import aligned
 from persia._services.batch import (
@@ -441,6 +447,43 @@ class EmbeddingWorker:
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""
         self._servers.ask_all(lambda server: server.clear_embeddings())
+
+    # --- checkpoints ------------------------------------------------------------------------
+
+    def begin_cut(self, request: CutRequest) -> tuple[CutInfo, ...]:
+        """Begin a cut on every server at once.
+
+        Raises:
+            CheckpointError: If a server has no rows to speak of yet, or another cut under way.
+        """
+        return tuple(self._servers.ask_all(lambda server: server.begin_cut(request)))
+
+    def write_cut(self, request: WriteRequest) -> None:
+        """Have every server write its parts, in the background."""
+        self._servers.ask_all(lambda server: server.write_cut(request))
+
+    def cut_status(self, cut_id: int) -> tuple[CutStatus, ...]:
+        """Return how far each server is with a cut."""
+        return tuple(self._servers.ask_all(lambda server: server.cut_status(cut_id)))
+
+    def end_cut(self, cut_id: int, committed: bool) -> None:
+        """End a cut on every server; nothing where it has ended."""
+        self._servers.ask_all(lambda server: server.end_cut(cut_id, committed))
+
+    def flush_changes(self) -> None:
+        """Have servers of this process write the rows that have changed, if that is asked for.
+
+        Raises:
+            CheckpointError: If they cannot be written.
+        """
+        for server in self._servers.servers:
+            flush = getattr(server, "flush_changes", None)
+            if flush is not None:
+                flush()
+
+    def load(self, request: LoadRequest) -> tuple[LoadStatus, ...]:
+        """Begin a step of a load on every server, or return how far each is with it."""
+        return tuple(self._servers.ask_all(lambda server: server.load(request)))
 
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start, and ``in_flight``, the refs now.

@@ -24,7 +24,12 @@ from persia._core.hashing import owners, route
 from persia._core.initial import Initializer
 from persia._core.store import EmbeddingStore
 from persia._rpc.messages import (
+    CutInfo,
+    CutRequest,
+    CutStatus,
     HyperParameters,
+    LoadRequest,
+    LoadStatus,
     LookupReply,
     LookupRequest,
     OptimizerSettings,
@@ -35,9 +40,13 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateReply,
     UpdateRequest,
+    WriteRequest,
 )
 from persia._services import aligned
+from persia._services.checkpoints import Cuts, Held
+from persia._services.incremental import IncrementalWriter
 from persia._services.ledger import UpdateLedger
+from persia._services.loads import Loads, settings_of
 from persia._services.optimizers import TableOptimizers
 from persia._services.plan import schema_fingerprint
 from persia._services.row_policies import RowPolicies, TrainingClock
@@ -116,6 +125,11 @@ class ParameterServer:
             ("lookups", "updates", "repeated_updates", "missing", "update_missing"), 0
         )
         self._warned_of_memory = False
+        self._cuts = Cuts(replica_index)
+        self._loads = Loads(replica_index, replica_size)
+        self._incremental: IncrementalWriter | None = None
+        if settings.enable_incremental_update:
+            self._incremental = IncrementalWriter(replica_index, replica_size, settings)
 
     @property
     def replica_index(self) -> int:
@@ -223,7 +237,8 @@ class ParameterServer:
     def ready_for_serving(self) -> bool:
         """Whether training lookups and updates can be answered."""
         configured = self._configured
-        return configured is not None and configured.optimizers is not None
+        has_all = configured is not None and configured.optimizers is not None
+        return has_all and not self._loads.is_loading
 
     def _for_training(self, what: str) -> tuple[_Configured, TableOptimizers]:
         configured = self._configured
@@ -340,6 +355,9 @@ class ParameterServer:
             self._count(repeated_updates=1)
         else:
             self._count(updates=1, update_missing=num_missing)
+            if self._incremental is not None:
+                num_rows = sum(len(part.signs) for part in request.tables)
+                self._incremental.note(num_rows, self._held)
         return UpdateReply(num_missing, repeated)
 
     def _gradients(
@@ -439,6 +457,98 @@ class ParameterServer:
         configured = self._configured
         if configured is not None:
             configured.store.clear()
+
+    # --- checkpoints ------------------------------------------------------------------------
+
+    def _held(self) -> Held:
+        """Return what is held, and what it means."""
+        configured, optimizers = self._for_training("a checkpoint")
+        registered = self._registered
+        if registered is None:
+            raise NotConfigured("a checkpoint was asked for before register_optimizer")
+        configured.store.set_clocks(*self._clock.now())
+        return Held(
+            configured.store,
+            self._schema,
+            configured.settings,
+            registered,
+            optimizers,
+            configured.policies,
+        )
+
+    def begin_cut(self, request: CutRequest) -> CutInfo:
+        """Begin a snapshot of this moment; the caller holds updates back meanwhile.
+
+        Raises:
+            NotConfigured: If settings or optimizer have not arrived.
+            CheckpointError: If another cut of its kind is being written.
+        """
+        return self._cuts.begin(request, self._held)
+
+    def write_cut(self, request: WriteRequest) -> None:
+        """Write a cut's parts, in a thread of its own.
+
+        Raises:
+            CheckpointError: If there is no such cut.
+        """
+        self._cuts.write(request)
+
+    def cut_status(self, cut_id: int) -> CutStatus:
+        """Return how far a cut is, and why it failed if it did.
+
+        Raises:
+            CheckpointError: If there is no such cut.
+        """
+        return self._cuts.status(cut_id)
+
+    def end_cut(self, cut_id: int, committed: bool) -> None:
+        """End a cut, whose files are in a manifest if it is committed."""
+        self._cuts.end(cut_id, committed)
+
+    def load(self, request: LoadRequest) -> LoadStatus:
+        """Begin a step of a load, in a thread of its own, or return how far it is.
+
+        Raises:
+            NotConfigured: If settings or optimizer have not arrived.
+            CheckpointError: If the step does not follow from the one before.
+        """
+        if request.step == "verify" and not self.ready_for_serving():
+            self._configure_as(request)
+        return self._loads.load(request, self._held)
+
+    def flush_changes(self) -> None:
+        """Write the rows that have changed since they were written last, if that is asked for.
+
+        Raises:
+            CheckpointError: If they cannot be written.
+        """
+        if self._incremental is not None:
+            self._incremental.flush()
+
+    def close(self) -> None:
+        """Write what has changed, and end the threads; nothing may be asked afterwards."""
+        if self._incremental is not None:
+            self._incremental.close()
+
+    def load_checkpoint(self, url: str) -> None:
+        """Load this server's share of a checkpoint now, with the settings that it names.
+
+        Raises:
+            CheckpointError: If something is missing, damaged, or does not fit.
+            ConfigError: If the embedding config is another one; says what differs.
+        """
+        request = LoadRequest(0, "verify", url, "", None)
+        self._configure_as(request)
+        for note in self._loads.load_now(request, self._held()):
+            _logger.warning("%s: %s", url, note)
+
+    def _configure_as(self, request: LoadRequest) -> None:
+        """Take the settings that nobody has given from the checkpoint, as for inference."""
+        hyper, optimizer = settings_of(request)
+        if self._configured is None:
+            self.configure(hyper)
+        if self._registered is None:
+            self.register_optimizer(optimizer)
 
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start, and what is held now.

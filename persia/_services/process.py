@@ -84,9 +84,14 @@ def run_parameter_server(options: Options) -> int:
     )
     with ExitStack() as stack:
         events = stack.enter_context(watched_process())
+        stack.callback(server.close)
         transport = stack.enter_context(closing(ZmqTransport()))
         serving = _Serving(transport, parameter_server(), options, schema, server, events)
         stack.callback(serving.stop)
+        infer = config.common_config.infer_config
+        if config.common_config.job_type == "Infer" and infer and infer.embedding_checkpoint:
+            logger.info("listens at %s, loads %s", serving.address, infer.embedding_checkpoint)
+            server.load_checkpoint(infer.embedding_checkpoint)
         logger.info("serves at %s", serving.address)
         return serving.wait()
 

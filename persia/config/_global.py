@@ -90,7 +90,7 @@ class InferConfig:
     """``host:port`` of every parameter server, in replica order."""
 
     embedding_checkpoint: str
-    """Directory of the embeddings that servers load when they start."""
+    """Folder or URL of the checkpoint that servers load when they start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class CommonConfig:
     """Metrics."""
 
     job_type: Literal["Train", "Eval", "Infer"] = "Train"
-    """What the job does; ``Infer`` starts from ``infer_config``."""
+    """What the job does; servers of ``Infer`` load the checkpoint of ``infer_config``."""
 
     infer_config: InferConfig | None = None
     """Servers and checkpoint of inference; None where nothing is served."""
@@ -164,13 +164,13 @@ class ParameterServerConfig:
     """
 
     enable_incremental_update: bool = False
-    """Whether changed rows are written out as training goes on."""
+    """Whether each server writes changed rows out as training goes on."""
 
     incremental_buffer_size: int = 1_000_000
-    """Distinct rows collected before they are written."""
+    """Changes of rows after which they are written, once each."""
 
     incremental_dir: str = "/workspace/incremental_dir/"
-    """Where they are written."""
+    """Where they are written: a folder or a URL, which has a folder of each server."""
 
     incremental_channel_capacity: int = 1000
     """Read because old files hold it; has no effect."""
@@ -251,10 +251,8 @@ class GlobalConfig:
         common, server = config.common_config, config.embedding_parameter_server_config
         unused = {
             "common_config.metrics_config.enable_metrics": common.metrics_config.enable_metrics,
-            "common_config.job_type": common.job_type != "Train",
-            "embedding_parameter_server_config.enable_incremental_update": (
-                server.enable_incremental_update
-            ),
+            "common_config.job_type": common.job_type == "Eval"
+            or (common.job_type == "Infer" and common.infer_config is None),
             "embedding_parameter_server_config.incremental_channel_capacity": (
                 server.incremental_channel_capacity != 1000
             ),

@@ -91,7 +91,6 @@ def test_w28_push_interval_sec_works() -> None:
     ("section", "key", "value"),
     [
         ("embedding_parameter_server_config", "incremental_channel_capacity", 10),
-        ("embedding_parameter_server_config", "enable_incremental_update", True),
         ("common_config", "job_type", "Infer"),
         ("common_config.metrics_config", "enable_metrics", True),
     ],

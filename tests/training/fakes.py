@@ -12,9 +12,14 @@ import numpy as np
 from persia._core.feature_batch import FeatureBatch
 from persia._rpc.messages import (
     BatchGradients,
+    CutInfo,
+    CutRequest,
+    CutStatus,
     HyperParameters,
     IDFeatures,
     JaggedOutput,
+    LoadRequest,
+    LoadStatus,
     LookupResult,
     OptimizerSettings,
     PooledOutput,
@@ -22,6 +27,7 @@ from persia._rpc.messages import (
     SlotOutput,
     TableEntries,
     UpdateReport,
+    WriteRequest,
 )
 from persia.embedding.data import (
     IDTypeFeature,
@@ -204,6 +210,23 @@ class FakeWorker:
 
     def get_embedding_size(self) -> list[int]:
         return [len(self.rows)]
+
+    # --- checkpoints: this one has none -----------------------------------------------------
+
+    def begin_cut(self, request: CutRequest) -> tuple[CutInfo, ...]:
+        raise NotImplementedError
+
+    def write_cut(self, request: WriteRequest) -> None:
+        raise NotImplementedError
+
+    def cut_status(self, cut_id: int) -> tuple[CutStatus, ...]:
+        raise NotImplementedError
+
+    def end_cut(self, cut_id: int, committed: bool) -> None:
+        raise NotImplementedError
+
+    def load(self, request: LoadRequest) -> tuple[LoadStatus, ...]:
+        raise NotImplementedError
 
     def clear_embeddings(self) -> None:
         self.rows.clear()

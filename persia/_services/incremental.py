@@ -1,0 +1,176 @@
+"""Changed rows, written out by each server as training goes on.
+
+    update --note--> so many since the last packet?      the store's change log
+                              |                                  |
+                              +--> thread: cut of the changes --> a delta to the one before
+
+The first packet has all rows, and so has one that follows when the deltas since the last such
+packet have become as large as it was: the folder stays within a small multiple of the table.
+Each packet is a checkpoint of the server's own catalog, ``incremental_dir/s<replica>``: whole
+or not there, and of no other moment than its own. Servers do not wait for each other.
+
+A packet that fails is told in the log; what it had comes again in the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from persia._files import catalog
+from persia._files.manifest import Manifest
+from persia._files.part_writer import PartWriter
+from persia._files.parts import write_deleted
+from persia._files.places import below, folder_of
+from persia._files.storage import open_storage
+from persia._services.checkpoints import BLOCK_ROWS, by_table
+from persia.errors import StoreError
+from persia.logger import get_logger
+
+if TYPE_CHECKING:
+    from persia._core.cut import Cut
+    from persia._core.store import EmbeddingStore
+    from persia._services.checkpoints import Held
+    from persia.config import ParameterServerConfig
+
+_logger = get_logger("persia.incremental")
+
+CONSUMER = "incremental"
+# Seconds after which changes are written though they are few.
+FLUSH_S = 60.0
+
+
+class IncrementalWriter:
+    """One server's. Any thread may call ``note`` and ``flush``.
+
+    Args:
+        replica: Number of the server, of ``num_replicas``.
+        num_replicas: How many servers there are.
+        settings: Where, and after how many changes.
+    """
+
+    def __init__(
+        self, replica: int, num_replicas: int, settings: ParameterServerConfig
+    ) -> None:
+        self._replica = replica
+        self._num_replicas = num_replicas
+        self._threshold = settings.incremental_buffer_size
+        self.url = below(settings.incremental_dir, folder_of(replica))
+        self._writing = threading.Lock()  # held over a packet; guards the next three
+        self._store: EmbeddingStore | None = None  # whose changes are logged
+        self._base: str | None = None  # the packet written last; None before a full one
+        self._sizes = [0, 0]  # bytes of the last full packet, and of the deltas since
+        self._changed = threading.Condition()  # guards all below
+        self._num_changes = 0  # upper bound, since the last packet
+        self._held: Held | None = None  # as it was at the last change
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def note(self, num_rows: int, held: Callable[[], Held]) -> None:
+        """Note that rows have changed."""
+        with self._changed:
+            self._num_changes += num_rows
+            self._held = held()
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(
+                    target=self._run, name="persia-incremental", daemon=True
+                )
+                self._thread.start()
+            if self._num_changes >= self._threshold:
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_closed or self._num_changes >= self._threshold, FLUSH_S
+                )
+                if self._is_closed:
+                    return
+            self._try()
+
+    def _try(self) -> None:
+        try:
+            self.flush()
+        except Exception:
+            _logger.exception(
+                "changed rows of parameter server %d were not written to %s; they are written "
+                "with the next ones",
+                self._replica,
+                self.url,
+            )
+
+    def flush(self) -> None:
+        """Write what has changed, if anything has.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        with self._writing:
+            with self._changed:
+                held, count = self._held, self._num_changes
+                self._num_changes = 0
+            if held is None or not count:
+                return
+            with self._cut(held) as cut:
+                self._write(held, cut)
+
+    def _cut(self, held: Held) -> Cut:
+        store = held.store
+        if store is not self._store:  # rows of another store are no delta to those written
+            try:
+                store.open_changes(CONSUMER)
+            except StoreError:
+                _logger.debug("the store logs changes already")
+            self._store, self._base = store, None
+        is_long = self._sizes[1] > self._sizes[0]
+        return store.begin_cut(CONSUMER, full=self._base is None or is_long)
+
+    def _write(self, held: Held, cut: Cut) -> None:
+        storage = open_storage(self.url)
+        identity = catalog.new_id(storage)
+        prefix = f"{identity}/rows"
+        with PartWriter(storage, prefix, server=self._replica) as writer:
+            for block in cut.blocks(BLOCK_ROWS):
+                for name, piece in by_table(held, block):
+                    writer.add(name, piece)
+            parts = writer.finish()
+        is_full = cut.is_full
+        manifest = Manifest(
+            id=identity,
+            kind="full" if is_full else "delta",
+            base=None if is_full else self._base,
+            step=0,
+            num_servers=self._num_replicas,
+            schema=held.saved_schema(),
+            parts=parts,
+            deleted=()
+            if is_full
+            else write_deleted(storage, prefix, cut.deleted(), self._replica),
+            extras={"servers": held.settings_as_json()},
+        )
+        catalog.publish(storage, manifest)
+        cut.commit()
+        self._base = identity
+        self._sizes = [manifest.num_bytes, 0] if is_full else self._sizes
+        self._sizes[1] += 0 if is_full else manifest.num_bytes
+        if is_full:
+            catalog.keep_last(storage, 2)
+        _logger.info(
+            "%s: %s of %d rows, %d deleted",
+            self.url,
+            manifest.kind,
+            manifest.num_rows,
+            sum(deleted.num_signs for deleted in manifest.deleted),
+        )
+
+    def close(self) -> None:
+        """Write what is left, and end."""
+        with self._changed:
+            self._is_closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._try()

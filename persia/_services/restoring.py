@@ -1,0 +1,196 @@
+"""The two steps of a load on one server: what they read, and what they do with it.
+
+A server reads the parts that may have rows of its own: those of its buckets, unless groups have
+other numbers here than in the checkpoint, which moves their rows to other buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from persia._files.mapping import Mapping
+from persia._files.parts import filter_owned, read_deleted, verify_part
+from persia._files.places import chains
+from persia._files.rows import rows_of
+from persia._services.checkpoints import Sketch, read_sketch
+from persia.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from persia._files.entries import Part
+    from persia._files.manifest import Manifest
+    from persia._files.storage import Storage
+    from persia._rpc.messages import LoadRequest
+    from persia._services.checkpoints import Held
+
+Moved = Callable[[int, int, int], None]  # bytes done, of, rows
+
+# Rows looked at under a shard's lock at a time.
+_BLOCK_ROWS = 65_536
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chain:
+    """A full checkpoint and deltas to it, with the parts that this server reads."""
+
+    storage: Storage
+    manifests: list[Manifest]  # base first
+    mapping: Mapping
+
+    @property
+    def parts(self) -> list[Part]:
+        """All of them."""
+        return [part for manifest in self.manifests for part in manifest.parts]
+
+
+class Restoring:
+    """One server's share of one load. Its methods run one after the other, in threads.
+
+    Args:
+        replica: Number of the server, of ``num_replicas``.
+        num_replicas: How many servers there are.
+        held: What the server holds, and is to hold.
+        request: What to load.
+    """
+
+    def __init__(
+        self, replica: int, num_replicas: int, held: Held, request: LoadRequest
+    ) -> None:
+        self._replica = replica
+        self._num_replicas = num_replicas
+        self._held = held
+        self._request = request
+        self.notes: list[str] = []
+        self._chains: list[_Chain] = []
+        self._sketch: Sketch | None = None
+        self._num_bytes = 0
+
+    def verify(self, moved: Moved) -> None:
+        """Read everything that commit will read, and check it; changes nothing.
+
+        Raises:
+            CheckpointError: If something is missing or damaged.
+            ConfigError: If it does not fit the embedding config; says what differs.
+        """
+        found = chains(self._request.url, self._request.checkpoint or None)
+        self._chains = [self._read(storage, manifests) for storage, manifests in found]
+        latest = found[0][1][-1]
+        self.notes = [*self._chains[0].mapping.notes, *self._differing_settings(latest)]
+        parts = [(chain.storage, part) for chain in self._chains for part in chain.parts]
+        self._num_bytes = sum(part.file.num_bytes for _, part in parts)
+        done = 0
+        for storage, part in parts:
+            verify_part(storage, part)
+            done += part.file.num_bytes
+            moved(done, self._num_bytes, 0)
+        for chain in self._chains:
+            for manifest in chain.manifests:
+                for deleted in manifest.deleted:
+                    read_deleted(chain.storage, deleted)
+        if len(found) == 1:
+            self._find_sketch(found[0][0], latest)
+
+    def _read(self, storage: Storage, manifests: list[Manifest]) -> _Chain:
+        """Return a chain as this server reads it."""
+        mapping = Mapping.between(
+            manifests[-1].schema, self._held.saved_schema(), only=self._request.features
+        )
+        mine = [
+            dataclasses.replace(
+                manifest,
+                parts=tuple(
+                    mapping.parts_for(manifest.parts, self._replica, self._num_replicas)
+                ),
+            )
+            for manifest in manifests
+        ]
+        return _Chain(storage, mine, mapping)
+
+    def _differing_settings(self, manifest: Manifest) -> list[str]:
+        """Say what makes new rows other ones than the job before would have had."""
+        there = manifest.extras.get("servers", {}).get("hyper_parameters", {})
+        here = dataclasses.asdict(self._held.settings)
+        return [
+            f"{name} is {there[name]} in the checkpoint and {here[name]} here, for new rows "
+            "and steps"
+            for name in ("seed", "initialization", "admit_probability", "weight_bound")
+            if name in there and there[name] != here[name]
+        ]
+
+    def _find_sketch(self, storage: Storage, manifest: Manifest) -> None:
+        """Read the counts of ids not admitted yet, if they can be used here."""
+        if not self._held.policies.sketch_bytes or self._request.features is not None:
+            return
+        file = manifest.files.get(f"sketch-{self._replica}.safetensors")
+        if file is not None and manifest.num_servers == self._num_replicas:
+            self._sketch = read_sketch(storage, file)
+        else:
+            self.notes.append(
+                "how often ids that wait for admission appeared is not known for this number "
+                "of servers: their counts begin anew"
+            )
+
+    def commit(self, moved: Moved) -> None:
+        """Replace the rows held by those of the checkpoint.
+
+        Raises:
+            CheckpointError: If a file is not what it was when it was verified; rows are
+                missing then.
+        """
+        try:
+            self._drop_rows()
+            self._restore(moved)
+        except BaseException as exc:
+            raise CheckpointError(
+                f"{exc}; rows of parameter server {self._replica} are missing now: load again "
+                "before you train on"
+            ) from exc
+
+    def _drop_rows(self) -> None:
+        """Drop all rows, or with some features to load those of their groups."""
+        store = self._held.store
+        if self._request.features is None:
+            store.clear()
+            return
+        mapping = self._chains[0].mapping
+        bits = np.uint64(64 - self._held.schema.prefix_bits)
+        loaded = np.array([new + 1 for new in mapping.groups if new >= 0], np.uint64)
+        found = []
+        cut = store.begin_cut()
+        try:
+            for block in cut.blocks(_BLOCK_ROWS):
+                found.append(block.signs[np.isin(block.signs >> bits, loaded)])
+        finally:
+            cut.close()
+        for signs in found:
+            store.delete(signs)
+
+    def _restore(self, moved: Moved) -> None:
+        store = self._held.store
+        done = count = 0
+
+        def read(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            moved(done, self._num_bytes, count)
+
+        for chain in self._chains:
+            for part, block in rows_of(chain.storage, chain.manifests, read):
+                for _, rows in chain.mapping.apply(part.table, block):
+                    mine = filter_owned(rows, self._replica, self._num_replicas)
+                    if len(mine):
+                        count += store.restore(mine)
+        store.end_restore()
+        moved(done, self._num_bytes, count)
+        if self._sketch is None:
+            return
+        try:
+            store.restore_sketch(*self._sketch)
+        except DataError as exc:
+            self.notes.append(
+                f"counts of ids that wait for admission begin anew, as they were of another "
+                f"size: {exc}"
+            )
