@@ -33,10 +33,17 @@ from persia._rpc.messages import NamedArray
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Optimizer
-from persia.errors import ConfigError, DataError, DataTypeError, JobFinished, ServiceTimeout
+from persia.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DataTypeError,
+    JobFinished,
+    ServiceTimeout,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -47,9 +54,12 @@ if TYPE_CHECKING:
     from persia._rpc.workers import EmbeddingWorkers
     from persia._services.data_context import Feeder
     from persia._training.channel import Channel
+    from persia._training.checkpoints import Loader, Saver
     from persia._training.flight import Book
     from persia._training.gradients import GradientEngine, Update
+    from persia._training.halts import Halts
     from persia._training.prefetch import Prefetcher
+    from persia._training.progress import Plain, Position, Progress
     from persia._training.ranks import Ranks
     from persia._training.stream import Stream
     from persia._training.tensors import Converter, Jagged, PersiaTrainingBatch
@@ -216,12 +226,52 @@ class DataCtx(BaseCtx):
             meta=persia_batch.meta,
         )
 
+    @property
+    def resume_position(self) -> int:
+        """How many of this data-loader's batches the trainer has no need of.
+
+        It is above 0 where a run continues from a checkpoint, or this data-loader was started
+        anew. They may be sent all the same: they are dropped and counted. A reader that can
+        seek says so with ``seek``, and begins there. Waits until every nn-worker is there.
+
+        Raises:
+            ConfigError: Outside of the ``with`` block.
+            JobFinished: If the job has ended.
+        """
+        if self._feeder is None:
+            raise ConfigError(
+                "DataCtx.resume_position: expected inside `with DataCtx() as ctx`"
+            )
+        return self._feeder.resume_position()
+
+    def seek(self, batch: int) -> None:
+        """Let the next ``send_data`` be for this batch of the data-loader's, counted from 0.
+
+        Args:
+            batch: ``resume_position``, or fewer.
+
+        Raises:
+            ConfigError: Outside of the ``with`` block.
+            DataError: After the first ``send_data``, or if batches before it are needed.
+
+        Example:
+            >>> def send_rest(reader):
+            ...     with DataCtx() as ctx:
+            ...         ctx.seek(ctx.resume_position)
+            ...         for batch in reader.batches_from(ctx.resume_position):
+            ...             ctx.send_data(batch)
+        """
+        if self._feeder is None:
+            raise ConfigError("DataCtx.seek: expected inside `with DataCtx() as ctx`")
+        self._feeder.seek(batch)
+
     def stats(self) -> Mapping[str, int]:
         """Return counts of batches since the context was entered; absent ones are zero.
 
         ``sent``; ``redelivered`` once more to an nn-worker that was started anew;
         ``registered_again`` whose ids an embedding-worker no longer held; ``dropped`` as they
-        had been received before this data-loader was restarted; ``kept`` until they are
+        had been received before this data-loader was restarted, or trained before the
+        checkpoint that the run continues from; ``kept`` until they are
         trained on; ``lost``, which were not when the context was left.
         """
         return self._last_stats if self._feeder is None else self._feeder.stats()
@@ -271,10 +321,15 @@ class _Embeddings:
         self.worker = worker
         self.is_untrained = is_untrained  # built for reading only: it needs no optimizer
         self.engine: GradientEngine | None = None  # while the TrainCtx is entered
+        self.halts: Halts | None = None  # of several ranks, while it is
         self.stream: Stream | None = None  # of data-loaders, from the first that is read
 
-    def open_stream(self, capacity: int) -> Stream:
+    def open_stream(self, capacity: int, resumed: Plain | None = None) -> Stream:
         """Return the batches of data-loaders; there is one stream, whoever reads it.
+
+        Args:
+            capacity: Batches held.
+            resumed: What a run before this one has trained of its first pass.
 
         Raises:
             ConfigError: If there can be none: no script, or an address in use.
@@ -283,13 +338,13 @@ class _Embeddings:
             from persia._training.stream import ChildStream, Stream
 
             if env.get_mode() == "embedded":
-                self.stream = ChildStream(self.worker, capacity, data_loader_script())
+                self.stream = ChildStream(self.worker, capacity, data_loader_script(), resumed)
             else:
                 from persia._services.addresses import listening_address
 
                 rank, world_size = env.get_rank() or 0, env.get_world_size() or 1
                 address = listening_address("nn-worker", rank)
-                self.stream = Stream(rank, world_size, capacity, address)
+                self.stream = Stream(rank, world_size, capacity, address, resumed)
         return self.stream
 
     def close(self) -> None:
@@ -302,6 +357,21 @@ class _Embeddings:
         """Wait until this rank's updates are acknowledged; raise what one of them raised."""
         if self.engine is not None:
             self.engine.flush()
+
+    @contextlib.contextmanager
+    def at_step(self) -> Iterator[tuple[int, list[Plain]]]:
+        """Hold training between two steps: all updates so far of all ranks are in.
+
+        Yields:
+            The step, and the states of the ranks other than this one.
+        """
+        self.flush()
+        step = 0 if self.engine is None else self.engine.steps
+        if self.halts is None:
+            yield step, []
+            return
+        with self.halts.at(step) as states:
+            yield step, states
 
     def wait(self) -> None:
         """Wait as ``flush`` does, in a thread where nobody could see what is raised."""
@@ -386,6 +456,9 @@ class EmbeddingCtx(BaseCtx):
             None  # connected by this context, while entered
         )
         self._ranks: Ranks | None = None
+        self._progress: Progress | None = None  # of training, from the first connection on
+        self._saver: Saver | None = None
+        self._loader: Loader | None = None
         self._owns_stream = False
         if embedding_worker is not None:
             self._use(_embeddings_of(embedding_worker))
@@ -445,9 +518,12 @@ class EmbeddingCtx(BaseCtx):
         return embeddings
 
     def _use(self, embeddings: _Embeddings) -> None:
+        from persia._training.checkpoints import Loader, Saver
         from persia._training.flight import Book
         from persia._training.lookups import Lookups
+        from persia._training.progress import Progress
 
+        self._progress = Progress()
         self._embeddings = embeddings
         self._book = Book(embeddings.worker)
         self._lookups = Lookups(
@@ -457,7 +533,10 @@ class EmbeddingCtx(BaseCtx):
             before_evaluation=embeddings.wait,
             rank=env.get_rank() or 0,
             world_size=env.get_world_size() or 1,
+            progress=self._progress,
         )
+        self._saver = Saver(embeddings.worker)
+        self._loader = Loader(embeddings.worker)
 
     def _connected(self) -> _Embeddings:
         if self._embeddings is None:
@@ -499,7 +578,7 @@ class EmbeddingCtx(BaseCtx):
             self._disconnect()
 
     def _finish(self) -> None:
-        """End what is not submitted."""
+        """End what is not submitted, and wait for what is written or read behind."""
         from persia._training.flight import Reason
 
         book = self._own_book()
@@ -512,6 +591,9 @@ class EmbeddingCtx(BaseCtx):
             if batch.ticket is not None:
                 book.release(batch.ticket, Reason.ABANDONED)
         book.release_orphans()
+        if self._saver is not None and self._loader is not None:
+            self._saver.wait()
+            self._loader.wait()
 
     def _disconnect(self) -> None:
         """Close what this context opened; TrainCtx does so after its last update."""
@@ -579,11 +661,17 @@ class EmbeddingCtx(BaseCtx):
                 ahead = output_capacity + num_workers
                 bound = staleness if self._trains and staleness is not None else ahead
                 check_room(embeddings.worker, world_size, input_capacity, bound)
+            resumed = self._resumed("stream")
+            if resumed is not None and embeddings.stream is not None:
+                logger.warning(
+                    "data-loaders go on where they are: this process has read from them before "
+                    "it loaded a checkpoint"
+                )
             self._owns_stream |= embeddings.stream is None
-            stream = embeddings.open_stream(input_capacity)
+            stream = embeddings.open_stream(input_capacity, resumed)
             source = StreamSource(stream, converter, reproducible)
         else:
-            source = DatasetSource(dataset, converter, input_capacity)
+            source = DatasetSource(dataset, converter, input_capacity, self._resumed("dataset"))
         epoch = Prefetcher(
             source,
             self._lookups,
@@ -598,6 +686,12 @@ class EmbeddingCtx(BaseCtx):
         self._epochs = [known for known in self._epochs if known() is not None]
         self._epochs.append(weakref.ref(epoch))
         return epoch
+
+    def _resumed(self, kind: str) -> Plain | None:
+        """Return where a pass over this kind of data begins, if not at its beginning."""
+        if self._progress is None or not self._trains:
+            return None
+        return self._progress.resumed(kind)
 
     def _converter(self, device_id: int | None) -> Converter:
         if device_id not in self._converters:
@@ -723,6 +817,214 @@ class EmbeddingCtx(BaseCtx):
         embeddings = self._connected()
         embeddings.flush()
         embeddings.worker.clear_embeddings()
+
+    # --- checkpoints ------------------------------------------------------------------------
+
+    def dump_checkpoint(
+        self,
+        dst_dir: str | os.PathLike[str],
+        dense_filename: str = "dense.pt",
+        jit_dense_filename: str = "jit_dense.pt",
+        blocking: bool = True,
+        with_jit_model: bool = False,
+        *,
+        keep_last: int = 1,
+    ) -> None:
+        """Write the embeddings and the model, all of one moment.
+
+        The folder holds one checkpoint afterwards, in place of the one before, which is there
+        until the new one is. Every server writes its share itself, so the folder must be the
+        same for all of them: shared between machines, or an object store.
+
+        Args:
+            dst_dir: Folder, or a URL that fsspec knows, such as ``s3://bucket/folder``.
+            dense_filename: Name of the model's state dict.
+            jit_dense_filename: Name of the scripted model.
+            blocking: Wait until the checkpoint is there. Otherwise this returns as soon as
+                its moment has passed; ``wait_for_dump_embedding`` waits, and raises what went
+                wrong, as does leaving the context.
+            with_jit_model: Write the model as TorchScript too, for serving.
+            keep_last: How many checkpoints of this folder to keep.
+
+        Raises:
+            CheckpointError: If a file cannot be written, or there is nothing to write.
+            ConfigError: If the context has no model.
+            ServiceError: If a server is gone.
+        """
+        jit = jit_dense_filename if with_jit_model else None
+        self._dump(dst_dir, {dense_filename: self._own_model()}, jit, blocking, keep_last)
+
+    def load_checkpoint(
+        self,
+        src_dir: str | os.PathLike[str],
+        map_location: Any = None,
+        dense_filename: str = "dense.pt",
+        blocking: bool = True,
+        *,
+        features: Iterable[str] | None = None,
+    ) -> None:
+        """Load embeddings and model, in place of those held, if all of it can be loaded.
+
+        Everything is read and checked before anything changes. The number of servers may be
+        another than when it was written, and so may the order of features and groups in the
+        embedding config: rows are found by the features' names.
+
+        Args:
+            src_dir: Folder or URL; its latest checkpoint.
+            map_location: As of ``torch.load``.
+            dense_filename: Name of the model's state dict.
+            blocking: Wait until the embeddings are there; if not, call
+                ``wait_for_load_embedding`` before they are used.
+            features: Load the rows of these only, and keep all others.
+
+        Raises:
+            CheckpointError: If there is no checkpoint, or a file of it is damaged or does not
+                fit; nothing has changed.
+            ConfigError: In the middle of a pass over a ``DataLoader``.
+            ServiceError: If a server is gone.
+        """
+        dense = {dense_filename: self._own_model()}
+        self._load(src_dir, map_location, dense, blocking, features)
+
+    def dump_embedding(
+        self, dst_dir: str | os.PathLike[str], blocking: bool = True, *, keep_last: int = 1
+    ) -> None:
+        """Write the embeddings alone; otherwise as ``dump_checkpoint``."""
+        self._dump(dst_dir, {}, None, blocking, keep_last)
+
+    def load_embedding(
+        self,
+        src_dir: str | os.PathLike[str],
+        blocking: bool = True,
+        *,
+        features: Iterable[str] | None = None,
+    ) -> None:
+        """Load the embeddings alone; otherwise as ``load_checkpoint``."""
+        self._load(src_dir, None, {}, blocking, features)
+
+    def wait_for_dump_embedding(self) -> None:
+        """Wait for a dump with ``blocking=False``.
+
+        Raises:
+            BaseException: What it raised, once.
+        """
+        self._connected()
+        if self._saver is not None:
+            self._saver.wait()
+
+    def wait_for_load_embedding(self) -> None:
+        """Wait for a load with ``blocking=False``.
+
+        Raises:
+            BaseException: What it raised, once.
+        """
+        self._connected()
+        if self._loader is not None:
+            self._loader.wait()
+
+    def _own_model(self) -> Any:
+        if self.model is None:
+            raise ConfigError(
+                f"{type(self).__name__}: a checkpoint has a model, and model= is None; "
+                "dump_embedding and load_embedding do without"
+            )
+        return self.model
+
+    def _dump(
+        self,
+        dst_dir: str | os.PathLike[str],
+        dense: Mapping[str, Any],
+        jit_filename: str | None,
+        blocking: bool,
+        keep_last: int,
+    ) -> None:
+        from persia._training import checkpoints
+
+        embeddings, saver = self._connected(), self._saver
+        if saver is None or (env.get_rank() or 0) > 0:
+            return  # rank 0's is for all
+        if keep_last < 1:
+            raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
+        saver.wait()
+        write_jit = checkpoints.scripted(self.model) if jit_filename else None
+        with embeddings.at_step() as (step, others):
+
+            def write() -> dict[str, bytes]:
+                files = {name: checkpoints.state_of(x) for name, x in dense.items()}
+                if jit_filename and write_jit is not None:
+                    files[jit_filename] = write_jit()
+                state = self._trainer_state(others) if dense else None
+                if state is not None:
+                    files[checkpoints.TRAINER] = checkpoints.serialized(state)
+                return files
+
+            frozen = saver.begin(step, write)
+        saver.finish(frozen, os.fspath(dst_dir), keep_last, blocking=blocking)
+
+    def _trainer_state(self, others: list[Plain]) -> Plain | None:
+        """Return what a checkpoint keeps beside the model, to continue from it."""
+        return None
+
+    def _load(
+        self,
+        src_dir: str | os.PathLike[str],
+        map_location: Any,
+        dense: Mapping[str, Any],
+        blocking: bool,
+        features: Iterable[str] | None,
+    ) -> None:
+        from persia._training import checkpoints, dense_files
+
+        embeddings, loader = self._connected(), self._loader
+        if loader is None:
+            return
+        self._check_between_passes()
+        embeddings.flush()
+        url = os.fspath(src_dir)
+        names = None if features is None else tuple(features)
+        speaks = not env.get_rank()  # to the servers, for all ranks
+        with self._all_or_none():
+            checkpoint = checkpoints.Checkpoint(url)
+            states = checkpoint.fitting(dense, map_location)
+            is_whole = bool(dense) and names is None
+            trainer = checkpoint.state(checkpoints.TRAINER) if is_whole else None
+            if speaks:
+                loader.verify(checkpoint.id, url, names)
+        with self._all_or_none():
+            if speaks:
+                loader.commit(blocking=blocking or self._ranks is not None)
+        for name, state in states.items():
+            dense_files.put(dense[name], state, name)
+        if trainer is not None:
+            self._resume(trainer)
+
+    def _resume(self, trainer: Plain) -> None:
+        """Continue where the checkpoint was made; TrainCtx does."""
+
+    @contextlib.contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Surround what has to succeed on every rank before any of them goes on."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as exc:
+            failure = exc
+        has_failed = self._ranks is not None and self._ranks.any(failure is not None)
+        if failure is not None:
+            raise failure
+        if has_failed:
+            raise CheckpointError(
+                "another rank could not load the checkpoint; its own output says why"
+            )
+
+    def _check_between_passes(self) -> None:
+        for reference in self._epochs:
+            epoch = reference()
+            if epoch is not None and not epoch.is_closed:
+                raise ConfigError(
+                    "a checkpoint is loaded between two passes over a DataLoader, not in the "
+                    "middle of one: what was looked up ahead would be of the rows before"
+                )
 
     def dump_torch_state_dict(
         self,
@@ -895,6 +1197,7 @@ class TrainCtx(EmbeddingCtx):
         # Each rank computes the mean over its own batch; the worker divides by the scale.
         self._reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
         self._warned_nans = 0
+        self._random: Plain = {}  # of a rank that others ask, after its last step
 
     def _join_ranks(self) -> None:
         """Make the model data-parallel, with the option given or the default one."""
@@ -995,6 +1298,13 @@ class TrainCtx(EmbeddingCtx):
             device=_torch_device(self.device_id),
             ranks=self._ranks,
         )
+        engine.end_step(self.update_times)
+        if self.world_size > 1:
+            from persia._training.halts import Halts
+
+            embeddings.halts = Halts.join(
+                self.world_size, self.rank_id, engine, self._rank_state, env.rpc_timeout_s()
+            )
         engine.start()
         embeddings.engine = engine
 
@@ -1007,8 +1317,18 @@ class TrainCtx(EmbeddingCtx):
             try:
                 if engine is not None:
                     engine.close()
+                # Servers of their own processes do so when they end.
+                flush = getattr(embeddings.worker, "flush_changes", None)
+                if flush is not None:
+                    flush()
             finally:
+                self._leave_ranks(embeddings)
                 self._disconnect()
+
+    def _leave_ranks(self, embeddings: _Embeddings) -> None:
+        halts, embeddings.halts = embeddings.halts, None
+        if halts is not None:
+            halts.close()
 
     def _disconnect(self) -> None:
         ranks, self._ranks = self._ranks, None
@@ -1017,6 +1337,145 @@ class TrainCtx(EmbeddingCtx):
         finally:
             if ranks is not None:
                 ranks.close()
+
+    def dump_checkpoint(  # type: ignore[override]  # the original's arguments
+        self,
+        dst_dir: str | os.PathLike[str],
+        dense_model_filename: str = "dense.pt",
+        jit_dense_model_filename: str = "jit_dense.pt",
+        opt_filename: str = "opt.pt",
+        blocking: bool = True,
+        with_jit_model: bool = False,
+        *,
+        keep_last: int = 1,
+    ) -> None:
+        """Write all that training needs to continue, as it is after the last ``backward``.
+
+        Embeddings with their optimizer's state, the model, the dense optimizer, the scaler,
+        the states of random generators, and how far the data is. With several ranks, rank 0's
+        call is for all of them, and a call of another does nothing. Training pauses for the
+        moment itself; with ``blocking=False`` it goes on while files are written.
+
+        Args:
+            dst_dir: As of ``EmbeddingCtx.dump_checkpoint``, as are the others.
+            dense_model_filename: Name of the model's state dict.
+            jit_dense_model_filename: Name of the scripted model.
+            opt_filename: Name of the dense optimizer's state dict.
+            blocking: Wait until the checkpoint is there.
+            with_jit_model: Write the model as TorchScript too, for serving.
+            keep_last: How many checkpoints of this folder to keep.
+
+        Raises:
+            CheckpointError: If a file cannot be written.
+            ServiceTimeout: If a rank does not come to the end of the step; names it.
+            ServiceError: If a server is gone.
+            BaseException: What an earlier update raised.
+
+        Example:
+            >>> for number, batch in enumerate(loader):  # doctest: +SKIP
+            ...     output, labels = ctx.forward(batch)
+            ...     ctx.backward(loss_fn(output, labels[0]))
+            ...     if number % 10_000 == 9_999:
+            ...         ctx.dump_checkpoint("s3://bucket/clicks", blocking=False)
+        """
+        dense = {dense_model_filename: self._own_model(), opt_filename: self.dense_optimizer}
+        jit = jit_dense_model_filename if with_jit_model else None
+        self._dump(dst_dir, dense, jit, blocking, keep_last)
+
+    def load_checkpoint(  # type: ignore[override]  # the original's arguments
+        self,
+        src_dir: str | os.PathLike[str],
+        map_location: Any = None,
+        dense_model_filename: str = "dense.pt",
+        opt_filename: str = "opt.pt",
+        blocking: bool = True,
+        *,
+        features: Iterable[str] | None = None,
+    ) -> None:
+        """Load a checkpoint and continue from it. With several ranks, all of them call this.
+
+        The next pass over a ``DataLoader`` leaves out the batches that were trained;
+        ``resume_position`` says how far that is. In reproducible mode the run continues bit
+        for bit as if it had not been stopped.
+
+        Args:
+            src_dir: As of ``EmbeddingCtx.load_checkpoint``, as are the others.
+            map_location: As of ``torch.load``.
+            dense_model_filename: Name of the model's state dict.
+            opt_filename: Name of the dense optimizer's state dict.
+            blocking: Wait until the embeddings are there; with several ranks it always does.
+            features: Load the rows of these only; where training was is then not restored.
+
+        Raises:
+            CheckpointError: If there is no checkpoint, or a file of it is damaged or does not
+                fit; nothing has changed.
+            ConfigError: In the middle of a pass over a ``DataLoader``.
+            ServiceError: If a server is gone.
+        """
+        dense = {dense_model_filename: self._own_model(), opt_filename: self.dense_optimizer}
+        self._load(src_dir, map_location, dense, blocking, features)
+
+    @property
+    def resume_position(self) -> Position:
+        """How far the data was in the checkpoint that was loaded: passes, then batches.
+
+        ``passes`` over the data had ended, and of the next one ``batches`` were trained; the
+        next pass leaves those out by itself. It counts on from there as passes end.
+        """
+        self._connected()
+        if self._progress is None:
+            raise ConfigError("TrainCtx.resume_position: expected a context with embeddings")
+        return self._progress.where()
+
+    def _rank_state(self) -> Plain:
+        """Return what of this rank belongs into a checkpoint; asked by another thread."""
+        progress = self._progress
+        return {
+            "random": self._random,
+            "progress": {} if progress is None else progress.snapshot(),
+        }
+
+    def _trainer_state(self, others: list[Plain]) -> Plain:
+        from persia._training.progress import merge, random_states
+
+        self._random = random_states()
+        ranks = [self._rank_state(), *others]
+        return {
+            "step": self.update_times,
+            "scaler": None if self.grad_scaler is None else self.grad_scaler.state_dict(),
+            "ranks": ranks,
+            "stream": merge([rank["progress"]["position"] for rank in ranks]),
+        }
+
+    def _resume(self, trainer: Plain) -> None:
+        from persia._training.progress import set_random_states
+
+        ranks, engine = trainer["ranks"], self.backward_engine
+        self.update_times = trainer["step"]
+        if engine is not None:
+            engine.end_step(self.update_times)
+        if self.grad_scaler is not None and trainer["scaler"] is not None:
+            self.grad_scaler.load_state_dict(trainer["scaler"])
+        is_same = len(ranks) == self.world_size
+        mine = ranks[self.rank_id if is_same else 0]
+        progress = mine["progress"]
+        position, next_number = trainer["stream"], progress["next_number"]
+        if not is_same:
+            next_number = max(rank["progress"]["next_number"] for rank in ranks)
+            logger.warning(
+                "the checkpoint is of %d ranks and there are %d: random numbers begin anew%s",
+                len(ranks),
+                self.world_size,
+                "" if position else ", and so does the pass over the data",
+            )
+        elif position is None:
+            position = progress["position"]
+        if self._progress is not None:
+            self._progress.resume(progress["passes"], position, next_number)
+            self._lookups.resume(next_number)
+        if is_same:
+            set_random_states(mine["random"])
+        logger.info("continues after step %d, %s", self.update_times, self.resume_position)
 
     def wait_servers_ready(self) -> None:
         """Wait until all servers are configured and answer.
@@ -1157,6 +1616,11 @@ class TrainCtx(EmbeddingCtx):
                 engine.skip(updates)
         self.dense_optimizer.zero_grad()
         self.update_times += 1
+        if self.rank_id:
+            from persia._training.progress import random_states
+
+            self._random = random_states()  # before rank 0 can ask for it
+        engine.end_step(self.update_times)
         if self.update_times % max(embedding_gradient_check_frequency, 1) == 0:
             self._warn_of_nans(book)
         return loss

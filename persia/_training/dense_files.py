@@ -44,10 +44,15 @@ def save(instance: Any, dst_dir: str | os.PathLike[str], file_name: str, is_jit:
             raise ConfigError(
                 f"is_jit=True needs a torch.nn.Module, got {type(instance).__name__}"
             )
-        scripted: Any = torch.jit.script(instance)
+        scripted = script(instance)
         return _publish(Path(dst_dir), file_name, lambda path: scripted.save(str(path)))
     state = instance.state_dict()
     return _publish(Path(dst_dir), file_name, lambda path: torch.save(state, path))
+
+
+def script(model: torch.nn.Module) -> Any:
+    """Compile a model; the result has its very parameters."""
+    return torch.jit.script(model)
 
 
 def _publish(directory: Path, file_name: str, write: Callable[[Path], None]) -> Path:
@@ -86,14 +91,67 @@ def load(instance: Any, path: str | os.PathLike[str], map_location: Any = None) 
         state = torch.load(place, map_location=map_location, weights_only=True)
     except Exception as exc:
         raise CheckpointError(f"{place} cannot be read as a state dict: {exc}") from exc
+    put(instance, fitting(instance, state, str(place)), str(place))
+
+
+def fitting(instance: Any, state: Any, place: str) -> dict[str, Any]:
+    """Return a state dict as the instance takes it, having changed nothing.
+
+    Raises:
+        CheckpointError: If it is none, or does not fit the instance.
+    """
     instance = unwrap(instance)
     if not isinstance(state, dict):
         raise CheckpointError(f"expected a state dict in {place}, got {type(state).__name__}")
-    if isinstance(instance, torch.nn.Module):
-        state = _without_prefix(state, instance)
+    found: dict[str, Any] = state
+    if not isinstance(instance, torch.nn.Module):
+        _check_groups(instance, found, place)
+        return found
+    found = _without_prefix(found, instance)
+    own: dict[str, Any] = instance.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in found]
+    wrong += [f"{name} is not the model's" for name in found if name not in own]
+    for name in own.keys() & found.keys():
+        shapes = [getattr(of[name], "shape", None) for of in (own, found)]
+        if shapes[0] != shapes[1]:
+            wrong.append(f"{name} is {_shape(shapes[0])} here and {_shape(shapes[1])} there")
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{place} does not fit this {type(instance).__name__}: "
+            f"{'; '.join(sorted(wrong)[:3])}{more}"
+        )
+    return found
+
+
+def _shape(shape: Any) -> str:
+    return "no tensor" if shape is None else str(list(shape))
+
+
+def _check_groups(optimizer: Any, state: dict[str, Any], place: str) -> None:
+    """Check that a state dict has the parameters of an optimizer, if it is one's."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    groups = state.get("param_groups")
+    there = [len(group["params"]) for group in groups] if isinstance(groups, list) else None
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if there != here:
+        raise CheckpointError(
+            f"{place} does not fit this {type(optimizer).__name__}: expected groups of {here} "
+            f"parameters, got {there}"
+        )
+
+
+def put(instance: Any, state: dict[str, Any], place: str) -> None:
+    """Load a state dict that ``fitting`` returned.
+
+    Raises:
+        CheckpointError: If the instance refuses it.
+    """
+    instance = unwrap(instance)
     try:
         instance.load_state_dict(state)
-    except (RuntimeError, ValueError, KeyError) as exc:
+    except (RuntimeError, ValueError, KeyError, TypeError) as exc:
         raise CheckpointError(
             f"{place} does not fit this {type(instance).__name__}: {exc}"
         ) from exc

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from persia.ctx import TrainCtx
+from persia.ctx import EmbeddingCtx, TrainCtx
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import (
     IDTypeFeature,
@@ -75,7 +75,7 @@ def make_ctx(seed: int = 0) -> TrainCtx:
     )
 
 
-def rows(ctx: TrainCtx) -> list[list[float]]:
+def rows(ctx: EmbeddingCtx) -> list[list[float]]:
     """Return the sum of the rows of each id, by feature."""
     ids = np.arange(NUM_IDS, dtype=np.uint64)
     features = [IDTypeFeatureWithSingleID(name, ids) for name in ("user", "tags")]

@@ -1,0 +1,50 @@
+"""A job of two ranks, two data-loaders and several servers, stopped and continued elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.distributed.net import SLOTS
+
+SCRIPTS = Path(__file__).parent / "scripts"
+NUM_BATCHES = 40
+STEPS = NUM_BATCHES // 2
+
+# Each starts ten processes, four of which load torch.
+pytestmark = pytest.mark.slow
+
+
+def run(num_servers: int, **options: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Run a job; return what each rank saw, and what each data-loader said."""
+    with Cluster(SLOTS, num_servers=num_servers, num_workers=2, num_ranks=2) as cluster:
+        cluster.start_servers()
+        cluster.start_loaders(SCRIPTS / "resume_loader.py", 2, str(NUM_BATCHES))
+        script = (str(SCRIPTS / "resume.py"), str(cluster.place), json.dumps(options))
+        cluster.start("nn-worker", "nn-worker", "--nproc-per-node", "2", *script)
+        statuses = cluster.wait(90)
+        assert set(statuses.values()) == {0}, cluster.logs()
+        found = [
+            json.loads((cluster.place / f"rank-{rank}.json").read_text()) for rank in range(2)
+        ]
+        return found, [cluster.log(f"data-loader-{number}") for number in range(2)]
+
+
+@pytest.mark.parametrize(("stop", "servers"), [(7, 3), (12, 1)])
+def test_a_call_of_rank_0_stops_a_job_that_others_continue(
+    tmp_path: Path, stop: int, servers: int
+) -> None:
+    url = str(tmp_path / "ckpt")
+    whole, _ = run(2, url=url, dump_at=stop, load=False)
+    assert [len(rank["losses"]) for rank in whole] == [STEPS, STEPS]
+    rest, said = run(servers, url=url, dump_at=0, load=True)
+    for before, after in zip(whole, rest, strict=True):
+        assert after["losses"] == before["losses"][stop:]
+        assert after["rows"] == before["rows"]
+        assert after["dense"] == before["dense"]
+    for text in said:
+        assert f"'dropped': {stop}" in text

@@ -1,0 +1,387 @@
+"""Checkpoints as a script sees them: stop after any batch, start anew, go on bit for bit."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from persia._files import catalog
+from persia.ctx import InferCtx, TrainCtx, eval_ctx
+from persia.data import DataLoader, IterableDataset
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import PersiaBatch
+from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
+from persia.errors import CheckpointError, ConfigError
+from tests.cluster import ROOT
+from tests.distributed.net import SLOTS, Net, make_batch, rows
+
+NUM_BATCHES = 10
+
+
+class Batches(IterableDataset):
+    """Notes where it was begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun_at: list[int] = []
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        return self.iter_from(0)
+
+    def iter_from(self, first: int) -> Iterator[PersiaBatch]:
+        self.begun_at.append(first)
+        for number in range(first, NUM_BATCHES):
+            yield make_batch(number)
+
+
+class OnlyForward(IterableDataset):
+    """Cannot seek."""
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        for number in range(NUM_BATCHES):
+            yield make_batch(number)
+
+
+class Dropping(Net):
+    """A model that draws random numbers."""
+
+    def forward(
+        self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]
+    ) -> torch.Tensor:
+        noise = random.random() + float(np.random.random())
+        hidden = torch.relu(self.first(torch.cat([*dense, *embeddings], dim=1)))
+        logits: torch.Tensor = self.second(torch.dropout(hidden, 0.5, True) * noise)
+        return logits
+
+
+class Scriptable(Net):
+    """TorchScript takes no starred lists."""
+
+    def forward(
+        self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self.second(self.first(torch.cat(dense + embeddings, dim=1)))
+        return logits
+
+
+def make_ctx(optimizer: Optimizer | None = None, **options: Any) -> TrainCtx:
+    torch.manual_seed(0)
+    model = options.pop("model", None) or Dropping()
+    return TrainCtx(
+        model=model,
+        embedding_optimizer=optimizer or Adagrad(lr=0.1),
+        dense_optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+        embedding_config=EmbeddingConfig(
+            emb_initialization=(-0.5, 0.5), admit_probability=0.7, seed=3, schema=SLOTS
+        ),
+        global_config=options.pop("global_config", {}),
+        **options,
+    )
+
+
+def step(ctx: TrainCtx, batch: Any) -> float:
+    output, labels = ctx.forward(batch)
+    assert labels is not None
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0])
+    return ctx.backward(loss).item()
+
+
+def loader(dataset: Any, **options: Any) -> DataLoader:
+    return DataLoader(dataset, **{"reproducible": True, "embedding_staleness": 1, **options})
+
+
+def train(
+    ctx: TrainCtx, dataset: Any, after: Callable[[int], None] = lambda number: None
+) -> list[float]:
+    losses = []
+    for number, batch in enumerate(loader(dataset), start=1):
+        losses.append(step(ctx, batch))
+        after(number)
+    return losses
+
+
+def state(ctx: TrainCtx) -> tuple[Any, ...]:
+    dense = [parameter.tolist() for parameter in ctx.model.parameters()]
+    moments = [
+        value.tolist()
+        for slots in ctx.dense_optimizer.state_dict()["state"].values()
+        for value in slots.values()
+    ]
+    return rows(ctx), dense, moments, ctx.update_times
+
+
+def seed() -> None:
+    random.seed(1)
+    np.random.seed(1)
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[list[float], tuple[Any, ...]]:
+    """A run that never stopped."""
+    seed()
+    with make_ctx() as ctx:
+        losses = train(ctx, Batches())
+        return losses, state(ctx)
+
+
+Whole = tuple[list[float], tuple[Any, ...]]
+
+
+@pytest.mark.parametrize("stop", [1, 6, NUM_BATCHES])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    whole: Whole, tmp_path: Path, stop: int, blocking: bool
+) -> None:
+    def dump(number: int) -> None:
+        if number == stop:
+            ctx.dump_checkpoint(tmp_path, blocking=blocking)
+
+    seed()
+    with make_ctx() as ctx:
+        assert train(ctx, Batches(), dump) == whole[0]
+    dataset = Batches()
+    with make_ctx(global_config={"embedded_config": {"num_servers": 3}}) as ctx:
+        ctx.load_checkpoint(tmp_path)
+        assert (ctx.resume_position.passes, ctx.resume_position.batches) == (0, stop)
+        assert train(ctx, dataset) == whole[0][stop:]
+        assert state(ctx) == whole[1]
+    assert dataset.begun_at == [stop]
+
+
+def test_a_dataset_that_cannot_seek_is_read_and_left_out(whole: Whole, tmp_path: Path) -> None:
+    def dump(number: int) -> None:
+        if number == 4:
+            ctx.dump_checkpoint(tmp_path)
+
+    seed()
+    with make_ctx() as ctx:
+        train(ctx, OnlyForward(), dump)
+    with make_ctx() as ctx:
+        ctx.load_checkpoint(tmp_path)
+        assert train(ctx, OnlyForward()) == whole[0][4:]
+
+
+def test_the_second_pass_is_resumed_in_the_second_pass(tmp_path: Path) -> None:
+    def dump(number: int) -> None:
+        if number == 3:
+            ctx.dump_checkpoint(tmp_path)
+
+    seed()
+    with make_ctx() as ctx:
+        train(ctx, Batches())
+        expected = [*train(ctx, Batches(), dump)[3:], *train(ctx, Batches())]
+    with make_ctx() as ctx:
+        ctx.load_checkpoint(tmp_path)
+        assert (ctx.resume_position.passes, ctx.resume_position.batches) == (1, 3)
+        found = [loss for _ in range(1, 3) for loss in train(ctx, Batches())]
+    assert found == expected
+
+
+def test_a_checkpoint_of_a_resumed_run(whole: Whole, tmp_path: Path) -> None:
+    def dump(number: int) -> None:
+        if number == 3:
+            ctx.dump_checkpoint(tmp_path)
+
+    seed()
+    with make_ctx() as ctx:
+        train(ctx, Batches(), dump)
+    with make_ctx() as ctx:
+        ctx.load_checkpoint(tmp_path)
+        train(ctx, Batches(), dump)
+    with make_ctx() as ctx:
+        ctx.load_checkpoint(tmp_path)
+        assert ctx.resume_position.batches == 6
+        assert train(ctx, Batches()) == whole[0][6:]
+
+
+def test_nothing_is_trained_twice_or_left_out_without_an_order(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def run(ctx: TrainCtx, stop: int | None) -> None:
+        free = loader(OnlyForward(), reproducible=False, embedding_staleness=3)
+        for number, batch in enumerate(free, start=1):
+            seen.append(float(batch.non_id_type_tensors[0][0, 0]))
+            step(ctx, batch)
+            if number == stop:
+                ctx.dump_checkpoint(tmp_path)
+                return
+
+    with make_ctx() as ctx:
+        run(ctx, 4)
+    with make_ctx() as ctx:
+        ctx.load_checkpoint(tmp_path)
+        run(ctx, None)
+    assert len(seen) == NUM_BATCHES
+    assert len(set(seen)) == NUM_BATCHES
+
+
+def test_w20_a_checkpoint_at_a_url_has_its_dense_side(whole: Whole) -> None:
+    url = "memory://tests/w20"
+
+    def dump(number: int) -> None:
+        if number == 5:
+            ctx.dump_checkpoint(url)
+
+    seed()
+    with make_ctx() as ctx:
+        train(ctx, Batches(), dump)
+    torch.manual_seed(9)
+    with make_ctx(model=Dropping()) as ctx:
+        ctx.load_checkpoint(url)
+        assert train(ctx, Batches()) == whole[0][5:]
+        assert state(ctx) == whole[1]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_dense_files_are_there_under_their_names_too(tmp_path: Path) -> None:
+    model = Scriptable()
+    with make_ctx(model=model) as ctx:
+        train(ctx, Batches())
+        ctx.dump_checkpoint(tmp_path, with_jit_model=True, dense_model_filename="m.pt")
+        ctx.load_torch_state_dict(model, tmp_path / "m.pt")
+        jit = torch.jit.load(tmp_path / "jit_dense.pt")  # type: ignore[no-untyped-call]
+        batch = ctx.get_embedding_from_data(make_batch(1))
+        dense, embeddings, _ = ctx.prepare_features(batch)
+        assert torch.equal(jit(dense, embeddings), model(dense, embeddings))
+        ctx.model = Dropping()
+        with pytest.raises(ConfigError, match="Dropping cannot be scripted"):
+            ctx.dump_checkpoint(tmp_path, with_jit_model=True)
+        with pytest.raises(CheckpointError, match=r"dense\.pt .*m\.pt"):
+            ctx.load_checkpoint(tmp_path)
+    assert {"m.pt", "opt.pt", "jit_dense.pt"} <= catalog.load(str(tmp_path)).files.keys()
+
+
+def test_embeddings_alone(tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        train(ctx, Batches())
+        ctx.dump_embedding(tmp_path, blocking=False)
+        ctx.wait_for_dump_embedding()
+        expected = rows(ctx)
+        ctx.clear_embeddings()
+        assert rows(ctx) != expected
+        ctx.load_embedding(tmp_path, blocking=False)
+        ctx.wait_for_load_embedding()
+        assert rows(ctx) == expected
+        assert ctx.resume_position.passes == 1  # of this run, which goes on
+
+
+def test_evaluation_dumps_and_loads_what_it_has(tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        train(ctx, Batches())
+        with eval_ctx(model=ctx.model) as evaluation:
+            evaluation.dump_checkpoint(tmp_path)
+            before = rows(ctx)
+            ctx.clear_embeddings()
+            evaluation.load_checkpoint(tmp_path)
+        assert rows(ctx) == before
+
+
+def test_w43_an_infer_ctx_is_entered_and_loads(tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        train(ctx, Batches())
+        ctx.dump_checkpoint(tmp_path)
+        expected = rows(ctx)
+    config = EmbeddingConfig(schema=SLOTS)
+    with InferCtx(embedding_config=config) as infer:
+        infer.load_embedding(tmp_path)
+        infer.wait_for_serving()
+        assert rows(infer) == expected
+
+
+def test_a_model_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        train(ctx, Batches())
+        ctx.dump_checkpoint(tmp_path)
+
+    class Other(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(11, 9)
+
+    with make_ctx(model=Other()) as ctx:
+        before = state(ctx)
+        with pytest.raises(CheckpointError, match=r"first\.(bias|weight) is"):
+            ctx.load_checkpoint(tmp_path)
+        assert state(ctx) == before
+
+
+def test_nothing_is_loaded_from_nowhere_or_inside_a_pass(tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            ctx.load_checkpoint(tmp_path / "nothing")
+        for batch in loader(Batches()):
+            step(ctx, batch)
+            with pytest.raises(ConfigError, match="between two passes"):
+                ctx.load_checkpoint(tmp_path)
+            break
+
+
+def test_another_embedding_optimizer_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_ctx(Adam(lr=0.1)) as ctx:
+        train(ctx, Batches())
+        ctx.dump_checkpoint(tmp_path)
+        expected = rows(ctx)
+    with make_ctx(SGD(lr=0.1)) as ctx:
+        ctx.load_checkpoint(tmp_path)
+        assert rows(ctx) == expected
+        train(ctx, Batches())
+    assert "state of its rows starts anew" in caplog.text
+
+
+def test_a_failed_dump_behind_is_raised_at_the_exit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    ctx = make_ctx()
+    ctx.__enter__()
+    train(ctx, Batches())
+    ctx.dump_checkpoint(tmp_path / "file", blocking=False)
+    with pytest.raises(CheckpointError, match="file"):
+        ctx.__exit__(None, None, None)
+
+
+DIES = """
+import os, sys
+from persia._services import checkpoints
+from tests.training.test_checkpoints import Batches, make_ctx, seed, train
+
+def dies(*_):
+    os.kill(os.getpid(), 9)
+
+def after(number):
+    if number == 6:
+        setattr(checkpoints.PartWriter, sys.argv[2], dies)
+    if number in (3, 6):
+        ctx.dump_checkpoint(sys.argv[1])
+
+seed()
+with make_ctx() as ctx:
+    train(ctx, Batches(), after)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["add", "finish"])
+def test_a_crash_in_the_middle_of_a_dump_leaves_the_one_before(
+    whole: Whole, tmp_path: Path, method: str
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", DIES, str(tmp_path), method], cwd=ROOT, check=False, timeout=100
+    )
+    assert ran.returncode == -signal.SIGKILL
+    with make_ctx() as ctx:
+        ctx.load_checkpoint(tmp_path)
+        assert ctx.resume_position.batches == 3
+        assert train(ctx, Batches(), lambda _: None) == whole[0][3:]
+        ctx.dump_checkpoint(tmp_path)  # what the crash has left is in nobody's way
+        ctx.load_checkpoint(tmp_path)
+        assert state(ctx) == whole[1]
