@@ -3,6 +3,8 @@
     python examples/adult_income/train.py             # embedded mode: no servers, no ports
     python examples/adult_income/train.py --seeds 5   # seeds 1 to 5, and their mean
     honcho start                                      # four roles, each a process of its own
+    python examples/adult_income/train.py --checkpoint DIR            # stop it when you like,
+    python examples/adult_income/train.py --checkpoint DIR --resume   # and go on
 
 The training batches come from data_loader.py; in embedded mode this script starts it.
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 CONFIG = Path(__file__).parent / "config"
 EMBEDDING_LR = 1e-2
 DENSE_LR = 0.1
+CHECKPOINT_INTERVAL = 50  # batches between two checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Options:
     reproducible: bool = False
     threads: int = 1
     servers: int = 1
+    checkpoint: str | None = None  # folder or URL
+    resume: bool = False
     quiet: bool = False
     json: bool = False
 
@@ -129,6 +134,8 @@ def train(ctx: TrainCtx, income: Income, options: Options) -> tuple[list[float],
             losses.append(loss.item())
             num_samples += batch.batch_size
             bar.update()
+            if options.checkpoint and ctx.update_times % CHECKPOINT_INTERVAL == 0:
+                ctx.dump_checkpoint(options.checkpoint, blocking=False)
     return losses, num_samples / (time.perf_counter() - start)
 
 
@@ -147,6 +154,8 @@ def test(ctx: TrainCtx, income: Income) -> float:
 def run(ctx: TrainCtx, data: tuple[Income, Income], options: Options) -> Report:
     """Train and test inside ``ctx``, which must be entered."""
     train_data, test_data = data
+    if options.checkpoint and options.resume:
+        ctx.load_checkpoint(options.checkpoint)
     losses, samples_per_s = train(ctx, train_data, options)
     test_auc = test(ctx, test_data)
     return Report(
@@ -181,11 +190,15 @@ def parse_args(argv: list[str] | None = None) -> Options:
     add("--seeds", type=int, default=default.seeds, help="run seeds 1 to SEEDS instead")
     add("--threads", type=int, default=default.threads, help="of each server")
     add("--servers", type=int, default=default.servers, help="parameter servers in the process")
+    add("--checkpoint", help="folder or URL in which to save training as it goes on")
+    add("--resume", action="store_true", help="continue from what --checkpoint has saved")
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="print a line of JSON for each run")
     args = parser.parse_args(argv)
     if args.seeds and env.get_mode() == "services":
         parser.error("--seeds: data-loaders send one epoch, which is one seed's; use --seed")
+    if args.resume and not args.checkpoint:
+        parser.error("--resume: expected --checkpoint, to say from what")
     reproducible = os.environ.get("REPRODUCIBLE", "0") == "1"
     staleness = os.environ.get("EMBEDDING_STALENESS") or (
         1 if reproducible else default.staleness
