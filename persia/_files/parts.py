@@ -183,17 +183,27 @@ def read_ahead(storage: Storage, parts: Iterable[Part]) -> Iterator[tuple[Part, 
                 rows.cancel()
 
 
-def verify_part(storage: Storage, part: Part) -> None:
-    """Check a part as ``read_part`` does, and that no sign is in it twice.
+def verify_part(storage: Storage, part: Part) -> NDArray[np.uint64]:
+    """Check a part as ``read_part`` does, and that no sign is in it twice; returns the signs.
 
     Raises:
         CheckpointError: If it is not what it should be.
     """
     block = read_part(storage, part)
-    ordered = np.sort(block.signs)
+    check_once([block.signs], storage.at(part.file.path))
+    signs: NDArray[np.uint64] = block.signs.copy()  # lets go of the file's memory
+    return signs
+
+
+def check_once(arrays: Sequence[NDArray[np.uint64]], name: str) -> None:
+    """Check that no sign is twice in what ``name`` names.
+
+    Raises:
+        CheckpointError: If one is.
+    """
+    ordered = np.sort(np.concatenate([np.empty(0, np.uint64), *arrays]))
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(twice):
-        name = storage.at(part.file.path)
         raise CheckpointError(f"{name}: signs: {ordered[twice[0]]} comes twice")
 
 

@@ -24,6 +24,7 @@ from persia._files.manifest import Manifest, now
 from persia._files.part_writer import PART_BYTES, PartWriter
 from persia._files.parts import (
     check_file,
+    check_once,
     filter_owned,
     parts_for,
     read_ahead,
@@ -148,10 +149,23 @@ def verify(
         for deleted in manifest.deleted:
             read_deleted(storage, deleted)
             progress(deleted.file.num_bytes)
-        for part in manifest.parts:
-            verify_part(storage, part)
-            progress(part.file.num_bytes)
+        _verify_parts(storage, manifest, progress)
     return manifests
+
+
+def _verify_parts(storage: Storage, manifest: Manifest, progress: Progress) -> None:
+    """Check each part, and that no two of them have a row of the same sign."""
+    name = f"parts of {storage.at(manifest.id)}"
+    held: list[tuple[int, NDArray[np.uint64]]] = []  # of the buckets at hand, with their ends
+    first = 0
+    for part in sorted(manifest.parts, key=lambda part: part.buckets):
+        if part.buckets[0] > first:
+            check_once([signs for _, signs in held], name)
+            first = part.buckets[0]
+            held = [(end, signs) for end, signs in held if end > first]
+        held.append((part.buckets[1], verify_part(storage, part)))
+        progress(part.file.num_bytes)
+    check_once([signs for _, signs in held], name)
 
 
 def rewrite(

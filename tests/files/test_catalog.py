@@ -283,6 +283,18 @@ def test_w18_a_missing_delta_is_an_error(tmp_path: Path) -> None:
     assert ids(storage) == [first.id, third.id]
 
 
+def test_a_row_in_two_parts_is_found(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    manifest = dump(storage, {s: row(s, 1) for s in range(40)}, num_servers=1)
+    with PartWriter(storage, f"{manifest.id}/again", part_bytes=1) as writer:
+        writer.add("table0", row(7, 2))
+        parts = (*manifest.parts, *writer.finish())
+    verify(storage)
+    publish(storage, dataclasses.replace(manifest, parts=parts))
+    with pytest.raises(CheckpointError, match=f"{manifest.id}: signs: 7 comes twice"):
+        verify(storage)
+
+
 def test_w18_deltas_that_come_in_one_second_are_two(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     base = dump(storage, {1: row(1, 1)})
