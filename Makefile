@@ -79,6 +79,10 @@ test: build  ## the fast tier: no GPU, no network, under three minutes on two co
 test-slow: build  ## what `make test` leaves out; cuda where there is a device
 	$(TEST) -m "slow or cuda" -rsP -o faulthandler_timeout=600
 
+.PHONY: soak-recovery
+soak-recovery: build  ## kill a server KILLS=200 times under load and count every update
+	$(BIN)/python -m tests.recovery.soak $(or $(KILLS),200) $(or $(SEED),1)
+
 test-all: test test-slow  ## every tier
 
 # The containers bring what they need: no .venv. COMPOSE_STEPS=bits runs one step.

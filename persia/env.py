@@ -359,6 +359,23 @@ def nn_worker_addresses() -> list[str]:
     return _addresses((NN_WORKERS_VARIABLE,), DEFAULT_NN_WORKERS)
 
 
+def state_directory() -> Path | None:
+    """Return the directory of the servers' state files, if one is said.
+
+    It comes before the configuration's ``state_dir``. ``off`` is a path too: whoever reads it
+    has to know that it means none.
+    """
+    return _path("PERSIA_STATE_DIRECTORY")
+
+
+def run_id() -> str | None:
+    """Return the name of this run of a job, if it has one.
+
+    A server that is started again under the same name has its rows again.
+    """
+    return _text("PERSIA_RUN_ID")
+
+
 def run_directory() -> Path | None:
     """Return the directory where a launched script's end is noted, if there is a launcher."""
     return _path(RUN_DIRECTORY_VARIABLE)

@@ -81,6 +81,8 @@ class Cluster:
             "PERSIA_EMBEDDING_WORKERS": ",".join(self.addresses["embedding-worker"]),
             "PERSIA_NN_WORKERS": ",".join(self.addresses["nn-worker"]),
             **({"PERSIA_LISTEN_HOST": loopback_host()} if transport == "tcp" else {}),
+            # Rows end with their server, unless a test wants something else.
+            "PERSIA_STATE_DIRECTORY": "off",
             **(environment or {}),
         }
         self.processes: dict[str, subprocess.Popen[str]] = {}

@@ -1,5 +1,6 @@
 """Eviction policies of one shard: which order of use a row enters, and which rows go next."""
 
+from persia._core.kept cimport Kept
 from persia._core.recency cimport OFFSET_BITS, Recency, segment_at
 from persia._core.slabs cimport NO_POSITION, Slabs
 from persia._core.types cimport position_t, row_t, uint8_t, uint16_t, uint32_t, uint64_t
@@ -68,6 +69,9 @@ cdef inline uint32_t policy_order(const Policy *policy, uint32_t grade) noexcept
 
 
 cdef void eviction_free(Eviction *eviction) noexcept nogil
+# Write down what the orders do not say, and take it up again; False: it is out of range.
+cdef void eviction_keep(const Eviction *eviction, Kept *kept) noexcept nogil
+cdef bint eviction_attach(Eviction *eviction, const Kept *kept) noexcept nogil
 # The number of the policy, made if there is none; -1: no memory, or too many.
 cdef int eviction_policy(
     Eviction *eviction, Recency *recency, uint32_t kind, uint32_t clock, uint64_t ttl

@@ -52,6 +52,23 @@ cdef void eviction_free(Eviction *eviction) noexcept nogil:
     memset(eviction, 0, sizeof(Eviction))
 
 
+cdef void eviction_keep(const Eviction *eviction, Kept *kept) noexcept nogil:
+    cdef uint32_t i
+    for i in range(eviction.num_policies):
+        kept.shard.policies[i].lowest = eviction.policies[i].lowest
+        kept.shard.policies[i].num_uses = eviction.policies[i].num_uses
+
+
+cdef bint eviction_attach(Eviction *eviction, const Kept *kept) noexcept nogil:
+    cdef uint32_t i
+    for i in range(eviction.num_policies):
+        if kept.shard.policies[i].lowest >= LFU_ORDERS:
+            return False
+        turn(&eviction.policies[i], <uint32_t> kept.shard.policies[i].lowest)
+        eviction.policies[i].num_uses = kept.shard.policies[i].num_uses
+    return True
+
+
 cdef int add_orders(Policy *policy, Recency *recency) noexcept nogil:
     cdef int64_t first = recency_add_orders(
         recency, LFU_ORDERS if policy.kind == LFU else 1, policy.clock, policy.ttl)

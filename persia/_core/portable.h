@@ -77,12 +77,14 @@ static inline void persia_advise_huge(void *start, size_t bytes)
 }
 
 /* The same for memory that is resident already: it is moved, at once where the system can
- * (Linux 6.1), else by and by. */
-static inline void persia_collapse(void *start, size_t bytes)
+ * (Linux 6.1), which 0 says, else by and by. */
+static inline int persia_collapse(void *start, size_t bytes)
 {
     persia_advise_huge(start, bytes);
 #if defined(__linux__)
-    (void)madvise(start, bytes, 25); /* MADV_COLLAPSE, which older headers do not name */
+    return madvise(start, bytes, 25); /* MADV_COLLAPSE, which older headers do not name */
+#else
+    return -1;
 #endif
 }
 

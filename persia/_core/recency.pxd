@@ -3,6 +3,7 @@
     position u32   | segment (21 bits) | offset in the segment (11 bits) |
 """
 
+from persia._core.kept cimport Kept
 from persia._core.slabs cimport NO_POSITION, Row, Slabs, persia_prefetch_write, row_at
 from persia._core.types cimport int64_t, position_t, row_t, uint32_t, uint64_t
 
@@ -57,6 +58,7 @@ cdef struct Order:
     uint64_t num_live
 
 cdef struct Recency:
+    Kept *kept                      # where a new process reads it all, or NULL
     Block **blocks
     uint32_t num_blocks
     uint32_t block_capacity
@@ -98,6 +100,9 @@ cdef inline bint recency_expired(
 
 
 cdef void recency_init(Recency *recency) noexcept nogil
+# Restore invariant I5 around one segment.
+cdef void join(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil
+cdef void set_last_use(Recency *recency, uint32_t number, uint64_t time) noexcept nogil
 cdef void recency_free(Recency *recency) noexcept nogil
 # Add empty orders of one kind; the number of the first, or -1: no memory.
 cdef int64_t recency_add_orders(

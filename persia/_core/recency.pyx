@@ -45,6 +45,7 @@ find out whether it is dead).
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
+from persia._core.kept cimport Kept, kept_segment, persia_stores_before
 from persia._core.segments cimport (
     drop_segment, new_segment, segment_link, segment_squeeze, segment_trim, segment_unlink,
 )
@@ -59,6 +60,7 @@ cdef void recency_init(Recency *recency) noexcept nogil:
 
 cdef void recency_free(Recency *recency) noexcept nogil:
     cdef uint32_t number, i
+    cdef Kept *kept = recency.kept
     for number in range(recency.num_segments):
         free(segment_at(recency, number).rows)
     for i in range(recency.num_blocks):
@@ -66,6 +68,7 @@ cdef void recency_free(Recency *recency) noexcept nogil:
     free(recency.blocks)
     free(recency.orders)
     recency_init(recency)
+    recency.kept = kept
 
 
 cdef int64_t recency_add_orders(
@@ -166,6 +169,10 @@ cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept no
     into.first_use = min(segment.first_use, other.first_use)
     into.tick = max(segment.tick, other.tick)
     segment_link(recency, target, segment.order, number)
+    if recency.kept != NULL:
+        # Not before its neighbour, where others may stand: in the place of the two.
+        kept_segment(
+            recency.kept, target, segment.order, recency.kept.segments[number].key)
     set_last_use(recency, target, max(segment.last_use, other.last_use))
     for _part in range(2):
         segment = segment_at(recency, number)
@@ -217,6 +224,10 @@ cdef void set_last_use(Recency *recency, uint32_t number, uint64_t time) noexcep
     segment.last_use = time
     expiry_at(recency, number)[0] = NEVER if order.ttl == 0 else (
         <uint64_t> order.clock << CLOCK_SHIFT | (time + order.ttl))
+    if recency.kept != NULL:
+        recency.kept.segments[number].first_use = segment.first_use
+        recency.kept.segments[number].last_use = time
+        recency.kept.segments[number].tick = segment.tick
 
 
 cdef void note_time(Recency *recency, uint32_t number) noexcept nogil:
@@ -335,7 +346,9 @@ cdef int recency_touch(
     segment.held[offset // 64] |= <uint64_t> 1 << (offset % 64)
     segment.live[offset // 64] |= <uint64_t> 1 << (offset % 64)
     recency.num_held += 1
+    persia_stores_before()      # what the row holds is there before it is one
     at.position = (to.open << OFFSET_BITS) | offset
+    persia_stores_before()
     if old == NO_POSITION:
         recency.num_live += 1
         to.num_live += 1
@@ -377,6 +390,7 @@ cdef void recency_remove(Recency *recency, Slabs *slabs, row_t row) noexcept nog
     cdef Row *at = row_at(slabs, row)
     cdef position_t position = at.position
     at.position = NO_POSITION
+    persia_stores_before()
     recency.num_live -= 1
     recency.orders[segment_at(recency, position >> OFFSET_BITS).order].num_live -= 1
     bury(recency, slabs, position)

@@ -12,6 +12,7 @@ cdef enum:
     STATUS_NO_MEMORY = 1
     STATUS_DIM = 2
     STATUS_SHAPES = 3
+    STATUS_OTHER = 4            # not the update that was cut short
 
 cdef struct Tally:              # what one request found, summed over its shards
     uint64_t num_missing
@@ -67,6 +68,8 @@ cdef class Batch:
     cdef uint64_t[NUM_CLOCKS] clocks
     cdef Initializer initializer
     cdef RowOptimizer optimizer
+    cdef uint32_t slot              # of an update that may be cut short, or 0
+    cdef uint64_t tag               # of this part of it
     cdef object held            # what the pointers point into
 
     cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1

@@ -6,6 +6,7 @@ from persia._core.arrivals cimport arrivals_add
 from persia._core.changes cimport row_changes, row_enters
 from persia._core.eviction cimport LFU_CLASSES, Policy, policy_order
 from persia._core.hashing cimport mix64
+from persia._core.kept cimport journal_hold, journal_release
 from persia._core.recency cimport recency_begin, recency_touch
 from persia._core.request cimport STATUS_NO_MEMORY, STATUS_OK, Batch, Tally
 from persia._core.serve cimport drop_new_row, new_row, note_shape
@@ -56,6 +57,7 @@ cdef row_t restore_row(
         min(batch.uses[place], <uint32_t> LFU_CLASSES - 1))
     cdef row_t row = index_find(&shard.index, &shard.slabs, hash, sign)
     cdef bint is_new = row == NO_ROW
+    cdef float *values
     cdef const Slab *slab
     if is_new:
         row = new_row(shard, batch, hash, sign, tally)
@@ -66,6 +68,9 @@ cdef row_t restore_row(
         if not has_format(slab, &batch.format):
             note_shape(slab, sign, tally)
             return NO_ROW
+    values = row_values(row_at(&shard.slabs, row))
+    if is_new:
+        fill_row(batch, values, place)      # whole, before it is a row
     if recency_touch(&shard.recency, &shard.slabs, row, order) < 0:
         tally.status = STATUS_NO_MEMORY
         if is_new:
@@ -76,7 +81,13 @@ cdef row_t restore_row(
         row_enters(&shard.changes, &shard.slabs, row)
     else:
         row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
-    fill_row(batch, row_values(row_at(&shard.slabs, row)), place)
+        if shard.kept != NULL:
+            journal_hold(
+                shard.kept, &row, &values, 1,
+                4 * (batch.format.value_words + batch.format.state_words), NULL)
+        fill_row(batch, values, place)
+        if shard.kept != NULL:
+            journal_release(shard.kept, NULL, 0)
     return row
 
 

@@ -28,6 +28,7 @@ cdef struct Format:                 # of the rows of one request
 
 cdef struct HalfSteps:              # rows of 2-byte values, gathered for one call of a kernel
     uint32_t count
+    row_t[STEP_ROWS] numbers
     float *rows[STEP_ROWS]
     float *states[STEP_ROWS]
     const float *sums[STEP_ROWS]
@@ -88,6 +89,7 @@ cdef inline bint steps_add(
     if steps.count == format.at_once or met[0] & bit:
         return False
     met[0] |= bit
+    steps.numbers[steps.count] = number
     steps.rows[steps.count] = row
     steps.states[steps.count] = row + format.value_words
     steps.sums[steps.count] = sums

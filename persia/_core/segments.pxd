@@ -5,6 +5,10 @@ from persia._core.types cimport uint32_t
 
 # An unlinked empty segment with room for so many entries; NO_SEGMENT: no memory.
 cdef uint32_t new_segment(Recency *recency, uint32_t num_entries) noexcept nogil
+# Give all numbers below this a segment that is free but not in the list of free ones; -1: no
+# memory.
+cdef int number_segments(Recency *recency, uint32_t count) noexcept nogil
+cdef void list_free_segment(Recency *recency, uint32_t number) noexcept nogil
 # Entries the segment's array has room for: all while it is open, then exact.
 cdef uint32_t segment_capacity(const Recency *recency, uint32_t number) noexcept nogil
 cdef void segment_unlink(Recency *recency, Segment *segment) noexcept nogil

@@ -7,6 +7,9 @@ has no array. What they mean, and the invariants, are in ``recency``.
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
 
+from persia._core.kept cimport (
+    KEPT_SEGMENTS, KEY_STEP, KeptSegment, kept_back, kept_segment, persia_stores_before,
+)
 from persia._core.recency cimport (
     NEVER, NO_ORDER, NO_SEGMENT, MAX_SEGMENTS, SEGMENT_BLOCK, SEGMENT_ENTRIES, Block, Order,
     Recency, Segment, expiry_at, segment_at,
@@ -30,32 +33,22 @@ cdef Block *new_block() noexcept nogil:
 
 cdef uint32_t new_segment(Recency *recency, uint32_t num_entries) noexcept nogil:
     cdef uint32_t number = recency.free_segment
-    cdef uint32_t capacity
-    cdef Block **blocks
-    cdef Block *block
     cdef Segment *segment
     if number == NO_SEGMENT:
         if recency.num_segments == MAX_SEGMENTS:
             return NO_SEGMENT
-        if recency.num_segments == recency.num_blocks * SEGMENT_BLOCK:
-            if recency.num_blocks == recency.block_capacity:
-                capacity = recency.block_capacity * 2 if recency.block_capacity else 4
-                blocks = <Block **> realloc(recency.blocks, capacity * sizeof(Block *))
-                if blocks == NULL:
-                    return NO_SEGMENT
-                recency.blocks = blocks
-                recency.block_capacity = capacity
-            block = new_block()
-            if block == NULL:
-                return NO_SEGMENT
-            recency.blocks[recency.num_blocks] = block
-            recency.num_blocks += 1
+        if recency.num_segments == recency.num_blocks * SEGMENT_BLOCK and (
+                add_block(recency) < 0):
+            return NO_SEGMENT
         number = recency.num_segments
         segment = segment_at(recency, number)
         segment.rows = <row_t *> malloc(num_entries * sizeof(row_t))
         if segment.rows == NULL:
             return NO_SEGMENT
         recency.num_segments += 1
+        if recency.kept != NULL:
+            recency.kept.shard.num_segments = recency.num_segments
+            persia_stores_before()
     else:
         segment = segment_at(recency, number)
         segment.rows = <row_t *> malloc(num_entries * sizeof(row_t))
@@ -70,6 +63,48 @@ cdef uint32_t new_segment(Recency *recency, uint32_t num_entries) noexcept nogil
     memset(segment.held, 0, sizeof(segment.held))
     memset(segment.live, 0, sizeof(segment.live))
     return number
+
+
+cdef int add_block(Recency *recency) noexcept nogil:
+    cdef uint32_t capacity
+    cdef uint64_t place
+    cdef Block **blocks
+    cdef Block *block
+    if recency.num_blocks == recency.block_capacity:
+        capacity = recency.block_capacity * 2 if recency.block_capacity else 4
+        blocks = <Block **> realloc(recency.blocks, capacity * sizeof(Block *))
+        if blocks == NULL:
+            return -1
+        recency.blocks = blocks
+        recency.block_capacity = capacity
+    if recency.kept != NULL:
+        place = <uint64_t> recency.num_blocks * SEGMENT_BLOCK * sizeof(KeptSegment)
+        if kept_back(
+                recency.kept, <char *> recency.kept.segments + place, KEPT_SEGMENTS + place,
+                SEGMENT_BLOCK * sizeof(KeptSegment)) < 0:
+            return -1
+    block = new_block()
+    if block == NULL:
+        return -1
+    recency.blocks[recency.num_blocks] = block
+    recency.num_blocks += 1
+    return 0
+
+
+cdef int number_segments(Recency *recency, uint32_t count) noexcept nogil:
+    while recency.num_segments < count:
+        if recency.num_segments == recency.num_blocks * SEGMENT_BLOCK and (
+                add_block(recency) < 0):
+            return -1
+        segment_at(recency, recency.num_segments).order = NO_ORDER
+        expiry_at(recency, recency.num_segments)[0] = NEVER
+        recency.num_segments += 1
+    return 0
+
+
+cdef void list_free_segment(Recency *recency, uint32_t number) noexcept nogil:
+    segment_at(recency, number).next = recency.free_segment
+    recency.free_segment = number
 
 
 cdef uint32_t segment_capacity(const Recency *recency, uint32_t number) noexcept nogil:
@@ -98,6 +133,15 @@ cdef void segment_link(
     cdef Order *to = &recency.orders[order]
     cdef uint32_t before = to.newest if following == NO_SEGMENT else (
         segment_at(recency, following).previous)
+    if recency.kept != NULL:
+        # Before a row stands in it. Keys of other segments stay what they are.
+        if following == NO_SEGMENT:
+            recency.kept.newest_key += KEY_STEP
+            kept_segment(recency.kept, number, order, recency.kept.newest_key)
+        else:
+            kept_segment(
+                recency.kept, number, order,
+                recency.kept.segments[following].key - KEY_STEP)
     segment.order = order
     segment.previous = before
     segment.next = following
@@ -121,8 +165,7 @@ cdef void drop_segment(Recency *recency, uint32_t number) noexcept nogil:
     segment.num_held = 0
     segment.order = NO_ORDER
     expiry_at(recency, number)[0] = NEVER
-    segment.next = recency.free_segment
-    recency.free_segment = number
+    list_free_segment(recency, number)
 
 
 cdef void segment_squeeze(Recency *recency, Segment *segment) noexcept nogil:

@@ -19,13 +19,17 @@ from libc.string cimport memcpy, memset
 from persia._core.changes cimport row_changes, row_enters
 from persia._core.eviction cimport eviction_note_expired, eviction_order
 from persia._core.hashing cimport mix64
+from persia._core.kept cimport (
+    ALL_DONE, Part, journal_group, journal_hold, journal_release, kept_point, part_begin,
+    part_of,
+)
 from persia._core.optim cimport persia_step_t
 from persia._core.recency cimport (
     NO_ORDER, OFFSET_BITS, recency_begin, recency_expired, recency_prefetch, recency_settle,
     recency_touch,
 )
 from persia._core.request cimport (
-    STATUS_DIM, STATUS_NO_MEMORY, STATUS_OK, STATUS_SHAPES, Batch, Tally,
+    STATUS_DIM, STATUS_NO_MEMORY, STATUS_OK, STATUS_OTHER, STATUS_SHAPES, Batch, Tally,
 )
 from persia._core.row_format cimport (
     STEP_ROWS, Format, HalfSteps, read_values, run_steps, steps_add, steps_begin, write_values,
@@ -111,7 +115,24 @@ cdef void renew_row(Shard *shard, Batch batch, row_t row, Tally *tally) noexcept
     row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
     eviction_note_expired(
         &shard.eviction, &shard.recency, row_at(&shard.slabs, row).position)
+    hold(shard, batch, row)
     fill_row(shard, batch, row, tally)
+    release(shard)
+
+
+cdef inline void hold(Shard *shard, Batch batch, row_t row) noexcept nogil:
+    """One row is about to be changed in place; a new process would put it back."""
+    cdef float *values
+    if shard.kept != NULL:
+        values = row_values(row_at(&shard.slabs, row))
+        journal_hold(
+            shard.kept, &row, &values, 1,
+            4 * (batch.format.value_words + batch.format.state_words), NULL)
+
+
+cdef inline void release(Shard *shard) noexcept nogil:
+    if shard.kept != NULL:
+        journal_release(shard.kept, NULL, 0)
 
 
 cdef row_t new_row(
@@ -147,12 +168,18 @@ cdef row_t insert(
     cdef row_t row = new_row(shard, batch, hash, sign, tally)
     if row == NO_ROW:
         return NO_ROW
+    # It is one once it stands in the order of use: whole, whoever looks.
+    fill_row(shard, batch, row, tally)
+    if shard.kept != NULL:
+        kept_point(shard.kept)
     if use_row(shard, batch, row, hash, True) < 0:
+        shard.num_inserted -= 1
         drop_new_row(shard, hash, row)
         return NO_ROW
+    if shard.kept != NULL:
+        kept_point(shard.kept)
     tally.status = STATUS_OK
     row_enters(&shard.changes, &shard.slabs, row)
-    fill_row(shard, batch, row, tally)
     return row
 
 
@@ -375,11 +402,16 @@ cdef inline bint eval_row(
 
 
 cdef struct Steps:                  # rows and their gradients, for one call of a kernel
+    row_t[STEP_ROWS] numbers
     float *values[STEP_ROWS]
     const float *sums[STEP_ROWS]
     uint32_t count
     HalfSteps half                  # instead, where rows are not f32
     persia_step_t step
+    uint32_t group                  # rows for which it is called
+    uint32_t first                  # place where the part of this shard begins
+    uint32_t image                  # bytes of a row that a new process may put back
+    Part *part                      # of an update that goes on if it is cut short, or NULL
 
 
 cdef inline void find_hinted(
@@ -414,9 +446,8 @@ cdef void update_shard(
     cdef Steps steps
     cdef uint64_t at, i
     cdef bint is_good = True
-    steps.count = 0
-    steps.step = batch.optimizer.step()
-    steps_begin(&steps.half)
+    if not steps_init(shard, batch, &steps, &begin, end, tally):
+        return
     at = begin
     while at < <uint64_t> end + 2 * GROUP:
         fetch_unhinted(shard, batch, &ring, at, end_of_group(at, end))
@@ -431,12 +462,70 @@ cdef void update_shard(
         if not is_good:
             break
         at += GROUP
-    if steps.count:
+    # Whatever stopped it, it is not run again.
+    step_gathered(shard, batch, &steps, tally, ALL_DONE)
+
+
+cdef bint steps_init(
+    Shard *shard, Batch batch, Steps *steps, uint32_t *begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Nothing is gathered yet. False: there is nothing to be done, or see the tally."""
+    steps.count = 0
+    steps.step = batch.optimizer.step()
+    steps.group = STEP_ROWS
+    steps.first = begin[0]
+    steps.part = NULL
+    steps_begin(&steps.half)
+    if shard.kept == NULL:
+        return True
+    steps.image = 4 * (batch.format.value_words + batch.state_words)
+    steps.group = journal_group(steps.image)
+    steps.part = part_of(shard.kept, batch.slot)
+    if steps.part == NULL:
+        return True
+    if steps.part.tag > batch.tag:
+        # A later part of the same update has begun here, so this one was done.
+        return False
+    if begin_part(batch, steps.part, begin, end):
+        return True
+    tally.status = STATUS_OTHER
+    return False
+
+
+cdef void step_gathered(
+    Shard *shard, Batch batch, Steps *steps, Tally *tally, uint64_t num_done
+) noexcept nogil:
+    """Step the rows gathered; then so many signs of this part are done."""
+    cdef bint is_half = batch.format.half != NULL
+    if shard.kept != NULL:
+        if is_half:
+            journal_hold(
+                shard.kept, steps.half.numbers, steps.half.rows, steps.half.count,
+                steps.image, steps.part)
+        else:
+            journal_hold(
+                shard.kept, steps.numbers, steps.values, steps.count, steps.image, steps.part)
+    if is_half:
+        run_steps(
+            &batch.format, &steps.half, steps.step, &batch.optimizer.settings,
+            batch.rounding_key, tally.scratch)
+    elif steps.count:
         steps.step(
             steps.values, NULL, steps.sums, steps.count, batch.dim, &batch.optimizer.settings)
-    run_steps(
-        &batch.format, &steps.half, steps.step, &batch.optimizer.settings, batch.rounding_key,
-        tally.scratch)
+        steps.count = 0
+    if shard.kept != NULL:
+        journal_release(shard.kept, steps.part, num_done)
+
+
+cdef bint begin_part(Batch batch, Part *part, uint32_t *begin, uint32_t end) noexcept nogil:
+    """Go to where this part of an update was cut short; False: it was another one."""
+    cdef uint32_t count = end - begin[0]
+    cdef uint64_t sum = mix64(
+        batch.sorted[begin[0]] ^ mix64(batch.sorted[end - 1]) ^ count)
+    if not part_begin(part, batch.tag, sum):
+        return False
+    begin[0] += <uint32_t> min(part.num_done, <uint64_t> count)
+    return True
 
 
 cdef inline void fetch_unhinted(
@@ -470,17 +559,14 @@ cdef inline bint update_row(
     if batch.format.half != NULL:
         while not steps_add(
                 &batch.format, &steps.half, row, values, sums, ring.hashes[i & RING_MASK]):
-            run_steps(
-                &batch.format, &steps.half, steps.step, &batch.optimizer.settings,
-                batch.rounding_key, tally.scratch)
+            step_gathered(shard, batch, steps, tally, i - steps.first)
         return True
+    steps.numbers[steps.count] = row
     steps.values[steps.count] = values
     steps.sums[steps.count] = sums
     steps.count += 1
-    if steps.count == STEP_ROWS:
-        steps.step(
-            steps.values, NULL, steps.sums, steps.count, batch.dim, &batch.optimizer.settings)
-        steps.count = 0
+    if steps.count == steps.group:
+        step_gathered(shard, batch, steps, tally, i + 1 - steps.first)
     return True
 
 
@@ -534,6 +620,7 @@ cdef void write_shard(
                 break
             row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
         values = row_values(row_at(&shard.slabs, row))
+        hold(shard, batch, row)
         write_values(
             &batch.format, values, batch.gradients + <size_t> place * batch.dim)
         if batch.states != NULL:
@@ -543,6 +630,7 @@ cdef void write_shard(
                 batch.state_words * sizeof(float))
         else:
             batch.optimizer.fill_state(values + batch.format.value_words, batch.dim)
+        release(shard)
     shard_end_request(shard, end - begin)
 
 

@@ -3,6 +3,7 @@
 from persia._core.arrivals cimport Arrivals
 from persia._core.changes cimport Changes
 from persia._core.eviction cimport Eviction
+from persia._core.kept cimport Kept
 from persia._core.recency cimport Recency
 from persia._core.sign_index cimport SignIndex
 from persia._core.sketch cimport Sketch
@@ -22,6 +23,7 @@ cdef struct Shard:
     Sketch sketch               # of ids without a row; no lines: nothing is admitted by count
     Changes changes             # noted for cuts and consumers
     Arrivals arrivals           # restored, and not in their order yet
+    Kept *kept                  # in the state file; NULL: rows end with the process
     PyThread_type_lock lock     # held for every access to the fields of this struct
     uint64_t capacity           # rows
     uint64_t soft_capacity      # rows; lowered when the byte limit is met

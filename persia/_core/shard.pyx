@@ -1,11 +1,12 @@
 """One shard: its rows, and what keeps them within their bounds."""
 
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from persia._core.arrivals cimport arrivals_free
 from persia._core.changes cimport row_drops
 from persia._core.eviction cimport (
-    SWEPT_ROWS, SWEPT_SEGMENTS, eviction_age, eviction_restart, eviction_sweep, eviction_take,
+    SWEPT_ROWS, SWEPT_SEGMENTS, eviction_age, eviction_keep, eviction_restart, eviction_sweep,
+    eviction_take,
 )
 from persia._core.hashing cimport mix64
 from persia._core.recency cimport (
@@ -14,7 +15,7 @@ from persia._core.recency cimport (
 from persia._core.sign_index cimport (
     home_bucket, index_bytes, index_free, index_init, index_remove,
 )
-from persia._core.sketch cimport sketch_free, sketch_init
+from persia._core.sketch cimport sketch_free, sketch_init, sketch_keep
 from persia._core.slabs cimport (
     persia_prefetch_write, row_at, slabs_drop_row, slabs_free, slabs_init,
 )
@@ -32,11 +33,16 @@ cdef uint64_t shard_bytes(const Shard *shard) noexcept nogil:
 
 cdef int shard_init(Shard *shard, uint64_t sketch_bytes) noexcept nogil:
     slabs_init(&shard.slabs)
+    shard.slabs.kept = shard.kept
     recency_init(&shard.recency)
+    shard.recency.kept = shard.kept
     memset(&shard.sketch, 0, sizeof(shard.sketch))
     if eviction_restart(&shard.eviction, &shard.recency) < 0:
         return -1
-    if sketch_bytes and sketch_init(&shard.sketch, sketch_bytes) < 0:
+    if sketch_bytes and shard.kept != NULL:
+        if sketch_keep(&shard.sketch, sketch_bytes, shard.kept) < 0:
+            return -1
+    elif sketch_bytes and sketch_init(&shard.sketch, sketch_bytes) < 0:
         return -1
     shard.soft_capacity = shard.capacity
     shard.byte_peak = shard.byte_limit
@@ -124,3 +130,14 @@ cdef void shard_end_request(Shard *shard, uint32_t num_signs) noexcept nogil:
     evict(shard)
     eviction_age(&shard.eviction, &shard.recency, &shard.slabs)
     recency_settle(&shard.recency)
+    if shard.kept != NULL:
+        keep(shard)
+
+
+cdef void keep(Shard *shard) noexcept nogil:
+    """Write down what rows and segments do not say."""
+    eviction_keep(&shard.eviction, shard.kept)
+    shard.kept.shard.tick = shard.recency.tick
+    memcpy(shard.kept.shard.clocks, shard.recency.clocks, sizeof(shard.recency.clocks))
+    shard.kept.shard.num_counted = shard.sketch.num_counted
+    shard.kept.shard.next_halved = shard.sketch.next_halved

@@ -1,5 +1,6 @@
 """How often ids without a row appeared, approximately, in a fixed number of bytes."""
 
+from persia._core.kept cimport Kept
 from persia._core.slabs cimport CACHE_LINE, persia_prefetch_write
 from persia._core.types cimport uint8_t, uint32_t, uint64_t
 
@@ -27,6 +28,8 @@ cdef inline void sketch_prefetch(const Sketch *sketch, uint64_t key) noexcept no
 
 # Zeroed, of at least one line; -1: no memory.
 cdef int sketch_init(Sketch *sketch, uint64_t num_bytes) noexcept nogil
+# The same in a shard's file.
+cdef int sketch_keep(Sketch *sketch, uint64_t num_bytes, Kept *kept) noexcept nogil
 cdef void sketch_free(Sketch *sketch) noexcept nogil
 # The sign of that hash appears: whether this is at least its ``threshold``-th time. A repeated
 # appearance was counted before.

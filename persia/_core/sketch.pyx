@@ -24,6 +24,7 @@ over the sketch (four cache misses).
 from libc.string cimport memset
 
 from persia._core.hashing cimport mix64
+from persia._core.kept cimport KEPT_SKETCH, kept_back, persia_map_file
 
 cdef extern from "portable.h" nogil:
     void *persia_map(size_t num_bytes, size_t alignment) noexcept
@@ -39,11 +40,7 @@ cdef uint64_t SKETCH = <uint64_t> 0x5CE7C4F0A11D0C75
 
 
 cdef int sketch_init(Sketch *sketch, uint64_t num_bytes) noexcept nogil:
-    memset(sketch, 0, sizeof(Sketch))
-    sketch.num_lines = min(max(num_bytes // CACHE_LINE, <uint64_t> 1), <uint64_t> 1 << 32)
-    # Whole pages of any size a machine may have.
-    sketch.num_bytes = (sketch.num_lines * CACHE_LINE + LARGE_PAGE - 1) & ~<uint64_t> (
-        LARGE_PAGE - 1)
+    set_size(sketch, num_bytes)
     sketch.lines = <uint8_t *> persia_map(sketch.num_bytes, HUGE_PAGE)
     if sketch.lines == NULL:
         memset(sketch, 0, sizeof(Sketch))
@@ -51,6 +48,27 @@ cdef int sketch_init(Sketch *sketch, uint64_t num_bytes) noexcept nogil:
     if sketch.num_bytes >= HUGE_PAGE:
         persia_advise_huge(sketch.lines, sketch.num_bytes)
     return 0
+
+
+cdef int sketch_keep(Sketch *sketch, uint64_t num_bytes, Kept *kept) noexcept nogil:
+    set_size(sketch, num_bytes)
+    sketch.lines = <uint8_t *> persia_map_file(
+        kept.file, kept.offset + KEPT_SKETCH, sketch.num_bytes, HUGE_PAGE)
+    if sketch.lines == NULL:
+        memset(sketch, 0, sizeof(Sketch))
+        return -1
+    if kept_back(kept, sketch.lines, KEPT_SKETCH, sketch.num_bytes) < 0:
+        sketch_free(sketch)
+        return -1
+    return 0
+
+
+cdef void set_size(Sketch *sketch, uint64_t num_bytes) noexcept nogil:
+    memset(sketch, 0, sizeof(Sketch))
+    sketch.num_lines = min(max(num_bytes // CACHE_LINE, <uint64_t> 1), <uint64_t> 1 << 32)
+    # Whole pages of any size a machine may have.
+    sketch.num_bytes = (sketch.num_lines * CACHE_LINE + LARGE_PAGE - 1) & ~<uint64_t> (
+        LARGE_PAGE - 1)
 
 
 cdef void sketch_free(Sketch *sketch) noexcept nogil:

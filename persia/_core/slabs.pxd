@@ -4,6 +4,7 @@
     row          | sign u64 | position u32 | stamp u32 | values x dim | state u32 x w |
 """
 
+from persia._core.kept cimport Kept
 from persia._core.row_format cimport Format
 from persia._core.types cimport position_t, row_t, sign_t, uint8_t, uint32_t, uint64_t
 
@@ -20,6 +21,7 @@ cdef enum:
     PLACE_MASK = 0x1FFFF
     MAX_CHUNKS = 32767              # the last chunk number would contain NO_ROW
     SMALL_CHUNKS = 4                # chunks of a shard that start on small pages
+    SMALL_BACKED = 0x10000          # bytes of one that are backed at a time
     NO_CHUNK = 0xFFFFFFFF
     NO_POSITION = 0xFFFFFFFF
     MAX_SLABS = 64
@@ -42,6 +44,7 @@ cdef struct ChunkState:             # what allocation needs of a chunk
     uint32_t num_live
     uint32_t freed                  # first freed place, or NO_ROW
     uint32_t previous, next         # among the slab's chunks that have room
+    uint32_t bytes_backed           # of memory that is there; all, where rows are not kept
     bint is_small                   # on small pages, and not full yet
 
 cdef struct Slab:
@@ -52,18 +55,23 @@ cdef struct Slab:
     uint32_t open                   # first chunk with room, or NO_CHUNK
     uint64_t num_live
 
+cdef struct Regions:                # address space, taken chunk by chunk
+    char **starts
+    uint32_t count
+    uint32_t capacity
+    uint32_t chunks_left            # of the newest
+
 cdef struct Slabs:
+    Kept *kept                      # where rows are, so that they outlive the process, or NULL
     ChunkView *views
     ChunkState *states
     uint32_t num_chunks
     uint32_t chunk_capacity         # of the two arrays above
     Slab[MAX_SLABS] slabs
     uint32_t num_slabs
-    char **regions
-    uint32_t num_regions
-    uint32_t region_capacity
-    uint32_t region_chunks_left     # of the newest region
-    uint32_t num_mapped             # chunks taken from regions, for rows and for blocks
+    Regions rows                    # the chunks of ``views``, in their order
+    Regions blocks
+    uint32_t num_mapped             # chunks taken from both
     char *block_next                # unused rest of the newest block chunk
     uint64_t block_left             # bytes
     bint is_block_small             # that chunk is on small pages
@@ -97,6 +105,12 @@ cdef inline bint is_row_of(const Row *row, sign_t sign) noexcept nogil:
 
 
 cdef void slabs_init(Slabs *slabs) noexcept nogil
+# Take the chunks and formats of a shard's file, places free and rows still to be told apart;
+# NULL, or what is wrong with it.
+cdef const char *slabs_attach(Slabs *slabs) noexcept nogil
+# Sort the places of an attached chunk out; rows of it are at rows[0..count], which has room for
+# all its places.
+cdef uint32_t slabs_scan(Slabs *slabs, uint32_t chunk, row_t *rows) noexcept nogil
 cdef void slabs_free(Slabs *slabs) noexcept nogil
 # The slab of that shape, made if there is none; -1: too many shapes, or no memory.
 cdef int slabs_slab(Slabs *slabs, const Format *format) noexcept nogil

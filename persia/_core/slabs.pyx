@@ -24,13 +24,32 @@ moving (they stop the world).
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
+from persia._core.kept cimport (
+    KEPT_FORMATS, KEPT_PAGE, KEPT_ROWS, KeptFormat, kept_back, kept_point, persia_map_file,
+    persia_stores_before,
+)
+from persia._core.row_format cimport set_format
 from persia._core.types cimport NO_ROW
 
 cdef extern from "portable.h" nogil:
     void *persia_map(size_t num_bytes, size_t alignment) noexcept
     void persia_unmap(void *start, size_t num_bytes) noexcept
     void persia_advise_huge(void *start, size_t num_bytes) noexcept
-    void persia_collapse(void *start, size_t num_bytes) noexcept
+    int persia_collapse(void *start, size_t num_bytes) noexcept
+
+cdef extern from *:
+    """
+    #define PERSIA_REGION_BYTES ((size_t)0x200000 * 16)
+    """
+    const size_t REGION_BYTES "PERSIA_REGION_BYTES"
+
+cdef enum:
+    # What a format that was read may have; see ``store`` and ``optim``.
+    NUM_DTYPES = 3
+    MAX_DIM = 65536
+    MAX_STATE_WORDS = 2 * MAX_DIM + 1
+
+cdef const char *NO_MEMORY = b"no memory"
 
 
 cdef void slabs_init(Slabs *slabs) noexcept nogil:
@@ -39,42 +58,64 @@ cdef void slabs_init(Slabs *slabs) noexcept nogil:
 
 cdef void slabs_free(Slabs *slabs) noexcept nogil:
     """Give everything back; the struct is as after ``slabs_init``."""
-    cdef uint32_t i
-    for i in range(slabs.num_regions):
-        persia_unmap(slabs.regions[i], <size_t> CHUNK_BYTES * CHUNKS_PER_REGION)
-    free(slabs.regions)
+    cdef Kept *kept = slabs.kept
+    regions_free(&slabs.rows)
+    regions_free(&slabs.blocks)
     free(slabs.views)
     free(slabs.states)
     slabs_init(slabs)
+    slabs.kept = kept
 
 
-cdef char *map_chunk(Slabs *slabs) noexcept nogil:
-    """Take 2 MiB of zeroed address space; NULL if there is none."""
-    cdef char **regions
+cdef void regions_free(Regions *regions) noexcept nogil:
+    cdef uint32_t i
+    for i in range(regions.count):
+        persia_unmap(regions.starts[i], REGION_BYTES)
+    free(regions.starts)
+
+
+cdef char *map_chunk(Slabs *slabs, Regions *regions, Kept *kept) noexcept nogil:
+    """Take 2 MiB of zeroed address space, or of the file; NULL if there is none."""
+    cdef char **starts
     cdef char *region
     cdef char *chunk
     cdef uint32_t capacity
-    if slabs.region_chunks_left == 0:
-        if slabs.num_regions == slabs.region_capacity:
-            capacity = slabs.region_capacity * 2 if slabs.region_capacity else 4
-            regions = <char **> realloc(slabs.regions, capacity * sizeof(char *))
-            if regions == NULL:
+    if regions.chunks_left == 0:
+        if regions.count == regions.capacity:
+            capacity = regions.capacity * 2 if regions.capacity else 4
+            starts = <char **> realloc(regions.starts, capacity * sizeof(char *))
+            if starts == NULL:
                 return NULL
-            slabs.regions = regions
-            slabs.region_capacity = capacity
-        region = <char *> persia_map(<size_t> CHUNK_BYTES * CHUNKS_PER_REGION, CHUNK_BYTES)
+            regions.starts = starts
+            regions.capacity = capacity
+        if kept == NULL:
+            region = <char *> persia_map(REGION_BYTES, CHUNK_BYTES)
+        else:
+            region = <char *> persia_map_file(
+                kept.file, kept.offset + KEPT_ROWS + regions.count * REGION_BYTES,
+                REGION_BYTES, CHUNK_BYTES)
         if region == NULL:
             return NULL
-        slabs.regions[slabs.num_regions] = region
-        slabs.num_regions += 1
-        slabs.region_chunks_left = CHUNKS_PER_REGION
-    chunk = slabs.regions[slabs.num_regions - 1] + (
-        <size_t> CHUNK_BYTES * (CHUNKS_PER_REGION - slabs.region_chunks_left))
-    slabs.region_chunks_left -= 1
-    if slabs.num_mapped >= SMALL_CHUNKS:
-        persia_advise_huge(chunk, CHUNK_BYTES)
+        regions.starts[regions.count] = region
+        regions.count += 1
+        regions.chunks_left = CHUNKS_PER_REGION
+    chunk = regions.starts[regions.count - 1] + (
+        <size_t> CHUNK_BYTES * (CHUNKS_PER_REGION - regions.chunks_left))
+    regions.chunks_left -= 1
     slabs.num_mapped += 1
     return chunk
+
+
+cdef int back_rows(Slabs *slabs, uint32_t chunk, uint32_t num_bytes) noexcept nogil:
+    """Have memory for the next bytes of a kept chunk."""
+    cdef uint32_t backed = slabs.states[chunk].bytes_backed
+    num_bytes = min(num_bytes, CHUNK_BYTES - backed)
+    if num_bytes and kept_back(
+            slabs.kept, slabs.views[chunk].base + backed,
+            KEPT_ROWS + <uint64_t> chunk * CHUNK_BYTES + backed, num_bytes) < 0:
+        return -1
+    slabs.states[chunk].bytes_backed += num_bytes
+    return 0
 
 
 cdef int slabs_slab(Slabs *slabs, const Format *format) noexcept nogil:
@@ -96,8 +137,20 @@ cdef int slabs_slab(Slabs *slabs, const Format *format) noexcept nogil:
         <uint32_t> sizeof(Row) + 4 * (format.value_words + format.state_words) + 7)
     slab.open = NO_CHUNK
     slab.num_live = 0
+    if slabs.kept != NULL:
+        note_format(slabs.kept, slabs.num_slabs, format)
     slabs.num_slabs += 1
     return <int> (slabs.num_slabs - 1)
+
+
+cdef void note_format(Kept *kept, uint32_t number, const Format *format) noexcept nogil:
+    cdef KeptFormat *at = &kept.shard.formats[number]
+    at.dim = format.dim
+    at.dtype = format.dtype
+    at.state_words = format.state_words
+    persia_stores_before()
+    kept.shard.num_formats = number + 1
+    persia_stores_before()
 
 
 cdef void open_chunk(Slabs *slabs, uint32_t chunk) noexcept nogil:
@@ -128,36 +181,78 @@ cdef void cut_chunk(Slabs *slabs, uint32_t chunk, uint32_t slab) noexcept nogil:
     slabs.states[chunk].num_touched = 0
     slabs.states[chunk].num_live = 0
     slabs.states[chunk].freed = NO_ROW
+    if slabs.kept != NULL:
+        # One store: what the places were cut for, and that none of them is anything yet.
+        slabs.kept.shard.chunks[chunk] = slab
+        persia_stores_before()
     open_chunk(slabs, chunk)
 
 
-cdef bint add_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
+cdef bint grow_chunks(Slabs *slabs, uint32_t count) noexcept nogil:
+    """Have room to know so many chunks."""
     cdef ChunkView *views
     cdef ChunkState *states
-    cdef uint32_t capacity
-    cdef char *base
-    cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS
-    if slabs.num_chunks == MAX_CHUNKS:
+    cdef uint32_t capacity = slabs.chunk_capacity if slabs.chunk_capacity else 8
+    if count <= slabs.chunk_capacity:
+        return True
+    while capacity < count:
+        capacity *= 2
+    views = <ChunkView *> realloc(slabs.views, capacity * sizeof(ChunkView))
+    if views == NULL:
         return False
-    if slabs.num_chunks == slabs.chunk_capacity:
-        capacity = slabs.chunk_capacity * 2 if slabs.chunk_capacity else 8
-        views = <ChunkView *> realloc(slabs.views, capacity * sizeof(ChunkView))
-        if views == NULL:
-            return False
-        slabs.views = views
-        states = <ChunkState *> realloc(slabs.states, capacity * sizeof(ChunkState))
-        if states == NULL:
-            return False
-        slabs.states = states
-        slabs.chunk_capacity = capacity
-    base = map_chunk(slabs)
+    slabs.views = views
+    states = <ChunkState *> realloc(slabs.states, capacity * sizeof(ChunkState))
+    if states == NULL:
+        return False
+    slabs.states = states
+    slabs.chunk_capacity = capacity
+    return True
+
+
+cdef bint add_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
+    cdef ChunkState *state
+    cdef char *base
+    cdef uint32_t chunk = slabs.num_chunks
+    cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS
+    if chunk == MAX_CHUNKS or not grow_chunks(slabs, chunk + 1):
+        return False
+    base = map_chunk(slabs, &slabs.rows, slabs.kept)
     if base == NULL:
         return False
-    slabs.views[slabs.num_chunks].base = base
-    slabs.states[slabs.num_chunks].is_small = is_small
+    slabs.views[chunk].base = base
+    state = &slabs.states[chunk]
+    state.is_small = is_small
+    state.bytes_backed = CHUNK_BYTES
+    if slabs.kept == NULL:
+        if not is_small:
+            persia_advise_huge(base, CHUNK_BYTES)
+    elif not back_chunk(slabs, chunk):
+        return False
     slabs.num_chunks += 1
-    cut_chunk(slabs, slabs.num_chunks - 1, slab)
+    cut_chunk(slabs, chunk, slab)
+    if slabs.kept != NULL:
+        slabs.kept.shard.num_chunks = slabs.num_chunks
+        persia_stores_before()
+        kept_point(slabs.kept)
     return True
+
+
+cdef bint back_chunk(Slabs *slabs, uint32_t chunk) noexcept nogil:
+    """Memory for a chunk that is new, as one huge page if it can be had, and for its entry."""
+    cdef ChunkState *state = &slabs.states[chunk]
+    cdef char *entry = <char *> &slabs.kept.shard.chunks[chunk]
+    if kept_back(
+            slabs.kept, entry, entry - <char *> slabs.kept.shard, sizeof(uint64_t)) < 0:
+        return False
+    state.bytes_backed = 0
+    if state.is_small:
+        return back_rows(slabs, chunk, SMALL_BACKED) == 0
+    # A huge page is made of what is there, and of an empty range none is.
+    if back_rows(slabs, chunk, KEPT_PAGE) < 0:
+        return False
+    if persia_collapse(slabs.views[chunk].base, CHUNK_BYTES) == 0:
+        state.bytes_backed = CHUNK_BYTES
+    return back_rows(slabs, chunk, CHUNK_BYTES) == 0
 
 
 cdef bint take_empty_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
@@ -187,12 +282,20 @@ cdef row_t slabs_new_row(Slabs *slabs, uint32_t slab) noexcept nogil:
         state.freed = <uint32_t> row.sign
     else:
         place = state.num_touched
+        if (place + 1) * slabs.views[chunk].stride > state.bytes_backed and (
+                back_rows(slabs, chunk, max(SMALL_BACKED, slabs.views[chunk].stride)) < 0):
+            return NO_ROW
+        row = row_at(slabs, (chunk << PLACE_BITS) | place)
+        if slabs.kept != NULL:
+            row.position = NO_POSITION
+            persia_stores_before()
+            slabs.kept.shard.chunks[chunk] += <uint64_t> 1 << 32
+            persia_stores_before()
         state.num_touched += 1
         slabs.bytes_used += slabs.views[chunk].stride
         if state.is_small and state.num_touched == state.num_places:
             persia_collapse(slabs.views[chunk].base, CHUNK_BYTES)
             state.is_small = False
-        row = row_at(slabs, (chunk << PLACE_BITS) | place)
     state.num_live += 1
     slabs.slabs[slab].num_live += 1
     if state.freed == NO_ROW and state.num_touched == state.num_places:
@@ -220,15 +323,93 @@ cdef void slabs_drop_row(Slabs *slabs, row_t row) noexcept nogil:
         slabs.bytes_used -= <uint64_t> state.num_touched * slabs.views[chunk].stride
         state.num_touched = 0
         state.freed = NO_ROW
+        if slabs.kept != NULL:
+            slabs.kept.shard.chunks[chunk] = slabs.views[chunk].slab
+            persia_stores_before()
+
+
+cdef const char *slabs_attach(Slabs *slabs) noexcept nogil:
+    cdef Kept *kept = slabs.kept
+    cdef const char *broken
+    # What is read is not written meanwhile: this process may be killed too.
+    slabs.kept = NULL
+    broken = attach_chunks(slabs, kept)
+    slabs.kept = kept
+    return broken
+
+
+cdef const char *attach_chunks(Slabs *slabs, Kept *kept) noexcept nogil:
+    cdef uint32_t i, slab
+    cdef uint64_t num_touched
+    cdef Format format
+    if kept.shard.num_formats > KEPT_FORMATS or kept.shard.num_chunks > MAX_CHUNKS:
+        return b"more formats or chunks than there can be"
+    for i in range(<uint32_t> kept.shard.num_formats):
+        format.dtype = kept.shard.formats[i].dtype
+        if format.dtype >= NUM_DTYPES:
+            return b"a format has a dtype that is unknown"
+        set_format(
+            &format, format.dtype, kept.shard.formats[i].dim, kept.shard.formats[i].state_words)
+        if not 1 <= format.dim <= MAX_DIM or format.state_words > MAX_STATE_WORDS:
+            return b"a format has a dim or a state that no row has"
+        if slabs_slab(slabs, &format) != <int> i:
+            return b"a format comes twice"
+    if not grow_chunks(slabs, <uint32_t> kept.shard.num_chunks):
+        return NO_MEMORY
+    for i in range(<uint32_t> kept.shard.num_chunks):
+        slab = <uint32_t> kept.shard.chunks[i]
+        num_touched = kept.shard.chunks[i] >> 32
+        if slab >= slabs.num_slabs:
+            return b"a chunk is of a format that there is not"
+        slabs.views[i].base = map_chunk(slabs, &slabs.rows, kept)
+        if slabs.views[i].base == NULL:
+            return NO_MEMORY
+        slabs.num_chunks = i + 1
+        cut_chunk(slabs, i, slab)
+        if num_touched > slabs.states[i].num_places:
+            return b"a chunk has more rows than places"
+        # Backed up to here at least; beyond it that is asked for again, which costs nothing.
+        slabs.states[i].is_small = num_touched < slabs.states[i].num_places
+        slabs.states[i].bytes_backed = <uint32_t> num_touched * slabs.views[i].stride
+        slabs.states[i].num_touched = <uint32_t> num_touched
+        slabs.bytes_used += num_touched * slabs.views[i].stride
+    return NULL
+
+
+cdef uint32_t slabs_scan(Slabs *slabs, uint32_t chunk, row_t *rows) noexcept nogil:
+    cdef ChunkState *state = &slabs.states[chunk]
+    cdef uint32_t place, count = 0
+    cdef Row *row
+    # From the last on, so that the first free place is taken first.
+    for place in range(state.num_touched, 0, -1):
+        row = row_at(slabs, (chunk << PLACE_BITS) | (place - 1))
+        if row.position == NO_POSITION:
+            row.sign = state.freed
+            state.freed = place - 1
+        else:
+            rows[count] = (chunk << PLACE_BITS) | (place - 1)
+            count += 1
+    state.num_live = count
+    slabs.slabs[slabs.views[chunk].slab].num_live += count
+    if count == 0:
+        slabs.bytes_used -= <uint64_t> state.num_touched * slabs.views[chunk].stride
+        state.num_touched = 0
+        state.freed = NO_ROW
+        slabs.kept.shard.chunks[chunk] = slabs.views[chunk].slab
+    elif state.freed == NO_ROW and state.num_touched == state.num_places:
+        close_chunk(slabs, chunk)
+    return count
 
 
 cdef void *slabs_new_block(Slabs *slabs) noexcept nogil:
     cdef void *block
     cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS
     if slabs.block_left == 0:
-        block = map_chunk(slabs)
+        block = map_chunk(slabs, &slabs.blocks, NULL)
         if block == NULL:
             return NULL
+        if not is_small:
+            persia_advise_huge(block, CHUNK_BYTES)
         slabs.is_block_small = is_small
         slabs.block_next = <char *> block
         slabs.block_left = CHUNK_BYTES

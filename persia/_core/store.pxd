@@ -21,12 +21,16 @@ cdef class EmbeddingStore:
     cdef readonly RowOptimizer optimizer
     cdef readonly Watch watch
     cdef list batches           # scratch, reused
+    cdef uint64_t *control      # a page of the state file, or NULL
+    cdef uint64_t crash_in
     cdef object pool            # threads beside the caller's
 
     cdef Batch begin(
         self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim,
         RowOptimizer optimizer, uint32_t dtype)
     cdef Tally run(self, Batch batch) except *
+    cdef int open_state(self, int file) except -1
+    cdef int attach_rows(self) except -1
     cdef uint64_t shard_sketch_bytes(self) noexcept
     cdef uint64_t sketch_size(self) noexcept
     cdef void set_policy(self, Batch batch, uint32_t policy) noexcept

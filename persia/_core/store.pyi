@@ -34,9 +34,13 @@ class EmbeddingStore:
             expiry the clock is None and the ttl 0.
         sketch_bytes: Of the counts of ids that are not admitted yet, divided over the shards;
             0 is no admission by count.
+        state_file: Descriptor of a state file that is locked and long enough, in which all of
+            it outlives the process; see ``persia._services.state_file``.
+        attach: Take up what another process left there, with the same other arguments.
 
     Raises:
         ConfigError: An argument is out of its range.
+        StoreError: What is in the state file is not whole; it is best removed then.
     """
 
     num_shards: int
@@ -59,10 +63,28 @@ class EmbeddingStore:
         num_threads: int = 1,
         policies: Sequence[tuple[str, str | None, int]] = (),
         sketch_bytes: int = 0,
+        state_file: int | None = None,
+        attach: bool = False,
     ) -> Self: ...
     def __len__(self) -> int: ...
     def close(self) -> None:
         """Stop the store's threads; a later request runs on its caller's."""
+
+    def state_is_void(self) -> bool:
+        """Whether the state file ran out of memory, so that nobody can take it up."""
+
+    def clock_times(self) -> tuple[int, int]:
+        """Milliseconds and steps, as last told."""
+
+    def reseed(self, seed: int) -> None:
+        """Have rows begin with another seed.
+
+        Raises:
+            ConfigError: There are rows.
+        """
+
+    def crash_after(self, points: int) -> None:
+        """For tests: end the process at the so-manieth point where it writes to its file."""
 
     def configure(self, optimizer: RowOptimizer) -> None:
         """Set the optimizer of calls that are given none.
@@ -139,6 +161,8 @@ class EmbeddingStore:
         *,
         dtype: str = "float32",
         number: int = 0,
+        slot: int = 0,
+        tag: int = 0,
     ) -> int:
         """Step each sign's row by its gradient [n, dim]; no use in the sense of a policy.
 
@@ -146,12 +170,19 @@ class EmbeddingStore:
         bytes are rounded by chance, keyed by (seed, sign, ``number``): a number that is never
         the same twice running, as that of the batch, keeps small steps from being lost.
 
+        In a state file an update is noted under ``slot`` (1..256), its own until it is applied,
+        and ``tag``, greater than any before in that slot. One that takes several calls makes
+        them in the same order under growing tags. If it is cut short, the same calls in
+        another process go on where it was; a row is never stepped by half.
+
         Returns:
-            How many signs have no row; each skipped exactly its own gradient.
+            How many signs have no row; each skipped exactly its own gradient. After an update
+            was cut short: of those that were left.
 
         Raises:
             NotConfigured: None is given, and the store has no optimizer yet.
             DimMismatch: A sign is stored with another dim, dtype or state size.
+            StoreError: It goes on with an update that had other signs.
         """
 
     def read(

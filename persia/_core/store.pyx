@@ -14,6 +14,8 @@ so a repeated call repeats itself, and the number of servers, shards and threads
 as long as nothing is evicted.
 """
 
+import os
+
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -21,6 +23,7 @@ import numpy as np
 cimport cython
 
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from persia._core.arrivals cimport arrivals_settle
@@ -34,10 +37,16 @@ from persia._core.halves cimport dtype_name, dtype_number, rounding_key
 from persia._core.hashing cimport mix64
 from persia._core.initial cimport Initializer
 from persia._core.invariants cimport broken_invariant
-from persia._core.recency cimport (
-    CLOCK_MS, CLOCK_STEPS, NO_CLOCK, NO_ORDER, OFFSET_BITS, recency_expired, recency_walk,
+from persia._core.kept cimport (
+    KEPT_HEADER, KEPT_PAGE, KEPT_SHARD, NUM_SLOTS, Kept, kept_clear, kept_free, kept_init,
+    persia_back, persia_map_file,
 )
-from persia._core.request cimport STATUS_DIM, STATUS_NO_MEMORY, STATUS_SHAPES
+from persia._core.recency cimport (
+    CLOCK_MS, CLOCK_STEPS, NO_CLOCK, NO_ORDER, NUM_CLOCKS, OFFSET_BITS, recency_expired,
+    recency_walk,
+)
+from persia._core.recovery cimport recovery_attach
+from persia._core.request cimport STATUS_DIM, STATUS_NO_MEMORY, STATUS_OTHER, STATUS_SHAPES
 from persia._core.restore cimport restore_shard
 from persia._core.row_format cimport Format, read_values, set_format
 from persia._core.serve cimport (
@@ -51,10 +60,13 @@ from persia._core.sketch cimport MAX_COUNT
 from persia._core.slabs cimport CACHE_LINE, PLACE_BITS, Row, row_at, row_values
 from persia._core.types cimport NO_ROW, row_t, uint8_t
 
-from persia.errors import ConfigError, DataError, DimMismatch, InternalError, NotConfigured
+from persia.errors import (
+    ConfigError, DataError, DimMismatch, InternalError, NotConfigured, StoreError,
+)
 
 cdef extern from "portable.h":
     const bint PERSIA_DEBUG
+    void persia_unmap(void *start, size_t num_bytes) noexcept nogil
 
 cdef extern from "pythread.h" nogil:
     PyThread_type_lock PyThread_allocate_lock() noexcept
@@ -84,9 +96,11 @@ cdef class EmbeddingStore:
 
     def __cinit__(
         self, capacity, *, num_shards=16, seed=0, memory_limit=0, num_threads=1,
-        policies=(), sketch_bytes=0
+        policies=(), sketch_bytes=0, state_file=None, attach=False
     ):
         self.shards = NULL
+        self.control = NULL
+        self.crash_in = 0
         self.batches = []
         self.pool = None
         self.optimizer = None
@@ -120,6 +134,8 @@ cdef class EmbeddingStore:
         # Divided over shards; a remainder is worth a line each.
         self.sketch_bytes = sketch_bytes
         self.watch = Watch(self.num_shards)
+        if state_file is not None:
+            self.open_state(state_file)
         cdef uint32_t i
         for i in range(self.num_shards):
             self.shards[i].capacity = self.capacity // self.num_shards + (
@@ -135,6 +151,8 @@ cdef class EmbeddingStore:
                         &self.shards[i].eviction, &self.shards[i].recency, kind, clock,
                         ttl) != <int> number:
                     raise MemoryError(f"policy {number} of shard {i}")
+        if attach:
+            self.attach_rows()
         if self.num_threads > 1:
             self.pool = ThreadPoolExecutor(
                 self.num_threads - 1, thread_name_prefix="persia-store")
@@ -147,9 +165,75 @@ cdef class EmbeddingStore:
             shard_free(&self.shards[i])
             log_trim(&self.shards[i].changes.log, <uint32_t> 0xFFFFFFFF)
             eviction_free(&self.shards[i].eviction)
+            if self.shards[i].kept != NULL:
+                kept_free(self.shards[i].kept)
+                free(self.shards[i].kept)
             if self.shards[i].lock != NULL:
                 PyThread_free_lock(self.shards[i].lock)
+        if self.control != NULL:
+            persia_unmap(self.control, KEPT_PAGE)
         PyMem_Free(self.shards)
+
+    cdef int open_state(self, int file) except -1:
+        cdef uint32_t i
+        if os.fstat(file).st_size < KEPT_HEADER + self.num_shards * KEPT_SHARD:
+            raise StoreError(f"the state file is too short for {self.num_shards} shards")
+        # The file's second page; who made the file made it too.
+        self.control = <uint64_t *> persia_map_file(file, KEPT_PAGE, KEPT_PAGE, KEPT_PAGE)
+        if self.control == NULL or persia_back(file, KEPT_PAGE, KEPT_PAGE) < 0:
+            raise MemoryError("the state file cannot be mapped")
+        for i in range(self.num_shards):
+            self.shards[i].kept = <Kept *> malloc(sizeof(Kept))
+            if self.shards[i].kept == NULL:
+                raise MemoryError(f"shard {i} of {self.num_shards}")
+            memset(self.shards[i].kept, 0, sizeof(Kept))
+            if kept_init(
+                    self.shards[i].kept, file, i, self.control, &self.crash_in) < 0:
+                raise MemoryError(f"shard {i} of the state file cannot be mapped")
+        return 0
+
+    cdef int attach_rows(self) except -1:
+        cdef uint32_t i, clock
+        if self.control[0]:
+            raise StoreError("the state file is void: it ran out of memory before the end")
+        with ThreadPoolExecutor(min(self.num_shards, os.cpu_count() or 1)) as pool:
+            for broken in pool.map(self._attach_shard, range(self.num_shards)):
+                if broken is not None:
+                    raise StoreError(broken)
+        for i in range(self.num_shards):
+            for clock in range(<uint32_t> NUM_CLOCKS):
+                self.clocks[clock] = max(
+                    self.clocks[clock], self.shards[i].recency.clocks[clock])
+        return 0
+
+    def _attach_shard(self, uint32_t number):
+        cdef Shard *shard = &self.shards[number]
+        cdef const char *broken
+        with nogil:
+            broken = recovery_attach(
+                &shard.slabs, &shard.index, &shard.recency, &shard.eviction, shard.kept,
+                number, self.num_shards)
+            if broken == NULL:
+                shard.sketch.num_counted = shard.kept.shard.num_counted
+                shard.sketch.next_halved = shard.kept.shard.next_halved
+                if shard.sketch.next_halved >= max(shard.sketch.num_lines, <uint64_t> 1):
+                    shard.sketch.next_halved = 0
+        return None if broken == NULL else f"shard {number}: {broken.decode()}"
+
+    def state_is_void(self):
+        return self.control != NULL and self.control[0] != 0
+
+    def crash_after(self, uint64_t points):
+        self.crash_in = points
+
+    def reseed(self, uint64_t seed):
+        if len(self):
+            raise ConfigError(f"{len(self)} rows began with seed {self.seed}: clear them first")
+        self.seed = seed
+
+    def clock_times(self):
+        return (
+            int(self.clocks[CLOCK_MS] - CLOCK_BASE), int(self.clocks[CLOCK_STEPS] - CLOCK_BASE))
 
     def close(self):
         """Stop the store's threads; a later request runs on its caller's."""
@@ -199,6 +283,8 @@ cdef class EmbeddingStore:
         set_format(&batch.format, dtype, dim, batch.state_words)
         batch.seed = self.seed
         self.set_policy(batch, 0)
+        batch.slot = 0
+        batch.tag = 0
         batch.admit_at = 1
         batch.is_repeated = False
         batch.admission_key = mix64(mix64(self.seed ^ ADMISSION))
@@ -242,6 +328,10 @@ cdef class EmbeddingStore:
                 f"sign {tally.sign:#018x} is stored with dim {tally.dim} of "
                 f"{dtype_name(tally.dtype)} and {tally.state_words} words of state; the "
                 f"request is for dim {dim} of {dtype}")
+        if tally.status == STATUS_OTHER:
+            raise StoreError(
+                "an update was cut short, and its repetition brings other signs: what it has "
+                "not stepped yet stays as it is")
         return tally
 
     def lookup_train(
@@ -298,7 +388,7 @@ cdef class EmbeddingStore:
     def update(
         self, const uint64_t[::1] signs not None, const uint32_t[::1] hints,
         const float[:, ::1] gradients not None, RowOptimizer optimizer=None, *,
-        dtype="float32", uint64_t number=0
+        dtype="float32", uint64_t number=0, uint32_t slot=0, uint64_t tag=0
     ):
         cdef Batch batch
         cdef uint32_t row_dtype = dtype_number(dtype)
@@ -306,11 +396,16 @@ cdef class EmbeddingStore:
         check_rows("gradients", signs.shape[0], gradients.shape[0], gradients.shape[1])
         if hints is not None:
             check_length("hints", signs.shape[0], hints.shape[0])
+        if slot > NUM_SLOTS or (slot != 0) != (tag != 0):
+            raise DataError(
+                f"a slot in 1..{NUM_SLOTS} and a tag, or neither: got {slot} and {tag}")
         if signs.shape[0] == 0:
             return 0
         batch = self.begin(
             signs, update_shard, <uint32_t> gradients.shape[1], optimizer, row_dtype)
         batch.rounding_key = rounding_key(self.seed, number)
+        batch.slot = slot
+        batch.tag = tag
         batch.hints = NULL
         if hints is not None:
             batch.hints = &hints[0]
@@ -488,6 +583,8 @@ cdef class EmbeddingStore:
                 PyThread_acquire_lock(shard.lock, 1)
                 note_clear(&shard.changes)
                 shard_free(shard)
+                if shard.kept != NULL:
+                    kept_clear(shard.kept)
                 status = shard_init(shard, sketch_bytes)
                 PyThread_release_lock(shard.lock)
             if status < 0:

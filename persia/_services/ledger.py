@@ -20,8 +20,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from persia.errors import StoreError
+
+if TYPE_CHECKING:
+    from persia._services.update_record import UpdateRecord
 
 # Far more than any staleness bound in use; an outcome takes about 100 bytes.
 WINDOW = 4096
@@ -40,11 +44,20 @@ class UpdateLedger:
     """Runs each update at most once and gives a repeated one its first outcome.
 
     Any thread may call it; updates with different ids run at the same time.
+
+    Args:
+        window: Outcomes kept of each client, at least.
+        record: Where they outlive the process; it begins with those that are there.
     """
 
-    def __init__(self, window: int = WINDOW) -> None:
+    def __init__(self, window: int = WINDOW, record: UpdateRecord | None = None) -> None:
         self._window = window
+        self._record = record
         self._clients: dict[int, _Client] = {}
+        if record is not None:
+            self._clients = {
+                name: _Client(floor, outcomes) for name, floor, outcomes in record.outcomes()
+            }
         self._ended = threading.Condition()  # guards the clients; notified when one ends
 
     def run(self, update_id: tuple[int, int], apply: Callable[[], int]) -> tuple[int, bool]:
@@ -96,6 +109,8 @@ class UpdateLedger:
                 if outcome is not None:
                     client.outcomes[number] = outcome
                     self._forget(client)
+                    if self._record is not None:
+                        self._record.commit(update_id, outcome, client.floor)
                 self._ended.notify_all()
         return outcome, False
 

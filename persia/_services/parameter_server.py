@@ -49,7 +49,10 @@ from persia._services.ledger import UpdateLedger
 from persia._services.loads import Loads, settings_of
 from persia._services.optimizers import TableOptimizers
 from persia._services.plan import schema_fingerprint
-from persia._services.row_policies import RowPolicies, TrainingClock
+from persia._services.recovery import check_facts, facts_of, noted_settings
+from persia._services.row_policies import REMEMBERED, RowPolicies, TrainingClock
+from persia._services.state_file import RECENT, StateFile
+from persia._services.update_record import UpdateRecord
 from persia.config import EmbeddingSchema, ParameterServerConfig, Table
 from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
 from persia.logger import get_logger
@@ -87,6 +90,8 @@ class ParameterServer:
         replica_size: Number of servers that share the signs.
         num_threads: Threads that one request may use.
         clock: Seconds that never go back, by which rows expire.
+        state: Where all of it outlives the process. What a process that was killed left there
+            is taken up again, if it is whole and of the same schema.
 
     Raises:
         ConfigError: If ``replica_index`` is not in ``0..replica_size - 1``.
@@ -101,6 +106,7 @@ class ParameterServer:
         replica_size: int = 1,
         num_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        state: StateFile | None = None,
     ) -> None:
         if not 0 <= replica_index < replica_size:
             raise ConfigError(
@@ -112,10 +118,8 @@ class ParameterServer:
         self._replica_index = replica_index
         self._replica_size = replica_size
         self._num_threads = num_threads
-        self._clock = TrainingClock(clock)
         self._owners = owners(replica_size)
         self._fingerprint = schema_fingerprint(schema)
-        self._ledger = UpdateLedger()
         # Held while settings change; requests read the next field without it.
         self._settings_lock = threading.Lock()
         self._configured: _Configured | None = None
@@ -130,6 +134,24 @@ class ParameterServer:
         self._incremental: IncrementalWriter | None = None
         if settings.enable_incremental_update:
             self._incremental = IncrementalWriter(replica_index, replica_size, settings)
+        self._warned_of_state = False
+        self._recovered_rows = 0
+        self._state = state
+        self._facts = facts_of(schema, settings, replica_index, replica_size)
+        if state is not None and state.why_not is not None:
+            self._begin_state(state)
+        elif state is not None:
+            self._recover(state, clock)
+            return
+        self._keep_updates(state, clock)
+
+    def _keep_updates(self, state: StateFile | None, clock: Callable[[], float]) -> None:
+        self._record = None if state is None else UpdateRecord(state)
+        self._ledger = UpdateLedger(record=self._record)
+        recent = None
+        if state is not None and state.back(RECENT, 24 * REMEMBERED):
+            recent = state.array(RECENT, REMEMBERED, 3)
+        self._clock = TrainingClock(clock, recent)
 
     @property
     def replica_index(self) -> int:
@@ -179,13 +201,32 @@ class ParameterServer:
                 optimizers = TableOptimizers(
                     self._schema, self._registered, settings.weight_bound
                 )
-            if old is None or old.settings.seed != settings.seed:
+            if old is None:
                 store = self._new_store(settings.seed, policies)
+            elif old.settings.seed != settings.seed:
+                store = self._another_store(old.store, settings.seed, policies)
             else:
                 store = old.store
+            if self._state is not None:
+                # Before there is a row of it.
+                self._state.note(configured=dataclasses.asdict(settings))
             self._configured = _Configured(settings, store, initializers, policies, optimizers)
 
-    def _new_store(self, seed: int, policies: RowPolicies) -> EmbeddingStore:
+    def _another_store(
+        self, old: EmbeddingStore, seed: int, policies: RowPolicies
+    ) -> EmbeddingStore:
+        """Return an empty store in the place of one that is empty."""
+        if self._state is None:
+            return self._new_store(seed, policies)
+        # Two stores cannot share the file. If a lookup under way enters a row with what was set
+        # before, a later request finds it of another shape, and says so.
+        old.clear()
+        old.reseed(seed)
+        return old
+
+    def _new_store(
+        self, seed: int, policies: RowPolicies, attach: bool = False
+    ) -> EmbeddingStore:
         return EmbeddingStore(
             self._settings.capacity,
             num_shards=self._settings.num_hashmap_internal_shards,
@@ -194,6 +235,8 @@ class ParameterServer:
             num_threads=self._num_threads,
             policies=policies.kinds,
             sketch_bytes=policies.sketch_bytes,
+            state_file=None if self._state is None else self._state.descriptor,
+            attach=attach,
         )
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
@@ -214,7 +257,10 @@ class ParameterServer:
             bound = 0.0 if configured is None else configured.settings.weight_bound
             new = TableOptimizers(self._schema, settings, bound)
             if configured is not None:
-                self._configured = self._with_optimizers(configured, new)
+                configured = self._with_optimizers(configured, new)
+            if self._state is not None:
+                self._state.note(optimizer=dataclasses.asdict(settings))
+            self._configured = configured
             self._registered = settings
 
     def _with_optimizers(self, configured: _Configured, new: TableOptimizers) -> _Configured:
@@ -231,7 +277,7 @@ class ParameterServer:
                     f"again with the options that shape its state, or clear_embeddings() first"
                 )
             # A lookup under way may still insert rows with the old state: into the old store.
-            store = self._new_store(configured.settings.seed, configured.policies)
+            store = self._another_store(store, configured.settings.seed, configured.policies)
         return dataclasses.replace(configured, store=store, optimizers=new)
 
     def ready_for_serving(self) -> bool:
@@ -303,6 +349,8 @@ class ParameterServer:
                 dtype=table.dtype,
             )
             replies.append(TableRows(table.number, rows, hints))
+        if self._state is not None and not self._warned_of_state:
+            self._look_at_state(configured.store)
         if not self._warned_of_memory and self._counts["lookups"] % _MEMORY_CHECK_INTERVAL == 0:
             self._warn_of_memory(configured.store)
         return replies
@@ -345,9 +393,14 @@ class ParameterServer:
         number = request.update_id[1]
 
         def apply() -> int:
+            slot = tag = 0
+            if self._record is not None:
+                slot, tag = self._record.begin(request.update_id, len(parts))
             return sum(
-                configured.store.update(*part, dtype=dtype, number=number)
-                for part, dtype in zip(parts, dtypes, strict=True)
+                configured.store.update(
+                    *part, dtype=dtype, number=number, slot=slot, tag=slot and tag + place
+                )
+                for place, (part, dtype) in enumerate(zip(parts, dtypes, strict=True))
             )
 
         num_missing, repeated = self._ledger.run(request.update_id, apply)
@@ -555,6 +608,7 @@ class ParameterServer:
 
         ``rows``, ``bytes``, ``inserted``, ``evicted`` (``evicted_lru`` and ``evicted_lfu``),
         ``expired``, ``refused`` (not admitted) and ``memory_limited`` are the store's;
+        ``recovered_rows``, if any, are those that this process found when it started;
         ``missing`` counts zeros that evaluation answered with, ``update_missing`` gradients
         without a row.
         """
@@ -572,7 +626,78 @@ class ParameterServer:
             "memory_limited",
         )
         with self._counts_lock:
-            return {**{name: int(held.get(name, 0)) for name in names}, **self._counts}
+            counts = {**{name: int(held.get(name, 0)) for name in names}, **self._counts}
+        if self._recovered_rows:
+            counts["recovered_rows"] = self._recovered_rows
+        return counts
+
+    # --- a process that was killed ----------------------------------------------------------
+
+    def _begin_state(self, state: StateFile) -> None:
+        state.note(facts=self._facts)
+
+    def _recover(self, state: StateFile, clock: Callable[[], float]) -> None:
+        """Take up what is in the file, all of it; or nothing, and say why."""
+        begin = time.perf_counter()
+        who = f"parameter server {self._replica_index} of {self._replica_size}"
+        try:
+            self._attach(state, clock)
+        except (StoreError, ConfigError, MemoryError) as error:
+            _logger.error(
+                "%s: %s was left by a process that ended, and CANNOT BE USED: %s; this server "
+                "begins empty",
+                who,
+                state.path,
+                error,
+            )
+            self._configured = self._registered = None
+            self._state = state = state.renewed()
+            self._begin_state(state)
+            self._keep_updates(state, clock)
+            return
+        self._recovered_rows = self.get_embedding_size()
+        _logger.warning(
+            "%s: has the %d rows of a process that ended, after %.2f s; %d updates were cut "
+            "short and wait to be sent again",
+            who,
+            self._recovered_rows,
+            time.perf_counter() - begin,
+            0 if self._record is None else len(self._record.cut_short),
+        )
+
+    def _attach(self, state: StateFile, clock: Callable[[], float]) -> None:
+        notes = state.notes
+        check_facts(notes.get("facts"), self._facts)
+        settings, optimizer = noted_settings(notes)
+        self._keep_updates(state, clock)
+        if settings is not None:
+            tables = self._schema.tables
+            policies = RowPolicies.of(tables, self._settings, settings.admit_probability)
+            store = self._new_store(settings.seed, policies, attach=True)
+            self._clock.resume(store.clock_times()[1])
+            initializers = tuple(_initializer(table, settings) for table in tables)
+            self._configured = _Configured(settings, store, initializers, policies, None)
+        if optimizer is not None:
+            self.register_optimizer(optimizer)
+
+    def _look_at_state(self, store: EmbeddingStore) -> None:
+        if self._state is None or not (store.state_is_void() or self._state.is_void):
+            return
+        self._warned_of_state = True
+        self._state.make_void()
+        _logger.error(
+            "parameter server %d of %d: %s has no room any more, and rows are in the memory of "
+            "this process alone from now on: IF IT IS KILLED, ALL ROWS ARE LOST. Give the "
+            "tmpfs more room (docker: --shm-size), or lower memory_limit",
+            self._replica_index,
+            self._replica_size,
+            self._state.path.parent,
+        )
+
+    @property
+    def state(self) -> StateFile | None:
+        """Where all of it outlives the process."""
+        return self._state
 
     # --- checks -----------------------------------------------------------------------------
 

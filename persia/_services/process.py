@@ -36,6 +36,7 @@ from persia._services.events import Event, Events, watched_process
 from persia._services.job_end import GRACE_S, POLL_S, status_after_job
 from persia._services.parameter_server import ParameterServer
 from persia._services.plan import schema_fingerprint
+from persia._services.supervised import open_state
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.errors import ConfigError, JobFinished, ServiceBusy
 
@@ -76,11 +77,16 @@ def run_parameter_server(options: Options) -> int:
     """
     listed = env.parameter_server_addresses()
     schema, config = _load(options, env.PARAMETER_SERVERS_VARIABLE, listed)
+    settings = config.embedding_parameter_server_config
+    address = listening_address(
+        parameter_server().name, options.replica_index, port=options.port, host=options.host
+    )
     server = ParameterServer(
         schema,
-        config.embedding_parameter_server_config,
+        settings,
         replica_index=options.replica_index,
         replica_size=options.replica_size,
+        state=open_state(settings, address, options.replica_index, options.replica_size),
     )
     with ExitStack() as stack:
         events = stack.enter_context(watched_process())
@@ -93,7 +99,12 @@ def run_parameter_server(options: Options) -> int:
             logger.info("listens at %s, loads %s", serving.address, infer.embedding_checkpoint)
             server.load_checkpoint(infer.embedding_checkpoint)
         logger.info("serves at %s", serving.address)
-        return serving.wait()
+        status = serving.wait()
+        # It was asked to end: nobody will look for its rows. After a failure somebody may.
+        serving.stop()
+        if server.state is not None:
+            server.state.remove()
+        return status
 
 
 def run_embedding_worker(options: Options) -> int:

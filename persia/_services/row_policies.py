@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia._rpc.messages import Signs
 from persia.config import ParameterServerConfig, Table
 
 # Lookups that may come between one and its repetition. A client repeats only what is in flight.
-_REMEMBERED = 64
+REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +81,33 @@ class TrainingClock:
 
     Args:
         clock: Seconds that never go back; ``time.monotonic`` outside of tests.
+        kept: ``[REMEMBERED, 3]`` numbers that outlive the process, with what is in them.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        kept: NDArray[np.uint64] | None = None,
+    ) -> None:
         self._clock = clock
+        self._kept = kept
         self._lock = threading.Lock()  # guards the two below
         self._steps = 0
-        self._recent: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        self._recent: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
+        self._next = 0  # of ``kept``
+        if kept is not None:
+            self._recent.extend(
+                (number, digest) for number, digest, is_set in kept.tolist() if is_set
+            )
 
     def now(self) -> tuple[int, int]:
         """Return milliseconds and steps."""
         return int(self._clock() * 1000), self._steps
+
+    def resume(self, steps: int) -> None:
+        """Go on from so many steps."""
+        with self._lock:
+            self._steps = max(self._steps, steps)
 
     def begin_step(self, batch_id: int, signs: Sequence[Signs]) -> bool:
         """Count a training lookup as a step; True if it only repeats a recent one."""
@@ -103,4 +120,7 @@ class TrainingClock:
                 return True
             self._recent.append((batch_id, digest))
             self._steps += 1
+            if self._kept is not None:
+                self._kept[self._next % REMEMBERED] = (batch_id, digest, 1)
+                self._next += 1
         return False

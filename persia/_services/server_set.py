@@ -1,7 +1,8 @@
 """The parameter servers of an embedding-worker, asked all at once.
 
-A server that was started anew is empty and has no settings. Its set remembers what the servers
-were told last and tells it again, so that it is at once usable; the rows are lost, loudly.
+A server that was started anew may be empty and have no settings. Its set remembers what the
+servers were told last and tells it again, so that it is at once usable. Its rows are lost, and
+loudly, unless it found them again (``docs/recovery.md``).
 """
 
 from __future__ import annotations
@@ -200,12 +201,21 @@ class ServerSet:
         with self._lock:
             self._num_restarts += 1
             configured, optimizer = self._configured, self._optimizer
-        logger.error(
-            "embedding-parameter-server %d was restarted and THE ROWS IT HELD ARE LOST: their "
-            "ids begin anew; it is given the settings again and training goes on",
-            number,
-        )
         server = self._servers[number]
+        recovered = server.stats().get("recovered_rows", 0)
+        if recovered:
+            logger.warning(
+                "embedding-parameter-server %d was restarted and has its %d rows again; "
+                "training goes on",
+                number,
+                recovered,
+            )
+        else:
+            logger.error(
+                "embedding-parameter-server %d was restarted and THE ROWS IT HELD ARE LOST: "
+                "their ids begin anew; it is given the settings again and training goes on",
+                number,
+            )
         if configured is not None:
             server.configure(configured)
         if optimizer is not None:

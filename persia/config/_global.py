@@ -163,6 +163,17 @@ class ParameterServerConfig:
     only if a group admits by count.
     """
 
+    keep_state: bool = True
+    """Whether a server that is killed and started again has its rows again.
+
+    In services mode only. Where ``state_dir`` cannot be used, a server says so and goes on
+    without.
+    """
+
+    state_dir: str = "/dev/shm"
+    """Where rows are then: a tmpfs that outlives the process, and the container if there is
+    one. They take the same memory as otherwise, of this file system."""
+
     enable_incremental_update: bool = False
     """Whether each server writes changed rows out as training goes on."""
 

@@ -100,6 +100,7 @@ class Job:
             "PYTHONPATH": str(ROOT),
             "PERSIA_EMBEDDING_CONFIG": str(directory / "slots.yml"),
             "PERSIA_RPC_TIMEOUT": str(PATIENCE_S),
+            "PERSIA_STATE_DIRECTORY": "off",
         }
 
     def script(self, name: str, text: str) -> str:

@@ -1,0 +1,1 @@
+"""Servers and stores that are killed, and what is there afterwards."""
