@@ -1,7 +1,7 @@
 """The transport's contract inside one process, for tests and fakes.
 
 Messages are copied as a wire would copy them, so that neither end sees the other's memory. A
-message is delivered by the thread that sends it.
+message is delivered by the thread that sends it; what it asks for has a thread to itself.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from persia._rpc.transport import Outgoing, Parts
+from persia._rpc.transport import Outgoing, Parts, Work
 from persia.errors import ConfigError, InternalError
 
 
 def _copied(parts: Parts) -> list[bytearray]:
     return [bytearray(part) for part in parts]
+
+
+def _run(work: Work | None) -> None:
+    while work is not None:
+        work = work()
 
 
 class MemoryTransport:
@@ -114,7 +119,10 @@ class MemoryChannel:
                 if not outgoing.claim():
                     continue
                 deliver, peer = listener.on_message, self.peer
-            deliver(peer, _copied(outgoing.parts))
+            work = deliver(peer, _copied(outgoing.parts))
+            if work is not None:
+                name = f"persia-serve {self._address}"
+                threading.Thread(target=_run, args=(work,), name=name, daemon=True).start()
 
     def deliver(self, parts: Parts) -> None:
         """Take a message from the listener."""
@@ -148,7 +156,7 @@ class MemoryListener:
         self._transport = transport
         self._address = address
         self._on_dropped: Callable[[str], None] | None = None
-        self.on_message: Callable[[bytes, Parts], None] | None = None
+        self.on_message: Callable[[bytes, Parts], Work | None] | None = None
         self.peers: dict[bytes, MemoryChannel] = {}
 
     @property
@@ -158,7 +166,7 @@ class MemoryListener:
 
     def start(
         self,
-        on_message: Callable[[bytes, Parts], None],
+        on_message: Callable[[bytes, Parts], Work | None],
         on_dropped: Callable[[str], None],
     ) -> None:
         """Begin to receive, first what channels kept."""

@@ -1,8 +1,8 @@
 """Serving an object's methods: calls in, one reply or error out for each.
 
-    listener's thread   reads the frame, answers what every server answers and whatever cannot
-                        be served, queues the rest
-    worker threads      take one call each, peer by peer in turn, run the method, answer
+    who received it     reads the frame, answers what every server answers and whatever cannot
+                        be served; queues the rest, or serves it while another receives
+    who has served one  takes the next of those that wait, peer by peer in turn
 
 A bounded number of threads runs methods, and a bounded number of calls waits: beyond it the
 answer is ServiceBusy, which changed nothing. One peer has a share of the queue, so that a
@@ -14,8 +14,8 @@ has stopped waiting is not begun.
 
 from __future__ import annotations
 
+import functools
 import logging
-import queue
 import secrets
 import threading
 import time
@@ -38,7 +38,7 @@ from persia._rpc.frame import (
 )
 from persia._rpc.job import JobState
 from persia._rpc.methods import COMMON, HELLO, Hello, Method, Role
-from persia._rpc.transport import Listener, Parts, Transport
+from persia._rpc.transport import Listener, Parts, Transport, Work
 from persia.errors import PersiaError, ProtocolError, ServiceBusy, WrongReplica
 from persia.version import __version__
 
@@ -55,7 +55,7 @@ _ARRIVAL_S = 0.02
 class ServerSettings:
     """How much one server takes on at a time."""
 
-    num_threads: int = 4  # started when they are needed
+    num_threads: int = 4  # at most run methods at a time
     calls_per_peer: int = 64  # waiting or running
     calls: int = 1024  # waiting or running, of all peers
     bytes: int = 4 << 30  # of waiting and running calls; one call is always taken
@@ -127,13 +127,8 @@ class Server:
         self._num_running = 0
         self._replied_at = -_ARRIVAL_S  # monotonic
         self._num_bytes = 0
-        # One for each call that waits. Not a condition: it would wake a worker only to have it
-        # wait for the lock that its waker holds.
-        self._turns: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_stopping = False
-        self._is_stopped = False
         self._counts: Counter[str] = Counter()
-        self._threads: list[threading.Thread] = []  # as many as calls ever ran at a time
         self._listener: Listener = transport.listen(address)
 
     @property
@@ -185,22 +180,15 @@ class Server:
                     self._num_calls,
                     timeout_s,
                 )
-            self._is_stopped = True
-            self._is_idle.wait_for(self._have_replies_arrived, _ARRIVAL_S)
             self._waiting.clear()
-            can_join = not self._num_running
-            for _ in self._threads:
-                self._turns.put(None)
+            self._is_idle.wait_for(self._have_replies_arrived, _ARRIVAL_S)
         self._listener.close(_LINGER_S)
-        if can_join:
-            for thread in self._threads:
-                thread.join()
         return self.stats()
 
     def _have_replies_arrived(self) -> bool:
         return time.monotonic() - self._replied_at > _ARRIVAL_S
 
-    # --- in the listener's thread -----------------------------------------------------------
+    # --- in the thread that received it -----------------------------------------------------
 
     def _on_dropped(self, reason: str) -> None:
         self._count_bad(f"dropped.{reason}", f"a message was dropped: {reason}")
@@ -221,7 +209,7 @@ class Server:
                 name,
             )
 
-    def _on_message(self, peer: bytes, parts: Parts) -> None:
+    def _on_message(self, peer: bytes, parts: Parts) -> Work | None:
         try:
             message = decode(parts, self._limits)
             if not isinstance(message, Call):
@@ -229,18 +217,18 @@ class Server:
         except UnreadableFrame as error:
             self._count_bad(f"bad.{error.reason}", f"a bad message: {error}")
             self._fail(peer, error.call_id, error)
-            return
+            return None
         if message.replica not in (None, self._hello.replica_index):
             # It has got the address of the one that is meant, and touches nothing.
             self._count_bad("bad.replica", f"a call for replica {message.replica}")
             here = f"{self._role.name} {self._hello.replica_index}"
             told = f"the call is for replica {message.replica}, at its address is {here} now"
             self._fail(peer, message.call_id, WrongReplica(told, method=message.method))
-            return
+            return None
         if message.method in COMMON:
-            # Here, so that it is answered however busy the workers are.
+            # Here, so that it is answered however many methods run.
             self._answer_common(peer, message, COMMON[message.method])
-            return
+            return None
         if message.method not in self._role.methods:
             self._count_bad("bad.method", f"no method {message.method!r}")
             self._fail(
@@ -248,16 +236,17 @@ class Server:
                 message.call_id,
                 ProtocolError(f"{self._role.name} has no method {message.method!r}"),
             )
-            return
+            return None
         job = _Job(
             peer,
             message,
             sum(len(part) for part in parts),
             time.monotonic() + message.timeout_ms / 1000.0,
         )
-        refusal = self._take(job)
+        refusal, can_run = self._take(job)
         if refusal:
             self._fail(peer, message.call_id, ServiceBusy(refusal, method=message.method))
+        return functools.partial(self._work, job) if can_run else None
 
     def _answer_common(self, peer: bytes, call: Call, method: Method) -> None:
         try:
@@ -272,15 +261,15 @@ class Server:
         body, arrays = method.write_result(result)
         self._send(peer, Reply(call.call_id, self._incarnation, body, arrays))
 
-    def _take(self, job: _Job) -> str:
-        """Queue a job; returns why it cannot be, or ""."""
+    def _take(self, job: _Job) -> tuple[str, bool]:
+        """Take a job or queue it; returns why neither can be, or "", and whether it can run."""
         settings = self._settings
         with self._lock:
             here = self._here.get(job.peer, set())
             refusal = ""
             if job.call.call_id in here:
                 self._counts["repeated"] += 1
-                return ""
+                return "", False
             if self._is_stopping:
                 refusal = "it is stopping"
             elif len(here) >= settings.calls_per_peer:
@@ -291,64 +280,53 @@ class Server:
                 refusal = f"{self._num_bytes} bytes of calls are waiting or running"
             if refusal:
                 self._counts["busy"] += 1
-                return f"{self._role.name} {self._hello.replica_index} is busy: {refusal}"
+                refusal = f"{self._role.name} {self._hello.replica_index} is busy: {refusal}"
+                return refusal, False
             here.add(job.call.call_id)
             self._here[job.peer] = here
             self._num_calls += 1
             self._num_bytes += job.num_bytes
-            self._waiting.setdefault(job.peer, deque()).append(job)
-            if self._num_calls > len(self._threads) < settings.num_threads:
-                self._start_thread()
-        self._turns.put(None)
-        return ""
+            can_run = self._num_running < settings.num_threads
+            if can_run:
+                self._num_running += 1
+            else:
+                self._waiting.setdefault(job.peer, deque()).append(job)
+            return "", can_run
 
-    def _start_thread(self) -> None:
-        thread = threading.Thread(
-            target=self._work,
-            name=f"persia-serve {self._role.name} {len(self._threads)}",
-            daemon=True,
-        )
-        self._threads.append(thread)
-        thread.start()
+    # --- in the same thread, while another receives -----------------------------------------
 
-    # --- in the workers ---------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while True:
-            job = self._next()
-            if job is None:
-                return
-            try:
-                self._serve(job)
-            finally:
-                self._done(job)
-                # Its arrays are the request's memory: not to be kept while idle.
-                del job
+    def _work(self, job: _Job) -> Work | None:
+        """Serve a call; returns how to serve the one that has waited longest."""
+        try:
+            self._serve(job)
+        finally:
+            following = self._done(job)
+        return None if following is None else functools.partial(self._work, following)
 
     def _next(self) -> _Job | None:
-        """Wait for a call: the oldest of the peer whose turn it is. None to stop."""
-        self._turns.get()
-        with self._lock:
-            if self._is_stopped:
-                return None
-            peer, jobs = self._waiting.popitem(last=False)
-            job = jobs.popleft()
-            if jobs:
-                self._waiting[peer] = jobs  # behind the others
-            self._num_running += 1
-            return job
+        """With the lock held: the oldest call of the peer whose turn it is."""
+        if not self._waiting:
+            return None
+        peer, jobs = self._waiting.popitem(last=False)
+        job = jobs.popleft()
+        if jobs:
+            self._waiting[peer] = jobs  # behind the others
+        return job
 
-    def _done(self, job: _Job) -> None:
+    def _done(self, job: _Job) -> _Job | None:
+        """Forget a call; returns the next one for this thread."""
         with self._lock:
             here = self._here[job.peer]
             here.discard(job.call.call_id)
             if not here:
                 del self._here[job.peer]
             self._num_calls -= 1
-            self._num_running -= 1
             self._num_bytes -= job.num_bytes
             if not self._num_calls:
                 self._is_idle.notify_all()
+            following = self._next()
+            self._num_running -= following is None
+            return following
 
     def _serve(self, job: _Job) -> None:
         call = job.call

@@ -23,11 +23,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Optional, Protocol
 
 from persia._rpc.frame import Part
 
 Parts = Sequence[Part]
+
+# What a message asks for, and may take its time: returns what is to be done next, or None.
+Work = Callable[[], Optional["Work"]]
 
 
 class Outgoing:
@@ -92,13 +95,15 @@ class Listener(Protocol):
 
     def start(
         self,
-        on_message: Callable[[bytes, Parts], None],
+        on_message: Callable[[bytes, Parts], Work | None],
         on_dropped: Callable[[str], None],
     ) -> None:
         """Begin to receive.
 
         Args:
             on_message: Takes the peer and the parts; must return soon and must not raise.
+                What takes longer it returns; that runs in a thread of the listener's, while
+                another receives.
             on_dropped: Takes the reason why a message, in or out, was dropped; called by any
                 thread, must not send.
         """

@@ -4,6 +4,10 @@ Any thread sends on the socket itself, under a lock; each end has a thread that 
 
     any thread --lock, zmq--> libzmq's thread ... --> thread of the other end --callback-->
 
+What a message asks for runs in the thread that received it, while another one receives: to
+wake a thread takes longer than many a call. The kernel wakes one of those that wait, the one
+that waited last, so that a thread that is alone with its calls stays so.
+
 A queue of its own has an end only for what finds no connection or no room.
 """
 
@@ -14,6 +18,7 @@ import logging
 import select
 import socket as sockets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -23,7 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from persia._rpc import multipart
 from persia._rpc.frame import Limits, Part
-from persia._rpc.transport import Outgoing, Parts
+from persia._rpc.transport import Outgoing, Parts, Work
 from persia.errors import InternalError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +36,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _UNBIND_MS = 2_000
-_LOOK_MS = 1_000  # a thread that is not woken looks so often, for arrays that have left too
+_LOOK_S = 1.0  # a thread that is not woken looks so often, for arrays that have left too
+_MAX_EVENTS = 4  # descriptors of one end, and one more
+_EDGE = select.EPOLLIN | select.EPOLLET  # a change wakes one thread
+_WORK_S = 1.0  # whoever closes an end waits so long for a thread that serves a call
+_JOIN_S = 0.1
 
 # Parts of fewer bytes are copied, which costs no more than keeping account of them.
 _COPIED_BYTES = 1 << 16
@@ -45,11 +54,14 @@ _FAILURES = (zmq.ZMQError, MemoryError, BufferError, TypeError)
 
 
 class _End(Generic[T]):
-    """A socket on which any thread sends ``T``s, and a thread of its own receives.
+    """A socket on which any thread sends ``T``s, and threads of its own receive.
 
-    Every use of the socket holds the lock. The thread waits without it, on the socket's
+    Every use of the socket holds the lock. The threads wait without it, on the socket's
     descriptor, which tells of changes and not of a state: whoever uses the socket may take the
     tale away. So each use by another ends with ``_look``.
+
+    A thread is free, that is it looks or waits, or at work. One at least is free: who begins
+    to work as the last one starts another. Who is at work looks when it has done with it.
     """
 
     def __init__(
@@ -61,7 +73,7 @@ class _End(Generic[T]):
         self._lock = threading.Lock()  # guards the socket and all below
         self._socket = socket
         self._queue: deque[T] = deque()  # what could not be sent at once
-        self._is_waiting = False  # the thread is, or is about to
+        self._is_waiting = False  # a thread is, or is about to, and none is looking
         self._is_closing = False
         self._failure: BaseException | None = None  # closed because of it
         self._linger_ms = 0
@@ -70,7 +82,12 @@ class _End(Generic[T]):
         self._wake_in.setblocking(False)
         self._monitor: zmq.Socket[Any] | None = None
         self._was_cut = False  # the monitor said so, and the thread has not dealt with it
-        self._thread: threading.Thread | None = None
+        self._poller: select.epoll | None = None
+        self._thread: threading.Thread | None = None  # the first one
+        self._threads: list[threading.Thread] = []
+        self._num_free = 0
+        self._at_work: set[int] = set()  # who they are
+        self._is_released = False
 
     @property
     def address(self) -> str:
@@ -80,8 +97,13 @@ class _End(Generic[T]):
     def _start(self) -> None:
         if self._thread is not None:
             raise InternalError(f"{self._name}: started twice")
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        with self._lock:
+            self._poller = select.epoll()
+            self._poller.register(self._wake_in, _EDGE)
+            self._poller.register(self._socket.FD, _EDGE)
+            if self._monitor is not None:
+                self._poller.register(self._monitor.FD, _EDGE)
+            self._thread = self._start_thread(self._name)
 
     def _post(self, item: T) -> None:
         """Send now, or leave it to the thread; dropped if the end is closed."""
@@ -92,7 +114,8 @@ class _End(Generic[T]):
             # parts are sent: the thread then looks by itself, a little later.
             if self._queue or not self._try_send(item):
                 self._queue.append(item)
-            self._look()
+            if threading.get_ident() not in self._at_work:
+                self._look()
 
     def _close(self, linger_s: float) -> None:
         """Stop the thread and close the socket; repeating it does nothing."""
@@ -102,17 +125,26 @@ class _End(Generic[T]):
             if is_first:
                 self._linger_ms = max(0, int(linger_s * 1000))
             self._wake()
-        thread = self._thread
-        if thread is None:
-            if is_first:
-                self._release()
-        elif thread is not threading.current_thread():
-            thread.join()
+            threads = self._threads.copy()
+        if not threads and is_first:
+            self._release()
+        deadline = time.monotonic() + _WORK_S
+        for thread in threads:
+            while (
+                thread is not threading.current_thread()
+                and thread.is_alive()
+                and (thread.ident not in self._at_work or time.monotonic() < deadline)
+            ):
+                thread.join(_JOIN_S)
 
     def _release(self) -> None:
         with self._lock:
-            self._is_closing = True  # also if the thread failed
+            if self._is_released:
+                return  # by others, while this thread was at work
+            self._is_released = self._is_closing = True
             self._is_waiting = False  # nobody writes to a closed pair
+            if self._poller is not None:
+                self._poller.close()
             if self._monitor is not None:
                 self._socket.disable_monitor()
                 self._monitor.close(linger=0)
@@ -125,6 +157,23 @@ class _End(Generic[T]):
 
     def _close_socket(self) -> None:
         self._socket.close()
+
+    def _start_thread(self, name: str) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._threads.append(thread)
+        self._num_free += 1
+        thread.start()
+        return thread
+
+    def _hand_over(self) -> None:
+        """Leave the socket to another thread; this one goes to work."""
+        if self._is_closing:
+            return
+        if self._num_free:
+            self._is_waiting = True  # or it looks just now, and once more does no harm
+            self._look()
+        else:
+            self._start_thread(f"persia-serve {self._address}")
 
     def _send(self, item: T) -> bool:
         """Put an item on the socket; returns False if there is no room now."""
@@ -154,14 +203,17 @@ class _End(Generic[T]):
         if self._is_waiting:
             # One byte in a buffer that is emptied after each wait always fits. First the byte:
             # whom a signal's exception stops in between has woken the thread.
-            with contextlib.suppress(OSError):
-                self._wake_out.send(b"\0")
+            self._wake_one()
             self._is_waiting = False
 
-    # --- in the thread ----------------------------------------------------------------------
+    def _wake_one(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"\0")
 
-    def _deliver(self, parts: list[Part], reason: str) -> None:
-        """Hand a message on, or the reason why it is dropped."""
+    # --- in the threads ---------------------------------------------------------------------
+
+    def _deliver(self, parts: list[Part], reason: str) -> Work | None:
+        """Hand a message on, or the reason why it is dropped; returns what it asks for."""
         raise NotImplementedError
 
     def _on_event(self) -> None:
@@ -177,32 +229,38 @@ class _End(Generic[T]):
             self._failure = error
             raise  # to threading.excepthook, by which a server's process ends
         finally:
-            self._release()
+            with self._lock:
+                self._is_closing = True
+                self._num_free -= 1
+                is_last = not self._num_free
+                if not is_last:
+                    self._wake_one()  # who wakes the next
+            if is_last:
+                self._release()
             if self._failure is not None:
                 self._on_failure()
 
     def _loop(self) -> None:
-        poller = select.poll()
-        poller.register(self._wake_in, select.POLLIN)
-        with self._lock:
-            poller.register(self._socket.FD, select.POLLIN)
+        if self._poller is None:
+            raise InternalError(f"{self._name}: looks before start")
+        wake = self._wake_in.fileno()
         watched = -1
         if self._monitor is not None:
             watched = self._monitor.FD
-            poller.register(watched, select.POLLIN)
             self._on_event()  # a descriptor tells nothing before the first look
         while not self._is_closing:
             if self._step():
                 continue
-            ready = {number for number, _ in poller.poll(_LOOK_MS)}
+            ready = [number for number, _ in self._poller.poll(_LOOK_S, _MAX_EVENTS)]
             multipart.release()
-            if self._wake_in.fileno() in ready:
+            if wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(64)
             if watched in ready or self._was_cut:
                 self._on_event()
         with self._lock:
-            self._flush()
+            if not self._is_released:
+                self._flush()
 
     def _step(self) -> bool:
         """Send what is queued and take one message; returns False if there is time to wait."""
@@ -223,8 +281,28 @@ class _End(Generic[T]):
             # From here on whoever finds something wakes the thread.
             self._is_waiting = not has_more and not self._is_closing
         if message is not None:
-            self._deliver(*message)
+            self._work(self._deliver(*message))
         return has_more
+
+    def _work(self, work: Work | None) -> None:
+        if work is None:
+            return
+        number = threading.get_ident()
+        with self._lock:
+            self._num_free -= 1
+            self._at_work.add(number)
+            self._hand_over()
+        try:
+            while True:
+                work = work()
+                if work is None:
+                    return
+                with self._lock:
+                    self._hand_over()
+        finally:
+            with self._lock:
+                self._at_work.discard(number)
+                self._num_free += 1
 
     def _flush(self) -> None:
         while self._queue and self._try_send(self._queue[0]):
@@ -236,12 +314,12 @@ class ZmqListener(_End[tuple[bytes, Parts]]):
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
         super().__init__("persia-listen", socket, address, limits)
-        self._on_message: Callable[[bytes, Parts], None] | None = None
+        self._on_message: Callable[[bytes, Parts], Work | None] | None = None
         self._on_dropped: Callable[[str], None] | None = None
 
     def start(
         self,
-        on_message: Callable[[bytes, Parts], None],
+        on_message: Callable[[bytes, Parts], Work | None],
         on_dropped: Callable[[str], None],
     ) -> None:
         """Begin to receive."""
@@ -256,13 +334,15 @@ class ZmqListener(_End[tuple[bytes, Parts]]):
         """Stop listening, giving what was to be sent that many seconds to leave."""
         self._close(linger_s)
 
-    def _deliver(self, parts: list[Part], reason: str) -> None:
+    def _deliver(self, parts: list[Part], reason: str) -> Work | None:
         if self._on_message is None:
             raise InternalError(f"{self._address}: receives before start")
         if reason:
             self._drop(reason)
-        else:
-            self._on_message(bytes(parts[0]), parts[1:])
+            return None
+        peer, rest = bytes(parts[0]), parts[1:]
+        parts.clear()  # whoever keeps the rest decides how long its memory lives
+        return self._on_message(peer, rest)
 
     def _send(self, item: tuple[bytes, Parts]) -> bool:
         peer, parts = item
