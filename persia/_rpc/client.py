@@ -327,12 +327,15 @@ class Client:
         try:
             if self._closed.is_set():
                 pending.resolve(ServiceUnavailable("the client was closed"))
-            answer = self._attempts(call_id, call, pending, deadline, is_repeatable)
+            call.call_id = call_id
+            answer = self._attempts(call, pending, deadline, is_repeatable)
         finally:
             with self._lock:
                 del self._pending[call_id]
             if pending.outgoing is not None:
                 pending.outgoing.cancel()
+        if isinstance(answer, (Reply, Failure)):
+            return answer
         place = self.place(call.method)
         if answer is None:
             if pending.outgoing is None or not pending.outgoing.was_sent:
@@ -343,13 +346,10 @@ class Client:
             raise ServiceTimeout(
                 f"{place}: no answer to {call.method} within {timeout_s:g} s", **place.fields()
             )
-        if isinstance(answer, ServiceError):
-            raise type(answer)(f"{place}: {call.method}: {answer}", **place.fields())
-        return answer
+        raise type(answer)(f"{place}: {call.method}: {answer}", **place.fields())
 
     def _attempts(
         self,
-        call_id: int,
         call: Call,
         pending: _Pending,
         deadline: float,
@@ -364,11 +364,8 @@ class Client:
             # Less than is left, by the time of the way: what waits there longer than the
             # caller does here is not begun, and an error about a deadline still arrives.
             way_s = min(_WAY_S, left / 20.0)
-            timeout_ms = min(max(1, int((left - way_s) * 1000.0)), _MAX_TIMEOUT_MS)
-            message = Call(
-                call_id, call.method, timeout_ms, call.body, call.arrays, call.replica
-            )
-            outgoing = Outgoing(encode(message, self._limits))
+            call.timeout_ms = min(max(1, int((left - way_s) * 1000.0)), _MAX_TIMEOUT_MS)
+            outgoing = Outgoing(encode(call, self._limits))
             pending.begin(outgoing)
             if num_sent:
                 self._count("sent_again")

@@ -49,6 +49,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     )
 }
 
+# Of arrays that can be sent as they are; a dtype's own name takes far longer to make.
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 _MAX_AXES = 8  # the messages use two; numpy before version 2 ends at 32
 _MAX_EXTENT = 1 << 48
 _MAX_METHOD = 64
@@ -69,7 +72,7 @@ class Limits:
 LIMITS = Limits()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one would take several times as long to make
 class Call:
     """A request. ``timeout_ms`` is what the caller will still wait.
 
@@ -85,7 +88,7 @@ class Call:
     replica: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """What a call returned."""
 
@@ -95,7 +98,7 @@ class Reply:
     arrays: tuple[Array, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Failure:
     """What a call raised. ``call_id`` 0: about a message of which no id could be read."""
 
@@ -136,8 +139,11 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
     parts: list[Part] = [PROTOCOL, b""]
     num_bytes = 0
     for array in message.arrays:
-        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        if little.dtype.str not in DTYPES:
+        little = array
+        if array.dtype not in _NAMES or not array.flags.c_contiguous:
+            little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        name = _NAMES.get(little.dtype)
+        if name is None:
             raise ProtocolError(f"array {len(specs)}: {array.dtype} cannot be sent")
         if little.nbytes > limits.array_bytes:
             raise ProtocolError(
@@ -145,9 +151,9 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
                 f"got {little.nbytes}"
             )
         # ascontiguousarray gives a scalar one axis; its own shape is what counts.
-        specs.append([little.dtype.str, list(array.shape)])
+        specs.append([name, list(array.shape)])
         # A memoryview without elements cannot be cast to bytes.
-        parts.append(little.reshape(-1).view(np.uint8).data if little.size else b"")
+        parts.append(little.data.cast("B") if little.size else b"")
         num_bytes += little.nbytes
     header = _header_of(message)
     header["a"] = specs
@@ -157,13 +163,13 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         raise ProtocolError(f"a message holds what msgpack cannot carry: {exc}") from exc
     num_bytes += len(PROTOCOL) + len(parts[1])
-    for name, got, limit in (
+    for what, got, limit in (
         ("bytes of header", len(parts[1]), limits.header_bytes),
         ("arrays", len(specs), limits.num_arrays),
         ("bytes", num_bytes, limits.message_bytes),
     ):
         if got > limit:
-            raise ProtocolError(f"a message may have {limit} {name}, this one has {got}")
+            raise ProtocolError(f"a message may have {limit} {what}, this one has {got}")
     return parts
 
 
@@ -203,7 +209,7 @@ def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
             f"expected a header of at most {limits.header_bytes} bytes, got {len(parts[1])}",
         )
     num_arrays = len(parts) - 2
-    num_bytes = sum(len(part) for part in parts)
+    num_bytes = sum(map(len, parts))
     header = _read_header(parts[1])
     call_id = _integer(header, "id", _U64)
     for reason, name, got, limit in (
@@ -310,7 +316,7 @@ def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
         and type(spec[1]) is list
         and len(spec[1]) <= _MAX_AXES
         # Two negative extents would multiply to a plausible size.
-        and all(type(extent) is int and 0 <= extent < _MAX_EXTENT for extent in spec[1])
+        and not [n for n in spec[1] if type(n) is not int or not 0 <= n < _MAX_EXTENT]
     ):
         raise UnreadableFrame(
             "array_spec",

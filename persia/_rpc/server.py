@@ -64,7 +64,7 @@ class ServerSettings:
 SETTINGS = ServerSettings()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     peer: bytes
     call: Call
@@ -240,7 +240,7 @@ class Server:
         job = _Job(
             peer,
             message,
-            sum(len(part) for part in parts),
+            sum(map(len, parts)),
             time.monotonic() + message.timeout_ms / 1000.0,
         )
         refusal, can_run = self._take(job)
