@@ -42,7 +42,7 @@ from persia._rpc.frame import (
     encode,
 )
 from persia._rpc.methods import HELLO, Hello, Method, Role
-from persia._rpc.transport import Outgoing, Parts, Transport
+from persia._rpc.transport import Channel, Outgoing, Parts, Transport
 from persia.errors import (
     ConfigError,
     InternalError,
@@ -77,7 +77,7 @@ _WAY_S = 0.02
 class _Pending:
     """One call id: what was sent for it, and what came back."""
 
-    __slots__ = ("_is_lost", "_still", "answer", "outgoing")
+    __slots__ = ("_is_lost", "_still", "answer", "channel", "outgoing")
 
     def __init__(self) -> None:
         # A bare lock, free once something has changed: an Event wakes its waiter only to
@@ -87,6 +87,7 @@ class _Pending:
         self._is_lost = False
         self.answer: Reply | Failure | ServiceError | None = None  # set once
         self.outgoing: Outgoing | None = None
+        self.channel: Channel | None = None  # that the attempt goes to
 
     def resolve(self, answer: Reply | Failure | ServiceError) -> None:
         if self.answer is None:
@@ -218,12 +219,13 @@ class Client:
         """
         channel = self._transport.connect(address)
         channel.start(self._on_message, self._on_lost)
-        before, self._channel = self._channel, channel
+        with self._lock:
+            before, self._channel = self._channel, channel
+            # Not those that go by the new one already: they would be executed twice.
+            waiting = [one for one in self._pending.values() if one.channel is before]
         before.close()
         if self._closed.is_set():
             channel.close()
-        with self._lock:
-            waiting = list(self._pending.values())
         for pending in waiting:
             pending.move()
 
@@ -369,7 +371,9 @@ class Client:
             pending.begin(outgoing)
             if num_sent:
                 self._count("sent_again")
-            self._channel.send(outgoing)
+            with self._lock:
+                pending.channel = channel = self._channel
+            channel.send(outgoing)
             while True:
                 left = deadline - time.monotonic()
                 is_lost = pending.wait(min(left, self._attempt_s))
