@@ -46,6 +46,7 @@ def build_embedding_worker(schema: EmbeddingSchema, config: GlobalConfig) -> Emb
             replica_index=number,
             replica_size=num_servers,
             num_threads=num_threads,
+            num_checkpoint_threads=config.common_config.checkpointing_config.num_workers,
         )
         for number in range(num_servers)
     ]

@@ -78,10 +78,12 @@ class Loads:
     Args:
         replica: Number of the server.
         num_replicas: How many servers there are.
+        num_threads: Files that are checked at the same time.
     """
 
-    def __init__(self, replica: int, num_replicas: int) -> None:
+    def __init__(self, replica: int, num_replicas: int, num_threads: int) -> None:
         self._replica = replica
+        self._num_threads = num_threads
         self._num_replicas = num_replicas
         self._lock = threading.Lock()  # guards the load
         self._load: _Load | None = None
@@ -129,7 +131,7 @@ class Loads:
         Raises:
             CheckpointError: If something is missing, damaged, or does not fit.
         """
-        work = Restoring(self._replica, self._num_replicas, held, request)
+        work = self._work(held, request)
         with self._lock:
             self._load = _Load(request, LoadStatus("loading", 0, 0, 0, "", ()), work)
         try:
@@ -146,9 +148,12 @@ class Loads:
                 f"parameter server {self._replica}: another load is replacing its rows; "
                 "wait_for_load_embedding() waits for it"
             )
-        work = Restoring(self._replica, self._num_replicas, held, request)
+        work = self._work(held, request)
         self._load = _Load(request, LoadStatus("verifying", 0, 0, 0, "", ()), work)
         return self._load
+
+    def _work(self, held: Held, request: LoadRequest) -> Restoring:
+        return Restoring(self._replica, self._num_replicas, held, request, self._num_threads)
 
     def _go_on(self, load: _Load | None, request: LoadRequest) -> _Load:
         if (

@@ -89,6 +89,7 @@ class ParameterServer:
         replica_index: Number of this server.
         replica_size: Number of servers that share the signs.
         num_threads: Threads that one request may use.
+        num_checkpoint_threads: Files of a checkpoint that are checked at the same time.
         clock: Seconds that never go back, by which rows expire.
         state: Where all of it outlives the process. What a process that was killed left there
             is taken up again, if it is whole and of the same schema.
@@ -105,6 +106,7 @@ class ParameterServer:
         replica_index: int = 0,
         replica_size: int = 1,
         num_threads: int = 1,
+        num_checkpoint_threads: int = 4,
         clock: Callable[[], float] = time.monotonic,
         state: StateFile | None = None,
     ) -> None:
@@ -130,7 +132,7 @@ class ParameterServer:
         )
         self._warned_of_memory = False
         self._cuts = Cuts(replica_index)
-        self._loads = Loads(replica_index, replica_size)
+        self._loads = Loads(replica_index, replica_size, num_checkpoint_threads)
         self._incremental: IncrementalWriter | None = None
         if settings.enable_incremental_update:
             self._incremental = IncrementalWriter(replica_index, replica_size, settings)

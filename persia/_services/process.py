@@ -87,6 +87,7 @@ def run_parameter_server(options: Options) -> int:
         replica_index=options.replica_index,
         replica_size=options.replica_size,
         state=open_state(settings, address, options.replica_index, options.replica_size),
+        num_checkpoint_threads=config.common_config.checkpointing_config.num_workers,
     )
     with ExitStack() as stack:
         events = stack.enter_context(watched_process())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +47,11 @@ class _Chain:
         return [part for manifest in self.manifests for part in manifest.parts]
 
 
+def _check(storage: Storage, part: Part) -> None:
+    """Check a part, and keep nothing of it."""
+    verify_part(storage, part)
+
+
 class Restoring:
     """One server's share of one load. Its methods run one after the other, in threads.
 
@@ -54,15 +60,22 @@ class Restoring:
         num_replicas: How many servers there are.
         held: What the server holds, and is to hold.
         request: What to load.
+        num_threads: Files that are checked at the same time.
     """
 
     def __init__(
-        self, replica: int, num_replicas: int, held: Held, request: LoadRequest
+        self,
+        replica: int,
+        num_replicas: int,
+        held: Held,
+        request: LoadRequest,
+        num_threads: int,
     ) -> None:
         self._replica = replica
         self._num_replicas = num_replicas
         self._held = held
         self._request = request
+        self._num_threads = num_threads
         self.notes: list[str] = []
         self._chains: list[_Chain] = []
         self._sketch: Sketch | None = None
@@ -82,10 +95,15 @@ class Restoring:
         parts = [(chain.storage, part) for chain in self._chains for part in chain.parts]
         self._num_bytes = sum(part.file.num_bytes for _, part in parts)
         done = 0
-        for storage, part in parts:
-            verify_part(storage, part)
-            done += part.file.num_bytes
-            moved(done, self._num_bytes, 0)
+        with ThreadPoolExecutor(self._num_threads, "persia-verify") as pool:
+            checks = [pool.submit(_check, storage, part) for storage, part in parts]
+            try:
+                for (_, part), check in zip(parts, checks, strict=True):
+                    check.result()
+                    done += part.file.num_bytes
+                    moved(done, self._num_bytes, 0)
+            finally:
+                pool.shutdown(cancel_futures=True)
         for chain in self._chains:
             for manifest in chain.manifests:
                 for deleted in manifest.deleted:

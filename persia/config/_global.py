@@ -98,7 +98,7 @@ class CheckpointingConfig:
     """Section ``common_config.checkpointing_config``."""
 
     num_workers: int = 4
-    """Threads that write or read a checkpoint."""
+    """Files of a checkpoint that a server checks at the same time."""
 
     def __post_init__(self) -> None:
         check_integer("num_workers", self.num_workers, 1)

@@ -17,7 +17,7 @@ from persia._rpc.messages import CutRequest, LoadRequest, WriteRequest
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
 from persia._training.checkpoints import Loader, Saver
-from persia.config import EmbeddingSchema
+from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, NotConfigured, PersiaError
 from tests.services.support import (
     ADAGRAD,
@@ -233,6 +233,15 @@ def test_w33_a_checkpoint_without_rows(tmp_path: Path) -> None:
     train(worker, 0, 1)
     load(worker, tmp_path)
     assert worker.get_embedding_size() == [0, 0, 0]
+
+
+def test_w33_more_threads_than_files(trained: Trained, tmp_path: Path) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    config = ParameterServerConfig(memory_limit=0)
+    fresh = [ParameterServer(SCHEMA, config, num_checkpoint_threads=64)]
+    load(make_worker(fresh), tmp_path)
+    assert rows_of(fresh) == rows_of(servers)
 
 
 def test_nothing_is_dumped_before_it_is_configured(tmp_path: Path) -> None:
