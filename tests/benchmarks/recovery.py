@@ -96,7 +96,7 @@ def main(rows: int = 10_000_000, pairs: int = 41) -> None:
         held = kept.server.get_embedding_size()
         state.close()
         del kept, plain
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         again = ParameterServer(
             SCHEMA,
             ParameterServerConfig(
@@ -104,9 +104,12 @@ def main(rows: int = 10_000_000, pairs: int = 41) -> None:
             ),
             state=StateFile(path, SHARDS),
         )
-        took = time.perf_counter() - begin
+        took, cpu = time.perf_counter() - begin, time.process_time() - cpu
         assert again.get_embedding_size() == held, again.get_embedding_size()
-        print(f"taken up again: {held} rows in {took:.2f} s, {took / held * 1e7:.2f} s / 10 M")
+        print(
+            f"taken up again: {held} rows in {took:.2f} s, {took / held * 1e7:.2f} s / 10 M; "
+            f"{cpu:.2f} s of CPU time"
+        )
 
 
 if __name__ == "__main__":
