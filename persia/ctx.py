@@ -1299,6 +1299,8 @@ class TrainCtx(EmbeddingCtx):
             ranks=self._ranks,
         )
         engine.end_step(self.update_times)
+        if self._progress is not None:
+            engine.is_between_passes = self._progress.is_between_passes
         if self.world_size > 1:
             from persia._training.halts import Halts
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -42,6 +43,9 @@ WAIT_S = 300.0
 # A backward worker that has not ended by then is inside an update that hangs.
 JOIN_S = 10.0
 
+
+# Seconds between two looks whether a pass has ended.
+_LOOK_S = 0.05
 
 T = TypeVar("T")
 
@@ -197,6 +201,7 @@ class GradientEngine:
         self._steps = 0  # of the user's that have ended
         self._held_after: int | None = None  # updates of later steps wait
         self._is_closed = False
+        self.is_between_passes: Callable[[], bool] = lambda: False
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -373,18 +378,21 @@ class GradientEngine:
         Returns:
             Whether they are; if not in time, nothing is kept back.
         """
+        deadline = time.monotonic() + timeout_s
+        are_in = False
         with self._changed:
             self._held_after = step
-            are_in = self._changed.wait_for(
-                lambda: (
-                    (self._steps >= step or self._is_closed)
-                    and all(of > step for of in self._pending.values())
-                ),
-                timeout_s,
-            )
+            while not are_in and time.monotonic() < deadline:
+                # Nobody notifies of the end of a pass, after which a rank makes no more steps
+                # though others may, with drop_last=False.
+                are_in = self._changed.wait_for(lambda: self._are_in(step), _LOOK_S)
         if not are_in:
             self.go_on()
         return are_in
+
+    def _are_in(self, step: int) -> bool:
+        has_come = self._steps >= step or self._is_closed or self.is_between_passes()
+        return has_come and all(of > step for of in self._pending.values())
 
     def go_on(self) -> None:
         """Let updates go again."""

@@ -95,6 +95,11 @@ class Progress:
                 self._passes += 1
                 self._resumed = None
 
+    def is_between_passes(self) -> bool:
+        """Whether the last pass has handed out all it had, and no other has begun."""
+        with self._lock:
+            return self._source is None and self._passes > 0
+
     def done(self, number: int, mark: Callable[[], None] | None) -> None:
         """Note that the training batch with this running number is done, and at its source."""
         with self._lock:

@@ -9,7 +9,11 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from persia._training.halts import Halts
+from persia.data import DataLoader
 from persia.errors import ServiceTimeout
+
+from .conftest import MakeCtx, step
+from .fakes import make_batch
 
 
 class Engine:
@@ -46,12 +50,12 @@ def close(found: list[tuple[Halts, Engine]]) -> None:
 
 def test_every_rank_is_held_at_the_step_and_goes_on() -> None:
     found = ranks(3, 3, 4)
-    for step in (2, 3):
+    for number in (2, 3):
         for _, engine in found:
             engine.went_on.clear()
-        with found[0][0].at(step) as states:
+        with found[0][0].at(number) as states:
             assert states == [{"rank": 1}, {"rank": 2}]
-            assert [engine.held[-1] for _, engine in found[1:]] == [step, step]
+            assert [engine.held[-1] for _, engine in found[1:]] == [number, number]
             assert not any(engine.went_on.is_set() for _, engine in found[1:])
         assert all(engine.went_on.wait(30) for _, engine in found[1:])
     close(found)
@@ -81,3 +85,16 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
     with found[0][0].at(3) as states:
         assert states == [{"rank": 1}]
     close(found[:1])
+
+
+def test_a_rank_whose_data_has_ended_is_at_every_step(make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx:
+        engine = ctx.backward_engine
+        assert engine is not None
+        for batch in DataLoader([make_batch()]):
+            step(ctx, batch)
+            assert engine.hold(1, 30.0)
+            engine.go_on()
+            assert not engine.hold(2, 0.1)
+        assert engine.hold(2, 30.0)
+        engine.go_on()
