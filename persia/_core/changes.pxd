@@ -1,5 +1,6 @@
 """What is noted of a shard's rows before they change: for cuts under way and for the log."""
 
+from persia._core.order_copy cimport Entries
 from persia._core.slabs cimport Row, Slabs, row_at
 from persia._core.types cimport row_t, sign_t, uint32_t, uint64_t
 
@@ -53,6 +54,7 @@ cdef struct Changes:
     uint32_t epoch                  # 0: nobody watches
     Watcher *watchers
     ChangeLog log
+    Entries spare                   # memory for the next copy of the order
 
 
 cdef inline bint is_done(const Watcher *watcher, uint64_t place) noexcept nogil:
@@ -71,6 +73,8 @@ cdef void note_insert(Changes *changes, row_t row) noexcept nogil
 cdef void note_clear(Changes *changes) noexcept nogil
 # Forget the changes of this epoch and before.
 cdef void log_trim(ChangeLog *log, uint32_t epoch) noexcept nogil
+# No cut is under way.
+cdef void changes_free(Changes *changes) noexcept nogil
 cdef void images_free(Images *images) noexcept nogil
 
 

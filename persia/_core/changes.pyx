@@ -6,7 +6,7 @@
                             |        changed again: nothing
                             +-- the cut reads rows whose stamp is at most 1
 
-Every cut begins an epoch. A row's stamp is the epoch of its last change, so a change costs a
+Every cut begins an epoch; a process that takes rows over sets their stamps to 0. A row's stamp is the epoch of its last change, so a change costs a
 comparison, and only the first one in an epoch costs more:
 
     images  A cut under way has not read all its rows yet. A row of it that changes or goes is
@@ -196,3 +196,8 @@ cdef void trim(ChangeLog *log, LogList *entries, uint32_t epoch) noexcept nogil:
         free(block)
     if entries.oldest == NULL:
         entries.newest = NULL
+
+
+cdef void changes_free(Changes *changes) noexcept nogil:
+    log_trim(&changes.log, <uint32_t> 0xFFFFFFFF)
+    free(changes.spare.rows)

@@ -19,7 +19,7 @@ from persia._core.changes cimport (
     Changes, Image, LogBlock, LogList, images_free, is_done, set_done,
 )
 from persia._core.order_copy cimport (
-    SegmentCopy, order_copy, order_drop_entries, order_free, order_invert,
+    Entries, SegmentCopy, order_copy, order_free, order_invert,
 )
 from persia._core.recency cimport OFFSET_BITS, OFFSET_MASK
 from persia._core.row_format cimport width_of_values
@@ -51,7 +51,8 @@ cdef int begin(
     part.is_partial = since != 0 and changes.log.lost >= since
     memcpy(part.slabs, part.shard.slabs.slabs, sizeof(part.slabs))
     if copy_places(part) < 0 or order_copy(
-            &part.order, &part.shard.recency, &part.shard.eviction, clocks) < 0:
+            &part.order, &part.shard.recency, &part.shard.eviction, clocks,
+            &changes.spare) < 0:
         return -1
     if since and not part.is_partial and copy_log(part) < 0:
         return -1
@@ -146,10 +147,20 @@ cdef int part_prepare(CutPart *part) noexcept nogil:
     if part.left != NULL and part.where != NULL:
         memset(part.where, 0xFF, num_places * sizeof(position_t))       # NO_POSITION
         order_invert(&part.order, part.watcher.starts, listed, part.where)
-        order_drop_entries(&part.order)
+        give_back(part)
         count_rows(part)
     free(listed)
     return -1 if part.left == NULL or part.where == NULL else 0
+
+
+cdef void give_back(CutPart *part) noexcept nogil:
+    """Leave the memory of the copy to the next cut."""
+    cdef Entries *spare = &part.shard.changes.spare
+    PyThread_acquire_lock(part.shard.lock, 1)
+    if spare.capacity == 0:
+        spare[0] = part.order.entries
+        memset(&part.order.entries, 0, sizeof(Entries))
+    PyThread_release_lock(part.shard.lock)
 
 
 cdef inline uint64_t *left_of(

@@ -5,6 +5,10 @@ from persia._core.recency cimport SEGMENT_WORDS, Recency
 from persia._core.slabs cimport Slabs
 from persia._core.types cimport position_t, row_t, uint32_t, uint64_t
 
+cdef struct Entries:
+    row_t *rows
+    uint64_t capacity
+
 cdef struct SegmentCopy:
     uint64_t first_order            # rank of its first live row in the order of eviction
     uint64_t age                    # since its last use, by its policy's clock; 0: no ttl
@@ -19,16 +23,14 @@ cdef struct OrderCopy:
     SegmentCopy *segments
     uint32_t num_segments
     uint64_t num_rows               # live and not expired
-    row_t *entries                  # of all segments, dead ones included
-    size_t num_mapped               # bytes of entries; 0: they came from malloc
+    Entries entries                 # of all segments, dead ones included
 
 
-# Expired rows are left out. -1: no memory; ``order_free`` is safe.
+# Expired rows are left out. ``spare`` is used, and empty afterwards, if it is large enough.
+# -1: no memory; ``order_free`` is safe.
 cdef int order_copy(
-    OrderCopy *copy, const Recency *recency, const Eviction *eviction, const uint64_t *clocks
-) noexcept nogil
-# Give back the entries, of which nothing is needed once places know where their rows stood.
-cdef void order_drop_entries(OrderCopy *copy) noexcept nogil
+    OrderCopy *copy, const Recency *recency, const Eviction *eviction, const uint64_t *clocks,
+    Entries *spare) noexcept nogil
 cdef void order_free(OrderCopy *copy) noexcept nogil
 # For each place (those of chunk c begin at starts[c]): segment << OFFSET_BITS | number among
 # its live rows, or NO_POSITION. ``listed`` has a bit for each place that counts; NULL: all.

@@ -3,7 +3,8 @@
     segments   | r7 .. r2 | r9 r4 | r1 r3 |     memcpy, the only part that training waits for
     where      place of r7 -> 0.0,  of r2 -> 0.1,  of r9 -> 1.0 ...            later, unlocked
 
-The copy costs four bytes an entry and no look at any row. Afterwards it is turned round once,
+The copy costs four bytes an entry and no look at any row. Its memory is kept for the next one:
+fresh pages would cost more than the copying. Afterwards it is turned round once,
 so that rows can be read in the order of memory and still know their places.
 
 A row's rank is its place in the order in which rows would be evicted if nothing else happened:
@@ -17,12 +18,7 @@ from persia._core.eviction cimport LFU, LFU_CLASSES, MAX_POLICIES, policy_order
 from persia._core.recency cimport (
     NO_SEGMENT, OFFSET_BITS, Order, Segment, recency_expired, segment_at,
 )
-from persia._core.slabs cimport CHUNK_BYTES, PLACE_BITS, PLACE_MASK
-
-cdef extern from "portable.h" nogil:
-    void *persia_map(size_t num_bytes, size_t alignment) noexcept
-    void persia_unmap(void *start, size_t num_bytes) noexcept
-    void persia_advise_huge(void *start, size_t num_bytes) noexcept
+from persia._core.slabs cimport PLACE_BITS, PLACE_MASK
 
 cdef struct Cursor:                 # over one policy's segments in the order of eviction
     uint32_t segment                # the next one, or NO_SEGMENT: no more
@@ -45,30 +41,32 @@ cdef void settle(
         cursor.grade += 1
 
 
-cdef int allocate(OrderCopy *copy, const Recency *recency) noexcept nogil:
-    cdef size_t num_bytes = recency.num_held * sizeof(row_t)
+cdef int allocate(OrderCopy *copy, const Recency *recency, Entries *spare) noexcept nogil:
     memset(copy, 0, sizeof(OrderCopy))
     copy.segments = <SegmentCopy *> malloc(
         (recency.num_segments + 1) * sizeof(SegmentCopy))
-    if num_bytes < CHUNK_BYTES:
-        copy.entries = <row_t *> malloc(num_bytes + sizeof(row_t))
-    else:
-        # Huge pages, or the faults would take longer than the copy.
-        copy.num_mapped = (num_bytes + CHUNK_BYTES - 1) & ~<size_t> (CHUNK_BYTES - 1)
-        copy.entries = <row_t *> persia_map(copy.num_mapped, CHUNK_BYTES)
-        if copy.entries != NULL:
-            persia_advise_huge(copy.entries, copy.num_mapped)
-    return -1 if copy.segments == NULL or copy.entries == NULL else 0
+    if spare.capacity < recency.num_held:
+        # With some room, so that it serves the next time too.
+        free(spare.rows)
+        spare.capacity = recency.num_held + recency.num_held // 16 + 1
+        spare.rows = <row_t *> malloc(spare.capacity * sizeof(row_t))
+        if spare.rows == NULL:
+            spare.capacity = 0
+    copy.entries = spare[0]
+    memset(spare, 0, sizeof(Entries))
+    # An empty shard needs none.
+    return -1 if copy.segments == NULL or copy.entries.capacity < recency.num_held else 0
 
 
 cdef int order_copy(
-    OrderCopy *copy, const Recency *recency, const Eviction *eviction, const uint64_t *clocks
+    OrderCopy *copy, const Recency *recency, const Eviction *eviction, const uint64_t *clocks,
+    Entries *spare
 ) noexcept nogil:
     cdef Cursor[MAX_POLICIES] cursors
     cdef uint32_t i, best
     cdef uint64_t num_entries = 0
     cdef const Segment *segment
-    if allocate(copy, recency) < 0:
+    if allocate(copy, recency, spare) < 0:
         return -1
     for i in range(eviction.num_policies):
         cursors[i].segment = NO_SEGMENT
@@ -109,23 +107,14 @@ cdef void add_segment(
     into.num_words = (segment.num_used + 63) // 64
     memcpy(into.held, segment.held, into.num_words * sizeof(uint64_t))
     memcpy(into.live, segment.live, into.num_words * sizeof(uint64_t))
-    memcpy(copy.entries + first_entry, segment.rows, segment.num_held * sizeof(row_t))
+    memcpy(copy.entries.rows + first_entry, segment.rows, segment.num_held * sizeof(row_t))
     copy.num_rows += segment.num_live
 
 
-cdef void order_drop_entries(OrderCopy *copy) noexcept nogil:
-    if copy.num_mapped:
-        if copy.entries != NULL:
-            persia_unmap(copy.entries, copy.num_mapped)
-    else:
-        free(copy.entries)
-    copy.entries = NULL
-
-
 cdef void order_free(OrderCopy *copy) noexcept nogil:
-    order_drop_entries(copy)
+    free(copy.entries.rows)
     free(copy.segments)
-    copy.segments = NULL
+    memset(copy, 0, sizeof(OrderCopy))
 
 
 cdef void order_invert(
@@ -137,7 +126,7 @@ cdef void order_invert(
     cdef uint64_t held, live, place
     for number in range(copy.num_segments):
         segment = &copy.segments[number]
-        rows = copy.entries + segment.first_entry
+        rows = copy.entries.rows + segment.first_entry
         count = 0
         for word in range(segment.num_words):
             held = segment.held[word]

@@ -31,7 +31,7 @@ cdef enum:
 cdef struct Row:
     sign_t sign                     # of a freed row: the next freed place of its chunk
     position_t position             # place in the order of use; NO_POSITION: the row is free
-    uint32_t stamp                  # reserved for the change log; 0
+    uint32_t stamp                  # epoch of its last change; see ``changes``
 
 cdef struct ChunkView:              # what a lookup needs of a chunk, 16 bytes
     char *base

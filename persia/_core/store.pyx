@@ -27,7 +27,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from persia._core.arrivals cimport arrivals_settle
-from persia._core.changes cimport LogBlock, log_trim, note_clear
+from persia._core.changes cimport LogBlock, changes_free, note_clear
 from persia._core.cut cimport Watch
 from persia._core.eviction cimport (
     LFU, LRU, MAX_POLICIES, Policy, eviction_free, eviction_nth_order, eviction_policy,
@@ -163,7 +163,7 @@ cdef class EmbeddingStore:
             return
         for i in range(self.num_shards):
             shard_free(&self.shards[i])
-            log_trim(&self.shards[i].changes.log, <uint32_t> 0xFFFFFFFF)
+            changes_free(&self.shards[i].changes)
             eviction_free(&self.shards[i].eviction)
             if self.shards[i].kept != NULL:
                 kept_free(self.shards[i].kept)
