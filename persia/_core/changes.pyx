@@ -6,8 +6,9 @@
                             |        changed again: nothing
                             +-- the cut reads rows whose stamp is at most 1
 
-Every cut begins an epoch; a process that takes rows over sets their stamps to 0. A row's stamp is the epoch of its last change, so a change costs a
-comparison, and only the first one in an epoch costs more:
+Every cut begins an epoch. A row's stamp is the epoch of its last change, so a change costs a
+comparison, and only the first one in an epoch costs more. (A process that takes rows over sets
+their stamps to 0.)
 
     images  A cut under way has not read all its rows yet. A row of it that changes or goes is
             copied first; ``done`` says that this happened, or that the row was read.
