@@ -1,5 +1,6 @@
 """One request to the store, and what it finds."""
 
+from persia._core.crew cimport Crew
 from persia._core.initial cimport Initializer
 from persia._core.optim cimport RowOptimizer
 from persia._core.recency cimport NUM_CLOCKS
@@ -8,13 +9,14 @@ from persia._core.shard cimport Shard
 from persia._core.types cimport row_t, sign_t, uint8_t, uint32_t, uint64_t
 
 cdef enum:
+    MAX_SHARDS = 1024           # as many as ten bits of a hash can tell apart
     STATUS_OK = 0
     STATUS_NO_MEMORY = 1
     STATUS_DIM = 2
     STATUS_SHAPES = 3
     STATUS_OTHER = 4            # not the update that was cut short
 
-cdef struct Tally:              # what one request found, summed over its shards
+cdef struct Tally:              # what a request found in a shard, or in all
     uint64_t num_missing
     uint64_t num_refused
     int status
@@ -22,7 +24,7 @@ cdef struct Tally:              # what one request found, summed over its shards
     uint32_t dim                # stored with it
     uint32_t dtype
     uint32_t state_words
-    float *scratch              # not a finding: the thread's own; NULL where rows are f32
+    float *scratch              # not a finding; NULL where rows are f32
 
 
 cdef class Batch                # below; the two types name each other
@@ -37,9 +39,14 @@ cdef class Batch:
     cdef sign_t *sorted         # the signs in shard order
     cdef uint32_t *order        # their places in the request
     cdef uint32_t *starts       # first place of each shard; num_shards + 1
+    cdef uint32_t *places       # of each shard and part of the split: counts, then places
+    cdef uint32_t num_shards
+    cdef uint32_t num_parts     # of the split
+    cdef Tally *tallies         # of each shard
     cdef Shard *shards
     cdef serve_t serve_shard
-    cdef Tally tally
+    cdef Crew crew
+    cdef bint has_failed        # a shard has; those that were not begun yet are left alone
     # Arguments; which of them are set depends on the kind of request.
     cdef const sign_t *signs
     cdef const row_t *hints
@@ -72,6 +79,10 @@ cdef class Batch:
     cdef uint64_t tag               # of this part of it
     cdef object held            # what the pointers point into
 
-    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1
+    # Make room; ``is_shared`` says that several threads will serve it.
+    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards, bint is_shared) except -1
+    cdef void release(self) noexcept
     # Order the signs by shard.
-    cdef void split(self, uint32_t num_shards) noexcept nogil
+    cdef int split(self) except -1
+    # Serve each shard, under its lock, until one fails.
+    cdef Tally serve(self) except *

@@ -3,5 +3,3 @@ from typing import final
 @final
 class Batch:
     """One request: its arguments, and its signs in shard order."""
-
-    def serve(self, first: int, end: int) -> None: ...

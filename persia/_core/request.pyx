@@ -5,6 +5,7 @@ cimport cython
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
+from persia._core.crew cimport persia_work_t
 from persia._core.hashing cimport mix64, shard_of
 from persia._core.row_format cimport scratch_size
 from persia._core.shard cimport PyThread_type_lock
@@ -12,6 +13,9 @@ from persia._core.shard cimport PyThread_type_lock
 cdef extern from "pythread.h" nogil:
     int PyThread_acquire_lock(PyThread_type_lock lock, int wait) noexcept
     void PyThread_release_lock(PyThread_type_lock lock) noexcept
+
+cdef enum:
+    SPLIT_SIGNS = 8192      # of a part of the split by shard
 
 
 @cython.final
@@ -24,85 +28,134 @@ cdef class Batch:
         self.sorted = NULL
         self.order = NULL
         self.starts = NULL
+        self.places = NULL
+        self.tallies = NULL
 
     def __dealloc__(self):
+        self.release()
+
+    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards, bint is_shared) except -1:
+        self.num_signs = num_signs
+        self.num_shards = num_shards
+        self.num_parts = num_signs // SPLIT_SIGNS + 1 if is_shared else 1
+        if num_signs > self.capacity or self.starts == NULL:
+            self.release()
+            self.sorted = <sign_t *> malloc(num_signs * sizeof(sign_t))
+            self.order = <uint32_t *> malloc(num_signs * sizeof(uint32_t))
+            self.starts = <uint32_t *> malloc((num_shards + 1) * sizeof(uint32_t))
+            self.places = <uint32_t *> malloc(
+                <size_t> (num_signs // SPLIT_SIGNS + 1) * num_shards * sizeof(uint32_t))
+            self.tallies = <Tally *> malloc(num_shards * sizeof(Tally))
+            if self.sorted == NULL or self.order == NULL or self.starts == NULL or (
+                    self.places == NULL) or self.tallies == NULL:
+                self.release()
+                raise MemoryError(f"scratch for a request of {num_signs} signs")
+            self.capacity = num_signs
+        return 0
+
+    cdef void release(self) noexcept:
         free(self.sorted)
         free(self.order)
         free(self.starts)
+        free(self.places)
+        free(self.tallies)
+        self.sorted = NULL
+        self.order = NULL
+        self.starts = NULL
+        self.places = NULL
+        self.tallies = NULL
+        self.capacity = 0
 
-    def serve(self, uint32_t first, uint32_t end):
-        """Serve shards first..end, each under its lock."""
-        cdef Tally mine
-        cdef uint32_t i, floats = scratch_size(&self.format)
-        cdef Shard *shard
-        memset(&mine, 0, sizeof(Tally))
-        if floats:
-            mine.scratch = <float *> malloc(floats * sizeof(float))
-            if mine.scratch == NULL:
-                raise MemoryError(f"scratch of {floats} floats for rows of 2-byte values")
-        with nogil:
-            for i in range(first, end):
-                if self.starts[i] == self.starts[i + 1]:
-                    continue
-                shard = &self.shards[i]
-                PyThread_acquire_lock(shard.lock, 1)
-                self.serve_shard(shard, self, self.starts[i], self.starts[i + 1], &mine)
-                PyThread_release_lock(shard.lock)
-                if mine.status != STATUS_OK:
-                    break
-        free(mine.scratch)
-        add_tally(&self.tally, &mine)
-
-    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1:
-        if self.starts == NULL:
-            self.starts = <uint32_t *> malloc((num_shards + 1) * sizeof(uint32_t))
-        if num_signs > self.capacity:
-            free(self.sorted)
-            free(self.order)
-            self.capacity = 0
-            self.sorted = <sign_t *> malloc(num_signs * sizeof(sign_t))
-            self.order = <uint32_t *> malloc(num_signs * sizeof(uint32_t))
-            if self.sorted == NULL or self.order == NULL:
-                raise MemoryError(f"scratch for a request of {num_signs} signs")
-            self.capacity = num_signs
-        if self.starts == NULL:
-            raise MemoryError(f"scratch for {num_shards} shards")
-        self.num_signs = num_signs
+    cdef int split(self) except -1:
+        """Order the request by shard, stable."""
+        self.crew.work(<persia_work_t> count_part, <void *> self, self.num_parts)
+        begin_shards(self)
+        self.crew.work(<persia_work_t> put_part, <void *> self, self.num_parts)
         return 0
 
-    cdef void split(self, uint32_t num_shards) noexcept nogil:
-        """Order the request by shard, stable.
+    cdef Tally serve(self) except *:
+        """Serve all shards."""
+        cdef Tally total
+        cdef uint32_t i
+        self.has_failed = False
+        self.crew.work(<persia_work_t> serve_part, <void *> self, self.num_shards)
+        memset(&total, 0, sizeof(Tally))
+        for i in range(self.num_shards):
+            add_tally(&total, &self.tallies[i])
+        return total
 
-        Hashing twice is cheaper than keeping the hashes.
-        """
-        cdef const sign_t *signs = self.signs
-        cdef uint32_t *starts = self.starts
-        cdef uint32_t i, shard, start, count
-        memset(starts, 0, (num_shards + 1) * sizeof(uint32_t))
-        if num_shards == 1:
-            for i in range(self.num_signs):
-                self.sorted[i] = signs[i]
-                self.order[i] = i
-            starts[1] = self.num_signs
+
+cdef inline uint32_t part_begin(Batch batch, uint32_t part) noexcept nogil:
+    """The first sign of a part of the split."""
+    return <uint32_t> (<uint64_t> batch.num_signs * part // batch.num_parts)
+
+
+# The split by shard. Each part counts its signs of each shard; then the counts become places,
+#
+#     shard 0, part 0 | shard 0, part 1 | ... | shard 1, part 0 | ...
+#
+# and each part puts its signs from there on: so the order within a shard is the request's.
+# Hashing twice is cheaper than keeping the hashes.
+
+
+cdef void count_part(Batch batch, uint32_t part, uint32_t worker) noexcept nogil:
+    cdef uint32_t[MAX_SHARDS] counts    # its own lines
+    cdef uint32_t i, shard
+    memset(counts, 0, batch.num_shards * sizeof(uint32_t))
+    for i in range(part_begin(batch, part), part_begin(batch, part + 1)):
+        counts[shard_of(mix64(batch.signs[i]), batch.num_shards)] += 1
+    for shard in range(batch.num_shards):
+        batch.places[shard * batch.num_parts + part] = counts[shard]
+
+
+cdef void put_part(Batch batch, uint32_t part, uint32_t worker) noexcept nogil:
+    cdef uint32_t[MAX_SHARDS] places
+    cdef uint32_t i, shard
+    for shard in range(batch.num_shards):
+        places[shard] = batch.places[shard * batch.num_parts + part]
+    for i in range(part_begin(batch, part), part_begin(batch, part + 1)):
+        shard = shard_of(mix64(batch.signs[i]), batch.num_shards)
+        batch.sorted[places[shard]] = batch.signs[i]
+        batch.order[places[shard]] = i
+        places[shard] += 1
+
+
+cdef void begin_shards(Batch batch) noexcept nogil:
+    """Turn counts into places, and say where each shard begins."""
+    cdef uint32_t shard, count
+    cdef uint32_t at = 0
+    cdef uint32_t *places = batch.places
+    for shard in range(batch.num_shards):
+        batch.starts[shard] = at
+        for _ in range(batch.num_parts):
+            count = places[0]
+            places[0] = at
+            places += 1
+            at += count
+    batch.starts[batch.num_shards] = at
+
+
+cdef void serve_part(Batch batch, uint32_t number, uint32_t worker) noexcept nogil:
+    """Serve one shard, under its lock."""
+    cdef uint32_t begin = batch.starts[number], end = batch.starts[number + 1]
+    cdef uint32_t floats = scratch_size(&batch.format)
+    cdef Tally *tally = &batch.tallies[number]
+    cdef Shard *shard = &batch.shards[number]
+    memset(tally, 0, sizeof(Tally))
+    if begin == end or batch.has_failed:
+        return
+    if floats:
+        tally.scratch = <float *> malloc(floats * sizeof(float))
+        if tally.scratch == NULL:
+            tally.status = STATUS_NO_MEMORY
+            batch.has_failed = True
             return
-        for i in range(self.num_signs):
-            starts[shard_of(mix64(signs[i]), num_shards)] += 1
-        start = 0
-        for shard in range(num_shards):
-            count = starts[shard]
-            starts[shard] = start
-            start += count
-        for i in range(self.num_signs):
-            shard = shard_of(mix64(signs[i]), num_shards)
-            self.sorted[starts[shard]] = signs[i]
-            self.order[starts[shard]] = i
-            starts[shard] += 1
-        # Each start now is the next shard's; shift them back by one.
-        shard = num_shards
-        while shard > 0:
-            starts[shard] = starts[shard - 1]
-            shard -= 1
-        starts[0] = 0
+    PyThread_acquire_lock(shard.lock, 1)
+    batch.serve_shard(shard, batch, begin, end, tally)
+    PyThread_release_lock(shard.lock)
+    free(tally.scratch)
+    if tally.status != STATUS_OK:
+        batch.has_failed = True
 
 
 cdef inline void add_tally(Tally *total, const Tally *part) noexcept nogil:

@@ -1,5 +1,6 @@
 """One server's rows, in shards."""
 
+from persia._core.crew cimport Crew
 from persia._core.cut cimport Watch
 from persia._core.optim cimport RowOptimizer
 from persia._core.recency cimport NUM_CLOCKS
@@ -23,7 +24,8 @@ cdef class EmbeddingStore:
     cdef list batches           # scratch, reused
     cdef uint64_t *control      # a page of the state file, or NULL
     cdef uint64_t crash_in
-    cdef object pool            # threads beside the caller's
+    cdef Crew crew              # serves large requests
+    cdef Crew alone             # the caller's thread
 
     cdef Batch begin(
         self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim,

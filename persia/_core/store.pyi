@@ -68,7 +68,7 @@ class EmbeddingStore:
     ) -> Self: ...
     def __len__(self) -> int: ...
     def close(self) -> None:
-        """Stop the store's threads; a later request runs on its caller's."""
+        """Let the store's threads go; a later request runs on its caller's."""
 
     def state_is_void(self) -> bool:
         """Whether the state file ran out of memory, so that nobody can take it up."""

@@ -28,6 +28,7 @@ from libc.string cimport memcpy, memset
 
 from persia._core.arrivals cimport arrivals_settle
 from persia._core.changes cimport LogBlock, changes_free, note_clear
+from persia._core.crew cimport Crew
 from persia._core.cut cimport Watch
 from persia._core.eviction cimport (
     LFU, LRU, MAX_POLICIES, Policy, eviction_free, eviction_nth_order, eviction_policy,
@@ -46,7 +47,9 @@ from persia._core.recency cimport (
     recency_walk,
 )
 from persia._core.recovery cimport recovery_attach
-from persia._core.request cimport STATUS_DIM, STATUS_NO_MEMORY, STATUS_OTHER, STATUS_SHAPES
+from persia._core.request cimport (
+    MAX_SHARDS, STATUS_DIM, STATUS_NO_MEMORY, STATUS_OTHER, STATUS_SHAPES,
+)
 from persia._core.restore cimport restore_shard
 from persia._core.row_format cimport Format, read_values, set_format
 from persia._core.serve cimport (
@@ -80,7 +83,7 @@ cdef enum:
     LOG_BLOCKS = 2          # that a shard has to have; fewer would lose every epoch
     MAX_DIM = 65536         # a row must fit its chunk several times
     WALKED_ROWS = 64
-    # Above this a thread pool is worth its 20 microseconds.
+    # Above this a hand-off is worth it; it may have to wake a thread.
     MIN_THREADED_SIGNS = 2048
 
 # Keys the admission draws, so that they are not those of the initial values.
@@ -102,14 +105,13 @@ cdef class EmbeddingStore:
         self.control = NULL
         self.crash_in = 0
         self.batches = []
-        self.pool = None
         self.optimizer = None
         memset(self.clocks, 0, sizeof(self.clocks))
         self.clocks[CLOCK_MS] = self.clocks[CLOCK_STEPS] = CLOCK_BASE
         if not 1 <= capacity < 2**63:
             raise ConfigError(f"capacity must be in 1..2**63-1 rows, got {capacity}")
-        if not 1 <= num_shards <= 1024:
-            raise ConfigError(f"num_shards must be in 1..1024, got {num_shards}")
+        if not 1 <= num_shards <= MAX_SHARDS:
+            raise ConfigError(f"num_shards must be in 1..{MAX_SHARDS}, got {num_shards}")
         if not 0 <= memory_limit < 2**63:
             raise ConfigError(f"memory_limit must be in 0..2**63-1 bytes, got {memory_limit}")
         if not 1 <= num_threads <= 1024:
@@ -153,9 +155,8 @@ cdef class EmbeddingStore:
                     raise MemoryError(f"policy {number} of shard {i}")
         if attach:
             self.attach_rows()
-        if self.num_threads > 1:
-            self.pool = ThreadPoolExecutor(
-                self.num_threads - 1, thread_name_prefix="persia-store")
+        self.crew = Crew(self.num_threads)
+        self.alone = Crew(1)
 
     def __dealloc__(self):
         cdef uint32_t i
@@ -236,10 +237,8 @@ cdef class EmbeddingStore:
             int(self.clocks[CLOCK_MS] - CLOCK_BASE), int(self.clocks[CLOCK_STEPS] - CLOCK_BASE))
 
     def close(self):
-        """Stop the store's threads; a later request runs on its caller's."""
-        pool, self.pool = self.pool, None
-        if pool is not None:
-            pool.shutdown(wait=True)
+        """Let the store's threads go; a later request runs on its caller's."""
+        self.crew.close()
 
     def __len__(self):
         cdef uint64_t total = 0
@@ -273,7 +272,9 @@ cdef class EmbeddingStore:
         if signs.shape[0] >= NO_ROW:
             raise DataError(f"a request holds at most 2**32-2 signs, got {signs.shape[0]}")
         batch = self.batches.pop() if self.batches else Batch()
-        batch.reserve(<uint32_t> signs.shape[0], self.num_shards)
+        batch.crew = self.crew if signs.shape[0] >= MIN_THREADED_SIGNS else self.alone
+        batch.reserve(
+            <uint32_t> signs.shape[0], self.num_shards, batch.crew.num_threads > 1)
         batch.shards = self.shards
         batch.serve_shard = serve_shard
         batch.signs = &signs[0] if signs.shape[0] else NULL
@@ -289,28 +290,12 @@ cdef class EmbeddingStore:
         batch.is_repeated = False
         batch.admission_key = mix64(mix64(self.seed ^ ADMISSION))
         memcpy(batch.clocks, self.clocks, sizeof(self.clocks))
-        memset(&batch.tally, 0, sizeof(Tally))
-        with nogil:
-            batch.split(self.num_shards)
+        batch.split()
         return batch
 
     cdef Tally run(self, Batch batch) except *:
         """Serve the request on all threads, give its scratch back, raise what it met."""
-        cdef Tally tally
-        batch.held = (self, batch.held)     # for threads that outlast an interrupted call
-        pool = self.pool                    # close() may take it away meanwhile
-        if pool is None or batch.num_signs < MIN_THREADED_SIGNS:
-            batch.serve(0, self.num_shards)
-        else:
-            bounds = [
-                i * self.num_shards // self.num_threads for i in range(self.num_threads + 1)]
-            others = [
-                pool.submit(batch.serve, bounds[i], bounds[i + 1])
-                for i in range(1, self.num_threads)]
-            batch.serve(bounds[0], bounds[1])
-            for other in others:
-                other.result()
-        tally = batch.tally
+        cdef Tally tally = batch.serve()
         dim = batch.dim
         dtype = dtype_name(batch.format.dtype)
         batch.held = None

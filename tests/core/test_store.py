@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import signal
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,6 @@ UNIFORM = Initializer("uniform")
 ZEROS = Initializer("zeros")
 ADAGRAD = RowOptimizer("adagrad", lr=0.1)
 NO_ROW = 2**32 - 1
-
-
-class Memory(np.ndarray[Any, Any]):
-    """An array that can be watched."""
 
 
 def u64(signs: Iterable[int] | NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -889,43 +886,33 @@ def test_everything_at_once_from_several_threads() -> None:
     store.check()
 
 
-@pytest.mark.parametrize("method", ["lookup_eval", "update", "read", "write", "delete"])
-def test_an_interrupted_request_keeps_its_arrays_for_its_threads(
-    monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    class Interrupted:
-        """A pool whose threads have not begun when a signal comes."""
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_signal_comes_when_the_threads_of_a_request_are_done(num_threads: int) -> None:
+    store = new_store(100_000, num_shards=4, num_threads=num_threads)
+    train(store, range(50_000))
+    wanted = evaluate(store, range(50_000))[0]
 
-        def __init__(self, *args: object, **options: object) -> None:
-            self.late: list[Callable[[], None]] = []
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
 
-        def submit(self, call: Callable[..., None], *args: int) -> Interrupted:
-            self.late.append(lambda: call(*args))
-            pools.append(self)
-            return self
+    def look_up_until_then() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 1e-4)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            rows.fill(-1)
+            store.lookup_eval(signs, rows)
 
-        def result(self) -> None:
-            raise KeyboardInterrupt
-
-    pools: list[Interrupted] = []
-    monkeypatch.setattr("persia._core.store.ThreadPoolExecutor", Interrupted)
-    store = new_store(10_000, num_shards=4, num_threads=2)
-    signs = np.arange(4096, dtype=np.uint64).view(Memory)
-    is_gone = Event()
-    weakref.finalize(signs, is_gone.set)
-    rest: dict[str, tuple[Any, ...]] = {
-        "lookup_eval": (np.empty((4096, 8), np.float32),),
-        "update": (None, np.empty((4096, 8), np.float32)),
-        "read": (8,),
-        "write": (np.empty((4096, 8), np.float32), None),
-        "delete": (),
-    }
-    with pytest.raises(KeyboardInterrupt):
-        getattr(store, method)(signs, *rest[method])
-    del signs
-    assert not is_gone.is_set()
-    pools[0].late.pop()()
-    assert is_gone.is_set()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signs, rows = u64(range(50_000)), np.empty_like(wanted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            look_up_until_then()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    # Either none of it is written or all: nobody writes behind the caller's back.
+    assert (rows == -1).all() or np.array_equal(rows, wanted)
+    store.check()
+    store.close()
 
 
 def test_w63_a_dump_takes_one_shard_at_a_time() -> None:

@@ -1,0 +1,123 @@
+"""The helpers of a crew: shared, asleep when idle, gone when nobody needs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from persia._core.crew import Crew
+from persia.errors import ConfigError
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def states(name: str) -> list[str]:
+    """Return the kernel's state of each thread of this process with a name."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            _, comm, rest = (task / "stat").read_text().replace(") ", "(").split("(")
+        except FileNotFoundError:  # it has just ended
+            continue
+        if comm == name:
+            found.append(rest[0])
+    return found
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_true():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
+
+
+@pytest.mark.parametrize("num_threads", [0, 1025])
+def test_a_number_of_threads_out_of_range_is_refused(num_threads: int) -> None:
+    with pytest.raises(ConfigError, match=f"num_threads.*{num_threads}"):
+        Crew(num_threads)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_each_part_is_done_once_whoever_else_calls(num_threads: int) -> None:
+    callers, rounds, parts = 4, 50, 20
+    done = [[0] * parts for _ in range(callers)]
+    with closing(Crew(num_threads)) as crew, ThreadPoolExecutor(callers) as pool:
+
+        def call(caller: int) -> None:
+            def count(part: int) -> None:
+                done[caller][part] += 1
+
+            for turn in range(1, rounds + 1):
+                crew.run(count, range(parts))
+                assert done[caller] == [turn] * parts  # all had ended when it returned
+
+        list(pool.map(call, range(callers)))
+
+
+def test_a_part_may_call_its_own_crew() -> None:
+    done = []
+    with closing(Crew(2)) as crew:
+        crew.run(lambda a: crew.run(lambda b: done.append((a, b)), [0, 1]), [0, 1])
+    assert sorted(done) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_closed_crew_calls_on_the_callers_thread() -> None:
+    crew = Crew(3)
+    crew.close()
+    crew.close()
+    threads: list[int] = []
+    crew.run(lambda _: threads.append(threading.get_ident()), range(8))
+    assert threads == [threading.get_ident()] * 8
+
+
+@on_linux
+def test_crews_share_helpers_that_sleep_when_idle_and_end_with_the_last() -> None:
+    name = "shared-by-test"
+    one, other = Crew(3, name), Crew(3, name)
+    wait_until(lambda: states(name) == ["S", "S"])
+    met = threading.Barrier(3)
+    one.run(lambda _: met.wait(10), range(3))
+    wait_until(lambda: states(name) == ["S", "S"])
+    one.close()
+    other.run(lambda _: met.wait(10), range(3))
+    other.close()
+    wait_until(lambda: not states(name))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_has_no_helpers_and_does_all_itself() -> None:
+    script = """
+import os
+from persia._core.crew import Crew
+crew = Crew(2)
+done = []
+crew.run(done.append, range(4))
+child = os.fork()
+if child == 0:
+    crew.run(done.append, range(4))
+    other = Crew(2)  # has helpers of its own
+    other.run(done.append, range(4))
+    other.close()
+    crew.close()
+    os._exit(len(done))
+status = os.waitpid(child, 0)[1]
+crew.run(done.append, range(4))
+print(os.waitstatus_to_exitcode(status), len(done))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script],
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.stdout.split() == ["12", "8"]
