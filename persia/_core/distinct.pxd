@@ -15,6 +15,8 @@ cdef struct Numbering:
 
 # Begins a numbering of at most ``most`` values; give it back whatever happens. Needs the GIL.
 cdef int begin(Numbering *self, size_t most) except -1
+# Begins another one of at most ``most`` values, which fit the room of the one before.
+cdef void restart(Numbering *self, size_t most) noexcept nogil
 cdef void give_back(Numbering *self) noexcept
 # Copies ``n`` more values, each read once: their owner may write them meanwhile.
 cdef void take(Numbering *self, const uint64_t *values, size_t n) noexcept nogil

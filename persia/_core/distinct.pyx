@@ -19,8 +19,8 @@ Invariants, true after each round, whatever the values are and whoever writes th
     I1  first[i] <= i, and first[first[i]] == first[i].
     I2  Of the values left over, the first one of each slot is not left over again: rounds end.
 
-Memory: 20 to 40 bytes a value. One block is kept from call to call, because fresh pages cost
-more than the passes; a thread that numbers while another does has a block of its own.
+Memory: 20 to 40 bytes a value. Blocks are kept from call to call, because fresh pages cost more
+than the passes: one for each thread that numbers while others do, up to KEPT_BLOCKS.
 """
 
 from libc.stdlib cimport free, malloc
@@ -43,10 +43,11 @@ cdef enum:
     LEAST_BITS = 6          # of a slot
     MOST_BITS = 32          # a slot is a u32
     KEPT_ROOM = 1 << 20     # values; a block of up to 20 MiB is kept
+    KEPT_BLOCKS = 16
 
-# Taken and given back under the GIL.
-cdef Numbering spare
-spare.room = 0
+# Taken and given back under the GIL, the last one first.
+cdef Numbering[KEPT_BLOCKS] spares
+cdef int num_spares = 0
 
 
 cdef int bits_of(size_t n) noexcept nogil:
@@ -58,14 +59,14 @@ cdef int bits_of(size_t n) noexcept nogil:
 
 
 cdef int begin(Numbering *self, size_t most) except -1:
-    """Take the spare block, or make one; see the .pxd."""
-    global spare
+    """Take a spare block, or make one; see the .pxd."""
+    global num_spares
     cdef int bits = bits_of(most)
     cdef size_t room
     cdef char *block
-    if spare.room >= most and spare.room > 0:
-        self[0] = spare
-        spare.room = 0
+    if num_spares > 0 and spares[num_spares - 1].room >= most:
+        num_spares -= 1
+        self[0] = spares[num_spares]
     else:
         room = max(most, <size_t>1 << (bits - 1))
         block = <char *>malloc(
@@ -78,22 +79,41 @@ cdef int begin(Numbering *self, size_t most) except -1:
         self.slots = <uint32_t *>(block + room * sizeof(uint64_t))
         self.table = self.slots + room
         self.room = room
-    self.num_taken = 0
-    self.shift = 64 - bits
+    restart(self, most)
     return 0
 
 
+cdef void restart(Numbering *self, size_t most) noexcept nogil:
+    """Begin anew in the same block; see the .pxd."""
+    self.num_taken = 0
+    self.shift = 64 - bits_of(most)
+
+
 cdef void give_back(Numbering *self) noexcept:
-    """Keep the larger block; harmless on one that was given back."""
-    global spare
-    cdef Numbering other
-    if self.room > spare.room and self.room <= KEPT_ROOM:
-        other = spare
-        spare = self[0]
-        self[0] = other
-    if self.room > 0:
-        free(self.values)
+    """Keep the block, or free it; harmless on one that was given back.
+
+    The larger ones are kept, and the largest is the next to be taken.
+    """
+    global num_spares
+    cdef Numbering one = self[0]
+    cdef int i
     self.room = 0
+    if one.room == 0:
+        return
+    if one.room > KEPT_ROOM:
+        free(one.values)
+        return
+    for i in range(num_spares - 1, -1, -1):
+        if spares[i].room < one.room:
+            spares[i], one = one, spares[i]
+    if num_spares < KEPT_BLOCKS:
+        # The smallest of all is the first.
+        for i in range(num_spares, 0, -1):
+            spares[i] = spares[i - 1]
+        spares[0] = one
+        num_spares += 1
+    else:
+        free(one.values)
 
 
 cdef void take(Numbering *self, const uint64_t *values, size_t n) noexcept nogil:

@@ -5,6 +5,9 @@ from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
+
+from persia._core.crew import Crew
 
 @final
 class FeatureBatch:
@@ -53,3 +56,11 @@ class FeatureBatch:
     def parts(self) -> tuple[NDArray[Any], ...]: ...
     def lengths(self) -> NDArray[np.int64]: ...
     def truncated(self, limit: int) -> FeatureBatch: ...
+
+def number_all(batches: Sequence[FeatureBatch], crew: Crew) -> None: ...
+
+@final
+class Features:
+    """Features that are numbered together."""
+
+    def __new__(cls, num_features: int, num_workers: int) -> Self: ...

@@ -8,8 +8,9 @@
     weights    [1., .5, 2., 1., 0.] N, or None: each id counts once
 
 Everything behind this class works on distinct ids: a row is looked up once and stepped once per
-batch, however often its id occurs. Ids are read in one pass over a small hash table, and the
-values themselves are not kept.
+batch, however often its id occurs. The ids are copied when the object is built, and numbered
+when somebody asks for ``distinct`` or ``inverse``; ``number_all`` does so for all features of a
+batch, on several threads. Then the values are dropped. Nobody sees the difference.
 
 Invariants, true from construction on:
 
@@ -19,6 +20,8 @@ Invariants, true from construction on:
         sample has exactly one id.
     I4  ``weights`` are finite, one for each entry of ``inverse``, or None.
     I5  The arrays belong to the object: nobody else holds the memory, and nobody may write it.
+    I6  Either ``pending`` is None or the two numbered arrays are. Two threads may number at a
+        time; both come to the same arrays, and each reads what it holds itself.
 
 Any u64 is an id, 0 and 2**64 - 1 included. There is no limit of 65,535 on samples or ids;
 positions are u32, which ends at 2**32 - 2 ids of one feature in one batch.
@@ -29,7 +32,7 @@ table for all features, which would leave the cache and allow no threads.
 
 from cython cimport final
 from libc.math cimport isfinite
-from libc.stdlib cimport free, malloc, realloc
+from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 from numpy cimport (
     PyArray_DATA,
@@ -52,7 +55,10 @@ from persia._core.arrays cimport (
     new_u64,
     to_u64,
 )
-from persia._core.distinct cimport distinct_of
+from persia._core.crew cimport Crew, persia_work_t
+from persia._core.distinct cimport (
+    Numbering, begin, distinct_of, finish, give_back, restart, take,
+)
 from persia._core.types cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 import numpy as np
@@ -209,6 +215,44 @@ cdef class FeatureBatch:
             )
         fill(self, feature, values, numbers, edges)
         self.weights = own_weights(self, weights)
+
+    @property
+    def distinct(self):
+        """The distinct ids in first-seen order, u64 [D]."""
+        self.number()
+        return self.numbered_distinct
+
+    @property
+    def inverse(self):
+        """Number of each id among the distinct ones, u32 [N]."""
+        self.number()
+        return self.numbered_inverse
+
+    @property
+    def num_distinct(self):
+        """Number of distinct ids."""
+        self.number()
+        return PyArray_SIZE(<ndarray>self.numbered_distinct)
+
+    cdef int number(self) except -1:
+        """Number the ids if nobody has."""
+        cdef object ids = self.pending      # held: another thread may come first
+        cdef ndarray inverse
+        if ids is None:
+            return 0
+        inverse = new_u32(self.num_ids)
+        self.take_numbers(
+            distinct_of(
+                <const uint64_t *>PyArray_DATA(<ndarray>ids), self.num_ids,
+                <uint32_t *>PyArray_DATA(inverse)),
+            inverse)
+        return 0
+
+    cdef void take_numbers(self, ndarray distinct, ndarray inverse) noexcept:
+        """Take over arrays that satisfy the invariants."""
+        self.numbered_distinct = frozen(distinct)
+        self.numbered_inverse = frozen(inverse)
+        self.pending = None
 
     @staticmethod
     def from_csr(name, values, offsets, weights=None):
@@ -617,12 +661,12 @@ cdef int grow(str feature, Gathered *gathered, size_t needed) except -1:
 
 
 cdef FeatureBatch build(str feature, const uint64_t *ids, size_t n, object offsets):
-    """Deduplicate ``n`` ids; ``offsets`` as ``own_offsets`` returns them, not used again."""
-    cdef ndarray inverse = new_u32(n)
-    cdef uint32_t *numbers = <uint32_t *>PyArray_DATA(inverse)
-    cdef ndarray distinct = distinct_of(ids, n, numbers)
+    """Copy ``n`` ids; ``offsets`` as ``own_offsets`` returns them, not used again."""
     cdef FeatureBatch batch = FeatureBatch.__new__(FeatureBatch)
-    fill(batch, feature, distinct, inverse, offsets)
+    cdef ndarray pending = new_u64(n)
+    memcpy(PyArray_DATA(pending), ids, n * sizeof(uint64_t))
+    batch.pending = pending
+    set_sizes(batch, feature, n, offsets)
     return batch
 
 
@@ -630,10 +674,96 @@ cdef void fill(
     FeatureBatch batch, str feature, ndarray distinct, ndarray inverse, object offsets
 ) noexcept:
     """Take over arrays that satisfy the invariants."""
+    batch.take_numbers(distinct, inverse)
+    set_sizes(batch, feature, PyArray_SIZE(inverse), offsets)
+
+
+cdef void set_sizes(FeatureBatch batch, str feature, size_t n, object offsets) noexcept:
     batch.name = feature
-    batch.distinct = frozen(distinct)
-    batch.inverse = frozen(inverse)
     batch.offsets = None if offsets is None else frozen(<ndarray>offsets)
-    batch.num_ids = PyArray_SIZE(inverse)
-    batch.num_distinct = PyArray_SIZE(distinct)
-    batch.batch_size = batch.num_ids if offsets is None else PyArray_SIZE(<ndarray>offsets) - 1
+    batch.num_ids = n
+    batch.batch_size = n if offsets is None else PyArray_SIZE(<ndarray>offsets) - 1
+
+
+# --- all features of a batch ------------------------------------------------------------------
+
+cdef struct Feature:
+    const uint64_t *ids
+    size_t num_ids
+    uint32_t *inverse
+    uint64_t *distinct      # room for all ids
+    size_t num_distinct
+
+
+@final
+cdef class Features:
+    """Features that are numbered together."""
+
+    cdef Feature *all
+    cdef Numbering *blocks      # by worker
+    cdef uint32_t num_blocks
+
+    def __cinit__(self, size_t num_features, uint32_t num_workers):
+        self.num_blocks = num_workers
+        self.all = <Feature *>malloc(num_features * sizeof(Feature))
+        self.blocks = <Numbering *>calloc(num_workers, sizeof(Numbering))
+        if self.all == NULL or self.blocks == NULL:
+            raise MemoryError(f"no memory to number {num_features} features")
+
+    def __dealloc__(self):
+        cdef uint32_t i
+        if self.blocks != NULL:
+            for i in range(self.num_blocks):
+                give_back(&self.blocks[i])
+        free(self.blocks)
+        free(self.all)
+
+
+cdef void number_part(Features features, uint32_t part, uint32_t worker) noexcept nogil:
+    cdef Feature *one = &features.all[part]
+    cdef Numbering *block = &features.blocks[worker]
+    restart(block, one.num_ids)
+    take(block, one.ids, one.num_ids)
+    one.num_distinct = finish(block, one.inverse)
+    memcpy(one.distinct, block.values, one.num_distinct * sizeof(uint64_t))
+
+
+def number_all(batches, Crew crew not None):
+    """Number the ids of those that are not numbered yet, some by each thread of the crew.
+
+    Args:
+        batches: FeatureBatches.
+        crew: Threads.
+    """
+    cdef FeatureBatch batch
+    cdef Features features
+    cdef Feature *one
+    cdef ndarray ids, inverse, distinct
+    cdef uint32_t worker
+    cdef list pending = []
+    for batch in batches:
+        if batch.pending is not None:
+            pending.append((batch, batch.pending))  # held: another thread may come first
+    if not pending:
+        return
+    pending.sort(key=_num_ids_of, reverse=True)      # the last parts are small ones
+    features = Features(len(pending), crew.num_threads)
+    for worker in range(crew.num_threads):
+        begin(&features.blocks[worker], _num_ids_of(pending[0]))
+    arrays = []
+    for place, (batch, ids) in enumerate(pending):
+        inverse, distinct = new_u32(batch.num_ids), new_u64(batch.num_ids)
+        arrays.append((batch, distinct, inverse))
+        one = &features.all[<size_t>place]
+        one.ids = <const uint64_t *>PyArray_DATA(ids)
+        one.num_ids = batch.num_ids
+        one.inverse = <uint32_t *>PyArray_DATA(inverse)
+        one.distinct = <uint64_t *>PyArray_DATA(distinct)
+    crew.work(<persia_work_t>number_part, <void *>features, <uint32_t>len(pending))
+    for place, (batch, distinct, inverse) in enumerate(arrays):
+        distinct.resize(<object>features.all[<size_t>place].num_distinct, refcheck=False)
+        batch.take_numbers(distinct, inverse)
+
+
+def _num_ids_of(tuple item):
+    return (<FeatureBatch>item[0]).num_ids

@@ -45,3 +45,39 @@ cdef extern from "pooling_kernels.h" nogil:
         size_t (*descents)(const uint32_t *values, size_t n) noexcept nogil
 
     const persia_pooling_t[PERSIA_NUM_LEVELS] persia_pooling
+
+
+cdef enum Kind:
+    POOL
+    POOL_GRAD
+    SCATTER_ADD
+
+
+cdef struct Call:
+    Kind kind
+    int mode
+    persia_bags_t bags          # of SCATTER_ADD slots, rounds, dim, and num_ids: rows of source
+    const float *source         # rows, or a gradient
+    float *out
+    int32_t *argmax             # written by POOL, read by POOL_GRAD; NULL but for max
+    const uint8_t *skip
+
+
+cdef const persia_pooling_t *kernels() noexcept nogil
+cdef float *first_out(float[:, ::1] matrix) noexcept
+
+# Each checks its arguments as the function of its name does, and writes nothing but ``call``,
+# which needs a scratch of ``dim`` floats, and the arrays, when it is made.
+cdef object fill_pool(
+    Call *call, object mode, const float[:, ::1] rows, const uint32_t[::1] slots,
+    Py_ssize_t rounds, const uint32_t[::1] inverse, const uint32_t[::1] offsets,
+    float[:, ::1] out, const float[::1] weights)
+cdef int fill_pool_grad(
+    Call *call, object mode, const float[:, ::1] grad, const uint32_t[::1] slots,
+    Py_ssize_t rounds, const uint32_t[::1] inverse, const uint32_t[::1] offsets,
+    const int32_t[:, ::1] argmax, const uint8_t[::1] skip, float[:, ::1] out,
+    const float[::1] weights) except -1
+cdef int fill_scatter_add(
+    Call *call, const float[:, ::1] grad, const uint32_t[::1] slots, Py_ssize_t rounds,
+    float[:, ::1] out) except -1
+cdef void make(const Call *call) noexcept nogil

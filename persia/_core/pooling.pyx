@@ -25,6 +25,7 @@ import numpy as np
 from persia.errors import ConfigError, DataError
 
 from libc.stdlib cimport free, malloc
+from libc.string cimport memset
 
 from persia._core.cpu cimport isa_level
 
@@ -184,6 +185,105 @@ cdef float *new_scratch(size_t dim) except NULL:
     return scratch
 
 
+cdef object fill_pool(
+    Call *call,
+    object mode,
+    const float[:, ::1] rows,
+    const uint32_t[::1] slots,
+    Py_ssize_t rounds,
+    const uint32_t[::1] inverse,
+    const uint32_t[::1] offsets,
+    float[:, ::1] out,
+    const float[::1] weights,
+):
+    """Check a call of ``pool`` and describe it in ``call``; return where its maxima will be."""
+    cdef int32_t[:, ::1] winners
+    call.kind = POOL
+    call.mode = mode_number(mode)
+    fill_bags(&call.bags, slots, rounds, inverse, offsets, rows.shape[0], rows.shape[1])
+    fill_weights(&call.bags, weights, call.mode, mode)
+    check_shape("out", out.shape[0], out.shape[1], call.bags.num_samples, call.bags.dim)
+    call.source = first_f32(rows)
+    call.out = first_out(out)
+    call.argmax = NULL
+    call.skip = NULL
+    if call.mode != PERSIA_MAX:
+        return None
+    argmax = np.empty((out.shape[0], out.shape[1]), dtype=np.int32)
+    winners = argmax
+    call.argmax = &winners[0, 0] if winners.shape[0] else NULL
+    return argmax
+
+
+cdef int fill_pool_grad(
+    Call *call,
+    object mode,
+    const float[:, ::1] grad,
+    const uint32_t[::1] slots,
+    Py_ssize_t rounds,
+    const uint32_t[::1] inverse,
+    const uint32_t[::1] offsets,
+    const int32_t[:, ::1] argmax,
+    const uint8_t[::1] skip,
+    float[:, ::1] out,
+    const float[::1] weights,
+) except -1:
+    """Check a call of ``pool_grad`` and describe it in ``call``."""
+    call.kind = POOL_GRAD
+    call.mode = mode_number(mode)
+    fill_bags(&call.bags, slots, rounds, inverse, offsets, out.shape[0], out.shape[1])
+    fill_weights(&call.bags, weights, call.mode, mode)
+    check_shape("grad", grad.shape[0], grad.shape[1], call.bags.num_samples, call.bags.dim)
+    check_skip(skip, call.bags.num_samples)
+    call.source = first_f32(grad)
+    call.out = first_out(out)
+    call.argmax = NULL
+    call.skip = NULL
+    if call.mode == PERSIA_MAX:
+        check_argmax(
+            argmax, &call.bags, out.shape[0] if slots is None else slots.shape[0] // rounds
+        )
+        if argmax.shape[0]:
+            call.argmax = <int32_t *>&argmax[0, 0]
+    if skip is not None and skip.shape[0]:
+        call.skip = &skip[0]
+    return 0
+
+
+cdef int fill_scatter_add(
+    Call *call,
+    const float[:, ::1] grad,
+    const uint32_t[::1] slots,
+    Py_ssize_t rounds,
+    float[:, ::1] out,
+) except -1:
+    """Check a call of ``scatter_add`` and describe it in ``call``."""
+    cdef Py_ssize_t num_distinct = check_slots(slots, rounds, out.shape[0])
+    check_shape("grad", grad.shape[0], grad.shape[1], num_distinct, out.shape[1])
+    memset(call, 0, sizeof(Call))
+    call.kind = SCATTER_ADD
+    call.bags.slots = first_u32(slots)
+    call.bags.rounds = rounds
+    call.bags.num_ids = num_distinct
+    call.bags.dim = out.shape[1]
+    call.source = first_f32(grad)
+    call.out = first_out(out)
+    return 0
+
+
+cdef void make(const Call *call) noexcept nogil:
+    """Make a call; see the .pxd."""
+    if call.kind == POOL:
+        kernels().pool(call.mode, &call.bags, call.source, call.out, call.argmax)
+    elif call.kind == POOL_GRAD:
+        kernels().pool_grad(
+            call.mode, &call.bags, call.source, call.argmax, call.skip, call.out)
+    elif call.bags.num_ids and call.bags.dim:
+        kernels().scatter_add(
+            call.source, call.bags.slots, call.bags.rounds, call.bags.num_ids, call.bags.dim,
+            call.out)
+
+
 def pool(
     mode,
     const float[:, ::1] rows not None,
@@ -214,24 +314,12 @@ def pool(
         ConfigError: If ``mode`` is unknown.
         DataError: If shapes or numbers do not fit each other; nothing is written.
     """
-    cdef int number = mode_number(mode)
-    cdef persia_bags_t bags
-    fill_bags(&bags, slots, rounds, inverse, offsets, rows.shape[0], rows.shape[1])
-    fill_weights(&bags, weights, number, mode)
-    check_shape("out", out.shape[0], out.shape[1], bags.num_samples, bags.dim)
-    argmax = None
-    cdef int32_t[:, ::1] winners
-    cdef int32_t *winners_at = NULL
-    if number == PERSIA_MAX:
-        argmax = np.empty((out.shape[0], out.shape[1]), dtype=np.int32)
-        winners = argmax
-        winners_at = &winners[0, 0] if winners.shape[0] else NULL
-    cdef const float *rows_at = first_f32(rows)
-    cdef float *out_at = first_out(out)
-    bags.scratch = new_scratch(bags.dim)
+    cdef Call call
+    argmax = fill_pool(&call, mode, rows, slots, rounds, inverse, offsets, out, weights)
+    call.bags.scratch = new_scratch(call.bags.dim)
     with nogil:
-        kernels().pool(number, &bags, rows_at, out_at, winners_at)
-        free(bags.scratch)
+        make(&call)
+        free(call.bags.scratch)
     return argmax
 
 
@@ -265,30 +353,13 @@ def pool_grad(
         ConfigError: If ``mode`` is unknown.
         DataError: If shapes or numbers do not fit each other; nothing is written.
     """
-    cdef int number = mode_number(mode)
-    cdef persia_bags_t bags
-    cdef const int32_t *argmax_at = NULL
-    cdef const uint8_t *skip_at = NULL
-    fill_bags(&bags, slots, rounds, inverse, offsets, out.shape[0], out.shape[1])
-    fill_weights(&bags, weights, number, mode)
-    check_shape("grad", grad.shape[0], grad.shape[1], bags.num_samples, bags.dim)
-    check_skip(skip, bags.num_samples)
-    if number == PERSIA_MAX:
-        check_argmax(
-            argmax, &bags, out.shape[0] if slots is None else slots.shape[0] // rounds
-        )
-    if bags.num_samples == 0:
-        return
-    if number == PERSIA_MAX:
-        argmax_at = &argmax[0, 0]
-    if skip is not None:
-        skip_at = &skip[0]
-    cdef const float *grad_at = first_f32(grad)
-    cdef float *out_at = first_out(out)
-    bags.scratch = new_scratch(bags.dim)
+    cdef Call call
+    fill_pool_grad(
+        &call, mode, grad, slots, rounds, inverse, offsets, argmax, skip, out, weights)
+    call.bags.scratch = new_scratch(call.bags.dim)
     with nogil:
-        kernels().pool_grad(number, &bags, grad_at, argmax_at, skip_at, out_at)
-        free(bags.scratch)
+        make(&call)
+        free(call.bags.scratch)
 
 
 def begin_grad(
@@ -367,14 +438,10 @@ def scatter_add(
     Raises:
         DataError: If shapes or numbers do not fit each other; nothing is written.
     """
-    cdef Py_ssize_t num_distinct = check_slots(slots, rounds, out.shape[0])
-    check_shape("grad", grad.shape[0], grad.shape[1], num_distinct, out.shape[1])
-    if num_distinct == 0 or out.shape[1] == 0:
-        return
-    cdef const uint32_t *slots_at = first_u32(slots)
+    cdef Call call
+    fill_scatter_add(&call, grad, slots, rounds, out)
     with nogil:
-        kernels().scatter_add(
-            &grad[0, 0], slots_at, rounds, num_distinct, out.shape[1], &out[0, 0])
+        make(&call)
 
 
 def index_add(

@@ -17,13 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.crew import Crew
+from persia._core.feature_batch import FeatureBatch, number_all
 from persia._core.hashing import route
-from persia._core.pooling import begin_grad, gather, nonfinite, pool, pool_grad, scatter_add
+from persia._core.pool_calls import PoolCalls
+from persia._core.pooling import gather, nonfinite
 from persia._core.signs import hash_stack, merge, pack_all
 from persia._rpc.messages import (
     Floats,
@@ -36,7 +39,7 @@ from persia._rpc.messages import (
     SlotOutput,
 )
 from persia._services import aligned
-from persia._services.crew import Crew, shares
+from persia._services.crew import shares
 from persia._services.plan import BatchPlan, FeaturePlan, TablePlan
 from persia.config import EmbeddingSchema
 from persia.errors import DataError
@@ -100,13 +103,15 @@ def pack_batch(
     schema: EmbeddingSchema,
     owners: NDArray[np.uint16],
     num_servers: int,
+    crew: Crew,
 ) -> PackedBatch:
-    """Hash, pack, merge and route the ids of a batch.
+    """Number, hash, pack, merge and route the ids of a batch.
 
     Raises:
         DataError: If two features differ in batch size, a feature that is not summed has
             weights, or an id does not fit the index bits and the schema is strict.
     """
+    number_all(features, crew)
     batch_size = features[0].batch_size if features else 0
     kept: list[FeatureBatch] = []
     values: list[Signs] = []
@@ -258,30 +263,18 @@ def pool_outputs(
     ]
     outputs: list[SlotOutput | None] = [None] * len(batch.features)
     maxima: list[NDArray[np.int32] | None] = [None] * len(batch.features)
-
-    def make(places: Iterable[int]) -> None:
-        for place in places:
-            plan = batch.plan.features[place]
-            outputs[place], maxima[place] = _output(
-                batch.features[place], plan, rows[plan.table], pooled[plan.table]
-            )
-
-    weights = [feature.ids.num_ids for feature in batch.features]
-    crew.run(make, shares(weights, crew.num_threads))
-    return tuple(output for output in outputs if output is not None), tuple(maxima)
-
-
-def _output(
-    feature: PackedFeature, plan: FeaturePlan, rows: Floats, pooled: Floats
-) -> tuple[SlotOutput, NDArray[np.int32] | None]:
-    """Return one feature's output, a pooled one in its place of ``pooled``, and its maxima."""
-    slot, ids = plan.slot, feature.ids
-    source = rows[feature.start : feature.stop]
-    if plan.pooled >= 0:
-        out = pooled[plan.pooled]
-        argmax = pool(
+    calls = PoolCalls()
+    others = []
+    for place, (feature, plan) in enumerate(
+        zip(batch.features, batch.plan.features, strict=True)
+    ):
+        if plan.pooled < 0:
+            others.append(place)
+            continue
+        slot, ids, out = plan.slot, feature.ids, pooled[plan.table][plan.pooled]
+        maxima[place] = calls.pool(
             slot.pooling,
-            source,
+            rows[plan.table][feature.start : feature.stop],
             feature.slots,
             feature.rounds,
             ids.inverse,
@@ -289,16 +282,33 @@ def _output(
             out,
             ids.weights,
         )
-        return PooledOutput(slot.name, out), argmax
+        outputs[place] = PooledOutput(slot.name, out)
+    calls.run(crew)
+
+    def make(share: Iterable[int]) -> None:
+        for place in (others[at] for at in share):
+            plan = batch.plan.features[place]
+            outputs[place] = _unpooled(batch.features[place], plan, rows[plan.table])
+
+    if others:
+        weights = [batch.features[place].ids.num_ids for place in others]
+        crew.run(make, shares(weights, crew.num_threads))
+    return tuple(output for output in outputs if output is not None), tuple(maxima)
+
+
+def _unpooled(feature: PackedFeature, plan: FeaturePlan, rows: Floats) -> SlotOutput:
+    """Return the output of a feature that is raw or jagged."""
+    slot, ids = plan.slot, feature.ids
+    source = rows[feature.start : feature.stop]
     if slot.pooling == "raw":
         vectors = np.empty((ids.num_distinct + 1, slot.dim), np.float32)
         vectors[0] = 0.0
         gather(source, feature.slots, feature.rounds, vectors[1:])
         index = _padded_index(ids, slot.sample_fixed_size)
-        return RawOutput(slot.name, vectors, index, slot.sample_fixed_size), None
+        return RawOutput(slot.name, vectors, index, slot.sample_fixed_size)
     vectors = np.empty((ids.num_distinct, slot.dim), np.float32)
     gather(source, feature.slots, feature.rounds, vectors)
-    return JaggedOutput(slot.name, vectors, ids.inverse.astype(np.int64), _offsets(ids)), None
+    return JaggedOutput(slot.name, vectors, ids.inverse.astype(np.int64), _offsets(ids))
 
 
 def _offsets(ids: FeatureBatch) -> Indices:
@@ -340,70 +350,32 @@ def sum_gradients(
         crew: Threads; each takes some of the groups, whose rows are their own.
     """
     counts = GradientCounts()
-    places: list[list[int]] = [[] for _ in batch.tables]
-    for place, plan in enumerate(batch.plan.features):
-        places[plan.table].append(place)
-    all_sums = []
-    for number, table in enumerate(batch.tables):
-        sums = aligned.empty(len(table.signs), batch.plan.tables[number].dim)
-        present = {place: g for place in places[number] if (g := gradients[place]) is not None}
-        if len(present) < len(places[number]) or not _begin(batch, present, sums, crew):
-            sums[:] = 0.0
-            _add(batch, present, maxima, {}, sums, crew)
-        # No finite sum has a term that is not: where all sums are finite, so were the
-        # gradients, and they need not be looked at one by one.
-        skips: dict[int, NDArray[np.uint8]] = {}
-        bad = nonfinite(sums)
-        if bad.any():
-            skips = {place: nonfinite(gradient) for place, gradient in present.items()}
-            sums[:] = 0.0
-            _add(batch, present, maxima, skips, sums, crew)
-            bad = nonfinite(sums)
+    present = {place: g for place, g in enumerate(gradients) if g is not None}
+    all_sums = [
+        aligned.empty(len(table.signs), plan.dim)
+        for table, plan in zip(batch.tables, batch.plan.tables, strict=True)
+    ]
+    # No finite sum has a term that is not: where all sums are finite, so were the gradients,
+    # and they need not be looked at one by one.
+    skips: dict[int, NDArray[np.uint8]] = {}
+    if not _add(batch, present, maxima, {}, all_sums, crew):
+        skips = {place: nonfinite(gradient) for place, gradient in present.items()}
+        _add(batch, present, maxima, skips, all_sums, crew)
+    found = []
+    for number, (table, sums) in enumerate(zip(batch.tables, all_sums, strict=True)):
+        groups = batch.plan.tables[number].groups
+        places = [place for group in groups for place in group.features]
+        here = [place for place in places if place in present]
         keep = None
-        if skips or len(present) < len(places[number]):
+        if skips or len(here) < len(places):
             keep = np.zeros(len(table.signs), np.bool_)
-            for place in present:
+            for place in here:
                 _mark_reached(batch, place, skips.get(place), keep, counts)
-            overflowed = bad.astype(np.bool_)
-            _count_overflows(batch, number, present, overflowed, counts)
+            overflowed = nonfinite(sums).astype(np.bool_)
+            _count_overflows(batch, number, here, overflowed, counts)
             keep &= ~overflowed
-        all_sums.append(TableSums(sums, keep))
-    return tuple(all_sums), counts
-
-
-def _begin(
-    batch: PackedBatch, gradients: Mapping[int, Floats], sums: Floats, crew: Crew
-) -> bool:
-    """Write the sums of a table whose rows all are of one feature each, without zeros first.
-
-    Returns False, and leaves anything in ``sums``, where rows are shared or moved: then zeros
-    and ``_add`` give what this would, to the bit.
-    """
-    for place in gradients:
-        feature, plan = batch.features[place], batch.plan.features[place]
-        if feature.slots is not None or feature.ids.weights is not None:
-            return False
-        if plan.slot.pooling not in ("sum", "mean", "sqrt"):
-            return False
-    is_begun: list[bool] = []
-
-    def begin(share: Iterable[int]) -> None:
-        for place in share:
-            feature, plan = batch.features[place], batch.plan.features[place]
-            out, ids = sums[feature.start : feature.stop], feature.ids
-            if 2 * ids.num_distinct < ids.num_ids:  # zeros cost little beside the additions
-                out[:] = 0.0
-                _accumulate(batch, place, gradients[place], None, None, sums)
-                continue
-            is_begun.append(
-                begin_grad(plan.slot.pooling, gradients[place], ids.inverse, ids.offsets, out)
-            )
-
-    order = list(gradients)
-    weights = [batch.features[place].ids.num_ids for place in order]
-    dealt = shares(weights, crew.num_threads)
-    crew.run(begin, [[order[i] for i in share] for share in dealt])
-    return all(is_begun)
+        found.append(TableSums(sums, keep))
+    return tuple(found), counts
 
 
 def _add(
@@ -411,30 +383,35 @@ def _add(
     gradients: Mapping[int, Floats],
     maxima: Sequence[NDArray[np.int32] | None],
     skips: Mapping[int, NDArray[np.uint8]],
-    sums: Floats,
+    all_sums: Sequence[Floats],
     crew: Crew,
-) -> None:
-    """Add the gradients of one table's features to its sums.
+) -> bool:
+    """Fill the sums of all tables; return whether they are finite.
 
     Groups share no row, and within a group features are added in their order: so the sums
     do not depend on the number of threads.
     """
-    groups: dict[int, list[int]] = {}
-    for place in gradients:
-        groups.setdefault(batch.plan.features[place].group, []).append(place)
-    members = list(groups.values())
-
-    def add(share: Iterable[int]) -> None:
-        for number in share:
-            for place in members[number]:
-                skip = skips.get(place)
-                _accumulate(batch, place, gradients[place], maxima[place], skip, sums)
-
-    weights = [sum(batch.features[place].ids.num_ids for place in places) for places in members]
-    crew.run(add, shares(weights, crew.num_threads))
+    calls = PoolCalls()
+    for table, plan, sums in zip(batch.tables, batch.plan.tables, all_sums, strict=True):
+        if table.order is not None:
+            sums[:] = 0.0
+        for group, (start, stop) in zip(plan.groups, pairwise(table.bases), strict=True):
+            # Sorted by server, the rows of a group lie among those of others.
+            calls.begin_sums(sums[start:stop] if table.order is None else None)
+            for place in group.features:
+                if place in gradients:
+                    skip = skips.get(place)
+                    _accumulate(
+                        calls, batch, place, gradients[place], maxima[place], skip, sums
+                    )
+    return calls.run(crew) and not any(
+        table.order is not None and nonfinite(sums).any()
+        for table, sums in zip(batch.tables, all_sums, strict=True)
+    )
 
 
 def _accumulate(
+    calls: PoolCalls,
     batch: PackedBatch,
     place: int,
     gradient: Floats,
@@ -447,7 +424,7 @@ def _accumulate(
     out = sums[feature.start : feature.stop]
     if plan.pooled >= 0:
         ids = feature.ids
-        pool_grad(
+        calls.pool_grad(
             plan.slot.pooling,
             gradient,
             feature.slots,
@@ -462,7 +439,7 @@ def _accumulate(
         return
     if skip is not None:
         gradient = np.where(skip[:, None] != 0, np.float32(0.0), gradient)
-    scatter_add(gradient, feature.slots, feature.rounds, out)
+    calls.scatter_add(gradient, feature.slots, feature.rounds, out)
 
 
 def _mark_reached(

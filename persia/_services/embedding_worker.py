@@ -155,7 +155,12 @@ class EmbeddingWorker:
     def _pack(self, features: IDFeatures) -> PackedBatch:
         plan = self._planner.plan(tuple(feature.name for feature in features.features))
         return pack_batch(
-            features.features, plan, self._schema, self._owners, len(self._servers)
+            features.features,
+            plan,
+            self._schema,
+            self._owners,
+            len(self._servers),
+            self._crew,
         )
 
     def _count_masked(self, packed: PackedBatch) -> None:

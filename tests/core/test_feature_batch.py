@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.crew import Crew
+from persia._core.feature_batch import FeatureBatch, number_all
 from persia.errors import DataError, DataTypeError
 from tests import strategies as own
 from tests.reference import feature_batch as model
@@ -334,3 +337,46 @@ def test_threads_have_their_own_tables() -> None:
     for one, other in zip(alone, together, strict=True):
         for part, same in zip(one.parts(), other.parts(), strict=True):
             assert part.tolist() == same.tolist()
+
+
+# --- all features of a batch ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_features_numbered_together_are_each_numbered_alone(num_threads: int) -> None:
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, n + 1, n).astype(np.uint64) for n in (5, 0, 30_000, 1, 4096, 4096)]
+    alone = [FeatureBatch.from_single("f", one) for one in ids]
+    batches = [FeatureBatch.from_single("f", one) for one in ids]
+    batches[3].inverse  # noqa: B018  (numbered already)
+    for one in ids:
+        one[:] = 7  # the batches have copies
+    with contextlib.closing(Crew(num_threads)) as crew:
+        number_all(batches, crew)
+        number_all(batches, crew)
+    for batch, wanted in zip(batches, alone, strict=True):
+        assert np.array_equal(batch.distinct, wanted.distinct)
+        assert np.array_equal(batch.inverse, wanted.inverse)
+        assert batch.num_distinct == wanted.num_distinct == len(batch.distinct)
+        for array in (batch.distinct, batch.inverse):
+            assert not array.flags.writeable
+
+
+def test_threads_that_number_the_same_features_agree() -> None:
+    callers = 4
+    start = threading.Barrier(callers)
+    ids = np.random.default_rng(0).integers(0, 5000, 20_000).astype(np.uint64)
+    wanted = FeatureBatch.from_single("f", ids)
+    with contextlib.closing(Crew(2)) as crew, ThreadPoolExecutor(callers) as pool:
+        for _ in range(10):
+            batches = [FeatureBatch.from_single("f", ids) for _ in range(3)]
+
+            def ask(caller: int, batches: list[FeatureBatch] = batches) -> None:
+                start.wait(10)
+                if caller % 2:
+                    number_all(batches, crew)
+                for batch in batches:
+                    assert np.array_equal(batch.distinct, wanted.distinct)
+                    assert np.array_equal(batch.inverse, wanted.inverse)
+
+            list(pool.map(ask, range(callers)))
