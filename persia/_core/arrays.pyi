@@ -1,5 +1,10 @@
-"""Checks of NumPy arrays, for the other modules of the core; nothing for Python."""
+"""Checks of arrays for the other modules of the core, and arrays that begin with a line."""
 
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 NAMES: Final[dict[str, str]]
+
+def empty_floats(*shape: int) -> NDArray[np.float32]: ...

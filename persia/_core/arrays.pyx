@@ -15,13 +15,16 @@ from numpy cimport (
     NPY_ARRAY_C_CONTIGUOUS,
     NPY_ARRAY_NOTSWAPPED,
     NPY_ARRAY_WRITEABLE,
+    NPY_FLOAT32,
     NPY_INT64,
+    NPY_UINT8,
     NPY_UINT32,
     NPY_UINT64,
     PyArray_CHKFLAGS,
     PyArray_Check,
     PyArray_CheckExact,
     PyArray_CLEARFLAGS,
+    PyArray_DATA,
     PyArray_DESCR,
     PyArray_FROM_OF,
     PyArray_ISNOTSWAPPED,
@@ -29,10 +32,12 @@ from numpy cimport (
     PyArray_NDIM,
     PyArray_SIZE,
     PyArray_SimpleNew,
+    PyArray_SimpleNewFromData,
     dtype,
     import_array,
     ndarray,
     npy_intp,
+    set_array_base,
 )
 
 from numpy.ma import MaskedArray
@@ -40,6 +45,10 @@ from numpy.ma import MaskedArray
 from persia.errors import DataError, DataTypeError
 
 import_array()
+
+cdef enum:
+    LINE = 64               # bytes of a cache line
+    MOST_DIMENSIONS = 4
 
 NAMES = {"f": "float", "i": "int", "u": "uint"}
 
@@ -131,4 +140,25 @@ cdef ndarray new_i64(Py_ssize_t size):
 cdef ndarray frozen(ndarray array):
     """Return ``array`` itself, read-only from now on."""
     PyArray_CLEARFLAGS(array, NPY_ARRAY_WRITEABLE)
+    return array
+
+
+def empty_floats(*shape):
+    """Return an uninitialised f32 array of at most 4 dimensions that begins with a line."""
+    cdef npy_intp[MOST_DIMENSIONS] lengths
+    cdef npy_intp num_bytes = sizeof(float)
+    cdef int count = 0
+    cdef ndarray block, array
+    if len(shape) > MOST_DIMENSIONS:
+        raise DataError(f"expected at most {MOST_DIMENSIONS} dimensions, got {len(shape)}")
+    for length in shape:
+        lengths[count] = length
+        num_bytes *= lengths[count]
+        count += 1
+    num_bytes += LINE
+    block = PyArray_SimpleNew(1, &num_bytes, NPY_UINT8)
+    array = PyArray_SimpleNewFromData(
+        count, lengths, NPY_FLOAT32,
+        <void *>((<size_t>PyArray_DATA(block) + LINE - 1) & ~<size_t>(LINE - 1)))
+    set_array_base(array, block)
     return array

@@ -11,14 +11,18 @@ because two ids of the user may now share a row. Groups count from 1 in a sign, 
 zero belongs to nobody and marks a number that did not fit.
 """
 
+from libc.stdlib cimport free, malloc
 from numpy cimport PyArray_DATA, PyArray_SIZE, ndarray
 
 from persia._core.arrays cimport MAX_IDS, as_ids, new_u32, new_u64
+from persia._core.crew cimport Crew
 from persia._core.distinct cimport Numbering, begin, distinct_values, finish, give_back, take
 from persia._core.hashing cimport mix64
 from persia._core.types cimport uint32_t, uint64_t
 
 from persia.errors import ConfigError, DataError
+
+cdef Crew ALONE = Crew(1)
 
 
 cdef size_t pack_signs(
@@ -91,13 +95,28 @@ def pack(ids, prefix, prefix_bits):
     return signs, num_masked
 
 
-def pack_all(arrays, prefixes, prefix_bits):
+cdef struct Packing:        # of one feature
+    const uint64_t *ids
+    size_t n
+    uint64_t prefix
+    int prefix_bits
+    uint64_t *signs
+    size_t num_masked
+
+
+cdef void pack_part(void *context, uint32_t part, uint32_t worker) noexcept nogil:
+    cdef Packing *one = <Packing *>context + part
+    one.num_masked = pack_signs(one.ids, one.n, one.prefix, one.prefix_bits, one.signs)
+
+
+def pack_all(arrays, prefixes, prefix_bits, Crew crew=None):
     """Return the signs of several features in one array, feature after feature.
 
     Args:
         arrays: The ids of each feature, u64 [n], any value.
         prefixes: The prefix of each, as ``prefix_of`` returns it.
         prefix_bits: Width of the prefix field, 1..63.
+        crew: Threads; None for the caller's alone.
 
     Returns:
         The signs, u64 [sum of n], and how many ids of each feature were masked.
@@ -110,31 +129,38 @@ def pack_all(arrays, prefixes, prefix_bits):
     """
     _check_prefix_bits(prefix_bits)
     cdef int bits = prefix_bits
+    cdef Crew chosen = ALONE if crew is None else crew
     cdef list sources = [as_ids(ids, "ids") for ids in arrays]
     total = sum([source.size for source in sources])
     if total > MAX_IDS:
         raise DataError(f"features must hold at most {MAX_IDS} distinct ids, got {total}")
     cdef ndarray signs = new_u64(total)
     cdef uint64_t *signs_data = <uint64_t *>PyArray_DATA(signs)
+    cdef size_t count = len(sources)
+    cdef Packing *features = <Packing *>malloc((count + 1) * sizeof(Packing))
+    cdef Packing *one = features
+    cdef size_t i
     cdef ndarray source
-    cdef const uint64_t *source_data
-    cdef uint64_t top
-    cdef size_t n, num_masked
-    masked = []
-    for source, prefix in zip(sources, prefixes, strict=True):
-        if not 0 < prefix < 1 << 64 or prefix & id_mask(bits):
-            raise ConfigError(
-                f"prefix must be a positive number in the top {bits} of 64 bits, "
-                f"got {prefix:#018x}"
-            )
-        top = prefix
-        n = PyArray_SIZE(source)
-        source_data = <const uint64_t *>PyArray_DATA(source)
-        with nogil:
-            num_masked = pack_signs(source_data, n, top, bits, signs_data)
-        masked.append(num_masked)
-        signs_data += n
-    return signs, masked
+    if features == NULL:
+        raise MemoryError(f"no memory to pack {count} features")
+    try:
+        for source, prefix in zip(sources, prefixes, strict=True):
+            if not 0 < prefix < 1 << 64 or prefix & id_mask(bits):
+                raise ConfigError(
+                    f"prefix must be a positive number in the top {bits} of 64 bits, "
+                    f"got {prefix:#018x}"
+                )
+            one.ids = <const uint64_t *>PyArray_DATA(source)
+            one.n = PyArray_SIZE(source)
+            one.prefix = prefix
+            one.prefix_bits = bits
+            one.signs = signs_data
+            signs_data += one.n
+            one += 1
+        chosen.work(pack_part, features, <uint32_t>count)
+        return signs, [features[i].num_masked for i in range(count)]
+    finally:
+        free(features)
 
 
 def hash_stack(ids, rounds, embedding_size):

@@ -62,6 +62,9 @@ class TablePlan:
     dim: int
     groups: tuple[GroupPlan, ...]
     num_pooled: int
+    # Its features, group after group, and their prefixes.
+    places: tuple[int, ...]
+    prefixes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,10 @@ class Planner:
                 num_pooled[slot.table] = pooled + 1
             table = list(tables).index(slot.table)
             features.append(FeaturePlan(slot, table, list(groups).index(slot.group), pooled))
-        plans = tuple(
-            TablePlan(
+        plans = []
+        for number, groups in tables.items():
+            order = tuple(place for places in groups.values() for place in places)
+            plan = TablePlan(
                 number,
                 self._schema.tables[number].dim,
                 tuple(
@@ -124,10 +129,11 @@ class Planner:
                     for places in groups.values()
                 ),
                 num_pooled.get(number, 0),
+                order,
+                tuple(slots[place].prefix for place in order),
             )
-            for number, groups in tables.items()
-        )
-        return BatchPlan(names, tuple(features), plans)
+            plans.append(plan)
+        return BatchPlan(names, tuple(features), tuple(plans))
 
 
 def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
