@@ -125,3 +125,28 @@ def test_what_does_not_fit_is_refused_when_it_is_added() -> None:
         calls.pool("sum", rows, None, 1, ids + np.uint32(1), None, out)
     assert calls.run(Crew(1))
     assert (out == 1).all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_sums_of_one_feature_are_the_same_without_zeros(mode: str, num_threads: int) -> None:
+    rng = np.random.default_rng(2)
+    rows = rng.normal(size=(ROWS, DIM)).astype(np.float32)
+    offsets = np.arange(0, ROWS + 101, 2, dtype=np.uint32)
+    first_seen = np.concatenate([np.arange(ROWS), rng.integers(0, ROWS, 100)])
+    calls, expected, made = PoolCalls(), [], []
+    for ids in (first_seen, rng.permutation(first_seen), np.zeros(ROWS + 100)):
+        inverse = ids.astype(np.uint32)
+        grad = rng.normal(size=(len(offsets) - 1, DIM)).astype(np.float32)
+        grad[0] = -0.0
+        argmax = pool(mode, rows, None, 1, inverse, offsets, np.empty_like(grad))
+        wanted, sums = np.zeros((ROWS, DIM), np.float32), np.full((ROWS, DIM), np.nan, "f4")
+        pool_grad(mode, grad, None, 1, inverse, offsets, argmax, None, wanted)
+        calls.begin_sums(sums)
+        calls.pool_grad(mode, grad, None, 1, inverse, offsets, argmax, None, sums)
+        expected.append(wanted)
+        made.append(sums)
+    with closing(Crew(num_threads)) as crew:
+        assert calls.run(crew)
+    for wanted, sums in zip(expected, made, strict=True):
+        assert wanted.tobytes() == sums.tobytes()
