@@ -13,7 +13,7 @@ from persia._core.recency cimport (
     OFFSET_BITS, Order, recency_begin, recency_end, recency_settle, recency_touch_at,
     segment_at,
 )
-from persia._core.slabs cimport NO_POSITION, Row, persia_prefetch_write, row_at
+from persia._core.slabs cimport NO_POSITION, Row, is_place, persia_prefetch_write, row_at
 
 cdef enum:
     DIGITS = 2048                   # of 11 bits
@@ -103,6 +103,8 @@ cdef int arrivals_settle(
         if i + AHEAD < arrivals.count:
             persia_prefetch_write(row_at(slabs, arrivals.rows[i + AHEAD].row))
         at = &arrivals.rows[i]
+        if not is_place(slabs, at.row):
+            continue        # its chunk was emptied since, and may hold fewer, larger rows now
         row = row_at(slabs, at.row)
         if <uint32_t> row.sign != at.tag or row.position == <uint32_t> NO_POSITION:
             continue

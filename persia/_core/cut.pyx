@@ -385,7 +385,7 @@ cdef class Watch:
         cdef uint32_t i, epoch
         needed = [cursor for cursor in self.cursors.values() if cursor is not None]
         needed += [cut.last for cut in self.cuts if cut.consumer is not None]
-        epoch = min(needed)
+        epoch = min(needed, default=0)      # 0: nobody has had anything yet
         with nogil:
             for i in range(self.num_shards):
                 PyThread_acquire_lock(self.shards[i].lock, 1)
@@ -457,9 +457,15 @@ cdef class Watch:
         return 0
 
     cdef int close(self, str name) except -1:
+        cdef Cut cut
         with self.lock:
             self.check_consumer(name)
             del self.cursors[name]
+            for cut in self.cuts:
+                # Changes go unnoticed from here: no later consumer of this name goes on
+                # from it.
+                if cut.consumer == name:
+                    cut.consumer = None
             self.set_epochs()
             if self.cursors:
                 self.trim_logs()

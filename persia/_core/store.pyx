@@ -532,7 +532,7 @@ cdef class EmbeddingStore:
         if num_bytes == 0:
             return
         for i in range(self.num_shards):
-            if numbers[i, 1] * CACHE_LINE >= num_bytes:
+            if numbers[i, 1] >= num_bytes // CACHE_LINE:
                 raise DataError(
                     f"next line to halve must be below {num_bytes // CACHE_LINE}, "
                     f"got {numbers[i, 1]} for shard {i}")

@@ -451,6 +451,30 @@ def test_the_slowest_consumer_pays_for_its_slowness_alone() -> None:
         assert cut.is_full
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_consumer_may_go_before_another_one_has_begun() -> None:
+    store = new_store(100)
+    for name in ("gone", "feed"):
+        store.open_changes(name)
+    store.close_changes("gone")
+    with store.begin_cut("feed") as cut:
+        assert sum(map(len, cut.blocks())) == 100
+
+
+def test_a_consumer_that_comes_back_does_not_go_on_from_a_cut_of_its_former_life() -> None:
+    store = new_store(100)
+    store.open_changes("feed")
+    former = store.begin_cut("feed")
+    list(former.blocks())
+    store.close_changes("feed")
+    update(store, range(10))  # nobody notes this
+    store.open_changes("feed")
+    former.commit()
+    with store.begin_cut("feed") as cut:
+        assert cut.is_full
+        assert cut_contents(list(cut.blocks())) == contents(store)
+
+
 def test_what_is_asked_for_wrongly_is_refused_and_named() -> None:
     store = new_store(10)
     with pytest.raises(StoreError, match=r"among \[\], got 'nobody'"):

@@ -116,6 +116,8 @@ def test_counts_of_ids_not_admitted_come_back() -> None:
         other.restore_sketch(counts[:, :64].copy(), numbers)
     with pytest.raises(DataError, match="next line to halve"):
         other.restore_sketch(counts, np.array([[0, 100]], np.uint64))
+    with pytest.raises(DataError, match="next line to halve"):  # times 64 it is 0
+        other.restore_sketch(counts, np.array([[0, 1 << 58]], np.uint64))
 
 
 def test_another_optimizer_begins_with_its_own_state() -> None:
@@ -164,6 +166,28 @@ def test_rows_that_do_not_fit_are_evicted() -> None:
     other.end_restore()
     other.check()
     assert len(other) == 100
+
+
+def test_rows_dropped_before_the_end_leave_their_chunk_to_larger_ones() -> None:
+    # A place of theirs, counted in the larger rows, would be a gigabyte away.
+    store = EmbeddingStore(100_000, num_shards=1)
+    small = np.arange(1, 87_001, dtype=np.uint64)
+    for signs, dim in ((small, 1), (array([1 << 40]), 4096)):
+        store.restore(
+            block_with(
+                signs=signs,
+                values=np.ones((len(signs), dim), np.float32),
+                states=np.zeros((len(signs), 0), np.uint32),
+                orders=signs,
+                uses=np.zeros(len(signs), np.uint32),
+                ages=np.zeros(len(signs), np.uint64),
+            )
+        )
+        if dim == 1:
+            assert store.delete(signs) == len(signs)
+    store.end_restore()
+    store.check()
+    assert len(store) == 1
 
 
 def block_with(**changed: Any) -> RowBlock:
