@@ -31,6 +31,7 @@ from persia.logger import get_logger
 if TYPE_CHECKING:
     from persia._core.cut import Cut
     from persia._core.store import EmbeddingStore
+    from persia._files.schema import SavedSchema
     from persia._services.checkpoints import Held
     from persia.config import ParameterServerConfig
 
@@ -57,9 +58,11 @@ class IncrementalWriter:
         self._num_replicas = num_replicas
         self._threshold = settings.incremental_buffer_size
         self.url = below(settings.incremental_dir, folder_of(replica))
-        self._writing = threading.Lock()  # held over a packet; guards the next three
+        self._writing = threading.Lock()  # held over a packet; guards the next five
+        self._is_owed = False  # the packet begun last has failed
         self._store: EmbeddingStore | None = None  # whose changes are logged
         self._base: str | None = None  # the packet written last; None before a full one
+        self._schema: SavedSchema | None = None  # of that packet
         self._sizes = [0, 0]  # bytes of the last full packet, and of the deltas since
         self._changed = threading.Condition()  # guards all below
         self._num_changes = 0  # upper bound, since the last packet
@@ -111,10 +114,12 @@ class IncrementalWriter:
             with self._changed:
                 held, count = self._held, self._num_changes
                 self._num_changes = 0
-            if held is None or not count:
+            if held is None or not (count or self._is_owed):
                 return
+            self._is_owed = True
             with self._cut(held) as cut:
                 self._write(held, cut)
+            self._is_owed = False
 
     def _cut(self, held: Held) -> Cut:
         store = held.store
@@ -125,7 +130,9 @@ class IncrementalWriter:
                 _logger.debug("the store logs changes already")
             self._store, self._base = store, None
         is_long = self._sizes[1] > self._sizes[0]
-        return store.begin_cut(CONSUMER, full=self._base is None or is_long)
+        # A delta is read by the schema of its base: another learning rate makes another one.
+        is_other = self._base is None or held.saved_schema() != self._schema
+        return store.begin_cut(CONSUMER, full=is_other or is_long)
 
     def _write(self, held: Held, cut: Cut) -> None:
         storage = open_storage(self.url)
@@ -152,7 +159,7 @@ class IncrementalWriter:
         )
         catalog.publish(storage, manifest)
         cut.commit()
-        self._base = identity
+        self._base, self._schema = identity, manifest.schema
         self._sizes = [manifest.num_bytes, 0] if is_full else self._sizes
         self._sizes[1] += 0 if is_full else manifest.num_bytes
         if is_full:

@@ -13,7 +13,7 @@ import pytest
 from persia._files import catalog
 from persia._files.part_writer import PartWriter
 from persia._files.storage import LocalStorage
-from persia._rpc.messages import CutRequest, LoadRequest, WriteRequest
+from persia._rpc.messages import CutRequest, LoadRequest, OptimizerSettings, WriteRequest
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
 from persia._training.checkpoints import Loader, Saver
@@ -401,6 +401,38 @@ def test_changes_are_written_as_training_goes_on(tmp_path: Path) -> None:
         (tmp_path / "s1" / f"{manifest}.json").unlink()
     with pytest.raises(CheckpointError, match="s1 is missing"):
         loader.verify("", str(tmp_path), None)
+    assert rows_of(fresh) == rows_of(servers)
+
+
+def test_packets_can_be_read_whatever_became_of_the_one_before(tmp_path: Path) -> None:
+    (server,) = servers = make_servers(
+        1,
+        optimizer=ADAGRAD,
+        enable_incremental_update=True,
+        incremental_buffer_size=1 << 40,
+        incremental_dir=str(tmp_path),
+    )
+    worker = make_worker(servers)
+    train(worker, 0, 1)
+    server.flush_changes()
+    # Another learning rate is another schema, so no delta.
+    server.register_optimizer(OptimizerSettings(ADAGRAD.name, {**ADAGRAD.options, "lr": 1.0}))
+    train(worker, 1, 1)
+    server.flush_changes()
+    assert len(catalog.chain(str(tmp_path / "s0"))) == 1
+    # What a packet that failed had is written in the end, though nothing comes after it.
+    train(worker, 2, 1)
+    (tmp_path / "s0").rename(tmp_path / "kept")
+    (tmp_path / "s0").write_text("not a folder")
+    with pytest.raises(CheckpointError):
+        server.flush_changes()
+    (tmp_path / "s0").unlink()
+    (tmp_path / "kept").rename(tmp_path / "s0")
+    server.close()
+    fresh = make_servers(2, optimizer=ADAGRAD)
+    loader = Loader(make_worker(fresh))
+    loader.verify("", str(tmp_path), None)
+    loader.commit(blocking=True)
     assert rows_of(fresh) == rows_of(servers)
 
 
