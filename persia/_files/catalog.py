@@ -151,20 +151,24 @@ def keep_last(place: Place, count: int, writing: Collection[str] = ()) -> list[s
         storage.remove(f"{identity}.json")
     for identity in removed:
         storage.remove_folder(identity)
-    _clean(storage, found, writing)
+    _clean(storage, writing)
     return removed
 
 
-def _clean(storage: Storage, published: list[str], writing: Collection[str]) -> None:
+def _clean(storage: Storage, writing: Collection[str]) -> None:
     """Remove what is left of checkpoints that were never published, or are no more."""
+    # Read after the files' names: who publishes meanwhile is not taken for dead.
+    names = storage.list()
+    published = ids(storage)
     if not published:
         return
-    last = number_of(published[-1])
-    for name in storage.list():
+    last, _ = number_of(published[-1])
+    for name in names:
         identity, _, ending = name.partition(".")
         if not ID.fullmatch(identity) or identity in published or identity in writing:
             continue
-        if number_of(identity) < last:
+        # Writers that began at the same time have the same number.
+        if number_of(identity)[0] < last:
             if ending == "json.tmp":
                 storage.remove(name)
             elif not ending:

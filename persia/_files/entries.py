@@ -17,6 +17,14 @@ _U64 = (1 << 64) - 1
 _U32 = (1 << 32) - 1
 
 
+def sketch_name(server: int) -> str:
+    """Return what a server's counts of ids not admitted yet are called.
+
+    They cannot be divided anew: they mean nothing to another number of servers.
+    """
+    return f"sketch-{server}.safetensors"
+
+
 @dataclass(frozen=True, slots=True)
 class File:
     """A file of a checkpoint, as the manifest knows it."""

@@ -8,6 +8,7 @@ file of a later version says so by its version number, not by fields that are pa
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -66,8 +67,13 @@ def parse(data: bytes, where: Where) -> Any:
     def constant(name: str) -> NoReturn:
         raise where.error(f"expected finite numbers, got {name}")
 
+    def finite(text: str) -> float:
+        return number if math.isfinite(number := float(text)) else constant(text)
+
     try:
-        return json.loads(data.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        return json.loads(
+            data.decode(), object_pairs_hook=pairs, parse_constant=constant, parse_float=finite
+        )
     except RecursionError:
         raise where.error("expected JSON, got a value nested too deeply") from None
     except ValueError as exc:  # of UTF-8, of JSON, or an integer of too many digits

@@ -143,7 +143,10 @@ class Manifest:
                 f"expected {VERSION}, got {version}: written by a later version of PERSIA"
             )
         checksum = fields.text("xxh3_128")
-        own = _checksum({key: content[key] for key in content if key != "xxh3_128"})
+        try:
+            own = _checksum({key: content[key] for key in content if key != "xxh3_128"})
+        except RecursionError:  # writing takes a level more than reading
+            raise where.error("expected JSON, got a value nested too deeply") from None
         if checksum != own:
             raise where.at("xxh3_128").error(
                 f"expected {own}, got {checksum}: the file is damaged"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from persia._core.blocks import RowBlock
 from persia._core.hashing import mix64_array
 from persia._files.catalog import Place, chain, new_id, publish, storage_of
-from persia._files.entries import NUM_BUCKETS, File, Part
+from persia._files.entries import NUM_BUCKETS, File, Part, sketch_name
 from persia._files.manifest import Manifest, now
 from persia._files.part_writer import PART_BYTES, PartWriter
 from persia._files.parts import (
@@ -200,6 +200,7 @@ def rewrite(
     last = manifests[-1]
     own = new_id(out)
     count = num_servers or last.num_servers
+    is_as_written = all(manifest.num_servers == count for manifest in manifests)
     # All of them hold rows at the same time, so they share the budget.
     writers = [
         PartWriter(
@@ -214,7 +215,7 @@ def rewrite(
     parts: list[Part] = []
     try:
         for part, block in rows_of(storage, manifests, progress):
-            if count == last.num_servers:
+            if is_as_written:
                 writers[part.server].add(part.table, block)
                 continue
             for server, writer in enumerate(writers):
@@ -225,7 +226,10 @@ def rewrite(
     finally:
         for writer in writers:
             writer.close()
-    files = {name: _copy(storage, out, file, own, name) for name, file in last.files.items()}
+    names = set(last.files)
+    if count != last.num_servers:
+        names -= {sketch_name(server) for server in range(last.num_servers)}
+    files = {name: _copy(storage, out, last.files[name], own, name) for name in sorted(names)}
     if files:
         out.sync(own)
     manifest = dataclasses.replace(

@@ -200,20 +200,16 @@ class LocalStorage(Storage):
         with self._failing("remove", path):
             self._remove_tree(self._root / path)
 
-    def _remove_tree(self, folder: Path) -> None:
-        try:
-            names = self._system.listdir(folder)
-        except FileNotFoundError:
-            return
-        for name in names:
+    def _remove_tree(self, path: Path) -> None:
+        with suppress(FileNotFoundError):  # somebody else removes it too
             try:
-                self._system.unlink(folder / name)
-            except (
-                IsADirectoryError,
-                PermissionError,
-            ):  # a folder, on Linux and macOS
-                self._remove_tree(folder / name)
-        self._system.rmdir(folder)
+                self._system.unlink(path)  # of a link not what it leads to
+                return
+            except (IsADirectoryError, PermissionError):  # a folder, on Linux and macOS
+                names = self._system.listdir(path)
+            for name in names:
+                self._remove_tree(path / name)
+            self._system.rmdir(path)
 
     def _write_new(self, path: Path, buffers: Sequence[Buffer]) -> None:
         descriptor = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from persia._files.entries import sketch_name
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_file, write_columns, write_deleted
 from persia._files.schema import SavedSchema, table_name
@@ -251,7 +252,7 @@ class Cuts:
             deleted = write_deleted(storage, prefix, cut.cut.deleted(), self._replica)
         files = {}
         if cut.sketch is not None:
-            name = f"sketch-{self._replica}.safetensors"
+            name = sketch_name(self._replica)
             file = write_sketch(storage, f"{prefix}/{name}", cut.sketch)
             storage.sync(prefix)
             files[name] = json.dumps(file.to_json())
@@ -280,8 +281,11 @@ def read_sketch(storage: Storage, file: File) -> Sketch:
     found = []
     for key, expected in (("counts", "U8"), ("numbers", "U64")):
         code, array = arrays.get(key, ("none", None))
-        if code != expected or array is None:
-            raise CheckpointError(f"{name}: {key}: expected {expected}, got {code}")
+        if code != expected or array is None or array.ndim != 2:
+            shape = None if array is None else list(array.shape)
+            raise CheckpointError(
+                f"{name}: {key}: expected {expected} with 2 dimensions, got {code} {shape}"
+            )
         found.append(array)
     return found[0], found[1]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from persia._files.entries import sketch_name
 from persia._files.mapping import Mapping
 from persia._files.parts import filter_owned, read_deleted, verify_part
 from persia._files.places import chains
@@ -142,7 +143,7 @@ class Restoring:
         """Read the counts of ids not admitted yet, if they can be used here."""
         if not self._held.policies.sketch_bytes or self._request.features is not None:
             return
-        file = manifest.files.get(f"sketch-{self._replica}.safetensors")
+        file = manifest.files.get(sketch_name(self._replica))
         if file is not None and manifest.num_servers == self._num_replicas:
             self._sketch = read_sketch(storage, file)
         else:

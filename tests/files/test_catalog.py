@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from persia._core.blocks import RowBlock
 from persia._files.catalog import chain, ids, keep_last, latest, load, new_id, publish
-from persia._files.entries import Deleted, Part
+from persia._files.entries import Deleted, Part, sketch_name
 from persia._files.manifest import Manifest
 from persia._files.part_writer import PartWriter
-from persia._files.parts import filter_owned, write_deleted, write_file
+from persia._files.parts import filter_owned, read_part, write_deleted, write_file
 from persia._files.rows import compact, rewrite, verify
 from persia._files.rows import rows_of as rows_of_chain
 from persia._files.storage import LocalStorage, Storage, open_storage
@@ -313,6 +313,68 @@ def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
     keep_last(storage, 1)
     with pytest.raises(CheckpointError, match="cannot read"):
         storage.size(part.path)
+
+
+def test_writers_that_began_together_do_not_remove_each_others_files(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    written = write_file(storage, "00000001-00000000/dense.pt", [b"slow"])
+    quick = write_file(storage, "00000001-ffffffff/dense.pt", [b"quick"])
+    manifest = Manifest(
+        id="00000001-ffffffff",
+        kind="full",
+        step=1,
+        num_servers=1,
+        schema=SCHEMA,
+        parts=(),
+        files={"dense.pt": quick},
+    )
+    publish(storage, manifest)
+    keep_last(storage, 1)
+    assert storage.size(written.path) == 4
+
+
+def test_what_a_link_leads_to_is_not_removed(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "job")
+    first = dump(storage, {1: row(1, 1)})
+    (tmp_path / "job" / first.id).rename(tmp_path / "elsewhere")
+    (tmp_path / "job" / first.id).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "text").write_text("mine")
+    (tmp_path / "elsewhere" / "link").symlink_to(tmp_path / "mine")
+    second = dump(storage, {1: row(1, 2)})
+    assert keep_last(storage, 1) == [first.id]
+    assert storage.list() == [second.id, f"{second.id}.json"]
+    assert (tmp_path / "elsewhere" / "dense.pt").read_bytes() == first.id.encode()
+    storage = LocalStorage(tmp_path)
+    storage.remove_folder("elsewhere")
+    assert storage.list() == ["job", "mine"]
+    assert (tmp_path / "mine" / "text").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("base", "delta"), [(1, 3), (3, 1)])
+def test_a_chain_of_several_numbers_of_servers_is_rewritten_whole(
+    tmp_path: Path, base: int, delta: int
+) -> None:
+    storage = LocalStorage(tmp_path)
+    spread = [(n << 60) + n for n in range(16)]
+    first = dump(storage, {s: row(s, 1) for s in spread}, num_servers=base)
+    dump(storage, {s: row(s, 2) for s in spread[:4]}, base=first.id, num_servers=delta)
+    before = loaded(storage)
+    manifest = compact(storage)
+    assert loaded(storage, manifest.id) == before
+    for part in manifest.parts:
+        held = read_part(storage, part)
+        assert len(filter_owned(held, part.server, delta)) == len(held)
+
+
+def test_counts_of_servers_do_not_go_to_another_number_of_servers(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    first = dump(storage, {1: row(1, 1)}, num_servers=2)
+    names = [sketch_name(0), sketch_name(1), "dense.pt"]
+    files = {name: write_file(storage, f"{first.id}/{name}.x", [b"x"]) for name in names}
+    publish(storage, dataclasses.replace(first, files=files))
+    assert sorted(rewrite(storage, storage).files) == sorted(names)
+    assert list(rewrite(storage, storage, num_servers=3).files) == ["dense.pt"]
 
 
 def test_what_changed_later_goes_later_when_chains_are_joined(tmp_path: Path) -> None:

@@ -167,12 +167,20 @@ def test_w50_other_bytes_are_no_manifest(content: bytes) -> None:
         content[: len(content) // 2],
         content + b"}",
         content.replace(b'"step":7', b'"step":NaN'),
+        content.replace(b'"rate":0.1', b'"rate":1e999'),
         content.replace(b'"step":7', b'"step":' + b"9" * 10_000),
         content.replace(b'"step":7', b'"step":7,"step":8'),
         deep,
     ):
         with pytest.raises(CheckpointError, match=r"^m\.json: "):
             Manifest.decode(data, "m.json")
+
+
+def test_w50_a_value_that_is_as_deep_as_can_be_read_is_an_error_too(content: bytes) -> None:
+    for depth in range(900, 1000):
+        deep = b"[" * depth + b"]" * depth
+        with pytest.raises(CheckpointError, match=r"^m\.json: "):
+            Manifest.decode(content.replace(b'"rate":0.1', b'"rate":' + deep), "m.json")
 
 
 def leaves(value: Any) -> list[tuple[Any, Any]]:
