@@ -16,6 +16,8 @@ from tests.cluster import Cluster
 from tests.distributed.net import SLOTS, make_batch, make_ctx, rows
 from tests.distributed.scripts.phases_loader import COUNTS
 
+pytestmark = pytest.mark.slow  # one job of two ranks, half a minute
+
 SCRIPTS = Path(__file__).parent / "scripts"
 PHASES = ("even", "uneven", "even", "joined", "failing")
 

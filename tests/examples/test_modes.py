@@ -142,6 +142,7 @@ def embedded_quickstart() -> tuple[float, Rows, str]:
     return report.auc, signs, digest
 
 
+@pytest.mark.slow
 @in_every_layout
 def test_quickstart_is_bit_equal_in_services_mode(
     embedded_quickstart: tuple[float, Rows, str], layout: Layout

@@ -68,6 +68,7 @@ def cluster_of_two() -> Iterator[Cluster]:
     yield from started(2)
 
 
+@pytest.mark.slow
 def test_w65_least_budgets_a_stalled_loader_and_a_large_batch(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

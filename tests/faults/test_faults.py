@@ -67,7 +67,7 @@ def assert_each_once(ctx: TrainCtx, seen: list[int]) -> None:
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("loaders", [1, 2])
+@pytest.mark.parametrize("loaders", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_w13_without_faults_each_batch_is_trained_once(
     cluster: Cluster, in_order: bool, loaders: int
 ) -> None:
@@ -79,7 +79,7 @@ def test_w13_without_faults_each_batch_is_trained_once(
         assert_each_once(ctx, seen)
 
 
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("in_order", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_w10_a_data_loader_is_killed_and_started_anew(cluster: Cluster, in_order: bool) -> None:
     def disturb() -> None:
         cluster.kill("data-loader-0")
@@ -91,7 +91,7 @@ def test_w10_a_data_loader_is_killed_and_started_anew(cluster: Cluster, in_order
         assert_each_once(ctx, seen)
 
 
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("in_order", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_w10_an_embedding_worker_is_killed_and_started_anew(
     cluster: Cluster, in_order: bool
 ) -> None:
@@ -125,6 +125,7 @@ def test_w17_w30_a_server_is_killed_and_started_anew(cluster: Cluster) -> None:
     assert "ARE LOST" in log
 
 
+@pytest.mark.slow
 def test_a_data_loader_that_stays_away_is_named(cluster: Cluster) -> None:
     def disturb() -> None:
         cluster.kill("data-loader-0")

@@ -362,6 +362,7 @@ def test_embedded_mode_needs_a_parent() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_hundred_times(directory: Path) -> None:
     job = Job(directory, num_workers=1, num_ranks=1)
     job.name_them()

@@ -151,6 +151,7 @@ def train_once(place: Path, *, is_streamed: bool) -> None:
         assert worker.stats()["in_flight"] == 0
 
 
+@pytest.mark.slow
 def test_w52_servers_start_and_stop_a_hundred_times(place: Path) -> None:
     repeat(lambda: serve_once(place), 100)
 
