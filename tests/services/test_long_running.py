@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from persia import env
-from persia._rpc import session
+from persia._rpc import client, session
 from persia._rpc.messages import IDFeatures
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.addresses import connect_embedding_workers
@@ -235,8 +236,10 @@ def test_w25_nothing_stays_counted_as_in_flight(place: Path) -> None:
 
 
 def test_w46_ids_that_are_never_delivered_are_bounded_expire_and_are_counted(
-    place: Path,
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A refusal is told at once, whatever the deadline.
+    monkeypatch.setattr(client, "_FIRST_PAUSE_S", math.inf)
     now = [0.0]
     settings = EmbeddingWorkerConfig(forward_buffer_size=3, buffered_data_expired_sec=60)
     with (
@@ -250,7 +253,7 @@ def test_w46_ids_that_are_never_delivered_are_bounded_expire_and_are_counted(
                     worker.register(IDFeatures(make_batch(number).features, number, True))
                 late = IDFeatures(make_batch(99).features, 99, True)
                 with pytest.raises(ServiceBusy, match="forward_buffer_size = 3"):
-                    worker.register(late, timeout_s=0.1)
+                    worker.register(late)
                 now[0] += 60
             stats = worker.stats()
     assert (stats["in_flight"], stats["expired"]) == (0, 30)
