@@ -82,7 +82,8 @@ class StateFile:
             self.why_not = self._why_not_ours()
             if self.why_not == "":
                 os.ftruncate(self.descriptor, _SHARDS + num_shards * _SHARD_BYTES)
-                os.posix_fallocate(self.descriptor, 0, _NOTES[0] + _NOTE.size)
+                for place in _NOTES:
+                    os.posix_fallocate(self.descriptor, place, _NOTE.size)
                 os.pwrite(self.descriptor, MAGIC + struct.pack("<QQ", LAYOUT, num_shards), 0)
             size = min(os.fstat(self.descriptor).st_size, _MAPPED)
             if size < _NOTES[1] + (1 << 20):
@@ -94,7 +95,7 @@ class StateFile:
             os.close(self.descriptor)
             raise
         self._control = self.array(_CONTROL, 1)
-        self._number, self._notes = self._newest_note()
+        self._number, self._notes = _newest_note(self.descriptor)
         if self.why_not is None and self._control[0]:
             self.why_not = "it had run out of memory before the process ended"
         if self.why_not is None and not self._notes:
@@ -166,9 +167,6 @@ class StateFile:
         )
         self._number, self._notes = number, notes
 
-    def _newest_note(self) -> tuple[int, dict[str, Any]]:
-        return max((_read_note(self._memory, at) for at in _NOTES), key=lambda note: note[0])
-
     # --- its end ----------------------------------------------------------------------------
 
     def renewed(self) -> StateFile:
@@ -195,7 +193,15 @@ def _checksum(number: int, text: bytes) -> bytes:
     return hashlib.blake2b(struct.pack("<Q", number) + text, digest_size=16).digest()
 
 
-def _read_note(memory: mmap.mmap, place: int) -> tuple[int, dict[str, Any]]:
+def _newest_note(descriptor: int) -> tuple[int, dict[str, Any]]:
+    # Not as mapped: a hole would take memory then, and without any that is a SIGBUS.
+    data = os.pread(descriptor, _NOTES[1] + (1 << 20), 0)
+    if len(data) < _NOTES[1] + (1 << 20):
+        return 0, {}
+    return max((_read_note(data, at) for at in _NOTES), key=lambda note: note[0])
+
+
+def _read_note(memory: bytes, place: int) -> tuple[int, dict[str, Any]]:
     number, length, checksum = _NOTE.unpack_from(memory, place)
     begin = place + _NOTE.size
     if not 0 < length <= _NOTES[1] - _NOTES[0] - _NOTE.size:
@@ -252,11 +258,6 @@ def path_of(directory: Path, *whose: object) -> Path:
     return directory / f"{_PREFIX}{hashlib.blake2b(text, digest_size=10).hexdigest()}{_SUFFIX}"
 
 
-def _newest_note(descriptor: int) -> dict[str, Any]:
-    with mmap.mmap(descriptor, _NOTES[1] + (1 << 20), prot=mmap.PROT_READ) as memory:
-        return max((_read_note(memory, at) for at in _NOTES), key=lambda note: note[0])[1]
-
-
 def remove_stale(directory: Path, is_running: Callable[[Parent], bool | None]) -> list[Path]:
     """Remove the files of servers that nobody will start again; returns their paths.
 
@@ -270,7 +271,7 @@ def remove_stale(directory: Path, is_running: Callable[[Parent], bool | None]) -
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                parent = _newest_note(descriptor).get("parent")
+                parent = _newest_note(descriptor)[1].get("parent")
                 if parent and is_running(tuple(parent)) is False:
                     path.unlink()
                     removed.append(path)

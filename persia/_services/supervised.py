@@ -39,16 +39,18 @@ def open_state(
     directory = env.state_directory() or Path(settings.state_dir)
     if not settings.keep_state or str(directory) == "off":
         return None
-    why = _why_unusable(directory, settings)
+    parent, named = _parent(), env.run_id()
+    run = named or (parent if parent is not None else socket.gethostname())
+    path = path_of(directory, run, address, replica_index, replica_size)
+    for stale in remove_stale(directory, _is_running):
+        logger.info("removed %s, whose job has ended", stale)
+    # A file that is there has its memory, and may be what took the room.
+    why = "" if path.exists() else _why_unusable(directory, settings)
     if not why:
-        parent = _parent()
-        run = env.run_id() or (parent if parent is not None else socket.gethostname())
-        path = path_of(directory, run, address, replica_index, replica_size)
-        for stale in remove_stale(directory, _is_running):
-            logger.info("removed %s, whose job has ended", stale)
         shards = min(settings.num_hashmap_internal_shards, max(1, settings.capacity // 64))
         try:
-            return _usable(StateFile(path, shards, parent))
+            # A named run may outlive what started this process.
+            return _usable(StateFile(path, shards, None if named else parent))
         except (OSError, StoreError) as error:
             why = str(error)
     logger.warning(

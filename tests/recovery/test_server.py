@@ -355,3 +355,51 @@ def test_a_record_of_updates_needs_memory(directory: Path) -> None:
         ParameterServer(
             SCHEMA, ParameterServerConfig(num_hashmap_internal_shards=SHARDS), state=state
         )
+
+
+def full(directory: Path) -> ParameterServerConfig:
+    """Settings that a file system without room for another file would refuse."""
+    return ParameterServerConfig(state_dir=str(directory), memory_limit=1 << 62)
+
+
+def left_behind(config: ParameterServerConfig, address: str) -> Path:
+    """Return the file of a process that was killed."""
+    state = supervised.open_state(config, address, 0, 1)
+    assert state is not None
+    state.note(facts={"who": "first"})
+    state.close()
+    return state.path
+
+
+def found_again(config: ParameterServerConfig, address: str) -> bool:
+    state = supervised.open_state(config, address, 0, 1)
+    assert state is not None
+    state.close()
+    return "facts" in state.notes
+
+
+def test_rows_that_fill_the_file_system_are_found_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_behind(full(directory), "a")
+    monkeypatch.setattr(supervised, "_LEAST_BYTES", 1 << 61)  # they took the room
+    assert found_again(full(directory), "a")
+
+
+def test_a_named_run_outlives_what_started_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSIA_RUN_ID", "tuesday")
+    monkeypatch.setattr(supervised, "_is_running", lambda parent: False)
+    left_behind(full(directory), "a")
+    assert found_again(full(directory), "a")
+
+
+def test_what_ended_jobs_left_goes_though_it_fills_the_file_system(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = left_behind(full(directory), "another")
+    monkeypatch.setattr(supervised, "_is_running", lambda parent: False)
+    monkeypatch.setattr(supervised, "_LEAST_BYTES", 1 << 61)
+    assert supervised.open_state(full(directory), "a", 0, 1) is None
+    assert not old.exists()
