@@ -946,6 +946,7 @@ class EmbeddingCtx(BaseCtx):
         if keep_last < 1:
             raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
         saver.wait()
+        self.wait_for_load_embedding()  # half of it is no checkpoint
         write_jit = checkpoints.scripted(self.model) if jit_filename else None
         with embeddings.at_step() as (step, others):
 

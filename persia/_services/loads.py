@@ -70,6 +70,7 @@ class _Load:
     request: LoadRequest  # of the step last begun
     status: LoadStatus
     work: Restoring | None = None  # once verify has begun
+    is_dropped: bool = False
 
 
 class Loads:
@@ -109,7 +110,7 @@ class Loads:
             load = self._load
             if request.step == "drop":
                 if load is not None and load.request.load_id == request.load_id:
-                    self._load = None
+                    self._drop(load)
                 return LoadStatus("dropped", 0, 0, 0, "", ())
             if load is not None and load.request == request:
                 return load.status
@@ -152,6 +153,12 @@ class Loads:
         self._load = _Load(request, LoadStatus("verifying", 0, 0, 0, "", ()), work)
         return self._load
 
+    def _drop(self, load: _Load) -> None:
+        """With the lock held. A thread that replaces rows notices at its next part."""
+        load.is_dropped = True
+        if load.status.state != "loading":
+            self._load = None
+
     def _work(self, held: Held, request: LoadRequest) -> Restoring:
         return Restoring(self._replica, self._num_replicas, held, request, self._num_threads)
 
@@ -177,6 +184,8 @@ class Loads:
         def moved(done: int, total: int, rows: int) -> None:
             with self._lock:
                 load.status = replace(load.status, done=done, total=total, num_rows=rows)
+                if load.is_dropped:
+                    raise CheckpointError("the load was given up")
 
         try:
             step = work.verify if request.step == "verify" else work.commit

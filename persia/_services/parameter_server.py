@@ -54,7 +54,14 @@ from persia._services.row_policies import REMEMBERED, RowPolicies, TrainingClock
 from persia._services.state_file import RECENT, StateFile
 from persia._services.update_record import UpdateRecord
 from persia.config import EmbeddingSchema, ParameterServerConfig, Table
-from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
+from persia.errors import (
+    CheckpointError,
+    ConfigError,
+    DataTypeError,
+    DimMismatch,
+    NotConfigured,
+    StoreError,
+)
 from persia.logger import get_logger
 
 Element = TypeVar("Element", bound=np.generic)
@@ -536,8 +543,13 @@ class ParameterServer:
 
         Raises:
             NotConfigured: If settings or optimizer have not arrived.
-            CheckpointError: If another cut of its kind is being written.
+            CheckpointError: If another cut of its kind is being written, or a load goes on.
         """
+        if self._loads.is_loading:
+            raise CheckpointError(
+                f"parameter server {self._replica_index}: a load is replacing its rows; "
+                "wait_for_load_embedding() waits for it"
+            )
         return self._cuts.begin(request, self._held)
 
     def write_cut(self, request: WriteRequest) -> None:
@@ -569,6 +581,8 @@ class ParameterServer:
         """
         if request.step == "verify" and not self.ready_for_serving():
             self._configure_as(request)
+        if request.step == "commit":
+            self._clock.forget()
         return self._loads.load(request, self._held)
 
     def flush_changes(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 
 from persia._files import catalog
 from persia._files.part_writer import PartWriter
+from persia._files.rows import rows_of as rows_of_parts
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import CutRequest, LoadRequest, OptimizerSettings, WriteRequest
+from persia._services import restoring
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
 from persia._training.checkpoints import Loader, Saver
@@ -488,3 +491,61 @@ def test_w19_servers_of_inference_load_by_themselves_and_reshard(
     assert rows_of(fresh) == rows_of(servers)
     with pytest.raises(CheckpointError, match="no checkpoint"):
         make_servers(1, hyper=None, optimizer=None)[0].load_checkpoint(str(tmp_path / "x"))
+
+
+class Slow:
+    """Stops a load at its first part until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.is_there, self.may_go = threading.Event(), threading.Event()
+        self._rows_of = rows_of_parts
+        patch.setattr(restoring, "rows_of", self._wait)
+
+    def _wait(self, *arguments: Any) -> Any:
+        self.is_there.set()
+        assert self.may_go.wait(60)
+        return self._rows_of(*arguments)
+
+
+def test_half_a_load_is_not_dumped(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    before = rows_of(servers)
+    slow = Slow(monkeypatch)
+    loader = Loader(worker)
+    loader.verify(catalog.load(LocalStorage(tmp_path)).id, str(tmp_path), None)
+    loader.commit(blocking=False)
+    assert slow.is_there.wait(60)
+    try:
+        with pytest.raises(CheckpointError, match="a load is replacing"):
+            dump(worker, tmp_path)
+    finally:
+        slow.may_go.set()
+        loader.wait()
+    fresh = make_servers(1, optimizer=ADAGRAD)
+    load(make_worker(fresh), tmp_path)
+    assert rows_of(fresh) == before == rows_of(servers)
+
+
+def test_a_load_that_is_dropped_half_way_is_not_followed_by_another_beside_it(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    before = rows_of(servers)
+    slow = Slow(monkeypatch)
+    url = str(tmp_path)
+    first = LoadRequest(1, "verify", url, "", None)
+    until(lambda: is_in(servers[0], first, "verified"))
+    servers[0].load(replace(first, step="commit"))
+    assert slow.is_there.wait(60)
+    servers[0].load(replace(first, step="drop"))  # another server could not load
+    assert not servers[0].ready_for_serving()
+    with pytest.raises(CheckpointError, match="another load"):
+        servers[0].load(LoadRequest(2, "verify", url, "", None))
+    slow.may_go.set()
+    until(servers[0].ready_for_serving)
+    load(worker, tmp_path)
+    assert rows_of(servers) == before
