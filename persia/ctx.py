@@ -1291,9 +1291,7 @@ class TrainCtx(EmbeddingCtx):
         engine = GradientEngine(
             embeddings.worker,
             self._own_book(),
-            # One rank, entered once: whoever enters a context over the same servers again
-            # numbers its batches from 0, which must not be taken for a repetition.
-            client=secrets.randbits(47) << 16 | self.rank_id,
+            client=self._new_client(),
             num_workers=self.backward_workers_size,
             capacity=self.backward_buffer_size,
             device=_torch_device(self.device_id),
@@ -1310,6 +1308,9 @@ class TrainCtx(EmbeddingCtx):
             )
         engine.start()
         embeddings.engine = engine
+
+    def _new_client(self) -> int:
+        return secrets.randbits(47) << 16 | self.rank_id
 
     def _exit(self) -> None:
         embeddings = self._connected()
@@ -1457,6 +1458,7 @@ class TrainCtx(EmbeddingCtx):
         self.update_times = trainer["step"]
         if engine is not None:
             engine.end_step(self.update_times)
+            engine.client = self._new_client()
         if self.grad_scaler is not None and trainer["scaler"] is not None:
             self.grad_scaler.load_state_dict(trainer["scaler"])
         is_same = len(ranks) == self.world_size

@@ -109,6 +109,13 @@ class TrainingClock:
         with self._lock:
             self._steps = max(self._steps, steps)
 
+    def forget(self) -> None:
+        """Take no lookup for a repetition of one before now: ids may come again in earnest."""
+        with self._lock:
+            self._recent.clear()
+            if self._kept is not None:
+                self._kept[:] = 0
+
     def begin_step(self, batch_id: int, signs: Sequence[Signs]) -> bool:
         """Count a training lookup as a step; True if it only repeats a recent one."""
         # The signs too: another run over the data may give equal numbers to other batches.

@@ -170,7 +170,7 @@ class GradientEngine:
     Args:
         worker: The embedding-worker.
         book: Where the outcome of each batch is noted.
-        client: First half of the update ids; one incarnation of one rank.
+        client: See ``client``.
         num_workers: Updates sent at the same time.
         capacity: Updates that wait before ``submit`` does.
         device: Where the gradients are.
@@ -192,7 +192,9 @@ class GradientEngine:
         self.learning_rates = LearningRates(worker)
         self._ranks = ranks
         self._book = book
-        self._client = client
+        # First half of the update ids: one rank, entered once, or gone back once to a
+        # checkpoint: then numbers come again, and none of them is a repetition.
+        self.client = client
         self._queue: Channel[tuple[Update, float]] = Channel(capacity)
         self._changed = threading.Condition()  # guards the six below
         self._pending: dict[int, int] = {}  # submitted and not yet ended: number -> step
@@ -446,7 +448,7 @@ class GradientEngine:
                 lambda: self._held_after is None or update.step <= self._held_after
             )
         gradients = BatchGradients(
-            ticket.ref, (self._client, ticket.number), update.slots(), scale, update.rates
+            ticket.ref, (self.client, ticket.number), update.slots(), scale, update.rates
         )
         if ticket.in_order:
             # Those before it were taken from the queue before it, so they end without it.

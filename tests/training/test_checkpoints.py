@@ -385,3 +385,18 @@ def test_a_crash_in_the_middle_of_a_dump_leaves_the_one_before(
         ctx.dump_checkpoint(tmp_path)  # what the crash has left is in nobody's way
         ctx.load_checkpoint(tmp_path)
         assert state(ctx) == whole[1]
+
+
+def test_going_back_in_the_same_context_trains_the_same_steps_again(
+    whole: Whole, tmp_path: Path
+) -> None:
+    def dump(number: int) -> None:
+        if number == 3:
+            ctx.dump_checkpoint(tmp_path)
+
+    seed()
+    with make_ctx() as ctx:
+        assert train(ctx, Batches(), dump) == whole[0]
+        ctx.load_checkpoint(tmp_path)
+        assert train(ctx, Batches()) == whole[0][3:]
+        assert state(ctx) == whole[1]
