@@ -23,7 +23,9 @@ from persia._core.order_copy cimport (
 )
 from persia._core.recency cimport OFFSET_BITS, OFFSET_MASK
 from persia._core.row_format cimport width_of_values
-from persia._core.shard cimport PyThread_acquire_lock, PyThread_release_lock
+from persia._core.shard cimport (
+    PyThread_acquire_lock, PyThread_release_lock, shard_leave,
+)
 from persia._core.slabs cimport (
     NO_POSITION, PLACE_BITS, PLACE_MASK, Row, Slabs, row_at, row_values,
 )
@@ -209,6 +211,7 @@ cdef int64_t part_read(
             written = read_held(
                 part, cursor, columns, written, min(count, written + HELD_ROWS))
         PyThread_release_lock(part.shard.lock)
+        shard_leave(part.shard)
     left_of(part, cursor.slab, cursor.policy)[0] -= written
     return -1 if is_lost else <int64_t> written
 

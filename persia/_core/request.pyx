@@ -8,10 +8,9 @@ from libc.string cimport memset
 from persia._core.crew cimport persia_work_t
 from persia._core.hashing cimport mix64, shard_of
 from persia._core.row_format cimport scratch_size
-from persia._core.shard cimport PyThread_type_lock
+from persia._core.shard cimport PyThread_type_lock, shard_acquire
 
 cdef extern from "pythread.h" nogil:
-    int PyThread_acquire_lock(PyThread_type_lock lock, int wait) noexcept
     void PyThread_release_lock(PyThread_type_lock lock) noexcept
 
 cdef enum:
@@ -150,7 +149,7 @@ cdef void serve_part(Batch batch, uint32_t number, uint32_t worker) noexcept nog
             tally.status = STATUS_NO_MEMORY
             batch.has_failed = True
             return
-    PyThread_acquire_lock(shard.lock, 1)
+    shard_acquire(shard)
     batch.serve_shard(shard, batch, begin, end, tally)
     PyThread_release_lock(shard.lock)
     free(tally.scratch)

@@ -15,6 +15,26 @@ cdef extern from "pythread.h" nogil:
     int PyThread_acquire_lock(PyThread_type_lock lock, int wait) noexcept
     void PyThread_release_lock(PyThread_type_lock lock) noexcept
 
+cdef extern from "sched.h" nogil:
+    int sched_yield() noexcept
+
+cdef extern from *:
+    """
+    static inline void persia_count(uint32_t *count, uint32_t by)
+    {
+        __atomic_fetch_add(count, by, __ATOMIC_RELAXED);
+    }
+    static inline uint32_t persia_counted(const uint32_t *count)
+    {
+        return __atomic_load_n(count, __ATOMIC_RELAXED);
+    }
+    """
+    void persia_count(uint32_t *count, uint32_t by) noexcept nogil
+    uint32_t persia_counted(const uint32_t *count) noexcept nogil
+
+cdef enum:
+    MAX_YIELDS = 256            # what a thread needs to wake up, and not for ever
+
 cdef struct Shard:
     Slabs slabs
     SignIndex index
@@ -25,6 +45,7 @@ cdef struct Shard:
     Arrivals arrivals           # restored, and not in their order yet
     Kept *kept                  # in the state file; NULL: rows end with the process
     PyThread_type_lock lock     # held for every access to the fields of this struct
+    uint32_t num_waiting        # requests that wait for the lock; counted atomically
     uint64_t capacity           # rows
     uint64_t soft_capacity      # rows; lowered when the byte limit is met
     uint64_t byte_limit         # 0: none
@@ -33,6 +54,26 @@ cdef struct Shard:
     uint64_t num_refused        # admissions
     uint64_t num_missing        # evaluation lookups and updates that met no row
     bint is_limited             # the byte limit was met
+
+
+cdef inline void shard_acquire(Shard *shard) noexcept nogil:
+    """Take the lock for a request."""
+    if not PyThread_acquire_lock(shard.lock, 0):
+        persia_count(&shard.num_waiting, 1)
+        PyThread_acquire_lock(shard.lock, 1)
+        persia_count(&shard.num_waiting, 0xFFFFFFFF)       # one less
+
+
+cdef inline void shard_leave(Shard *shard) noexcept nogil:
+    """After a release by somebody who wants the lock again: let requests have it first.
+
+    The lock is not fair: whoever waits has to wake up, and would find it taken again.
+    """
+    cdef uint32_t _try
+    for _try in range(<uint32_t> MAX_YIELDS):
+        if persia_counted(&shard.num_waiting) == 0:
+            return
+        sched_yield()
 
 
 cdef int shard_init(Shard *shard, uint64_t sketch_bytes) noexcept nogil
