@@ -644,13 +644,14 @@ class EmbeddingCtx(BaseCtx):
         Raises:
             ConfigError: If no data-loader can send anything, or the embedding-workers have no
                 room for what they would.
-            BaseException: What an update of the last epoch raised.
+            BaseException: What an update of the last epoch raised, or a load in the background.
         """
         from persia._training.prefetch import Prefetcher
         from persia._training.sources import DatasetSource, Source, StreamSource
         from persia._training.stream import check_room
 
         embeddings = self._connected()
+        self.wait_for_load_embedding()
         # No lookup of this epoch may overtake an update of the last one.
         embeddings.flush()
         converter = self._converter(self.device_id)
@@ -1440,15 +1441,17 @@ class TrainCtx(EmbeddingCtx):
         }
 
     def _trainer_state(self, others: list[Plain]) -> Plain:
-        from persia._training.progress import merge, random_states
+        from persia._training.progress import merge, of_one_pass, random_states
 
         self._random = random_states()
         ranks = [self._rank_state(), *others]
+        passes, positions = of_one_pass([rank["progress"] for rank in ranks])
         return {
             "step": self.update_times,
             "scaler": None if self.grad_scaler is None else self.grad_scaler.state_dict(),
             "ranks": ranks,
-            "stream": merge([rank["progress"]["position"] for rank in ranks]),
+            "passes": passes,
+            "stream": merge(positions),
         }
 
     def _resume(self, trainer: Plain) -> None:
@@ -1465,6 +1468,7 @@ class TrainCtx(EmbeddingCtx):
         mine = ranks[self.rank_id if is_same else 0]
         progress = mine["progress"]
         position, next_number = trainer["stream"], progress["next_number"]
+        passes = progress["passes"] if position is None else trainer["passes"]
         if not is_same:
             next_number = max(rank["progress"]["next_number"] for rank in ranks)
             logger.warning(
@@ -1476,7 +1480,7 @@ class TrainCtx(EmbeddingCtx):
         elif position is None:
             position = progress["position"]
         if self._progress is not None:
-            self._progress.resume(progress["passes"], position, next_number)
+            self._progress.resume(passes, position, next_number)
             self._lookups.resume(next_number)
         if is_same:
             set_random_states(mine["random"])

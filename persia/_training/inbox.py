@@ -34,7 +34,7 @@ from persia._rpc.messages import RemoteRef, StreamedBatch, StreamNews, StreamSta
 from persia._rpc.workers import handle_of
 from persia._training.channel import Closed, Finished
 from persia._training.incoming import Incoming
-from persia._training.progress import of_series
+from persia._training.progress import Series, of_series
 from persia.errors import (
     ConfigError,
     DataError,
@@ -229,6 +229,18 @@ class Inbox:
                 return self._resumed
             series = {
                 loader: stream.trained
+                for loader, stream in sorted(self._streams.items())
+                if stream.next_batch_id is not None
+            }
+            return of_series("stream", self._num_loaders, series)
+
+    def end_position(self) -> Plain | None:
+        """Return ``position`` for when all that was received is done."""
+        with self._changed:
+            if self._num_loaders is None:
+                return self._resumed
+            series = {
+                loader: Series(stream.next_batch_id, stream.step)
                 for loader, stream in sorted(self._streams.items())
                 if stream.next_batch_id is not None
             }

@@ -238,7 +238,7 @@ class Prefetcher:
             try:
                 return self._agreed.get(min(left, LINE_S))
             except Finished:
-                self._lookups.progress.end(self._source)
+                self._lookups.progress.end(self._source, self._source.end_position())
                 raise
             except ServiceError:
                 raise  # a lookup's, which may be a timeout of its own

@@ -75,6 +75,7 @@ class Progress:
         self._passes = 0
         self._source: HasPosition | None = None  # of the pass that trains now
         self._resumed: Plain | None = None  # of a checkpoint, until a pass takes it over
+        self._before: Plain | None = None  # where the last pass ended
         self._next_number = 0
 
     def begin(self, source: HasPosition) -> None:
@@ -84,14 +85,16 @@ class Progress:
                 return
             if self._source is not None:
                 self._passes += 1  # the one before was left
+                self._before = self._source.position()
             self._source = source
             self._resumed = None
 
-    def end(self, source: HasPosition) -> None:
-        """Note that a pass has handed out all it had."""
+    def end(self, source: HasPosition, position: Plain | None = None) -> None:
+        """Note that a pass has handed out all it had, and where that is."""
         with self._lock:
             if self._source is source:
                 self._source = None
+                self._before = position
                 self._passes += 1
                 self._resumed = None
 
@@ -114,6 +117,7 @@ class Progress:
             return {
                 "passes": self._passes,
                 "position": here,
+                "before": self._before,
                 "next_number": self._next_number,
             }
 
@@ -122,6 +126,7 @@ class Progress:
         with self._lock:
             self._passes = passes
             self._resumed = position
+            self._before = None
             self._source = None
             self._next_number = next_number
 
@@ -170,6 +175,18 @@ def of_series(kind: str, num_loaders: int, series: Mapping[int, Series]) -> Plai
         "floors": {str(number): one.floor for number, one in series.items()},
         "above": {str(number): sorted(one.above) for number, one in series.items()},
     }
+
+
+def of_one_pass(ranks: list[Plain]) -> tuple[int, list[Plain | None]]:
+    """Return the pass that some rank is in still, and where each rank is in it.
+
+    At the end of a step some ranks may stand behind the last batch of a pass, while others have
+    found that there are no more, or begun the next pass, of which nothing is trained yet.
+    """
+    first = min(rank["passes"] for rank in ranks)
+    return first, [
+        rank["position"] if rank["passes"] == first else rank["before"] for rank in ranks
+    ]
 
 
 def merge(positions: list[Plain | None]) -> Plain | None:

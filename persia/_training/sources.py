@@ -46,6 +46,9 @@ class Source(Protocol):
     def position(self) -> Plain | None:
         """Return what is done of the pass; None if nothing is known of it."""
 
+    def end_position(self) -> Plain | None:
+        """Return ``position`` for when all that was read is done, if other ranks need it."""
+
     def waits_for(self) -> str:
         """Say whom ``get`` is waiting for; empty if for nobody."""
 
@@ -113,6 +116,10 @@ class DatasetSource:
         """Return what is done of the pass."""
         with self._lock:
             return of_series("dataset", 0, {0: self._series})
+
+    def end_position(self) -> Plain | None:
+        """Return None: a dataset is its rank's own."""
+        return None
 
     def waits_for(self) -> str:
         """Name the dataset, while it is being read."""
@@ -214,6 +221,10 @@ class StreamSource:
     def position(self) -> Plain | None:
         """Return what is done of every data-loader's batches that are this rank's."""
         return self._inbox.position()
+
+    def end_position(self) -> Plain | None:
+        """Return ``position`` for when all that was received is done."""
+        return self._inbox.end_position()
 
     def waits_for(self) -> str:
         """Name the data-loaders that owe a batch."""

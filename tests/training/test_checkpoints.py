@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from persia._files import catalog
+from persia._services import restoring
 from persia.ctx import InferCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
@@ -400,3 +401,21 @@ def test_going_back_in_the_same_context_trains_the_same_steps_again(
         ctx.load_checkpoint(tmp_path)
         assert train(ctx, Batches()) == whole[0][3:]
         assert state(ctx) == whole[1]
+
+
+def test_a_pass_does_not_begin_on_half_of_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> Any:
+        raise OSError("gone")
+
+    with make_ctx() as ctx:
+        train(ctx, Batches())
+        ctx.dump_checkpoint(tmp_path)
+        monkeypatch.setattr(restoring, "rows_of", fails)
+        ctx.load_checkpoint(tmp_path, blocking=False)
+        with pytest.raises(CheckpointError, match="load again before you train on"):
+            train(ctx, Batches())
+        ctx.load_checkpoint(tmp_path, blocking=False)
+        with pytest.raises(CheckpointError, match="load again before you train on"):
+            ctx.dump_checkpoint(tmp_path)

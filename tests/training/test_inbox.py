@@ -446,3 +446,16 @@ def test_what_is_dropped_late_is_not_the_next_pass() -> None:
     inbox.deliver(second, batch(0))
     assert take(inbox) == 0
     assert len(dropped) == 1
+
+
+def test_where_a_pass_ends_all_that_came_is_done() -> None:
+    inbox = make_inbox(rank=1, world_size=2)
+    stream = opened(inbox)
+    for batch_id in (1, 3, 5):
+        inbox.deliver(stream, batch(batch_id))
+    take(inbox)
+    here, end = inbox.position(), inbox.end_position()
+    assert here is not None
+    assert here["floors"] == {"0": 1}
+    assert end is not None
+    assert (end["floors"], end["above"]) == ({"0": 7}, {"0": []})

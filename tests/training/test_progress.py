@@ -15,10 +15,12 @@ from persia._rpc.messages import StreamOpening
 from persia._training.halts import from_bytes, to_bytes
 from persia._training.incoming import Incoming
 from persia._training.progress import (
+    Plain,
     Progress,
     Series,
     count_done,
     merge,
+    of_one_pass,
     of_series,
     random_states,
     set_random_states,
@@ -87,6 +89,35 @@ def test_ranks_together_know_what_is_done_of_every_data_loader(
                 asked |= {batch_id for batch_id in ids if batch_id not in stream.left_out}
     assert asked == set(range(60)) - done
     assert math.lcm(num_loaders, world_size) >= 1
+
+
+def test_ranks_that_have_found_the_end_of_a_pass_have_done_all_of_it() -> None:
+    def at(place: int) -> Plain:
+        return of_series("stream", 1, {0: Series(place, 2)})
+
+    def done(*ranks: Progress) -> int:
+        passes, positions = of_one_pass([rank.snapshot() for rank in ranks])
+        merged = merge(positions)
+        assert (passes, merged is None) == (0, False)
+        return count_done(merged or {})
+
+    class OfTwo(Source):
+        def position(self) -> Plain:
+            return at(self.floor)
+
+    # Ten batches of one data-loader, five each: 0, 2, .. 8 and 1, 3, .. 9.
+    first, second, sources = Progress(), Progress(), (OfTwo(10), OfTwo(11))
+    first.begin(sources[0])
+    second.begin(sources[1])
+    assert done(first, second) == 10
+    second.end(sources[1], at(11))
+    assert done(first, second) == 10
+    second.begin(OfTwo(1))  # nothing of the next pass is done
+    assert done(first, second) == 10
+    first.end(sources[0], at(10))
+    second = Progress()
+    second.begin(sources[1])
+    assert done(first, second) == 10
 
 
 class Source:
