@@ -118,21 +118,30 @@ class Mapping:
         near = parts if self.moves_rows else parts_for(parts, server, num_servers)
         return [part for part in near if part.table in used]
 
+    def groups_of(self, table: str, signs: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Return the number that the group of each sign of a table has now, or -1.
+
+        Raises:
+            CheckpointError: If a sign is of no group that has this table.
+        """
+        shift = np.uint64(64 - self.saved.prefix_bits)
+        old = (signs >> shift).astype(np.int64) - 1
+        known = np.array([group.table == table for group in self.saved.groups])
+        strange = (old < 0) | (old >= len(known))
+        strange |= ~known[np.where(strange, 0, old)]
+        if strange.any():
+            sign = signs[int(strange.argmax())]
+            raise CheckpointError(f"sign {sign:#018x} is of no group of {table}")
+        found: NDArray[np.int64] = np.array(self.groups, np.int64)[old]
+        return found
+
     def apply(self, table: str, block: RowBlock) -> Iterator[tuple[str, RowBlock]]:
         """Yield a block's rows as they are now, by the table they belong to.
 
         Raises:
             CheckpointError: If a sign is of no group that has this table.
         """
-        shift = np.uint64(64 - self.saved.prefix_bits)
-        old = (block.signs >> shift).astype(np.int64) - 1
-        known = np.array([group.table == table for group in self.saved.groups])
-        strange = (old < 0) | (old >= len(known))
-        strange |= ~known[np.where(strange, 0, old)]
-        if strange.any():
-            sign = block.signs[int(strange.argmax())]
-            raise CheckpointError(f"sign {sign:#018x} is of no group of {table}")
-        new = np.array(self.groups, np.int64)[old]
+        new = self.groups_of(table, block.signs)
         for name in self.wanted.tables:
             members = [
                 n for n in set(self.groups) if n >= 0 and self.wanted.groups[n].table == name

@@ -78,7 +78,9 @@ def inspect_command(url: str, identity: str | None, quick: bool, biggest: int) -
 def verify_command(url: str, identity: str | None, everything: bool) -> None:
     """Check every file: size, checksum, dtypes, shapes, that each sign is where it belongs."""
     storage = open_storage(url)
-    for each in ids(storage) if everything else [identity]:
+    found: list[str | None] = [*ids(storage)] if everything else []
+    # Of an empty folder nothing is whole: then the latest is asked for, and not there.
+    for each in found or [identity]:
         manifests = chain(storage, each)
         with _bar("verifying", manifests) as progress:
             verify(storage, each, progress)

@@ -48,9 +48,13 @@ class _Chain:
         return [part for manifest in self.manifests for part in manifest.parts]
 
 
-def _check(storage: Storage, part: Part) -> None:
-    """Check a part, and keep nothing of it."""
-    verify_part(storage, part)
+def _check(chain: _Chain, part: Part) -> None:
+    """Check a part and whose rows are in it, and keep nothing of it."""
+    signs = verify_part(chain.storage, part)
+    try:
+        chain.mapping.groups_of(part.table, signs)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{chain.storage.at(part.file.path)}: {exc}") from exc
 
 
 class Restoring:
@@ -93,11 +97,11 @@ class Restoring:
         self._chains = [self._read(storage, manifests) for storage, manifests in found]
         latest = found[0][1][-1]
         self.notes = [*self._chains[0].mapping.notes, *self._differing_settings(latest)]
-        parts = [(chain.storage, part) for chain in self._chains for part in chain.parts]
+        parts = [(chain, part) for chain in self._chains for part in chain.parts]
         self._num_bytes = sum(part.file.num_bytes for _, part in parts)
         done = 0
         with ThreadPoolExecutor(self._num_threads, "persia-verify") as pool:
-            checks = [pool.submit(_check, storage, part) for storage, part in parts]
+            checks = [pool.submit(_check, chain, part) for chain, part in parts]
             try:
                 for (_, part), check in zip(parts, checks, strict=True):
                     check.result()

@@ -76,6 +76,9 @@ def test_inspect(tmp_path: Path) -> None:
 
 
 def test_verify(tmp_path: Path) -> None:
+    nothing = run("verify", tmp_path, "--all")
+    assert nothing.exit_code == 1
+    assert "no checkpoint is here" in nothing.output
     manifest = checkpoint(tmp_path)
     checkpoint(tmp_path)
     ran = run("verify", tmp_path, "--all")

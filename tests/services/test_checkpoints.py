@@ -13,6 +13,7 @@ import pytest
 
 from persia._files import catalog
 from persia._files.part_writer import PartWriter
+from persia._files.parts import read_part, take
 from persia._files.rows import rows_of as rows_of_parts
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import CutRequest, LoadRequest, OptimizerSettings, WriteRequest
@@ -334,6 +335,28 @@ def test_a_damaged_file_is_found_before_anything_changes(
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
     with pytest.raises(PersiaError, match=damaged.name):
+        load(worker, tmp_path)
+    assert rows_of(servers) == before
+
+
+def test_a_sign_of_no_group_is_found_before_anything_changes(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    storage = LocalStorage(tmp_path)
+    manifest = catalog.load(storage)
+    part = manifest.parts[0]
+    block = read_part(storage, part)
+    strange = replace(take(block, np.arange(1)), signs=np.zeros(1, np.uint64))
+    with PartWriter(storage, f"{manifest.id}/strange", server=part.server) as writer:
+        writer.add(part.table, strange)
+        parts = (*manifest.parts, *writer.finish())
+    catalog.publish(storage, replace(manifest, parts=parts))
+    before = rows_of(servers)
+    with pytest.raises(
+        CheckpointError, match=f"strange/.*sign 0x0+ is of no group of {part.table}"
+    ):
         load(worker, tmp_path)
     assert rows_of(servers) == before
 
