@@ -34,7 +34,7 @@ def run(num_servers: int, **options: Any) -> tuple[list[dict[str, Any]], list[st
         return found, [cluster.log(f"data-loader-{number}") for number in range(2)]
 
 
-@pytest.mark.parametrize(("stop", "servers"), [(7, 3), (12, 1)])
+@pytest.mark.parametrize(("stop", "servers"), [(7, 3), (12, 1), (STEPS, 2)])
 def test_a_call_of_rank_0_stops_a_job_that_others_continue(
     tmp_path: Path, stop: int, servers: int
 ) -> None:
