@@ -298,6 +298,31 @@ def test_w63_training_goes_on_between_two_blocks_of_a_cut() -> None:
     assert contents(store) != expected
 
 
+def test_two_cuts_at_once_are_each_of_its_own_moment() -> None:
+    store = new_store(1000)
+    store.open_changes("feed")
+    cuts, expected = [], []
+    for first, name in ((0, "feed"), (300, None), (600, None)):
+        cuts.append(store.begin_cut(name))
+        expected.append(contents(store))
+        update(store, range(first, first + 400))
+        store.delete(array(range(first, first + 400, 50)))
+    train(store, range(0, 1200, 25))  # some of them are back
+    closed = cuts.pop(1)
+    next(closed.blocks(max_rows=10))
+    closed.close()  # half read: the others go on
+    update(store, range(1000))
+    for cut, rows in zip(cuts, expected[::2], strict=True):
+        assert cut_contents(list(cut.blocks(max_rows=100))) == rows
+        cut.commit()
+    with store.begin_cut("feed") as cut:
+        assert not cut.is_full
+        after = {**expected[0]}
+        for sign in cut.deleted().tolist():
+            del after[sign]
+        assert after | cut_contents(list(cut.blocks())) == contents(store)
+
+
 def test_a_cut_is_of_its_moment_while_threads_train() -> None:
     store = new_store(20_000, num_threads=2)
     for _ in range(3):
