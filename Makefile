@@ -31,11 +31,11 @@ demo: $(VENV)/.installed  ## build, install, and train a click model in embedded
 # Stamps, so that nothing is installed twice: .created, .installed (what a user needs) and
 # .dev (what a developer needs as well). The install is editable: one .venv serves both.
 #
-# What the build needs goes in as well: COMPILE then does what changed. pip compiles everything
-# each time, so it does it once, and a developer's tools are added to what is installed.
+# What the build needs goes in as well: COMPILE does what changed. pip would compile everything
+# anew, so it takes what is there, and a developer's tools are added to what is installed.
 BUILD_NEEDS := 'setuptools>=77' 'cython>=3.1,<4' 'numpy>=2.0'
-INSTALL = $(PIP) install -c constraints.txt $(BUILD_NEEDS) && \
-  $(PIP) install -c constraints.txt --no-build-isolation --check-build-dependencies -e .
+INSTALL = $(PIP) install -c constraints.txt $(BUILD_NEEDS) && $(COMPILE) && \
+  PERSIA_COMPILED=1 $(PIP) install -c constraints.txt --no-build-isolation --check-build-dependencies -e .
 COMPILE := $(BIN)/python setup.py --quiet build_ext --inplace
 
 $(VENV)/.created:
@@ -53,7 +53,7 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
-	@echo "installing persia, torch and what they need into $(VENV): a minute or two, once"
+	@echo "compiling persia, and installing it, torch and what they need into $(VENV): some minutes, once"
 	@$(INSTALL)
 	@touch $@
 

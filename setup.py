@@ -1,11 +1,13 @@
 """The extension list and the compiler directives; everything else is in pyproject.toml.
 
-Four variables choose another build than the portable one:
+Five variables choose another build than the portable one:
 
     NATIVE=1                 tune for this machine's CPU; the result runs nowhere else
     PERSIA_DEBUG=1           bounds checks, and the invariant walks behind this macro in C
     PERSIA_SANITIZE=a,b      sanitizers by the compiler's names, for example address,undefined
     PERSIA_ANNOTATE=1        Cython's HTML beside each .pyx: a yellow line touches Python
+    PERSIA_COMPILED=1        no compiling: `build_ext --inplace` was run, and an editable
+                             install, which would begin anew elsewhere, takes what it made
 """
 
 import os
@@ -23,6 +25,7 @@ DEBUG = os.environ.get("PERSIA_DEBUG") == "1"
 NATIVE = os.environ.get("NATIVE") == "1"
 SANITIZERS = os.environ.get("PERSIA_SANITIZE", "")
 ANNOTATE = os.environ.get("PERSIA_ANNOTATE") == "1"
+COMPILED = os.environ.get("PERSIA_COMPILED") == "1"
 
 DIRECTIVES = {
     "language_level": 3,
@@ -92,6 +95,9 @@ def main() -> None:
     """Build in parallel: Cython by processes here, the C compiler by ``build_ext``."""
     if sys.platform == "win32":
         raise SystemExit("persia builds on Linux and macOS; on Windows use WSL")
+    if COMPILED:
+        setup()
+        return
     jobs = os.cpu_count() or 1
     # Compilers look at times, not at flags: `NATIVE=1 make build` after `make build` would keep
     # the old objects. So the settings are a file that every extension depends on. It is written
