@@ -664,7 +664,8 @@ cdef FeatureBatch build(str feature, const uint64_t *ids, size_t n, object offse
     """Copy ``n`` ids; ``offsets`` as ``own_offsets`` returns them, not used again."""
     cdef FeatureBatch batch = FeatureBatch.__new__(FeatureBatch)
     cdef ndarray pending = new_u64(n)
-    memcpy(PyArray_DATA(pending), ids, n * sizeof(uint64_t))
+    if n:  # no ids may have no address, which memcpy must not be given
+        memcpy(PyArray_DATA(pending), ids, n * sizeof(uint64_t))
     batch.pending = pending
     set_sizes(batch, feature, n, offsets)
     return batch
