@@ -90,7 +90,15 @@ def _twin_auc(data: Any, seed: int) -> float:
 def test_as_good_as_plain_pytorch(data: Any) -> None:
     twin = np.array([_twin_auc(data, seed) for seed in SEEDS])
     for staleness, allowed in ((1, 0.0005), (10, 0.001)):
-        ours = np.array([_persia_auc(data, seed, staleness) for seed in SEEDS])
+        # What is in flight differs from run to run where staleness is allowed, and so does the
+        # AUC, by some ten-thousandths: of the mean of runs the claim is made.
+        runs = 1 if staleness == 1 else 3
+        ours = np.array(
+            [
+                np.mean([_persia_auc(data, seed, staleness) for _ in range(runs)])
+                for seed in SEEDS
+            ]
+        )
         difference = float(np.mean(ours - twin))
         print(
             f"staleness {staleness}: mean AUC {ours.mean():.6f}, PyTorch {twin.mean():.6f}, "
