@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from persia import env
+from persia._older import Renewed, names_of
 from persia._rpc import session
 from persia._rpc.messages import NamedArray
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
@@ -83,6 +84,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+if not TYPE_CHECKING:  # where any name would be taken for one
+    __getattr__ = names_of(__name__)
+
 # How long to wait for servers before saying that they are not ready.
 READY_S = 300.0
 # Between two questions whether they are; a server answers in far less.
@@ -101,7 +105,7 @@ class PreprocessMode(enum.Enum):
     INFERENCE = 3
 
 
-class BaseCtx:
+class BaseCtx(Renewed):
     """A context that can be entered; the one entered last is the current one.
 
     Args:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from persia import env
+from persia._older import names_of
 from persia._rpc import session
 from persia._training.channel import Closed, Finished
 from persia.ctx import EmbeddingCtx, data_loader_script
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["DataLoader", "IterableDataset", "IterableDatasetBase", "StreamingDataset"]
 
 logger = logging.getLogger(__name__)
+
+if not TYPE_CHECKING:  # where any name would be taken for one
+    __getattr__ = names_of(__name__)
 
 
 class IterableDatasetBase(ABC):

@@ -1,8 +1,9 @@
 """Names of the original's native module that still mean something.
 
-There is no native object behind a batch or a context any more, so the rest is left out:
-``PersiaCommonContext`` (its work is done by the contexts of ``persia.ctx``), ``_PersiaBatch``
-(``persia.embedding.data.PersiaBatch`` is the batch), ``PersiaTrainingBatch``, ``Tensor``,
+There is no native object behind a batch or a context any more. The batch that was filled piece
+by piece (``PyPersiaBatchData``, ``PersiaBatch``, ``_PersiaBatch``) is in ``persia.compat``. The
+rest is left out: ``PersiaCommonContext`` (its work is done by the contexts of ``persia.ctx``),
+``PersiaTrainingBatch``, ``Tensor``,
 ``Forward``, ``Backward``, ``PersiaBatchDataChannel`` with its sender and receiver,
 ``initialize_dataflow``, and ``PersiaMessageQueueServer`` and ``PersiaMessageQueueClient``.
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from persia._older import names_of
 from persia.embedding.data import NdarrayDataBase
 from persia.embedding.optim import Optimizer as OptimizerBase
 from persia.errors import DataTypeError
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 __all__ = ["OptimizerBase", "check_pyarray_dtype_valid", "is_cuda_feature_available"]
+
+if not TYPE_CHECKING:  # where any name would be taken for one
+    __getattr__ = names_of(__name__)
 
 
 def check_pyarray_dtype_valid(array: Any, dtype: DTypeLike, name: str | None = None) -> None:

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from persia import env as _env
+from persia._older import names_of
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MAXIMUM_LOCAL_PORT_NUM = 65535
+
+if not TYPE_CHECKING:  # where any name would be taken for one
+    __getattr__ = names_of(__name__)
 
 
 def setup_seed(seed: int) -> None:

@@ -37,6 +37,7 @@ def main() -> None:
         else:
             _call(Path(path))
     except SystemExit as leaving:
+        sys.last_value = leaving
         note(_status_of(leaving), "")
         raise
     except KeyboardInterrupt:
@@ -47,6 +48,7 @@ def main() -> None:
         note(1, "")
         sys.exit(1)
     except BaseException as error:
+        sys.last_value = error  # where Python puts what it prints itself; compat.backend looks
         own = _without_this_module(error.__traceback__)
         error.with_traceback(own)
         text = text_of(error)

@@ -1,0 +1,163 @@
+"""The names of 2021, for scripts that were written then: each warns once where it is used.
+
+    July 2021      PyPersiaBatchData, init_backend, TrainCtx(sparse_optimizer=, grad_scaler=)
+    August         Dataloder, PersiaDataset, ctx.backend
+    September      persia_launcher, TrainCtx(torch_distributed_port=)
+    November       PersiaBatch.add_id_type_features and the like
+
+This table is all there is to know where; what the older classes do is in the modules beside
+it. ``docs/moving-from-old-persia.md`` shows each name with what to write today.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["OLD_KEYWORDS", "OLD_NAMES", "OldName", "find", "form_of", "warn"]
+
+
+@dataclass(frozen=True, slots=True)
+class OldName:
+    """What became of a name.
+
+    Attributes:
+        today: What to write, as the warning says it.
+        found: ``module:name`` of what it still gives; empty if it is gone.
+    """
+
+    today: str
+    found: str = ""
+
+
+EVERYTHING = "*"  # stands for any name of a module that is gone
+
+_BATCH = OldName(
+    "persia.embedding.data.PersiaBatch(id_type_features, non_id_type_features, labels)",
+    "persia.compat.batch:PyPersiaBatchData",
+)
+_BACKEND = (
+    "`with persia.ctx.DataCtx() as ctx: ctx.send_data(batch)` in a data-loader; in a trainer "
+    "the methods of persia.ctx.TrainCtx"
+)
+_LOADER = OldName("persia.data.DataLoader", "persia.compat.datasets:Dataloader")
+_INIT, _GET = (OldName(_BACKEND, f"persia.compat.backend:{n}_backend") for n in ("init", "get"))
+_OPTIMIZERS = {
+    name: OldName(f"persia.embedding.optim.{name}", f"persia.embedding.optim:{name}")
+    for name in ("SGD", "Adam", "Adagrad", "Optimizer")
+}
+
+OLD_NAMES: Mapping[str, Mapping[str, OldName]] = {
+    "persia.prelude": {
+        "PyPersiaBatchData": _BATCH,
+        "PersiaBatch": _BATCH,
+        "_PersiaBatch": _BATCH,
+        "PyPersiaCommonContext": OldName("persia.ctx.TrainCtx, which has its methods"),
+    },
+    "persia.backend": {"init_backend": _INIT, "get_backend": _GET},
+    "persia.ctx": {
+        "init_backend": _INIT,
+        "get_backend": _GET,
+        "inference_ctx": OldName("persia.ctx.InferCtx", "persia.ctx:InferCtx"),
+    },
+    "persia.data": {
+        "StreamDataset": OldName(
+            "persia.data.StreamingDataset", "persia.data:StreamingDataset"
+        ),
+        "PersiaDataset": OldName(
+            "persia.data.IterableDataset, which yields batches in __iter__",
+            "persia.compat.datasets:PersiaDataset",
+        ),
+        "Dataloader": _LOADER,
+        "Dataloder": _LOADER,
+        "DataLoder": _LOADER,
+    },
+    "persia.sparse.optim": _OPTIMIZERS,
+    "persia.sparse.emb": {
+        EVERYTHING: OldName("a slot in the embedding config, under slots_config")
+    },
+    "persia.error": {
+        "PersiaRuntimeException": OldName(
+            "persia.errors.PersiaError", "persia.errors:PersiaError"
+        ),
+        "FileNotFoundException": OldName("FileNotFoundError", "builtins:FileNotFoundError"),
+    },
+    "persia.wrapper": {"persia_ctx": OldName("`with persia.ctx.TrainCtx(...) as ctx:`")},
+    "persia.utils": {
+        "block": OldName(
+            "nothing: leaving persia.ctx.DataCtx waits until the data was trained on"
+        )
+    },
+}
+
+# Keywords of TrainCtx and EmbeddingCtx, and what to write for each.
+OLD_KEYWORDS: Mapping[str, str] = {
+    "sparse_optimizer": "embedding_optimizer=",
+    "grad_scaler": "mixed_precision=True",
+    "emb_initialization": "embedding_config=EmbeddingConfig(emb_initialization=)",
+    "admit_probability": "embedding_config=EmbeddingConfig(admit_probability=)",
+    "weight_bound": "embedding_config=EmbeddingConfig(weight_bound=)",
+    "checkpoint_dir": "ctx.load_checkpoint(checkpoint_dir)",
+    "is_training": "eval_ctx() for evaluation",
+    "enable_backward": "eval_ctx() for evaluation",
+    "backend_worker_size": "threadpool_worker_size=",
+    "middleware_services": "PERSIA_EMBEDDING_WORKERS in the environment",
+    "output_addrs": "PERSIA_NN_WORKERS in the environment",
+    "wait_server_ready": "nothing: entering the context waits",
+    "init_output": "DataCtx() in the data-loader",
+    "forward_buffer_size": "DataLoader(forward_buffer_size=)",
+    "deserialize_buffer_size": "DataLoader(num_workers=)",
+    "data_queue_size": "StreamingDataset(buffer_size=)",
+    "port": "PERSIA_NN_WORKERS in the environment",
+    "torch_distributed_port": "distributed_option=DDPOption(master_port=)",
+}
+
+
+def warn(old: str, today: str, stacklevel: int = 2) -> None:
+    """Say what to write today for an old name; ``stacklevel`` as of ``warnings.warn``."""
+    warnings.warn(
+        f"{old} is an old name; write {today} (docs/moving-from-old-persia.md)",
+        DeprecationWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def find(module: str, name: str) -> Any:
+    """Return what a module's old name is today, with a warning.
+
+    Raises:
+        AttributeError: If the module never had it, or it is gone; then it says what to write.
+    """
+    names = OLD_NAMES.get(module, {})
+    known = names.get(name) or names.get(EVERYTHING)
+    if known is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if not known.found:
+        raise AttributeError(f"{module}.{name} is gone; write {known.today}")
+    warn(f"{module}.{name}", known.today, stacklevel=3)
+    place, _, attribute = known.found.partition(":")
+    return getattr(import_module(place), attribute)
+
+
+def form_of(cls: type, given: Mapping[str, object]) -> type:
+    """Return the class that takes these keywords: ``cls`` or, warned of, its form of then."""
+    older = [name for name in given if name in OLD_KEYWORDS]
+    forms = {"TrainCtx": ("RenamedCtx", "LooseCtx"), "EmbeddingCtx": ("OldEmbeddingCtx",) * 2}
+    if not older or cls.__name__ not in forms:
+        return cls
+    instead = ", ".join(f"{OLD_KEYWORDS[name]} for {name}=" for name in older)
+    warn(f"{cls.__name__}({', '.join(f'{name}=' for name in older)})", instead, stacklevel=3)
+    form = forms[cls.__name__][given.get("model") is None]
+    found: type = getattr(import_module("persia.compat.contexts"), form)
+    return found
+
+
+def launcher() -> None:
+    """Run ``persia-launcher``, under its name of 2021, ``persia_launcher``."""
+    warn("persia_launcher", "persia-launcher")
+    import_module("persia.launcher").cli()

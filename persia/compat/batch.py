@@ -1,0 +1,184 @@
+"""The batch of 2021, which was filled piece by piece."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from persia.embedding.data import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia.errors import DataError, DataTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+__all__ = ["PyPersiaBatchData"]
+
+
+class PyPersiaBatchData(PersiaBatch):
+    """A ``PersiaBatch`` that begins empty.
+
+    It goes wherever a ``PersiaBatch`` does. Each piece is checked as it is added; that they
+    fit together, when the batch is first used: sent, or asked for what is in it.
+
+    Example:
+        >>> import numpy as np
+        >>> batch = PyPersiaBatchData()
+        >>> batch.add_sparse([("item", [np.array([7], np.uint64), np.array([], np.uint64)])])
+        >>> batch.add_target(np.ones((2, 1), np.float32))
+        >>> batch.batch_size
+        2
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[IDTypeFeature | IDTypeFeatureWithSingleID] = []
+        self._arrays: list[NonIDTypeFeature] = []
+        self._targets: list[Label] = []
+        self._bytes: bytes | None = None
+        self._wants_grad: bool | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what is not there: the parts of a whole batch, until it is made one.
+        if name not in _WHOLE:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        wants_grad = bool(self._targets) if self._wants_grad is None else self._wants_grad
+        whole = PersiaBatch(
+            self._ids, self._arrays, self._targets, None, wants_grad, self._bytes
+        )
+        self.__dict__.update(vars(whole))
+        return getattr(self, name)
+
+    def _add(self, pieces: list[Any], *added: Any) -> None:
+        pieces += added
+        for name in _WHOLE:
+            self.__dict__.pop(name, None)  # what was whole is no more
+
+    # --- the names of July 2021 -----------------------------------------------------------
+
+    def add_dense(self, data: Iterable[NDArray[np.float32]]) -> None:
+        """Add dense features, each f32 [B, n]."""
+        for array in data:
+            self.add_dense_f32(array)
+
+    def add_dense_f32(self, data: NDArray[np.float32]) -> None:
+        """Add a dense feature f32 [B, n]."""
+        self._add(self._arrays, NonIDTypeFeature(_matrix("dense", data, np.float32)))
+
+    def add_dense_f64(self, data: NDArray[np.float64]) -> None:
+        """Add a dense feature f64 [B, n]."""
+        self._add(self._arrays, NonIDTypeFeature(_matrix("dense", data, np.float64)))
+
+    def add_dense_i32(self, data: NDArray[np.int32]) -> None:
+        """Add a dense feature i32 [B, n]."""
+        self._add(self._arrays, NonIDTypeFeature(_matrix("dense", data, np.int32)))
+
+    def add_dense_i64(self, data: NDArray[np.int64]) -> None:
+        """Add a dense feature i64 [B, n]."""
+        self._add(self._arrays, NonIDTypeFeature(_matrix("dense", data, np.int64)))
+
+    def add_sparse(
+        self,
+        data: Iterable[tuple[str, Sequence[NDArray[np.uint64]]]],
+        requires_grad: bool | None = None,
+    ) -> None:
+        """Add id features, each a name and one array u64 per sample.
+
+        Args:
+            data: The features.
+            requires_grad: Whether embeddings are trained; None: if the batch has a label.
+        """
+        for name, samples in data:
+            self.add_id_type_feature(samples, name)
+        self._wants_grad = self._wants_grad if requires_grad is None else requires_grad
+
+    def add_target(self, data: NDArray[np.float32]) -> None:
+        """Add a label f32 [B, n]; once for each."""
+        self._add(self._targets, Label(_matrix("target", data, np.float32)))
+
+    def add_map_dense(self, name: str, data: NDArray[np.float32]) -> None:
+        """Add a dense feature f32 [B, n] with a name."""
+        self._add(self._arrays, NonIDTypeFeature(_matrix(name, data, np.float32), name))
+
+    def add_map_sparse(self, name: str, data: NDArray[np.uint64], offset: NDArray[Any]) -> None:
+        """Add an id feature as ids u64 [N] and where each sample begins among them [B + 1]."""
+        self._add(self._ids, IDTypeFeature.from_csr(name, data, offset))
+
+    def add_meta(self, data: bytes) -> None:
+        """Add bytes that travel along."""
+        if not isinstance(data, bytes):
+            raise DataTypeError(f"meta: expected bytes, got {type(data).__name__}")
+        self._bytes = data
+        self._add([])
+
+    # --- those of November ----------------------------------------------------------------
+
+    def add_non_id_type_feature(
+        self,
+        data: NDArray[Any] | Sequence[NDArray[Any]],
+        dtype: DTypeLike | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Add a dense feature [B, ...], or a list of them.
+
+        Args:
+            data: The array; the tutorial's spelling. The API's own was a list.
+            dtype: What the array has, if it is to be checked.
+            name: The feature's.
+        """
+        for array in [data] if isinstance(data, np.ndarray) else data:
+            self._add(self._arrays, NonIDTypeFeature(_of_dtype(array, dtype), name))
+
+    add_non_id_type_features = add_non_id_type_feature
+    add_non_id_type_features_f32 = add_dense_f32
+    add_non_id_type_features_f64 = add_dense_f64
+    add_non_id_type_features_i32 = add_dense_i32
+    add_non_id_type_features_i64 = add_dense_i64
+    add_id_type_features = add_sparse
+
+    def add_id_type_feature(self, data: Sequence[NDArray[np.uint64]], name: str) -> None:
+        """Add an id feature: one array u64 per sample."""
+        self._add(self._ids, IDTypeFeature(name, data))
+
+    def add_id_type_feature_with_single_id(self, data: NDArray[np.uint64], name: str) -> None:
+        """Add an id feature u64 [B]."""
+        self._add(self._ids, IDTypeFeatureWithSingleID(name, data))
+
+    def add_label(
+        self, data: NDArray[Any], dtype: DTypeLike | None = None, name: str | None = None
+    ) -> None:
+        """Add a label [B, ...]."""
+        self._add(self._targets, Label(_of_dtype(data, dtype), name))
+
+    def converted_id_type_features2embedding_tensor(self, requires_grad: bool = True) -> None:
+        """Say whether embeddings are trained by this batch."""
+        self._wants_grad = requires_grad
+        self._add([])
+
+
+# What a PersiaBatch consists of, as soon as it is whole.
+_WHOLE = ("features", "_dense", "_labels", "_batch_size", "_requires_grad", "_meta", "batch_id")
+
+
+def _of_dtype(data: Any, dtype: DTypeLike | None) -> Any:
+    if dtype is not None and getattr(data, "dtype", None) != np.dtype(dtype):
+        got = getattr(data, "dtype", type(data).__name__)
+        raise DataTypeError(f"expected an array of {np.dtype(dtype)}, got {got}")
+    return data
+
+
+def _matrix(what: str, data: Any, dtype: DTypeLike) -> Any:
+    """Return ``data`` if it is of two dimensions and this dtype."""
+    if not isinstance(data, np.ndarray) or data.dtype != np.dtype(dtype):
+        got = getattr(data, "dtype", type(data).__name__)
+        raise DataTypeError(f"{what}: expected an array of {np.dtype(dtype)}, got {got}")
+    if data.ndim != 2:
+        raise DataError(f"{what}: expected 2 dimensions, got {data.ndim}; reshape(-1, 1)?")
+    return data

@@ -1,0 +1,1 @@
+"""Where the optimizers were in 2021; see ``persia.compat``."""
