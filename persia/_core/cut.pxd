@@ -59,5 +59,7 @@ cdef class Watch:
     cdef void drop_logs(self) noexcept
     cdef int open(self, str name, uint64_t max_bytes) except -1
     cdef int close(self, str name) except -1
+    cdef int before_changes(self, consumer) except -1
+    cdef int check_idle(self, consumer) except -1
     cdef int make_room(self) except -1
     cdef int before_clear(self) except -1

@@ -19,7 +19,7 @@ import numpy as np
 cimport cython
 
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from persia._core.blocks import RowBlock
 
@@ -29,6 +29,7 @@ from persia._core.cut_part cimport (
     part_take_images,
 )
 from persia._core.halves cimport dtype_name
+from persia._core.recency cimport NUM_CLOCKS
 from persia._core.shard cimport PyThread_acquire_lock, PyThread_release_lock
 from persia._core.slabs cimport MAX_SLABS, Slab
 from persia._core.types cimport int64_t, sign_t, uint8_t
@@ -113,6 +114,7 @@ cdef class Cut:
         """Watch every shard; 1: the log has not all changes. On failure, none is watched."""
         cdef uint32_t i
         cdef bint is_partial = False
+        cdef bint sweeps = self.consumer is not None
         self.parts = <CutPart *> calloc(num_shards, sizeof(CutPart))
         if self.parts == NULL:
             raise MemoryError(f"a cut of {num_shards} shards")
@@ -120,7 +122,7 @@ cdef class Cut:
         for i in range(num_shards):
             self.parts[i].shard = shards[i]
             with nogil:
-                part_begin(&self.parts[i], since, self.last, clocks)
+                part_begin(&self.parts[i], since, self.last, clocks, sweeps)
         for i in range(num_shards):
             if self.parts[i].status < 0:
                 self.end_parts()
@@ -404,20 +406,21 @@ cdef class Watch:
     ):
         cdef Cut cut
         cdef uint32_t since = 0
+        cdef uint64_t[NUM_CLOCKS] now
+        memcpy(now, clocks, sizeof(now))    # of all shards, whatever requests say meanwhile
         with self.lock:
             if consumer is not None:
                 self.check_consumer(consumer)
-                if any(other.consumer == consumer for other in self.cuts):
-                    raise StoreError(f"consumer {consumer!r} has a cut under way; end it first")
+                self.check_idle(consumer)
                 if not full and self.cursors[consumer] is not None:
                     since = self.cursors[consumer] + 1
             try:
                 cut = Cut(store, self, consumer, side_bytes, wait_seconds)
-                if self.begin_epoch(cut, since, clocks):
+                if self.begin_epoch(cut, since, now):
                     # The log was too short: everything is given out instead.
                     cut.end_parts()
                     cut = Cut(store, self, consumer, side_bytes, wait_seconds)
-                    self.begin_epoch(cut, 0, clocks)
+                    self.begin_epoch(cut, 0, now)
                 self.cuts = (*self.cuts, cut)
             finally:
                 self.set_epochs()
@@ -434,6 +437,18 @@ cdef class Watch:
             raise StoreError(
                 f"expected a consumer of changes among {sorted(self.cursors)}, "
                 f"got {consumer!r}")
+        return 0
+
+    cdef int before_changes(self, consumer) except -1:
+        """Before a cut that drops what has expired."""
+        with self.lock:
+            self.check_consumer(consumer)
+            self.check_idle(consumer)
+        return self.make_room()
+
+    cdef int check_idle(self, consumer) except -1:
+        if any(other.consumer == consumer for other in self.cuts):
+            raise StoreError(f"consumer {consumer!r} has a cut under way; end it first")
         return 0
 
     def ended(self, cut, committed):

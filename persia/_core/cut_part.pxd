@@ -51,7 +51,8 @@ cdef struct Columns:                # where rows go
 # Copy what will be gone, and watch the rest. ``since`` 0 is all rows. -1: no memory, and
 # ``part_end`` is safe.
 cdef int part_begin(
-    CutPart *part, uint32_t since, uint32_t last, const uint64_t *clocks) noexcept nogil
+    CutPart *part, uint32_t since, uint32_t last, const uint64_t *clocks,
+    bint sweeps) noexcept nogil
 # Before the first read; -1: no memory.
 cdef int part_prepare(CutPart *part) noexcept nogil
 # Up to ``count`` rows from where the cursor is; fewer is the end. -1: the part is lost.

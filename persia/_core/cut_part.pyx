@@ -24,7 +24,7 @@ from persia._core.order_copy cimport (
 from persia._core.recency cimport OFFSET_BITS, OFFSET_MASK
 from persia._core.row_format cimport width_of_values
 from persia._core.shard cimport (
-    PyThread_acquire_lock, PyThread_release_lock, shard_leave,
+    PyThread_acquire_lock, PyThread_release_lock, shard_expire, shard_leave,
 )
 from persia._core.slabs cimport (
     NO_POSITION, PLACE_BITS, PLACE_MASK, Row, Slabs, row_at, row_values,
@@ -32,10 +32,14 @@ from persia._core.slabs cimport (
 
 
 cdef int part_begin(
-    CutPart *part, uint32_t since, uint32_t last, const uint64_t *clocks
+    CutPart *part, uint32_t since, uint32_t last, const uint64_t *clocks, bint sweeps
 ) noexcept nogil:
     cdef int status
     PyThread_acquire_lock(part.shard.lock, 1)
+    if sweeps:
+        # In the epoch that ends: what has expired is deleted for who reads changes, as it is
+        # in no cut of all rows.
+        shard_expire(part.shard, clocks)
     status = begin(part, since, last, clocks)
     PyThread_release_lock(part.shard.lock)
     part.status = status

@@ -80,5 +80,6 @@ cdef int shard_init(Shard *shard, uint64_t sketch_bytes) noexcept nogil
 cdef void shard_free(Shard *shard) noexcept nogil
 cdef uint64_t shard_bytes(const Shard *shard) noexcept nogil
 cdef void shard_drop(Shard *shard, row_t row) noexcept nogil
+cdef void shard_expire(Shard *shard, const uint64_t *clocks) noexcept nogil
 # Bring the rows within ttl, capacity and limit, then the orders within their bounds.
 cdef void shard_end_request(Shard *shard, uint32_t num_signs) noexcept nogil

@@ -10,7 +10,8 @@ from persia._core.eviction cimport (
 )
 from persia._core.hashing cimport mix64
 from persia._core.recency cimport (
-    recency_bytes, recency_end, recency_free, recency_init, recency_remove, recency_settle,
+    NUM_CLOCKS, recency_bytes, recency_end, recency_free, recency_init, recency_remove,
+    recency_settle,
 )
 from persia._core.sign_index cimport (
     home_bucket, index_bytes, index_free, index_init, index_remove,
@@ -90,6 +91,24 @@ cdef void expire(Shard *shard, uint32_t num_signs) noexcept nogil:
             return
         drop_rows(shard, rows, count)
         left -= count
+
+
+cdef void shard_expire(Shard *shard, const uint64_t *clocks) noexcept nogil:
+    """Drop every row that has expired by then."""
+    cdef row_t[EVICT_ROWS] rows
+    cdef uint32_t i, count, num_looks
+    if not shard.recency.has_ttl:
+        return
+    for i in range(<uint32_t> NUM_CLOCKS):
+        shard.recency.clocks[i] = max(shard.recency.clocks[i], clocks[i])
+    shard.eviction.swept = 0
+    num_looks = shard.recency.num_segments
+    while True:
+        count = eviction_sweep(&shard.eviction, &shard.recency, rows, EVICT_ROWS, &num_looks)
+        if count == 0:
+            break
+        drop_rows(shard, rows, count)
+    recency_settle(&shard.recency)
 
 
 cdef void evict(Shard *shard) noexcept nogil:

@@ -285,7 +285,8 @@ class EmbeddingStore:
         """Keep the rows of this moment for a reader, who comes later.
 
         Of one moment across shards only if the caller holds requests back meanwhile. Takes
-        about 10 ns a row. Rows that have expired are not in it.
+        about 10 ns a row. Rows that have expired are not in it; a
+        cut of changes drops them first and has them among the deleted.
 
         Args:
             changes: A consumer: only what changed since its last committed cut. None: all

@@ -200,7 +200,8 @@ cdef class EmbeddingStore:
         with ThreadPoolExecutor(min(self.num_shards, os.cpu_count() or 1)) as pool:
             for broken in pool.map(self._attach_shard, range(self.num_shards)):
                 if broken is not None:
-                    raise StoreError(broken)
+                    # Then the file is as good as before.
+                    raise (MemoryError if broken.endswith("no memory") else StoreError)(broken)
         for i in range(self.num_shards):
             for clock in range(<uint32_t> NUM_CLOCKS):
                 self.clocks[clock] = max(
@@ -593,6 +594,8 @@ cdef class EmbeddingStore:
             raise ConfigError(f"side_bytes must be in 0..2**63-1, got {side_bytes}")
         if not 0.0 <= wait_seconds <= 3600.0:
             raise ConfigError(f"wait_seconds must be in 0..3600, got {wait_seconds}")
+        if changes is not None:
+            self.watch.before_changes(changes)
         return self.watch.begin(self, changes, full, side_bytes, wait_seconds, self.clocks)
 
     def shard_entries(self, uint32_t number):

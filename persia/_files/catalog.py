@@ -25,8 +25,12 @@ from collections.abc import Collection
 from persia._files.manifest import ID, MAX_MANIFEST_BYTES, Manifest, number_of
 from persia._files.storage import Storage, open_storage
 from persia.errors import CheckpointError, ConfigError
+from persia.logger import get_logger
 
 Place = Storage | str | os.PathLike[str]
+
+
+_logger = get_logger("persia.checkpoints")
 
 
 def storage_of(place: Place) -> Storage:
@@ -66,6 +70,27 @@ def publish(storage: Storage, manifest: Manifest) -> None:
                 f"{storage.at(file.path)}: expected {file.num_bytes} bytes, got {size}"
             )
     storage.publish(f"{manifest.id}.json", data)
+
+
+def discard(storage: Storage, identity: str) -> bool:
+    """Remove what was written of a checkpoint that could not be published, as far as it goes.
+
+    A manifest may be there though ``publish`` has failed, at the last fsync for example: it
+    goes first, and if nobody can say that it is gone, its files stay.
+
+    Returns:
+        Whether there is no such checkpoint for certain, so that nobody needs its files.
+    """
+    try:
+        storage.remove(f"{identity}.json")
+    except CheckpointError as exc:
+        _logger.warning("%s: what was written of it is left: %s", storage.at(identity), exc)
+        return False
+    try:
+        storage.remove_folder(identity)
+    except CheckpointError as exc:  # perhaps a server still writes; it removes its own then
+        _logger.info("%s: not all of it could be removed: %s", storage.at(identity), exc)
+    return True
 
 
 def load(place: Place, identity: str | None = None) -> Manifest:

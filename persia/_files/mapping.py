@@ -135,6 +135,21 @@ class Mapping:
         found: NDArray[np.int64] = np.array(self.groups, np.int64)[old]
         return found
 
+    def signs_of(self, table: str, signs: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the signs that the rows of these have now, without those that are dropped.
+
+        Raises:
+            CheckpointError: If a sign is of no group that has this table.
+        """
+        new = self.groups_of(table, signs)
+        kept = new != _DROPPED
+        if not self.moves_rows:
+            return signs if kept.all() else signs[kept]
+        shift = np.uint64(64 - self.wanted.prefix_bits)
+        ids = signs[kept] & ((np.uint64(1) << shift) - np.uint64(1))
+        found: NDArray[np.uint64] = ids | ((new[kept] + 1).astype(np.uint64) << shift)
+        return found
+
     def apply(self, table: str, block: RowBlock) -> Iterator[tuple[str, RowBlock]]:
         """Yield a block's rows as they are now, by the table they belong to.
 

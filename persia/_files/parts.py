@@ -46,6 +46,13 @@ def filter_owned(block: RowBlock, server: int, num_servers: int) -> RowBlock:
     return block if mine.all() else take(block, mine)
 
 
+def num_owned(signs: NDArray[np.uint64], server: int, num_servers: int) -> int:
+    """Return how many of the signs one of ``num_servers`` owns."""
+    if num_servers == 1:
+        return len(signs)
+    return int((owners(num_servers)[mix64_array(signs) >> np.uint64(50)] == server).sum())
+
+
 def write_columns(
     storage: Storage, path: str, columns: dict[str, Column], metadata: dict[str, str]
 ) -> File:
@@ -205,6 +212,38 @@ def check_once(arrays: Sequence[NDArray[np.uint64]], name: str) -> None:
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(twice):
         raise CheckpointError(f"{name}: signs: {ordered[twice[0]]} comes twice")
+
+
+class Window:
+    """Checks that no two parts of a checkpoint have a row of the same sign.
+
+    Parts come sorted by their buckets, so that only the signs of those that overlap are held.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._first = 0
+        self._held: list[tuple[int, NDArray[np.uint64]]] = []  # with the ends of their buckets
+
+    def add(self, part: Part, signs: NDArray[np.uint64]) -> None:
+        """Take the signs of the next part.
+
+        Raises:
+            CheckpointError: If one of those that are held comes twice.
+        """
+        if part.buckets[0] > self._first:
+            self.close()
+            self._first = part.buckets[0]
+            self._held = [(end, held) for end, held in self._held if end > self._first]
+        self._held.append((part.buckets[1], signs))
+
+    def close(self) -> None:
+        """Check those that are still held.
+
+        Raises:
+            CheckpointError: If one comes twice.
+        """
+        check_once([signs for _, signs in self._held], self._name)
 
 
 def read_deleted(storage: Storage, deleted: Deleted) -> NDArray[np.uint64]:

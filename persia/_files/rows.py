@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from persia._core.blocks import RowBlock
 from persia._core.hashing import mix64_array
-from persia._files.catalog import Place, chain, new_id, publish, storage_of
+from persia._files.catalog import Place, chain, discard, new_id, publish, storage_of
 from persia._files.entries import NUM_BUCKETS, File, Part, sketch_name
 from persia._files.manifest import Manifest, now
 from persia._files.part_writer import PART_BYTES, PartWriter
 from persia._files.parts import (
+    Window,
     check_file,
-    check_once,
     filter_owned,
     parts_for,
     read_ahead,
@@ -155,17 +155,11 @@ def verify(
 
 def _verify_parts(storage: Storage, manifest: Manifest, progress: Progress) -> None:
     """Check each part, and that no two of them have a row of the same sign."""
-    name = f"parts of {storage.at(manifest.id)}"
-    held: list[tuple[int, NDArray[np.uint64]]] = []  # of the buckets at hand, with their ends
-    first = 0
+    window = Window(f"parts of {storage.at(manifest.id)}")
     for part in sorted(manifest.parts, key=lambda part: part.buckets):
-        if part.buckets[0] > first:
-            check_once([signs for _, signs in held], name)
-            first = part.buckets[0]
-            held = [(end, signs) for end, signs in held if end > first]
-        held.append((part.buckets[1], verify_part(storage, part)))
+        window.add(part, verify_part(storage, part))
         progress(part.file.num_bytes)
-    check_once([signs for _, signs in held], name)
+    window.close()
 
 
 def rewrite(
@@ -214,25 +208,38 @@ def rewrite(
     ]
     parts: list[Part] = []
     try:
-        for part, block in rows_of(storage, manifests, progress):
-            if is_as_written:
-                writers[part.server].add(part.table, block)
-                continue
-            for server, writer in enumerate(writers):
-                if parts_for([part], server, count):
-                    writer.add(part.table, filter_owned(block, server, count))
-        for writer in writers:
-            parts += writer.finish()
-    finally:
-        for writer in writers:
-            writer.close()
+        try:
+            for part, block in rows_of(storage, manifests, progress):
+                if is_as_written:
+                    writers[part.server].add(part.table, block)
+                    continue
+                for server, writer in enumerate(writers):
+                    if parts_for([part], server, count):
+                        writer.add(part.table, filter_owned(block, server, count))
+            for writer in writers:
+                parts += writer.finish()
+        finally:
+            for writer in writers:
+                writer.close()
+        manifest = _carried_over(storage, out, last, own, count, parts)
+        publish(out, manifest)
+    except BaseException:
+        discard(out, own)
+        raise
+    return manifest
+
+
+def _carried_over(
+    storage: Storage, out: Storage, last: Manifest, own: str, count: int, parts: list[Part]
+) -> Manifest:
+    """Copy the files that are no rows, and return the manifest of the whole."""
     names = set(last.files)
     if count != last.num_servers:
         names -= {sketch_name(server) for server in range(last.num_servers)}
     files = {name: _copy(storage, out, last.files[name], own, name) for name in sorted(names)}
     if files:
         out.sync(own)
-    manifest = dataclasses.replace(
+    return dataclasses.replace(
         last,
         id=own,
         kind="full",
@@ -244,8 +251,6 @@ def rewrite(
         deleted=(),
         files=files,
     )
-    publish(out, manifest)
-    return manifest
 
 
 def compact(place: Place, *, progress: Progress = no_progress) -> Manifest:

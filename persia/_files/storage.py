@@ -163,8 +163,13 @@ class LocalStorage(Storage):
             self._make_folder(target.parent)
             with suppress(FileNotFoundError):  # left by one that died here
                 self._system.unlink(aside)
-            self._write_new(aside, [data])
-            self._system.rename(aside, target)
+            try:
+                self._write_new(aside, [data])
+                self._system.rename(aside, target)
+            except OSError:
+                with suppress(OSError):
+                    self._system.unlink(aside)
+                raise
             self._sync_folder(target.parent)
 
     @contextmanager

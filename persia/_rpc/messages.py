@@ -183,8 +183,9 @@ class CutStatus:
 class LoadRequest:
     """Load this server's share of a checkpoint, in two steps, each in the background.
 
-    ``step`` is ``verify``, which changes nothing, ``commit``, or ``drop``. The same request
-    again asks how far it is.
+    ``step`` is ``verify``, which changes nothing, ``commit``, and ``finish`` once every server
+    has committed, or ``drop``. The same request again asks how far it is. From ``commit`` to
+    ``finish`` a server refuses to train: its rows, or another's, are not all there.
     """
 
     load_id: int  # drawn by the caller
@@ -196,7 +197,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadStatus:
-    """How far a load is: ``state`` is verifying, verified, loading, loaded or failed."""
+    """How far a load is: verifying, verified, loading, loaded, finished, or failed."""
 
     state: str
     done: int  # bytes of the step so far

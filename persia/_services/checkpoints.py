@@ -27,6 +27,7 @@ import numpy as np
 from persia._files.entries import sketch_name
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_file, write_columns, write_deleted
+from persia._files.places import folder_of
 from persia._files.schema import SavedSchema, table_name
 from persia._files.storage import Storage, open_storage
 from persia._files.tensors import Column, decode
@@ -116,6 +117,7 @@ class _Cut:
     deleted: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     is_ended: bool = False
+    target: WriteRequest | None = None  # where it is written, once it is
 
     def status(self) -> CutStatus:
         """Return what whoever asks is told."""
@@ -189,7 +191,7 @@ class Cuts:
             if cut.state != "begun":
                 return
             # Before the thread runs: what it sets is never overwritten from here.
-            cut.state = "writing"
+            cut.state, cut.target = "writing", request
         threading.Thread(
             target=self._run, args=(cut, request), name="persia-write-cut", daemon=True
         ).start()
@@ -209,6 +211,9 @@ class Cuts:
             cut = self._cuts.get(cut_id)
             if cut is not None:
                 self._end(cut, committed)
+        # Only here: who asked says that there is no manifest. A writing thread does it itself.
+        if cut is not None and cut.state == "written" and not committed:
+            self._remove(cut)
 
     def _end(self, cut: _Cut, committed: bool) -> None:
         """With the lock held. A thread that still writes notices at its next block."""
@@ -228,6 +233,7 @@ class Cuts:
         except BaseException as exc:
             if not isinstance(exc, PersiaError):
                 _logger.exception("a cut could not be written")
+            self._remove(cut)
             with self._lock:
                 cut.state, cut.error = "failed", str(exc) or repr(exc)
         finally:
@@ -235,9 +241,22 @@ class Cuts:
                 if cut.is_ended or cut.request.changes is None:
                     cut.cut.close()
 
+    def _prefix(self, request: WriteRequest) -> str:
+        return f"{request.prefix}/{folder_of(self._replica)}"
+
+    def _remove(self, cut: _Cut) -> None:
+        """Remove what this server wrote of a cut that is in no manifest: a disk may be full."""
+        if cut.target is None:
+            return
+        prefix = self._prefix(cut.target)
+        try:
+            open_storage(cut.target.url).remove_folder(prefix)
+        except PersiaError as exc:
+            _logger.warning("%s: what was written of a dump is left: %s", prefix, exc)
+
     def _write(self, cut: _Cut, request: WriteRequest) -> None:
         storage = open_storage(request.url)
-        prefix = f"{request.prefix}/s{self._replica}"
+        prefix = self._prefix(request)
         with PartWriter(storage, prefix, server=self._replica) as writer:
             for block in cut.cut.blocks(BLOCK_ROWS):
                 for name, piece in by_table(cut.held, block):
@@ -257,6 +276,8 @@ class Cuts:
             storage.sync(prefix)
             files[name] = json.dumps(file.to_json())
         with self._lock:
+            if cut.is_ended:
+                raise CheckpointError("the dump was given up")
             cut.files = files
             cut.parts = tuple(json.dumps(part.to_json()) for part in parts)
             cut.deleted = tuple(json.dumps(each.to_json()) for each in deleted)

@@ -9,13 +9,16 @@ packet have become as large as it was: the folder stays within a small multiple 
 Each packet is a checkpoint of the server's own catalog, ``incremental_dir/s<replica>``: whole
 or not there, and of no other moment than its own. Servers do not wait for each other.
 
-A packet that fails is told in the log; what it had comes again in the next one.
+A packet that fails is told in the log; what it had comes again in the next one. While a load
+replaces rows, and while rows are missing because one was cut short, there is none: it would be
+half of a load. A server keeps others out of its folder from its first packet to its end.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from persia._files import catalog
@@ -23,7 +26,8 @@ from persia._files.manifest import Manifest
 from persia._files.part_writer import PartWriter
 from persia._files.parts import write_deleted
 from persia._files.places import below, folder_of
-from persia._files.storage import open_storage
+from persia._files.storage import Storage, open_storage
+from persia._files.writers import WriterLock
 from persia._services.checkpoints import BLOCK_ROWS, by_table
 from persia.errors import StoreError
 from persia.logger import get_logger
@@ -40,6 +44,8 @@ _logger = get_logger("persia.incremental")
 CONSUMER = "incremental"
 # Seconds after which changes are written though they are few.
 FLUSH_S = 60.0
+# How long the end of a server waits for a packet that is being written.
+LAST_PACKET_S = 120.0
 
 
 class IncrementalWriter:
@@ -49,16 +55,24 @@ class IncrementalWriter:
         replica: Number of the server, of ``num_replicas``.
         num_replicas: How many servers there are.
         settings: Where, and after how many changes.
+        whole_rows: Returns a context in which no load replaces rows; it raises a
+            CheckpointError where one does.
     """
 
     def __init__(
-        self, replica: int, num_replicas: int, settings: ParameterServerConfig
+        self,
+        replica: int,
+        num_replicas: int,
+        settings: ParameterServerConfig,
+        whole_rows: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._whole_rows = whole_rows
         self._replica = replica
         self._num_replicas = num_replicas
         self._threshold = settings.incremental_buffer_size
         self.url = below(settings.incremental_dir, folder_of(replica))
-        self._writing = threading.Lock()  # held over a packet; guards the next five
+        self._writing = threading.Lock()  # held over a packet; guards the next six
+        self._lock: WriterLock | None = None  # of the folder
         self._is_owed = False  # the packet begun last has failed
         self._store: EmbeddingStore | None = None  # whose changes are logged
         self._base: str | None = None  # the packet written last; None before a full one
@@ -117,8 +131,13 @@ class IncrementalWriter:
             if held is None or not (count or self._is_owed):
                 return
             self._is_owed = True
-            with self._cut(held) as cut:
-                self._write(held, cut)
+            storage = open_storage(self.url)
+            self._lock = self._lock or WriterLock(storage)
+            self._lock.take()
+            with self._whole_rows():
+                begun = self._cut(held)
+            with begun as cut:
+                self._write(storage, held, cut)
             self._is_owed = False
 
     def _cut(self, held: Held) -> Cut:
@@ -134,9 +153,29 @@ class IncrementalWriter:
         is_other = self._base is None or held.saved_schema() != self._schema
         return store.begin_cut(CONSUMER, full=is_other or is_long)
 
-    def _write(self, held: Held, cut: Cut) -> None:
-        storage = open_storage(self.url)
+    def _write(self, storage: Storage, held: Held, cut: Cut) -> None:
         identity = catalog.new_id(storage)
+        try:
+            manifest = self._publish(storage, identity, held, cut)
+        except BaseException:
+            catalog.discard(storage, identity)
+            raise
+        cut.commit()
+        is_full = cut.is_full
+        self._base, self._schema = identity, manifest.schema
+        self._sizes = [manifest.num_bytes, 0] if is_full else self._sizes
+        self._sizes[1] += 0 if is_full else manifest.num_bytes
+        if is_full:
+            catalog.keep_last(storage, 2)
+        _logger.info(
+            "%s: %s of %d rows, %d deleted",
+            self.url,
+            manifest.kind,
+            manifest.num_rows,
+            sum(deleted.num_signs for deleted in manifest.deleted),
+        )
+
+    def _publish(self, storage: Storage, identity: str, held: Held, cut: Cut) -> Manifest:
         prefix = f"{identity}/rows"
         with PartWriter(storage, prefix, server=self._replica) as writer:
             for block in cut.blocks(BLOCK_ROWS):
@@ -158,19 +197,7 @@ class IncrementalWriter:
             extras={"servers": held.settings_as_json()},
         )
         catalog.publish(storage, manifest)
-        cut.commit()
-        self._base, self._schema = identity, manifest.schema
-        self._sizes = [manifest.num_bytes, 0] if is_full else self._sizes
-        self._sizes[1] += 0 if is_full else manifest.num_bytes
-        if is_full:
-            catalog.keep_last(storage, 2)
-        _logger.info(
-            "%s: %s of %d rows, %d deleted",
-            self.url,
-            manifest.kind,
-            manifest.num_rows,
-            sum(deleted.num_signs for deleted in manifest.deleted),
-        )
+        return manifest
 
     def close(self) -> None:
         """Write what is left, and end."""
@@ -179,5 +206,17 @@ class IncrementalWriter:
             thread = self._thread
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(LAST_PACKET_S)
+            if thread.is_alive():
+                _logger.error(
+                    "parameter server %d: a packet of changed rows is not in %s after %g s; "
+                    "this server ends without it",
+                    self._replica,
+                    self.url,
+                    LAST_PACKET_S,
+                )
+                return
         self._try()
+        with self._writing:
+            if self._lock is not None:
+                self._lock.release()

@@ -2,18 +2,26 @@
 
     verify    manifests, what they mean here, every file that has rows of this server
     commit    drop the rows held, then restore: base first, then each delta's deletions and rows
+    finish    every server has its share: the rows are whole
 
-Each is a thread; whoever asks with the same number and step again is told how far it is. A
-status is one value, replaced by the thread that works and set before it starts: a load that
-is over is never seen as one that goes on.
+The first two are threads; whoever asks with the same number and step again is told how far it
+is. A status is one value, replaced by the thread that works and set before it starts: a load
+that is over is never seen as one that goes on.
+
+From commit to finish rows are *missing*: here, or on another server. Whatever comes between, a
+failure, a kill of this process or the death of the trainer, they stay missing, in the state
+file too, until a load of as many features is finished or all rows are cleared. Commit waits
+for the requests that are being served; those to come are refused. While rows are missing
+nobody trains and nothing is dumped.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from persia._files.places import chains
 from persia._rpc.messages import (
@@ -23,7 +31,7 @@ from persia._rpc.messages import (
     LoadStatus,
     OptimizerSettings,
 )
-from persia._services.restoring import Restoring
+from persia._services.restoring import Moved, Restoring
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
 
@@ -34,6 +42,8 @@ _logger = get_logger("persia.checkpoints")
 
 # What a step is while it goes on, and once it is done.
 _STATES = {"verify": ("verifying", "verified"), "commit": ("loading", "loaded")}
+# How long a load waits for the requests that are being served.
+_PATIENCE_S = 60.0
 
 
 def settings_of(request: LoadRequest) -> tuple[HyperParameters, OptimizerSettings]:
@@ -71,6 +81,38 @@ class _Load:
     status: LoadStatus
     work: Restoring | None = None  # once verify has begun
     is_dropped: bool = False
+    missing_before: Missing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Which rows are not there, or not all."""
+
+    url: str  # whose load was cut short
+    features: frozenset[str] | None  # None is all
+
+    def after(self, loaded: tuple[str, ...] | None) -> Missing | None:
+        """Return what is still missing once these have been loaded."""
+        if loaded is None or (self.features is not None and self.features <= set(loaded)):
+            return None
+        left = None if self.features is None else self.features - set(loaded)
+        return Missing(self.url, left)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a state file notes."""
+        features = None if self.features is None else sorted(self.features)
+        return {"url": self.url, "features": features}
+
+    @staticmethod
+    def from_json(found: Any) -> Missing | None:
+        """Read what a state file notes; what cannot be read is taken for all rows."""
+        if found is None:
+            return None
+        try:
+            features = found["features"]
+            return Missing(str(found["url"]), None if features is None else frozenset(features))
+        except (TypeError, KeyError):
+            return Missing("a checkpoint", None)
 
 
 class Loads:
@@ -80,20 +122,91 @@ class Loads:
         replica: Number of the server.
         num_replicas: How many servers there are.
         num_threads: Files that are checked at the same time.
+        note: Called with what is missing when that changes, so that it outlives the process.
     """
 
-    def __init__(self, replica: int, num_replicas: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        replica: int,
+        num_replicas: int,
+        num_threads: int,
+        note: Callable[[dict[str, Any] | None], None],
+    ) -> None:
         self._replica = replica
         self._num_threads = num_threads
         self._num_replicas = num_replicas
-        self._lock = threading.Lock()  # guards the load
+        self._note = note
+        self._lock = threading.Condition()  # guards all below; notified when a use ends
         self._load: _Load | None = None
+        self._finished: int | None = None  # the load that was last
+        self._missing: Missing | None = None
+        self._num_uses = 0
 
     @property
     def is_loading(self) -> bool:
         """Whether rows are being replaced."""
         with self._lock:
-            return self._load is not None and self._load.status.state == "loading"
+            return self._is_loading()
+
+    def _is_loading(self) -> bool:
+        return self._load is not None and self._load.status.state == "loading"
+
+    @property
+    def missing(self) -> Missing | None:
+        """Which rows are missing since a load that was cut short."""
+        with self._lock:
+            return self._missing
+
+    def recovered(self, noted: Any) -> None:
+        """Take over what a process before this one noted."""
+        with self._lock:
+            self._missing = Missing.from_json(noted)
+
+    @contextmanager
+    def whole_rows(self, *, or_missing: bool = False) -> Iterator[None]:
+        """Surround what needs all rows: no load replaces them meanwhile.
+
+        Args:
+            or_missing: It is no matter whether a load has left some of them out.
+
+        Raises:
+            CheckpointError: If a load is replacing them, or has left some of them out.
+        """
+        with self._lock:
+            self._check_whole(or_missing)
+            self._num_uses += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_uses -= 1
+                if not self._num_uses:
+                    self._lock.notify_all()
+
+    def _check_whole(self, or_missing: bool) -> None:
+        if self._is_loading():
+            raise CheckpointError(
+                f"parameter server {self._replica}: a load is replacing its rows; "
+                "wait_for_load_embedding() waits for it"
+            )
+        if self._missing is not None and not or_missing:
+            names = self._missing.features
+            what = "rows" if names is None else f"rows of {', '.join(sorted(names))}"
+            raise CheckpointError(
+                f"parameter server {self._replica}: {what} are missing: a load of "
+                f"{self._missing.url} was not finished on every server; load again, or "
+                "clear_embeddings()"
+            )
+
+    def cleared(self) -> None:
+        """All rows were cleared, so none is missing."""
+        with self._lock:
+            self._set_missing(None)
+
+    def _set_missing(self, missing: Missing | None) -> None:
+        if missing != self._missing:
+            self._missing = missing
+            self._note(None if missing is None else missing.to_json())
 
     def load(self, request: LoadRequest, held: Callable[[], Held]) -> LoadStatus:
         """Begin a step, or return how far it is.
@@ -112,6 +225,8 @@ class Loads:
                 if load is not None and load.request.load_id == request.load_id:
                     self._drop(load)
                 return LoadStatus("dropped", 0, 0, 0, "", ())
+            if request.step == "finish":
+                return self._finish(load, request)
             if load is not None and load.request == request:
                 return load.status
             if request.step == "verify":
@@ -133,11 +248,14 @@ class Loads:
             CheckpointError: If something is missing, damaged, or does not fit.
         """
         work = self._work(held, request)
+        load = _Load(request, LoadStatus("loading", 0, 0, 0, "", ()), work)
         with self._lock:
-            self._load = _Load(request, LoadStatus("loading", 0, 0, 0, "", ()), work)
+            self._load = load
         try:
             work.verify(_nobody)
-            work.commit(_nobody)
+            self._commit(load, work, _nobody)
+            with self._lock:
+                self._set_missing(load.missing_before)
         finally:
             with self._lock:
                 self._load = None
@@ -159,6 +277,36 @@ class Loads:
         if load.status.state != "loading":
             self._load = None
 
+    def _finish(self, load: _Load | None, request: LoadRequest) -> LoadStatus:
+        """With the lock held: the rows are whole, as every server has its share."""
+        finished = LoadStatus("finished", 0, 0, 0, "", ())
+        if self._finished == request.load_id:
+            return finished
+        if load is None or load.request.load_id != request.load_id:
+            raise self._does_not_follow(request)
+        if load.status.state != "loaded":
+            raise self._does_not_follow(request)
+        self._set_missing(load.missing_before)
+        self._load, self._finished = None, request.load_id
+        return finished
+
+    def _commit(self, load: _Load, work: Restoring, moved: Moved) -> None:
+        """Replace rows once no request uses them; from here on they are missing."""
+        request = load.request
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._num_uses, _PATIENCE_S):
+                raise CheckpointError(
+                    f"{self._num_uses} requests to parameter server {self._replica} have not "
+                    f"ended within {_PATIENCE_S:g} s; nothing was loaded"
+                )
+            before = self._missing
+            load.missing_before = None if before is None else before.after(request.features)
+            names = None if request.features is None else frozenset(request.features)
+            if before is not None and names is not None:
+                names = None if before.features is None else names | before.features
+            self._set_missing(Missing(request.url, names))
+        work.commit(moved)
+
     def _work(self, held: Held, request: LoadRequest) -> Restoring:
         return Restoring(self._replica, self._num_replicas, held, request, self._num_threads)
 
@@ -169,12 +317,16 @@ class Loads:
             or load.status.state != "verified"
             or request.step != "commit"
         ):
-            raise CheckpointError(
-                f"parameter server {self._replica}: {request.step!r} of load "
-                f"{request.load_id:x}: expected one that it has verified; it was restarted, or "
-                "another load took its place"
-            )
+            raise self._does_not_follow(request)
         return load
+
+    def _does_not_follow(self, request: LoadRequest) -> CheckpointError:
+        before = "verified" if request.step == "commit" else "loaded"
+        return CheckpointError(
+            f"parameter server {self._replica}: {request.step!r} of load "
+            f"{request.load_id:x}: expected one that it has {before}; it was restarted, or "
+            "another load took its place"
+        )
 
     def _run(self, load: _Load, request: LoadRequest) -> None:
         work = load.work
@@ -188,8 +340,10 @@ class Loads:
                     raise CheckpointError("the load was given up")
 
         try:
-            step = work.verify if request.step == "verify" else work.commit
-            step(moved)
+            if request.step == "verify":
+                work.verify(moved)
+            else:
+                self._commit(load, work, moved)
         except BaseException as exc:
             if not isinstance(exc, PersiaError):
                 _logger.exception("a load failed")

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,6 @@ from persia._services.state_file import RECENT, StateFile
 from persia._services.update_record import UpdateRecord
 from persia.config import EmbeddingSchema, ParameterServerConfig, Table
 from persia.errors import (
-    CheckpointError,
     ConfigError,
     DataTypeError,
     DimMismatch,
@@ -139,10 +138,14 @@ class ParameterServer:
         )
         self._warned_of_memory = False
         self._cuts = Cuts(replica_index)
-        self._loads = Loads(replica_index, replica_size, num_checkpoint_threads)
+        self._loads = Loads(
+            replica_index, replica_size, num_checkpoint_threads, self._note_missing
+        )
         self._incremental: IncrementalWriter | None = None
         if settings.enable_incremental_update:
-            self._incremental = IncrementalWriter(replica_index, replica_size, settings)
+            self._incremental = IncrementalWriter(
+                replica_index, replica_size, settings, self._loads.whole_rows
+            )
         self._warned_of_state = False
         self._recovered_rows = 0
         self._state = state
@@ -327,7 +330,8 @@ class ParameterServer:
                 raise StoreError(
                     f"a lookup: batch_id: expected 0..2^64-1, got {request.batch_id}"
                 )
-            replies = self._lookup_train(request.batch_id, tables, signs)
+            with self._loads.whole_rows():
+                replies = self._lookup_train(request.batch_id, tables, signs)
         else:
             replies = self._lookup_eval(tables, signs)
         self._count(lookups=1)
@@ -412,7 +416,9 @@ class ParameterServer:
                 for place, (part, dtype) in enumerate(zip(parts, dtypes, strict=True))
             )
 
-        num_missing, repeated = self._ledger.run(request.update_id, apply)
+        # Refused outside the ledger: sent again after the load, it is applied.
+        with self._loads.whole_rows():
+            num_missing, repeated = self._ledger.run(request.update_id, apply)
         if repeated:
             self._count(repeated_updates=1)
         else:
@@ -470,9 +476,10 @@ class ParameterServer:
                     )
             writes.append((table, (signs, values, states, optimizer)))
         configured.store.set_clocks(*self._clock.now())
-        for table, write in writes:
-            policy = configured.policies.numbers[table.number]
-            configured.store.write(*write, policy=policy, dtype=table.dtype)
+        with self._loads.whole_rows():
+            for table, write in writes:
+                policy = configured.policies.numbers[table.number]
+                configured.store.write(*write, policy=policy, dtype=table.dtype)
 
     def _check_groups(self, table: Table, signs: Signs) -> None:
         """Check that each sign's feature bits are of a group with rows in this table."""
@@ -515,10 +522,16 @@ class ParameterServer:
         return 0 if configured is None else len(configured.store)
 
     def clear_embeddings(self) -> None:
-        """Drop every row; settings, optimizer and applied updates stay."""
+        """Drop every row; settings, optimizer and applied updates stay.
+
+        Raises:
+            CheckpointError: If a load is replacing them.
+        """
         configured = self._configured
         if configured is not None:
-            configured.store.clear()
+            with self._loads.whole_rows(or_missing=True):
+                configured.store.clear()
+                self._loads.cleared()
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -545,12 +558,8 @@ class ParameterServer:
             NotConfigured: If settings or optimizer have not arrived.
             CheckpointError: If another cut of its kind is being written, or a load goes on.
         """
-        if self._loads.is_loading:
-            raise CheckpointError(
-                f"parameter server {self._replica_index}: a load is replacing its rows; "
-                "wait_for_load_embedding() waits for it"
-            )
-        return self._cuts.begin(request, self._held)
+        with self._loads.whole_rows():
+            return self._cuts.begin(request, self._held)
 
     def write_cut(self, request: WriteRequest) -> None:
         """Write a cut's parts, in a thread of its own.
@@ -652,13 +661,25 @@ class ParameterServer:
     def _begin_state(self, state: StateFile) -> None:
         state.note(facts=self._facts)
 
+    def _note_missing(self, missing: dict[str, Any] | None) -> None:
+        if self._state is not None:
+            self._state.note(missing=missing)
+
     def _recover(self, state: StateFile, clock: Callable[[], float]) -> None:
         """Take up what is in the file, all of it; or nothing, and say why."""
         begin = time.perf_counter()
         who = f"parameter server {self._replica_index} of {self._replica_size}"
         try:
             self._attach(state, clock)
-        except (StoreError, ConfigError, MemoryError) as error:
+        except MemoryError as error:
+            # The rows are whole. Where there is memory, the next process has them.
+            state.close()
+            raise StoreError(
+                f"{who}: {state.path} has the rows of a process that ended, and there is not "
+                f"enough memory to take them up: {error}. The file is kept: start this server "
+                "again once there is more, or remove the file to begin empty"
+            ) from error
+        except (StoreError, ConfigError) as error:
             _logger.error(
                 "%s: %s was left by a process that ended, and CANNOT BE USED: %s; this server "
                 "begins empty",
@@ -667,6 +688,7 @@ class ParameterServer:
                 error,
             )
             self._configured = self._registered = None
+            self._loads.recovered(None)
             self._state = state = state.renewed()
             self._begin_state(state)
             self._keep_updates(state, clock)
@@ -684,6 +706,7 @@ class ParameterServer:
     def _attach(self, state: StateFile, clock: Callable[[], float]) -> None:
         notes = state.notes
         check_facts(notes.get("facts"), self._facts)
+        self._loads.recovered(notes.get("missing"))
         settings, optimizer = noted_settings(notes)
         self._keep_updates(state, clock)
         if settings is not None:

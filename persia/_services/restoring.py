@@ -7,27 +7,38 @@ other numbers here than in the checkpoint, which moves their rows to other bucke
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from persia._files.entries import sketch_name
 from persia._files.mapping import Mapping
-from persia._files.parts import filter_owned, read_deleted, verify_part
+from persia._files.parts import (
+    Window,
+    filter_owned,
+    num_owned,
+    read_deleted,
+    verify_part,
+)
 from persia._files.places import chains
 from persia._files.rows import rows_of
 from persia._services.checkpoints import Sketch, read_sketch
-from persia.errors import CheckpointError, DataError
+from persia.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from persia._files.entries import Part
     from persia._files.manifest import Manifest
     from persia._files.storage import Storage
     from persia._rpc.messages import LoadRequest
     from persia._services.checkpoints import Held
 
+_Signs = tuple["NDArray[np.uint64]", "NDArray[np.uint64]"]
 Moved = Callable[[int, int, int], None]  # bytes done, of, rows
 
 # Rows looked at under a shard's lock at a time.
@@ -48,11 +59,11 @@ class _Chain:
         return [part for manifest in self.manifests for part in manifest.parts]
 
 
-def _check(chain: _Chain, part: Part) -> None:
-    """Check a part and whose rows are in it, and keep nothing of it."""
+def _check(chain: _Chain, part: Part) -> _Signs:
+    """Check a part and whose rows are in it; returns its signs, and those they become here."""
     signs = verify_part(chain.storage, part)
     try:
-        chain.mapping.groups_of(part.table, signs)
+        return signs, chain.mapping.signs_of(part.table, signs)
     except CheckpointError as exc:
         raise CheckpointError(f"{chain.storage.at(part.file.path)}: {exc}") from exc
 
@@ -97,24 +108,71 @@ class Restoring:
         self._chains = [self._read(storage, manifests) for storage, manifests in found]
         latest = found[0][1][-1]
         self.notes = [*self._chains[0].mapping.notes, *self._differing_settings(latest)]
-        parts = [(chain, part) for chain in self._chains for part in chain.parts]
-        self._num_bytes = sum(part.file.num_bytes for _, part in parts)
+        self._num_bytes = sum(part.file.num_bytes for c in self._chains for part in c.parts)
         done = 0
+
+        def read(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            moved(done, self._num_bytes, 0)
+
+        num_rows = 0
         with ThreadPoolExecutor(self._num_threads, "persia-verify") as pool:
-            checks = [pool.submit(_check, chain, part) for chain, part in parts]
-            try:
-                for (_, part), check in zip(parts, checks, strict=True):
-                    check.result()
-                    done += part.file.num_bytes
-                    moved(done, self._num_bytes, 0)
-            finally:
-                pool.shutdown(cancel_futures=True)
+            for chain in self._chains:
+                num_rows += max(
+                    self._verify_parts(pool, chain, manifest, read)
+                    for manifest in chain.manifests
+                )
+        self._check_capacity(num_rows)
         for chain in self._chains:
             for manifest in chain.manifests:
                 for deleted in manifest.deleted:
                     read_deleted(chain.storage, deleted)
         if len(found) == 1:
             self._find_sketch(found[0][0], latest)
+
+    def _verify_parts(
+        self,
+        pool: ThreadPoolExecutor,
+        chain: _Chain,
+        manifest: Manifest,
+        read: Callable[[int], None],
+    ) -> int:
+        """Check the parts of one checkpoint; returns how many rows this server will own."""
+        window = Window(f"parts of {chain.storage.at(manifest.id)}")
+        count = 0
+        # As many checks ahead as there are threads: what they return are all signs.
+        checks: deque[tuple[Part, Future[_Signs]]] = deque()
+        left = iter(sorted(manifest.parts, key=lambda part: part.buckets))
+        try:
+            while True:
+                for part in itertools.islice(left, 1 + self._num_threads - len(checks)):
+                    checks.append((part, pool.submit(_check, chain, part)))
+                if not checks:
+                    break
+                part, check = checks.popleft()
+                signs, here = check.result()
+                window.add(part, signs)
+                count += num_owned(here, self._replica, self._num_replicas)
+                read(part.file.num_bytes)
+            window.close()
+        finally:
+            for _, check in checks:
+                check.cancel()
+        return count
+
+    def _check_capacity(self, num_rows: int) -> None:
+        """Refuse what cannot fit, as which rows stayed would be nobody's choice.
+
+        Of a chain at least the rows of its largest checkpoint are counted: deltas may delete.
+        """
+        capacity = self._held.store.capacity
+        if num_rows > capacity and all(len(chain.manifests) == 1 for chain in self._chains):
+            raise ConfigError(
+                f"embedding_parameter_server_config.capacity: expected at least {num_rows}, "
+                f"the rows of this server in {self._request.url}, got {capacity}; or load into "
+                f"more than {self._num_replicas} server{'s' * (self._num_replicas != 1)}"
+            )
 
     def _read(self, storage: Storage, manifests: list[Manifest]) -> _Chain:
         """Return a chain as this server reads it."""
@@ -163,6 +221,8 @@ class Restoring:
             CheckpointError: If a file is not what it was when it was verified; rows are
                 missing then.
         """
+        stats = self._held.store.stats
+        before = stats()["evicted"]
         try:
             self._drop_rows()
             self._restore(moved)
@@ -171,6 +231,11 @@ class Restoring:
                 f"{exc}; rows of parameter server {self._replica} are missing now: load again "
                 "before you train on"
             ) from exc
+        if evicted := stats()["evicted"] - before:
+            self.notes.append(
+                f"{evicted} rows did not fit into parameter server {self._replica} and were "
+                "evicted, those that came first: capacity or memory_limit is too small"
+            )
 
     def _drop_rows(self) -> None:
         """Drop all rows, or with some features to load those of their groups."""

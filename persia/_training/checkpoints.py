@@ -36,6 +36,7 @@ from persia._files.parts import read_file, write_file
 from persia._files.places import chains
 from persia._files.schema import SavedSchema
 from persia._files.storage import Storage, open_storage
+from persia._files.writers import sole_writer
 from persia._rpc.messages import CutRequest, LoadRequest, WriteRequest
 from persia._training import dense_files
 from persia.errors import CheckpointError, ConfigError, PersiaError
@@ -166,22 +167,27 @@ class Saver:
 
     def _write(self, frozen: Frozen, url: str, keep_last: int, *, shows: bool) -> None:
         began = time.monotonic()
+        is_gone = True  # no manifest names files of this cut
         try:
             storage = open_storage(url)
-            identity = catalog.new_id(storage)
-            self._worker.write_cut(WriteRequest(frozen.cut_id, url, identity))
-            files = _write_dense(storage, identity, frozen.dense)
-            statuses = self._await_servers(frozen, shows)
-            manifest = _manifest(identity, frozen, statuses, files)
-            catalog.publish(storage, manifest)
-        except BaseException:
-            self._end(frozen.cut_id)
-            raise
-        self._end(frozen.cut_id, committed=True)
-        for name, data in frozen.dense.items():
-            if name != TRAINER:
-                storage.publish(name, data)  # for those who look for it by its name
-        catalog.keep_last(storage, keep_last)
+            with sole_writer(storage):
+                identity = catalog.new_id(storage)
+                try:
+                    self._worker.write_cut(WriteRequest(frozen.cut_id, url, identity))
+                    files = _write_dense(storage, identity, frozen.dense)
+                    statuses = self._await_servers(frozen, shows)
+                    manifest = _manifest(identity, frozen, statuses, files)
+                    catalog.publish(storage, manifest)
+                except BaseException:
+                    is_gone = catalog.discard(storage, identity)
+                    raise
+                is_gone = False
+                for name, data in frozen.dense.items():
+                    if name != TRAINER:
+                        storage.publish(name, data)  # for those who look for it by its name
+                catalog.keep_last(storage, keep_last)
+        finally:
+            self._end(frozen.cut_id, committed=not is_gone)
         _logger.info(
             "checkpoint %s of step %d in %s: %d rows, %.1f MB in %.1f s",
             identity,
@@ -385,6 +391,8 @@ class Loader:
         def run() -> list[str]:
             try:
                 statuses = self._await("loaded")
+                # Only now, as all have theirs, is any server's share whole.
+                self._worker.load(replace(request, step="finish"))
             finally:
                 self.drop()
             notes = list(dict.fromkeys(note for status in statuses for note in status.notes))

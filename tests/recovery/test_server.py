@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from persia._core.store import EmbeddingStore
 from persia._rpc.messages import (
+    LoadRequest,
     LookupRequest,
     TableGradients,
     TableSigns,
@@ -24,9 +28,10 @@ from persia._services import state_file, supervised
 from persia._services.parameter_server import ParameterServer
 from persia._services.state_file import StateFile, path_of, remove_stale
 from persia.config import EmbeddingSchema, ParameterServerConfig
-from persia.errors import ConfigError, StoreError
-from tests.services.support import ADAGRAD, SETTINGS, SGD
+from persia.errors import CheckpointError, ConfigError, StoreError
+from tests.services.support import ADAGRAD, SETTINGS, SGD, make_worker, until
 from tests.services.support import settings as other_settings
+from tests.services.test_checkpoints import dump, is_in, load
 
 CONFIG: dict[str, Any] = {
     "slots_config": {
@@ -207,6 +212,51 @@ def test_rows_of_many_chunks(directory: Path) -> None:
     )
     (after,) = second.lookup(LookupRequest(1, False, (TableSigns(0, signs),))).tables
     np.testing.assert_array_equal(before.rows, after.rows)
+    kill(second)
+
+
+def test_a_server_killed_in_a_load_knows_that_it_has_half(
+    tmp_path: Path, directory: Path
+) -> None:
+    first = begun(directory)
+    update(first, 1)
+    before = rows(first)
+    worker = make_worker([first], first._schema)
+    dump(worker, tmp_path)
+    request = LoadRequest(1, "verify", str(tmp_path), "", None)
+    until(partial(is_in, first, request, "verified"))
+    until(partial(is_in, first, replace(request, step="commit"), "loaded"))
+    kill(first)  # before it is told that all servers have theirs
+    second = serve(open_file(directory))
+    assert second.ready_for_serving()  # to be loaded again
+    with pytest.raises(CheckpointError, match="rows are missing"):
+        second.lookup(LookupRequest(2, True, (TableSigns(0, SIGNS),)))
+    with pytest.raises(CheckpointError, match="rows are missing"):
+        update(second, 2)
+    load(make_worker([second], second._schema), tmp_path)
+    kill(second)
+    third = serve(open_file(directory))
+    assert rows(third) == before
+    assert not update(third, 2).repeated
+    kill(third)
+
+
+def test_rows_that_memory_is_too_small_for_are_kept(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begun(directory)
+    before = rows(first)
+    kill(first)
+
+    def attach(*_: Any, **__: Any) -> EmbeddingStore:
+        raise MemoryError("shard 1: no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ParameterServer, "_new_store", attach)
+        with pytest.raises(StoreError, match="The file is kept"):
+            serve(open_file(directory))
+    second = serve(open_file(directory))
+    assert rows(second) == before
     kill(second)
 
 

@@ -127,11 +127,15 @@ class Shard:
         self.orders[policy].use(sign, is_new, batch_key ^ mix64(sign))
         self.last_use[sign] = self.clocks[self.kinds[policy][1]]
 
-    def end_request(self, num_evicted: Sequence[int]) -> None:
-        """Expire, evict as many of each policy as given, halve counts."""
+    def sweep(self) -> None:
+        """Drop what has expired."""
         for sign in [sign for sign in self.values if self.has_expired(sign)]:
             self._drop(sign)
             self.counts["expired"] += 1
+
+    def end_request(self, num_evicted: Sequence[int]) -> None:
+        """Expire, evict as many of each policy as given, halve counts."""
+        self.sweep()
         excess = max(len(self.values) - self.capacity, 0)
         assert sum(num_evicted) == excess
         self.counts["evicted"] += excess

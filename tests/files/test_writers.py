@@ -1,0 +1,122 @@
+"""One writer a folder, and what a writer that could not finish leaves: nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from persia._files.catalog import discard, ids
+from persia._files.rows import rewrite
+from persia._files.storage import LocalStorage, open_storage
+from persia._files.writers import NAME, WriterLock, sole_writer
+from persia.errors import CheckpointError
+from tests.files.disk import Disk, PowerFailure
+from tests.files.test_catalog import dump, row
+
+ROWS = {sign: row(sign, 1) for sign in range(5)}
+
+
+def test_w19_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "job")
+    with sole_writer(storage):
+        with (
+            pytest.raises(CheckpointError, match=rf"process {os.getpid()} of host .* .since"),
+            sole_writer(LocalStorage(tmp_path / "job")),
+        ):
+            pass
+        with sole_writer(LocalStorage(tmp_path / "other")):
+            pass
+    with sole_writer(LocalStorage(tmp_path / "job")):
+        assert (tmp_path / "job" / NAME).is_file()
+    assert storage.list() == []
+
+
+def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from persia._files.storage import LocalStorage\n"
+        "from persia._files.writers import WriterLock\n"
+        "WriterLock(LocalStorage(sys.argv[1])).take()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
+    assert ran.returncode == -9
+    assert (tmp_path / NAME).is_file()  # stale
+    lock = WriterLock(LocalStorage(tmp_path))
+    lock.take()
+    lock.take()  # it is held already
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} "):
+        WriterLock(LocalStorage(tmp_path)).take()
+    lock.release()
+    lock.release()
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"writer\.lock: cannot lock"):
+        WriterLock(LocalStorage(tmp_path / "file" / "job")).take()
+
+
+def test_nobody_is_kept_out_of_an_object_store() -> None:
+    with (
+        sole_writer(open_storage("memory://locks")),
+        sole_writer(open_storage("memory://locks")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("failure", ["error", "power"])
+def test_what_a_failed_dump_wrote_is_removed(failure: str) -> None:
+    """Whatever fails: afterwards the checkpoint is there whole, or nothing of it is."""
+    fail_at = 0
+    while True:
+        disk = Disk()
+        storage = LocalStorage("/data", disk)
+        first = dump(storage, ROWS, num_servers=1).id
+        before = storage.list()
+        disk.arm(fail_at, "error")
+        try:
+            dump(storage, ROWS, num_servers=1)
+        except CheckpointError:
+            pass
+        else:
+            break
+        disk.arm(-1, None)
+        (left,) = {name.partition(".")[0] for name in storage.list()} - {first} or {""}
+        if left:
+            if failure == "power":
+                disk.arm(fail_at % 4, "power")  # while it is removed
+            try:
+                assert discard(storage, left)
+            except PowerFailure:
+                disk.restart(random.Random(fail_at))
+                for identity in ids(storage):
+                    assert set(storage.list(identity)) >= {"dense.pt", "server0"}
+                assert discard(storage, left)
+            disk.arm(-1, None)
+        assert storage.list() == before
+        fail_at += 1
+    assert fail_at > 10
+
+
+def test_a_rewrite_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = LocalStorage(tmp_path / "from")
+    dump(source, ROWS)
+    real = LocalStorage.write
+
+    def write(storage: LocalStorage, path: str, buffers: object) -> None:
+        if path.endswith("dense.pt"):
+            raise CheckpointError("No space left on device")
+        real(storage, path, buffers)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalStorage, "write", write)
+    with pytest.raises(CheckpointError, match="No space"):
+        rewrite(source, LocalStorage(tmp_path / "to"))
+    assert list((tmp_path / "to").iterdir()) == []

@@ -1,0 +1,344 @@
+"""Dumps and loads that fail half way: nothing is left behind, and nobody trains on a half."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia._files import catalog
+from persia._files.part_writer import PartWriter
+from persia._files.parts import read_part, take
+from persia._files.places import below
+from persia._files.storage import LocalStorage
+from persia._files.writers import sole_writer
+from persia._rpc.messages import LoadRequest, LookupRequest
+from persia._services import incremental, loads
+from persia._services.embedding_worker import EmbeddingWorker
+from persia._services.parameter_server import ParameterServer
+from persia._training import checkpoints
+from persia._training.checkpoints import Loader, Saver
+from persia.errors import CheckpointError, ConfigError
+from tests.services.support import (
+    ADAGRAD,
+    features,
+    gradient,
+    make_servers,
+    make_worker,
+    until,
+)
+from tests.services.test_checkpoints import Slow, dump, is_in, load, rows_of, train
+
+Trained = tuple[EmbeddingWorker, list[ParameterServer]]
+
+
+@pytest.fixture
+def trained() -> Trained:
+    servers = make_servers(2, optimizer=ADAGRAD)
+    worker = make_worker(servers)
+    train(worker, 0, 3)
+    return worker, servers
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def no_more_than(folder: Path, before: list[Path]) -> bool:
+    return files_in(folder) == before
+
+
+# --- dumps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails_at", ["rows", "dense", "manifest"])
+def test_a_failed_dump_leaves_no_files(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    worker, _ = trained
+    dump(worker, tmp_path)
+    before = files_in(tmp_path)
+
+    def then_fails(function: Any) -> Any:
+        def fails(*arguments: Any) -> Any:
+            found = function(*arguments)
+            if fails_at != "rows" or arguments[0]._server == 1:
+                raise CheckpointError("No space left on device")
+            return found
+
+        return fails
+
+    if fails_at == "rows":
+        monkeypatch.setattr(PartWriter, "finish", then_fails(PartWriter.finish))
+    elif fails_at == "dense":
+        name = "_write_dense"
+        monkeypatch.setattr(checkpoints, name, then_fails(checkpoints._write_dense))
+    else:  # it is there already when its writer hears of a failure
+        monkeypatch.setattr(catalog, "publish", then_fails(catalog.publish))
+    saver = Saver(worker)
+    frozen = saver.begin(3, lambda: {"dense.pt": b"x"})
+    with pytest.raises(CheckpointError, match="No space left"):
+        saver.finish(frozen, str(tmp_path), 1, blocking=True)
+    until(partial(no_more_than, tmp_path, before))
+    monkeypatch.undo()
+    dump(worker, tmp_path)
+    load(worker, tmp_path)
+
+
+def test_w19_two_jobs_do_not_write_into_one_folder(trained: Trained, tmp_path: Path) -> None:
+    worker, _ = trained
+    with (
+        sole_writer(LocalStorage(tmp_path)),
+        pytest.raises(CheckpointError, match="is writing here"),
+    ):
+        dump(worker, tmp_path)
+    dump(worker, tmp_path)  # the cut that was begun was ended
+
+
+def writing_changes(folder: Path) -> ParameterServer:
+    (server,) = make_servers(
+        1,
+        optimizer=ADAGRAD,
+        enable_incremental_update=True,
+        incremental_buffer_size=1 << 40,
+        incremental_dir=str(folder),
+    )
+    return server
+
+
+def test_packets_of_two_jobs_do_not_mix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = writing_changes(tmp_path), writing_changes(tmp_path)
+    for server in (first, second):
+        train(make_worker([server]), 0, 1)
+    first.flush_changes()
+    with pytest.raises(CheckpointError, match="is writing here"):
+        second.flush_changes()
+    first.close()
+    second.flush_changes()
+    # One that fails leaves no files; its rows come with the next.
+    before = files_in(tmp_path)
+    train(make_worker([second]), 1, 1)
+
+    def fails(*_: Any) -> Any:
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(catalog, "publish", fails)
+    with pytest.raises(CheckpointError, match="No space"):
+        second.flush_changes()
+    assert files_in(tmp_path) == before
+    monkeypatch.undo()
+    second.close()
+    assert not list(tmp_path.rglob("*.lock"))
+    fresh = make_servers(1, optimizer=ADAGRAD)
+    loader = Loader(make_worker(fresh))
+    loader.verify("", str(tmp_path), None)
+    loader.commit(blocking=True)
+    assert rows_of(fresh) == rows_of([second])
+
+
+def test_the_end_of_a_server_waits_for_a_packet_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_there, may_go = threading.Event(), threading.Event()
+
+    def stands(*_: Any) -> Any:
+        is_there.set()
+        assert may_go.wait(60)
+        raise CheckpointError("at last")
+
+    monkeypatch.setattr(incremental, "LAST_PACKET_S", 0.01)
+    monkeypatch.setattr(incremental, "FLUSH_S", 0.01)
+    monkeypatch.setattr(PartWriter, "finish", stands)
+    server = writing_changes(tmp_path)
+    train(make_worker([server]), 0, 1)
+    assert is_there.wait(60)
+    server.close()
+    assert "this server ends without it" in caplog.text
+    may_go.set()
+    until(lambda: "at last" in caplog.text)
+
+
+# --- loads ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loading(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Slow, Loader]]:
+    """A load that has dropped the rows and restored none."""
+    worker, _ = trained
+    dump(worker, tmp_path)
+    slow, loader = Slow(monkeypatch), Loader(worker)
+    loader.verify(catalog.load(LocalStorage(tmp_path)).id, str(tmp_path), None)
+    loader.commit(blocking=False)
+    assert slow.is_there.wait(60)
+    yield slow, loader
+    slow.may_go.set()
+    loader.wait()
+
+
+def test_training_is_refused_while_a_load_goes_on(
+    trained: Trained, loading: tuple[Slow, Loader]
+) -> None:
+    worker, servers = trained
+    slow, loader = loading
+    request = features({"sum": [[1, 2]]}, 9)
+    for refused in (
+        partial(worker.lookup_direct, request),
+        worker.clear_embeddings,
+        partial(servers[0].lookup, LookupRequest(3, True, ())),
+    ):
+        with pytest.raises(CheckpointError, match="a load is replacing its rows"):
+            refused()
+    slow.may_go.set()
+    loader.wait()
+    before = rows_of(servers)
+    worker.update(gradient(worker.lookup_direct(request), (1, 9)))
+    assert rows_of(servers) != before
+
+
+def test_a_retry_after_a_load_is_applied_once(trained: Trained, tmp_path: Path) -> None:
+    """Updates of a client that a server has applied stay applied: its ledger is no row."""
+    worker, servers = trained
+    result = worker.lookup_direct(features({"sum": [[1, 2]]}, 9))
+    worker.update(gradient(result, (1, 9)))
+    dump(worker, tmp_path)
+    load(worker, tmp_path)
+    before = rows_of(servers)
+    assert worker.update(gradient(result, (1, 9))).repeated
+    assert rows_of(servers) == before
+
+
+def test_a_load_waits_for_requests(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    train(worker, 3, 1)
+    before = rows_of(servers)
+    monkeypatch.setattr(loads, "_PATIENCE_S", 0.01)
+    with (
+        servers[1]._loads.whole_rows(),
+        pytest.raises(CheckpointError, match=r"1 requests to parameter server 1 .* 0.01 s"),
+    ):
+        load(worker, tmp_path)
+    # Server 0 has its rows of the checkpoint and server 1 those of now: no such training.
+    with pytest.raises(CheckpointError, match="not finished on every server; load again"):
+        train(worker, 4, 1)
+    monkeypatch.undo()
+    load(worker, tmp_path)
+    assert rows_of(servers).items() <= before.items() or rows_of(servers) != before
+    train(worker, 4, 1)
+
+
+def test_a_trainer_that_dies_leaves_no_mixture(trained: Trained, tmp_path: Path) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    before = rows_of(servers)
+    request = LoadRequest(1, "verify", str(tmp_path), "", None)
+    for server in servers:
+        until(partial(is_in, server, request, "verified"))
+    until(partial(is_in, servers[0], replace(request, step="commit"), "loaded"))
+    # Here it dies. Server 0 cannot know what the other one has.
+    with pytest.raises(CheckpointError, match="parameter server 0: rows are missing"):
+        train(worker, 3, 1)
+    with pytest.raises(CheckpointError, match="rows are missing"):
+        dump(worker, tmp_path)
+    with pytest.raises(CheckpointError, match="'finish' of load 1: expected one that it has"):
+        servers[1].load(replace(request, step="finish"))
+    load(worker, tmp_path, "sqrt")  # a part of the rows is not all that is missing
+    with pytest.raises(CheckpointError, match="rows are missing"):
+        train(worker, 3, 1)
+    load(worker, tmp_path)
+    assert rows_of(servers) == before
+    train(worker, 3, 1)
+
+
+def test_missing_rows_of_features_are_named(trained: Trained, tmp_path: Path) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    request = LoadRequest(1, "verify", str(tmp_path), "", ("sqrt", "raw"))
+    until(partial(is_in, servers[0], request, "verified"))
+    until(partial(is_in, servers[0], replace(request, step="commit"), "loaded"))
+    with pytest.raises(CheckpointError, match="rows of raw, sqrt are missing"):
+        train(worker, 3, 1)
+    load(worker, tmp_path, "raw")
+    with pytest.raises(CheckpointError, match="rows of sqrt are missing"):
+        train(worker, 3, 1)
+    worker.clear_embeddings()
+    train(worker, 3, 1)
+
+
+def test_more_rows_than_there_is_room_for_are_refused(trained: Trained, tmp_path: Path) -> None:
+    worker, _ = trained
+    dump(worker, tmp_path)
+    count = sum(worker.get_embedding_size())
+    (small,) = make_servers(1, optimizer=ADAGRAD, capacity=count - 1)
+    other = make_worker([small])
+    train(other, 0, 1)
+    before = other.get_embedding_size()
+    with pytest.raises((CheckpointError, ConfigError), match=rf"at least {count}, .* than 1 s"):
+        load(other, tmp_path)
+    assert other.get_embedding_size() == before
+    train(other, 1, 1)
+    exact = make_servers(1, optimizer=ADAGRAD, capacity=count, num_hashmap_internal_shards=8)
+    notes = load(make_worker(exact), tmp_path)
+    lost = count - sum(len(server._configured.store) for server in exact if server._configured)
+    assert lost > 0  # in shards with more than their share
+    assert [note for note in notes if f"{lost} rows did not fit" in note]
+
+
+def test_a_row_in_two_parts_is_found_before_anything_changes(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    storage = LocalStorage(tmp_path)
+    manifest = catalog.load(storage)
+    part = manifest.parts[0]
+    twice = take(read_part(storage, part), np.arange(1))
+    with PartWriter(storage, f"{manifest.id}/twice", server=part.server) as writer:
+        writer.add(part.table, twice)
+        parts = (*manifest.parts, *writer.finish())
+    catalog.publish(storage, replace(manifest, parts=parts))
+    before = rows_of(servers)
+    with pytest.raises(CheckpointError, match=f"signs: {twice.signs[0]} comes twice"):
+        load(worker, tmp_path)
+    assert rows_of(servers) == before
+    train(worker, 3, 1)
+
+
+def test_no_packet_is_written_in_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = writing_changes(tmp_path / "changes")
+    worker = make_worker([server])
+    train(worker, 0, 1)
+    dump(worker, tmp_path / "full")
+    server.flush_changes()
+    train(worker, 1, 1)
+    slow, loader = Slow(monkeypatch), Loader(worker)
+    loader.verify("", str(tmp_path / "full"), None)
+    loader.commit(blocking=False)
+    assert slow.is_there.wait(60)
+    with pytest.raises(CheckpointError, match="a load is replacing"):
+        server.flush_changes()
+    slow.may_go.set()
+    loader.wait()
+    server.close()
+    url = below(str(tmp_path / "changes"), "s0")
+    assert catalog.load(url).kind == "full"  # the changes before the load mean nothing now
+    fresh = make_servers(1, optimizer=ADAGRAD)
+    monkeypatch.undo()
+    other = Loader(make_worker(fresh))
+    other.verify("", str(tmp_path / "changes"), None)
+    other.commit(blocking=True)
+    assert rows_of(fresh) == rows_of([server])
