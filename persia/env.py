@@ -436,6 +436,16 @@ def listen_host() -> str:
     return _text("PERSIA_LISTEN_HOST") or DEFAULT_LISTEN_HOST
 
 
+def keys_directory() -> Path | None:
+    """Return the directory of this process's keys; without one nothing is encrypted."""
+    return _path("PERSIA_KEYS")
+
+
+def may_listen_without_keys() -> bool:
+    """Whether servers without keys may listen where other machines can reach them."""
+    return _flag("PERSIA_LISTEN_WITHOUT_KEYS")
+
+
 def named_nats_variable() -> str | None:
     """Return the variable that names a NATS broker, if one does; its value is ignored."""
     return next((name for name in _NATS_VARIABLES if _text(name)), None)

@@ -12,6 +12,7 @@
         ServiceTimeout(TimeoutError)   who was waited for, and how long
         ServiceBusy                    a bounded buffer is full; safe to retry
           WrongReplica                 another one has its address now; safe to retry
+        NotAllowed(PermissionError)    the caller's key is not one for this call
         UnknownRef(LookupError)        the ref was acknowledged, released or has expired
         UnknownStream(LookupError)     the data-loader has no such stream there; open it again
         JobFinished                    the job has ended, with the status in the message
@@ -93,6 +94,10 @@ class ServiceBusy(ServiceError):
 
 class WrongReplica(ServiceBusy):
     """Another replica than the one meant is at the address; the call changed nothing."""
+
+
+class NotAllowed(ServiceError, PermissionError):
+    """The key that the caller showed is not one for this call, which changed nothing."""
 
 
 class UnknownRef(ServiceError, LookupError):

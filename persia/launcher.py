@@ -1,9 +1,10 @@
-"""``persia-launcher``: one command per role.
+"""``persia-launcher``: one command per role, and one for keys.
 
     persia-launcher embedding-parameter-server --embedding-config slots.yml
     persia-launcher embedding-worker --embedding-config slots.yml
     persia-launcher data-loader data_loader.py
     persia-launcher nn-worker train.py --nproc-per-node 2
+    persia-launcher keys DIRECTORY
 
 Options of a command may stand anywhere; what is not one goes to the script, and so does
 everything after ``--``. When the training script ends, every other role ends with its status.
@@ -22,6 +23,7 @@ import click
 from persia import env
 from persia._launch.notes import end_with_launcher, note
 from persia._launch.scripts import Script, run_data_loader, run_nn_worker
+from persia._rpc.keys import CONTROL, DATA, SERVER, make_keys
 from persia._services.addresses import check_lists
 from persia._services.process import (
     Options,
@@ -207,6 +209,23 @@ def embedding_parameter_server(
             Options(replica_index=index, replica_size=size, **options)
         ),
     )
+
+
+@cli.command("keys")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--name", "names", multiple=True, help="Of one more data key, instead of all.")
+@click.option("--owner", type=int, default=None, help="Number of the user they are for.")
+def keys(directory: Path, names: tuple[str, ...], owner: int | None) -> None:
+    """Make the keys of a job in DIRECTORY: of its servers, for control, and for data.
+
+    PERSIA_KEYS names the directory to processes. A key that is there stays.
+    """
+    try:
+        made = make_keys(directory, names or (SERVER, CONTROL, DATA), owner)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
+    for path in made:
+        click.echo(path)
 
 
 if __name__ == "__main__":

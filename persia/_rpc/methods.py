@@ -36,12 +36,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method: how its arguments and its result travel, and whether it may be repeated."""
+    """One method: how arguments and result travel, whether it may be repeated, and by whom."""
 
     name: str
     arguments: tuple[tuple[str, Coder], ...]  # (method.argument, coder)
     result: Coder
     is_repeatable: Callable[[Sequence[Any]], bool]
+    needs_control: bool = False  # of callers that have keys, only for the control key's
 
     def write_arguments(self, values: Sequence[Any]) -> tuple[list[Any], tuple[Array, ...]]:
         """Return body and arrays of a request.
@@ -120,6 +121,23 @@ def _never(arguments: Sequence[Any]) -> bool:
 HELLO = Method("hello", (), coder_of(Hello), _always)
 
 
+# What tells a server what to do, rather than giving it batches and asking for rows.
+_CONTROL = frozenset(
+    {
+        "configure",
+        "register_optimizer",
+        "set_embedding",
+        "clear_embeddings",
+        "begin_cut",
+        "write_cut",
+        "cut_status",
+        "end_cut",
+        "load",
+        "finish_job",
+    }
+)
+
+
 def role_of(
     name: str, protocol: type, repeatable: Mapping[str, Callable[[Sequence[Any]], bool]]
 ) -> Role:
@@ -157,7 +175,7 @@ def _methods_of(
             for argument, hint in hints.items()
         )
         is_repeatable = repeatable.get(method, _never)
-        methods[method] = Method(method, arguments, result, is_repeatable)
+        methods[method] = Method(method, arguments, result, is_repeatable, method in _CONTROL)
     return methods
 
 

@@ -39,6 +39,7 @@ ctypedef void *(*data_f)(message_t *) noexcept nogil
 ctypedef size_t (*size_f)(message_t *) noexcept nogil
 ctypedef int (*get_f)(void *, int, void *, size_t *) noexcept nogil
 ctypedef int (*errno_f)() noexcept nogil
+ctypedef const char *(*gets_f)(message_t *, const char *) noexcept nogil
 
 _libzmq = ctypes.CDLL(_zmq.__file__)
 
@@ -58,6 +59,7 @@ cdef data_f zmq_msg_data = <data_f> _address("zmq_msg_data")
 cdef size_f zmq_msg_size = <size_f> _address("zmq_msg_size")
 cdef get_f zmq_getsockopt = <get_f> _address("zmq_getsockopt")
 cdef errno_f zmq_errno = <errno_f> _address("zmq_errno")
+cdef gets_f zmq_msg_gets = <gets_f> _address("zmq_msg_gets")
 
 cdef int NOW = zmq.NOBLOCK
 cdef int MORE = zmq.SNDMORE
@@ -121,6 +123,13 @@ def events(socket):
             return found
         if zmq_errno() != EINTR:
             raise zmq.ZMQError(zmq_errno())
+
+
+def user_of(part):
+    """Return whose key the sender of a received part has shown; None if it was not asked."""
+    cdef Received received = part.obj
+    cdef const char *name = zmq_msg_gets(&received.message, b"User-Id")
+    return None if name == NULL else (<bytes> name).decode()
 
 
 def send(socket, parts, size_t copied_bytes):

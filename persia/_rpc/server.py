@@ -37,9 +37,10 @@ from persia._rpc.frame import (
     encode,
 )
 from persia._rpc.job import JobState
+from persia._rpc.keys import CONTROL
 from persia._rpc.methods import COMMON, HELLO, Hello, Method, Role
-from persia._rpc.transport import Listener, Parts, Transport, Work
-from persia.errors import PersiaError, ProtocolError, ServiceBusy, WrongReplica
+from persia._rpc.transport import Listener, Parts, Peer, Transport, Work
+from persia.errors import NotAllowed, PersiaError, ProtocolError, ServiceBusy, WrongReplica
 from persia.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,10 @@ class Server:
     # --- in the thread that received it -----------------------------------------------------
 
     def _on_dropped(self, reason: str) -> None:
-        self._count_bad(f"dropped.{reason}", f"a message was dropped: {reason}")
+        told = f"a message was dropped: {reason}"
+        if reason == "stranger":
+            told = "a connection was refused: no ZeroMQ, or no key that is known here"
+        self._count_bad(f"dropped.{reason}", told)
 
     def _count_bad(self, name: str, text: str) -> None:
         with self._lock:
@@ -225,11 +229,23 @@ class Server:
             told = f"the call is for replica {message.replica}, at its address is {here} now"
             self._fail(peer, message.call_id, WrongReplica(told, method=message.method))
             return None
+        method = self._role.methods.get(message.method)
+        if (
+            method is not None
+            and method.needs_control
+            and isinstance(peer, Peer)
+            and peer.user != CONTROL
+        ):
+            # Without keys nobody knows who calls: then all may do everything.
+            self._count_bad("bad.key", f"a call of {method.name} by {peer.user}")
+            told = f"{method.name} needs the control key, the caller has {peer.user}'s"
+            self._fail(peer, message.call_id, NotAllowed(told, method=message.method))
+            return None
         if message.method in COMMON:
             # Here, so that it is answered however many methods run.
             self._answer_common(peer, message, COMMON[message.method])
             return None
-        if message.method not in self._role.methods:
+        if method is None:
             self._count_bad("bad.method", f"no method {message.method!r}")
             self._fail(
                 peer,

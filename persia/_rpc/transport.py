@@ -33,6 +33,18 @@ Parts = Sequence[Part]
 Work = Callable[[], Optional["Work"]]
 
 
+class Peer(bytes):
+    """A peer that has shown a key. ``user`` is whose, by the name of its file."""
+
+    user: str
+
+    def __new__(cls, name: bytes | memoryview, user: str) -> Peer:
+        """A routing id, with a name beside it."""
+        peer = super().__new__(cls, name)
+        peer.user = user
+        return peer
+
+
 class Outgoing:
     """A message on its way. Whoever asks first decides: it is sent, or it is cancelled."""
 
@@ -102,6 +114,7 @@ class Listener(Protocol):
 
         Args:
             on_message: Takes the peer and the parts; must return soon and must not raise.
+                The peer is a ``Peer`` where it has shown a key.
                 What takes longer it returns; that runs in a thread of the listener's, while
                 another receives.
             on_dropped: Takes the reason why a message, in or out, was dropped; called by any

@@ -14,13 +14,14 @@ A queue of its own has an end only for what finds no connection or no room.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import select
 import socket as sockets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import zmq
@@ -28,12 +29,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from persia._rpc import multipart
 from persia._rpc.frame import Limits, Part
-from persia._rpc.transport import Outgoing, Parts, Work
+from persia._rpc.transport import Outgoing, Parts, Peer, Work
 from persia.errors import InternalError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_closings = itertools.count()
 
 _UNBIND_MS = 2_000
 _LOOK_S = 1.0  # a thread that is not woken looks so often, for arrays that have left too
@@ -47,6 +50,13 @@ _COPIED_BYTES = 1 << 16
 
 # As plain integers: arithmetic on zmq's enumerations takes longer than a send.
 _IN, _OUT, _NOW = (int(n) for n in (zmq.POLLIN, zmq.POLLOUT, zmq.NOBLOCK))
+
+# A peer that is none of ours: no ZeroMQ, or not with a key that is known.
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 # What multipart.send raises. Not all exceptions: in the main thread a signal's may come before
 # or after, never within.
@@ -219,6 +229,15 @@ class _End(Generic[T]):
     def _on_event(self) -> None:
         """Look what the monitor tells."""
 
+    def _events(self) -> Iterator[int]:
+        """Take what the monitor tells."""
+        if self._monitor is None:
+            raise InternalError(f"{self._name}: watched before start")
+        with contextlib.suppress(zmq.Again):
+            while True:
+                message = parse_monitor_message(self._monitor.recv_multipart(_NOW))
+                yield message["event"]
+
     def _on_failure(self) -> None:
         """Tell whoever waits for this end; it is closed."""
 
@@ -324,6 +343,7 @@ class ZmqListener(_End[tuple[bytes, Parts]]):
     ) -> None:
         """Begin to receive."""
         self._on_message, self._on_dropped = on_message, on_dropped
+        self._monitor = self._socket.get_monitor_socket(_REFUSALS)
         self._start()
 
     def send(self, peer: bytes, parts: Parts) -> None:
@@ -340,9 +360,16 @@ class ZmqListener(_End[tuple[bytes, Parts]]):
         if reason:
             self._drop(reason)
             return None
+        user = multipart.user_of(parts[0])
         peer, rest = bytes(parts[0]), parts[1:]
+        if user is not None:
+            peer = Peer(peer, user)
         parts.clear()  # whoever keeps the rest decides how long its memory lives
         return self._on_message(peer, rest)
+
+    def _on_event(self) -> None:
+        for _ in self._events():
+            self._drop("stranger")
 
     def _send(self, item: tuple[bytes, Parts]) -> bool:
         peer, parts = item
@@ -369,7 +396,10 @@ class ZmqListener(_End[tuple[bytes, Parts]]):
         Not by ``unbind``: that ends the connections too, and what they had still to send is
         lost whatever the linger time.
         """
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED)
+        # Of the name that pyzmq would give it, libzmq may still know the monitor before.
+        name = f"inproc://closing-{next(_closings)}"
+        events = zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED
+        monitor = self._socket.get_monitor_socket(events, name)
         self._socket.close()
         if not monitor.poll(_UNBIND_MS):
             logger.warning("%s: still bound after %d ms", self._name, _UNBIND_MS)
@@ -381,6 +411,7 @@ class ZmqChannel(_End[Outgoing]):
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
         super().__init__("persia-channel", socket, address, limits)
+        self._was_refused = False
         self._on_message: Callable[[Parts], None] | None = None
         self._on_lost: Callable[[], None] | None = None
 
@@ -388,7 +419,7 @@ class ZmqChannel(_End[Outgoing]):
         """Begin to connect."""
         self._on_message, self._on_lost = on_message, on_lost
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _REFUSALS
         )
         self._socket.connect(self._address)
         self._start()
@@ -421,14 +452,15 @@ class ZmqChannel(_End[Outgoing]):
             self._on_message(parts)
 
     def _on_event(self) -> None:
-        if self._monitor is None or self._on_lost is None:
+        if self._on_lost is None:
             raise InternalError(f"{self._address}: watched before start")
         is_free = False
-        with contextlib.suppress(zmq.Again):
-            while True:
-                message = self._monitor.recv_multipart(_NOW)
-                is_cut = parse_monitor_message(message)["event"] == zmq.EVENT_DISCONNECTED
-                self._was_cut, is_free = self._was_cut or is_cut, not is_cut
+        for event in self._events():
+            if event & _REFUSALS:
+                self._say_refused(event)
+                continue
+            is_cut = event == zmq.EVENT_DISCONNECTED
+            self._was_cut, is_free = self._was_cut or is_cut, not is_cut
         if not self._was_cut:
             return
         # What is sent now may go into the broken connection, and nobody would say so, until
@@ -441,6 +473,19 @@ class ZmqChannel(_End[Outgoing]):
             while not self._is_closing and self._step():
                 pass
             self._on_lost()
+
+    def _say_refused(self, event: int) -> None:
+        """Say once why there is no connection: it tries on."""
+        if self._was_refused:
+            return
+        self._was_refused = True
+        logger.warning(
+            "%s: %s; tries again",
+            self._address,
+            "does not know this process's key"
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            else "the handshake failed: it has another server key, or only one side has keys",
+        )
 
     def _send(self, outgoing: Outgoing) -> bool:
         if not outgoing.claim():

@@ -13,16 +13,26 @@ network must keep strangers out of it, and a limit of memory is the process's la
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import socket as sockets
+import threading
 import weakref
+from pathlib import Path
 
 import numpy as np
 import zmq
+from zmq.utils import z85
 
+from persia import env
 from persia._rpc import multipart
+from persia._rpc.doorkeeper import Doorkeeper
 from persia._rpc.frame import LIMITS, Limits
+from persia._rpc.keys import Keys
 from persia._rpc.zmq_ends import ZmqChannel, ZmqListener
 from persia.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 # Messages per connection and direction. Bytes are bounded by the calls in flight; this
 # bounds what a peer that does not read can make us hold.
@@ -75,15 +85,25 @@ class ZmqTransport:
         limits: What a message may be.
         num_io_threads: libzmq's own; one moves about a gigabyte a second.
         silence_s: A peer that is not heard for so long is taken for gone.
+        keys: The directory of this process's keys; that of ``PERSIA_KEYS`` if not given. If
+            there is none either, nothing is encrypted and nobody is asked for a key.
     """
 
     def __init__(
-        self, limits: Limits = LIMITS, num_io_threads: int = 1, silence_s: float = _SILENCE_S
+        self,
+        limits: Limits = LIMITS,
+        num_io_threads: int = 1,
+        silence_s: float = _SILENCE_S,
+        keys: Path | None = None,
     ) -> None:
         np.empty(_LESSON_BYTES, np.uint8)
         self._limits = limits
         self._silence_ms = int(silence_s * 1000)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_io_threads)
+        directory = env.keys_directory() if keys is None else keys
+        self._keys = None if directory is None else Keys(directory)
+        self._lock = threading.Lock()  # guards the next
+        self._doorkeeper: Doorkeeper | None = None  # from the first listener on
         # Those still in use; libzmq would wait for ever for one that nobody closes.
         self._ends: weakref.WeakSet[ZmqListener | ZmqChannel] = weakref.WeakSet()
 
@@ -91,12 +111,19 @@ class ZmqTransport:
         """Bind to an address; port 0 or ``*`` is one that the kernel chooses.
 
         Raises:
-            ConfigError: If the address cannot be read, or is in use.
+            ConfigError: If the address cannot be read, or is in use, or a key is missing; if
+                other machines could reach it, there are no keys, and nobody has said that
+                this is meant.
         """
         wanted = normalized(address)
         if wanted.startswith(_IPC):
             _check_nobody_listens(wanted)
+        if self._keys is None and not is_local(wanted):
+            _check_strangers_are_meant(wanted)
+        doorkeeper = self._open_door()
         socket = self._socket(zmq.ROUTER, wanted)
+        if doorkeeper is not None:
+            doorkeeper.guard(socket)
         # A reply that nobody can take is an error to count, not to lose.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -113,10 +140,20 @@ class ZmqTransport:
         """Prepare a channel to an address; nobody needs to listen there yet.
 
         Raises:
-            ConfigError: If the address cannot be read.
+            ConfigError: If the address cannot be read, or a key is missing.
         """
         wanted = normalized(address)
+        curve = {}
+        if self._keys is not None:
+            own = self._keys.own()
+            curve = {
+                zmq.CURVE_SERVERKEY: self._keys.to_server(),
+                zmq.CURVE_PUBLICKEY: z85.decode(zmq.curve_public(z85.encode(own))),
+                zmq.CURVE_SECRETKEY: own,
+            }
         socket = self._socket(zmq.DEALER, wanted)
+        for option, key in curve.items():
+            socket.setsockopt(option, key)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
@@ -124,6 +161,12 @@ class ZmqTransport:
         channel = ZmqChannel(socket, wanted, self._limits)
         self._ends.add(channel)
         return channel
+
+    def _open_door(self) -> Doorkeeper | None:
+        with self._lock:
+            if self._doorkeeper is None and self._keys is not None:
+                self._doorkeeper = Doorkeeper(self._context, self._keys)
+            return self._doorkeeper
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -147,7 +190,35 @@ class ZmqTransport:
             else:
                 end.close()
         self._context.term()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         multipart.release()  # what the sockets gave back as they closed
+
+
+def is_local(address: str) -> bool:
+    """Whether only processes of this machine can reach an address."""
+    if address.startswith(_IPC):
+        return True
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_strangers_are_meant(address: str) -> None:
+    """Refuse to let every machine in unless somebody has asked for that."""
+    if not env.may_listen_without_keys():
+        raise ConfigError(
+            f"cannot listen at {address}: other machines can reach it, and nobody would be "
+            f"asked for a key. Set PERSIA_KEYS to a directory that `persia-launcher keys` "
+            f"made; or, on a network that no stranger can enter, PERSIA_LISTEN_WITHOUT_KEYS=1"
+        )
+    logger.warning(
+        "listens at %s without keys: whoever can reach it can do everything, and nothing is "
+        "encrypted; PERSIA_LISTEN_WITHOUT_KEYS says that this is meant",
+        address,
+    )
 
 
 def _check_nobody_listens(address: str) -> None:

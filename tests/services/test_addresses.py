@@ -301,7 +301,10 @@ def test_another_role_at_the_address(place: Place) -> None:
         place.find(place.ipc(0))
 
 
-def test_a_server_that_two_addresses_lead_to_counts_once(place: Place) -> None:
+def test_a_server_that_two_addresses_lead_to_counts_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSIA_LISTEN_WITHOUT_KEYS", "1")
     port = place.serve(0, 1, "tcp://0.0.0.0:0").address.rpartition(":")[2]
     assert place.find(f"127.0.0.1:{port}", f"127.0.0.2:{port}") == [0]
 

@@ -1,0 +1,355 @@
+"""CURVE: known keys are served, strangers are counted and dropped, control has its own key."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import socket as sockets
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+import zmq
+from click.testing import CliRunner
+from zmq.utils import z85
+
+from persia._rpc.client import Client
+from persia._rpc.keys import Keys, make_keys
+from persia._rpc.messages import TableSigns
+from persia._rpc.methods import embedding_worker, nn_worker, parameter_server, role_of
+from persia._rpc.server import Server, serve
+from persia._rpc.zmq_transport import ZmqTransport, is_local
+from persia.errors import ConfigError, NotAllowed, ServiceUnavailable
+from persia.launcher import cli
+from tests.rpc.support import PATIENCE_S, raw_peer
+
+
+class Guarded(Protocol):
+    """Two methods for those who control, one for all."""
+
+    def clear_embeddings(self) -> None: ...
+    def get_embedding_size(self) -> int: ...
+    def load(self, tables: Sequence[TableSigns]) -> tuple[TableSigns, ...]: ...
+
+
+GUARDED = role_of(
+    "guarded",
+    Guarded,
+    dict.fromkeys(("clear_embeddings", "get_embedding_size", "load"), lambda arguments: True),
+)
+
+
+class Service:
+    """Implements ``Guarded``."""
+
+    size = 7
+
+    def clear_embeddings(self) -> None:
+        self.size = 0
+
+    def get_embedding_size(self) -> int:
+        return self.size
+
+    def load(self, tables: Sequence[TableSigns]) -> tuple[TableSigns, ...]:
+        return tuple(tables)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("keys")
+    make_keys(directory)
+    make_keys(directory, ["loader-7"])
+    return directory
+
+
+def only(keys: Path, into: Path, *names: str) -> Path:
+    """A directory with some of the keys."""
+    into.mkdir()
+    for name in names:
+        (into / name).write_bytes((keys / name).read_bytes())
+    return into
+
+
+@contextlib.contextmanager
+def serving(keys: Path | None, address: str) -> Iterator[Server]:
+    transport = ZmqTransport(keys=keys)
+    server = serve(transport, address, GUARDED, Service())
+    yield server
+    server.stop()
+    transport.close()
+
+
+@contextlib.contextmanager
+def connected(
+    keys: Path | None, server: Server, timeout_s: float = PATIENCE_S
+) -> Iterator[Client]:
+    transport = ZmqTransport(keys=keys)
+    client = Client(transport, server.address, GUARDED, timeout_s=timeout_s)
+    yield client
+    client.close()
+    transport.close()
+
+
+def wait_until(is_so: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "ipc://{}/a"])
+def test_who_has_the_control_key_may_do_everything(
+    keys: Path, tmp_path: Path, address: str
+) -> None:
+    with serving(keys, address.format(tmp_path)) as server, connected(keys, server) as client:
+        big = TableSigns(3, np.arange(1 << 18, dtype=np.uint64))
+        (back,) = client.call("load", [big])
+        assert np.array_equal(back.signs, big.signs)
+        client.call("clear_embeddings")
+        assert client.call("get_embedding_size") == 0
+        client.call("finish_job", 3)
+        assert server.job.status == 3
+
+
+@pytest.mark.parametrize("name", ["data", "loader-7"])
+def test_w71_a_data_key_gives_and_asks_but_controls_nothing(
+    keys: Path, tmp_path: Path, name: str
+) -> None:
+    own = only(keys, tmp_path / "own", f"{name}.secret", "server.public")
+    with serving(keys, "tcp://127.0.0.1:0") as server, connected(own, server) as client:
+        assert client.call("get_embedding_size") == 7
+        assert client.call("job_status", "me") is None
+        for method, arguments in (
+            ("clear_embeddings", ()),
+            ("load", ([],)),
+            ("finish_job", (0,)),
+        ):
+            with pytest.raises(NotAllowed, match=f"{method} needs the control key.*{name}'s"):
+                client.call(method, *arguments)
+        assert client.call("get_embedding_size") == 7
+        assert server.job.status is None
+        assert server.stats()["bad.key"] == 3
+
+
+def test_w71_every_method_that_tells_a_server_what_to_do_needs_the_control_key() -> None:
+    for role, data in (
+        (
+            parameter_server(),
+            "get_embedding_size lookup read_embedding ready_for_serving stats update",
+        ),
+        (
+            embedding_worker(),
+            "get_embedding_size lookup lookup_direct ready_for_serving register release "
+            "server_stats stats tables_at_rate update",
+        ),
+        (nn_worker(), "deliver end_stream open_stream poll relocate"),
+    ):
+        without = {name for name, one in role.methods.items() if not one.needs_control}
+        assert without == {*data.split(), "hello", "job_status"}
+
+
+# --- strangers ----------------------------------------------------------------------------
+
+
+def http(server: Server) -> bytes:
+    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+    with sockets.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
+        with contextlib.suppress(ConnectionResetError):
+            return stranger.recv(1 << 16) and b"".join(
+                iter(lambda: stranger.recv(1 << 16), b"")
+            )
+    return b""
+
+
+def num_strangers(server: Server) -> int:
+    return server.stats().get("dropped.stranger", 0)
+
+
+def has_more_strangers(server: Server, before: int) -> bool:
+    return num_strangers(server) > before
+
+
+def test_strangers_are_counted_and_dropped(
+    keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No ZeroMQ, no key, an unknown one, another server's: none gets in or disturbs."""
+    other = tmp_path / "other"
+    make_keys(other)
+    unknown = only(keys, tmp_path / "unknown", "server.public")
+    (unknown / "data.secret").write_bytes((other / "data.secret").read_bytes())
+    with serving(keys, "tcp://127.0.0.1:0") as server, connected(keys, server) as client:
+        assert client.call("get_embedding_size") == 7
+        # Cut off as well, though libzmq does not tell of who speaks no ZeroMQ at all.
+        assert b"PERSIA" not in http(server)
+        for place in (None, other, unknown):
+            before = num_strangers(server)
+            with connected(place, server, 0.3) as stranger:
+                with pytest.raises(ServiceUnavailable, match="no connection within"):
+                    stranger.hello()
+                wait_until(functools.partial(has_more_strangers, server, before))
+        with raw_peer(server.address) as stranger:
+            stranger.call(1, "get_embedding_size")
+        assert server.stats().get("calls", 0) == 1
+        assert client.call("get_embedding_size") == 7
+        assert client.stats().get("lost", 0) == 0
+    told = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert sum("no key that is known here" in one for one in told) == 1
+    assert any("does not know this process's key" in one for one in told)
+
+
+def test_a_client_with_keys_tells_a_server_without_nothing(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(None, "tcp://127.0.0.1:0") as server:
+        with connected(keys, server, 0.3) as client, pytest.raises(ServiceUnavailable):
+            client.hello()
+        assert "calls" not in server.stats()
+    assert "only one side has keys" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whose_doorkeeper_has_failed_lets_nobody_in(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq would: a server that cannot ask and has no domain takes every key."""
+    failed: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: failed.append(told.exc_value))
+    monkeypatch.setattr("persia._rpc.doorkeeper._REFUSED", None)
+    with serving(keys, "tcp://127.0.0.1:0") as server:
+        with connected(keys, server) as client:
+            assert client.call("get_embedding_size") == 7
+        with connected_as_unknown(server, keys):
+            wait_until(lambda: failed)
+        assert isinstance(failed[0], TypeError)
+        with connected(keys, server, 0.3) as late, pytest.raises(ServiceUnavailable):
+            late.hello()
+
+
+@contextlib.contextmanager
+def connected_as_unknown(server: Server, keys: Path) -> Iterator[None]:
+    public, secret = zmq.curve_keypair()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_serverkey = (keys / "server.public").read_bytes().strip()
+    socket.connect(server.address)
+    yield
+    socket.close(linger=0)
+    context.term()
+
+
+# --- without keys ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
+def test_w71_without_keys_only_this_machine_is_let_in(
+    host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PERSIA_LISTEN_WITHOUT_KEYS", raising=False)
+    transport = ZmqTransport()
+    with pytest.raises(ConfigError, match=r"PERSIA_KEYS.*PERSIA_LISTEN_WITHOUT_KEYS=1"):
+        transport.listen(f"tcp://{host}:0")
+    monkeypatch.setenv("PERSIA_LISTEN_WITHOUT_KEYS", "1")
+    if host != "[::]":
+        transport.listen(f"tcp://{host}:0").close(0.0)
+        assert "without keys" in caplog.text
+    transport.close()
+
+
+def test_with_keys_everybody_may_knock(keys: Path) -> None:
+    transport = ZmqTransport(keys=keys)
+    transport.listen("tcp://0.0.0.0:0").close(0.0)
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("ipc:///tmp/x", True),
+        ("tcp://127.0.0.1:1", True),
+        ("tcp://127.9.9.9:1", True),
+        ("tcp://[::1]:1", True),
+        ("tcp://localhost:1", True),
+        ("tcp://0.0.0.0:1", False),
+        ("tcp://*:1", False),
+        ("tcp://10.0.0.7:1", False),
+        ("tcp://[::]:1", False),
+        ("tcp://localhost.example:1", False),
+    ],
+)
+def test_what_is_local(address: str, local: bool) -> None:
+    assert is_local(address) is local
+
+
+# --- files --------------------------------------------------------------------------------
+
+
+def test_the_command_makes_keys_for_their_owner_only(tmp_path: Path) -> None:
+    place = tmp_path / "new/keys"
+    done = CliRunner().invoke(cli, ["keys", str(place)])
+    assert done.exit_code == 0, done.output
+    names = ("server", "control", "data")
+    assert {path.name for path in place.iterdir()} == {
+        f"{name}.{kind}" for name in names for kind in ("public", "secret")
+    }
+    assert set(done.output.split()) == {str(path) for path in place.iterdir()}
+    for name in names:
+        secret = place / f"{name}.secret"
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+        assert stat.S_IMODE((place / f"{name}.public").stat().st_mode) == 0o644
+        public = zmq.curve_public(secret.read_bytes().strip())
+        assert public == (place / f"{name}.public").read_bytes().strip()
+    before = {path: path.read_bytes() for path in place.iterdir()}
+    again = CliRunner().invoke(cli, ["keys", str(place)])
+    assert again.exit_code == 1
+    assert "there is a key already" in again.output
+    assert {path: path.read_bytes() for path in place.iterdir()} == before
+    more = CliRunner().invoke(cli, ["keys", str(place), "--name", "loader-7"])
+    assert more.exit_code == 0
+    assert set(Keys(place).users().values()) == {"control", "data", "loader-7"}
+    odd = CliRunner().invoke(cli, ["keys", str(place), "--name", "../x"])
+    assert "expected a name of letters" in odd.output
+
+
+def test_a_file_that_is_missing_or_no_key_is_named(keys: Path, tmp_path: Path) -> None:
+    place = tmp_path / "some"
+    place.mkdir()
+    with (
+        contextlib.closing(ZmqTransport(keys=place)) as transport,
+        pytest.raises(ConfigError, match=r"expected a key at .*server\.secret"),
+    ):
+        transport.listen("tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match=r"one other secret key.*found none"):
+        Keys(place).own()
+    with pytest.raises(ConfigError, match="of those who may connect"):
+        Keys(place).users()
+    for name in ("a", "b"):
+        (place / f"{name}.secret").write_bytes((keys / "data.secret").read_bytes())
+        (place / f"{name}.public").write_bytes((keys / "data.public").read_bytes())
+    with pytest.raises(ConfigError, match="found a, b"):
+        Keys(place).own()
+    with pytest.raises(ConfigError, match=r"b\.public.*it is a's"):
+        Keys(place).users()
+    for text in ("", "x" * 35, '"' * 40, "é", z85.encode(bytes(16)).decode()):
+        (place / "server.public").write_text(text)
+        with pytest.raises(ConfigError, match=r"server\.public: expected a key of"):
+            Keys(place).to_server()
+
+
+def test_the_environment_names_the_keys(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_KEYS", str(keys))
+    with (
+        serving(None, "tcp://127.0.0.1:0") as server,
+        connected(None, server) as client,
+        raw_peer(server.address) as stranger,
+    ):
+        stranger.call(1, "get_embedding_size")
+        assert client.call("get_embedding_size") == 7
+        assert server.stats()["calls"] == 1
