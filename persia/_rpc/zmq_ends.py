@@ -375,7 +375,9 @@ class ZmqListener(_End[tuple[bytes, Parts]]):
         peer, parts = item
         message = [peer, *parts]
         try:
-            # libzmq looks only now and then whether the peer has made room; asked, it does.
+            # libzmq looks only now and then whether the peer has gone, or made room; asked, it
+            # does. What it takes for one that has gone it drops without a word.
+            multipart.events(self._socket)
             if not multipart.send(self._socket, message, _COPIED_BYTES):
                 multipart.events(self._socket)
                 if not multipart.send(self._socket, message, _COPIED_BYTES):
