@@ -28,9 +28,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from persia import env
+from persia._metrics import roles
+from persia._metrics.catalogue import LOADER, TRAINER
+from persia._metrics.registry import Metrics
 from persia._older import Renewed, names_of
 from persia._rpc import session
 from persia._rpc.messages import NamedArray
+from persia._services import telling
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Optimizer
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
+    from persia._metrics.registry import Source as MetricSource
     from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
     from persia._rpc.workers import EmbeddingWorkers
     from persia._services.data_context import Feeder
@@ -59,6 +64,7 @@ if TYPE_CHECKING:
     from persia._training.flight import Book
     from persia._training.gradients import GradientEngine, Update
     from persia._training.halts import Halts
+    from persia._training.measures import Measures
     from persia._training.prefetch import Prefetcher
     from persia._training.progress import Plain, Position, Progress
     from persia._training.ranks import Ranks
@@ -123,6 +129,35 @@ class BaseCtx(Renewed):
         self.origin_context: object | None = None  # the current context when this was entered
         self._entered = False
 
+    # What it makes of a process, for its metrics.
+    _role = TRAINER
+
+    def metric_sources(self) -> list[MetricSource]:
+        """Return what is to be told of this context, see ``metrics``."""
+        return []
+
+    def metrics(self) -> Metrics:
+        """Return the metrics of this context, in a registry of its own.
+
+        ``text()`` is what Prometheus reads, ``value(name, **labels)`` one of them, and
+        ``registry`` is for a server of one's own. They can be read at any time, by any thread.
+
+        Example:
+            >>> with TrainCtx(...) as ctx:  # doctest: +SKIP
+            ...     for batch in loader:
+            ...         ...
+            ...     ctx.metrics().value("persia_trained_samples_total")
+        """
+        return Metrics(self.metric_sources, with_process=False)
+
+    def why_not_ready(self) -> str:
+        """Say why this context cannot be used now; "" if it can."""
+        return ""
+
+    def why_not_healthy(self) -> str:
+        """Say which of its threads have ended before their time; "" if none has."""
+        return ""
+
     def _enter(self) -> None:
         """Do what entering means for the class."""
 
@@ -133,7 +168,12 @@ class BaseCtx(Renewed):
         if self._entered:
             raise ConfigError(f"this {type(self).__name__} is entered already")
         self.origin_context = session.current()
-        self._enter()
+        telling.hold(self._role)
+        try:
+            self._enter()
+        except BaseException:
+            telling.release()
+            raise
         self._entered = True
         session.push(self)
         return self
@@ -154,6 +194,7 @@ class BaseCtx(Renewed):
             logger.error("leaving %s also failed: %r", type(self).__name__, own)
         finally:
             session.pop(self)
+            telling.release()
         return None
 
 
@@ -184,6 +225,23 @@ class DataCtx(BaseCtx):
         self._feeder: Feeder | None = None
         self._last_stats: Mapping[str, int] = {}
         self._raised: BaseException | None = None  # by the body that is being left
+        self._sources: list[MetricSource] = []
+
+    _role = LOADER
+
+    def metric_sources(self) -> list[MetricSource]:
+        """Return what is to be told of this context, also after it was left."""
+        return self._sources
+
+    def why_not_ready(self) -> str:
+        """Say what keeps batches from being sent; "" if nothing does."""
+        feeder = self._feeder
+        return "it was left" if feeder is None else feeder.why_not_ready()
+
+    def why_not_healthy(self) -> str:
+        """Say what has ended a thread of this context."""
+        feeder = self._feeder
+        return "" if feeder is None else feeder.why_not_healthy()
 
     def _enter(self) -> None:
         if env.get_mode() == "embedded":
@@ -196,7 +254,12 @@ class DataCtx(BaseCtx):
         from persia._services import data_context
 
         try:
-            self._feeder = data_context.connect()
+            self._feeder = feeder = data_context.connect()
+            number = env.get_replica_index() or 0
+            self._sources = [
+                roles.of_loader(LOADER, number, feeder),
+                roles.of_clients(LOADER, number, feeder.clients, feeder.clients),
+            ]
         except JobFinished as exc:
             # Nobody will ask for data: this process has nothing to do but to end with the job.
             raise SystemExit(exc.status or 0) from None
@@ -461,6 +524,7 @@ class EmbeddingCtx(BaseCtx):
         )
         self._ranks: Ranks | None = None
         self._progress: Progress | None = None  # of training, from the first connection on
+        self._measures: Measures | None = None  # of what it has used last
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._owns_stream = False
@@ -525,9 +589,11 @@ class EmbeddingCtx(BaseCtx):
         from persia._training.checkpoints import Loader, Saver
         from persia._training.flight import Book
         from persia._training.lookups import Lookups
+        from persia._training.measures import Measures
         from persia._training.progress import Progress
 
         self._progress = Progress()
+        self._measures = Measures(env.get_rank() or 0)
         self._embeddings = embeddings
         self._book = Book(embeddings.worker)
         self._lookups = Lookups(
@@ -549,6 +615,27 @@ class EmbeddingCtx(BaseCtx):
                 "TrainCtx whose embeddings it is to read, or pass embedding_config="
             )
         return self._embeddings
+
+    def metric_sources(self) -> list[MetricSource]:
+        """Return what is to be told of this context, and of servers in this process."""
+        embeddings, book, measures = self._embeddings, self._book, self._measures
+        if embeddings is None or book is None or measures is None:
+            return []
+        return measures.sources(embeddings.worker, book, embeddings.engine, embeddings.stream)
+
+    def why_not_ready(self) -> str:
+        """Say why batches cannot be looked up and trained now; "" if they can."""
+        embeddings = self._embeddings
+        if embeddings is None:
+            return "it has no embeddings"
+        if embeddings.is_untrained or embeddings.worker.ready_for_serving():
+            return ""
+        return "servers have no settings and optimizer yet, or a load replaces their rows"
+
+    def why_not_healthy(self) -> str:
+        """Say which of its threads have ended before their time; "" if none has."""
+        engine = None if self._embeddings is None else self._embeddings.engine
+        return "" if engine is None else engine.why_not_healthy()
 
     def _own_book(self) -> Book:
         self._connected()
@@ -1605,9 +1692,12 @@ class TrainCtx(EmbeddingCtx):
         book.release_orphans()
         scaler = self.grad_scaler
         scale = 1.0
+        unscaled = loss.detach()
         if scaler is not None:
             loss = scaler.scale(loss)
             scale = scaler.get_scale()
+        if self._measures is not None:
+            self._measures.note_step(self.update_times + 1, unscaled.item)
         loss.backward()  # type: ignore[no-untyped-call]
         updates = engine.collect(list(self._prepared.values()), current)
         self._kept = [batch for batch in self._kept if batch.awaits_backward()]

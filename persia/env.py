@@ -446,6 +446,33 @@ def may_listen_without_keys() -> bool:
     return _flag("PERSIA_LISTEN_WITHOUT_KEYS")
 
 
+def metrics_port() -> int | Literal["off"] | None:
+    """Return where this process serves its metrics, if something is said; 0 is any port.
+
+    Raises:
+        ConfigError: If ``PERSIA_METRICS_PORT`` is neither a port nor ``off``.
+    """
+    text = (_text("PERSIA_METRICS_PORT") or "").strip().lower()
+    if text in ("", "off"):
+        return "off" if text else None
+    port = _integer("PERSIA_METRICS_PORT")
+    if port is None or not 0 <= port < 1 << 16:
+        raise ConfigError(
+            f"environment variable PERSIA_METRICS_PORT must be a port or off, got {text!r}"
+        )
+    return port
+
+
+def metrics_host() -> str:
+    """Return the host at which metrics are served, 127.0.0.1 if nothing is said."""
+    return _text("PERSIA_METRICS_HOST") or DEFAULT_LISTEN_HOST
+
+
+def metrics_gateway() -> str | None:
+    """Return ``host:port`` of the push gateway that gets the metrics, if one is named."""
+    return _text("PERSIA_METRICS_GATEWAY_ADDR")
+
+
 def named_nats_variable() -> str | None:
     """Return the variable that names a NATS broker, if one does; its value is ignored."""
     return next((name for name in _NATS_VARIABLES if _text(name)), None)

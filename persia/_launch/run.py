@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 
 from persia._launch.notes import end_with_launcher, note
 from persia._launch.tracebacks import text_of
+from persia._services import telling
 from persia.errors import JobFinished
 
 
@@ -31,6 +32,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
     sys.argv = [path, *arguments]
     try:
+        telling.hold()  # as long as this process lives
         if kind == "script":
             sys.path[0] = str(Path(path).resolve().parent)
             runpy.run_path(path, run_name="__main__")

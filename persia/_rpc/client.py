@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from persia import env
+from persia._metrics.timings import CallTimings
 from persia._rpc import failures
 from persia._rpc.deadlines import caller_deadline
 from persia._rpc.failures import Place
@@ -163,7 +164,10 @@ class Client:
         self._attempt_s = attempt_s
         self._on_restart = on_restart
         self._limits = limits
-        self._lock = threading.Lock()  # guards the next four
+        self.timings = CallTimings()
+        self._lock = threading.Lock()  # guards the next six
+        self._num_sent = 0  # bytes, as is the next
+        self._num_received = 0
         self._ids = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._counts: Counter[str] = Counter()
@@ -197,6 +201,21 @@ class Client:
         """
         with self._lock:
             return dict(self._counts)
+
+    @property
+    def role(self) -> str:
+        """What it calls."""
+        return self._role.name
+
+    @property
+    def replica(self) -> int | None:
+        """Which of them; None before one has answered."""
+        return self._replica
+
+    def traffic(self) -> tuple[int, int]:
+        """Return how many bytes of calls were sent, and of answers received."""
+        with self._lock:
+            return self._num_sent, self._num_received
 
     def close(self) -> None:
         """End the connection; calls in flight raise ServiceUnavailable."""
@@ -277,8 +296,23 @@ class Client:
         known_method = self._role.methods.get(method)
         if known_method is None:
             raise InternalError(f"{self._role.name} has no method {method!r}")
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         now = time.monotonic()
+        failed = True
+        try:
+            result = self._call(known_method, arguments, timeout_s, now)
+            failed = False
+        finally:
+            self.timings.add(method, time.monotonic() - now, 0, 0, failed=failed)
+        return result
+
+    def _call(
+        self,
+        known_method: Method,
+        arguments: tuple[Any, ...],
+        timeout_s: float | None,
+        now: float,
+    ) -> Any:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         timeout_s = max(0.0, min(timeout_s, caller_deadline.get() - now))
         deadline = now + timeout_s
         body, arrays = known_method.write_arguments(arguments)
@@ -288,7 +322,7 @@ class Client:
         while True:
             before = self._settled
             replica = None if known_method is HELLO else self._replica
-            call = Call(0, method, 0, body, arrays, replica)
+            call = Call(0, known_method.name, 0, body, arrays, replica)
             answer = self._exchange(call, deadline, timeout_s, is_repeatable)
             # Who is not the server that is meant is none that was started anew.
             if isinstance(answer, Reply):
@@ -297,7 +331,7 @@ class Client:
                     self._check(result)
                 self._settle(answer.incarnation)
                 return result
-            error = failures.from_body(answer.body, self.place(method))
+            error = failures.from_body(answer.body, self.place(known_method.name))
             if not isinstance(error, WrongReplica):
                 self._settle(answer.incarnation)
             left = deadline - time.monotonic()
@@ -371,8 +405,10 @@ class Client:
             pending.begin(outgoing)
             if num_sent:
                 self._count("sent_again")
+            num_bytes = sum(map(len, outgoing.parts))
             with self._lock:
                 pending.channel = channel = self._channel
+                self._num_sent += num_bytes
             channel.send(outgoing)
             while True:
                 left = deadline - time.monotonic()
@@ -462,10 +498,13 @@ class Client:
                 if pending.outgoing is not None and pending.outgoing.was_sent:
                     pending.resolve(refused)
             return
-        self._resolve(answer.call_id, answer)
+        self._resolve(answer.call_id, answer, sum(map(len, parts)))
 
-    def _resolve(self, call_id: int, answer: Reply | Failure | ServiceError) -> None:
+    def _resolve(
+        self, call_id: int, answer: Reply | Failure | ServiceError, num_bytes: int = 0
+    ) -> None:
         with self._lock:
+            self._num_received += num_bytes
             pending = self._pending.get(call_id)
             if pending is None:
                 self._counts["late"] += 1

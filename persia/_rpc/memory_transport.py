@@ -164,6 +164,11 @@ class MemoryListener:
         """The address it is bound to."""
         return self._address
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it receives."""
+        return self.on_message is not None
+
     def start(
         self,
         on_message: Callable[[bytes, Parts], Work | None],

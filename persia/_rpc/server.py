@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from persia._metrics.timings import CallTimings
 from persia._rpc import failures
 from persia._rpc.deadlines import caller_deadline
 from persia._rpc.frame import (
@@ -130,6 +131,7 @@ class Server:
         self._num_bytes = 0
         self._is_stopping = False
         self._counts: Counter[str] = Counter()
+        self.timings = CallTimings()
         self._listener: Listener = transport.listen(address)
 
     @property
@@ -161,6 +163,16 @@ class Server:
         """
         with self._lock:
             return dict(self._counts)
+
+    def load(self) -> tuple[int, int]:
+        """Return how many calls wait or run now, and how many bytes they have."""
+        with self._lock:
+            return self._num_calls, self._num_bytes
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether calls that come are served."""
+        return self._listener.is_open and not self._is_stopping
 
     def stop(self, timeout_s: float = 10.0) -> Mapping[str, int]:
         """Finish what is here and stop; what is not finished in time is counted.
@@ -368,11 +380,18 @@ class Server:
                     "%s at %s: %s failed", self._role.name, self.address, method.name
                 )
             self._fail(job.peer, call.call_id, error)
+            self._time(job, time.monotonic(), 0, failed=True)
             return
+        now = time.monotonic()
         with self._lock:
             self._counts["replies"] += 1
-            self._replied_at = time.monotonic()
+            self._replied_at = now
+        self._time(job, now, sum(map(len, parts)))
         self._listener.send(job.peer, parts)
+
+    def _time(self, job: _Job, now: float, sent: int, *, failed: bool = False) -> None:
+        arrived = job.expires_at - job.call.timeout_ms / 1000.0
+        self.timings.add(job.call.method, now - arrived, job.num_bytes, sent, failed=failed)
 
     def _fail(self, peer: bytes, call_id: int, error: BaseException) -> None:
         self._send(peer, Failure(call_id, self._incarnation, failures.to_body(error)))

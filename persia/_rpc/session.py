@@ -50,6 +50,12 @@ def pop(ctx: object) -> None:
     raise InternalError(f"expected {ctx!r} among the entered contexts, it is not")
 
 
+def entered() -> list[object]:
+    """Return all contexts that are entered, outermost first."""
+    with _lock:
+        return list(_entered)
+
+
 def current() -> object | None:
     """Return the context entered last, or None outside any."""
     with _lock:

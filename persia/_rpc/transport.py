@@ -105,6 +105,10 @@ class Listener(Protocol):
     def address(self) -> str:
         """The address it is bound to, with the true port."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it receives."""
+
     def start(
         self,
         on_message: Callable[[bytes, Parts], Work | None],

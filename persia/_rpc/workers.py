@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from persia import env
+from persia._rpc.client import Client
 from persia._rpc.messages import (
     BatchGradients,
     CutInfo,
@@ -97,6 +98,11 @@ class EmbeddingWorkers:
     def schema_fingerprint(self) -> str:
         """What the workers take signs and tables to mean."""
         return self._workers[0].schema_fingerprint
+
+    @property
+    def clients(self) -> tuple[Client, ...]:
+        """What calls go through, by replica index."""
+        return tuple(worker.client for worker in self._workers)
 
     def close(self) -> None:
         """End the connections."""

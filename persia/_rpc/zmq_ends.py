@@ -104,6 +104,11 @@ class _End(Generic[T]):
         """The address it is bound to, with the true port, or connects to."""
         return self._address
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it receives: it was started, not closed, and has not failed."""
+        return self._thread is not None and not self._is_closing
+
     def _start(self) -> None:
         if self._thread is not None:
             raise InternalError(f"{self._name}: started twice")

@@ -80,6 +80,13 @@ class PackedBatch:
     batch_size: int
     num_masked: dict[str, int]  # distinct ids that did not fit the index bits, per feature
 
+    def num_bytes(self) -> int:
+        """Return the bytes of its arrays."""
+        ids = sum(part.nbytes for x in self.features for part in x.ids.parts())
+        slots = sum(x.slots.nbytes for x in self.features if x.slots is not None)
+        orders = sum(x.order.nbytes for x in self.tables if x.order is not None)
+        return ids + slots + orders + sum(x.signs.nbytes for x in self.tables)
+
 
 @dataclass(frozen=True, slots=True)
 class TableSums:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,7 @@ class _Cut:
     files: dict[str, str] = field(default_factory=dict)
     is_ended: bool = False
     target: WriteRequest | None = None  # where it is written, once it is
+    begun_at: float = field(default_factory=time.monotonic)
 
     def status(self) -> CutStatus:
         """Return what whoever asks is told."""
@@ -137,6 +139,7 @@ class Cuts:
         self._replica = replica
         self._lock = threading.Lock()  # guards the cuts and their state
         self._cuts: dict[int, _Cut] = {}  # by id
+        self.committed_at: float | None = None  # the last cut of all rows that was; monotonic
 
     def begin(self, request: CutRequest, held_now: Callable[[], Held]) -> CutInfo:
         """Begin a cut; the same one again is answered as before.
@@ -221,6 +224,8 @@ class Cuts:
         cut.is_ended = True
         if cut.state == "writing":
             return  # its thread closes it
+        if committed and cut.state == "written":
+            self.committed_at = cut.begun_at
         if committed and cut.state == "written" and cut.request.changes is not None:
             cut.cut.commit()
         cut.cut.close()

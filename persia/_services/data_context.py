@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,6 +39,8 @@ import numpy as np
 
 from persia import env
 from persia._core.feature_batch import FeatureBatch
+from persia._metrics.timings import Timings
+from persia._rpc.client import Client
 from persia._rpc.messages import IDFeatures, NamedArray, NNWorker, StreamedBatch
 from persia._rpc.remote import RemoteEmbeddingWorker, RemoteNNWorker
 from persia._services.feed import Feed, ended, join
@@ -93,6 +96,8 @@ class Feeder:
         ]
         self._disconnect = disconnect
         self._sending = threading.Lock()  # the thread in ``send``; nobody waits for it
+        self.timings = Timings("persia_loader_wait_seconds")
+        self.clients: Sequence[Client] = ()  # what it calls by, for their counts
 
     @property
     def job_status(self) -> int | None:
@@ -111,6 +116,27 @@ class Feeder:
         with self._feed.changed:
             kept = sum(len(lane.kept) for lane in self._lanes)
             return dict(self._feed.counts, **({"kept": kept} if kept else {}))
+
+    def measure(self) -> tuple[int, int, int]:
+        """Return how many batches are kept, their bytes, and how many ranks would take now."""
+        with self._feed.changed:
+            kept = [one for lane in self._lanes for one in lane.kept.values()]
+            num_credits = sum(lane.num_credits for lane in self._lanes)
+        return len(kept), sum(one.num_bytes() for one in kept), num_credits
+
+    def why_not_ready(self) -> str:
+        """Say what keeps batches from being sent; "" if nothing does."""
+        why = self.why_not_healthy()
+        if why:
+            return why
+        with self._feed.changed:
+            closed = [str(lane) for lane in self._lanes if not lane.is_open]
+        return f"no stream to {', '.join(closed)}" if closed else ""
+
+    def why_not_healthy(self) -> str:
+        """Say what has ended a thread of this feeder; "" if none has failed."""
+        failure = self._feed.failure
+        return "" if failure is None else f"{type(failure).__name__}: {failure}"
 
     def start(self) -> None:
         """Begin to open the streams."""
@@ -143,7 +169,10 @@ class Feeder:
             with feed.changed:
                 batch_id = feed.next_id
                 lane = self._lanes[batch_id % len(self._lanes)]
+                begin = time.perf_counter()
                 what = lane.wait_for_room(batch_id)
+                waited_s = time.perf_counter() - begin
+                self.timings["persia_loader_wait_seconds"].add(waited_s)
                 if what == "drop":
                     feed.next_id += feed.num_loaders
                     feed.counts["dropped"] += 1
@@ -324,5 +353,6 @@ def connect() -> Feeder:
         if statuses and isinstance(exc, JobFinished):
             raise ended(statuses[0]) from exc
         raise
+    feeder.clients = [link.client for link in (*workers, *ranks)]
     feeder.start()
     return feeder

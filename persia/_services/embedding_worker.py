@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia._core.hashing import owners, route
+from persia._metrics.timings import Timings
 from persia._rpc.messages import (
     BatchGradients,
     CutInfo,
@@ -111,6 +112,16 @@ class EmbeddingWorker:
         self._lock = threading.Lock()  # guards the counts
         self._counts: Counter[str] = Counter()
         self._masked_ids: Counter[str] = Counter()
+        self._ids: Counter[str] = Counter()
+        self._distinct_ids: Counter[str] = Counter()
+        self._skipped_slots: Counter[str] = Counter()
+        self.timings = Timings(
+            "lookup_preprocess_time_cost_sec",
+            "lookup_rpc_time_cost_sec",
+            "lookup_postprocess_time_cost_sec",
+            "lookup_total_time_cost_sec",
+            "update_gradient_time_cost_sec",
+        )
 
     def close(self) -> None:
         """Stop the worker's threads; it must not be called afterwards."""
@@ -149,12 +160,13 @@ class EmbeddingWorker:
         packed = self._pack(features)
         batch, is_new = self._refs.add(features, packed, is_repeatable=is_repeatable)
         if is_new:
-            self._count_masked(packed)
+            self._count_ids(packed)
         return batch
 
     def _pack(self, features: IDFeatures) -> PackedBatch:
+        begin = time.perf_counter()
         plan = self._planner.plan(tuple(feature.name for feature in features.features))
-        return pack_batch(
+        packed = pack_batch(
             features.features,
             plan,
             self._schema,
@@ -162,8 +174,17 @@ class EmbeddingWorker:
             len(self._servers),
             self._crew,
         )
+        took_s = time.perf_counter() - begin
+        self.timings["lookup_preprocess_time_cost_sec"].add(took_s)
+        return packed
 
-    def _count_masked(self, packed: PackedBatch) -> None:
+    def _count_ids(self, packed: PackedBatch) -> None:
+        with self._lock:
+            for feature in packed.features:
+                ids = feature.ids
+                name = ids.name
+                self._ids[name] += ids.num_ids
+                self._distinct_ids[name] += ids.num_distinct
         for name, count in packed.num_masked.items():
             with self._lock:
                 is_first = name not in self._masked_ids
@@ -210,7 +231,7 @@ class EmbeddingWorker:
         """
         if not features.requires_grad:
             packed = self._pack(features)
-            self._count_masked(packed)
+            self._count_ids(packed)
             return self._lookup(packed, features.batch_id, None)
         batch = self._register(features, is_repeatable=False)
         try:
@@ -224,8 +245,14 @@ class EmbeddingWorker:
         self, packed: PackedBatch, batch_id: int, training: InFlight | None
     ) -> LookupResult:
         is_training = training is not None
+        begin = time.perf_counter()
         rows, hints = self._fetch(packed, batch_id, is_training)
+        fetched = time.perf_counter()
         outputs, maxima = pool_outputs(packed, rows, self._crew)
+        end = time.perf_counter()
+        self.timings["lookup_rpc_time_cost_sec"].add(fetched - begin)
+        self.timings["lookup_postprocess_time_cost_sec"].add(end - fetched)
+        self.timings["lookup_total_time_cost_sec"].add(end - begin)
         if training is not None:
             training.looked_up = LookedUp(tuple(hints), maxima)
         with self._lock:
@@ -294,7 +321,11 @@ class EmbeddingWorker:
                 if batch.update_id != gradients.update_id:
                     raise self._refs.unknown(gradients.ref, "update")
                 return replace(batch.report, repeated=True)
-            return self._update(batch, gradients)
+            begin = time.perf_counter()
+            report = self._update(batch, gradients)
+            took_s = time.perf_counter() - begin
+            self.timings["update_gradient_time_cost_sec"].add(took_s)
+            return report
 
     def _update(self, batch: InFlight, gradients: BatchGradients) -> UpdateReport:
         looked_up = batch.looked_up
@@ -375,6 +406,7 @@ class EmbeddingWorker:
             self._counts["repeated_updates"] += report.repeated
             self._counts["missing"] += report.num_missing
             self._counts["skipped_slots"] += len(report.skipped)
+            self._skipped_slots.update(report.skipped)
             for name, count in counts.samples.items():
                 self._counts[f"nan_samples.{name}"] += count
             for name, count in counts.rows.items():
@@ -505,6 +537,24 @@ class EmbeddingWorker:
         if self._servers.num_restarts:
             counts["server_restarts"] = self._servers.num_restarts
         return counts
+
+    def measure(self) -> tuple[int, int, int]:
+        """Return how many batches wait for a lookup, and for an update, and their bytes."""
+        return self._refs.measure()
+
+    def id_counts(self) -> Mapping[str, tuple[int, int, int, int]]:
+        """Return by feature: ids, distinct ids batch by batch, masked, gradients skipped."""
+        with self._lock:
+            names = self._ids.keys() | self._skipped_slots.keys()
+            return {
+                name: (
+                    self._ids[name],
+                    self._distinct_ids[name],
+                    self._masked_ids[name],
+                    self._skipped_slots[name],
+                )
+                for name in names
+            }
 
 
 def _checked_gradients(

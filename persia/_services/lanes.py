@@ -51,6 +51,12 @@ class Kept:
     message: StreamedBatch
     was_sent: bool = False
 
+    def num_bytes(self) -> int:
+        """Return the bytes of its arrays."""
+        arrays = (*self.message.non_id_type_features, *self.message.labels)
+        ids = sum(part.nbytes for one in self.ids.features for part in one.parts())
+        return ids + sum(one.array.nbytes for one in arrays)
+
 
 class Lane:
     """The way to one rank.
@@ -85,6 +91,16 @@ class Lane:
 
     def __str__(self) -> str:
         return f"nn-worker {self._number}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a stream, or was one to a rank that reads no more."""
+        return self._is_open or self.is_closed
+
+    @property
+    def num_credits(self) -> int:
+        """How many batches the rank would take now."""
+        return max(0, self._credits - self._num_delivered) if self._is_open else 0
 
     @property
     def is_settled(self) -> bool:

@@ -18,6 +18,7 @@ nobody trains and nothing is dumped.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -141,6 +142,7 @@ class Loads:
         self._finished: int | None = None  # the load that was last
         self._missing: Missing | None = None
         self._num_uses = 0
+        self.loaded_at: float | None = None  # the last load; monotonic
 
     @property
     def is_loading(self) -> bool:
@@ -256,6 +258,7 @@ class Loads:
             self._commit(load, work, _nobody)
             with self._lock:
                 self._set_missing(load.missing_before)
+                self.loaded_at = time.monotonic()
         finally:
             with self._lock:
                 self._load = None
@@ -351,6 +354,8 @@ class Loads:
                 load.status = replace(load.status, state="failed", error=str(exc) or repr(exc))
             return
         with self._lock:
+            if request.step == "commit":
+                self.loaded_at = time.monotonic()
             load.status = replace(
                 load.status, state=_STATES[request.step][1], notes=tuple(work.notes)
             )

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from persia._core.hashing import owners, route
 from persia._core.initial import Initializer
 from persia._core.store import EmbeddingStore
+from persia._metrics.timings import Timings
 from persia._rpc.messages import (
     CutInfo,
     CutRequest,
@@ -134,7 +135,21 @@ class ParameterServer:
         self._registered: OptimizerSettings | None = None
         self._counts_lock = threading.Lock()  # guards the counts
         self._counts = dict.fromkeys(
-            ("lookups", "updates", "repeated_updates", "missing", "update_missing"), 0
+            (
+                "lookups",
+                "looked_up_ids",
+                "misses",
+                "updates",
+                "repeated_updates",
+                "missing",
+                "update_missing",
+            ),
+            0,
+        )
+        self.timings = Timings(
+            "lookup_hashmap_time_cost_sec",
+            "persia_update_rows_seconds",
+            "set_embedding_time_cost_sec",
         )
         self._warned_of_memory = False
         self._cuts = Cuts(replica_index)
@@ -320,6 +335,7 @@ class ParameterServer:
                 the batch's id is negative.
             DataTypeError: If signs are not u64 [n].
         """
+        begin = time.perf_counter()
         tables = [
             self._table("a lookup", part.table, [other.table for other in request.tables])
             for part in request.tables
@@ -334,7 +350,8 @@ class ParameterServer:
                 replies = self._lookup_train(request.batch_id, tables, signs)
         else:
             replies = self._lookup_eval(tables, signs)
-        self._count(lookups=1)
+        self._count(lookups=1, looked_up_ids=sum(map(len, signs)))
+        self.timings["lookup_hashmap_time_cost_sec"].add(time.perf_counter() - begin)
         return LookupReply(tuple(replies))
 
     def _lookup_train(
@@ -345,10 +362,11 @@ class ParameterServer:
         repeated = policies.need_steps and self._clock.begin_step(batch_id, signs)
         configured.store.set_clocks(*self._clock.now())
         replies = []
+        num_misses = 0
         for table, asked in zip(tables, signs, strict=True):
             rows = aligned.empty(len(asked), table.dim)
             hints = np.empty(len(asked), np.uint32)
-            configured.store.lookup_train(
+            misses = configured.store.lookup_train(
                 asked,
                 configured.initializers[table.number],
                 policies.probabilities[table.number],
@@ -361,7 +379,9 @@ class ParameterServer:
                 repeated=repeated,
                 dtype=table.dtype,
             )
+            num_misses += sum(misses)
             replies.append(TableRows(table.number, rows, hints))
+        self._count(misses=num_misses)
         if self._state is not None and not self._warned_of_state:
             self._look_at_state(configured.store)
         if not self._warned_of_memory and self._counts["lookups"] % _MEMORY_CHECK_INTERVAL == 0:
@@ -382,7 +402,7 @@ class ParameterServer:
                 rows = aligned.empty(len(asked), table.dim)
                 num_missing += configured.store.lookup_eval(asked, rows, dtype=table.dtype)
             replies.append(TableRows(table.number, rows, None))
-        self._count(missing=num_missing)
+        self._count(missing=num_missing, misses=num_missing)
         return replies
 
     def update(self, request: UpdateRequest) -> UpdateReply:
@@ -397,6 +417,7 @@ class ParameterServer:
             ConfigError: If a learning rate cannot be used.
         """
         configured, optimizers = self._for_training("an update")
+        begin = time.perf_counter()
         parts = []
         for part in request.tables:
             arrays = self._gradients(part, [other.table for other in request.tables])
@@ -426,6 +447,7 @@ class ParameterServer:
             if self._incremental is not None:
                 num_rows = sum(len(part.signs) for part in request.tables)
                 self._incremental.note(num_rows, self._held)
+            self.timings["persia_update_rows_seconds"].add(time.perf_counter() - begin)
         return UpdateReply(num_missing, repeated)
 
     def _gradients(
@@ -458,6 +480,7 @@ class ParameterServer:
             DataTypeError: If an array has another dtype than its message says.
         """
         configured, optimizers = self._for_training("set_embedding")
+        begin = time.perf_counter()
         writes = []
         for part in tables:
             table = self._table("set_embedding", part.table, [part.table])
@@ -480,6 +503,7 @@ class ParameterServer:
             for table, write in writes:
                 policy = configured.policies.numbers[table.number]
                 configured.store.write(*write, policy=policy, dtype=table.dtype)
+        self.timings["set_embedding_time_cost_sec"].add(time.perf_counter() - begin)
 
     def _check_groups(self, table: Table, signs: Signs) -> None:
         """Check that each sign's feature bits are of a group with rows in this table."""
@@ -634,8 +658,9 @@ class ParameterServer:
         ``rows``, ``bytes``, ``inserted``, ``evicted`` (``evicted_lru`` and ``evicted_lfu``),
         ``expired``, ``refused`` (not admitted) and ``memory_limited`` are the store's;
         ``recovered_rows``, if any, are those that this process found when it started;
-        ``missing`` counts zeros that evaluation answered with, ``update_missing`` gradients
-        without a row.
+        ``looked_up_ids`` are distinct ids, request by request, of which ``misses`` had no row;
+        ``missing`` counts zeros that
+        evaluation answered with, ``update_missing`` gradients without a row.
         """
         configured = self._configured
         held = {} if configured is None else configured.store.stats()
@@ -655,6 +680,25 @@ class ParameterServer:
         if self._recovered_rows:
             counts["recovered_rows"] = self._recovered_rows
         return counts
+
+    def limits(self) -> tuple[int, int]:
+        """Return how many rows this server keeps, and in how much memory; 0 is any."""
+        return self._settings.capacity, self._settings.memory_limit_bytes()
+
+    def checkpointed_at(self) -> float | None:
+        """Return when its rows were last a checkpoint's, by ``time.monotonic``."""
+        times = self._cuts.committed_at, self._loads.loaded_at
+        return max((at for at in times if at is not None), default=None)
+
+    def why_not_ready(self) -> str:
+        """Say why training lookups and updates cannot be answered; "" if they can."""
+        if self._loads.is_loading:
+            return "a load is replacing its rows"
+        if self._loads.missing is not None:
+            return "rows are missing: a load was not finished on every server"
+        if not self.ready_for_serving():
+            return "a trainer has not given it settings and optimizer yet"
+        return ""
 
     # --- a process that was killed ----------------------------------------------------------
 

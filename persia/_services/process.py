@@ -19,13 +19,15 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from persia import env
 from persia._core import cpu
+from persia._metrics.endpoint import Endpoint
+from persia._metrics.roles import of_clients, of_rpc_server, of_server, of_worker
 from persia._rpc.job import JobState
 from persia._rpc.methods import Role, embedding_worker, parameter_server
 from persia._rpc.server import Server
@@ -37,6 +39,7 @@ from persia._services.job_end import GRACE_S, POLL_S, status_after_job
 from persia._services.parameter_server import ParameterServer
 from persia._services.plan import schema_fingerprint
 from persia._services.supervised import open_state
+from persia._services.telling import soon
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.errors import ConfigError, JobFinished, ServiceBusy
 
@@ -95,6 +98,8 @@ def run_parameter_server(options: Options) -> int:
         transport = stack.enter_context(closing(ZmqTransport()))
         serving = _Serving(transport, parameter_server(), options, schema, server, events)
         stack.callback(serving.stop)
+        serving.sources.append(of_server(server))
+        serving.tell(stack, server.why_not_ready)
         infer = config.common_config.infer_config
         if config.common_config.job_type == "Infer" and infer and infer.embedding_checkpoint:
             logger.info("listens at %s, loads %s", serving.address, infer.embedding_checkpoint)
@@ -124,6 +129,7 @@ def run_embedding_worker(options: Options) -> int:
         late = _LateWorker()
         serving = _Serving(transport, embedding_worker(), options, schema, late, events)
         stack.callback(serving.stop)
+        serving.tell(stack, late.why_not_ready)
         logger.info("listens at %s, connects to the parameter servers", serving.address)
         try:
             servers = connect_parameter_servers(
@@ -136,6 +142,12 @@ def run_embedding_worker(options: Options) -> int:
             return serving.wait()
         worker = EmbeddingWorker(schema, config.embedding_worker_config, servers)
         late.worker = worker
+        clients = [server.client for server in servers]
+        role = embedding_worker().name
+        serving.sources += (
+            of_worker(options.replica_index, worker),
+            of_clients(role, options.replica_index, worker, clients),
+        )
         # In the opposite order: calls to servers must end before their threads can.
         stack.callback(worker.close)
         for server in servers:
@@ -188,6 +200,15 @@ class _LateWorker:
     def wait_for(self, why: str) -> None:
         """Say who is missing to those who call."""
         self._why = why
+
+    def why_not_ready(self) -> str:
+        """Say why batches cannot be looked up and trained; "" if they can."""
+        if self.worker is None:
+            return self._why
+        with soon():
+            if self.worker.ready_for_serving():
+                return ""
+        return "parameter servers have no settings and optimizer yet, or a load goes on"
 
     def server_restarted(self, number: int) -> None:
         """Pass on that a parameter server was started anew."""
@@ -243,6 +264,8 @@ class _Serving:
             job=self._job,
         )
         self._server.start()
+        self._role, self._number = role.name, options.replica_index
+        self.sources = [of_rpc_server(self._role, self._number, self._server)]
         self._is_stopped = False
         threading.Thread(target=self._watch_job, name="persia-job", daemon=True).start()
 
@@ -255,6 +278,20 @@ class _Serving:
     def level(self) -> int:
         """The log level of what is said at the end: nothing is to follow a failed job."""
         return logging.DEBUG if self._job.status else logging.INFO
+
+    def tell(self, stack: ExitStack, ready: Callable[[], str]) -> None:
+        """Serve metrics of this process, until the stack ends.
+
+        Raises:
+            ConfigError: If it cannot listen where the environment says.
+        """
+        endpoint = Endpoint(
+            self._role, self._number, lambda: self.sources, ready, self._why_not_healthy
+        )
+        stack.callback(endpoint.close)
+
+    def _why_not_healthy(self) -> str:
+        return "" if self._server.is_alive else "it answers no calls any more"
 
     def _watch_job(self) -> None:
         status = self._job.wait()

@@ -185,6 +185,18 @@ class Refs:
             }
             return {**self._counts, **now}
 
+    def measure(self) -> tuple[int, int, int]:
+        """Return how many batches wait for a lookup, how many for an update, and their bytes.
+
+        An update that is under way has not ended.
+        """
+        with self._lock:
+            batches = list(self._in_flight.values())
+        # Outside the lock: these are some dozen arrays of each.
+        looked_up = sum(batch.looked_up is not None for batch in batches)
+        num_bytes = sum(batch.packed.num_bytes() for batch in batches)
+        return len(batches) - looked_up, looked_up, num_bytes
+
     # --- the lock is held -------------------------------------------------------------------
 
     def _touch(self, batch: InFlight, now: float) -> None:

@@ -67,6 +67,11 @@ class Channel(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def items(self) -> list[T]:
+        """Return what nobody has taken yet."""
+        with self._has_room:
+            return list(self._items)
+
     def put(self, item: T, timeout_s: float | None = None) -> bool:
         """Append an item once there is room; False if there was none in time.
 

@@ -20,6 +20,7 @@ import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Protocol
 
+from persia._metrics.timings import Timings
 from persia.errors import DataError
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Ticket:
         "gate",
         "in_order",
         "in_turn",
+        "num_samples",
         "number",
         "origin",
         "ref",
@@ -83,8 +85,10 @@ class Ticket:
         number: int,
         origin: Origin | None,
         done: Callable[[], None] | None = None,
+        num_samples: int = 0,
     ) -> None:
         self.ref = ref
+        self.num_samples = num_samples
         self.batch_id = batch_id
         self.number = number  # second half of the update id
         self.origin = origin  # knows the ids if the embedding-worker no longer does
@@ -112,6 +116,15 @@ class Book:
         self._lock = threading.Lock()  # guards every count and every ticket's state
         self._open = 0
         self._counts: Counter[str] = Counter()
+        self._num_samples = 0
+        self._num_forward_errors = 0
+        self.timings = Timings(
+            "forward_client_time_cost_sec",
+            "forward_client_to_gpu_time_cost_sec",
+            "backward_client_time_cost_sec",
+            "get_train_batch_time_cost_more_than_1ms_sec",
+            "update_gradient_batched_time_cost_more_than_1ms_sec",
+        )
         self._skipped_slots: Counter[str] = Counter()
         self._nan_samples: Counter[str] = Counter()
         self._nan_rows: Counter[str] = Counter()
@@ -130,9 +143,12 @@ class Book:
         number: int,
         origin: Origin | None = None,
         done: Callable[[], None] | None = None,
+        num_samples: int = 0,
     ) -> Ticket:
         """Note a lookup that left a ref; the ticket now owns the loader's permit."""
-        ticket = Ticket(ref, batch_id, gate, in_order, in_turn, number, origin, done)
+        ticket = Ticket(
+            ref, batch_id, gate, in_order, in_turn, number, origin, done, num_samples
+        )
         with self._lock:
             self._open += 1
         return ticket
@@ -224,6 +240,7 @@ class Book:
                 return
             self._end(ticket, "trained already")
             self._counts["batches"] += 1
+            self._num_samples += ticket.num_samples
             self._counts["missing"] += report.num_missing
             self._skipped_slots.update(report.skipped)
             self._nan_samples.update(report.nan_samples)
@@ -270,6 +287,16 @@ class Book:
         """Release the batches that the user dropped without a backward."""
         while self.orphans:
             self.release(self.orphans.popleft(), Reason.ABANDONED)
+
+    def fail_lookup(self) -> None:
+        """Count a lookup that raised."""
+        with self._lock:
+            self._num_forward_errors += 1
+
+    def totals(self) -> tuple[int, int]:
+        """Return how many samples were trained, and how many lookups raised."""
+        with self._lock:
+            return self._num_samples, self._num_forward_errors
 
     def nan_counts(self) -> tuple[int, dict[str, int]]:
         """Return the total of non-finite rows left out so far, and each feature's."""

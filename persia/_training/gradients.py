@@ -44,6 +44,8 @@ WAIT_S = 300.0
 JOIN_S = 10.0
 
 
+# Waits of the user's thread up to so many seconds are none, for the metrics.
+SHORT_S = 0.001
 # Seconds between two looks whether a pass has ended.
 _LOOK_S = 0.05
 
@@ -107,6 +109,10 @@ class Update:
         self._flat = torch.cat(
             [gradient.reshape(-1) for gradient in self.gradients if gradient is not None]
         )
+
+    def num_bytes(self) -> int:
+        """Return the bytes of its gradients."""
+        return sum(x.numel() * x.element_size() for x in self.gradients if x is not None)
 
     def is_finite(self) -> bool:
         """Whether no gradient holds NaN or Inf. Waits for the device."""
@@ -308,11 +314,16 @@ class GradientEngine:
             self._next_number += 1
             self._pending[update.number] = update.step
         is_queued = False
+        begin = time.perf_counter()
         try:
             is_queued = self._queue.put((update, scale), WAIT_S)
         finally:
             if not is_queued:
                 self._ended(update.number)
+        waited_s = time.perf_counter() - begin
+        if waited_s > SHORT_S:
+            name = "update_gradient_batched_time_cost_more_than_1ms_sec"
+            self._book.timings[name].add(waited_s)
         if not is_queued:
             raise ServiceTimeout(
                 f"waited {WAIT_S:g} s for the embedding-worker to take one of "
@@ -360,6 +371,16 @@ class GradientEngine:
                     role="embedding-worker",
                     method="update",
                 )
+
+    def measure(self) -> tuple[int, int]:
+        """Return how many updates wait to be sent, and the bytes of their gradients."""
+        waiting = self._queue.items()
+        return len(waiting), sum(update.num_bytes() for update, _ in waiting)
+
+    def why_not_healthy(self) -> str:
+        """Name the threads that have ended before their time; "" if none has."""
+        dead = [thread.name for thread in self._threads if not thread.is_alive()]
+        return f"ended: {', '.join(dead)}" if dead and not self._is_closed else ""
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -454,11 +475,14 @@ class GradientEngine:
             # Those before it were taken from the queue before it, so they end without it.
             with self._changed:
                 self._changed.wait_for(lambda: min(self._pending) == update.number)
+        begin = time.perf_counter()
         if ticket.in_turn and self._ranks is not None:
             # Acknowledged only when all ranks have met: the permit lets the next lookup go.
             report = self._ranks.in_turn(lambda: self._update(ticket, gradients))
         else:
             report = self._update(ticket, gradients)
+        took_s = time.perf_counter() - begin
+        self._book.timings["backward_client_time_cost_sec"].add(took_s)
         self._book.acknowledge(ticket, report)
 
     def _update(self, ticket: Ticket, gradients: BatchGradients) -> UpdateReport:

@@ -580,6 +580,17 @@ class Inbox:
             return f"{name}, which has not been heard for {silent_s:.0f} s,"
         return name
 
+    def num_bytes(self) -> int:
+        """Return the bytes of dense data and labels of the batches that wait."""
+        with self._changed:
+            streams = {*self._streams.values(), *self._past.values()}
+            waiting = [batch for stream in streams for batch in stream.pending.values()]
+        return sum(
+            item.array.nbytes
+            for batch in waiting
+            for item in (*batch.non_id_type_features, *batch.labels)
+        )
+
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start, and ``pending`` and ``in_flight`` now."""
         with self._changed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -150,15 +151,19 @@ class Lookups:
         trains = self.has_gradients(item.host)
         if not trains:
             self.before_evaluation()
+        begin = time.perf_counter()
         try:
             result = self._ask(item, trains)
             if trains and result.ref is None:
                 raise InternalError(f"the training lookup of batch {item.batch_id} left no ref")
         except BaseException:
+            self.book.fail_lookup()
             if trains and gate is not None:
                 gate.give_back()
             self._lose(item)
             raise
+        took_s = time.perf_counter() - begin
+        self.book.timings["forward_client_time_cost_sec"].add(took_s)
         if result.ref is None or not trains:
             if item.done is not None:
                 item.done()
@@ -173,6 +178,7 @@ class Lookups:
             number=item.number,
             origin=item.origin,
             done=item.done,
+            num_samples=item.host.batch_size,
         )
         return result, ticket
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from persia._training.channel import Closed, Delivery, Finished, join
 from persia._training.flight import Reason, State
-from persia._training.gradients import TakesTurns
+from persia._training.gradients import SHORT_S, TakesTurns
 from persia._training.tensors import StagedBatch
 from persia.errors import ConfigError, ServiceError, ServiceTimeout
 
@@ -225,7 +225,12 @@ class Prefetcher:
                 "it must be at least k"
             )
         self._gate.ask()
+        begin = time.perf_counter()
         item = self._wait_for_one()
+        waited_s = time.perf_counter() - begin
+        if waited_s > SHORT_S:
+            timings = self._lookups.book.timings
+            timings["get_train_batch_time_cost_more_than_1ms_sec"].add(waited_s)
         batch = self._converter.finish(item) if isinstance(item, StagedBatch) else item
         self._last = batch.ticket
         self._owes_turn = batch.ticket is None
@@ -399,9 +404,12 @@ class Prefetcher:
             result, ticket = self._look_up(item)
         try:
             ready: StagedBatch | PersiaTrainingBatch
+            begin = time.perf_counter()
             ready = staged = self._converter.stage(item.host, result, item.batch_id, ticket)
             if staged.event is None:
                 ready = self._converter.finish(staged)
+            took_s = time.perf_counter() - begin
+            self._lookups.book.timings["forward_client_to_gpu_time_cost_sec"].add(took_s)
             self._delivery.put(place, ready)
         except BaseException:
             self._drop(ticket)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from persia._rpc.messages import EmbeddingWorker
+    from persia._rpc.server import Server
     from persia._training.progress import Plain
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,11 @@ class Stream:
     def address(self) -> str:
         """Where data-loaders find it, with the true port."""
         return self._server.address
+
+    @property
+    def server(self) -> Server:
+        """What answers data-loaders."""
+        return self._server
 
     def begin_pass(self) -> None:
         """Called before each pass over the batches.

@@ -20,7 +20,7 @@ from tests.meta.sources import (
 
 ROWS = [
     {"errors", "env", "_older", "_replica", "logger", "utils", "version"},
-    {"config", "_core", "_files"},
+    {"config", "_core", "_files", "_metrics"},
     {"_rpc"},
     {"_services"},
     {"_training"},

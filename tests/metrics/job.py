@@ -1,0 +1,194 @@
+"""A small job of real processes that stand still, all of them, while a test asks them.
+
+with standing_job() as job:
+    job.urls["embedding-worker-0"]      where each of them tells its metrics
+    job.get("nn-worker", "/metrics")
+    job.go_on()                         they end; the exit statuses
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cluster import DEADLINE_S, Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+SLOTS = {
+    "feature_index_prefix_bit": 8,
+    "slots_config": {"user": {"dim": 8}, "item": {"dim": 8}},
+}
+NUM_BATCHES, BATCH_SIZE = 6, 32
+
+LOADER = f"""
+import sys, os
+import numpy as np
+from persia.ctx import DataCtx
+from persia._services import telling
+from persia.embedding.data import (
+    IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch,
+)
+
+place = sys.argv[1]
+with DataCtx() as ctx:
+    for number in range({NUM_BATCHES}):
+        rng = np.random.default_rng(number)
+        ids = [rng.integers(0, 1000, {BATCH_SIZE}, dtype=np.uint64) for _ in range(2)]
+        ctx.send_data(PersiaBatch(
+            [IDTypeFeatureWithSingleID(name, x) for name, x in zip(("user", "item"), ids)],
+            non_id_type_features=[NonIDTypeFeature(rng.random(({BATCH_SIZE}, 1), np.float32))],
+            labels=[Label((ids[0] % 2).astype(np.float32).reshape(-1, 1))],
+        ))
+    with open(f"{{place}}/loader-says", "w") as pipe:
+        pipe.write(telling.url())
+    open(f"{{place}}/loader-waits").read()
+"""
+
+TRAINER = f"""
+import sys
+import numpy as np
+import torch
+from persia._services import telling
+from persia.ctx import TrainCtx, eval_ctx
+from persia.data import DataLoader, StreamingDataset
+from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
+from persia.embedding.optim import Adagrad
+
+place = sys.argv[1]
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.top = torch.nn.Linear(17, 1)
+
+    def forward(self, dense, embeddings):
+        return self.top(torch.cat([*dense, *embeddings], dim=1))
+
+torch.manual_seed(0)
+model = Net()
+with TrainCtx(
+    model=model, embedding_optimizer=Adagrad(lr=0.1),
+    dense_optimizer=torch.optim.Adam(model.parameters()), mixed_precision=False,
+) as ctx:
+    loader = iter(DataLoader(StreamingDataset(buffer_size=10), embedding_staleness=4))
+    for _ in range({NUM_BATCHES}):
+        output, labels = ctx.forward(next(loader))
+        ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+    unseen = np.full(1, 10**6, np.uint64)
+    with eval_ctx() as reader:
+        reader.get_embedding_from_data(
+            PersiaBatch([IDTypeFeatureWithSingleID("user", unseen)], requires_grad=False)
+        )
+    ctx.dump_checkpoint(f"{{place}}/checkpoint")
+    with open(f"{{place}}/trainer-says", "w") as pipe:
+        pipe.write(telling.url())
+    open(f"{{place}}/trainer-waits").read()
+    for _ in loader:
+        raise SystemExit("expected no more batches")
+"""
+
+
+def fetch(url: str, timeout_s: float = 10.0) -> tuple[int, str]:
+    """Return status and text of what is at a URL."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def series(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Read Prometheus' text; names and labels must come once each."""
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = sample.name, frozenset(sample.labels.items())
+            assert key not in found, key
+            found[key] = sample.value
+    return found
+
+
+class StandingJob:
+    """The processes, and where each tells its metrics."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.urls: dict[str, str] = {}
+
+    def get(self, name: str, path: str) -> tuple[int, str]:
+        """Ask one process."""
+        return fetch(f"{self.urls[name]}{path}")
+
+    def value(self, name: str, metric: str, **labels: str) -> float:
+        """Return the sum of a process's series of a name that have these labels."""
+        status, text = self.get(name, "/metrics")
+        assert status == 200, self.cluster.log(name)
+        found = [
+            value
+            for (series_name, of), value in series(text).items()
+            if series_name == metric and labels.items() <= dict(of).items()
+        ]
+        assert found, f"{name} has no {metric} {labels}"
+        return sum(found)
+
+    def learn(self, name: str) -> str:
+        """Find in its log where a server tells its metrics."""
+        pattern = re.compile(r"metrics at (http://\S+)/metrics")
+        found = pattern.findall(self.cluster.log(name))
+        assert len(found) == 1, self.cluster.log(name)
+        return str(found[0])
+
+    def go_on(self) -> dict[str, int]:
+        """Let all of them end; returns their exit statuses."""
+        for who in ("loader", "trainer"):
+            (self.cluster.place / f"{who}-waits").write_text("go")
+        return self.cluster.wait()
+
+
+@contextmanager
+def standing_job(
+    environment: Mapping[str, str] | None = None, **options: int
+) -> Iterator[StandingJob]:
+    """Train some batches, and let every process stand still."""
+    variables = {"PERSIA_METRICS_PORT": "0", **(environment or {})}
+    with Cluster(SLOTS, environment=variables, **options) as cluster:  # type: ignore[arg-type]
+        place = cluster.place
+        for name in ("loader-says", "loader-waits", "trainer-says", "trainer-waits"):
+            os.mkfifo(place / name)
+        (place / "loader.py").write_text(LOADER)
+        (place / "trainer.py").write_text(TRAINER)
+        cluster.start_servers()
+        cluster.start_loaders(place / "loader.py", 1, str(place))
+        cluster.start("nn-worker", "nn-worker", str(place / "trainer.py"), str(place))
+        job = StandingJob(cluster)
+        for name, who in (("nn-worker", "trainer"), ("data-loader-0", "loader")):
+            job.urls[name] = _read(place / f"{who}-says", cluster)
+        for name in cluster.processes:
+            if name not in job.urls:
+                job.urls[name] = job.learn(name)
+        yield job
+
+
+def _read(pipe: Path, cluster: Cluster) -> str:
+    """Read what a script writes, unless a process ends or the deadline passes before."""
+    import select
+
+    number = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        ready, _, _ = select.select([number], [], [], DEADLINE_S)
+        assert ready, cluster.logs()
+        text = os.read(number, 4096).decode()
+        assert text, cluster.logs()
+        return text
+    finally:
+        os.close(number)

@@ -1,0 +1,120 @@
+"""Contexts that tell of themselves: in embedded mode too, and several of them at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from persia import env
+from persia._services import telling
+from persia.ctx import TrainCtx
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+from persia.embedding.optim import SGD
+from tests.metrics.job import fetch, series
+
+SCHEMA = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 4}}}
+SIZE = 16
+
+
+def trained(**config: Any) -> TrainCtx:
+    model = torch.nn.Linear(4, 1)
+    return TrainCtx(
+        model=model,
+        embedding_optimizer=SGD(lr=0.1),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        embedding_config=SCHEMA,
+        mixed_precision=False,
+        global_config=config,
+    )
+
+
+def a_batch(ids: NDArray[np.uint64]) -> PersiaBatch:
+    label = Label(np.zeros((len(ids), 1), np.float32))
+    return PersiaBatch(
+        [IDTypeFeatureWithSingleID("user", ids)], labels=[label], requires_grad=True
+    )
+
+
+def train(ctx: TrainCtx, num_batches: int) -> float:
+    loss = torch.zeros(())
+    for number in range(num_batches):
+        ids = np.arange(SIZE, dtype=np.uint64) + np.uint64(number * SIZE)
+        batch = ctx.get_embedding_from_data(a_batch(ids))
+        _, embeddings, _ = ctx.prepare_features(batch)
+        assert isinstance(embeddings[0], torch.Tensor)
+        loss = ctx.model(embeddings[0]).square().mean()
+        ctx.backward(loss)
+    assert ctx.backward_engine is not None
+    ctx.backward_engine.flush()
+    return loss.item()
+
+
+def test_w52_two_contexts_of_a_process_do_not_collide() -> None:
+    """The original's native context, and its registry of metrics, was one per process."""
+    with trained() as one, trained() as other:
+        train(one, 1)
+        loss = train(other, 3)
+        for ctx, count in ((one, 1), (other, 3)):
+            metrics = ctx.metrics()
+            assert metrics.value("persia_trained_samples_total") == count * SIZE
+            assert metrics.value("persia_rows") == count * SIZE
+            assert metrics.value("persia_batches_total", outcome="trained") == count
+        assert other.metrics().value("persia_loss") == pytest.approx(loss)
+        assert series(one.metrics().text())
+    assert one.metrics().value("persia_trained_samples_total") == SIZE
+
+
+def test_embedded_mode_has_a_port_if_one_is_asked_for() -> None:
+    with trained():
+        assert telling.url() == ""
+    with env.changed(PERSIA_METRICS_PORT=0):
+        with trained() as one, trained() as other:
+            train(one, 1)
+            train(other, 2)
+            assert fetch(f"{telling.url()}/readyz") == (200, "ok\n")
+            found = series(fetch(f"{telling.url()}/metrics")[1])
+            names = [dict(labels) for name, labels in found if name == "persia_rows"]
+            assert {labels.get("context") for labels in names} == {None, "2"}
+            url = telling.url()
+        assert telling.url() == ""
+        with pytest.raises(OSError, match="refused"):
+            fetch(f"{url}/metrics")
+
+
+def test_servers_of_embedded_mode_tell_apart() -> None:
+    with trained(embedded_config={"num_servers": 2}) as ctx:
+        train(ctx, 4)
+        metrics = ctx.metrics()
+        rows = [metrics.value("persia_rows", replica=str(number)) for number in range(2)]
+        assert sum(rows) == 4 * SIZE
+        assert min(rows) > 0
+        assert metrics.value("staleness", role="nn-worker") == 0
+        assert metrics.value("staleness", role="embedding-worker") == 0
+
+
+def test_w25_staleness_is_measured_and_not_counted() -> None:
+    """Lookups minus updates drifted, and wrapped, with every failure."""
+    with trained() as ctx:
+        ids = np.arange(SIZE, dtype=np.uint64)
+        batch = ctx.get_embedding_from_data(a_batch(ids))
+        metrics = ctx.metrics()
+        assert metrics.value("staleness", role="nn-worker") == 1
+        assert metrics.value("staleness", role="embedding-worker") == 1
+        assert metrics.value("persia_worker_buffer_bytes") > 8 * SIZE
+        del batch  # without a backward
+        train(ctx, 1)
+        assert metrics.value("staleness", role="nn-worker") == 0
+        assert metrics.value("staleness", role="embedding-worker") == 0
+        assert metrics.value("persia_batches_total", outcome="abandoned") == 1
+
+
+def test_w68_nothing_is_nan_before_there_is_anything() -> None:
+    """Ratios of nothing were NaN."""
+    with trained() as ctx:
+        found = series(ctx.metrics().text())
+        assert not any(value != value for value in found.values())
+        assert "index_miss_ratio" not in {name for name, _ in found}

@@ -1,0 +1,122 @@
+"""The port of a process: where it is, what it answers, and that it goes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+
+from persia import env
+from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.endpoint import Endpoint, default_port
+from persia._metrics.registry import Sample, Source
+from persia.errors import ConfigError
+from tests.metrics.job import fetch
+
+WHY: list[str] = []
+
+
+def why() -> str:
+    return "; ".join(WHY)
+
+
+def endpoint(role: str = SERVER, number: int = 0, **options: int) -> Endpoint:
+    rows = Source(role, number, "rows", WHY, lambda: [Sample("persia_rows", 7)])
+    return Endpoint(role, number, lambda: [rows], why, lambda: "", **options)
+
+
+def test_it_answers_three_questions() -> None:
+    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as told:
+        assert told.url.startswith("http://127.0.0.1:")
+        text = fetch(f"{told.url}/metrics")[1]
+        assert f'persia_rows{{replica="0",role="{SERVER}"}} 7.0' in text
+        assert "# HELP persia_rows Rows held.\n# TYPE persia_rows gauge\n" in text
+        assert fetch(f"{told.url}/readyz") == (200, "ok\n")
+        WHY.append("not yet")
+        try:
+            assert fetch(f"{told.url}/readyz") == (503, "not yet\n")
+            assert told.metrics.value("persia_ready") == 0
+        finally:
+            WHY.clear()
+        assert fetch(f"{told.url}/healthz") == (200, "ok\n")
+        assert fetch(f"{told.url}/metrics/../secrets")[0] == 404
+
+
+def test_a_question_that_fails_is_answered() -> None:
+    def fail() -> str:
+        raise ConfigError("what it is")
+
+    with (
+        env.changed(PERSIA_METRICS_PORT=0),
+        closing(Endpoint(SERVER, 0, list, fail, fail)) as told,
+    ):
+        assert fetch(f"{told.url}/readyz") == (503, "ConfigError: what it is\n")
+        assert told.metrics.value("persia_healthy") == 0
+        assert fetch(f"{told.url}/metrics")[0] == 200
+
+
+def test_nothing_is_left() -> None:
+    before = set(threading.enumerate())
+    with env.changed(PERSIA_METRICS_PORT=0):
+        told = endpoint()
+        port = int(told.url.rpartition(":")[2])
+        told.close()
+    assert set(threading.enumerate()) <= before
+    with socket.socket() as again:
+        again.bind(("127.0.0.1", port))
+
+
+def test_ports_of_roles_and_replicas_differ() -> None:
+    roles = (LOADER, WORKER, SERVER, TRAINER)
+    ports = [default_port(role, number) for role in roles for number in range(100)]
+    assert ports == list(range(9400, 9800))
+
+
+def test_a_default_port_that_is_taken_is_another() -> None:
+    with (
+        env.changed(PERSIA_METRICS_PORT=None),
+        closing(endpoint(SERVER, 7)) as first,
+        closing(endpoint(SERVER, 7)) as second,
+    ):
+        assert first.url != second.url
+        assert fetch(f"{second.url}/healthz") == (200, "ok\n")
+
+
+def test_a_port_that_was_asked_for_is_taken_or_an_error() -> None:
+    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as told:
+        port = int(told.url.rpartition(":")[2])
+        refused = pytest.raises(ConfigError, match=f"PERSIA_METRICS_PORT.*:{port}")
+        with env.changed(PERSIA_METRICS_PORT=port), refused:
+            endpoint(SERVER, 5)
+        with env.changed(PERSIA_METRICS_PORT=port - 1), refused:
+            endpoint(TRAINER, 5, local_rank=1)
+
+
+@pytest.mark.parametrize("text", ["-1", "65536", "http"])
+def test_what_is_no_port_is_an_error(text: str) -> None:
+    with env.changed(PERSIA_METRICS_PORT=text), pytest.raises(ConfigError):
+        endpoint()
+
+
+def test_off_is_off() -> None:
+    with env.changed(PERSIA_METRICS_PORT="off"), closing(endpoint()) as told:
+        assert told.url == ""
+        assert told.metrics.value("persia_rows") == 7
+
+
+def test_a_stranger_learns_little_and_holds_nobody_up() -> None:
+    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as told:
+        port = int(told.url.rpartition(":")[2])
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(7)]
+        try:
+            with socket.create_connection(("127.0.0.1", port), 10.0) as peer:
+                peer.sendall(b"POST /metrics HTTP/1.0\r\n\r\n")
+                answer = peer.makefile("rb").read()
+            assert b" 501 " in answer
+            assert b"Python" not in answer
+            assert fetch(f"{told.url}/healthz") == (200, "ok\n")
+        finally:
+            for one in silent:
+                one.close()
