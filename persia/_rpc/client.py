@@ -17,7 +17,6 @@ One channel carries any number of calls at a time; each waits in its own thread.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import random
@@ -30,6 +29,7 @@ from typing import Any
 from persia import env
 from persia._metrics.timings import CallTimings
 from persia._rpc import failures
+from persia._rpc.attempt import Attempt
 from persia._rpc.deadlines import caller_deadline
 from persia._rpc.failures import Place
 from persia._rpc.frame import (
@@ -75,57 +75,6 @@ _MAX_TIMEOUT_MS = (1 << 32) - 1
 _WAY_S = 0.02
 
 
-class _Pending:
-    """One call id: what was sent for it, and what came back."""
-
-    __slots__ = ("_is_lost", "_still", "answer", "channel", "outgoing")
-
-    def __init__(self) -> None:
-        # A bare lock, free once something has changed: an Event wakes its waiter only to
-        # have it wait for the lock that its setter holds.
-        self._still = threading.Lock()
-        self._still.acquire()
-        self._is_lost = False
-        self.answer: Reply | Failure | ServiceError | None = None  # set once
-        self.outgoing: Outgoing | None = None
-        self.channel: Channel | None = None  # that the attempt goes to
-
-    def resolve(self, answer: Reply | Failure | ServiceError) -> None:
-        if self.answer is None:
-            self.answer = answer
-        self._wake()
-
-    def lose(self) -> None:
-        """The connection broke; what was sent before will not be answered."""
-        if self.outgoing is not None and self.outgoing.was_sent:
-            self._is_lost = True
-            self._wake()
-
-    def move(self) -> None:
-        """Another connection takes the place of the one that the attempt went to."""
-        self._is_lost = True
-        self._wake()
-
-    def begin(self, outgoing: Outgoing) -> None:
-        """Another attempt; a loss of the one before no longer counts."""
-        self.outgoing = outgoing
-        self._is_lost = False
-        self._still.acquire(blocking=False)
-        # An answer may have come before that.
-        if self.answer is not None:
-            self._wake()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for an answer or a loss; returns whether it is a loss."""
-        if self.answer is None:
-            self._still.acquire(timeout=max(0.0, seconds))
-        return self.answer is None and self._is_lost
-
-    def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # another change has freed it
-            self._still.release()
-
-
 class Client:
     """Calls one server; any thread may call it.
 
@@ -169,7 +118,7 @@ class Client:
         self._num_sent = 0  # bytes, as is the next
         self._num_received = 0
         self._ids = itertools.count(1)
-        self._pending: dict[int, _Pending] = {}
+        self._attempts: dict[int, Attempt] = {}
         self._counts: Counter[str] = Counter()
         self._told_at = 0.0  # monotonic; when a line last said that calls wait
         self._closed = threading.Event()
@@ -222,7 +171,7 @@ class Client:
         self._closed.set()
         self._channel.close()
         with self._lock:
-            waiting = list(self._pending.values())
+            waiting = list(self._attempts.values())
         for pending in waiting:
             pending.resolve(ServiceUnavailable("the client was closed"))
 
@@ -241,7 +190,7 @@ class Client:
         with self._lock:
             before, self._channel = self._channel, channel
             # Not those that go by the new one already: they would be executed twice.
-            waiting = [one for one in self._pending.values() if one.channel is before]
+            waiting = [one for one in self._attempts.values() if one.channel is before]
         before.close()
         if self._closed.is_set():
             channel.close()
@@ -293,58 +242,43 @@ class Client:
             RemoteError: If the method failed with an exception that is not PERSIA's.
             PersiaError: What the method raised, otherwise.
         """
+        return self.begin(method, *arguments, timeout_s=timeout_s).result()
+
+    def begin(self, method: str, *arguments: Any, timeout_s: float | None = None) -> InFlight:
+        """Begin a call as ``call`` makes it; any number may be in flight at a time.
+
+        Returns:
+            Where to ask for its result or to cancel it, one of which has to be done.
+
+        Raises:
+            DataTypeError: If an argument is not what the Protocol declares.
+            ProtocolError: If it exceeds what a message can carry.
+        """
         known_method = self._role.methods.get(method)
         if known_method is None:
             raise InternalError(f"{self._role.name} has no method {method!r}")
-        now = time.monotonic()
-        failed = True
-        try:
-            result = self._call(known_method, arguments, timeout_s, now)
-            failed = False
-        finally:
-            self.timings.add(method, time.monotonic() - now, 0, 0, failed=failed)
-        return result
-
-    def _call(
-        self,
-        known_method: Method,
-        arguments: tuple[Any, ...],
-        timeout_s: float | None,
-        now: float,
-    ) -> Any:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        timeout_s = max(0.0, min(timeout_s, caller_deadline.get() - now))
-        deadline = now + timeout_s
-        body, arrays = known_method.write_arguments(arguments)
-        is_repeatable = known_method.is_repeatable(arguments)
-        pause_s = _FIRST_PAUSE_S
         self._count("calls")
-        while True:
-            before = self._settled
-            replica = None if known_method is HELLO else self._replica
-            call = Call(0, known_method.name, 0, body, arrays, replica)
-            answer = self._exchange(call, deadline, timeout_s, is_repeatable)
-            # Who is not the server that is meant is none that was started anew.
-            if isinstance(answer, Reply):
-                result = self._result(known_method, answer)
-                if isinstance(result, Hello):
-                    self._check(result)
-                self._settle(answer.incarnation)
-                return result
-            error = failures.from_body(answer.body, self.place(known_method.name))
-            if not isinstance(error, WrongReplica):
-                self._settle(answer.incarnation)
-            left = deadline - time.monotonic()
-            if isinstance(error, ServiceBusy) and pause_s < left:
-                self._count("busy")
-                self._closed.wait(pause_s * _jitter.uniform(0.5, 1.0))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            elif not (
-                isinstance(error, NotConfigured)
-                and self._on_restart is not None
-                and before not in (None, answer.incarnation)
-            ):
-                raise error
+        return InFlight(self, known_method, arguments, timeout_s)
+
+    # --- for calls in flight ----------------------------------------------------------------
+
+    def _enter(self, attempt: Attempt) -> int:
+        """Return the id by which its answer comes."""
+        with self._lock:
+            call_id = next(self._ids)
+            self._attempts[call_id] = attempt
+        return call_id
+
+    def _leave(self, call_id: int) -> None:
+        with self._lock:
+            self._attempts.pop(call_id, None)
+
+    def _channel_for(self, attempt: Attempt, num_bytes: int) -> Channel:
+        """Return the channel of now, by which it goes with so many bytes."""
+        with self._lock:
+            self._num_sent += num_bytes
+            attempt.channel = self._channel
+            return self._channel
 
     def _result(self, method: Method, reply: Reply) -> Any:
         try:
@@ -353,93 +287,13 @@ class Client:
             place = self.place(method.name)
             raise ProtocolError(f"{place}: {exc}", **place.fields()) from exc
 
-    def _exchange(
-        self, call: Call, deadline: float, timeout_s: float, is_repeatable: bool
-    ) -> Reply | Failure:
-        pending = _Pending()
-        with self._lock:
-            call_id = next(self._ids)
-            self._pending[call_id] = pending
-        try:
-            if self._closed.is_set():
-                pending.resolve(ServiceUnavailable("the client was closed"))
-            call.call_id = call_id
-            answer = self._attempts(call, pending, deadline, is_repeatable)
-        finally:
-            with self._lock:
-                del self._pending[call_id]
-            if pending.outgoing is not None:
-                pending.outgoing.cancel()
-        if isinstance(answer, (Reply, Failure)):
-            return answer
-        place = self.place(call.method)
-        if answer is None:
-            if pending.outgoing is None or not pending.outgoing.was_sent:
-                raise ServiceUnavailable(
-                    f"{place}: no connection within {timeout_s:g} s, for {call.method}",
-                    **place.fields(),
-                )
-            raise ServiceTimeout(
-                f"{place}: no answer to {call.method} within {timeout_s:g} s", **place.fields()
-            )
-        raise type(answer)(f"{place}: {call.method}: {answer}", **place.fields())
-
-    def _attempts(
-        self,
-        call: Call,
-        pending: _Pending,
-        deadline: float,
-        is_repeatable: bool,
-    ) -> Reply | Failure | ServiceError | None:
-        """Send, and again where that is safe, until there is an answer or the time is up."""
-        num_sent = 0
-        while pending.answer is None:
-            left = deadline - time.monotonic()
-            if left <= 0.0:
-                return None
-            # Less than is left, by the time of the way: what waits there longer than the
-            # caller does here is not begun, and an error about a deadline still arrives.
-            way_s = min(_WAY_S, left / 20.0)
-            call.timeout_ms = min(max(1, int((left - way_s) * 1000.0)), _MAX_TIMEOUT_MS)
-            outgoing = Outgoing(encode(call, self._limits))
-            pending.begin(outgoing)
-            if num_sent:
-                self._count("sent_again")
-            num_bytes = sum(map(len, outgoing.parts))
-            with self._lock:
-                pending.channel = channel = self._channel
-                self._num_sent += num_bytes
-            channel.send(outgoing)
-            while True:
-                left = deadline - time.monotonic()
-                is_lost = pending.wait(min(left, self._attempt_s))
-                if pending.answer is not None:
-                    break
-                if is_lost:
-                    if not outgoing.cancel():
-                        if not is_repeatable:
-                            return ServiceUnavailable(
-                                "the connection broke; whether it was executed is not known"
-                            )
-                        num_sent += 1
-                    break
-                if deadline - time.monotonic() <= 0.0:
-                    return None
-                self._say_that_it_waits(call.method, outgoing.was_sent)
-                if outgoing.cancel():
-                    break  # to write anew how much time is left
-                if is_repeatable:
-                    num_sent += 1
-                    break
-        return pending.answer
-
     def _say_that_it_waits(self, method: str, was_sent: bool) -> None:
         with self._lock:
             now = time.monotonic()
             if now - self._told_at < self._attempt_s:
                 return
             self._told_at = now
-            num_pending = len(self._pending)
+            num_pending = len(self._attempts)
         logger.warning(
             "%s: %s for %g s, in %s; %d calls wait",
             self.place(method),
@@ -493,7 +347,7 @@ class Client:
             told = failures.from_body(answer.body, self.place(""))
             refused = ProtocolError(f"refused there: {told}")
             with self._lock:
-                waiting = list(self._pending.values())
+                waiting = list(self._attempts.values())
             for pending in waiting:
                 if pending.outgoing is not None and pending.outgoing.was_sent:
                     pending.resolve(refused)
@@ -505,7 +359,7 @@ class Client:
     ) -> None:
         with self._lock:
             self._num_received += num_bytes
-            pending = self._pending.get(call_id)
+            pending = self._attempts.get(call_id)
             if pending is None:
                 self._counts["late"] += 1
                 return
@@ -514,6 +368,162 @@ class Client:
     def _on_lost(self) -> None:
         with self._lock:
             self._counts["lost"] += 1
-            waiting: Sequence[_Pending] = list(self._pending.values())
+            waiting: Sequence[Attempt] = list(self._attempts.values())
         for pending in waiting:
             pending.lose()
+
+
+class InFlight:
+    """A call that was begun; for one thread at a time.
+
+    Args:
+        client: Who makes it.
+        method: What is called.
+        arguments: As the role's Protocol declares.
+        timeout_s: Seconds, if other than the client's.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        method: Method,
+        arguments: tuple[Any, ...],
+        timeout_s: float | None,
+    ) -> None:
+        self._client = client
+        self._method = method
+        timeout_s = client._timeout_s if timeout_s is None else timeout_s
+        self._begun_at = time.monotonic()
+        self._timeout_s = max(0.0, min(timeout_s, caller_deadline.get() - self._begun_at))
+        self._deadline = self._begun_at + self._timeout_s
+        self._body, self._arrays = method.write_arguments(arguments)
+        self._is_repeatable = method.is_repeatable(arguments)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Send it, with an id of its own."""
+        client = self._client
+        self._before = client._settled
+        replica = None if self._method is HELLO else client._replica
+        self._attempt = Attempt()
+        self._num_sent = 0
+        call_id = client._enter(self._attempt)
+        self._call = Call(call_id, self._method.name, 0, self._body, self._arrays, replica)
+        try:
+            if client._closed.is_set():
+                self._attempt.resolve(ServiceUnavailable("the client was closed"))
+            elif self._left() > 0.0:
+                self._send()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _send(self) -> None:
+        left = self._left()
+        # Less than is left, by the time of the way: what waits there longer than the
+        # caller does here is not begun, and an error about a deadline still arrives.
+        way_s = min(_WAY_S, left / 20.0)
+        self._call.timeout_ms = min(max(1, int((left - way_s) * 1000.0)), _MAX_TIMEOUT_MS)
+        outgoing = Outgoing(encode(self._call, self._client._limits))
+        self._attempt.begin(outgoing)
+        if self._num_sent:
+            self._client._count("sent_again")
+        num_bytes = sum(map(len, outgoing.parts))
+        self._client._channel_for(self._attempt, num_bytes).send(outgoing)
+
+    def cancel(self) -> None:
+        """Wait no longer; what was not sent never will be."""
+        self._client._leave(self._call.call_id)
+        if self._attempt.outgoing is not None:
+            self._attempt.outgoing.cancel()
+
+    def result(self) -> Any:
+        """Wait for the result and return it; to be asked once.
+
+        Raises:
+            PersiaError: As ``Client.call``.
+        """
+        failed = True
+        try:
+            result = self._result()
+            failed = False
+        finally:
+            took_s = time.monotonic() - self._begun_at
+            self._client.timings.add(self._method.name, took_s, 0, 0, failed=failed)
+        return result
+
+    def _result(self) -> Any:
+        client, method = self._client, self._method
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            answer = self._answer()
+            # Who is not the server that is meant is none that was started anew.
+            if isinstance(answer, Reply):
+                result = client._result(method, answer)
+                if isinstance(result, Hello):
+                    client._check(result)
+                client._settle(answer.incarnation)
+                return result
+            error = failures.from_body(answer.body, client.place(method.name))
+            if not isinstance(error, WrongReplica):
+                client._settle(answer.incarnation)
+            if isinstance(error, ServiceBusy) and pause_s < self._left():
+                client._count("busy")
+                client._closed.wait(pause_s * _jitter.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            elif not (
+                isinstance(error, NotConfigured)
+                and client._on_restart is not None
+                and self._before not in (None, answer.incarnation)
+            ):
+                raise error
+            self._begin()
+
+    def _answer(self) -> Reply | Failure:
+        """Wait for what comes back, and raise what says that nothing will."""
+        attempt, name = self._attempt, self._method.name
+        try:
+            answer = self._wait()
+        finally:
+            self.cancel()
+        if isinstance(answer, (Reply, Failure)):
+            return answer
+        place = self._client.place(name)
+        if answer is None:
+            if attempt.outgoing is None or not attempt.outgoing.was_sent:
+                raise ServiceUnavailable(
+                    f"{place}: no connection within {self._timeout_s:g} s, for {name}",
+                    **place.fields(),
+                )
+            raise ServiceTimeout(
+                f"{place}: no answer to {name} within {self._timeout_s:g} s", **place.fields()
+            )
+        raise type(answer)(f"{place}: {name}: {answer}", **place.fields())
+
+    def _wait(self) -> Reply | Failure | ServiceError | None:
+        """Wait, and send again where that is safe, until there is an answer or no time."""
+        attempt, client = self._attempt, self._client
+        while True:
+            attempt.wait(min(self._deadline, time.monotonic() + client._attempt_s))
+            is_lost, outgoing = attempt.is_lost, attempt.outgoing
+            if attempt.answer is not None:
+                return attempt.answer
+            if outgoing is None or (not is_lost and self._left() <= 0.0):
+                return None
+            if not is_lost:
+                client._say_that_it_waits(self._method.name, outgoing.was_sent)
+            # What was not sent is written anew, with how much time is left.
+            if not outgoing.cancel():
+                if not self._is_repeatable:
+                    if is_lost:
+                        return ServiceUnavailable(
+                            "the connection broke; whether it was executed is not known"
+                        )
+                    continue
+                self._num_sent += 1
+            if self._left() <= 0.0:
+                return None
+            self._send()

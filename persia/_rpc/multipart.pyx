@@ -170,8 +170,11 @@ def send(socket, parts, size_t copied_bytes):
     return not is_cut
 
 
-def receive(socket, Py_ssize_t max_parts, size_t max_bytes):
+def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list came=None):
     """Take one message off a socket.
+
+    It is appended to ``came`` as well, if given: no signal is handled between the socket and
+    the list, so that a message cannot fall between.
 
     Returns:
         Its parts, and why it has to be dropped or "", where all its parts are taken as well.
@@ -185,6 +188,7 @@ def receive(socket, Py_ssize_t max_parts, size_t max_bytes):
     cdef Received part
     cdef list parts = []
     cdef str reason = ""
+    cdef tuple message
     cdef int rc, number
     persia_release_returned()
     while True:
@@ -208,4 +212,7 @@ def receive(socket, Py_ssize_t max_parts, size_t max_bytes):
         else:
             parts.append(memoryview(part))
         if not zmq_msg_more(&part.message):
-            return parts, reason
+            message = parts, reason
+            if came is not None:
+                came.append(message)
+            return message

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from persia._rpc.client import Client
+from persia._rpc.client import Client, InFlight
 from persia._rpc.messages import (
     BatchGradients,
     CutInfo,
@@ -38,10 +38,10 @@ from persia._rpc.messages import (
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.transport import Transport
 
-Self = TypeVar("Self", bound="_Remote")
+Self = TypeVar("Self", bound="Remote")
 
 
-class _Remote:
+class Remote:
     """A client and what its server said about itself when it was first asked."""
 
     def __init__(self, client: Client, hello: Hello) -> None:
@@ -104,6 +104,10 @@ class _Remote:
         """What the server takes signs and tables to mean."""
         return self._hello.schema_fingerprint
 
+    def begin(self, method: str, *arguments: Any) -> InFlight:
+        """Begin a call, whose result is to be asked for, so that others go with it."""
+        return self._client.begin(method, *arguments)
+
     def finish_job(self, status: int) -> None:
         """Tell the server that the job has ended, with this exit status."""
         self._client.call("finish_job", status)
@@ -123,7 +127,7 @@ class _Remote:
         self._client.close()
 
 
-class RemoteParameterServer(_Remote):
+class RemoteParameterServer(Remote):
     """Implements ``messages.ParameterServer``."""
 
     _role = staticmethod(parameter_server)
@@ -198,7 +202,7 @@ class RemoteParameterServer(_Remote):
         return stats
 
 
-class RemoteEmbeddingWorker(_Remote):
+class RemoteEmbeddingWorker(Remote):
     """Implements ``messages.EmbeddingWorker``."""
 
     _role = staticmethod(embedding_worker)
@@ -292,7 +296,7 @@ class RemoteEmbeddingWorker(_Remote):
         return stats
 
 
-class RemoteNNWorker(_Remote):
+class RemoteNNWorker(Remote):
     """Implements ``messages.NNWorker``."""
 
     _role = staticmethod(nn_worker)

@@ -45,13 +45,35 @@ class Peer(bytes):
         return peer
 
 
+class Waiter(Protocol):
+    """Somebody who waits for an answer."""
+
+    @property
+    def still(self) -> threading.Lock:
+        """Freed by who has something to tell."""
+
+    def is_over(self) -> bool:
+        """Whether there is nothing more to wait for."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so long, or until ``still`` is free, and take it."""
+
+
+class Carrier(Protocol):
+    """What answers come by, and how one waits for them."""
+
+    def wait(self, waiter: Waiter, seconds: float) -> None:
+        """Wait so long, or until it is over, perhaps less; receive meanwhile."""
+
+
 class Outgoing:
     """A message on its way. Whoever asks first decides: it is sent, or it is cancelled."""
 
-    __slots__ = ("_lock", "_state", "parts")
+    __slots__ = ("_lock", "_state", "carrier", "parts")
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
+        self.carrier: Carrier | None = None  # where threads of its own receive: none
         self._lock = threading.Lock()
         self._state = "waiting"
 
@@ -61,11 +83,12 @@ class Outgoing:
         return self._state == "sent"
 
     def claim(self) -> bool:
-        """For the channel, before it sends: False if the message was cancelled."""
+        """For the channel, before it sends: False if it is cancelled, or was claimed before."""
         with self._lock:
-            if self._state == "waiting":
-                self._state = "sent"
-            return self._state == "sent"
+            if self._state != "waiting":
+                return False
+            self._state = "sent"
+            return True
 
     def unclaim(self) -> None:
         """For the channel: sending was not possible after all, and nothing of it left."""

@@ -84,7 +84,7 @@ class EmbeddingWorker:
         schema: The embedding config.
         settings: Section ``embedding_worker_config``.
         servers: All parameter servers, in any order.
-        num_threads: Servers asked at the same time; as many as there are, if not given.
+        num_threads: Servers of this process asked at the same time; all of them, if not given.
         num_pooling_threads: Threads that pool one batch, or sum its gradients.
         clock: Monotonic seconds.
 
@@ -343,9 +343,7 @@ class EmbeddingWorker:
         requests = self._requests(batch, gradients, sums, looked_up)
         batch.update_id = gradients.update_id
         failure: Exception | None = None
-        for server, reply in self._servers.ask(
-            requests, lambda s, request: s.update(request)
-        ).items():
+        for server, reply in self._servers.ask("update", requests).items():
             if isinstance(reply, Exception):
                 failure = failure or reply
             else:
@@ -434,7 +432,7 @@ class EmbeddingWorker:
 
     def ready_for_serving(self) -> bool:
         """Whether every server is ready."""
-        return all(self._servers.ask_all(lambda server: server.ready_for_serving()))
+        return all(self._servers.ask_all("ready_for_serving"))
 
     def set_embedding(self, tables: Sequence[TableEntries]) -> None:
         """Write rows, each to the server that owns its sign.
@@ -467,23 +465,21 @@ class EmbeddingWorker:
                         None if part.states is None else part.states[chosen],
                     )
                     requests.setdefault(server, []).append(entries)
-        for answer in self._servers.ask(
-            requests, lambda server, r: server.set_embedding(r)
-        ).values():
+        for answer in self._servers.ask("set_embedding", requests).values():
             if isinstance(answer, Exception):
                 raise answer
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows of each server."""
-        return self._servers.ask_all(lambda server: server.get_embedding_size())
+        return self._servers.ask_all("get_embedding_size")
 
     def server_stats(self) -> list[Mapping[str, int]]:
         """Return the counts of each server: ``ParameterServer.stats``."""
-        return self._servers.ask_all(lambda server: server.stats())
+        return self._servers.ask_all("stats")
 
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""
-        self._servers.ask_all(lambda server: server.clear_embeddings())
+        self._servers.ask_all("clear_embeddings")
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -493,19 +489,19 @@ class EmbeddingWorker:
         Raises:
             CheckpointError: If a server has no rows to speak of yet, or another cut under way.
         """
-        return tuple(self._servers.ask_all(lambda server: server.begin_cut(request)))
+        return tuple(self._servers.ask_all("begin_cut", request))
 
     def write_cut(self, request: WriteRequest) -> None:
         """Have every server write its parts, in the background."""
-        self._servers.ask_all(lambda server: server.write_cut(request))
+        self._servers.ask_all("write_cut", request)
 
     def cut_status(self, cut_id: int) -> tuple[CutStatus, ...]:
         """Return how far each server is with a cut."""
-        return tuple(self._servers.ask_all(lambda server: server.cut_status(cut_id)))
+        return tuple(self._servers.ask_all("cut_status", cut_id))
 
     def end_cut(self, cut_id: int, committed: bool) -> None:
         """End a cut on every server; nothing where it has ended."""
-        self._servers.ask_all(lambda server: server.end_cut(cut_id, committed))
+        self._servers.ask_all("end_cut", cut_id, committed)
 
     def flush_changes(self) -> None:
         """Have servers of this process write the rows that have changed, if that is asked for.
@@ -520,7 +516,7 @@ class EmbeddingWorker:
 
     def load(self, request: LoadRequest) -> tuple[LoadStatus, ...]:
         """Begin a step of a load on every server, or return how far each is with it."""
-        return tuple(self._servers.ask_all(lambda server: server.load(request)))
+        return tuple(self._servers.ask_all("load", request))
 
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start, and ``in_flight``, the refs now.

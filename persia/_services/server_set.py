@@ -8,12 +8,14 @@ loudly, unless it found them again (``docs/recovery.md``).
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from persia._rpc.client import InFlight
 from persia._rpc.messages import (
     HyperParameters,
     LookupReply,
@@ -21,12 +23,12 @@ from persia._rpc.messages import (
     OptimizerSettings,
     ParameterServer,
 )
+from persia._rpc.remote import Remote
 from persia._services.plan import SAME_EVERYWHERE, schema_fingerprint, tell_apart
 from persia.config import EmbeddingSchema
 from persia.errors import ConfigError, ProtocolError
 
 S = TypeVar("S")
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class ServerSet:
     Args:
         servers: All parameter servers, in any order.
         schema: The embedding config.
-        num_threads: Servers asked at the same time; as many as there are, if not given.
+        num_threads: Servers of this process asked at the same time; all, if not given.
 
     Raises:
         ConfigError: If the servers are not exactly the replicas of one set, or number
@@ -52,12 +54,13 @@ class ServerSet:
     ) -> None:
         self._servers = _whole_set(servers, schema)
         self._dims = tuple(table.dim for table in schema.tables)
+        # Threads that ask servers of this process; those elsewhere need none to work at once.
         self._pool: ThreadPoolExecutor | None = None
-        if len(self._servers) > 1:
+        num_here = sum(not isinstance(server, Remote) for server in self._servers)
+        if num_here > 1:
             # The caller's own thread asks one server.
             self._pool = ThreadPoolExecutor(
-                max(1, (num_threads or len(self._servers)) - 1),
-                thread_name_prefix="persia-fan-out",
+                max(1, (num_threads or num_here) - 1), thread_name_prefix="persia-fan-out"
             )
         # Guards all below, and is not held while a server is asked.
         self._lock = threading.Lock()
@@ -85,44 +88,49 @@ class ServerSet:
 
     # --- asking -----------------------------------------------------------------------------
 
-    def ask(
-        self, requests: Mapping[int, S], call: Callable[[ParameterServer, S], T]
-    ) -> dict[int, T | Exception]:
+    def ask(self, method: str, requests: Mapping[int, S]) -> dict[int, Any]:
         """Send each server its request, all at once, and wait for all of them.
 
+        Args:
+            method: One of ``messages.ParameterServer``'s.
+            requests: Its argument, by server.
+
         Returns:
-            By server, in their order, what it answered or raised.
+            By server, in their order, what it answered, or the Exception that it raised.
         """
+        return self._ask(method, {server: (asked,) for server, asked in requests.items()})
 
-        def answer(server: int) -> T | Exception:
-            try:
-                return call(self._servers[server], requests[server])
-            except Exception as error:
-                return error
-
-        if self._pool is None or len(requests) < 2:
-            return {server: answer(server) for server in requests}
-        mine, *others = requests
-        # In copies of this context: the calls end with the deadline of the one served here.
-        futures = {
-            server: self._pool.submit(contextvars.copy_context().run, answer, server)
-            for server in others
-        }
-        answers = {mine: answer(mine)}
-        for server, future in futures.items():
-            answers[server] = future.result()
-        return answers
-
-    def ask_all(self, call: Callable[[ParameterServer], T]) -> list[T]:
+    def ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call every server and wait for every answer; raise the first failure."""
-        everyone = dict.fromkeys(range(len(self._servers)))
-        answers = self.ask(everyone, lambda server, _: call(server))
-        results = []
+        answers = self._ask(method, dict.fromkeys(range(len(self._servers)), arguments))
         for answer in answers.values():
             if isinstance(answer, Exception):
                 raise answer
-            results.append(answer)
-        return results
+        return list(answers.values())
+
+    def _ask(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Call a method of each server with these arguments; returns as ``ask``."""
+        begun: dict[int, Callable[[], Any]] = {}
+        flights: list[InFlight] = []
+        try:
+            for number, arguments in calls.items():
+                server = self._servers[number]
+                if isinstance(server, Remote):
+                    begun[number] = _begin(server, method, arguments, flights)
+                else:
+                    call = functools.partial(getattr(server, method), *arguments)
+                    # The first by this thread, when the others are under way.
+                    begun[number] = self._submit(call) if begun else call
+            return {number: _answer(result) for number, result in begun.items()}
+        finally:
+            for flight in flights:
+                flight.cancel()
+
+    def _submit(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Call in another thread, in a copy of this context: it holds the deadline."""
+        if self._pool is None:
+            return call
+        return self._pool.submit(contextvars.copy_context().run, call).result
 
     def lookup(self, requests: Mapping[int, LookupRequest]) -> dict[int, LookupReply]:
         """Ask each server for rows.
@@ -132,7 +140,7 @@ class ServerSet:
             PersiaError: What the first server that failed raised.
         """
         replies = {}
-        for number, reply in self.ask(requests, lambda s, request: s.lookup(request)).items():
+        for number, reply in self.ask("lookup", requests).items():
             if isinstance(reply, Exception):
                 raise reply
             wrong = self._why_wrong(requests[number], reply)
@@ -169,7 +177,7 @@ class ServerSet:
         def keep() -> None:
             self._configured = settings
 
-        self._tell_all(lambda server: server.configure(settings), keep)
+        self._tell_all("configure", settings, keep)
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         """Give every server the optimizer, also those that come later."""
@@ -177,15 +185,13 @@ class ServerSet:
         def keep() -> None:
             self._optimizer = settings
 
-        self._tell_all(lambda server: server.register_optimizer(settings), keep)
+        self._tell_all("register_optimizer", settings, keep)
 
-    def _tell_all(
-        self, tell: Callable[[ParameterServer], None], keep: Callable[[], None]
-    ) -> None:
+    def _tell_all(self, method: str, settings: object, keep: Callable[[], None]) -> None:
         """Tell every server, then keep what it was, since a refused setting is none."""
         while True:
             before = self._num_restarts
-            self.ask_all(tell)
+            self.ask_all(method, settings)
             with self._lock:
                 keep()
                 if self._num_restarts == before:
@@ -220,6 +226,28 @@ class ServerSet:
             server.configure(configured)
         if optimizer is not None:
             server.register_optimizer(optimizer)
+
+
+def _begin(
+    server: Remote, method: str, arguments: tuple[Any, ...], flights: list[InFlight]
+) -> Callable[[], Any]:
+    """Begin a call and append it to ``flights``; returns what gives its result."""
+    try:
+        flights.append(server.begin(method, *arguments))
+    except Exception as error:
+        return functools.partial(_raise, error)
+    return flights[-1].result
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _answer(result: Callable[[], Any]) -> Any:
+    try:
+        return result()
+    except Exception as error:
+        return error
 
 
 def _whole_set(

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Load:
     num_bytes: int
     in_flight: int
     num_calls: int
+    is_threaded: bool = False  # ours by so many threads; else by one, as bare pyzmq
 
 
 LOADS = (
@@ -55,6 +57,8 @@ LOADS = (
     Load("100 kB, 4 in flight", 100_000, 4, 2000),
     Load("1 MiB, 4 in flight", 1 << 20, 4, 600),
     Load("8 MiB, 4 in flight", 8 << 20, 4, 80),
+    Load("100 kB, 4 threads", 100_000, 4, 2000, is_threaded=True),
+    Load("1 MiB, 4 threads", 1 << 20, 4, 600, is_threaded=True),
 )
 
 
@@ -147,20 +151,30 @@ def bare_calls(socket: zmq.Socket[bytes], array: AnyArray, load: Load, num_calls
             socket.send_multipart(parts, copy=False)
 
 
-def our_calls(
+def our_calls(client: Client, array: AnyArray, load: Load, num_calls: int) -> None:
+    """Ask so often, ``in_flight`` at a time, as an embedding-worker asks its servers."""
+    begun = deque(
+        client.begin("echo", NamedArray("", array))
+        for _ in range(min(load.in_flight, num_calls))
+    )
+    for number in range(num_calls):
+        # Not kept: the next one comes into the same memory, as it does with bare pyzmq.
+        assert begun.popleft().result().array.nbytes == load.num_bytes
+        if number + load.in_flight < num_calls:
+            begun.append(client.begin("echo", NamedArray("", array)))
+
+
+def calls_of_threads(
     client: Client, pool: ThreadPoolExecutor, array: AnyArray, load: Load, num_calls: int
 ) -> None:
-    """Ask so often, by ``in_flight`` threads."""
+    """Ask so often, by ``in_flight`` threads that each wait for their answer."""
 
     def ask(times: int) -> None:
         for _ in range(times):
             # Not kept: the next one comes into the same memory, as it does with bare pyzmq.
             assert client.call("echo", NamedArray("", array)).array.nbytes == load.num_bytes
 
-    if load.in_flight == 1:
-        ask(num_calls)
-    else:
-        list(pool.map(ask, [num_calls // load.in_flight] * load.in_flight))
+    list(pool.map(ask, [num_calls // load.in_flight] * load.in_flight))
 
 
 @dataclass(frozen=True)
@@ -224,11 +238,16 @@ def measure_transport(kind: str, times: int, share: float) -> list[Cell]:
         for load in LOADS:
             array = np.arange(load.num_bytes // 4, dtype=np.uint32)
             num_calls = max(2 * WARM_UP, int(load.num_calls * share)) // 16 * 16
+            ours_now = (
+                functools.partial(calls_of_threads, client, pool, array, load)
+                if load.is_threaded
+                else functools.partial(our_calls, client, array, load)
+            )
             cells.append(
                 measure(
                     kind,
                     load,
-                    functools.partial(our_calls, client, pool, array, load),
+                    ours_now,
                     functools.partial(bare_calls, dealer, array, load),
                     times=times,
                     num_calls=num_calls,
