@@ -316,18 +316,24 @@ def rpc_timeout_s() -> float:
     return seconds
 
 
+def _listed(name: str, what: str) -> list[str] | None:
+    text = _text(name)
+    if text is None:
+        return None
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise ConfigError(
+            f"environment variable {name} must be a list of {what} with commas between "
+            f"them, got {text!r}"
+        )
+    return items
+
+
 def _addresses(names: tuple[str, ...], default: str) -> list[str]:
     for name in names:
-        text = _text(name)
-        if text is None:
-            continue
-        addresses = [address.strip() for address in text.split(",")]
-        if not all(addresses):
-            raise ConfigError(
-                f"environment variable {name} must be a list of addresses with commas between "
-                f"them, got {text!r}"
-            )
-        return addresses
+        addresses = _listed(name, "addresses")
+        if addresses is not None:
+            return addresses
     return [default]
 
 
@@ -471,6 +477,15 @@ def metrics_host() -> str:
 def metrics_gateway() -> str | None:
     """Return ``host:port`` of the push gateway that gets the metrics, if one is named."""
     return _text("PERSIA_METRICS_GATEWAY_ADDR")
+
+
+def checkpoint_roots() -> list[str] | None:
+    """Return below which folders and URLs a server reads and writes checkpoints, if said.
+
+    Raises:
+        ConfigError: If the list has an empty entry.
+    """
+    return _listed("PERSIA_CHECKPOINT_ROOTS", "folders")
 
 
 def named_nats_variable() -> str | None:

@@ -274,12 +274,12 @@ class ZmqChannel(End[Outgoing]):
             self._was_cut = self._was_cut or not self._tries_anew
 
     def _say_refused(self, event: int) -> None:
-        """Say once why there is no connection: it tries on."""
+        """Say once why there is no connection."""
         if self._was_refused:
             return
         self._was_refused = True
         logger.warning(
-            "%s: %s; tries again",
+            "%s: %s",
             self._address,
             "does not know this process's key"
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from persia._core.hashing import owners, route
 from persia._core.initial import Initializer
 from persia._core.store import EmbeddingStore
+from persia._files.places import below
+from persia._files.roots import ANYWHERE, Roots
 from persia._metrics.timings import Timings
 from persia._rpc.messages import (
     CutInfo,
@@ -100,6 +102,7 @@ class ParameterServer:
         clock: Seconds that never go back, by which rows expire.
         state: Where all of it outlives the process. What a process that was killed left there
             is taken up again, if it is whole and of the same schema.
+        roots: Where clients may have checkpoints written and loaded.
 
     Raises:
         ConfigError: If ``replica_index`` is not in ``0..replica_size - 1``.
@@ -116,6 +119,7 @@ class ParameterServer:
         num_checkpoint_threads: int = 4,
         clock: Callable[[], float] = time.monotonic,
         state: StateFile | None = None,
+        roots: Roots = ANYWHERE,
     ) -> None:
         if not 0 <= replica_index < replica_size:
             raise ConfigError(
@@ -124,6 +128,7 @@ class ParameterServer:
             )
         self._schema = schema
         self._settings = settings
+        self._roots = roots
         self._replica_index = replica_index
         self._replica_size = replica_size
         self._num_threads = num_threads
@@ -589,8 +594,9 @@ class ParameterServer:
         """Write a cut's parts, in a thread of its own.
 
         Raises:
-            CheckpointError: If there is no such cut.
+            CheckpointError: If there is no such cut, or the folder is outside the roots.
         """
+        self._roots.check(below(request.url, request.prefix))
         self._cuts.write(request)
 
     def cut_status(self, cut_id: int) -> CutStatus:
@@ -610,8 +616,10 @@ class ParameterServer:
 
         Raises:
             NotConfigured: If settings or optimizer have not arrived.
-            CheckpointError: If the step does not follow from the one before.
+            CheckpointError: If the step does not follow from the one before, or the folder is
+                outside the roots.
         """
+        self._roots.check(below(request.url, request.checkpoint))
         if request.step == "verify" and not self.ready_for_serving():
             self._configure_as(request)
         if request.step == "commit":

@@ -26,12 +26,13 @@ from typing import Any
 
 from persia import env
 from persia._core import cpu
+from persia._files.roots import ANYWHERE, Roots
 from persia._metrics.endpoint import Endpoint
 from persia._metrics.roles import of_clients, of_rpc_server, of_server, of_worker
 from persia._rpc.job import JobState
 from persia._rpc.methods import Role, embedding_worker, parameter_server
 from persia._rpc.server import Server
-from persia._rpc.zmq_transport import ZmqTransport
+from persia._rpc.zmq_transport import ZmqTransport, is_local
 from persia._services.addresses import connect_parameter_servers, listening_address
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.events import Event, Events, watched_process
@@ -40,7 +41,7 @@ from persia._services.parameter_server import ParameterServer
 from persia._services.plan import schema_fingerprint
 from persia._services.supervised import open_state
 from persia._services.telling import soon
-from persia.config import EmbeddingSchema, GlobalConfig
+from persia.config import EmbeddingSchema, GlobalConfig, ParameterServerConfig
 from persia.errors import ConfigError, JobFinished, ServiceBusy
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ def run_parameter_server(options: Options) -> int:
         replica_size=options.replica_size,
         state=open_state(settings, address, options.replica_index, options.replica_size),
         num_checkpoint_threads=config.common_config.checkpointing_config.num_workers,
+        roots=_roots(settings, address),
     )
     with ExitStack() as stack:
         events = stack.enter_context(watched_process())
@@ -111,6 +113,17 @@ def run_parameter_server(options: Options) -> int:
         if server.state is not None:
             server.state.remove()
         return status
+
+
+def _roots(settings: ParameterServerConfig, address: str) -> Roots:
+    """Return where clients may have checkpoints written: nowhere, if strangers may ask."""
+    listed = env.checkpoint_roots()
+    if listed is None:
+        return ANYWHERE if is_local(address) else Roots([])
+    roots = Roots(listed)
+    if settings.enable_incremental_update:
+        roots.check(settings.incremental_dir)
+    return roots
 
 
 def run_embedding_worker(options: Options) -> int:

@@ -1,0 +1,197 @@
+"""The ports of a running job: only those that docs/security.md lists, and none tells anything.
+
+/proc/<pid>/fd, /proc/net/tcp --> ports of each process --stranger--> a greeting at most
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket as sockets
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from persia import env
+from persia._launch import health
+from persia._rpc.messages import HyperParameters, InitializationSettings
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._services.addresses import connect_embedding_workers, connect_parameter_servers
+from persia.errors import NotAllowed
+from tests.cluster import ROOT, Cluster, _children
+from tests.examples.conftest import LOADER
+from tests.role_keys import keys_of_roles
+from tests.rpc.support import PATIENCE_S, raw_peer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+LISTENS = "0A"
+# What each process logs of the one port that is no socket of ours.
+METRICS = re.compile(r"metrics at http://\S+:(\d+)/metrics")
+GREETING_BYTES = 64  # of ZMTP
+REFUSALS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+SETTINGS = HyperParameters(InitializationSettings("zeros", {}), 1.0, 10.0, 0)
+
+
+def ports_of(pid: int) -> set[tuple[str, int]]:
+    """Return where a process listens, as hexadecimal host and port."""
+    own = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(str(path.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            host, _, port = fields[1].rpartition(":")
+            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in own:
+                found.add((host, int(port, 16)))
+    return found
+
+
+def documented(cluster: Cluster, name: str, role: str, number: int = 0) -> set[int]:
+    """Return the ports that docs/security.md gives a process."""
+    ports = {int(port) for port in METRICS.findall(cluster.log(name))}
+    if role in cluster.addresses:
+        ports.add(int(cluster.addresses[role][number].rpartition(":")[2]))
+    return ports
+
+
+def answer_to(host: str, port: int, content: bytes) -> bytes:
+    """Return all that a stranger hears."""
+    got = b""
+    with sockets.create_connection((host, port), timeout=PATIENCE_S) as stranger:
+        with contextlib.suppress(OSError):  # it may have hung up
+            stranger.sendall(content)
+            stranger.shutdown(sockets.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while part := stranger.recv(1 << 16):
+                got += part
+    return got
+
+
+def knock(host: str, port: int) -> None:
+    """Be no ZeroMQ, a browser, and a ZeroMQ without a key."""
+    for content in (bytes(range(256)), b"\xff" * 64, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
+        got = answer_to(host, port, content)
+        assert len(got) <= GREETING_BYTES, got
+        for word in (b"PERSIA", b"persia", b"embedding", b"HTTP"):
+            assert word not in got
+    with (
+        raw_peer(f"tcp://{host}:{port}") as peer,
+        contextlib.closing(peer.socket.get_monitor_socket(REFUSALS)) as monitor,
+    ):
+        peer.call(1, "hello")
+        assert monitor.poll(int(PATIENCE_S * 1000))
+        assert not peer.socket.poll(0)
+        peer.socket.disable_monitor()
+
+
+def wait_for(cluster: Cluster, name: str, text: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while text not in cluster.log(name):
+        assert time.monotonic() < deadline, cluster.logs()
+        threading.Event().wait(0.02)
+
+
+def check_ports(cluster: Cluster, name: str, role: str) -> None:
+    host = cluster.variables["PERSIA_LISTEN_HOST"]
+    pid = cluster.processes[name].pid
+    ports = {port for one in (pid, *_children(pid)) for _, port in ports_of(one)}
+    assert ports == documented(cluster, name, role)
+    for port in ports & documented_wire(cluster, role):
+        knock(host, port)
+
+
+def documented_wire(cluster: Cluster, role: str) -> set[int]:
+    return {int(one.rpartition(":")[2]) for one in cluster.addresses.get(role, [])}
+
+
+def test_w71_only_documented_ports_are_open_and_tell_nothing(tmp_path: Path) -> None:
+    keys = keys_of_roles(tmp_path)
+    slots = {"slots_config": {"a": {"dim": 4}}}
+    with Cluster(slots, transport="tcp") as cluster:
+        for role in ("embedding-parameter-server", "embedding-worker"):
+            cluster.variables["PERSIA_KEYS"] = str(keys[role])
+            cluster.start(f"{role}-0", role)
+            wait_for(cluster, f"{role}-0", "serves at")
+            with env.changed(**cluster.variables):
+                health.check(role, PATIENCE_S)
+        for role in ("embedding-parameter-server", "embedding-worker"):
+            check_ports(cluster, f"{role}-0", role)
+        for role, connect in (
+            ("data-loader", connect_parameter_servers),
+            ("data-loader", connect_embedding_workers),
+            ("nn-worker", connect_embedding_workers),
+        ):
+            variables = cluster.variables | {"PERSIA_KEYS": str(keys[role])}
+            with (
+                env.changed(**variables),
+                contextlib.closing(ZmqTransport()) as transport,
+            ):
+                (server,) = connect(transport)
+                if role == "nn-worker":
+                    # By the embedding-worker to the parameter server.
+                    server.configure(SETTINGS)
+                else:
+                    with pytest.raises(NotAllowed, match="needs the control key"):
+                        server.configure(SETTINGS)
+                server.close()
+
+
+SAY = ("--json", "--quiet")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
+def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
+    """adult_income, each role with its own keys: AUC, loss and rows of embedded mode."""
+    keys = keys_of_roles(tmp_path)
+    script = LOADER.parent / "train.py"
+    config = LOADER.parent / "config" / "embedding_config.yml"
+    with Cluster(
+        config, transport="tcp", num_servers=2, environment={"REPRODUCIBLE": "1"}
+    ) as cluster:
+        embedded = subprocess.run(
+            [sys.executable, str(script), *SAY],
+            env=cluster.environment
+            | {name: "" for name in cluster.variables if name.startswith("PERSIA_")},
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
+        for number in range(2):
+            cluster.variables["PERSIA_KEYS"] = str(keys["embedding-parameter-server"])
+            cluster.start_server(number)
+        cluster.variables["PERSIA_KEYS"] = str(keys["embedding-worker"])
+        cluster.start_worker(0)
+        cluster.variables["PERSIA_KEYS"] = str(keys["nn-worker"])
+        cluster.start("nn-worker", "nn-worker", str(script), *SAY)
+        cluster.variables["PERSIA_KEYS"] = str(keys["data-loader"])
+        (address,) = documented_wire(cluster, "nn-worker")
+        pid = cluster.processes["nn-worker"].pid
+        deadline = time.monotonic() + PATIENCE_S
+        while address not in {port for one in _children(pid) for _, port in ports_of(one)}:
+            assert time.monotonic() < deadline, cluster.logs()
+            threading.Event().wait(0.02)
+        knock(cluster.variables["PERSIA_LISTEN_HOST"], address)
+        open_here = {port for one in (pid, *_children(pid)) for _, port in ports_of(one)}
+        # torchrun's and the process group's, which the page says are PyTorch's.
+        print(open_here - documented(cluster, "nn-worker", "nn-worker"))
+        cluster.start_loaders(LOADER, 1)
+        statuses = cluster.wait()
+        assert set(statuses.values()) == {0}, statuses
+        (line,) = re.findall(r"\{.*\}", cluster.log("nn-worker"))
+    report: dict[str, Any] = json.loads(line)
+    one = json.loads(embedded.stdout)
+    for name in ("auc", "loss", "rows"):
+        assert one[name] == report[name]

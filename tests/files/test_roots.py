@@ -1,0 +1,108 @@
+"""W-71: a client names a folder, and the server opens it only below those of its operator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from persia._files.roots import ANYWHERE, Roots
+from persia._files.storage import open_storage
+from persia._rpc.messages import LoadRequest, WriteRequest
+from persia.errors import CheckpointError
+from tests.services.support import make_servers
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A root with a way out, and something beside it."""
+    (tmp_path / "root/job").mkdir(parents=True)
+    (tmp_path / "roots").mkdir()
+    (tmp_path / "root/out").symlink_to("../roots")
+    (tmp_path / "root/in").symlink_to(tmp_path / "root/job")
+    (tmp_path / "alias").symlink_to(tmp_path / "root")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "{}/root",
+        "{}/root/",
+        "{}/root/job/new/er",
+        "{}/root/job/../in/x",
+        "{}/alias/job",
+        "file://{}/root/job",
+        "local://{}/root/job",
+        "file://{}/roo%74/job",
+        "s3://bucket/persia",
+        "s3://bucket/persia/a/b",
+        "memory://x",
+    ],
+)
+def test_w71_what_is_below_a_root_is_allowed(place: Path, url: str) -> None:
+    roots = Roots([f"{place}/root", "s3://bucket/persia/", "memory://x"])
+    roots.check(url.format(place))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "{}",
+        "{}/roots",
+        "{}/roots/root",
+        "{}/root/../roots",
+        "{}/root/out",
+        "{}/root/out/new",
+        "file://{}/root/out",
+        "file://{}/root/%2e%2e/roots",
+        "local://{}/root/..",
+        "/etc",
+        "relative",
+        "",
+        "s3://bucket",
+        "s3://bucket/persia2",
+        "s3://bucket/persia/../other",
+        "s3://bucket/persia//../..",
+        "s3://bucket/persia/./x",
+        "s3://other/persia",
+        "s3a://bucket/persia",
+        "simplecache::s3://bucket/persia",
+        "s3://bucket/persia::file:///etc",
+        "http://bucket/persia",
+        "memory://",
+    ],
+)
+def test_w71_what_is_outside_is_refused_with_its_name(place: Path, url: str) -> None:
+    url = url.format(place)
+    roots = Roots([f"{place}/root", "s3://bucket/persia", "memory://x"])
+    with pytest.raises(CheckpointError, match="PERSIA_CHECKPOINT_ROOTS") as caught:
+        roots.check(url)
+    assert url in str(caught.value)
+    assert f"{place}/root, s3://bucket/persia, memory://x" in str(caught.value)
+
+
+def test_a_root_may_be_a_link_or_everything(place: Path) -> None:
+    Roots([f"{place}/alias"]).check(f"{place}/root/job")
+    Roots(["/"]).check("/etc")
+    Roots(["file:///"]).check("relative")
+    ANYWHERE.check("/etc")
+    with pytest.raises(CheckpointError, match="null byte"):
+        Roots(["/"]).check("/etc\0")
+    with pytest.raises(CheckpointError, match=r"\(none\)"):
+        Roots([]).check(str(place))
+
+
+def test_w71_a_server_neither_writes_nor_reads_outside(place: Path) -> None:
+    (server,) = make_servers(1)
+    server._roots = Roots([f"{place}/root"])
+    for url, prefix in ((f"{place}/roots", "a"), (f"{place}/root", "../roots/a")):
+        with pytest.raises(CheckpointError, match="expected a folder below"):
+            server.write_cut(WriteRequest(1, url, prefix))
+        with pytest.raises(CheckpointError, match="expected a folder below"):
+            server.load(LoadRequest(1, "verify", url, prefix, None))
+    assert list((place / "roots").iterdir()) == []
+    # Below the root it is only not there.
+    with pytest.raises(CheckpointError, match=r"cut 1"):
+        server.write_cut(WriteRequest(1, f"{place}/root", "a"))
+    assert open_storage(f"{place}/root/job").list() == []

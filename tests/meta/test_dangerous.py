@@ -1,0 +1,106 @@
+"""W-71: nothing that runs what it reads: no pickle, no eval, no shell, in the whole package."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.meta.sources import PACKAGE, ROOT, cython_files, python_files
+
+MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib", "pty"}
+BUILTINS = {"eval", "exec", "compile", "__import__", "input"}
+# (object, attribute) that start a shell, or objects from bytes.
+CALLS = {
+    ("os", "system"),
+    ("os", "popen"),
+    ("subprocess", "getoutput"),
+    ("subprocess", "getstatusoutput"),
+    ("yaml", "unsafe_load"),
+    ("yaml", "full_load"),
+    ("np", "fromregex"),
+}
+# PersiaServiceCtx hands functions to processes that it starts, through files of its own in a
+# directory that only its user can enter. No socket and no file of anybody else's leads there.
+FUNCTIONS_OF_THE_USER = PACKAGE / "_launch/run.py"
+
+
+def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            yield from ((node.lineno, n) for n in names if n.partition(".")[0] in MODULES)
+        elif isinstance(node, ast.Call):
+            yield from ((node.lineno, told) for told in dangers_of_call(node))
+
+
+def dangers_of_call(call: ast.Call) -> Iterator[str]:
+    words = {word.arg: word.value for word in call.keywords}
+    if isinstance(call.func, ast.Name) and call.func.id in BUILTINS:
+        yield call.func.id
+    for word, safe in (("shell", False), ("allow_pickle", False)):
+        if word in words and not is_literal(words[word], safe):
+            yield word
+    if not isinstance(call.func, ast.Attribute) or not isinstance(call.func.value, ast.Name):
+        return
+    name = (call.func.value.id, call.func.attr)
+    if name in CALLS:
+        yield ".".join(name)
+    if name == ("torch", "load") and not is_literal(words.get("weights_only"), True):
+        yield "torch.load of more than weights"
+    if name == ("np", "load") and "allow_pickle" not in words:
+        yield "np.load"
+    if name == ("yaml", "load") and "Loader" not in words:
+        yield "yaml.load"
+
+
+def is_literal(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def test_w71_nothing_runs_what_it_reads() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {told}"
+        for path in python_files()
+        if path != FUNCTIONS_OF_THE_USER
+        for line, told in dangers(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    pattern = rf"\b({'|'.join(MODULES)}|eval|exec|system|popen)\s*(\(|$)"
+    wrong += [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in cython_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if re.search(pattern, line.partition("#")[0])
+    ]
+    assert not wrong
+
+
+def test_yaml_makes_plain_values_only() -> None:
+    text = (PACKAGE / "utils.py").read_text()
+    assert re.findall(r"^class _UniqueKeyLoader\((.*)\):", text, re.MULTILINE) == [
+        "yaml.SafeLoader"
+    ]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from cloudpickle import dumps",
+        "eval('1')",
+        "subprocess.run('ls', shell=True)",
+        "subprocess.run('ls', shell=flag)",
+        "os.system('ls')",
+        "torch.load(file)",
+        "torch.load(file, weights_only=False)",
+        "np.load(file)",
+        "np.load(file, allow_pickle=True)",
+        "yaml.load(text)",
+    ],
+)
+def test_each_danger_is_seen(code: str) -> None:
+    assert list(dangers(ast.parse(code)))
