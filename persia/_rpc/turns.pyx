@@ -36,7 +36,7 @@ cdef class Turns:
         return self._holder is caller
 
     def leave(self, caller not None):
-        """Wait no longer; the turn goes to who has waited longest. Repeating changes nothing."""
+        """Wait no longer; the turn goes to who has waited longest. Again changes nothing."""
         cdef Py_ssize_t place
         if self._holder is not caller:
             for place in range(len(self._waiting)):
@@ -53,7 +53,7 @@ cdef class Turns:
                 pass  # an answer has freed it
 
     def is_needed(self, own not None):
-        """Take the turn for the own thread, unless a caller has it or came since this was asked."""
+        """Take the turn for the own thread, unless a caller has it or came since."""
         is_needed = self._holder is None and not self.was_asked and not self._is_closed
         self.was_asked = False
         if is_needed:
