@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 TREE := setup.py pyproject.toml README.md LICENSE persia tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-slow test-all compose-test lint format debug asan fuzz bench bench-step bench-cases bench-checkpoint bench-services bench-instructions wheel wheels clean
+.PHONY: help demo build test test-slow test-all compose-test lint format debug asan fuzz bench bench-step bench-cases bench-checkpoint bench-state bench-services bench-instructions wheel wheels clean
 .SILENT: help
 
 help:  ## list the targets
@@ -168,6 +168,11 @@ bench-cases: build  ## optimizers, eviction, input, scaling, latency
 
 bench-checkpoint: build  ## parts of a checkpoint, written and read, against dd on disk and tmpfs
 	$(BIN)/python -m tests.benchmarks.checkpoints $(BENCH)
+
+bench-state: build  ## pauses, training beside a dump, dump and load against dd, cuts, recovery
+	$(BIN)/python -m tests.benchmarks.state --only pauses beside $(BENCH)
+	$(BIN)/python -m tests.benchmarks.state --only disk tmpfs $(BENCH)
+	$(BIN)/python -m tests.benchmarks.recovery
 
 bench-services: build  ## local mode against embedded mode, on the same two cores
 	$(BIN)/python -m tests.benchmarks.services $(BENCH)

@@ -1078,11 +1078,16 @@ class EmbeddingCtx(BaseCtx):
         speaks = not env.get_rank()  # to the servers, for all ranks
         with self._all_or_none():
             checkpoint = checkpoints.Checkpoint(url)
-            states = checkpoint.fitting(dense, map_location)
-            is_whole = bool(dense) and names is None
-            trainer = checkpoint.state(checkpoints.TRAINER) if is_whole else None
+            # First, as a dense net that does not fit often is what comes of another dim.
             if speaks:
                 loader.verify(checkpoint.id, url, names)
+            try:
+                states = checkpoint.fitting(dense, map_location)
+                is_whole = bool(dense) and names is None
+                trainer = checkpoint.state(checkpoints.TRAINER) if is_whole else None
+            except BaseException:
+                loader.drop()
+                raise
         with self._all_or_none():
             if speaks:
                 loader.commit(blocking=blocking or self._ranks is not None)

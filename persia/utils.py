@@ -95,9 +95,15 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
         return yaml.load(text, Loader=_UniqueKeyLoader)
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc}") from None
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        place = f"{path}: line {mark.line + 1}" if mark else str(path)
+        problem = " ".join(filter(None, (exc.context, exc.problem, exc.note)))
+        # Where PyYAML was when it noticed helps nobody: not even as the cause.
+        raise ConfigError(f"{place}: expected YAML: {problem}") from None
     except (yaml.YAMLError, ValueError) as exc:
         # ValueError: bytes that are not UTF-8, and dates such as 2021-13-45.
-        raise ConfigError(f"{path}: expected YAML: {exc}") from exc
+        raise ConfigError(f"{path}: expected YAML: {exc}") from None
     except RecursionError:
         raise ConfigError(f"{path}: expected YAML, got collections nested too deep") from None
 

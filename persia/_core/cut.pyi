@@ -42,6 +42,10 @@ class Cut:
     wait_seconds: float
     last: int
 
+    @property
+    def fill(self) -> float:
+        """What part of their room copies take; beyond 1 requests wait for the reader."""
+
     def blocks(self, max_rows: int = 65536) -> Iterator[RowBlock]:
         """Yield the rows, shard after shard, in no particular order; once.
 

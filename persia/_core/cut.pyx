@@ -146,6 +146,11 @@ cdef class Cut:
             total += self.parts[i].watcher.images.num_bytes
         return total
 
+    @property
+    def fill(self):
+        with self.lock:
+            return self.image_bytes() / max(self.side_bytes, <uint64_t> 1)
+
     cdef void end_parts(self) noexcept:
         cdef uint32_t i
         with nogil:

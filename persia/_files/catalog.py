@@ -103,10 +103,10 @@ def load(place: Place, identity: str | None = None) -> Manifest:
     if identity is None:
         found = ids(storage)
         if not found:
-            raise CheckpointError(f"{storage.url}: no checkpoint is here")
+            raise nothing_in(storage)
         identity = found[-1]
     elif not ID.fullmatch(identity):
-        raise CheckpointError(f"{storage.url}: no id of a checkpoint: {identity!r}")
+        raise _no_such(storage, identity)
     path = f"{identity}.json"
     data = storage.read(path, MAX_MANIFEST_BYTES)
     manifest = Manifest.decode(data.tobytes(), storage.at(path))
@@ -116,6 +116,44 @@ def load(place: Place, identity: str | None = None) -> Manifest:
             f"got {manifest.id}"
         )
     return manifest
+
+
+def nothing_in(storage: Storage) -> CheckpointError:
+    """Return the error of a folder without a checkpoint, which says what is there instead."""
+    names = storage.list()
+    if names:
+        more = ", ..." if len(names) > 3 else ""
+        what = f"no manifest is among {', '.join(names[:3])}{more}"
+    else:
+        what = "there is no such folder" if storage.is_missing() else "the folder is empty"
+    return CheckpointError(f"{storage.url}: no checkpoint is here: {what}")
+
+
+def find(place: Place, name: str) -> str:
+    """Return the id of a checkpoint by its id, or by the number that it begins with.
+
+    Raises:
+        CheckpointError: If there is none, or more than one.
+    """
+    storage = storage_of(place)
+    found = [
+        identity
+        for identity in ids(storage)
+        if identity == name or (name.isdecimal() and number_of(identity)[0] == int(name))
+    ]
+    if len(found) != 1:
+        raise _no_such(storage, name)
+    return found[0]
+
+
+def _no_such(storage: Storage, name: str) -> CheckpointError:
+    known = ids(storage)
+    if not known:
+        return nothing_in(storage)
+    return CheckpointError(
+        f"{storage.url}: expected the id of a checkpoint, or its number if no other has it, "
+        f"got {name!r}; here are {', '.join(known)}"
+    )
 
 
 def latest(place: Place) -> str | None:

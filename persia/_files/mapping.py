@@ -72,7 +72,11 @@ class Mapping:
             )
         unknown = sorted(set(only or ()) - (saved.features.keys() & wanted.features.keys()))
         if unknown:
-            problems.append(f"features {', '.join(unknown)} are not in both")
+            problems.append(
+                f"features {', '.join(unknown)} are not in both: the checkpoint has "
+                f"{', '.join(sorted(saved.features))}; here are "
+                f"{', '.join(sorted(wanted.features))}"
+            )
         groups = [_DROPPED] * len(saved.groups)
         old_number = {group.name: number for number, group in enumerate(saved.groups)}
         for number, group in enumerate(wanted.groups):

@@ -14,7 +14,7 @@ the next ones: what is gathered and what is being written stay below the budget.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -75,6 +75,7 @@ class PartWriter:
         server: Which server's rows these are.
         part_bytes: Of one part at most, unless a single row is larger.
         num_threads: That write, beside the caller.
+        begin: Called by each of these when it begins.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class PartWriter:
         server: int = 0,
         part_bytes: int = PART_BYTES,
         num_threads: int = 2,
+        begin: Callable[[], None] | None = None,
     ) -> None:
         self._storage = storage
         self._prefix = prefix
@@ -94,7 +96,7 @@ class PartWriter:
         self._part_bytes = part_bytes
         self._ranges: dict[_Kind, list[_Range]] = {}
         self._gathered = 0
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="persia-parts")
+        self._pool = ThreadPoolExecutor(num_threads, "persia-parts", initializer=begin)
         self._writing: deque[tuple[int, Future[Part]]] = deque()
         self._in_flight = 0
         self._parts: list[Part] = []

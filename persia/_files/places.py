@@ -43,7 +43,7 @@ def chains(url: str, identity: str | None = None) -> list[tuple[Storage, list[Ma
     own = [open_storage(below(url, name)) for name in folders]
     found = [(one, catalog.chain(one)) for one in own if catalog.latest(one) is not None]
     if not found:
-        raise CheckpointError(f"{url}: no checkpoint is here")
+        raise catalog.nothing_in(storage)
     expected = {folder_of(number) for number in range(found[0][1][-1].num_servers)}
     for one, chain in found:
         if chain[-1].num_servers != len(expected):

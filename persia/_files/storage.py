@@ -18,7 +18,7 @@ import errno
 import os
 import urllib.parse
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,16 @@ Buffer = bytes | memoryview
 
 # What one writev takes; IOV_MAX is 1024 on Linux and macOS.
 _PIECES = 1024
+# Bytes, about: what a system copies in one call keeps a processor from others.
+_AT_ONCE = 2 << 20
 # Whole objects or nothing: a PUT is atomic, while a rename would copy.
 _OBJECT_STORES = frozenset(
     ("memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss")
 )
+
+
+def _nothing() -> None:
+    """Go on at once."""
 
 
 class Reader(ABC):
@@ -54,6 +60,9 @@ class Storage(ABC):
 
     url: str
     """Of the folder, for messages too."""
+
+    breathe: Callable[[], object] = staticmethod(_nothing)
+    """Called between pieces of a file that is written, by the thread that writes."""
 
     read_bytes: int = 1 << 20
     """What is best read at once: a piece is hashed while it is in the cache."""
@@ -109,6 +118,14 @@ class Storage(ABC):
         """
         with self.open(path) as reader:
             return int(reader.size)
+
+    def is_same(self, other: Storage) -> bool:
+        """Whether it is the same folder, as far as its URL says."""
+        return self.url.rstrip("/") == other.url.rstrip("/")
+
+    def is_missing(self) -> bool:
+        """Whether there is certainly no such folder; object stores have none that are empty."""
+        return True
 
     def at(self, path: str) -> str:
         """Return the path with the folder's URL, for messages."""
@@ -191,6 +208,14 @@ class LocalStorage(Storage):
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
+    def is_same(self, other: Storage) -> bool:
+        """Whether it is the same folder, by whatever path."""
+        return isinstance(other, LocalStorage) and self._root.resolve() == other._root.resolve()
+
+    def is_missing(self) -> bool:
+        """Whether there is no such folder."""
+        return not self._root.is_dir()
+
     def remove(self, path: str) -> None:
         """Unlink a file and fsync its folder: it does not come back."""
         with self._failing("remove", path):
@@ -219,10 +244,11 @@ class LocalStorage(Storage):
     def _write_new(self, path: Path, buffers: Sequence[Buffer]) -> None:
         descriptor = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            left = [memoryview(buffer) for buffer in buffers if len(buffer)]
+            left = list(_pieces(buffers))
             first = 0
             while first < len(left):
-                count = self._system.writev(descriptor, left[first : first + _PIECES])
+                count = self._system.writev(descriptor, _some(left, first))
+                self.breathe()
                 while first < len(left) and count >= len(left[first]):
                     count -= len(left[first])
                     first += 1
@@ -262,6 +288,23 @@ class LocalStorage(Storage):
             raise
         except OSError as exc:
             raise failed(verb, self.at(path), exc) from exc
+
+
+def _pieces(buffers: Sequence[Buffer]) -> Iterator[memoryview]:
+    """Cut buffers that are more than is written at once."""
+    for buffer in buffers:
+        view = memoryview(buffer)
+        for start in range(0, len(view), _AT_ONCE):
+            yield view[start : start + _AT_ONCE]
+
+
+def _some(left: list[memoryview], first: int) -> list[memoryview]:
+    """Return what is written by one call: at least a piece, and what fits beside it."""
+    end, total = first, 0
+    while end < len(left) and end - first < _PIECES and total < _AT_ONCE:
+        total += len(left[end])
+        end += 1
+    return left[first:end]
 
 
 def failed(verb: str, path: str, exc: Exception) -> CheckpointError:

@@ -11,17 +11,20 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from persia._files.catalog import chain, ids, load
+from persia._files.catalog import chain, find, ids, load
 from persia._files.manifest import TIME, Manifest, now
 from persia._files.rows import Progress, rewrite, verify
 from persia._files.storage import Storage, open_storage
 from persia._files.summary import compare, summarise
+from persia._files.writers import sole_writer
 from persia._launch.export import FORMATS, export
 from persia.errors import PersiaError
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
-which = click.option("--id", "identity", help="Of the checkpoint; the latest by default.")
+which = click.option(
+    "--id", "identity", help="Of the checkpoint, or its number; the latest by default."
+)
 
 
 class _Group(click.Group):
@@ -50,7 +53,7 @@ def cli() -> None:
 def inspect_command(url: str, identity: str | None, quick: bool, biggest: int) -> None:
     """Show what a checkpoint holds: rows, features, norms, ages, the biggest rows."""
     storage = open_storage(url)
-    manifests = chain(storage, identity)
+    manifests = _chain(storage, identity)
     _show(storage, manifests)
     if quick:
         return
@@ -81,11 +84,12 @@ def verify_command(url: str, identity: str | None, everything: bool) -> None:
     found: list[str | None] = [*ids(storage)] if everything else []
     # Of an empty folder nothing is whole: then the latest is asked for, and not there.
     for each in found or [identity]:
-        manifests = chain(storage, each)
+        manifests = _chain(storage, each)
         with _bar("verifying", manifests) as progress:
-            verify(storage, each, progress)
+            verify(storage, manifests[-1].id, progress)
         files = sum(len(manifest.all_files()) for manifest in manifests)
-        click.echo(f"{manifests[-1].id}: {files} files are whole")
+        whole = "is whole" if files == 1 else "are whole"
+        click.echo(f"{manifests[-1].id}: {_count(files, 'file')} {whole}")
 
 
 @cli.command("diff")
@@ -96,7 +100,7 @@ def verify_command(url: str, identity: str | None, everything: bool) -> None:
 def diff_command(before: str, after: str, before_id: str | None, after_id: str | None) -> None:
     """Compare two checkpoints row by row; exits with 1 if they differ."""
     one, two = open_storage(before), open_storage(after)
-    chains = chain(one, before_id), chain(two, after_id)
+    chains = _chain(one, before_id), _chain(two, after_id)
     first, second = chains[0][-1], chains[1][-1]
     if (first.schema.prefix_bits, first.schema.groups) != (
         second.schema.prefix_bits,
@@ -128,10 +132,10 @@ def convert_command(
 ) -> None:
     """Write rows as plain tables: ids, groups, values as float32, optimizer states."""
     storage = open_storage(url)
-    manifests = chain(storage, identity)
+    manifests = _chain(storage, identity)
     with _bar("converting", manifests, rows_only=True) as progress:
         files = export(storage, manifests, folder, form, groups, progress)
-    click.echo(f"{sum(files.values()):,} rows in {len(files)} files in {folder}")
+    click.echo(f"{sum(files.values()):,} rows in {_count(len(files), 'file')} in {folder}")
 
 
 @cli.command("reshard")
@@ -145,11 +149,27 @@ def reshard_command(url: str, target: str, servers: int | None, identity: str | 
     Any number of servers loads any checkpoint: this makes each read its own part only. Deltas
     become one full checkpoint, so it also copies and compacts.
     """
-    storage = open_storage(url)
-    manifests = chain(storage, identity)
-    with _bar("writing", manifests, rows_only=True) as progress:
-        manifest = rewrite(storage, target, identity, num_servers=servers, progress=progress)
-    click.echo(f"{manifest.id}: {manifest.num_rows:,} rows of {manifest.num_servers} servers")
+    storage, out = open_storage(url), open_storage(target)
+    if out.is_same(storage):
+        raise click.ClickException(
+            f"{target}: expected another folder than the checkpoint's own, where it would be "
+            "the latest one and the training that writes there would remove it"
+        )
+    manifests = _chain(storage, identity)
+    own = manifests[-1].id
+    with sole_writer(out), _bar("writing", manifests, rows_only=True) as progress:
+        manifest = rewrite(storage, out, own, num_servers=servers, progress=progress)
+    click.echo(
+        f"{manifest.id}: {manifest.num_rows:,} rows of {_count(manifest.num_servers, 'server')}"
+    )
+
+
+def _chain(storage: Storage, name: str | None) -> list[Manifest]:
+    return chain(storage, None if name is None else find(storage, name))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 @contextmanager
@@ -172,14 +192,16 @@ def _show(storage: Storage, manifests: list[Manifest]) -> None:
     )
     seconds = datetime.timedelta(seconds=int(age.total_seconds()))
     click.echo(f"checkpoint {last.id} in {storage.url}")
-    click.echo(f"  step {last.step}, by {last.num_servers} servers, PERSIA {last.writer}")
+    click.echo(
+        f"  step {last.step}, by {_count(last.num_servers, 'server')}, PERSIA {last.writer}"
+    )
     click.echo(f"  created {last.created}, {seconds} ago")
     for manifest in manifests:
         deleted = sum(entry.num_signs for entry in manifest.deleted)
         click.echo(
             f"  {manifest.kind} {manifest.id}: {manifest.num_rows:,} rows"
             + (f", {deleted:,} deleted" if manifest.kind == "delta" else "")
-            + f", {len(manifest.all_files())} files, {_size(manifest.num_bytes)}"
+            + f", {_count(len(manifest.all_files()), 'file')}, {_size(manifest.num_bytes)}"
         )
     for name, file in sorted(last.files.items()):
         click.echo(f"  file {name}: {_size(file.num_bytes)}")

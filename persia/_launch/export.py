@@ -44,7 +44,29 @@ def export(
         raise ConfigError(f"feature groups {', '.join(unknown)}: known are {', '.join(names)}")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: expected an empty folder, or none")
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _export(storage, manifests, folder, form, groups, progress)
+    except BaseException:
+        # A half of the rows looks like all of them.
+        for path in folder.iterdir():
+            path.unlink()
+        if is_new:
+            folder.rmdir()
+        raise
+
+
+def _export(
+    storage: Storage,
+    manifests: Sequence[Manifest],
+    folder: Path,
+    form: str,
+    groups: Collection[str],
+    progress: Progress,
+) -> dict[str, int]:
+    schema = manifests[-1].schema
+    names = [group.name for group in schema.groups]
     chosen = [number for number, name in enumerate(names) if not groups or name in groups]
     found: dict[str, int] = {}
     with ExitStack() as stack:
@@ -75,6 +97,7 @@ class _Files:
         self._storage = LocalStorage(folder)
         self._folder = folder
         self._form = form
+        self._names = np.array(list(names))
         self._metadata = {"groups": json.dumps(list(names))}
         self._number = 0
 
@@ -82,7 +105,8 @@ class _Files:
         name = f"{table}-{self._number:06}.{self._form}"
         self._number += 1
         if self._form == "npz":
-            np.savez(self._folder / name, allow_pickle=False, **arrays)
+            # ``groups[group]`` is the name of a row's.
+            np.savez(self._folder / name, allow_pickle=False, **arrays, groups=self._names)
         else:
             columns = {key: Column.of(array) for key, array in arrays.items()}
             self._storage.write(name, encode(columns, self._metadata))

@@ -33,6 +33,7 @@ from persia._files.schema import SavedSchema, table_name
 from persia._files.storage import Storage, open_storage
 from persia._files.tensors import Column, decode
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
+from persia._services.pace import Pace, room_for_copies, step_back, urgency_of
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
 
@@ -133,10 +134,12 @@ class Cuts:
 
     Args:
         replica: Number of the server.
+        requests: Returns how many requests of training have come.
     """
 
-    def __init__(self, replica: int) -> None:
+    def __init__(self, replica: int, requests: Callable[[], int]) -> None:
         self._replica = replica
+        self._requests = requests
         self._lock = threading.Lock()  # guards the cuts and their state
         self._cuts: dict[int, _Cut] = {}  # by id
         self.committed_at: float | None = None  # the last cut of all rows that was; monotonic
@@ -167,7 +170,7 @@ class Cuts:
                     )
                 self._end(other, False)  # whoever asked for it is gone
             held = held_now()
-            cut = held.store.begin_cut(request.changes)
+            cut = held.store.begin_cut(request.changes, side_bytes=room_for_copies(held.store))
             info = CutInfo(cut.num_rows, cut.is_full, held.about())
             sketch = held.store.sketch() if held.policies.sketch_bytes else None
             entry = _Cut(request, held, cut, info, sketch)
@@ -262,7 +265,9 @@ class Cuts:
     def _write(self, cut: _Cut, request: WriteRequest) -> None:
         storage = open_storage(request.url)
         prefix = self._prefix(request)
-        with PartWriter(storage, prefix, server=self._replica) as writer:
+        pace = Pace(self._requests)
+        storage.breathe = pace.rest
+        with PartWriter(storage, prefix, server=self._replica, begin=step_back) as writer:
             for block in cut.cut.blocks(BLOCK_ROWS):
                 for name, piece in by_table(cut.held, block):
                     writer.add(name, piece)
@@ -270,6 +275,7 @@ class Cuts:
                     cut.num_rows += len(block)
                     if cut.is_ended:
                         raise CheckpointError("the dump was given up")
+                pace.rest(urgency_of(cut.cut))
             parts = writer.finish()
         deleted: tuple[Deleted, ...] = ()
         if not cut.info.is_full:

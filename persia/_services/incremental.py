@@ -29,6 +29,7 @@ from persia._files.places import below, folder_of
 from persia._files.storage import Storage, open_storage
 from persia._files.writers import WriterLock
 from persia._services.checkpoints import BLOCK_ROWS, by_table
+from persia._services.pace import Pace, room_for_copies, step_back, urgency_of
 from persia.errors import StoreError
 from persia.logger import get_logger
 
@@ -57,6 +58,7 @@ class IncrementalWriter:
         settings: Where, and after how many changes.
         whole_rows: Returns a context in which no load replaces rows; it raises a
             CheckpointError where one does.
+        requests: Returns how many requests of training have come.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class IncrementalWriter:
         num_replicas: int,
         settings: ParameterServerConfig,
         whole_rows: Callable[[], AbstractContextManager[None]],
+        requests: Callable[[], int],
     ) -> None:
         self._whole_rows = whole_rows
+        self._requests = requests
         self._replica = replica
         self._num_replicas = num_replicas
         self._threshold = settings.incremental_buffer_size
@@ -151,7 +155,8 @@ class IncrementalWriter:
         is_long = self._sizes[1] > self._sizes[0]
         # A delta is read by the schema of its base: another learning rate makes another one.
         is_other = self._base is None or held.saved_schema() != self._schema
-        return store.begin_cut(CONSUMER, full=is_other or is_long)
+        side_bytes = room_for_copies(store)
+        return store.begin_cut(CONSUMER, full=is_other or is_long, side_bytes=side_bytes)
 
     def _write(self, storage: Storage, held: Held, cut: Cut) -> None:
         identity = catalog.new_id(storage)
@@ -177,10 +182,13 @@ class IncrementalWriter:
 
     def _publish(self, storage: Storage, identity: str, held: Held, cut: Cut) -> Manifest:
         prefix = f"{identity}/rows"
-        with PartWriter(storage, prefix, server=self._replica) as writer:
+        pace = Pace(self._requests)
+        storage.breathe = pace.rest
+        with PartWriter(storage, prefix, server=self._replica, begin=step_back) as writer:
             for block in cut.blocks(BLOCK_ROWS):
                 for name, piece in by_table(held, block):
                     writer.add(name, piece)
+                pace.rest(urgency_of(cut))
             parts = writer.finish()
         is_full = cut.is_full
         manifest = Manifest(

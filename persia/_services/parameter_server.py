@@ -157,14 +157,18 @@ class ParameterServer:
             "set_embedding_time_cost_sec",
         )
         self._warned_of_memory = False
-        self._cuts = Cuts(replica_index)
+        self._cuts = Cuts(replica_index, self._num_requests)
         self._loads = Loads(
             replica_index, replica_size, num_checkpoint_threads, self._note_missing
         )
         self._incremental: IncrementalWriter | None = None
         if settings.enable_incremental_update:
             self._incremental = IncrementalWriter(
-                replica_index, replica_size, settings, self._loads.whole_rows
+                replica_index,
+                replica_size,
+                settings,
+                self._loads.whole_rows,
+                self._num_requests,
             )
         self._warned_of_state = False
         self._recovered_rows = 0
@@ -831,6 +835,10 @@ class ParameterServer:
                 f"got {matrix.shape[0]}"
             )
         return matrix
+
+    def _num_requests(self) -> int:
+        """Return how many requests have come, of those that pay for what runs beside them."""
+        return self._counts["lookups"] + self._counts["updates"]
 
     def _count(self, **counts: int) -> None:
         with self._counts_lock:

@@ -22,7 +22,7 @@ from persia._files.parts import (
     filter_owned,
     num_owned,
     read_deleted,
-    verify_part,
+    read_part,
 )
 from persia._files.places import chains
 from persia._files.rows import rows_of
@@ -32,6 +32,7 @@ from persia.errors import CheckpointError, ConfigError, DataError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from persia._core.blocks import RowBlock
     from persia._files.entries import Part
     from persia._files.manifest import Manifest
     from persia._files.storage import Storage
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 _Signs = tuple["NDArray[np.uint64]", "NDArray[np.uint64]"]
 Moved = Callable[[int, int, int], None]  # bytes done, of, rows
 
+# Parts that enter the store at the same time: each takes the shards' locks in turn.
+_RESTORING = 2
 # Rows looked at under a shard's lock at a time.
 _BLOCK_ROWS = 65_536
 
@@ -61,7 +64,8 @@ class _Chain:
 
 def _check(chain: _Chain, part: Part) -> _Signs:
     """Check a part and whose rows are in it; returns its signs, and those they become here."""
-    signs = verify_part(chain.storage, part)
+    # Not those of the file: they let go of its memory. None comes twice: the caller's window.
+    signs = read_part(chain.storage, part).signs.copy()
     try:
         return signs, chain.mapping.signs_of(part.table, signs)
     except CheckpointError as exc:
@@ -265,12 +269,24 @@ class Restoring:
             done += num_bytes
             moved(done, self._num_bytes, count)
 
-        for chain in self._chains:
-            for part, block in rows_of(chain.storage, chain.manifests, read):
-                for _, rows in chain.mapping.apply(part.table, block):
-                    mine = filter_owned(rows, self._replica, self._num_replicas)
-                    if len(mine):
-                        count += store.restore(mine)
+        def restore(chain: _Chain, part: Part, block: RowBlock) -> int:
+            total = 0
+            for _, rows in chain.mapping.apply(part.table, block):
+                mine = filter_owned(rows, self._replica, self._num_replicas)
+                if len(mine):
+                    total += store.restore(mine)
+            return total
+
+        # Parts have no rows in common, so any two of them may enter at the same time.
+        waiting: deque[Future[int]] = deque()
+        with ThreadPoolExecutor(_RESTORING, "persia-restore") as pool:
+            for chain in self._chains:
+                for part, block in rows_of(chain.storage, chain.manifests, read):
+                    waiting.append(pool.submit(restore, chain, part, block))
+                    if len(waiting) > _RESTORING:
+                        count += waiting.popleft().result()
+            for entered in waiting:
+                count += entered.result()
         store.end_restore()
         moved(done, self._num_bytes, count)
         if self._sketch is None:

@@ -179,6 +179,7 @@ class Prefetcher:
         self._is_agreeing = False  # for messages only
         self._last: Ticket | None = None  # handed out last
         self._owes_turn = False  # what was handed out last will have no update
+        self._num_trained = self._num_abandoned = 0  # batches with and without a backward
         self._kept: list[Ticket] = []  # handed out and kept, most of them ended since
         self._threads = [
             threading.Thread(target=self._forward, name=f"persia-forward-{number}", daemon=True)
@@ -243,6 +244,12 @@ class Prefetcher:
             try:
                 return self._agreed.get(min(left, LINE_S))
             except Finished:
+                if self._num_abandoned and not self._num_trained:
+                    logger.warning(
+                        "none of the %d batches of this pass had a backward, so no embedding "
+                        "was trained; call ctx.backward(loss) for each, or use eval_ctx",
+                        self._num_abandoned,
+                    )
                 self._lookups.progress.end(self._source, self._source.end_position())
                 raise
             except ServiceError:
@@ -262,6 +269,8 @@ class Prefetcher:
         owes_turn, self._owes_turn = self._owes_turn, False
         if last is not None:
             owes_turn = self._lookups.book.release(last, Reason.ABANDONED, even_kept=False)
+            self._num_trained += not owes_turn
+            self._num_abandoned += owes_turn
         if owes_turn and self._takes_turns and self._ranks is not None and not self._closed:
             self._ranks.in_turn(lambda: None)  # the others wait for this rank's turn
         if last is not None and last.state is State.KEPT:

@@ -54,7 +54,8 @@ def test_load_yaml_of_a_missing_file(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"a: 1\nb:\n  c: 1\n  c: 2\n", "line 4: key 'c' is already given in line 3"),
-        (b"a: [1\n", "expected YAML"),
+        (b"a: [1\n", "line 2: expected YAML: while parsing a flow sequence expected"),
+        (b"a: 1\n b: 2\n", "line 2: expected YAML: mapping values are not allowed here"),
         (b"a: \xff\n", "expected YAML"),
         (b"a: 2021-13-45\n", "expected YAML: month must be in 1..12"),
         (b"[" * 5000, "expected YAML, got collections nested too deep"),

@@ -55,7 +55,7 @@ def test_inspect(tmp_path: Path) -> None:
     assert ran.exit_code == 0
     for line in (
         f"checkpoint {delta.id} in {tmp_path}",
-        "step 3, by 1 servers",
+        "step 3, by 1 server, ",
         f"full {base.id}: 150 rows, ",
         f"delta {delta.id}: 7 rows, 0 deleted, ",
         "group 1 item: features item; dim 4 float32, adagrad with 4 words of state",
@@ -112,7 +112,7 @@ def test_convert(tmp_path: Path, form: str) -> None:
     out = tmp_path / "out"
     ran = run("convert", tmp_path / "a", out, "--to", form, "--group", "tag")
     assert ran.exit_code == 0, ran.output
-    assert "50 rows in 1 files" in ran.output
+    assert "50 rows in 1 file in " in ran.output
     (file,) = out.iterdir()
     if form == "parquet":
         table = pytest.importorskip("pyarrow.parquet").read_table(file)
@@ -123,6 +123,7 @@ def test_convert(tmp_path: Path, form: str) -> None:
         with np.load(file) as held:
             ids, values = held["id"], held["values"]
             assert set(held["group"].tolist()) == {2}
+            assert held["groups"][held["group"][0]] == "tag"
     else:
         held = pytest.importorskip("safetensors.numpy").load_file(file)
         ids, values = held["id"], held["values"]
@@ -134,6 +135,43 @@ def test_convert(tmp_path: Path, form: str) -> None:
     assert run("convert", tmp_path / "a", out, "--to", form).exit_code == 1
     ran = run("convert", tmp_path / "a", tmp_path / "other", "--to", form, "--group", "x")
     assert "feature groups x: known are user, item, tag" in ran.output
+
+
+def test_a_convert_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a")
+    last = max((tmp_path / "a").rglob("table1*"))
+    last.write_bytes(last.read_bytes()[:-1])
+    ran = run("convert", tmp_path / "a", tmp_path / "out", "--to", "npz")
+    assert ran.exit_code == 1
+    assert last.name in ran.output
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "empty").mkdir()
+    assert run("convert", tmp_path / "a", tmp_path / "empty", "--to", "npz").exit_code == 1
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_messages_name_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "dense.pt").touch()
+    for name, what in (
+        ("missing", "there is no such folder"),
+        ("empty", "the folder is empty"),
+        ("other", "no manifest is among dense.pt"),
+    ):
+        assert f"no checkpoint is here: {what}" in run("inspect", tmp_path / name).output
+    first = checkpoint(tmp_path / "a")
+    assert run("inspect", tmp_path / "a", "--quick", "--id", "1").exit_code == 0
+    for wrong in ("7", "00000001-00000000", "x"):
+        ran = run("inspect", tmp_path / "a", "--id", wrong)
+        assert ran.exit_code == 1
+        assert f"got '{wrong}'; here are {first.id}" in ran.output
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for same in ("a", "link", "other/../a"):
+        ran = run("reshard", tmp_path / "a", tmp_path / same)
+        assert ran.exit_code == 1
+        assert "expected another folder" in ran.output
+    assert len(list((tmp_path / "a").glob("*.json"))) == 1
 
 
 def test_reshard(tmp_path: Path) -> None:

@@ -315,6 +315,36 @@ def test_a_model_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         assert state(ctx) == before
 
 
+def test_another_dim_is_named_before_the_dense_net(tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        train(ctx, Batches())
+        ctx.dump_checkpoint(tmp_path)
+    slots = {
+        name: {**slot, "dim": 2 * slot["dim"]} for name, slot in SLOTS["slots_config"].items()
+    }
+    config = EmbeddingConfig(seed=3, schema={**SLOTS, "slots_config": slots})
+    with (
+        TrainCtx(
+            model=(model := torch.nn.Linear(2, 1)),
+            embedding_optimizer=Adagrad(lr=0.1),
+            dense_optimizer=torch.optim.Adam(model.parameters()),
+            embedding_config=config,
+        ) as ctx,
+        pytest.raises(CheckpointError, match=r"dim of feature group .* here"),
+    ):
+        ctx.load_checkpoint(tmp_path)
+
+
+def test_a_pass_without_a_backward_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with make_ctx() as ctx:
+        for batch in loader(Batches()):
+            ctx.forward(batch)
+        assert f"none of the {NUM_BATCHES} batches of this pass" in caplog.text
+        caplog.clear()
+        train(ctx, Batches())
+    assert "had a backward" not in caplog.text
+
+
 def test_nothing_is_loaded_from_nowhere_or_inside_a_pass(tmp_path: Path) -> None:
     with make_ctx() as ctx:
         with pytest.raises(CheckpointError, match="no checkpoint"):

@@ -1,0 +1,232 @@
+"""What issue 5 asks of checkpoints, measured on a TrainCtx: one line for each number.
+
+    python -m tests.benchmarks.state [--rows N] [--cuts N] [--pairs N] [--only LINE ...]
+
+A job in embedded mode holds ROWS rows of dim 16 with Adagrad's state (about 160 bytes each in a
+file). A step is 4096 samples of 8 ids, uniform over all rows, a small dense net, forward and
+backward by a DataLoader. The lines:
+
+    pauses   over CUTS dumps with ``blocking=False`` in training: the longest step (the call is
+             part of its step) and the median one
+    beside   the rate of training while a dump is written, of the rate before it
+    idle     dumps and loads without training, against dd in the same folder, pair by pair
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from persia._rpc.messages import LookupRequest, TableSigns
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, IterableDataset
+from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
+from persia.embedding.optim import Adagrad
+from tests.benchmarks.checkpoints import dd, timed
+from tests.benchmarks.interleaved import Series, pin_malloc, ratio
+
+DIM = 16
+SAMPLES, IDS = 4096, 8
+FILL = 34_000
+GROUP = np.uint64(1 << 56)
+BATCHES = 32
+# Steps before anything is timed, and between two dumps.
+WARM, BETWEEN = 20, 12
+
+
+class Clicks(IterableDataset):
+    """Batches for as long as somebody asks."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        rng = np.random.default_rng(1)
+        self._ids = [
+            rng.integers(0, rows, (SAMPLES, IDS)).astype(np.uint64) for _ in range(BATCHES)
+        ]
+        self._labels = rng.integers(0, 2, (SAMPLES, 1)).astype(np.float32)
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        number = 0
+        while True:
+            ids = self._ids[number % BATCHES]
+            yield PersiaBatch([IDTypeFeature("id", list(ids))], labels=[Label(self._labels)])
+            number += 1
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(DIM, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+        )
+
+    def forward(self, dense: object, embeddings: list[torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = self.layers(embeddings[0])
+        return out
+
+
+def job(rows: int) -> TrainCtx:
+    torch.manual_seed(0)
+    model = Net()
+    server = {"capacity": rows + rows // 8, "memory_limit": 0}
+    return TrainCtx(
+        model=model,
+        embedding_optimizer=Adagrad(lr=0.1),
+        dense_optimizer=torch.optim.Adam(model.parameters()),
+        embedding_config={"slots_config": {"id": {"dim": DIM}}},
+        global_config={"embedding_parameter_server_config": server},
+    )
+
+
+def fill(ctx: TrainCtx, rows: int) -> None:
+    """Enter all rows, in the order of their ids."""
+    worker: Any = ctx.embedding_worker
+    server = worker._servers.servers[0]
+    for number, first in enumerate(range(0, rows, FILL)):
+        signs = np.arange(first, min(first + FILL, rows), dtype=np.uint64) | GROUP
+        server.lookup(LookupRequest(1 << 40 | number, True, (TableSigns(0, signs),)))
+
+
+class Training:
+    """Steps of one pass that does not end; ``steps`` has the seconds of each."""
+
+    def __init__(self, ctx: TrainCtx, rows: int) -> None:
+        self._ctx = ctx
+        self._batches = iter(DataLoader(Clicks(rows)))
+        self._loss = torch.nn.BCEWithLogitsLoss()
+        self.run(WARM)
+
+    def step(self, then: Callable[[], object] | None = None) -> float:
+        """Return the seconds of a step, and of what comes right after it."""
+        start = time.perf_counter()
+        output, labels = self._ctx.forward(next(self._batches))
+        self._ctx.backward(self._loss(output, (labels or [])[0]))
+        if then is not None:
+            then()
+        return time.perf_counter() - start
+
+    def run(self, count: int) -> list[float]:
+        return [self.step() for _ in range(count)]
+
+    def while_dumping(self, folder: str) -> list[float]:
+        """Return the steps from the call to the end of its files."""
+        steps = [self.step(lambda: self._ctx.dump_checkpoint(folder, blocking=False))]
+        saver = self._ctx._saver
+        while saver is not None and saver._thread is not None and saver._thread.is_alive():
+            steps.append(self.step())
+        self._ctx.wait_for_dump_embedding()
+        return steps
+
+
+def pauses(training: Training, folder: str, cuts: int) -> None:
+    alone = [1e3 * seconds for seconds in training.run(200)]
+    print(
+        f"without a dump: median {median(alone):.1f} ms, longest "
+        f"{max(alone) - median(alone):.1f} ms more"
+    )
+    steps: list[float] = []
+    called: list[float] = []
+    for _ in range(cuts):
+        steps += training.run(BETWEEN)
+        during = training.while_dumping(folder)
+        called.append(during[0])
+        steps += during
+    middle = 1e3 * median(steps)
+    more = 1e3 * max(steps) - middle
+    print(
+        f"pauses: {cuts} cuts, {len(steps)} steps: median {middle:.1f} ms, longest {more:.1f} "
+        "ms more (asked: at most 50); steps with the call: "
+        + ", ".join(f"{1e3 * seconds:.0f}" for seconds in called)
+    )
+
+
+def beside(training: Training, folder: str, pairs: int) -> None:
+    ratios, rates = [], []
+    for _ in range(pairs):
+        alone = training.run(BETWEEN * 4)
+        during = training.while_dumping(folder)
+        rates.append(1 / (sum(during) / len(during)))
+        ratios.append(rates[-1] * sum(alone) / len(alone))
+    num_bytes = sum(path.stat().st_size for path in Path(folder).rglob("*.safetensors"))
+    print(
+        f"beside: {median(rates):.1f} steps/s while {num_bytes / 1e9:.2f} GB are dumped in "
+        f"{sum(during):.1f} s: {median(ratios):.2f} of the rate without (asked: at least 0.8); "
+        f"each: {', '.join(f'{each:.2f}' for each in ratios)}"
+    )
+
+
+def forget(folder: Path) -> None:
+    """Have no file of it in memory, as far as the system lets go."""
+    os.sync()
+    for path in folder.rglob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def idle(ctx: TrainCtx, parent: str, pairs: int, asked: float) -> None:
+    rates: dict[str, list[float]] = {"dd": [], "dump": [], "load": []}
+    with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as name:
+        folder = Path(name)
+        for number in range(pairs + 1):
+            shutil.rmtree(folder / "job", ignore_errors=True)
+            seconds = timed(lambda: ctx.dump_embedding(folder / "job"))
+            size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+            disk = dd(folder, size)
+            forget(folder)
+            loading = timed(lambda: ctx.load_embedding(folder / "job"))
+            if number:  # the first has the memory of the store and the page cache to get
+                rates["dd"].append(disk)
+                rates["dump"].append(size / seconds)
+                rates["load"].append(size / loading)
+    series = {kind: Series(found, []) for kind, found in rates.items()}
+    print(f"idle, {parent}: dd {series['dd'].rate / 1e9:.2f} GB/s")
+    for kind in ("dump", "load"):
+        own = series[kind]
+        print(
+            f"  {kind} {own.rate / 1e9:.2f} GB/s, {ratio(own, series['dd'])} of dd "
+            f"(asked: at least {asked})"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--cuts", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--disk", default=".")
+    parser.add_argument("--tmpfs", default="/dev/shm")
+    parser.add_argument("--only", nargs="*", default=["pauses", "beside", "disk", "tmpfs"])
+    arguments = parser.parse_args()
+    pin_malloc()
+    with job(arguments.rows) as ctx:
+        fill(ctx, arguments.rows)
+        print(f"{arguments.rows} rows", file=sys.stderr)
+        if "pauses" in arguments.only or "beside" in arguments.only:
+            training = Training(ctx, arguments.rows)
+            with tempfile.TemporaryDirectory(dir=arguments.disk, prefix="bench-") as folder:
+                if "pauses" in arguments.only:
+                    pauses(training, folder, arguments.cuts)
+                if "beside" in arguments.only:
+                    beside(training, folder, arguments.pairs)
+            return  # a load comes between two passes
+        if "disk" in arguments.only:
+            idle(ctx, arguments.disk, arguments.pairs, 0.7)
+        if "tmpfs" in arguments.only:
+            idle(ctx, arguments.tmpfs, arguments.pairs, 0.35)
+
+
+if __name__ == "__main__":
+    main()
