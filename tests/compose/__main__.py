@@ -1,7 +1,7 @@
 """Builds the stack and runs it: the same bits, failures, and faults while it trains.
 
     python3 -m tests.compose             # needs Docker with Compose, and nothing else
-    python3 -m tests.compose faults      # of: build memory bits failure faults
+    python3 -m tests.compose faults      # of: build memory bits keys failure faults
 
 Containers, networks and volumes are those of a project of its own, and are gone afterwards.
 """
@@ -9,11 +9,14 @@ Containers, networks and volumes are those of a project of its own, and are gone
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +36,9 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "COMPOSE_PROFILES": "train", **changes}
 
 
-def compose(*words: str, overlay: bool = False) -> list[str]:
+def compose(*words: str, overlay: bool = False, keys: bool = False) -> list[str]:
     files = ["-f", "compose.yaml", *(["-f", "tests/compose/script.yml"] if overlay else [])]
+    files += ["-f", "compose/keys.yml"] if keys else []
     return ["docker", "compose", "-p", PROJECT, *files, *words]
 
 
@@ -96,6 +100,13 @@ def bits() -> None:
     took = time.monotonic() - start
     statuses = run(compose("ps", "-a", "--format", "{{.ExitCode}}")).stdout.split()
     expect("exit statuses", ["0"] * 8, statuses, up.stdout)
+    expect("AUC, loss and rows of embedded mode and the cluster", embedded(), cluster)
+    print(f"test AUC {cluster['auc']:.6f} in the cluster and in one process, {took:.0f} s")
+
+
+@functools.cache
+def embedded() -> dict[str, float]:
+    """Return what embedded mode makes of the same data."""
     data = os.environ.get("PERSIA_DATA_DIR") or f"{PROJECT}_data"
     alone = run(
         [
@@ -106,10 +117,86 @@ def bits() -> None:
         ],
         RUN_S,
     )
-    expect(
-        "AUC, loss and rows of embedded mode and the cluster", report_of(alone.stdout), cluster
-    )
-    print(f"test AUC {cluster['auc']:.6f} in the cluster and in one process, {took:.0f} s")
+    return report_of(alone.stdout)
+
+
+# --- with keys ------------------------------------------------------------------------------
+
+ROLES = {"embedding_parameter_server": 3, "embedding_worker": 2, "nn_worker": 1}
+PORTS = {"embedding_parameter_server": 8888, "embedding_worker": 8887, "nn_worker": 23457}
+# A container on the same network that has no key: says what it hears.
+STRANGER = """
+import json, socket, sys, zmq
+heard = {}
+for where in sys.argv[1:]:
+    host, _, port = where.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as tcp:
+        tcp.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(64))
+        tcp.settimeout(10)
+        got = b""
+        try:
+            while part := tcp.recv(4096):
+                got += part
+        except ConnectionResetError:
+            pass
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    peer.connect("tcp://" + where)
+    event = monitor.poll(10000) and int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+    heard[where] = [len(got) <= 64 and b"HTTP" not in got, event == zmq.EVENT_DISCONNECTED]
+    context.destroy(0)
+print(json.dumps(heard))
+"""
+
+
+def listening(name: str) -> set[int]:
+    """Return the ports at which a container listens; Docker's name server is its own."""
+    tables = run(["docker", "exec", name, "cat", "/proc/net/tcp", "/proc/net/tcp6"]).stdout
+    fields = [line.split() for line in tables.splitlines()]
+    ends = [one[1].split(":") for one in fields if len(one) > 3 and one[3] == "0A"]
+    return {int(port, 16) for host, port in ends if host != "0B00007F"}
+
+
+def check_doors() -> None:
+    """Only documented ports listen, and a container without a key hears nothing there."""
+    deadline = time.monotonic() + STEP_S
+    for role, count in ROLES.items():
+        for name in (container(role, number + 1) for number in range(count)):
+            while PORTS[role] not in listening(name):
+                if time.monotonic() > deadline:
+                    sys.exit(f"{name} does not listen:\n{run(compose('logs')).stdout[-6000:]}")
+                seconds(0.2)()
+            logs = run(["docker", "logs", name]).stdout
+            metrics = map(int, re.findall(r"metrics at http://\S+:(\d+)/", logs))
+            others = listening(name) - {PORTS[role], *metrics}
+            if role != "nn_worker":  # the others are PyTorch's
+                expect(f"ports of {name} that docs/security.md does not name", set(), others)
+    places = [f"{role}:{port}" for role, port in PORTS.items()]
+    stranger = ["docker", "run", "--rm", "--network", NETWORK, "persia:server", "python", "-c"]
+    heard = json.loads(run([*stranger, STRANGER, *places]).stdout)
+    expect("strangers are cut off", {place: [True, True] for place in places}, heard)
+
+
+def keys() -> None:
+    """With keys: the same bits, only documented ports, and strangers hear nothing."""
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o777)
+        make = ["docker", "run", "--rm", "--network", "none", "-v", f"{place}:/keys"]
+        run([*make, "persia:server", "persia-launcher", "keys", "/keys"])
+        up = compose("up", "--detach", "--no-build", overlay=True, keys=True)
+        how = {"KEYS": place, "REPRODUCIBLE": "1"}
+        run([*up, *ROLES], STEP_S, True, **how)
+        check_doors()
+        # Not before: without a data-loader nothing is over too soon.
+        run(up, STEP_S, True, **how)
+        trainer = container("nn_worker", 1)
+        status = run(["docker", "wait", trainer], RUN_S).stdout.strip()
+        said = run(["docker", "logs", trainer]).stdout
+        expect("exit status", "0", status, said)
+    expect("AUC, loss and rows with keys", embedded(), report_of(said))
+    print(f"test AUC {embedded()['auc']:.6f} with keys too, and no port but documented ones")
 
 
 def failure() -> None:
@@ -266,7 +353,7 @@ def faults() -> None:
     print(f"parameter server killed: {books['batches']} batches, ended with 0")
 
 
-STEPS = {one.__name__: one for one in (build, memory, bits, failure, faults)}
+STEPS = {one.__name__: one for one in (build, memory, bits, keys, failure, faults)}
 
 
 def main() -> None:

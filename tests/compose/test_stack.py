@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.role_keys import FILES
+
 ROOT = Path(__file__).parents[2]
 STACK = ROOT / "compose/stack.yml"
 SETTINGS = ROOT / "compose/.docker.env"
@@ -186,5 +188,17 @@ def test_overlays_fit_the_stack() -> None:
     assert trainer["command"][-1] == "2"
     assert trainer["build"]["args"]["TORCH_BUILD"].startswith("cu")
     assert trainer["deploy"]["resources"]["limits"]["memory"]
+    guarded = rendered("compose.yaml", "compose/keys.yml", KEYS="/some/keys")
+    for role in ROLES:
+        service = guarded["services"][role]
+        names = {secret["source"] for secret in service["secrets"]}
+        assert names == set(FILES[role.replace("_", "-")]), role
+        assert service["environment"]["PERSIA_KEYS"] == "/run/secrets"
+        assert service["environment"]["PERSIA_LISTEN_WITHOUT_KEYS"] == "0"
+        # Under the names by which the directory is read.
+        assert all(
+            s.get("target", s["source"]).endswith(s["source"]) for s in service["secrets"]
+        )
+    assert guarded["secrets"]["server.secret"]["file"] == "/some/keys/server.secret"
     again = rendered("compose.yaml", "tests/compose/script.yml")
     assert again["services"]["nn_worker"]["command"][:2] == ["persia-launcher", "nn-worker"]
