@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 TREE := setup.py pyproject.toml README.md LICENSE persia tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-slow test-all compose-test lint format debug asan fuzz bench bench-step bench-cases bench-checkpoint bench-state bench-services bench-instructions wheel wheels clean
+.PHONY: help demo build test test-slow test-all compose-test audit lint format debug asan fuzz bench bench-step bench-cases bench-checkpoint bench-state bench-services bench-instructions wheel wheels clean
 .SILENT: help
 
 help:  ## list the targets
@@ -88,6 +88,12 @@ test-all: test test-slow  ## every tier
 # The containers bring what they need: no .venv. COMPOSE_STEPS=bits runs one step.
 compose-test:  ## the stack of compose.yaml: same bits, failures, faults (needs Docker)
 	$(PYTHON) -m tests.compose $(COMPOSE_STEPS)
+
+audit:  ## known holes in what the images are made of (says so where it cannot know)
+	{ test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && \
+	  build/audit/bin/pip install --quiet --disable-pip-version-check 'pip-audit>=2.7,<3'; }; } || \
+	  echo 'audit: pip-audit cannot be installed here'
+	build/audit/bin/python -m tests.compose.audit
 
 lint: build  ## style, types, Cython, spelling
 	$(BIN)/ruff check .

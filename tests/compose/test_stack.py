@@ -112,10 +112,23 @@ def test_images_and_packages_are_pinned() -> None:
         assert re.fullmatch(r"persia:[a-z-]+|[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", image), name
     stages = re.findall(r"^FROM (\S+)", DOCKERFILE.read_text(), re.MULTILINE)
     assert set(stages) == {"python:3.11-slim-bookworm", "pip", "server"}
-    pins = (ROOT / "compose/requirements.txt").read_text()
-    requirements = re.findall(r"^([a-z0-9-]+)(\S*) \\$", pins, re.MULTILINE)
-    assert all(re.fullmatch(r"==[\d.]+", version) for _, version in requirements)
-    assert pins.count("--hash=sha256:") > len(requirements)
+    for name in ("requirements", "requirements-build", "requirements-torch"):
+        pins = (ROOT / f"compose/{name}.txt").read_text()
+        requirements = re.findall(r"^([a-z0-9-]+)(\S*) \\$", pins, re.MULTILINE)
+        assert all(re.fullmatch(r"==[\d.]+(\+cpu)?", version) for _, version in requirements)
+        assert pins.count("--hash=sha256:") > len(requirements)
+    # Each install of the image asks for hashes, but for our own wheel, and torch of other
+    # builds than the one that has a hash.
+    script = (ROOT / "compose/install-torch.sh").read_text()
+    installs = re.findall(
+        r"\binstall ([^;&\n]*(?:\\\n[^;&\n]*)*)", DOCKERFILE.read_text() + script
+    )
+    loose = [one for one in installs if "--require-hashes" not in one and "apt" not in one]
+    assert [one.split()[-1] for one in loose if "no-install-recommends" not in one] == [
+        "dist/*.whl",
+        '"$wanted"',
+        '"torch==$TORCH"',
+    ]
 
 
 def test_the_image_has_what_the_package_needs() -> None:
@@ -133,6 +146,8 @@ def test_the_image_has_what_the_package_needs() -> None:
     )
     assert constraint is not None
     assert f"ARG TORCH={constraint[1]}\n" in DOCKERFILE.read_text()
+    pinned = (ROOT / "compose/requirements-torch.txt").read_text()
+    assert f"\ntorch=={constraint[1]}+cpu " in f"\n{pinned}"
 
 
 def test_nobody_is_root() -> None:
