@@ -31,6 +31,7 @@ DEFAULT_PARAMETER_SERVERS = "127.0.0.1:8888"
 DEFAULT_EMBEDDING_WORKERS = "127.0.0.1:8887"
 DEFAULT_NN_WORKERS = "127.0.0.1:23457"
 DEFAULT_LISTEN_HOST = "127.0.0.1"
+DEFAULT_METRICS_GATEWAY = "metrics_gateway:9091"
 
 PARAMETER_SERVERS_VARIABLE = "PERSIA_EMBEDDING_PARAMETER_SERVERS"
 EMBEDDING_WORKERS_VARIABLE = "PERSIA_EMBEDDING_WORKERS"
@@ -474,9 +475,9 @@ def metrics_host() -> str:
     return _text("PERSIA_METRICS_HOST") or DEFAULT_LISTEN_HOST
 
 
-def metrics_gateway() -> str | None:
-    """Return ``host:port`` of the push gateway that gets the metrics, if one is named."""
-    return _text("PERSIA_METRICS_GATEWAY_ADDR")
+def metrics_gateway() -> str:
+    """Return ``host:port`` of the push gateway, which gets metrics if a config says so."""
+    return _text("PERSIA_METRICS_GATEWAY_ADDR") or DEFAULT_METRICS_GATEWAY
 
 
 def checkpoint_roots() -> list[str] | None:

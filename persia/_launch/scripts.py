@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from pathlib import Path
 from persia import env
 from persia._launch.children import RUN, Child, signal_name
 from persia._launch.notes import End
+from persia._metrics.catalogue import LOADER
+from persia._metrics.endpoint import Endpoint
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.events import Event, Events, watched_process
 from persia._services.job_end import (
@@ -180,9 +183,14 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
             else:
                 events.put(Event("job", error=end))
 
+        def stand_in() -> None:
+            # Where the script told how it is, of which nothing but its end is left to tell.
+            endpoint = Endpoint(LOADER, replica_index, list, _is_well, _is_well)
+            stack.callback(endpoint.close)
+
         watcher = f"data-loader {replica_index} {socket.gethostname()}:{os.getpid()}"
         stack.enter_context(closing(JobWatch(transport, watcher, on_end)))
-        end = _until_job_ends(script, child, events)
+        end = _until_job_ends(script, child, events, stand_in)
     _print_last(end)
     return end.status
 
@@ -197,7 +205,16 @@ def _heard(events: Events) -> int | None:
     return None
 
 
-def _until_job_ends(script: Script, child: Child, events: Events) -> End:
+def _is_well() -> str:
+    return ""
+
+
+def _until_job_ends(
+    script: Script,
+    child: Child,
+    events: Events,
+    on_script_ended: Callable[[], None] = lambda: None,
+) -> End:
     has_ended = False  # the script, well
     status: int | None = None  # of the job
     lost: BaseException | None = None  # the servers that know when the job ends
@@ -234,6 +251,7 @@ def _until_job_ends(script: Script, child: Child, events: Events) -> End:
                 logger.info("%s ended with status %d", script.path, end.status)
                 return end
             has_ended = True
+            on_script_ended()
             if status is None:
                 logger.info("%s has ended, waits for the job to end", script.path)
         elif event.error is not None:

@@ -33,6 +33,7 @@ from typing import Any
 
 from persia import env
 from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.push import Pusher, PushSettings
 from persia._metrics.registry import CONTENT_TYPE, Metrics, Sample, Source
 from persia.errors import ConfigError
 from persia.version import __version__
@@ -69,6 +70,7 @@ class Endpoint:
         ready: Why it cannot be used now.
         healthy: Why it is not well.
         local_rank: Of an nn-worker, of which one container has several.
+        push: How metrics are sent to a gateway, if they are.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Endpoint:
         healthy: Why,
         *,
         local_rank: int = 0,
+        push: PushSettings | None = None,
     ) -> None:
         self._role, self._replica = role, replica
         self._why = {"/readyz": ready, "/healthz": healthy}
@@ -89,6 +92,9 @@ class Endpoint:
         port = env.metrics_port()
         if port != "off":
             self._start(port, local_rank)
+        self._pusher: Pusher | None = None
+        if push is not None:
+            self._pusher = Pusher(self.metrics, push, role, replica)
 
     def _start(self, asked: int | None, local_rank: int) -> None:
         host = env.metrics_host()
@@ -122,7 +128,10 @@ class Endpoint:
         return f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
 
     def close(self) -> None:
-        """Free the port."""
+        """Free the port; what was counted last is sent, if anything is."""
+        pusher, self._pusher = self._pusher, None
+        if pusher is not None:
+            pusher.close()
         server, self._server = self._server, None
         if server is not None and self._thread is not None:
             server.stop()

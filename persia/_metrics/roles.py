@@ -221,11 +221,6 @@ def of_worker(replica: int, worker: Worker) -> Source:
         yield Sample("persia_server_restarts", stats.get("server_restarts", 0))
         for what in _FATES:
             yield Sample("persia_worker_batches", stats.get(what, 0), {"what": what})
-        for name, count in stats.items():
-            for prefix, of in _LEFT_OUT.items():
-                if name.startswith(prefix):
-                    feat = name.removeprefix(prefix)
-                    yield Sample("nan_count", count, {"feat": feat, "of": of})
         for feat, counts in sorted(worker.id_counts().items()):
             num_ids, distinct, masked, skipped = counts
             labels = {"feat": feat}
@@ -236,6 +231,9 @@ def of_worker(replica: int, worker: Worker) -> Source:
             yield Sample("persia_distinct_ids", distinct, labels)
             yield Sample("persia_masked_ids", masked, labels)
             yield Sample("nan_grad_skipped", skipped, labels)
+            for prefix, of in _LEFT_OUT.items():
+                num_rows = stats.get(f"{prefix}{feat}", 0)
+                yield Sample("nan_count", num_rows, {**labels, "of": of})
         yield from _histograms(worker.timings)
 
     return Source(WORKER, replica, "batches", worker, read)

@@ -40,7 +40,7 @@ from persia._services.job_end import GRACE_S, POLL_S, status_after_job
 from persia._services.parameter_server import ParameterServer
 from persia._services.plan import schema_fingerprint
 from persia._services.supervised import open_state
-from persia._services.telling import soon
+from persia._services.telling import push_settings, soon
 from persia.config import EmbeddingSchema, GlobalConfig, ParameterServerConfig
 from persia.errors import ConfigError, JobFinished, ServiceBusy
 
@@ -101,7 +101,7 @@ def run_parameter_server(options: Options) -> int:
         serving = _Serving(transport, parameter_server(), options, schema, server, events)
         stack.callback(serving.stop)
         serving.sources.append(of_server(server))
-        serving.tell(stack, server.why_not_ready)
+        serving.tell(stack, server.why_not_ready, config)
         infer = config.common_config.infer_config
         if config.common_config.job_type == "Infer" and infer and infer.embedding_checkpoint:
             logger.info("listens at %s, loads %s", serving.address, infer.embedding_checkpoint)
@@ -142,7 +142,7 @@ def run_embedding_worker(options: Options) -> int:
         late = _LateWorker()
         serving = _Serving(transport, embedding_worker(), options, schema, late, events)
         stack.callback(serving.stop)
-        serving.tell(stack, late.why_not_ready)
+        serving.tell(stack, late.why_not_ready, config)
         logger.info("listens at %s, connects to the parameter servers", serving.address)
         try:
             servers = connect_parameter_servers(
@@ -292,14 +292,19 @@ class _Serving:
         """The log level of what is said at the end: nothing is to follow a failed job."""
         return logging.DEBUG if self._job.status else logging.INFO
 
-    def tell(self, stack: ExitStack, ready: Callable[[], str]) -> None:
+    def tell(self, stack: ExitStack, ready: Callable[[], str], config: GlobalConfig) -> None:
         """Serve metrics of this process, until the stack ends.
 
         Raises:
             ConfigError: If it cannot listen where the environment says.
         """
         endpoint = Endpoint(
-            self._role, self._number, lambda: self.sources, ready, self._why_not_healthy
+            self._role,
+            self._number,
+            lambda: self.sources,
+            ready,
+            self._why_not_healthy,
+            push=push_settings(config),
         )
         stack.callback(endpoint.close)
 

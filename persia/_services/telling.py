@@ -20,9 +20,11 @@ from typing import Protocol, runtime_checkable
 from persia import env
 from persia._metrics.catalogue import LOADER, TRAINER
 from persia._metrics.endpoint import Endpoint
+from persia._metrics.push import PushSettings
 from persia._metrics.registry import Source
 from persia._rpc import session
 from persia._rpc.deadlines import caller_deadline
+from persia.config import GlobalConfig
 from persia.errors import ConfigError
 
 # Seconds that servers get to say whether they are ready.
@@ -106,6 +108,14 @@ def release() -> None:
         endpoint.close()
 
 
+def push_settings(config: GlobalConfig) -> PushSettings | None:
+    """Return what a global config says of the push gateway; None if nothing is to be sent."""
+    told = config.common_config.metrics_config
+    if not told.enable_metrics:
+        return None
+    return PushSettings(told.job_name, float(told.push_interval_seconds))
+
+
 def url() -> str:
     """Return where this process tells its metrics; "" if nowhere."""
     with _lock:
@@ -126,6 +136,7 @@ def _open(role: str | None) -> Endpoint:
     rank = env.get_rank()
     if role is None:
         role = LOADER if rank is None else TRAINER
+    config = env.global_config_path()
     number = rank if role == TRAINER else env.get_replica_index()
     return Endpoint(
         role,
@@ -134,4 +145,5 @@ def _open(role: str | None) -> Endpoint:
         _why_not_ready,
         _why_not_healthy,
         local_rank=env.get_local_rank() or 0,
+        push=None if config is None else push_settings(GlobalConfig.load(config)),
     )

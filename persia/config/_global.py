@@ -70,13 +70,16 @@ class MetricsConfig:
     """Section ``common_config.metrics_config``."""
 
     enable_metrics: bool = False
-    """Whether processes serve metrics."""
+    """Whether metrics are sent to the push gateway at ``PERSIA_METRICS_GATEWAY_ADDR``.
+
+    Each process serves them at a port of its own in any case.
+    """
 
     job_name: str = "persia_default_jobname"
-    """Label of this job in the metrics."""
+    """Name of this job at the gateway."""
 
     push_interval_seconds: int = field(default=10, metadata={"aliases": ("push_interval_sec",)})
-    """Seconds between two updates of metrics that cost a walk over the store."""
+    """Seconds between two times that they are sent."""
 
     def __post_init__(self) -> None:
         check_integer("push_interval_seconds", self.push_interval_seconds, 1)
@@ -261,7 +264,6 @@ class GlobalConfig:
         config = read(GlobalConfig, content, Where(name))
         common, server = config.common_config, config.embedding_parameter_server_config
         unused = {
-            "common_config.metrics_config.enable_metrics": common.metrics_config.enable_metrics,
             "common_config.job_type": common.job_type == "Eval"
             or (common.job_type == "Infer" and common.infer_config is None),
             "embedding_parameter_server_config.incremental_channel_capacity": (

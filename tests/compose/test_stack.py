@@ -101,9 +101,9 @@ def test_memory_is_limited_above_what_servers_take(role: str) -> None:
 
 def test_healthchecks_ask_the_role_itself() -> None:
     for role in ROLES:
-        if role != "data_loader":
-            check = services()[role]["healthcheck"]["test"]
-            assert check[-2:] == ["persia._launch.health", role.replace("_", "-")]
+        module, *options, asked = services()[role]["healthcheck"]["test"][3:]
+        assert (module, asked) == ("persia._launch.health", role.replace("_", "-"))
+        assert options == (["--ready"] if role in ("data_loader", "nn_worker") else [])
 
 
 def test_images_and_packages_are_pinned() -> None:

@@ -92,7 +92,6 @@ def test_w28_push_interval_sec_works() -> None:
     [
         ("embedding_parameter_server_config", "incremental_channel_capacity", 10),
         ("common_config", "job_type", "Infer"),
-        ("common_config.metrics_config", "enable_metrics", True),
     ],
 )
 def test_w28_settings_without_effect_say_so(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster import DEADLINE_S, Cluster
+from tests.cluster import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,6 +28,8 @@ SLOTS = {
     "slots_config": {"user": {"dim": 8}, "item": {"dim": 8}},
 }
 NUM_BATCHES, BATCH_SIZE = 6, 32
+# PyTorch takes long to load where many tests run.
+DEADLINE_S = 240.0
 
 LOADER = f"""
 import sys, os
@@ -40,7 +42,9 @@ from persia.embedding.data import (
 
 place = sys.argv[1]
 with DataCtx() as ctx:
-    for number in range({NUM_BATCHES}):
+    with open(f"{{place}}/loader-says", "w") as pipe:
+        pipe.write(telling.url())
+    for number in range(2 * {NUM_BATCHES}):
         rng = np.random.default_rng(number)
         ids = [rng.integers(0, 1000, {BATCH_SIZE}, dtype=np.uint64) for _ in range(2)]
         ctx.send_data(PersiaBatch(
@@ -48,8 +52,6 @@ with DataCtx() as ctx:
             non_id_type_features=[NonIDTypeFeature(rng.random(({BATCH_SIZE}, 1), np.float32))],
             labels=[Label((ids[0] % 2).astype(np.float32).reshape(-1, 1))],
         ))
-    with open(f"{{place}}/loader-says", "w") as pipe:
-        pipe.write(telling.url())
     open(f"{{place}}/loader-waits").read()
 """
 
@@ -79,19 +81,30 @@ with TrainCtx(
     model=model, embedding_optimizer=Adagrad(lr=0.1),
     dense_optimizer=torch.optim.Adam(model.parameters()), mixed_precision=False,
 ) as ctx:
-    loader = iter(DataLoader(StreamingDataset(buffer_size=10), embedding_staleness=4))
-    for _ in range({NUM_BATCHES}):
-        output, labels = ctx.forward(next(loader))
-        ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+    # So that each stage has something left to do after the first half.
+    loader = iter(DataLoader(StreamingDataset(buffer_size=1), embedding_staleness=1))
+
+    def train():
+        for _ in range({NUM_BATCHES}):
+            output, labels = ctx.forward(next(loader))
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0])
+            ctx.backward(loss)
+        ctx.dump_checkpoint(f"{{place}}/checkpoint")
+
+    def stand():
+        with open(f"{{place}}/trainer-says", "w") as pipe:
+            pipe.write(telling.url())
+        open(f"{{place}}/trainer-waits").read()
+
+    train()
     unseen = np.full(1, 10**6, np.uint64)
     with eval_ctx() as reader:
         reader.get_embedding_from_data(
             PersiaBatch([IDTypeFeatureWithSingleID("user", unseen)], requires_grad=False)
         )
-    ctx.dump_checkpoint(f"{{place}}/checkpoint")
-    with open(f"{{place}}/trainer-says", "w") as pipe:
-        pipe.write(telling.url())
-    open(f"{{place}}/trainer-waits").read()
+    stand()
+    train()
+    stand()
     for _ in loader:
         raise SystemExit("expected no more batches")
 """
@@ -148,6 +161,12 @@ class StandingJob:
         assert len(found) == 1, self.cluster.log(name)
         return str(found[0])
 
+    def train_more(self) -> None:
+        """Train as many batches again, and dump another checkpoint."""
+        place = self.cluster.place
+        (place / "trainer-waits").write_text("go")
+        assert _read(place / "trainer-says", self.cluster) == self.urls["nn-worker"]
+
     def go_on(self) -> dict[str, int]:
         """Let all of them end; returns their exit statuses."""
         for who in ("loader", "trainer"):
@@ -171,7 +190,7 @@ def standing_job(
         cluster.start_loaders(place / "loader.py", 1, str(place))
         cluster.start("nn-worker", "nn-worker", str(place / "trainer.py"), str(place))
         job = StandingJob(cluster)
-        for name, who in (("nn-worker", "trainer"), ("data-loader-0", "loader")):
+        for name, who in (("data-loader-0", "loader"), ("nn-worker", "trainer")):
             job.urls[name] = _read(place / f"{who}-says", cluster)
         for name in cluster.processes:
             if name not in job.urls:

@@ -22,9 +22,9 @@ def why() -> str:
     return "; ".join(WHY)
 
 
-def endpoint(role: str = SERVER, number: int = 0, **options: int) -> Endpoint:
+def endpoint(role: str = SERVER, number: int = 0, local_rank: int = 0) -> Endpoint:
     rows = Source(role, number, "rows", WHY, lambda: [Sample("persia_rows", 7)])
-    return Endpoint(role, number, lambda: [rows], why, lambda: "", **options)
+    return Endpoint(role, number, lambda: [rows], why, lambda: "", local_rank=local_rank)
 
 
 def test_it_answers_three_questions() -> None:

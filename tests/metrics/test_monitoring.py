@@ -1,0 +1,246 @@
+"""Dashboard and alerts: they ask for what is told, and a real Prometheus answers them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+import urllib.parse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from persia._metrics.catalogue import METRICS
+from tests.metrics.job import StandingJob, fetch, standing_job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+PLACE = ROOT / "compose/monitoring"
+DASHBOARD = PLACE / "grafana/dashboards/persia.json"
+DEADLINE_S = 30.0
+
+_WORDS = {
+    *("abs", "and", "avg", "by", "count", "histogram_quantile", "increase", "max_over_time"),
+    *("or", "rate", "sum", "Inf"),
+}
+
+
+def panels() -> dict[str, list[str]]:
+    """The expressions of each panel, by title."""
+    board = json.loads(DASHBOARD.read_text())
+    return {
+        panel["title"]: [target["expr"] for target in panel["targets"]]
+        for panel in board["panels"]
+        if panel["type"] != "row"
+    }
+
+
+def alerts() -> dict[str, str]:
+    groups = yaml.safe_load((PLACE / "rules.yml").read_text())["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+def names_in(expression: str) -> set[str]:
+    """The metrics that a PromQL expression asks for."""
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|by \([^)]*\)|'[^']*'|\"[^\"]*\"", " ", expression)
+    return set(re.findall(r"[a-zA-Z_]\w*", bare)) - _WORDS
+
+
+def test_names_are_found_in_expressions() -> None:
+    text = 'histogram_quantile(0.99, sum by (a, le) (rate(x_bucket{b="c"}[5m]))) > 1 or y == 0'
+    assert names_in(text) == {"x_bucket", "y"}
+
+
+def told() -> set[str]:
+    """Every series of the catalogue, and those of the library and of Prometheus."""
+    found = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
+    for metric in METRICS.values():
+        found |= {metric.series}
+        if metric.kind == "histogram":
+            found |= {f"{metric.name}_{part}" for part in ("bucket", "sum", "count")}
+    return found
+
+
+def test_dashboard_and_alerts_ask_for_what_is_told() -> None:
+    for title, expressions in {**panels(), "alerts": list(alerts().values())}.items():
+        for expression in expressions:
+            assert names_in(expression) <= told(), title
+
+
+def test_every_original_panel_is_there() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    assert (board["title"], board["uid"]) == ("Persia", "plbyJbK7z")
+    assert {title.lower() for title in panels()} >= {
+        *("staleness", "num pending batches", "batch unique indices rate", "index miss ratio"),
+        *("index miss count", "gradient id miss count", "lookup from hashmap time"),
+        *("lookup preprocess time", "lookup rpc time", "update gradient time"),
+        *("lookup postprocess time", "lookup total time"),
+    }
+
+
+def test_the_stack_gives_each_image_its_files() -> None:
+    services = yaml.safe_load((ROOT / "compose/stack.yml").read_text())["services"]
+    for name in ("prometheus", "grafana"):
+        mounted = [one.split(":") for one in services[name]["volumes"] if one.startswith(".")]
+        assert mounted
+        for source, target, mode in mounted:
+            assert (ROOT / source).exists(), source
+            assert target.startswith("/etc/")
+            assert mode == "ro"
+    source = yaml.safe_load(
+        (PLACE / "grafana/provisioning/datasources/prometheus.yml").read_text()
+    )["datasources"][0]
+    provider = yaml.safe_load(
+        (PLACE / "grafana/provisioning/dashboards/persia.yml").read_text()
+    )
+    folder = provider["providers"][0]["options"]["path"]
+    assert (
+        f"./compose/monitoring/grafana/dashboards:{folder}:ro" in services["grafana"]["volumes"]
+    )
+    assert source["url"] == "http://prometheus:9090"
+    used = {
+        panel["datasource"]["uid"]
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        if "datasource" in panel
+    }
+    assert used == {source["uid"]}
+    settings = (ROOT / "compose/.docker.env").read_text()
+    port = int(re.findall(r"^PERSIA_METRICS_PORT=(\d+)$", settings, re.MULTILINE)[0])
+    for job in yaml.safe_load((PLACE / "prometheus.yml").read_text())["scrape_configs"]:
+        (found,) = job["dns_sd_configs"]
+        assert found["port"] == port
+        assert found["names"] == [job["job_name"].replace("-", "_")]
+        assert found["names"][0] in services
+
+
+# --- with a real Prometheus -------------------------------------------------------------------
+
+
+def need(command: str) -> str:
+    found = shutil.which(command)
+    if found is None:
+        pytest.skip(f"no {command} here: Debian's package prometheus has it")
+    return found
+
+
+def test_promtool_takes_configuration_and_rules() -> None:
+    for kind, name in (("config", "prometheus.yml"), ("rules", "rules.yml")):
+        words = [need("promtool"), "check", kind, str(PLACE / name)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
+class Prometheus:
+    """Debian's, with the project's configuration; only where the targets are is another."""
+
+    def __init__(self, job: StandingJob, directory: Path) -> None:
+        config = yaml.safe_load((PLACE / "prometheus.yml").read_text())
+        for scraped in config["scrape_configs"]:
+            del scraped["dns_sd_configs"]
+            urls = [
+                url for name, url in job.urls.items() if name.startswith(scraped["job_name"])
+            ]
+            targets = [url.removeprefix("http://") for url in urls]
+            scraped["static_configs"] = [{"targets": targets}]
+        config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
+        (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+        shutil.copy(PLACE / "rules.yml", directory)
+        words = [
+            need("prometheus"),
+            f"--config.file={directory}/prometheus.yml",
+            f"--storage.tsdb.path={directory}/data",
+            "--web.listen-address=127.0.0.1:0",
+        ]
+        self.url = ""
+        self.lines: list[str] = []
+        self._has_url = threading.Event()
+        self._process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        if self._process.stderr is None:
+            return
+        with self._process.stderr as errors:
+            for line in errors:
+                self.lines.append(line)
+                found = re.search(r'Listening on" address=(\S+)', line)
+                if found:
+                    self.url = f"http://{found[1]}"
+                    self._has_url.set()
+        self._has_url.set()
+
+    def ask(self, path: str, **query: str) -> Any:
+        status, text = fetch(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}")
+        answer = json.loads(text)
+        assert (status, answer["status"]) == (200, "success"), f"{query}: {text}"
+        return answer["data"]
+
+    def values(self, expression: str) -> list[float]:
+        """Return the numbers that an expression has now; NaN is none."""
+        # Far longer than the test takes: nothing happens any more.
+        result = self.ask("query", query=expression.replace("$__rate_interval", "1h"))["result"]
+        return [x for x in (float(one["value"][1]) for one in result) if x == x]
+
+    def wait_for(self, what: str, *expressions: str) -> None:
+        """Wait until expressions have values."""
+        deadline = time.monotonic() + DEADLINE_S
+        pause = threading.Event()
+        missing = list(expressions)
+        while missing:
+            assert time.monotonic() < deadline, f"{what}: no data for {missing}"
+            missing = [one for one in missing if not self.values(one)]
+            pause.wait(0.2)
+
+    def start(self) -> None:
+        assert self._has_url.wait(DEADLINE_S)
+        assert self.url, "".join(self.lines)
+        deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()
+        while fetch(f"{self.url}/-/ready")[0] != 200:
+            assert time.monotonic() < deadline, "".join(self.lines)
+            pause.wait(0.1)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    need("prometheus")
+    with standing_job(num_servers=2) as job:
+        server = Prometheus(job, tmp_path_factory.mktemp("prometheus"))
+        try:
+            server.start()
+            # Rates are of what happens between two scrapes.
+            server.wait_for("targets", f"count(up == 1) == {len(job.urls)}")
+            server.wait_for("rules", "count_over_time(persia_steps_total[1m]) >= 2")
+            job.train_more()
+            yield server
+        finally:
+            server.close()
+        assert set(job.go_on().values()) == {0}, job.cluster.logs()
+
+
+@pytest.mark.slow
+def test_no_panel_is_without_data(prometheus: Prometheus) -> None:
+    prometheus.wait_for("dashboard", *(one for all_of in panels().values() for one in all_of))
+
+
+@pytest.mark.slow
+def test_alerts_are_evaluated_and_silent(prometheus: Prometheus) -> None:
+    groups = prometheus.ask("rules")["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert {rule["name"] for rule in rules} == set(alerts())
+    assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
+    firing = [rule["name"] for rule in rules if rule["state"] == "firing"]
+    assert firing == []
+    prometheus.wait_for("alerts", *{x for one in alerts().values() for x in names_in(one)})
