@@ -183,6 +183,9 @@ bench-state: build  ## pauses, training beside a dump, dump and load against dd,
 bench-services: build  ## local mode against embedded mode, on the same two cores
 	$(BIN)/python -m tests.benchmarks.services $(BENCH)
 
+bench-readers: build  ## Parquet and text to batches, against Arrow's own scan
+	$(BIN)/python -m tests.benchmarks.readers $(BENCH)
+
 bench-instructions: build  ## instructions of the sparse path against the committed counts (valgrind)
 	$(BIN)/python -m tests.benchmarks.instructions $(BENCH)
 

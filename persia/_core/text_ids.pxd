@@ -1,0 +1,1 @@
+"""Ids of texts; nothing is offered to other kernels."""

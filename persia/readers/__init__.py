@@ -1,0 +1,26 @@
+"""Readers of data where it is: each is an iterable of ``PersiaBatch``.
+
+    ParquetReader, ArrowReader   folders of files, hive-partitioned or not
+    CriteoReader                 text: label, 13 numbers, 26 hexadecimal words
+    TableReader                  a ``pyarrow.Table``, or a Hugging Face ``datasets.Dataset``
+    TorchReader                  a ``torch.utils.data.DataLoader``
+
+They need pyarrow (``pip install 'persia[parquet]'``) and no torch, so that a data-loader reads
+with them as well as a trainer does. ``docs/readers.md`` is about them.
+"""
+
+from persia.readers._columns import Columns
+from persia.readers._files import ArrowReader, ParquetReader
+from persia.readers._reader import Reader
+from persia.readers._tables import TableReader, TorchReader
+from persia.readers._text import CriteoReader
+
+__all__ = [
+    "ArrowReader",
+    "Columns",
+    "CriteoReader",
+    "ParquetReader",
+    "Reader",
+    "TableReader",
+    "TorchReader",
+]

@@ -1,0 +1,207 @@
+"""What all readers share: whose rows, in which order, and from which batch on.
+
+    pieces      0  1  2  3  4  5     row groups, parts of a text, ranges of a table
+    shuffled    4  1  5  0  3  2     by (seed, epoch)
+    shard 1/2      1     0     2     every second one
+    batches        [..][..][..]      of its rows one after the other, across pieces
+
+The order is a function of the data, the seed, the epoch and the shard. So a position is one
+number, the batches that are done, which is what a checkpoint keeps of a data-loader: a run that
+continues asks for the rest, and gets exactly those rows. A piece that lies before is not read;
+only its number of rows is asked for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from persia import env
+from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from persia.ctx import DataCtx
+    from persia.embedding.data import PersiaBatch
+    from persia.readers._columns import Columns
+
+
+class Piece(Protocol):
+    """A part of the data that is read in one go."""
+
+    def num_rows(self) -> int | None:
+        """Return how many rows it has; None if only reading it tells."""
+
+    def read(self) -> Iterator[Any]:
+        """Yield its rows as ``pyarrow.RecordBatch``, in order."""
+
+
+def own_shard() -> tuple[int, int]:
+    """Return which of how many processes this one is: data-loaders, or else ranks."""
+    size = env.get_replica_size()
+    if size is not None:
+        return env.get_replica_index() or 0, size
+    return env.get_rank() or 0, env.get_world_size() or 1
+
+
+class Reader(ABC):
+    """Base of all readers; an iterable of ``PersiaBatch``, as ``DataLoader`` takes it.
+
+    Attributes:
+        buffer_size: As of ``IterableDataset``.
+    """
+
+    buffer_size = 10
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield the batches of one epoch."""
+        return self.iter_from(0)
+
+    @abstractmethod
+    def iter_from(self, first: int) -> Iterator[PersiaBatch]:
+        """Yield the batches of one epoch from number ``first`` on."""
+
+    def send(self, ctx: DataCtx) -> None:
+        """Send the batches of one epoch, from where a run that continues has need of them.
+
+        Example:
+            >>> with DataCtx() as ctx:  # doctest: +SKIP
+            ...     ParquetReader("clicks/", columns, 4096).send(ctx)
+        """
+        first = ctx.resume_position
+        ctx.seek(first)
+        for batch in self.iter_from(first):
+            ctx.send_data(batch)
+
+
+class PieceReader(Reader):
+    """A reader of data that comes in pieces.
+
+    Args:
+        columns: What is read.
+        batch_size: Samples of a batch.
+        shuffle_seed: Mixes the pieces, differently in each epoch; None keeps their order.
+        drop_last: Leave out the last batch of a pass if it is smaller.
+        shard: ``(index, size)``: read this one's part of the pieces only. None is
+            ``REPLICA_INDEX`` of ``REPLICA_SIZE`` in a data-loader, and otherwise the rank.
+
+    Raises:
+        ConfigError: If a number is out of range.
+
+    Attributes:
+        epoch: Which order the next pass has; set it before each.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        batch_size: int,
+        *,
+        shuffle_seed: int | None = None,
+        drop_last: bool = False,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        if shuffle_seed is not None and shuffle_seed < 0:
+            raise ConfigError(f"shuffle_seed must be at least 0, got {shuffle_seed}")
+        if shard is not None and not 0 <= shard[0] < shard[1]:
+            raise ConfigError(f"shard: expected an index below the size, got {shard}")
+        self.columns = columns
+        self.batch_size = batch_size
+        self.shuffle_seed = shuffle_seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._shard = shard
+
+    @abstractmethod
+    def _pieces(self) -> Sequence[Piece]:
+        """Return all pieces of the data, in an order that is the same in every process."""
+
+    def iter_from(self, first: int) -> Iterator[PersiaBatch]:
+        """Yield the batches of one epoch from number ``first`` on."""
+        for rows in self._cut(_ahead(self._rows(first * self.batch_size))):
+            yield self.columns.batch_of(rows)
+
+    def num_batches(self) -> int:
+        """Return how many batches one epoch of this shard has; asks every piece.
+
+        Raises:
+            ConfigError: If that is not known before the data was read, as of a stream.
+        """
+        num_rows = 0
+        for piece in self._own_pieces():
+            count = piece.num_rows()
+            if count is None:
+                raise ConfigError(f"{type(self).__name__}: nobody knows how many rows it has")
+            num_rows += count
+        if self.drop_last:
+            return num_rows // self.batch_size
+        return -(-num_rows // self.batch_size)
+
+    def _own_pieces(self) -> list[Piece]:
+        """Return the pieces of this shard in the order of this epoch."""
+        pieces = self._pieces()
+        index, size = own_shard() if self._shard is None else self._shard
+        if not pieces:
+            raise ConfigError(f"{type(self).__name__}: expected data, got none")
+        order = np.arange(len(pieces))
+        if self.shuffle_seed is not None:
+            order = np.random.default_rng([self.shuffle_seed, self.epoch]).permutation(order)
+        return [pieces[number] for number in order[index::size]]
+
+    def _rows(self, skipped: int) -> Generator[Any, None, None]:
+        """Yield the rows of this shard but the first ``skipped``."""
+        for piece in self._own_pieces():
+            if skipped:
+                num_rows = piece.num_rows()
+                if num_rows is not None and num_rows <= skipped:
+                    skipped -= num_rows
+                    continue
+            for rows in piece.read():
+                begin = min(skipped, rows.num_rows)
+                skipped -= begin
+                if begin < rows.num_rows:
+                    yield rows.slice(begin)
+
+    def _cut(self, parts: Iterator[Any]) -> Iterator[Any]:
+        """Yield the rows in batches; what a part leaves over begins the next one's first."""
+        held: list[Any] = []
+        missing = self.batch_size
+        for part in parts:
+            begin = 0
+            while part.num_rows - begin >= missing:
+                held.append(part.slice(begin, missing))
+                begin += missing
+                rows, held, missing = _joined(held), [], self.batch_size
+                yield rows
+            if begin < part.num_rows:
+                held.append(part.slice(begin))
+                missing -= part.num_rows - begin
+        if held and not self.drop_last:
+            yield _joined(held)
+
+
+def _ahead(parts: Generator[Any, None, None]) -> Iterator[Any]:
+    """Yield the parts, of which the next one is read meanwhile by another thread."""
+    try:
+        with ThreadPoolExecutor(1, "persia-read-ahead") as thread:
+            coming = thread.submit(next, parts, None)
+            while (part := coming.result()) is not None:
+                coming = thread.submit(next, parts, None)
+                yield part
+    finally:
+        parts.close()
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Return record batches as one."""
+    if len(parts) == 1:
+        return parts[0]
+    table = pa.Table.from_batches(parts).unify_dictionaries().combine_chunks()
+    return table.to_batches()[0]

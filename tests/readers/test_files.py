@@ -1,0 +1,193 @@
+"""Folders of files: whose rows, in which order, from which batch on, in how much memory."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from persia import env
+from persia.errors import ConfigError, DataError
+from persia.readers import ArrowReader, Columns, ParquetReader, Reader
+from tests.readers.support import COLUMNS, bytes_of, ids_of, rows_of, table, write_folder
+
+SIZES = (20, 1, 33, 14)
+NUM_ROWS = sum(SIZES)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("parquet")
+    write_folder(path, SIZES)
+    return path
+
+
+@pytest.fixture(scope="module")
+def arrow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("arrow")
+    first = 0
+    for number, size in enumerate(SIZES):
+        made = table(first, size)
+        with pa.ipc.new_file(str(path / f"{number}.arrow"), made.schema) as writer:
+            writer.write_table(made, max_chunksize=7)
+        first += size
+    return path
+
+
+def test_every_row_once_and_in_order(folder: Path, arrow_folder: Path) -> None:
+    for reader in (
+        ParquetReader(folder, COLUMNS, 8, shard=(0, 1)),
+        ArrowReader(arrow_folder, COLUMNS, 8, shard=(0, 1)),
+    ):
+        batches = list(reader)
+        assert rows_of(batches) == list(range(NUM_ROWS))
+        assert [batch.batch_size for batch in batches] == [8] * 8 + [4]
+        assert len(batches) == reader.num_batches()
+        assert ids_of(batches[1], "user") == [[3 * row] for row in range(8, 16)]
+        assert ids_of(batches[1], "items") == [[row] * (row % 4) for row in range(8, 16)]
+
+
+def test_both_formats_give_the_same_bytes(folder: Path, arrow_folder: Path) -> None:
+    one = ParquetReader(folder, COLUMNS, 8, shuffle_seed=3, shard=(0, 1))
+    other = ArrowReader(arrow_folder, COLUMNS, 8, shuffle_seed=3, shard=(0, 1))
+    assert bytes_of(one) == bytes_of(other)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_run_that_continues_gets_exactly_the_rest(
+    folder: Path, arrow_folder: Path, seed: int | None, size: int
+) -> None:
+    # From every batch, so at the beginning of a file, in the middle of one and of a row group,
+    # and beyond the end; in every shard.
+    seen: list[int] = []
+    for index in range(size):
+        options: dict[str, Any] = {"shuffle_seed": seed, "shard": (index, size)}
+        for reader in (
+            ParquetReader(folder, COLUMNS, 4, **options),
+            ArrowReader(arrow_folder, COLUMNS, 4, **options),
+        ):
+            whole = bytes_of(reader)
+            assert len(whole) == reader.num_batches()
+            for first in range(len(whole) + 2):
+                assert bytes_of(reader.iter_from(first)) == whole[first:]
+        seen += rows_of(reader)
+    assert sorted(seen) == list(range(NUM_ROWS))
+
+
+def test_shuffled_by_row_groups_and_anew_in_each_epoch(folder: Path) -> None:
+    reader = ParquetReader(folder, COLUMNS, 7, shuffle_seed=1, shard=(0, 1))
+    first = rows_of(reader)
+    assert first != list(range(NUM_ROWS))
+    assert rows_of(reader) == first
+    assert sum(b - a == 1 for a, b in itertools.pairwise(first)) > NUM_ROWS * 2 / 3
+    reader.epoch = 1
+    second = rows_of(reader)
+    assert second != first
+    assert sorted(second) == sorted(first)
+    other = ParquetReader(folder, COLUMNS, 7, shuffle_seed=2, shard=(0, 1))
+    assert rows_of(other) != first
+
+
+def test_the_last_batch_may_be_left_out(folder: Path) -> None:
+    reader = ParquetReader(folder, COLUMNS, 8, drop_last=True, shard=(0, 1))
+    assert rows_of(reader) == list(range(64))
+    assert reader.num_batches() == 8
+
+
+def test_the_names_of_folders_are_columns(folder: Path) -> None:
+    columns = Columns(["user"], ["day"], ["row"])
+    batches = list(ParquetReader(folder, columns, 100, shard=(0, 1)))
+    days = [int(day) for batch in batches for day in batch.non_id_type_features[0].data[:, 0]]
+    assert days == [day for day, size in enumerate(SIZES) for _ in range(size)]
+    as_ids = next(iter(ParquetReader(folder, Columns(["day"], labels=["row"]), 3)))
+    assert ids_of(as_ids, "day") == [[0], [0], [0]]
+
+
+@pytest.mark.parametrize("has_loaders", [True, False])
+def test_the_shard_is_that_of_the_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, has_loaders: bool
+) -> None:
+    loader = {"REPLICA_INDEX": "1", "REPLICA_SIZE": "3"}
+    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}
+    for name, value in (loader if has_loaders else rank).items():
+        monkeypatch.setenv(name, value)
+    env.reload_env()
+    try:
+        got = bytes_of(ParquetReader(folder, COLUMNS, 8))
+    finally:
+        monkeypatch.undo()
+        env.reload_env()
+    assert got == bytes_of(ParquetReader(folder, COLUMNS, 8, shard=(1, 3)))
+
+
+def test_memory_is_that_of_a_few_chunks(tmp_path: Path) -> None:
+    # 800,000 rows are 51 MB in Arrow, and a row group is 1.3 MB, of which a few are held: one
+    # that is cut into batches, and one or two that are read ahead, packed and not.
+    names = [f"c{number}" for number in range(8)]
+    rows = pa.array(range(20_000))
+    with pq.ParquetWriter(
+        tmp_path / "a.parquet", pa.schema([(n, pa.int64()) for n in names])
+    ) as w:
+        for _ in range(40):
+            w.write_table(pa.table(dict.fromkeys(names, rows)), row_group_size=20_000)
+    reader = ParquetReader(tmp_path, Columns(names, requires_grad=False), 1000, shard=(0, 1))
+    before = pa.total_allocated_bytes()
+    most = count = 0
+    for batch in reader:
+        count += batch.batch_size
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert count == 800_000
+    assert most < 15_000_000
+    assert pa.total_allocated_bytes() - before < 1_000_000
+
+
+def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected parquet files, got"):
+        ParquetReader(tmp_path / "nowhere", COLUMNS, 8)
+    with pytest.raises(
+        ConfigError, match=r"expected a column 'usr' for ids.*did you mean 'user'"
+    ):
+        ParquetReader(folder, Columns(["usr"]), 8)
+    write_folder(tmp_path, [3])
+    pq.write_table(table(0, 3).drop_columns(["price"]), tmp_path / "day=0" / "z.parquet")
+    with pytest.raises(
+        DataError, match=r"z\.parquet: column 'price': expected float as in the"
+    ):
+        list(ParquetReader(tmp_path, COLUMNS, 8, shard=(0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"batch_size": 1, "shuffle_seed": -1}, "shuffle_seed must be at least 0"),
+        ({"batch_size": 1, "shard": (2, 2)}, "expected an index below the size"),
+    ],
+)
+def test_numbers_that_cannot_be(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParquetReader(folder, COLUMNS, **options)
+
+
+def test_a_data_loader_sends_from_where_it_is_needed(folder: Path) -> None:
+    class Ctx:
+        resume_position = 3
+        sent: list[bytes] = []  # noqa: RUF012
+        sought = -1
+
+        def seek(self, batch: int) -> None:
+            self.sought = batch
+
+        def send_data(self, batch: Any) -> None:
+            self.sent.append(batch.to_bytes())
+
+    ctx, reader = Ctx(), ParquetReader(folder, COLUMNS, 8, shard=(0, 1))
+    assert isinstance(reader, Reader)
+    reader.send(ctx)  # type: ignore[arg-type]
+    assert ctx.sought == 3
+    assert ctx.sent == bytes_of(reader)[3:]

@@ -1,0 +1,83 @@
+"""A run that continues from a checkpoint trains every row of the data exactly once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, StreamingDataset
+from persia.embedding.optim import SGD
+from persia.readers import ParquetReader
+from tests.meta.sources import ROOT
+from tests.readers.support import COLUMNS, write_folder
+
+SLOTS = {"slots_config": {"user": {"dim": 2}, "items": {"dim": 2}}}
+SENDS = """
+from pathlib import Path
+from persia.ctx import DataCtx
+from persia.readers import ParquetReader
+from tests.readers.support import COLUMNS
+
+with DataCtx() as ctx:
+    ParquetReader(Path(__file__).parent / "data", COLUMNS, 4, shuffle_seed=9).send(ctx)
+"""
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 1)
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> Any:
+        return self.layer(torch.cat([*dense, *embeddings], 1))
+
+
+def train(source: Any, folder: Path, *, stop_after: int | None, resume: bool) -> list[int]:
+    """Train, from a checkpoint if asked, to one if told to stop; returns the rows trained."""
+    model = Model()
+    seen: list[int] = []
+    with TrainCtx(
+        SGD(lr=0.1),
+        torch.optim.SGD(model.parameters(), lr=1e-6),
+        model=model,
+        embedding_config=SLOTS,
+    ) as ctx:
+        if resume:
+            ctx.load_checkpoint(folder)
+        # Not in order: a checkpoint knows of each batch whether it was trained.
+        for number, batch in enumerate(DataLoader(source, timeout_ms=30_000), start=1):
+            output, labels = ctx.forward(batch)
+            assert labels is not None
+            ctx.backward(output.sum())
+            seen += [int(row) for row in labels[0][:, 0]]
+            if number == stop_after:
+                ctx.dump_checkpoint(folder)
+                break
+    return seen
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_no_row_is_trained_twice_or_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    data, script = tmp_path / "data", tmp_path / "data_loader.py"
+    num_rows = write_folder(data, [20, 1, 33, 14])
+    if is_streamed:
+        script.write_text(SENDS)
+        monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(script))
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def source() -> Any:
+        if is_streamed:
+            return StreamingDataset(4)
+        return ParquetReader(data, COLUMNS, 4, shuffle_seed=9)
+
+    checkpoint = tmp_path / "checkpoint"
+    first = train(source(), checkpoint, stop_after=7, resume=False)
+    rest = train(source(), checkpoint, stop_after=None, resume=True)
+    assert len(first) == 7 * 4
+    assert sorted(first + rest) == list(range(num_rows))
