@@ -189,6 +189,10 @@ bench-readers: build  ## Parquet and text to batches, against Arrow's own scan
 bench-instructions: build  ## instructions of the sparse path against the committed counts (valgrind)
 	$(BIN)/python -m tests.benchmarks.instructions $(BENCH)
 
+.PHONY: pictures
+pictures: build  ## draw docs/images anew, from real runs
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.screens.pictures docs/images
+
 # --- packages -----------------------------------------------------------------------------
 
 wheel: $(VENV)/.dev  ## sdist, wheel from the sdist, checked and repaired by auditwheel

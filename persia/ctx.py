@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
+    from persia._metrics.frame import Frame, View
     from persia._metrics.registry import Source as MetricSource
     from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
     from persia._rpc.workers import EmbeddingWorkers
@@ -390,6 +391,7 @@ class _Embeddings:
         self.engine: GradientEngine | None = None  # while the TrainCtx is entered
         self.halts: Halts | None = None  # of several ranks, while it is
         self.stream: Stream | None = None  # of data-loaders, from the first that is read
+        self.reported: Mapping[str, float] = {}  # replaced whole: others read it
 
     def open_stream(self, capacity: int, resumed: Plain | None = None) -> Stream:
         """Return the batches of data-loaders; there is one stream, whoever reads it.
@@ -525,6 +527,8 @@ class EmbeddingCtx(BaseCtx):
         self._ranks: Ranks | None = None
         self._progress: Progress | None = None  # of training, from the first connection on
         self._measures: Measures | None = None  # of what it has used last
+        self._view: View | None = None
+        self._used_at = time.monotonic()  # from then on things are counted
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._owns_stream = False
@@ -594,6 +598,7 @@ class EmbeddingCtx(BaseCtx):
 
         self._progress = Progress()
         self._measures = Measures(env.get_rank() or 0)
+        self._view, self._used_at = None, time.monotonic()
         self._embeddings = embeddings
         self._book = Book(embeddings.worker)
         self._lookups = Lookups(
@@ -621,7 +626,64 @@ class EmbeddingCtx(BaseCtx):
         embeddings, book, measures = self._embeddings, self._book, self._measures
         if embeddings is None or book is None or measures is None:
             return []
-        return measures.sources(embeddings.worker, book, embeddings.engine, embeddings.stream)
+        return [
+            *measures.sources(embeddings.worker, book, embeddings.engine, embeddings.stream),
+            roles.of_reports(TRAINER, env.get_rank() or 0, embeddings),
+        ]
+
+    def report(self, **values: float) -> None:
+        """Tell how well the model does, such as its AUC on held-out data.
+
+        The value of each name that was reported last is what ``persia-launcher top``,
+        ``top()`` and ``/metrics`` (``persia_reported``) show. The loss of the last
+        ``backward`` they show without being told. An evaluation context inside a TrainCtx
+        reports for that one.
+
+        Args:
+            values: Numbers, or tensors of one element.
+
+        Raises:
+            DataTypeError: If one is no number.
+            ConfigError: Before this context was entered.
+
+        Example:
+            >>> with eval_ctx(model=model) as evaluation:  # doctest: +SKIP
+            ...     evaluation.report(auc=roc_auc_score(labels, scores))
+        """
+        embeddings = self._connected()
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError) as exc:
+                raise DataTypeError(
+                    f"report: expected a number for {name}, got {type(value).__name__}"
+                ) from exc
+        embeddings.reported = {**embeddings.reported, **numbers}
+
+    def top(self) -> Frame:
+        """Return what ``persia-launcher top`` shows of this process, servers in it included.
+
+        Rates are of the time since the last call, or since this context was entered.
+        ``str()`` of it is plain text.
+
+        Raises:
+            ConfigError: Before this context was entered, or without rich, which draws it.
+
+        Example:
+            >>> with TrainCtx(...) as ctx:  # doctest: +SKIP
+            ...     for step, batch in enumerate(loader):
+            ...         ...
+            ...         if step % 1000 == 0:
+            ...             print(ctx.top())
+        """
+        from persia._metrics.frame import View, need_rich
+
+        need_rich()
+        self._connected()
+        if self._view is None:
+            self._view = View(Metrics(self.metric_sources), self._used_at)
+        return self._view.frame(f"{env.get_mode()} mode")
 
     def why_not_ready(self) -> str:
         """Say why batches cannot be looked up and trained now; "" if they can."""

@@ -21,8 +21,10 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from persia import env
+from persia._launch.asking import DEADLINE_S
 from persia._launch.notes import end_with_launcher, note
 from persia._launch.scripts import Script, run_data_loader, run_nn_worker
+from persia._launch.top import run_top
 from persia._rpc.keys import CONTROL, DATA, SERVER, make_keys
 from persia._services.addresses import check_lists
 from persia._services.process import (
@@ -226,6 +228,35 @@ def keys(directory: Path, names: tuple[str, ...], owner: int | None) -> None:
         raise click.ClickException(str(error)) from error
     for path in made:
         click.echo(path)
+
+
+@cli.command("top")
+@click.argument("address", nargs=-1)
+@click.option("--once", is_flag=True, help="Print one frame and exit; 1 if nobody answers.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=2.0,
+    show_default=True,
+    help="Seconds between two frames, and of which rates are.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0.1, 600),
+    default=DEADLINE_S,
+    show_default=True,
+    help="Seconds after which a process is said not to answer.",
+)
+def top(address: tuple[str, ...], once: bool, interval: float, timeout: float) -> None:
+    """Show a running job: who is there, how fast, and which stage holds the others back.
+
+    ADDRESS is host:port of metrics that the lists of addresses do not lead to, such as those
+    of data-loaders on other machines.
+    """
+    try:
+        sys.exit(run_top(address, interval_s=interval, deadline_s=timeout, is_once=once))
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -300,6 +300,8 @@ _TRAINERS = (
     _new("trained_samples", "counter", (TRAINER,), "Samples of trained batches."),
     _new("steps", "counter", (TRAINER,), "Calls of backward."),
     _new("loss", "gauge", (TRAINER,), "Loss of the last backward, without its scale."),
+    _new("reported", "gauge", (TRAINER,),
+         "What the script reported last by ctx.report, such as an AUC.", "name"),
     _old("forward_client_time_cost_sec", "histogram", (TRAINER,),
          "Seconds of a lookup as the nn-worker sees it."),
     _old("forward_client_to_gpu_time_cost_sec", "histogram", (TRAINER,),

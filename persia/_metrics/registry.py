@@ -90,7 +90,7 @@ class Metrics:
 
         return generate_latest(self.registry).decode()
 
-    def value(self, name: str, **labels: str) -> float:
+    def value(self, name: str, /, **labels: str) -> float:
         """Return the sum of the samples of a name that have these labels.
 
         Of a histogram that is ``<name>_count`` or ``<name>_sum``, of a counter

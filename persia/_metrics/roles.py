@@ -89,6 +89,13 @@ class Inbox(Protocol):
     def num_bytes(self) -> int: ...
 
 
+class Reports(Protocol):
+    """What a script reports by ``ctx.report``."""
+
+    @property
+    def reported(self) -> Mapping[str, float]: ...
+
+
 class _Ratio:
     """part / whole since it was asked last; the ratio before if there was nothing since."""
 
@@ -293,3 +300,13 @@ def of_inbox(role: str, rank: int, inbox: Inbox) -> Source:
             yield Sample("persia_inbox_received", stats.get(what, 0), {"what": what})
 
     return Source(role, rank, "inbox", inbox, read)
+
+
+def of_reports(role: str, rank: int, reports: Reports) -> Source:
+    """Return what a script reported last, by name."""
+
+    def read() -> Iterable[Sample]:
+        for name, value in reports.reported.items():
+            yield Sample("persia_reported", value, {"name": name})
+
+    return Source(role, rank, "reports", reports, read)

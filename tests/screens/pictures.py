@@ -1,0 +1,69 @@
+"""The pictures of docs/images, made from real runs: ``make pictures``.
+
+python -m tests.screens.pictures docs/images
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+from rich.console import Console, RenderableType
+
+from persia._launch.asking import Asker, listed_places
+from persia._launch.top import frame_of
+from persia._metrics.frame import Frame
+from tests.cluster import DEADLINE_S, Cluster
+from tests.screens.job import training_job
+
+# Seconds over which the rates of a picture are.
+WINDOW_S = 2.0
+# Seconds until all of them train; PyTorch is long in loading on a busy machine.
+START_S = 200.0
+
+
+def svg(drawn: RenderableType, title: str, width: int = 112) -> str:
+    """Return a terminal's picture, without the fonts that it would fetch."""
+    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
+    console.print(drawn)
+    text = console.export_svg(title=title, unique_id="persia")
+    return re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)
+
+
+def whole_frame(cluster: Cluster) -> Frame:
+    """Return a frame of a job, between two readings of each of its processes."""
+    with patch.dict("os.environ", cluster.environment):
+        asker = Asker(listed_places())
+    pause = threading.Event()  # never set
+    deadline = time.monotonic() + START_S
+    while True:
+        asker.ask()
+        asker.wait(DEADLINE_S)
+        frame = frame_of(asker)
+        spans = [one.span for one in frame.processes if one.span is not None]
+        if len(spans) == len(cluster.processes) and frame.stage.name:
+            return frame
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{frame}\n{cluster.logs()}")
+        pause.wait(WINDOW_S)
+
+
+def draw_top(folder: Path) -> Path:
+    """Write the picture of ``persia-launcher top``."""
+    with training_job() as cluster:
+        frame = whole_frame(cluster)
+    path = folder / "top.svg"
+    path.write_text(svg(frame, "persia-launcher top"), encoding="utf-8")
+    return path
+
+
+PICTURES = (draw_top,)
+
+if __name__ == "__main__":
+    for draw in PICTURES:
+        print(draw(Path(sys.argv[1])))

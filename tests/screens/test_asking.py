@@ -1,0 +1,202 @@
+"""Asking processes that answer, are silent, trickle, are gone, or are somebody else."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from persia._launch.asking import Asker, Place, listed_places
+from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.frame import Watched
+from persia.errors import ConfigError
+from tests.cluster import loopback_host
+from tests.screens.texts import text_of
+
+HOST = loopback_host()
+SHORT_S, LONG_S = 0.2, 30.0
+
+
+@contextmanager
+def answering(status: int, text: Callable[[str], str], port: int = 0) -> Iterator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = text(self.path).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with HTTPServer((HOST, port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(*places: Place, deadline_s: float = LONG_S) -> list[Watched]:
+    asker = Asker(places, deadline_s)
+    asker.ask()
+    asker.wait(LONG_S)
+    return asker.processes()
+
+
+def test_whoever_answers_says_who_it_is_and_what_its_neighbour_is() -> None:
+    def text(path: str) -> str:
+        assert path == "/metrics"
+        return text_of(SERVER, 3, persia_rows=7.0)
+
+    with answering(200, text) as port:
+        found = ask(Place(WORKER, 0, HOST, port))
+    assert [(one.role, one.replica, one.problem) for one in found] == [(SERVER, 3, "")]
+    assert found[0].span is not None
+    assert found[0].span.now.get("persia_rows") == 7
+    assert found[0].span.now.version == "1.2.3"
+
+
+def test_rates_are_between_two_answers() -> None:
+    counts = iter([100.0, 300.0])
+    with answering(
+        200, lambda _: text_of(SERVER, 0, persia_lookups_total=next(counts))
+    ) as port:
+        asker = Asker([Place(SERVER, 0, HOST, port)], LONG_S)
+        for _ in range(2):
+            asker.ask()
+            asker.wait(LONG_S)
+        (found,) = asker.processes()
+    assert found.span is not None
+    assert found.span.delta("persia_lookups_total") == 200
+
+
+def test_who_is_not_ready_says_why() -> None:
+    def text(path: str) -> str:
+        if path == "/readyz":
+            return "no embedding-parameter-server answers\n"
+        return text_of(WORKER, 0).replace("persia_ready", "was_ready") + (
+            f'persia_ready{{role="{WORKER}",replica="0"}} 0.0\n'
+        )
+
+    with answering(200, text) as port:
+        (found,) = ask(Place(WORKER, 0, HOST, port))
+    assert found.span is not None
+    assert found.problem == "no embedding-parameter-server answers"
+
+
+def test_another_program_is_not_taken_for_a_process() -> None:
+    with answering(404, lambda _: "no such page") as port:
+        (found,) = ask(Place(SERVER, 0, HOST, port))
+    assert (found.span, found.problem) == (
+        None,
+        "another program answers there: HTTP status 404",
+    )
+    with answering(200, lambda _: "hello") as port:
+        (found,) = ask(Place(SERVER, 0, HOST, port))
+    assert found.span is None
+    assert "metrics of a process of PERSIA" in found.problem
+
+
+def _unused() -> int:
+    with closing(socket.create_server((HOST, 0))) as server:
+        return int(server.getsockname()[1])
+
+
+def test_who_is_listed_and_gone_is_shown_and_others_are_not() -> None:
+    port = _unused()
+    (found,) = ask(Place(SERVER, 1, HOST, port))
+    assert (found.replica, found.problem) == (1, "not there: connection refused")
+    assert ask(Place(LOADER, 0, HOST, port, is_listed=False)) == []
+    (found,) = ask(Place(SERVER, 1, "no-such-host.invalid", port))
+    assert found.problem.startswith("its name leads nowhere")
+
+
+def test_a_silent_process_is_shown_within_its_deadline_and_holds_up_nobody() -> None:
+    """One accepts and says nothing; one says a byte now and then and never ends."""
+    told = threading.Event()
+
+    def trickle(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+            while not told.wait(SHORT_S / 4):
+                connection.sendall(b"#")
+
+    with (
+        closing(socket.create_server((HOST, 0))) as silent,
+        closing(socket.create_server((HOST, 0))) as slow,
+        answering(200, lambda _: text_of(SERVER, 0)) as port,
+    ):
+        thread = threading.Thread(target=trickle, args=(slow,))
+        thread.start()
+        try:
+            places = [
+                Place(SERVER, number, HOST, where)
+                for number, where in enumerate(
+                    (port, silent.getsockname()[1], slow.getsockname()[1])
+                )
+            ]
+            asker = Asker(places, SHORT_S)
+            asker.ask()
+            asker.wait(3 * SHORT_S)  # the one that trickles never ends
+            found = {one.replica: one for one in asker.processes()}
+            assert found[0].span is not None
+            assert found[1].problem.startswith("no answer")
+            assert found[2].problem.startswith("no answer for")
+            asker.ask()
+            asker.wait(SHORT_S)
+            assert {one.replica for one in asker.processes()} == {0, 1, 2}
+        finally:
+            told.set()
+            thread.join()
+
+
+def test_places_are_those_of_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    def places(*named: str) -> set[tuple[str, int, str, int, bool]]:
+        return {
+            (one.role, one.index, one.host, one.port, one.is_listed)
+            for one in listed_places(named)
+        }
+
+    for name in ("PERSIA_METRICS_PORT", "PERSIA_METRICS_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc:///tmp/x,w.example:8887")
+    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", "127.0.0.1:8888,localhost:8889")
+    monkeypatch.setenv("PERSIA_NN_WORKERS", "a.example:23457,a.example:23458,b.example:23457")
+    loader = (LOADER, 0, "127.0.0.1", 9400, False)
+    assert places() == {
+        (WORKER, 0, "127.0.0.1", 9500, True),
+        (WORKER, 1, "w.example", 9501, True),
+        (SERVER, 0, "127.0.0.1", 9600, True),
+        (SERVER, 1, "127.0.0.1", 9601, True),
+        (TRAINER, 0, "a.example", 9700, True),
+        (TRAINER, 1, "a.example", 9701, True),
+        (TRAINER, 2, "b.example", 9700, True),
+        loader,
+    }
+    assert places("loaders:9403") - places() == {(LOADER, 0, "loaders", 9403, True)}
+    monkeypatch.setenv("PERSIA_METRICS_PORT", "9100")
+    monkeypatch.setenv("PERSIA_METRICS_HOST", "0.0.0.0")
+    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", "server:8888")
+    assert places() == {
+        (WORKER, 0, "127.0.0.1", 9100, True),
+        (WORKER, 1, "w.example", 9100, True),
+        (SERVER, 0, "server", 9100, True),
+        (TRAINER, 0, "a.example", 9100, True),
+        (TRAINER, 1, "a.example", 9101, True),
+        (TRAINER, 2, "b.example", 9100, True),
+    }
+    monkeypatch.setenv("PERSIA_METRICS_PORT", "0")
+    assert len(places("[::1]:9403")) == 1
+    with pytest.raises(ConfigError, match="persia-launcher top HOST:PORT"):
+        places()
+    with pytest.raises(ConfigError, match="expected HOST:PORT"):
+        places("here")

@@ -1,0 +1,148 @@
+"""What a frame says, of readings that a test made up."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+
+from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.frame import Frame, Watched
+from persia._metrics.reading import Reading, Span, read
+from persia._metrics.stages import DATASET, slowest
+from persia.errors import DataError
+from tests.screens.texts import span, text_of
+
+BATCH, ROOM = (
+    "get_train_batch_time_cost_more_than_1ms_sec_sum",
+    "update_gradient_batched_time_cost_more_than_1ms_sec_sum",
+)
+STEPS = {"persia_steps_total": 100.0}
+
+
+def _trainer(batch: float, room: float = 0.0, inbox: float | None = 0.0) -> Span:
+    now = {} if inbox is None else {"persia_inbox_batches": inbox}
+    return span(TRAINER, 10.0, {**STEPS, BATCH: batch, ROOM: room}, now)
+
+
+def _loader(waits: float) -> Span:
+    return span(LOADER, 10.0, {"persia_loader_wait_seconds_sum": waits}, {})
+
+
+def _worker(**seconds: float) -> Span:
+    names = {
+        "rpc": "lookup_rpc_time_cost_sec_sum",
+        "lookup": "lookup_total_time_cost_sec_sum",
+        "update": "update_gradient_time_cost_sec_sum",
+        "calls": "persia_rpc_call_seconds_sum",
+    }
+    return span(WORKER, 10.0, {names[name]: value for name, value in seconds.items()}, {})
+
+
+def _labelled(worker: Span) -> Span:
+    """Give calls the labels that they are asked for."""
+    labels = {"peer": SERVER, "method": "update"}
+    for one in (worker.now, worker._before):
+        assert one is not None
+        found = one.samples["persia_rpc_call_seconds_sum"]
+        one.samples["persia_rpc_call_seconds_sum"] = [(labels, found[0][1])]
+    return worker
+
+
+SERVERS = span(SERVER, 10.0, {"persia_update_rows_seconds_sum": 0.5}, {})
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([_trainer(2.0, 0.4)], TRAINER),
+        ([_trainer(6.0), _loader(1.0)], LOADER),
+        # The inbox is full, or data-loaders wait for room: what comes after them is slow.
+        ([_trainer(6.0, inbox=5.0), _loader(1.0)], WORKER),
+        ([_trainer(6.0), _loader(9.0)], WORKER),
+        ([_trainer(6.0, inbox=None)], DATASET),
+        ([_trainer(1.0, 5.0), _worker(lookup=2.0, rpc=0.5, update=4.0), SERVERS], WORKER),
+        ([_trainer(1.0, 5.0), _worker(lookup=2.0, rpc=1.9, update=1.0), SERVERS], SERVER),
+        (
+            [
+                _trainer(5.0, inbox=3.0),
+                _labelled(_worker(lookup=2.0, rpc=0.5, update=4.0, calls=6.4)),
+                SERVERS,
+                SERVERS,
+            ],
+            SERVER,
+        ),
+    ],
+)
+def test_the_slowest_stage(spans: list[Span], expected: str) -> None:
+    stage = slowest(spans)
+    assert stage.name == expected
+    assert "nn-worker" not in stage.why
+
+
+def test_no_stage_is_named_before_anything_is_known() -> None:
+    assert slowest([]).name == ""
+    assert slowest([span(TRAINER, 10.0, {"persia_steps_total": 0.0}, {})]).name == ""
+
+
+def test_a_process_that_was_started_anew_begins_at_zero() -> None:
+    def at(seconds: float, value: float) -> Reading:
+        return Reading(SERVER, 0, seconds, {"persia_lookups_total": [({}, value)]})
+
+    assert Span(at(0, 100), at(2, 10)).rate("persia_lookups_total") == 5
+    assert Span(None, at(2, 10)).rate("persia_lookups_total") is None
+
+
+def test_a_frame_tells_who_is_there_and_who_is_not() -> None:
+    before = read(text_of(TRAINER, 0, persia_trained_samples_total=0.0))[0]
+    now = read(
+        text_of(
+            *(TRAINER, 0),
+            persia_trained_samples_total=50000.0,
+            persia_loss=math.nan,
+            persia_steps_total=math.inf,
+        )
+    )[0]
+    told = Span(Reading(TRAINER, 0, now.at - 2.0, before.samples), now)
+    frame = Frame(
+        [
+            Watched(TRAINER, 0, "127.0.0.1:9700", told),
+            Watched(SERVER, 1, "10.0.0.7:9601", None, "no answer for 12 s"),
+        ],
+        "a job",
+    )
+    text = str(frame)
+    lines = text.splitlines()
+    assert lines[0].startswith("PERSIA a job")
+    assert "samples/s 25.0k" in lines[1]
+    assert "loss nan" in lines[1]
+    assert [line.split()[:4] for line in lines if line.startswith("1 ")] == [
+        ["1", "no", "answer"]
+    ]
+    assert "embedding-parameter-server 1 at 10.0.0.7:9601: no answer for 12 s" in lines
+    assert all(len(line) <= 112 for line in lines)
+    tables = [line.split()[0] for line in lines if " state " in line]
+    assert tables == ["parameter-server", "nn-worker"]
+
+
+def test_a_narrow_terminal_loses_columns_and_no_digits() -> None:
+    from rich.console import Console
+
+    told = Span(None, read(text_of(TRAINER, 0, persia_loss=0.6931))[0])
+    frame = Frame([Watched(TRAINER, 0, "", told)], "a job")
+    console = Console(file=io.StringIO(), width=60, record=True)
+    console.print(frame)
+    text = console.export_text()
+    assert "0.6931" in text
+    assert "not trained" not in text
+    assert max(map(len, text.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "<html>hello</html>", "up 1\n", 'a{role="x"} 1\n', 'a{role="x",replica="y"} 1\n'],
+)
+def test_what_is_no_text_of_ours_is_a_data_error(text: str) -> None:
+    with pytest.raises(DataError, match="metrics of a process of PERSIA"):
+        read(text)

@@ -1,0 +1,64 @@
+"""``persia-launcher top`` beside a job of real processes, and its picture."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.screens.job import ask, training_job
+from tests.screens.pictures import draw_top, whole_frame
+
+# PyTorch takes seconds to load, and on a busy machine minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROLES = ("data-loader", "embedding-worker", "parameter-server", "nn-worker")
+NUM_PROCESSES = 2 + 1 + 2 + 1
+
+
+def _texts(picture: Path) -> str:
+    """Return the words of a picture, in which each stands for itself."""
+    root = ElementTree.parse(picture).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert not root.findall(".//{*}script")
+    return "\n".join(root.itertext()).replace("\xa0", " ")
+
+
+def test_top_shows_a_job_and_who_stands_still() -> None:
+    with training_job() as cluster:
+        whole_frame(cluster)  # all are there
+        ran = ask(cluster, "top", "--once", "--interval", "0.5")
+        assert ran.returncode == 0, ran.stderr + cluster.logs()
+        lines = ran.stdout.splitlines()
+        assert f"{NUM_PROCESSES} of {NUM_PROCESSES} processes answer" in lines[0]
+        assert "samples/s" in lines[1]
+        assert "accuracy 0." in ran.stdout
+        assert "slowest: " in ran.stdout
+        tables = [line.split()[0] for line in lines if " state " in line]
+        assert tuple(tables) == ROLES
+        assert ran.stdout.count(" ready ") == NUM_PROCESSES
+
+        server = cluster.processes["embedding-parameter-server-1"]
+        server.send_signal(signal.SIGSTOP)
+        try:
+            ran = ask(cluster, "top", "--once", "--interval", "0.1", "--timeout", "4")
+        finally:
+            server.send_signal(signal.SIGCONT)
+        assert ran.returncode == 0, ran.stderr
+        assert f"{NUM_PROCESSES - 1} of {NUM_PROCESSES} processes answer" in ran.stdout
+        assert "embedding-parameter-server 1 at " in ran.stdout
+        assert "no answer" in ran.stdout
+
+        cluster.kill("embedding-parameter-server-0")
+        ran = ask(cluster, "top", "--once", "--interval", "0.1")
+        assert "not there: connection refused" in ran.stdout
+
+
+def test_the_picture_is_of_a_real_run(tmp_path: Path) -> None:
+    text = _texts(draw_top(tmp_path))
+    for word in (*ROLES, "slowest:", "samples/s", "accuracy", "6 of 6 processes answer"):
+        assert word in text
+    committed = Path(__file__).resolve().parents[2] / "docs/images/top.svg"
+    assert "persia-launcher top" in _texts(committed)
