@@ -60,6 +60,7 @@ class ServerSettings:
     num_threads: int = 4  # at most run methods at a time
     calls_per_peer: int = 64  # waiting or running
     calls: int = 1024  # waiting or running, of all peers
+    bytes_per_peer: int = 1 << 30  # of its waiting and running calls; one is taken if all may
     bytes: int = 4 << 30  # of waiting and running calls; one call is always taken
 
 
@@ -124,7 +125,7 @@ class Server:
         self._lock = threading.Lock()  # guards all below
         self._is_idle = threading.Condition(self._lock)
         self._waiting: OrderedDict[bytes, deque[_Job]] = OrderedDict()  # next peer first
-        self._here: dict[bytes, set[int]] = {}  # ids waiting or running, by peer
+        self._here: dict[bytes, dict[int, int]] = {}  # by peer: bytes by id, waiting or running
         self._num_calls = 0  # waiting or running
         self._num_running = 0
         self._replied_at = -_ARRIVAL_S  # monotonic
@@ -293,7 +294,7 @@ class Server:
         """Take a job or queue it; returns why neither can be, or "", and whether it can run."""
         settings = self._settings
         with self._lock:
-            here = self._here.get(job.peer, set())
+            here = self._here.get(job.peer, {})
             refusal = ""
             if job.call.call_id in here:
                 self._counts["repeated"] += 1
@@ -302,6 +303,8 @@ class Server:
                 refusal = "it is stopping"
             elif len(here) >= settings.calls_per_peer:
                 refusal = f"{len(here)} calls of this peer are waiting or running"
+            elif here and sum(here.values()) + job.num_bytes > settings.bytes_per_peer:
+                refusal = f"{sum(here.values())} bytes of this peer are waiting or running"
             elif self._num_calls >= settings.calls:
                 refusal = f"{self._num_calls} calls are waiting or running"
             elif self._num_calls and self._num_bytes + job.num_bytes > settings.bytes:
@@ -310,7 +313,7 @@ class Server:
                 self._counts["busy"] += 1
                 refusal = f"{self._role.name} {self._hello.replica_index} is busy: {refusal}"
                 return refusal, False
-            here.add(job.call.call_id)
+            here[job.call.call_id] = job.num_bytes
             self._here[job.peer] = here
             self._num_calls += 1
             self._num_bytes += job.num_bytes
@@ -345,7 +348,7 @@ class Server:
         """Forget a call; returns the next one for this thread."""
         with self._lock:
             here = self._here[job.peer]
-            here.discard(job.call.call_id)
+            here.pop(job.call.call_id, None)
             if not here:
                 del self._here[job.peer]
             self._num_calls -= 1

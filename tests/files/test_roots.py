@@ -9,7 +9,9 @@ import pytest
 from persia._files.roots import ANYWHERE, Roots
 from persia._files.storage import open_storage
 from persia._rpc.messages import LoadRequest, WriteRequest
-from persia.errors import CheckpointError
+from persia._services import process
+from persia.config import ParameterServerConfig
+from persia.errors import CheckpointError, ConfigError
 from tests.services.support import make_servers
 
 
@@ -106,3 +108,41 @@ def test_w71_a_server_neither_writes_nor_reads_outside(place: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cut 1"):
         server.write_cut(WriteRequest(1, f"{place}/root", "a"))
     assert open_storage(f"{place}/root/job").list() == []
+
+
+@pytest.mark.parametrize(
+    ("address", "said", "allows"),
+    [
+        ("tcp://127.0.0.1:1", None, True),
+        ("ipc:///tmp/x", None, True),
+        ("tcp://0.0.0.0:1", None, False),
+        ("tcp://0.0.0.0:1", "{},s3://b/c", True),
+        ("tcp://127.0.0.1:1", "/nowhere", False),
+    ],
+)
+def test_w71_who_can_be_reached_from_elsewhere_has_no_roots_by_itself(
+    place: Path, monkeypatch: pytest.MonkeyPatch, address: str, said: str | None, allows: bool
+) -> None:
+    if said is not None:
+        monkeypatch.setenv("PERSIA_CHECKPOINT_ROOTS", said.format(place))
+    roots = process._roots(ParameterServerConfig(), address)
+    if allows:
+        roots.check(str(place / "x"))
+    else:
+        with pytest.raises(CheckpointError):
+            roots.check(str(place / "x"))
+
+
+def test_changes_are_written_below_a_root_too(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ParameterServerConfig(
+        enable_incremental_update=True, incremental_dir=f"{place}/root/out"
+    )
+    process._roots(settings, "tcp://0.0.0.0:1")  # the operator's own word
+    monkeypatch.setenv("PERSIA_CHECKPOINT_ROOTS", f"{place}/root")
+    with pytest.raises(CheckpointError, match=r"this one leads to .*roots"):
+        process._roots(settings, "ipc:///tmp/x")
+    monkeypatch.setenv("PERSIA_CHECKPOINT_ROOTS", f"{place}/root,,")
+    with pytest.raises(ConfigError, match="a list of folders with commas"):
+        process._roots(settings, "ipc:///tmp/x")

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from zmq.utils import z85
 
 from persia._rpc.client import Client
+from persia._rpc.frame import Call, Failure, Reply, encode
 from persia._rpc.keys import Keys, make_keys
 from persia._rpc.messages import TableSigns
 from persia._rpc.methods import embedding_worker, nn_worker, parameter_server, role_of
@@ -27,7 +28,8 @@ from persia._rpc.server import Server, serve
 from persia._rpc.zmq_transport import ZmqTransport, is_local
 from persia.errors import ConfigError, NotAllowed, ServiceUnavailable
 from persia.launcher import cli
-from tests.rpc.support import PATIENCE_S, raw_peer
+from tests.rpc.support import PATIENCE_S, Wire, raw_peer
+from tests.rpc.toys import toy_server
 
 
 class Guarded(Protocol):
@@ -353,3 +355,35 @@ def test_the_environment_names_the_keys(keys: Path, monkeypatch: pytest.MonkeyPa
         stranger.call(1, "get_embedding_size")
         assert client.call("get_embedding_size") == 7
         assert server.stats()["calls"] == 1
+
+
+# --- too much ---------------------------------------------------------------------------
+
+
+def test_who_sends_much_leaves_room_for_others(tmp_path: Path) -> None:
+    """A connection has a share of the bytes as well: all of them would make others wait."""
+    wire = Wire("ipc", tmp_path)
+    with (
+        toy_server(wire, bytes=40_000, bytes_per_peer=10_000, num_threads=1) as (
+            server,
+            service,
+        ),
+        raw_peer(server.address) as flood,
+        raw_peer(server.address) as other,
+    ):
+        flood.call(1, "hold", 1)
+        for number in range(2, 9):
+            signs = TableSigns(0, np.zeros(500, np.uint64))  # 4,000 bytes
+            flood.send(encode(Call(number, "echo", 20_000, [[[0, 0]]], (signs.signs,))))
+        for number in range(4, 9):
+            answer = flood.answer(number)
+            assert isinstance(answer, Failure)
+            assert "bytes of this peer are waiting" in answer.body[1]
+        big = np.zeros(2_500, np.uint64)  # more than a share, but alone
+        other.send(encode(Call(1, "echo", 20_000, [[[0, 0]]], (big,))))
+        other.settle()
+        assert server.stats()["busy"] == 5
+        service.permits.release()
+        assert isinstance(other.answer(1), Reply)
+        assert isinstance(flood.answer(3), Reply)
+    wire.transport.close()
