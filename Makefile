@@ -195,6 +195,14 @@ pictures: build  ## draw docs/images anew, from real runs
 
 # --- packages -----------------------------------------------------------------------------
 
+.PHONY: docs
+docs: build  ## the site, without a warning, into build/site
+	$(PIP) install -c constraints.txt 'persia[docs]'
+	$(BIN)/python docs/_site/configuration.py
+	$(BIN)/python docs/_site/diagrams.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(PYTEST) -q tests/docs/test_site.py
+
 wheel: $(VENV)/.dev  ## sdist, wheel from the sdist, checked and repaired by auditwheel
 	rm -rf dist wheelhouse
 	CFLAGS="$(CFLAGS) -g0" $(BIN)/python -m build

@@ -63,7 +63,10 @@ class Initialization:
 @dataclass(frozen=True, slots=True)
 class _HashStackKeys:
     hash_stack_rounds: int
+    """Rows that stand for one id, found by so many hashes and summed; 0 for none."""
+
     embedding_size: int
+    """Rows of the table that they are found in."""
 
     def __post_init__(self) -> None:
         check_integer("hash_stack_rounds", self.hash_stack_rounds, 0, 0xFFFF)
@@ -82,14 +85,33 @@ class _SlotKeys:
     """The keys of one slot in the file."""
 
     dim: int
+    """Values of a row."""
+
     pooling: Pooling | None = None
+    """What becomes of a sample's rows; the next three keys decide if it is not given. ``raw``
+    and ``jagged`` hand each row out."""
+
     sample_fixed_size: int = 10
+    """With ``raw``, the ids of a sample that count; those behind are left out."""
+
     embedding_summation: bool | None = None
+    """The original's word for pooling: false is ``raw``."""
+
     sqrt_scaling: bool | None = None
+    """The original's word: with true, a sum is divided by the root of the number of ids."""
+
     hash_stack_config: _HashStackKeys = field(default_factory=lambda: _HashStackKeys(0, 0))
+    """A table of fixed size for a feature with too many ids."""
+
     index_prefix: int = 0
+    """Read because old files hold it: it is computed from the groups, and must be 0."""
+
     initialization: Initialization | None = None
+    """``method`` and its options, of the rows that training creates; else the
+    ``EmbeddingConfig``'s."""
+
     admit_probability: float | None = None
+    """Chance that a new id gets a row; else the ``EmbeddingConfig``'s."""
 
     def __post_init__(self) -> None:
         check_integer("dim", self.dim, 1, MAX_DIM)
@@ -136,10 +158,19 @@ class _EmbeddingKeys:
             "deprecated": ("slot_configs", "slot_config"),
         }
     )
+    """Each feature of ids, by name."""
+
     feature_index_prefix_bit: int = 8
+    """Highest bits of a sign that say which group it is of; ids have the others."""
+
     feature_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Slots that share their rows, by the name of the group."""
+
     strict_ids: bool = False
+    """Whether an id that needs more bits than there are is refused, not cut."""
+
     group_settings: dict[str, GroupSettings] = field(default_factory=dict)
+    """How the rows of a group are trained and kept."""
 
     def __post_init__(self) -> None:
         check_integer("feature_index_prefix_bit", self.feature_index_prefix_bit, 1, 63)

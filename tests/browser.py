@@ -1,0 +1,49 @@
+"""Pages opened in a real browser."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_DEADLINE_S = 60.0
+
+
+def screenshot(url: str, picture: Path, width: int = 1280, height: int = 1000) -> bytes:
+    """Open a page in headless Chromium and write what it shows as a PNG.
+
+    Returns:
+        The bytes of its pixels as the PNG filters them; a blank page has few values.
+    """
+    browser = next(filter(None, map(shutil.which, _NAMES)), None)
+    if browser is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={picture.parent / 'browser'}",
+        f"--window-size={width},{height}",
+        f"--screenshot={picture}",
+        url,
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=_DEADLINE_S)
+    return pixels(picture.read_bytes())
+
+
+def pixels(png: bytes) -> bytes:
+    """Return what a PNG's image data holds."""
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    data, at = b"", 8
+    while at < len(png):
+        size, kind = int.from_bytes(png[at : at + 4], "big"), png[at + 4 : at + 8]
+        if kind == b"IDAT":
+            data += png[at + 8 : at + 8 + size]
+        at += size + 12
+    return zlib.decompress(data)

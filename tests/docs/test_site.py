@@ -1,0 +1,35 @@
+"""The site of the docs: built without a warning, and looked at in a browser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.browser import screenshot
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_configuration_page_is_what_the_code_says() -> None:
+    command = [sys.executable, "docs/_site/configuration.py", "--check"]
+    subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_shows_its_home(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="pip install 'persia[docs]', or make docs")
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    built = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert built.returncode == 0, built.stderr
+    home = screenshot(f"file://{site}/index.html", tmp_path / "home.png", height=960)
+    assert len(home) > 1280 * 960
+    assert len(set(home)) > 100  # text and a diagram, not one color
+    reference = (site / "api.html").read_text(encoding="utf-8")
+    for name in ("persia.ctx.TrainCtx", "persia.embedding.optim.Adagrad", "persia.errors"):
+        assert f'id="{name}"' in reference
