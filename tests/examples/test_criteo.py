@@ -1,0 +1,85 @@
+"""DLRM on a log in Criteo's layout, by itself and as a job of four processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.support import short_directory
+from tests.examples.loading import EXAMPLES, load
+from tests.meta.sources import ROOT
+
+FOLDER = EXAMPLES / "criteo"
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small log, which the example finds."""
+    load("criteo")
+    path = tmp_path / "log"
+    sys.modules["criteo_log"].generate(path, samples=12_000)
+    monkeypatch.setenv("CRITEO_DATA", str(path))
+    monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(FOLDER / "data_loader.py"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return path
+
+
+@pytest.mark.usefixtures("log")
+def test_it_learns_in_one_process() -> None:
+    train = load("criteo")
+    options = train.Options(quiet=True, reproducible=True)
+    with train.build_ctx(options) as ctx:
+        report = train.run(ctx, options)
+    assert len(report.losses) == -(-9_600 // 512)
+    assert np.mean(report.losses[-4:]) < np.mean(report.losses[:4])
+    assert report.auc > 0.6
+    assert "test AUC 0." in str(report)
+
+
+def test_the_log_is_as_criteos(log: Path) -> None:
+    lines = (log / "train" / "part-0.txt").read_text().splitlines()
+    assert len(lines) == 9_600
+    fields = [line.split("\t") for line in lines]
+    assert {len(each) for each in fields} == {40}
+    assert {each[0] for each in fields} == {"0", "1"}
+    assert all(len(word) in (0, 8) for word in fields[0][14:])
+    assert any(not field for field in fields[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("log")
+def test_make_run_is_a_job_that_ends_by_itself(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, module in (("persia-launcher", "persia.launcher"), ("honcho", "honcho")):
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        program.chmod(0o755)
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("PERSIA_")}
+    with short_directory() as sockets:
+        addresses = {
+            "PERSIA_EMBEDDING_WORKERS": f"ipc://{sockets}/worker",
+            "PERSIA_EMBEDDING_PARAMETER_SERVERS": f"ipc://{sockets}/server",
+            "PERSIA_NN_WORKERS": f"ipc://{sockets}/trainer",
+            "PERSIA_STATE_DIRECTORY": "off",
+        }
+        ran = subprocess.run(
+            ["make", "run"],
+            cwd=FOLDER,
+            env=kept | addresses | {"PATH": f"{programs}:{kept['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "test AUC 0." in ran.stdout
+    assert not (FOLDER / ".job.pid").exists()
+    stopped = subprocess.run(["make", "stop"], cwd=FOLDER, capture_output=True, check=False)
+    assert b"nothing runs here" in stopped.stdout
