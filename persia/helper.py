@@ -249,6 +249,8 @@ class PersiaServiceCtx:
                 else f"127.0.0.1:{port + number}"
                 for number in numbers
             )
+        if env.metrics_port() not in (None, "off"):
+            listed["PERSIA_METRICS_PORT"] = "0"  # it is this process's; they are on one host
         listed[env.NN_WORKERS_VARIABLE] = ",".join(
             f"ipc://{directory}/nn-worker-{rank}" for rank in range(self._nproc)
         )

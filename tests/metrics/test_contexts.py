@@ -53,8 +53,8 @@ def train(ctx: TrainCtx, num_batches: int) -> float:
     return loss.item()
 
 
-def test_w52_two_contexts_of_a_process_do_not_collide() -> None:
-    """The original's native context, and its registry of metrics, was one per process."""
+def test_w39_w52_two_contexts_of_a_process_do_not_collide() -> None:
+    """The original's context was one per process, and a metric's name entered once."""
     with trained() as one, trained() as other:
         train(one, 1)
         loss = train(other, 3)
