@@ -42,13 +42,13 @@ SETTINGS = HyperParameters(InitializationSettings("zeros", {}), 1.0, 10.0, 0)
 
 def ports_of(pid: int) -> set[tuple[str, int]]:
     """Return where a process listens, as hexadecimal host and port."""
-    own = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            own.add(str(path.readlink()))
-    found = set()
+    own, found = set(), set()
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                own.add(str(path.readlink()))
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             host, _, port = fields[1].rpartition(":")
             if fields[3] == LISTENS and f"socket:[{fields[9]}]" in own:
@@ -161,10 +161,11 @@ def test_w71_only_documented_ports_are_open_and_tell_nothing(tmp_path: Path) -> 
 
 
 SAY = ("--json", "--quiet")
+TORCH_S = 120.0  # on a busy machine it takes long to load
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
 def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
     """adult_income, each role with its own keys: AUC, loss and rows of embedded mode."""
@@ -193,7 +194,7 @@ def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
         cluster.variables["PERSIA_KEYS"] = str(keys["data-loader"])
         (address,) = documented_wire(cluster, "nn-worker")
         pid = cluster.processes["nn-worker"].pid
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TORCH_S
         while address not in {port for one in _children(pid) for _, port in ports_of(one)}:
             assert time.monotonic() < deadline, cluster.logs()
             threading.Event().wait(0.02)
@@ -202,7 +203,7 @@ def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
         # torchrun's and the process group's, which the page says are PyTorch's.
         print(open_here - documented(cluster, "nn-worker", "nn-worker"))
         cluster.start_loaders(LOADER, 1)
-        statuses = cluster.wait()
+        statuses = cluster.wait(TORCH_S)
         assert set(statuses.values()) == {0}, statuses
         (line,) = re.findall(r"\{.*\}", cluster.log("nn-worker"))
     report: dict[str, Any] = json.loads(line)
