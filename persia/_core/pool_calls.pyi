@@ -6,13 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia._core.crew import Crew
+from persia._core.feature_batch import FeatureBatch
 
 @final
 class PoolCalls:
     """Calls of ``pooling`` that wait to be made; their arrays must not be used meanwhile.
 
     Each method checks its arguments as the function of its name does, and raises what that one
-    raises. Outputs of ``pool`` lie apart from each other.
+    raises. Outputs of ``pool`` lie apart from each other. A FeatureBatch in the place of
+    ``inverse`` has offsets and weights with it, and its numbers are not looked at again.
     """
 
     def pool(
@@ -21,7 +23,7 @@ class PoolCalls:
         rows: NDArray[np.float32],
         slots: NDArray[np.uint32] | None,
         rounds: int,
-        inverse: NDArray[np.uint32],
+        inverse: NDArray[np.uint32] | FeatureBatch,
         offsets: NDArray[np.uint32] | None,
         out: NDArray[np.float32],
         weights: NDArray[np.float32] | None = None,
@@ -43,7 +45,7 @@ class PoolCalls:
         grad: NDArray[np.float32],
         slots: NDArray[np.uint32] | None,
         rounds: int,
-        inverse: NDArray[np.uint32],
+        inverse: NDArray[np.uint32] | FeatureBatch,
         offsets: NDArray[np.uint32] | None,
         argmax: NDArray[np.int32] | None,
         skip: NDArray[np.uint8] | None,

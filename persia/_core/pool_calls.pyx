@@ -14,18 +14,68 @@ added to zeros; see ``pooling.begin_grad``.
 from cython cimport final
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
+from numpy cimport (
+    NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NPY_FLOAT32,
+    PyArray_CHKFLAGS, PyArray_CheckExact, PyArray_DATA, PyArray_DIM, PyArray_ISNOTSWAPPED,
+    PyArray_NDIM, PyArray_TYPE, import_array, ndarray,
+)
 
 from persia._core.crew cimport Crew, persia_work_t
+from persia._core.feature_batch cimport FeatureBatch
 from persia._core.pooling cimport (
-    PERSIA_MAX, POOL_GRAD, Call, fill_pool, fill_pool_grad, fill_scatter_add, first_out,
-    kernels, make, persia_bags_t,
+    PERSIA_MAX, PERSIA_SUM, POOL, POOL_GRAD, Call, fill_pool, fill_pool_grad,
+    fill_scatter_add, first_out, kernels, make, mode_number, persia_bags_t,
 )
 from persia._core.types cimport uint32_t
 
 from persia.errors import DataError
 
+import_array()
+
 cdef enum:
     PIECE_IDS = 16384       # of a call that is cut
+
+
+# Most calls are of a FeatureBatch, whose numbers are right by its invariants and are not looked
+# at again, without a hash stack; and memoryviews would cost as much as a small feature's sums.
+
+
+cdef bint is_matrix(object array, int flags) noexcept:
+    """Whether a kernel may take a bare pointer to it."""
+    return (
+        PyArray_CheckExact(array) and PyArray_NDIM(<ndarray> array) == 2
+        and PyArray_TYPE(<ndarray> array) == NPY_FLOAT32
+        and PyArray_ISNOTSWAPPED(<ndarray> array)
+        and PyArray_CHKFLAGS(
+            <ndarray> array, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | flags))
+
+
+cdef bint fill_plain(
+    Call *call, object mode, FeatureBatch ids, ndarray by_row, ndarray by_sample
+) except -1:
+    """Describe a call but for its kind and matrices; False: it is none of the usual ones."""
+    cdef persia_bags_t *bags = &call.bags
+    call.mode = mode_number(mode)
+    ids.number()
+    if call.mode == PERSIA_MAX or ids.weights is not None and call.mode != PERSIA_SUM or (
+            ids.num_distinct > PyArray_DIM(by_row, 0)
+            or ids.batch_size != PyArray_DIM(by_sample, 0)
+            or PyArray_DIM(by_row, 1) != PyArray_DIM(by_sample, 1)
+            or PyArray_DIM(by_row, 1) == 0):
+        return False
+    memset(bags, 0, sizeof(persia_bags_t))
+    bags.rounds = 1
+    bags.inverse = <const uint32_t *> PyArray_DATA(<ndarray> ids.numbered_inverse)
+    bags.num_ids = ids.num_ids
+    bags.num_samples = ids.batch_size
+    if ids.offsets is not None:
+        bags.offsets = <const uint32_t *> PyArray_DATA(<ndarray> ids.offsets)
+    if ids.weights is not None:
+        bags.weights = <const float *> PyArray_DATA(<ndarray> ids.weights)
+    bags.dim = PyArray_DIM(by_row, 1)
+    call.argmax = NULL
+    call.skip = NULL
+    return True
 
 
 cdef bint begin_sums(const Part *part, const Call *call) noexcept nogil:
@@ -142,6 +192,17 @@ cdef class PoolCalls:
         out not None, weights=None
     ):
         cdef Call call
+        if isinstance(inverse, FeatureBatch):
+            if slots is None and rounds == 1 and is_matrix(rows, 0) and (
+                    is_matrix(out, NPY_ARRAY_WRITEABLE)) and (
+                    fill_plain(&call, mode, <FeatureBatch> inverse, rows, out)):
+                call.kind = POOL
+                call.source = <const float *> PyArray_DATA(<ndarray> rows)
+                call.out = <float *> PyArray_DATA(<ndarray> out)
+                self.held.append((rows, inverse, out))
+                self.append_pieces(&call)
+                return None
+            inverse, offsets, weights = inverse.inverse, inverse.offsets, inverse.weights
         argmax = fill_pool(&call, mode, rows, slots, rounds, inverse, offsets, out, weights)
         self.held.append((rows, slots, inverse, offsets, out, weights, argmax))
         self.append_pieces(&call)
@@ -162,6 +223,17 @@ cdef class PoolCalls:
     ):
         cdef Call call
         self.check_begun()
+        if isinstance(inverse, FeatureBatch):
+            if slots is None and rounds == 1 and skip is None and is_matrix(grad, 0) and (
+                    is_matrix(out, NPY_ARRAY_WRITEABLE)) and (
+                    fill_plain(&call, mode, <FeatureBatch> inverse, out, grad)):
+                call.kind = POOL_GRAD
+                call.source = <const float *> PyArray_DATA(<ndarray> grad)
+                call.out = <float *> PyArray_DATA(<ndarray> out)
+                self.held.append((grad, inverse, out))
+                self.append(&call)
+                return
+            inverse, offsets, weights = inverse.inverse, inverse.offsets, inverse.weights
         fill_pool_grad(
             &call, mode, grad, slots, rounds, inverse, offsets, argmax, skip, out, weights)
         self.held.append((grad, slots, inverse, offsets, argmax, skip, out, weights))

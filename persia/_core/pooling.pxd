@@ -64,6 +64,7 @@ cdef struct Call:
 
 
 cdef const persia_pooling_t *kernels() noexcept nogil
+cdef int mode_number(object mode) except -1
 cdef float *first_out(float[:, ::1] matrix) noexcept
 
 # Each checks its arguments as the function of its name does, and writes nothing but ``call``,

@@ -27,6 +27,28 @@ cdef struct Tally:              # what a request found in a shard, or in all
     float *scratch              # not a finding; NULL where rows are f32
 
 
+# A request's signs by shard: a function of the signs and the number of shards.
+cdef class Split:
+    cdef uint32_t num_signs
+    cdef uint32_t num_shards
+    cdef uint32_t room          # of signs, and of shards
+    cdef uint32_t shard_room
+    cdef sign_t *sorted         # the signs in shard order
+    cdef uint32_t *order        # their places in the request
+    cdef uint32_t *starts       # first place of each shard; num_shards + 1
+    cdef object signs           # whose numbers are kept, once they are; or None
+    cdef const sign_t *signs_at
+    cdef object numbers         # the memory of those that ``kept_numbers`` made, or None
+
+    cdef void release(self) noexcept
+
+    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1
+    cdef bint is_of(self, const sign_t *signs, uint32_t count, uint32_t num_shards) noexcept
+
+# The split that ``kept_numbers`` made with these numbers, or None.
+cdef Split split_of(object numbers)
+
+
 cdef class Batch                # below; the two types name each other
 
 ctypedef void (*serve_t)(
@@ -35,11 +57,12 @@ ctypedef void (*serve_t)(
 
 cdef class Batch:
     cdef uint32_t num_signs
-    cdef uint32_t capacity
-    cdef sign_t *sorted         # the signs in shard order
-    cdef uint32_t *order        # their places in the request
-    cdef uint32_t *starts       # first place of each shard; num_shards + 1
+    cdef Split own              # where no other is given
+    cdef sign_t *sorted         # of the split of this request
+    cdef uint32_t *order
+    cdef uint32_t *starts
     cdef uint32_t *places       # of each shard and part of the split: counts, then places
+    cdef size_t num_places      # that there is room for
     cdef uint32_t num_shards
     cdef uint32_t num_parts     # of the split
     cdef Tally *tallies         # of each shard
@@ -79,10 +102,10 @@ cdef class Batch:
     cdef uint64_t tag               # of this part of it
     cdef object held            # what the pointers point into
 
-    # Make room; ``is_shared`` says that several threads will serve it.
-    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards, bint is_shared) except -1
-    cdef void release(self) noexcept
-    # Order the signs by shard.
-    cdef int split(self) except -1
+    # Make room for all but the split.
+    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1
+    cdef void use(self, Split split) noexcept
+    # Order the signs by shard, into this split or the batch's own.
+    cdef int split(self, Split into) except -1
     # Serve each shard, under its lock, until one fails.
     cdef Tally serve(self) except *

@@ -2,19 +2,96 @@
 
 cimport cython
 
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
+from numpy cimport (
+    NPY_UINT32, PyArray_CheckExact, PyArray_DATA, PyArray_SimpleNewFromData, get_array_base,
+    import_array, ndarray, npy_intp, set_array_base,
+)
 
+from persia._core.arrays cimport new_u32
 from persia._core.crew cimport persia_work_t
 from persia._core.hashing cimport mix64, shard_of
 from persia._core.row_format cimport scratch_size
 from persia._core.shard cimport PyThread_type_lock, shard_acquire
 
+import_array()
+
 cdef extern from "pythread.h" nogil:
     void PyThread_release_lock(PyThread_type_lock lock) noexcept
 
 cdef enum:
-    SPLIT_SIGNS = 8192      # of a part of the split by shard
+    SPLIT_SIGNS = 4096      # of a part of the split by shard
+
+
+@cython.final
+cdef class Split:
+    def __cinit__(self):
+        self.num_signs = 0
+        self.num_shards = 0
+        self.room = 0
+        self.shard_room = 0
+        self.sorted = NULL
+        self.order = NULL
+        self.starts = NULL
+        self.signs_at = NULL
+
+    def __dealloc__(self):
+        self.release()
+
+    cdef void release(self) noexcept:
+        self.signs = None
+        free(self.sorted)
+        free(self.order)
+        free(self.starts)
+        self.sorted = NULL
+        self.order = NULL
+        self.starts = NULL
+        self.room = 0
+        self.shard_room = 0
+
+    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1:
+        self.signs = None
+        self.num_signs = num_signs
+        self.num_shards = num_shards
+        if num_signs <= self.room and num_shards <= self.shard_room:
+            return 0
+        self.release()
+        self.sorted = <sign_t *> malloc(num_signs * sizeof(sign_t))
+        self.order = <uint32_t *> malloc(num_signs * sizeof(uint32_t))
+        self.starts = <uint32_t *> malloc((num_shards + 1) * sizeof(uint32_t))
+        if self.sorted == NULL or self.order == NULL or self.starts == NULL:
+            self.release()
+            raise MemoryError(f"scratch for a request of {num_signs} signs")
+        self.room = num_signs
+        self.shard_room = num_shards
+        return 0
+
+    cdef bint is_of(self, const sign_t *signs, uint32_t count, uint32_t num_shards) noexcept:
+        # The same memory, which nobody else can have had: it is held.
+        return (
+            self.signs is not None and self.signs_at == signs
+            and self.num_signs == count and self.num_shards == num_shards)
+
+
+def kept_numbers(count):
+    cdef Split split = Split()
+    cdef npy_intp length
+    cdef ndarray numbers
+    split.numbers = new_u32(count)
+    length = split.numbers.size
+    numbers = PyArray_SimpleNewFromData(
+        1, &length, NPY_UINT32, PyArray_DATA(<ndarray> split.numbers))
+    set_array_base(numbers, split)
+    return numbers
+
+
+cdef Split split_of(object numbers):
+    # Of the array itself: the base of a part of it is an array.
+    if not PyArray_CheckExact(numbers):
+        return None
+    base = get_array_base(<ndarray> numbers)
+    return <Split> base if isinstance(base, Split) else None
 
 
 @cython.final
@@ -23,50 +100,49 @@ cdef class Batch:
 
     def __cinit__(self):
         self.num_signs = 0
-        self.capacity = 0
-        self.sorted = NULL
-        self.order = NULL
-        self.starts = NULL
+        self.num_shards = 0
+        self.own = Split()
         self.places = NULL
+        self.num_places = 0
         self.tallies = NULL
 
     def __dealloc__(self):
-        self.release()
-
-    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards, bint is_shared) except -1:
-        self.num_signs = num_signs
-        self.num_shards = num_shards
-        self.num_parts = num_signs // SPLIT_SIGNS + 1 if is_shared else 1
-        if num_signs > self.capacity or self.starts == NULL:
-            self.release()
-            self.sorted = <sign_t *> malloc(num_signs * sizeof(sign_t))
-            self.order = <uint32_t *> malloc(num_signs * sizeof(uint32_t))
-            self.starts = <uint32_t *> malloc((num_shards + 1) * sizeof(uint32_t))
-            self.places = <uint32_t *> malloc(
-                <size_t> (num_signs // SPLIT_SIGNS + 1) * num_shards * sizeof(uint32_t))
-            self.tallies = <Tally *> malloc(num_shards * sizeof(Tally))
-            if self.sorted == NULL or self.order == NULL or self.starts == NULL or (
-                    self.places == NULL) or self.tallies == NULL:
-                self.release()
-                raise MemoryError(f"scratch for a request of {num_signs} signs")
-            self.capacity = num_signs
-        return 0
-
-    cdef void release(self) noexcept:
-        free(self.sorted)
-        free(self.order)
-        free(self.starts)
         free(self.places)
         free(self.tallies)
-        self.sorted = NULL
-        self.order = NULL
-        self.starts = NULL
-        self.places = NULL
-        self.tallies = NULL
-        self.capacity = 0
 
-    cdef int split(self) except -1:
+    cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1:
+        self.num_signs = num_signs
+        if num_shards > self.num_shards:
+            free(self.tallies)
+            self.tallies = <Tally *> malloc(num_shards * sizeof(Tally))
+            if self.tallies == NULL:
+                self.num_shards = 0
+                raise MemoryError(f"scratch for {num_shards} shards")
+        self.num_shards = num_shards
+        return 0
+
+    cdef void use(self, Split split) noexcept:
+        self.sorted = split.sorted
+        self.order = split.order
+        self.starts = split.starts
+
+    cdef int split(self, Split into) except -1:
         """Order the request by shard, stable."""
+        cdef Split split = self.own if into is None else into
+        cdef size_t num_places
+        cdef void *places
+        self.num_parts = 1
+        if self.crew.num_threads > 1:
+            self.num_parts = self.num_signs // SPLIT_SIGNS + 1
+        num_places = <size_t> self.num_parts * self.num_shards
+        if num_places > self.num_places:
+            places = realloc(self.places, num_places * sizeof(uint32_t))
+            if places == NULL:
+                raise MemoryError(f"scratch for a request of {self.num_signs} signs")
+            self.places = <uint32_t *> places
+            self.num_places = num_places
+        split.reserve(self.num_signs, self.num_shards)
+        self.use(split)
         self.crew.work(<persia_work_t> count_part, <void *> self, self.num_parts)
         begin_shards(self)
         self.crew.work(<persia_work_t> put_part, <void *> self, self.num_parts)

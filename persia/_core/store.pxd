@@ -4,7 +4,7 @@ from persia._core.crew cimport Crew
 from persia._core.cut cimport Watch
 from persia._core.optim cimport RowOptimizer
 from persia._core.recency cimport NUM_CLOCKS
-from persia._core.request cimport Batch, Tally, serve_t
+from persia._core.request cimport Batch, Split, Tally, serve_t
 from persia._core.shard cimport Shard
 from persia._core.types cimport uint32_t, uint64_t
 
@@ -29,7 +29,7 @@ cdef class EmbeddingStore:
 
     cdef Batch begin(
         self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim,
-        RowOptimizer optimizer, uint32_t dtype)
+        RowOptimizer optimizer, uint32_t dtype, Split split=*)
     cdef Tally run(self, Batch batch) except *
     cdef int open_state(self, int file) except -1
     cdef int attach_rows(self) except -1

@@ -48,7 +48,7 @@ from persia._core.recency cimport (
 )
 from persia._core.recovery cimport recovery_attach
 from persia._core.request cimport (
-    MAX_SHARDS, STATUS_DIM, STATUS_NO_MEMORY, STATUS_OTHER, STATUS_SHAPES,
+    MAX_SHARDS, STATUS_DIM, STATUS_NO_MEMORY, STATUS_OTHER, STATUS_SHAPES, Split, split_of,
 )
 from persia._core.restore cimport restore_shard
 from persia._core.row_format cimport Format, read_values, set_format
@@ -264,9 +264,12 @@ cdef class EmbeddingStore:
 
     cdef Batch begin(
         self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim,
-        RowOptimizer optimizer, uint32_t dtype
+        RowOptimizer optimizer, uint32_t dtype, Split split=None
     ):
-        """A request on these signs, split by shard; its arguments are still to be filled in."""
+        """A request on these signs, split by shard; its arguments are still to be filled in.
+
+        A ``split`` that is given is taken if it is of these signs, and made if not.
+        """
         cdef Batch batch
         if self.watch.cuts and serve_shard != eval_shard and serve_shard != read_shard:
             self.watch.make_room()
@@ -274,8 +277,7 @@ cdef class EmbeddingStore:
             raise DataError(f"a request holds at most 2**32-2 signs, got {signs.shape[0]}")
         batch = self.batches.pop() if self.batches else Batch()
         batch.crew = self.crew if signs.shape[0] >= MIN_THREADED_SIGNS else self.alone
-        batch.reserve(
-            <uint32_t> signs.shape[0], self.num_shards, batch.crew.num_threads > 1)
+        batch.reserve(<uint32_t> signs.shape[0], self.num_shards)
         batch.shards = self.shards
         batch.serve_shard = serve_shard
         batch.signs = &signs[0] if signs.shape[0] else NULL
@@ -291,7 +293,10 @@ cdef class EmbeddingStore:
         batch.is_repeated = False
         batch.admission_key = mix64(mix64(self.seed ^ ADMISSION))
         memcpy(batch.clocks, self.clocks, sizeof(self.clocks))
-        batch.split()
+        if split is not None and split.is_of(batch.signs, batch.num_signs, batch.num_shards):
+            batch.use(split)
+        else:
+            batch.split(split)
         return batch
 
     cdef Tally run(self, Batch batch) except *:
@@ -328,6 +333,7 @@ cdef class EmbeddingStore:
         dtype="float32",
     ):
         cdef Batch batch
+        cdef Split split
         cdef Tally tally
         cdef uint32_t number = dtype_number(dtype)
         optimizer = self.chosen(optimizer, "a training lookup")
@@ -342,7 +348,9 @@ cdef class EmbeddingStore:
                 f"got {admit_at}")
         if signs.shape[0] == 0:
             return 0, 0
-        batch = self.begin(signs, train_shard, <uint32_t> rows_out.shape[1], optimizer, number)
+        split = split_of(hints_out.base)
+        batch = self.begin(
+            signs, train_shard, <uint32_t> rows_out.shape[1], optimizer, number, split)
         batch.initializer = initializer
         batch.admission_key = mix64(mix64(self.seed ^ ADMISSION) ^ batch_id)
         batch.admit_all = admit_probability >= 1.0
@@ -355,6 +363,8 @@ cdef class EmbeddingStore:
         batch.hints_out = &hints_out[0]
         batch.held = (signs, rows_out, hints_out)
         tally = self.run(batch)
+        if split is not None:
+            split.signs, split.signs_at = signs.base, &signs[0]
         return tally.num_missing, tally.num_refused
 
     def lookup_eval(
@@ -377,6 +387,7 @@ cdef class EmbeddingStore:
         dtype="float32", uint64_t number=0, uint32_t slot=0, uint64_t tag=0
     ):
         cdef Batch batch
+        cdef Split split
         cdef uint32_t row_dtype = dtype_number(dtype)
         optimizer = self.chosen(optimizer, "an update")
         check_rows("gradients", signs.shape[0], gradients.shape[0], gradients.shape[1])
@@ -387,8 +398,12 @@ cdef class EmbeddingStore:
                 f"a slot in 1..{NUM_SLOTS} and a tag, or neither: got {slot} and {tag}")
         if signs.shape[0] == 0:
             return 0
+        split = None if hints is None else split_of(hints.base)
+        if split is not None and not split.is_of(
+                &signs[0], <uint32_t> signs.shape[0], self.num_shards):
+            split = None        # it stays what it is
         batch = self.begin(
-            signs, update_shard, <uint32_t> gradients.shape[1], optimizer, row_dtype)
+            signs, update_shard, <uint32_t> gradients.shape[1], optimizer, row_dtype, split)
         batch.rounding_key = rounding_key(self.seed, number)
         batch.slot = slot
         batch.tag = tag

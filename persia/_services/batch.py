@@ -284,10 +284,9 @@ def pool_outputs(
             rows[plan.table][feature.start : feature.stop],
             feature.slots,
             feature.rounds,
-            ids.inverse,
-            ids.offsets,
+            ids,
+            None,
             out,
-            ids.weights,
         )
         outputs[place] = PooledOutput(slot.name, out)
     calls.run(crew)
@@ -429,18 +428,16 @@ def _accumulate(
     feature, plan = batch.features[place], batch.plan.features[place]
     out = sums[feature.start : feature.stop]
     if plan.pooled >= 0:
-        ids = feature.ids
         calls.pool_grad(
             plan.slot.pooling,
             gradient,
             feature.slots,
             feature.rounds,
-            ids.inverse,
-            ids.offsets,
+            feature.ids,
+            None,
             argmax,
             skip,
             out,
-            ids.weights,
         )
         return
     if skip is not None:

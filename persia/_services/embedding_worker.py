@@ -76,6 +76,8 @@ T = TypeVar("T")
 
 _logger = get_logger("persia.embedding_worker")
 
+_GRADIENT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
+
 
 class EmbeddingWorker:
     """Implements ``messages.EmbeddingWorker`` over a whole set of parameter servers.
@@ -105,7 +107,7 @@ class EmbeddingWorker:
     ) -> None:
         self._schema = schema
         self._servers = ServerSet(servers, schema, num_threads)
-        self._crew = Crew(num_pooling_threads, "persia-pooling")
+        self._crew = Crew(num_pooling_threads)
         self._owners = owners(len(self._servers))
         self._planner = Planner(schema)
         self._refs = Refs(settings, clock)
@@ -279,22 +281,30 @@ class EmbeddingWorker:
                 asked[server] = places
         replies = self._servers.lookup(requests)
 
-        rows: list[Floats] = []
-        hints: list[Numbers] = []
-        for table, plan in zip(packed.tables, packed.plan.tables, strict=True):
-            rows.append(aligned.empty(len(table.signs), plan.dim))
-            hints.append(np.empty(len(table.signs) if is_training else 0, np.uint32))
+        rows: dict[int, Floats] = {}
+        hints: dict[int, Numbers] = {}
         for server, reply in replies.items():
             for place, part in zip(asked[server], reply.tables, strict=True):
                 table = packed.tables[place]
                 start, stop = table.starts[server : server + 2]
                 if stop - start == len(table.signs):
                     rows[place] = part.rows
-                else:
-                    rows[place][start:stop] = part.rows
-                if is_training and part.hints is not None:
+                    if part.hints is not None:
+                        hints[place] = part.hints
+                    continue
+                if place not in rows:
+                    dim = packed.plan.tables[place].dim
+                    rows[place] = aligned.empty(len(table.signs), dim)
+                    hints[place] = np.empty(len(table.signs), np.uint32)
+                rows[place][start:stop] = part.rows
+                if part.hints is not None:
                     hints[place][start:stop] = part.hints
-        return rows, hints
+        for place, plan in enumerate(packed.plan.tables):
+            if place not in rows:  # no signs
+                rows[place] = aligned.empty(0, plan.dim)
+        none = np.empty(0, np.uint32)
+        places = range(len(packed.tables))
+        return [rows[place] for place in places], [hints.get(place, none) for place in places]
 
     # --- update -----------------------------------------------------------------------------
 
@@ -385,7 +395,9 @@ class EmbeddingWorker:
             for place, table in enumerate(packed.tables):
                 window = slice(*table.starts[server : server + 2])
                 signs, summed = table.signs[window], sums[place].sums[window]
-                hints = looked_up.hints[place][window]
+                hints = looked_up.hints[place]
+                if len(hints) != len(signs):  # a whole array may know more than its numbers
+                    hints = hints[window]
                 keep = sums[place].keep
                 if keep is not None:
                     kept = keep[window]
@@ -581,7 +593,7 @@ def _checked_gradient(
     if gradient is None:
         return None
     slot = packed.plan.features[place].slot
-    if not isinstance(gradient, np.ndarray) or gradient.dtype not in (np.float32, np.float16):
+    if not isinstance(gradient, np.ndarray) or gradient.dtype not in _GRADIENT_DTYPES:
         got = gradient.dtype if isinstance(gradient, np.ndarray) else type(gradient).__name__
         raise DataTypeError(
             f"gradient of feature {slot.name!r}: expected float32 or float16, got {got}"

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from persia._core.hashing import owners, route
 from persia._core.initial import Initializer
+from persia._core.request import kept_numbers
 from persia._core.store import EmbeddingStore
 from persia._files.places import below
 from persia._files.roots import ANYWHERE, Roots
@@ -374,7 +375,7 @@ class ParameterServer:
         num_misses = 0
         for table, asked in zip(tables, signs, strict=True):
             rows = aligned.empty(len(asked), table.dim)
-            hints = np.empty(len(asked), np.uint32)
+            hints = kept_numbers(len(asked))
             misses = configured.store.lookup_train(
                 asked,
                 configured.initializers[table.number],
