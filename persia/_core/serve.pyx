@@ -531,11 +531,12 @@ cdef bint begin_part(Batch batch, Part *part, uint32_t *begin, uint32_t end) noe
 cdef inline void fetch_unhinted(
     const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end
 ) noexcept nogil:
+    """Fetch lines of the index for signs without a row number; of others nothing is needed."""
     cdef uint64_t i, hash
     for i in range(begin, end):
-        hash = mix64(batch.sorted[i])
-        ring.hashes[i & RING_MASK] = hash
         if batch.hints == NULL or not is_place(&shard.slabs, batch.hints[batch.order[i]]):
+            hash = mix64(batch.sorted[i])
+            ring.hashes[i & RING_MASK] = hash
             persia_prefetch(home_bucket(&shard.index, hash))
 
 
@@ -544,9 +545,14 @@ cdef inline bint update_row(
     Tally *tally
 ) noexcept nogil:
     """Gather the row of place i, or step those gathered; False: the tally says why not."""
-    cdef row_t row = find_row(shard, ring, i, batch.sorted[i])
+    cdef row_t row
     cdef float *values
     cdef const float *sums = batch.gradients + <size_t> batch.order[i] * batch.dim
+    if ring.at[i & RING_MASK] == NULL or not is_row_of(
+            ring.at[i & RING_MASK], batch.sorted[i]):
+        # No row number was kept, or it is another's now.
+        ring.hashes[i & RING_MASK] = mix64(batch.sorted[i])
+    row = find_row(shard, ring, i, batch.sorted[i])
     if row == NO_ROW:
         tally.num_missing += 1
         shard.num_missing += 1
@@ -558,7 +564,7 @@ cdef inline bint update_row(
     values = row_values(ring.at[i & RING_MASK])
     if batch.format.half != NULL:
         while not steps_add(
-                &batch.format, &steps.half, row, values, sums, ring.hashes[i & RING_MASK]):
+                &batch.format, &steps.half, row, values, sums, mix64(batch.sorted[i])):
             step_gathered(shard, batch, steps, tally, i - steps.first)
         return True
     steps.numbers[steps.count] = row

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -192,6 +192,8 @@ def _pack_table(
                 _refuse_wide_id(slot.name, ids, schema.prefix_bits)
             if count:
                 num_masked[slot.name] = count
+    elif table.is_plain:
+        return signs, [0, *accumulate(map(len, given))], dict.fromkeys(table.places)
     numbers: dict[int, Numbers | None] = {}
     parts: list[Signs] = []
     bases = [0]

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,6 @@ from persia._rpc.messages import (
     Numbers,
     OptimizerSettings,
     ParameterServer,
-    SlotGradient,
     TableEntries,
     TableGradients,
     TableSigns,
@@ -76,7 +75,8 @@ T = TypeVar("T")
 
 _logger = get_logger("persia.embedding_worker")
 
-_GRADIENT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
+_F32 = np.dtype(np.float32)
+_GRADIENT_DTYPES = (_F32, np.dtype(np.float16))
 
 
 class EmbeddingWorker:
@@ -579,19 +579,32 @@ def _checked_gradients(
             f"scale of ref {gradients.ref}: expected a positive number with a reciprocal in "
             f"f32, got {scale}"
         )
-    given = {item.name: item for item in gradients.gradients}
-    return [
-        None if name not in given else _checked_gradient(packed, place, given[name], unscale)
-        for place, name in enumerate(names)
-    ]
+    given = {item.name: item.gradient for item in gradients.gradients}
+    arrays: list[NDArray[np.float32] | None] = []
+    for place, (name, feature) in enumerate(zip(names, packed.plan.features, strict=True)):
+        gradient = given.get(name)
+        if gradient is None:
+            arrays.append(None)
+        elif (  # what it mostly is, and needs no closer look
+            type(gradient) is np.ndarray
+            and unscale == 1.0
+            and feature.pooled >= 0
+            and gradient.dtype is _F32
+            and gradient.shape == (packed.batch_size, feature.slot.dim)
+            and gradient.flags.c_contiguous
+        ):
+            arrays.append(cast("NDArray[np.float32]", gradient))
+        else:
+            arrays.append(_checked_gradient(packed, place, gradient, unscale))
+    return arrays
 
 
 def _checked_gradient(
-    packed: PackedBatch, place: int, given: SlotGradient, unscale: np.float32
-) -> NDArray[np.float32] | None:
-    gradient = given.gradient
-    if gradient is None:
-        return None
+    packed: PackedBatch,
+    place: int,
+    gradient: NDArray[np.float32] | NDArray[np.float16],
+    unscale: np.float32,
+) -> NDArray[np.float32]:
     slot = packed.plan.features[place].slot
     if not isinstance(gradient, np.ndarray) or gradient.dtype not in _GRADIENT_DTYPES:
         got = gradient.dtype if isinstance(gradient, np.ndarray) else type(gradient).__name__

@@ -65,6 +65,7 @@ class TablePlan:
     # Its features, group after group, and their prefixes.
     places: tuple[int, ...]
     prefixes: tuple[int, ...]
+    is_plain: bool  # all groups are
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +119,21 @@ class Planner:
         plans = []
         for number, groups in tables.items():
             order = tuple(place for places in groups.values() for place in places)
+            group_plans = tuple(
+                GroupPlan(
+                    tuple(places),
+                    len(places) == 1 and not slots[places[0]].hash_stack_rounds,
+                )
+                for places in groups.values()
+            )
             plan = TablePlan(
                 number,
                 self._schema.tables[number].dim,
-                tuple(
-                    GroupPlan(
-                        tuple(places),
-                        len(places) == 1 and not slots[places[0]].hash_stack_rounds,
-                    )
-                    for places in groups.values()
-                ),
+                group_plans,
                 num_pooled.get(number, 0),
                 order,
                 tuple(slots[place].prefix for place in order),
+                all(group.is_plain for group in group_plans),
             )
             plans.append(plan)
         return BatchPlan(names, tuple(features), tuple(plans))
