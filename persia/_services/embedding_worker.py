@@ -303,8 +303,8 @@ class EmbeddingWorker:
             if place not in rows:  # no signs
                 rows[place] = aligned.empty(0, plan.dim)
         none = np.empty(0, np.uint32)
-        places = range(len(packed.tables))
-        return [rows[place] for place in places], [hints.get(place, none) for place in places]
+        count = len(packed.tables)
+        return [rows[at] for at in range(count)], [hints.get(at, none) for at in range(count)]
 
     # --- update -----------------------------------------------------------------------------
 
