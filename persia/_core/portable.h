@@ -1,6 +1,7 @@
 /* What differs between platforms, in one place; every use has a fallback that is only slower.
  *
  *   prefetch           compiler builtin
+ *   stores past caches SSE2; elsewhere ordinary ones
  *   huge pages         Linux madvise; elsewhere ordinary pages
  *   anonymous memory   mmap, aligned by mapping too much and giving the ends back
  */
@@ -9,7 +10,11 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/mman.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "persia stores signs and rows little-endian; this machine is big-endian"
@@ -39,6 +44,26 @@ static inline void persia_prefetch_write(const void *address)
 {
     __builtin_prefetch(address, 1, 3);
     __asm__ volatile("" : : "r"(address));
+}
+
+/* Copies floats to where this processor will not read them soon: past its caches, so that the
+ * line is not read before it is written, nor the lines of others thrown out for it. `out` and the
+ * bytes are multiples of 16. Others see it after persia_stream_end. */
+static inline void persia_stream_floats(float *out, const float *values, uint32_t count)
+{
+#if defined(__SSE2__)
+    for (uint32_t i = 0; i < count; i += 4)
+        _mm_stream_ps(out + i, _mm_loadu_ps(values + i));
+#else
+    memcpy(out, values, count * sizeof *out);
+#endif
+}
+
+static inline void persia_stream_end(void)
+{
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
 }
 
 static inline uint32_t persia_popcount(uint64_t bits) { return (uint32_t)__builtin_popcountll(bits); }

@@ -80,6 +80,7 @@ cdef class Batch:
     cdef const uint32_t *uses
     cdef const uint64_t *ages
     cdef float *rows_out
+    cdef bint is_streamed           # rows_out, past the caches
     cdef row_t *hints_out
     cdef uint32_t *states_out
     cdef uint8_t *found

@@ -46,6 +46,10 @@ from persia._core.slabs cimport (
 )
 from persia._core.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t
 
+cdef extern from "portable.h" nogil:
+    void persia_stream_floats(float *out, const float *values, uint32_t count) noexcept
+    void persia_stream_end() noexcept
+
 cdef enum:
     GROUP = 8               # signs; with 16, a training lookup takes a tenth longer
     RING = 32               # signs of four groups
@@ -295,6 +299,7 @@ cdef void train_shard(
         if not is_good:
             break
         at += GROUP
+    persia_stream_end()
     shard_end_request(shard, end - begin)
 
 
@@ -313,10 +318,19 @@ cdef inline void find_rows(
             recency_prefetch(&shard.recency, at.position)
         elif batch.admit_at > 1:
             sketch_prefetch(&shard.sketch, sketch_key(ring.hashes[i & RING_MASK]))
+    if batch.is_streamed:
+        return
     for i in range(begin, end):
         out = batch.rows_out + <size_t> batch.order[i] * batch.dim
         persia_prefetch_write(out)
         persia_prefetch_write(out + batch.dim - 1)
+
+
+cdef inline void hand_on(Batch batch, float *out, const float *row) noexcept nogil:
+    if batch.is_streamed:
+        persia_stream_floats(out, row, batch.dim)
+    else:
+        read_values(&batch.format, out, row)
 
 
 cdef inline bint train_row(
@@ -358,7 +372,7 @@ cdef inline bint train_row(
     batch.hints_out[place] = row
     if at == NULL:
         at = row_at(&shard.slabs, row)
-    read_values(&batch.format, out, row_values(at))
+    hand_on(batch, out, row_values(at))
     return True
 
 
@@ -379,6 +393,7 @@ cdef void eval_shard(
                 if not eval_row(shard, batch, &ring, i, tally):
                     return
         at += GROUP
+    persia_stream_end()
 
 
 cdef inline bint eval_row(
@@ -397,7 +412,7 @@ cdef inline bint eval_row(
     if slab.dim != batch.dim or slab.dtype != batch.format.dtype:
         note_shape(slab, batch.sorted[i], tally)
         return False
-    read_values(&batch.format, out, row_values(ring.at[i & RING_MASK]))
+    hand_on(batch, out, row_values(ring.at[i & RING_MASK]))
     return True
 
 

@@ -283,7 +283,8 @@ cdef row_t slabs_new_row(Slabs *slabs, uint32_t slab) noexcept nogil:
     else:
         place = state.num_touched
         if (place + 1) * slabs.views[chunk].stride > state.bytes_backed and (
-                back_rows(slabs, chunk, max(SMALL_BACKED, slabs.views[chunk].stride)) < 0):
+                back_rows(
+                    slabs, chunk, max(<uint32_t> SMALL_BACKED, slabs.views[chunk].stride)) < 0):
             return NO_ROW
         row = row_at(slabs, (chunk << PLACE_BITS) | place)
         if slabs.kept != NULL:

@@ -85,12 +85,21 @@ cdef enum:
     WALKED_ROWS = 64
     # Above this a hand-off is worth it; it may have to wake a thread.
     MIN_THREADED_SIGNS = 2048
+    # Rows of a lookup that are more than this leave the cache before they are read.
+    STREAMED_BYTES = 1 << 20
 
 # Keys the admission draws, so that they are not those of the initial values.
 cdef uint64_t ADMISSION = <uint64_t> 0xAD3175510B5E5EED
 # Clocks do not begin at 0, so that a restored row may have been used before they did.
 cdef uint64_t CLOCK_BASE = <uint64_t> 1 << 40
 cdef Initializer ZEROS = Initializer("zeros")
+
+
+cdef bint is_streamed(Batch batch) noexcept:
+    """Whether the rows of this lookup are handed on past the caches."""
+    return (
+        batch.format.half == NULL and batch.dim % 4 == 0 and <size_t> batch.rows_out % 16 == 0
+        and <size_t> batch.num_signs * batch.dim * sizeof(float) >= STREAMED_BYTES)
 
 
 @cython.final
@@ -360,6 +369,7 @@ cdef class EmbeddingStore:
         batch.admission_below = 0 if batch.admit_all else <uint64_t> (
             admit_probability * 18446744073709551616.0)
         batch.rows_out = &rows_out[0, 0]
+        batch.is_streamed = is_streamed(batch)
         batch.hints_out = &hints_out[0]
         batch.held = (signs, rows_out, hints_out)
         tally = self.run(batch)
@@ -378,6 +388,7 @@ cdef class EmbeddingStore:
             return 0
         batch = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1], None, number)
         batch.rows_out = &rows_out[0, 0]
+        batch.is_streamed = is_streamed(batch)
         batch.held = (signs, rows_out)
         return self.run(batch).num_missing
 

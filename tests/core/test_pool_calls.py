@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from persia._core.crew import Crew
+from persia._core.feature_batch import FeatureBatch
 from persia._core.pool_calls import PoolCalls
 from persia._core.pooling import pool, pool_grad, scatter_add
 from persia.errors import ConfigError, DataError
@@ -150,3 +151,42 @@ def test_sums_of_one_feature_are_the_same_without_zeros(mode: str, num_threads: 
         assert calls.run(crew)
     for wanted, sums in zip(expected, made, strict=True):
         assert wanted.tobytes() == sums.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "sqrt", "max"])
+@pytest.mark.parametrize("kind", ["single", "bags", "weights", "none"])
+def test_a_feature_batch_is_its_numbers(mode: str, kind: str) -> None:
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, 50, 0 if kind == "none" else 90).astype(np.uint64)
+    offsets = None if kind == "single" else np.arange(0, len(ids) + 1, 3)
+    weights = rng.normal(size=len(ids)).astype(np.float32) if kind == "weights" else None
+    if offsets is None:
+        feature = FeatureBatch.from_single("f", ids)
+    else:
+        feature = FeatureBatch.from_csr("f", ids, offsets, weights)
+    rows = rng.normal(size=(feature.num_distinct, DIM)).astype(np.float32)
+    found = []
+    numbers: NDArray[np.uint32] | FeatureBatch
+    for numbers, edges in ((feature.inverse, feature.offsets), (feature, None)):
+        out = np.full((feature.batch_size, DIM), 9, np.float32)
+        sums = np.full(rows.shape, 9, np.float32)
+        calls = PoolCalls()
+        own = None if numbers is feature else feature.weights
+        if weights is not None and mode != "sum":
+            with pytest.raises(DataError, match="weights"):
+                calls.pool(mode, rows, None, 1, numbers, edges, out, own)
+            return
+        argmax = calls.pool(mode, rows, None, 1, numbers, edges, out, own)
+        assert calls.run(Crew(1))
+        calls = PoolCalls()
+        calls.begin_sums(sums)
+        calls.pool_grad(mode, out, None, 1, numbers, edges, argmax, None, sums, own)
+        assert calls.run(Crew(1))
+        found.append(out.tobytes() + sums.tobytes())
+    assert found[0] == found[1]
+    few, short = rows[:-1].copy(), out[:-1].copy()
+    if len(ids):
+        with pytest.raises(DataError, match="inverse"):
+            calls.pool(mode, few, None, 1, feature, None, out)
+        with pytest.raises(DataError, match="out"):
+            calls.pool(mode, rows, None, 1, feature, None, short)
