@@ -39,6 +39,7 @@ _EVENT_PARTS, _EVENT_BYTES = 2, 1 << 12
 _MAX_EVENTS = 4  # descriptors of one end, and one more
 _EDGE = select.EPOLLIN | select.EPOLLET  # a change wakes one thread
 _WORK_S = 1.0  # whoever closes an end waits so long for a thread that serves a call
+_END_S = 10.0  # and for one that only receives
 _JOIN_S = 0.1
 
 # Parts of fewer bytes are copied, which costs no more than keeping account of them.
@@ -133,12 +134,14 @@ class End(Generic[T]):
             threads = self._threads.copy()
         if not threads and is_first:
             self._release()
-        deadline = time.monotonic() + _WORK_S
+        now = time.monotonic()
         for thread in threads:
+            # Not without end: a signal's handler may close what its own thread is waiting for.
             while (
                 thread is not threading.current_thread()
                 and thread.is_alive()
-                and (thread.ident not in self._at_work or time.monotonic() < deadline)
+                and time.monotonic() - now
+                < (_WORK_S if thread.ident in self._at_work else _END_S)
             ):
                 thread.join(_JOIN_S)
 
