@@ -13,6 +13,7 @@ import pytest
 from persia import env
 from persia.errors import ConfigError, DataError
 from persia.readers import ArrowReader, Columns, ParquetReader, Reader
+from persia.readers._files import WHOLE_BYTES
 from tests.readers.support import COLUMNS, bytes_of, ids_of, rows_of, table, write_folder
 
 SIZES = (20, 1, 33, 14)
@@ -49,6 +50,17 @@ def test_every_row_once_and_in_order(folder: Path, arrow_folder: Path) -> None:
         assert len(batches) == reader.num_batches()
         assert ids_of(batches[1], "user") == [[3 * row] for row in range(8, 16)]
         assert ids_of(batches[1], "items") == [[row] * (row % 4) for row in range(8, 16)]
+
+
+def test_row_groups_by_chunks_give_the_same_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = ParquetReader(folder, COLUMNS, 3, shuffle_seed=3, shard=(0, 1))
+    whole = bytes_of(reader)
+    monkeypatch.setattr("persia.readers._files.WHOLE_BYTES", 0)
+    monkeypatch.setattr("persia.readers._files.CHUNK_ROWS", 4)
+    assert bytes_of(reader) == whole
+    assert bytes_of(reader.iter_from(5)) == whole[5:]
 
 
 def test_both_formats_give_the_same_bytes(folder: Path, arrow_folder: Path) -> None:
@@ -125,7 +137,11 @@ def test_the_shard_is_that_of_the_process(
     assert got == bytes_of(ParquetReader(folder, COLUMNS, 8, shard=(1, 3)))
 
 
-def test_memory_is_that_of_a_few_chunks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole_bytes", [0, WHOLE_BYTES])
+def test_memory_is_that_of_a_few_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
+) -> None:
+    monkeypatch.setattr("persia.readers._files.WHOLE_BYTES", whole_bytes)
     # 800,000 rows are 51 MB in Arrow, and a row group is 1.3 MB, of which a few are held: one
     # that is cut into batches, and one or two that are read ahead, packed and not.
     names = [f"c{number}" for number in range(8)]
