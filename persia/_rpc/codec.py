@@ -37,6 +37,7 @@ _AXES = {
     "hints": 1,
     "index": 1,
     "offsets": 1,
+    "registers": 1,
     "rows": 2,
     "values": 2,
     "states": 2,

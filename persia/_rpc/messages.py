@@ -331,6 +331,22 @@ class UpdateReport:
     repeated: bool = False  # a server, or the worker, had applied this update before
 
 
+@dataclass(frozen=True, slots=True)
+class FeatureStats:
+    """What an embedding-worker has seen of one feature, evaluation included.
+
+    ``registers`` u8 [4096] is a sketch of its distinct ids, see ``_core.cardinality``: of
+    several workers, the greater of each two.
+    """
+
+    name: str
+    dim: int
+    num_samples: int
+    num_empty: int  # samples without an id
+    num_ids: int
+    registers: NDArray[np.uint8]
+
+
 class EmbeddingWorker(Protocol):
     """What an embedding-worker answers."""
 
@@ -353,6 +369,7 @@ class EmbeddingWorker(Protocol):
     def load(self, request: LoadRequest) -> tuple[LoadStatus, ...]: ...
     def stats(self) -> Mapping[str, int]: ...
     def server_stats(self) -> list[Mapping[str, int]]: ...
+    def feature_stats(self) -> tuple[FeatureStats, ...]: ...
 
 
 # --- data-loader to nn-worker ---------------------------------------------------------------

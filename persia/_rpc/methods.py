@@ -246,6 +246,7 @@ def embedding_worker() -> Role:
             "load": _always,
             "stats": _always,
             "server_stats": _always,
+            "feature_stats": _always,
         },
     )
 

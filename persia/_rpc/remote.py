@@ -15,6 +15,7 @@ from persia._rpc.messages import (
     CutInfo,
     CutRequest,
     CutStatus,
+    FeatureStats,
     HyperParameters,
     IDFeatures,
     LoadRequest,
@@ -293,6 +294,11 @@ class RemoteEmbeddingWorker(Remote):
     def server_stats(self) -> list[Mapping[str, int]]:
         """Return the counts of each server."""
         stats: list[Mapping[str, int]] = self._client.call("server_stats")
+        return stats
+
+    def feature_stats(self) -> tuple[FeatureStats, ...]:
+        """Return what the worker has seen of each feature."""
+        stats: tuple[FeatureStats, ...] = self._client.call("feature_stats")
         return stats
 
 

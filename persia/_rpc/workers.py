@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from persia import env
 from persia._rpc.client import Client
 from persia._rpc.messages import (
@@ -24,6 +26,7 @@ from persia._rpc.messages import (
     CutInfo,
     CutRequest,
     CutStatus,
+    FeatureStats,
     HyperParameters,
     IDFeatures,
     LoadRequest,
@@ -351,6 +354,15 @@ class EmbeddingWorkers:
 
         return self._any(0, ask)
 
+    def feature_stats(self) -> tuple[FeatureStats, ...]:
+        """Return what all workers together have seen of each feature."""
+        total: dict[str, FeatureStats] = {}
+        for worker in self._workers:
+            for one in worker.feature_stats():
+                seen = total.get(one.name)
+                total[one.name] = one if seen is None else _together(seen, one)
+        return tuple(total.values())
+
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""
         self._workers[0].clear_embeddings()
@@ -416,3 +428,14 @@ class EmbeddingWorkers:
         if failures:
             total["unanswered"] = len(failures)
         return dict(total)
+
+
+def _together(one: FeatureStats, other: FeatureStats) -> FeatureStats:
+    return FeatureStats(
+        one.name,
+        one.dim,
+        one.num_samples + other.num_samples,
+        one.num_empty + other.num_empty,
+        one.num_ids + other.num_ids,
+        np.maximum(one.registers, other.registers),
+    )

@@ -31,6 +31,7 @@ from persia._rpc.messages import (
     CutInfo,
     CutRequest,
     CutStatus,
+    FeatureStats,
     Floats,
     HyperParameters,
     IDFeatures,
@@ -62,6 +63,7 @@ from persia._services.optimizers import tables_at_rate
 from persia._services.plan import POOLED, Planner, check_names
 from persia._services.refs import InFlight, LookedUp, Refs
 from persia._services.server_set import ServerSet
+from persia._services.tally import Tally
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig
 from persia.errors import (
     DataError,
@@ -117,6 +119,7 @@ class EmbeddingWorker:
         self._ids: Counter[str] = Counter()
         self._distinct_ids: Counter[str] = Counter()
         self._skipped_slots: Counter[str] = Counter()
+        self._tally = Tally(schema)
         self.timings = Timings(
             "lookup_preprocess_time_cost_sec",
             "lookup_rpc_time_cost_sec",
@@ -187,6 +190,8 @@ class EmbeddingWorker:
                 name = ids.name
                 self._ids[name] += ids.num_ids
                 self._distinct_ids[name] += ids.num_distinct
+        for feature in packed.features:
+            self._tally.add(feature.ids)
         for name, count in packed.num_masked.items():
             with self._lock:
                 is_first = name not in self._masked_ids
@@ -545,6 +550,10 @@ class EmbeddingWorker:
         if self._servers.num_restarts:
             counts["server_restarts"] = self._servers.num_restarts
         return counts
+
+    def feature_stats(self) -> tuple[FeatureStats, ...]:
+        """Return what was seen of each feature, with a sketch of its distinct ids."""
+        return self._tally.read()
 
     def measure(self) -> tuple[int, int, int]:
         """Return how many batches wait for a lookup, and for an update, and their bytes."""

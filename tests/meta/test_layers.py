@@ -24,7 +24,10 @@ ROWS = [
     {"_rpc"},
     {"_services"},
     {"_training"},
-    {"embedding", "service", "distributed", "data", "ctx", "prelude", "readers"},
+    {
+        *("embedding", "service", "distributed", "metrics", "data", "ctx", "prelude"),
+        "readers",
+    },
     {"_launch", "helper", "launcher", "compat", "backend", "error", "sparse", "wrapper"},
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
@@ -34,13 +37,14 @@ PUBLIC_ORDER = {
     "embedding": 0,
     "service": 0,
     "distributed": 0,
+    "metrics": 0,
     "ctx": 1,
     "data": 2,
     "readers": 2,
     "prelude": 3,
 }
 # Rooms in which torch may be imported when a module is loaded. Elsewhere only inside functions.
-TORCH_ROOMS = {"_training", "ctx", "data", "distributed"}
+TORCH_ROOMS = {"_training", "ctx", "data", "distributed", "metrics"}
 # What the compiled core may use beside the standard library.
 CORE_IMPORTS = {"numpy", "cython", "libc", "cpython"}
 

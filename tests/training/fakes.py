@@ -15,6 +15,7 @@ from persia._rpc.messages import (
     CutInfo,
     CutRequest,
     CutStatus,
+    FeatureStats,
     HyperParameters,
     IDFeatures,
     JaggedOutput,
@@ -233,6 +234,9 @@ class FakeWorker:
 
     def stats(self) -> Mapping[str, int]:
         return {}
+
+    def feature_stats(self) -> tuple[FeatureStats, ...]:
+        return ()
 
     def server_stats(self) -> list[Mapping[str, int]]:
         return [{"rows": len(self.rows)}]

@@ -1,0 +1,97 @@
+"""The sketch of distinct ids: its registers, its estimate, and that a union is a maximum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia._core import cardinality
+from persia.errors import DataError, DataTypeError
+from tests.reference.cardinality import registers_of
+
+IDS = st.lists(st.integers(0, 2**64 - 1), max_size=60)
+# Whose hashes' low bits are zero, down to the last; found by inverting mix64.
+STANDARD_ERROR = 1.04 / np.sqrt(cardinality.NUM_REGISTERS)
+
+
+def sketch(*batches: np.ndarray) -> np.ndarray:
+    registers = np.zeros(cardinality.NUM_REGISTERS, np.uint8)
+    for ids in batches:
+        cardinality.add(registers, ids)
+    return registers
+
+
+def inverse_mix64(value: int) -> int:
+    """The id with this hash."""
+    mask = 2**64 - 1
+
+    def unshift(value: int, by: int) -> int:
+        original = value
+        for _ in range(64 // by + 1):
+            original = value ^ original >> by
+        return original
+
+    value = unshift(value, 31) * pow(0x94D049BB133111EB, -1, 2**64) & mask
+    value = unshift(value, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
+    return unshift(value, 30) - 0x9E3779B97F4A7C15 & mask
+
+
+@given(IDS, IDS)
+def test_registers_are_the_models_and_a_union_is_their_maximum(
+    first: list[int], second: list[int]
+) -> None:
+    one, other = np.array(first, np.uint64), np.array(second, np.uint64)
+    assert sketch(one, other).tolist() == registers_of(first + second)
+    union = np.maximum(sketch(one), sketch(other))
+    assert np.array_equal(sketch(one, other), union)
+    assert np.array_equal(sketch(one, other, one[::-1].copy()), union)
+
+
+@pytest.mark.parametrize("register", [0, 1, 4095])
+@pytest.mark.parametrize(("low", "rank"), [(0, 53), (1 << 51, 52), (1, 1), (2**52 - 1, 1)])
+def test_the_highest_and_the_lowest_rank(register: int, low: int, rank: int) -> None:
+    one = inverse_mix64(register << 52 | low)
+    registers = sketch(np.array([one], np.uint64))
+    assert registers.tolist() == registers_of([one])
+    assert registers[register] == rank
+    assert registers.sum() == rank
+
+
+@pytest.mark.parametrize("number", [0, 1, 10, 1_000, 5_000, 20_000, 100_000, 3_000_000])
+def test_the_estimate_is_within_three_standard_errors(number: int) -> None:
+    ids = np.arange(number, dtype=np.uint64) * np.uint64(977)
+    got = cardinality.estimate(sketch(ids))
+    assert abs(got - number) <= 3 * STANDARD_ERROR * number
+    if number <= 10:
+        assert round(got) == number
+
+
+def test_the_standard_error_is_what_it_is_said_to_be() -> None:
+    rng = np.random.default_rng(7)
+    errors = [
+        cardinality.estimate(sketch(rng.integers(0, 2**63, 30_000).astype(np.uint64))) / 30_000
+        - 1
+        for _ in range(100)
+    ]
+    assert abs(np.mean(errors)) < 3 * STANDARD_ERROR / np.sqrt(len(errors))
+    assert 0.8 * STANDARD_ERROR < np.std(errors) < 1.2 * STANDARD_ERROR
+
+
+def test_full_registers_are_more_than_any_count() -> None:
+    registers = np.full(cardinality.NUM_REGISTERS, 53, np.uint8)
+    with pytest.raises(ZeroDivisionError):
+        cardinality.estimate(registers)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ids = np.zeros(1, np.uint64)
+    with pytest.raises(DataError, match="expected 4096 writeable registers, got 7"):
+        cardinality.add(np.zeros(7, np.uint8), ids)
+    frozen = np.zeros(cardinality.NUM_REGISTERS, np.uint8)
+    frozen.flags.writeable = False
+    with pytest.raises(DataError, match="writeable"):
+        cardinality.add(frozen, ids)
+    with pytest.raises(DataTypeError, match="ids"):
+        cardinality.add(np.zeros(cardinality.NUM_REGISTERS, np.uint8), np.zeros(1))  # type: ignore[arg-type]
