@@ -29,6 +29,7 @@ _SUBMODULES = frozenset(
         "launcher",
         "logger",
         "prelude",
+        "readers",
         "service",
         "utils",
     }
