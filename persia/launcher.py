@@ -1,10 +1,12 @@
-"""``persia-launcher``: one command per role, and one for keys.
+"""``persia-launcher``: one command per role, and some for who runs the job.
 
     persia-launcher embedding-parameter-server --embedding-config slots.yml
     persia-launcher embedding-worker --embedding-config slots.yml
     persia-launcher data-loader data_loader.py
     persia-launcher nn-worker train.py --nproc-per-node 2
     persia-launcher keys DIRECTORY
+    persia-launcher doctor
+    persia-launcher top
 
 Options of a command may stand anywhere; what is not one goes to the script, and so does
 everything after ``--``. When the training script ends, every other role ends with its status.
@@ -22,6 +24,8 @@ import click
 
 from persia import env
 from persia._launch.asking import DEADLINE_S
+from persia._launch.doctor import OPTIMIZERS, Question, rows_of, run_doctor
+from persia._launch.lines import OneLineGroup, Refused, example
 from persia._launch.notes import end_with_launcher, note
 from persia._launch.scripts import Script, run_data_loader, run_nn_worker
 from persia._launch.top import run_top
@@ -46,10 +50,10 @@ _logger = get_logger("persia.launcher")
 _FOR_SCRIPT: dict[str, Any] = {"ignore_unknown_options": True}
 
 
-@click.group()
+@click.group(cls=OneLineGroup, **example("persia-launcher doctor"))
 @click.version_option(__version__, prog_name="persia-launcher")
 def cli() -> None:
-    """Start one process of a training job."""
+    """Start one process of a training job, check what it needs, or look at it."""
 
 
 def _run_replica(
@@ -141,7 +145,11 @@ def _server_options(default_port: int) -> Callable[[Command], Command]:
     return add
 
 
-@cli.command("nn-worker", context_settings=_FOR_SCRIPT)
+@cli.command(
+    "nn-worker",
+    context_settings=_FOR_SCRIPT,
+    **example("persia-launcher nn-worker train.py --nproc-per-node 2"),
+)
 @click.option("--nproc-per-node", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--node-rank", type=int, default=0, show_default=True)
 @click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True)
@@ -163,7 +171,11 @@ def nn_worker(
     _run(f"nn-worker node {node_rank}", run)
 
 
-@cli.command("data-loader", context_settings=_FOR_SCRIPT)
+@cli.command(
+    "data-loader",
+    context_settings=_FOR_SCRIPT,
+    **example("persia-launcher data-loader data_loader.py"),
+)
 @_replica_options
 @click.argument("filepath", nargs=-1, type=click.UNPROCESSED)
 def data_loader(
@@ -181,7 +193,10 @@ def data_loader(
     _run_replica("data-loader", replica_index, replica_size, run)
 
 
-@cli.command("embedding-worker")
+@cli.command(
+    "embedding-worker",
+    **example("persia-launcher embedding-worker --embedding-config slots.yml"),
+)
 @_server_options(8887)
 def embedding_worker(
     replica_index: int | None, replica_size: int | None, **options: Any
@@ -197,7 +212,10 @@ def embedding_worker(
     )
 
 
-@cli.command("embedding-parameter-server")
+@cli.command(
+    "embedding-parameter-server",
+    **example("persia-launcher embedding-parameter-server --embedding-config slots.yml"),
+)
 @_server_options(8888)
 def embedding_parameter_server(
     replica_index: int | None, replica_size: int | None, **options: Any
@@ -213,7 +231,7 @@ def embedding_parameter_server(
     )
 
 
-@cli.command("keys")
+@cli.command("keys", **example("persia-launcher keys keys/"))
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--name", "names", multiple=True, help="Of one more data key, instead of all.")
 @click.option("--owner", type=int, default=None, help="Number of the user they are for.")
@@ -230,7 +248,7 @@ def keys(directory: Path, names: tuple[str, ...], owner: int | None) -> None:
         click.echo(path)
 
 
-@cli.command("top")
+@cli.command("top", **example("persia-launcher top --once"))
 @click.argument("address", nargs=-1)
 @click.option("--once", is_flag=True, help="Print one frame and exit; 1 if nobody answers.")
 @click.option(
@@ -256,7 +274,48 @@ def top(address: tuple[str, ...], once: bool, interval: float, timeout: float) -
     try:
         sys.exit(run_top(address, interval_s=interval, deadline_s=timeout, is_once=once))
     except ConfigError as error:
-        raise click.ClickException(str(error)) from error
+        raise Refused(str(error)) from error
+
+
+@cli.command(
+    "doctor", **example("persia-launcher doctor --sample part.parquet --rows user=2e9")
+)
+@click.option(
+    "--embedding-config",
+    type=click.Path(path_type=Path),
+    help="YAML file; PERSIA_EMBEDDING_CONFIG, or embedding_config.yml here or in config/.",
+)
+@click.option(
+    "--global-config",
+    type=click.Path(path_type=Path),
+    help="YAML file; PERSIA_GLOBAL_CONFIG, or global_config.yml here or in config/.",
+)
+@click.option(
+    "--sample",
+    type=click.Path(path_type=Path),
+    help="Data: .npz, .parquet, a PersiaBatch's bytes, or a data-loader's script, of which the "
+    "first batch is taken; PERSIA_DATALOADER_ENTRY, or data_loader.py here.",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    default="adagrad",
+    show_default=True,
+    help="Of the rows, as the script chooses it.",
+)
+@click.option(
+    "--rows", multiple=True, metavar="FEATURE=NUMBER", help="Rows expected, such as user=2e9."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def doctor(rows: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Check an installation and a configuration before a job, and say what to do.
+
+    Exits with 1 if a job would fail of something.
+    """
+    try:
+        sys.exit(run_doctor(Question(rows=rows_of(rows), **options), as_json=as_json))
+    except ConfigError as error:
+        raise Refused(str(error)) from error
 
 
 if __name__ == "__main__":

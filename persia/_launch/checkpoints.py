@@ -6,7 +6,6 @@ import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import click
 from tqdm import tqdm
@@ -18,7 +17,7 @@ from persia._files.storage import Storage, open_storage
 from persia._files.summary import compare, summarise
 from persia._files.writers import sole_writer
 from persia._launch.export import FORMATS, export
-from persia.errors import PersiaError
+from persia._launch.lines import OneLineGroup, example
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -27,17 +26,11 @@ which = click.option(
 )
 
 
-class _Group(click.Group):
-    """Commands whose errors are one line, and exit status 1."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except PersiaError as exc:
-            raise click.ClickException(str(exc)) from exc
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=OneLineGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    **example("persia-ckpt inspect /checkpoints"),
+)
 def cli() -> None:
     """Look at checkpoints, check them, and get them elsewhere.
 
@@ -45,7 +38,7 @@ def cli() -> None:
     """
 
 
-@cli.command("inspect")
+@cli.command("inspect", **example("persia-ckpt inspect /checkpoints --biggest 10"))
 @click.argument("url")
 @which
 @click.option("--quick", is_flag=True, help="Read the manifests only, not the rows.")
@@ -74,7 +67,7 @@ def inspect_command(url: str, identity: str | None, quick: bool, biggest: int) -
             click.echo(f"    id {id_}: norm {norm:.4g}")
 
 
-@cli.command("verify")
+@cli.command("verify", **example("persia-ckpt verify s3://bucket/folder --all"))
 @click.argument("url")
 @which
 @click.option("--all", "everything", is_flag=True, help="Every checkpoint in the folder.")
@@ -92,7 +85,7 @@ def verify_command(url: str, identity: str | None, everything: bool) -> None:
         click.echo(f"{manifests[-1].id}: {_count(files, 'file')} {whole}")
 
 
-@cli.command("diff")
+@cli.command("diff", **example("persia-ckpt diff /monday /tuesday"))
 @click.argument("before")
 @click.argument("after")
 @click.option("--before-id", help="Of the checkpoint in BEFORE; the latest by default.")
@@ -121,7 +114,7 @@ def diff_command(before: str, after: str, before_id: str | None, after_id: str |
         raise SystemExit(1)
 
 
-@cli.command("convert")
+@cli.command("convert", **example("persia-ckpt convert /checkpoints tables/ --to parquet"))
 @click.argument("url")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--to", "form", type=click.Choice(FORMATS), required=True)
@@ -138,7 +131,7 @@ def convert_command(
     click.echo(f"{sum(files.values()):,} rows in {_count(len(files), 'file')} in {folder}")
 
 
-@cli.command("reshard")
+@cli.command("reshard", **example("persia-ckpt reshard /checkpoints /smaller --servers 2"))
 @click.argument("url")
 @click.argument("target")
 @click.option("--servers", type=click.IntRange(1), help="As many as before by default.")

@@ -5,20 +5,29 @@ python -m tests.screens.pictures docs/images
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import re
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import yaml
 from rich.console import Console, RenderableType
 
 from persia._launch.asking import Asker, listed_places
+from persia._launch.doctor import Question, examine
 from persia._launch.top import frame_of
 from persia._metrics.frame import Frame
-from tests.cluster import DEADLINE_S, Cluster
+from persia.config import EmbeddingSchema
+from tests.cluster import DEADLINE_S, ROOT, Cluster
 from tests.screens.job import training_job
 
 # Seconds over which the rates of a picture are.
@@ -62,7 +71,37 @@ def draw_top(folder: Path) -> Path:
     return path
 
 
-PICTURES = (draw_top,)
+@contextlib.contextmanager
+def inside(directory: str) -> Iterator[None]:
+    """Be in a directory, so that messages have short names."""
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def draw_doctor(folder: Path) -> Path:
+    """Write the picture of ``persia-launcher doctor``, of an example with a mistake."""
+    example = ROOT / "examples/adult_income"
+    slots = (example / "config/embedding_config.yml").read_text()
+    with tempfile.TemporaryDirectory() as directory, inside(directory):
+        Path("slots.yml").write_text(
+            slots.replace("  education: {dim: 8}", "  school: {dim: 32}")
+        )
+        ids = np.arange(8, dtype=np.uint64)
+        names = [*EmbeddingSchema.load(yaml.safe_load(slots)).slots]
+        arrays: dict[str, Any] = dict.fromkeys(names, ids)
+        np.savez("sample.npz", **arrays)
+        rows = {"occupation": 10**8, "native_country": 10**6}
+        report = examine(Question(Path("slots.yml"), sample=Path("sample.npz"), rows=rows))
+    path = folder / "doctor.svg"
+    path.write_text(svg(report, "persia-launcher doctor"), encoding="utf-8")
+    return path
+
+
+PICTURES = (draw_top, draw_doctor)
 
 if __name__ == "__main__":
     for draw in PICTURES:

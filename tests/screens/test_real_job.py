@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.cluster import ROOT
 from tests.screens.job import ask, training_job
-from tests.screens.pictures import draw_top, whole_frame
+from tests.screens.pictures import draw_doctor, draw_top, whole_frame
 
 # PyTorch takes seconds to load, and on a busy machine minutes.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -56,9 +57,15 @@ def test_top_shows_a_job_and_who_stands_still() -> None:
         assert "not there: connection refused" in ran.stdout
 
 
-def test_the_picture_is_of_a_real_run(tmp_path: Path) -> None:
+def test_the_picture_of_top_is_of_a_real_run(tmp_path: Path) -> None:
     text = _texts(draw_top(tmp_path))
     for word in (*ROLES, "slowest:", "samples/s", "accuracy", "6 of 6 processes answer"):
         assert word in text
-    committed = Path(__file__).resolve().parents[2] / "docs/images/top.svg"
-    assert "persia-launcher top" in _texts(committed)
+    assert "persia-launcher top" in _texts(ROOT / "docs/images/top.svg")
+
+
+def test_the_picture_of_doctor_is_of_a_real_run(tmp_path: Path) -> None:
+    text = _texts(draw_doctor(tmp_path))
+    for word in ("torch", "huge pages", "feature school of the config", "bytes a row"):
+        assert word in text
+    assert "persia-launcher doctor" in _texts(ROOT / "docs/images/doctor.svg")

@@ -1,0 +1,83 @@
+"""Every command has help with an example, and answers a bad command line by one line."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from persia import launcher
+from persia._launch import checkpoints
+
+GROUPS = {"persia-launcher": launcher.cli, "persia-ckpt": checkpoints.cli}
+COMMANDS = [(name, command) for name, group in GROUPS.items() for command in group.commands]
+
+
+def run(name: str, *arguments: str) -> tuple[int, str, str]:
+    ran = CliRunner().invoke(GROUPS[name], arguments, prog_name=name)
+    return ran.exit_code, ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize(("name", "command"), COMMANDS)
+def test_help_has_an_example_that_could_be_typed(name: str, command: str) -> None:
+    status, text, _ = run(name, command, "--help")
+    assert status == 0
+    (line,) = (line.strip() for line in text.splitlines() if "Example: " in line)
+    words = line.removeprefix("Example: ").split()
+    assert words[:2] == [name, command]
+    group = GROUPS[name]
+    # It is read without an error, and not run.
+    with click.Context(group, info_name=name) as ctx:
+        group.commands[command].make_context(command, words[2:], parent=ctx)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_help_of_all_lists_every_command(name: str) -> None:
+    status, text, _ = run(name, "--help")
+    assert status == 0
+    assert all(f"  {command} " in text for command in GROUPS[name].commands)
+    status, _, text = run(name, "nothing-of-the-kind")
+    assert (status, text.count("\n")) == (2, 1)
+    assert text.endswith(f"Type: {name} --help\n")
+    assert run(name, "--nothing")[0] == 2
+
+
+BAD = {
+    "nn-worker": ["--nproc-per-node", "none"],
+    "data-loader": ["--replica-index", "first"],
+    "embedding-worker": ["--port", "99999"],
+    "embedding-parameter-server": ["--nothing"],
+    "keys": [],
+    "top": ["--interval", "0"],
+    "doctor": ["--optimizer", "best"],
+    "init": [],
+    "inspect": [],
+    "verify": ["one", "two"],
+    "diff": ["one"],
+    "convert": ["url", "folder", "--to", "gold"],
+    "reshard": ["one", "two", "--servers", "0"],
+}
+
+
+@pytest.mark.parametrize(("name", "command"), COMMANDS)
+def test_a_bad_command_line_is_answered_by_one_line(name: str, command: str) -> None:
+    status, out, text = run(name, command, *BAD[command])
+    assert (status, out) == (2, "")
+    assert text.count("\n") == 1, text
+    assert text.startswith(f"{name} {command}: ")
+    assert f"Type: {name} {command}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["top", "nowhere"], "expected HOST:PORT of a process's metrics, got 'nowhere'"),
+        (["doctor", "--rows", "user"], "--rows: expected FEATURE=NUMBER, such as user=2e9"),
+        (["doctor", "--rows", "user=many"], "got 'user=many'"),
+    ],
+)
+def test_what_click_cannot_check_is_one_line_too(arguments: list[str], says: str) -> None:
+    status, out, text = run("persia-launcher", *arguments)
+    assert (status, out) == (2, "")
+    assert text.count("\n") == 1
+    assert says in text
