@@ -121,7 +121,10 @@ class Inbox:
         self._capacity = capacity
         self._patience_s = patience_s
         self._clock = clock
-        self._changed = threading.Condition()  # guards all below
+        # One lock guards all below. Data-loaders that poll wait for news of their own stream,
+        # everybody else for any change: of many data-loaders a batch wakes one.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._resumed = resumed  # None once the first pass is over
         self._num_loaders: int | None = None  # told by the first that opens a stream
         self._streams: dict[int, Incoming] = {}  # of this pass, by data-loader
@@ -174,6 +177,7 @@ class Inbox:
                     self.replica_index,
                     self.replica_size,
                     *self._resumed_at(opening.loader),
+                    news=threading.Condition(self._lock),
                 )
             elif old.incarnation == opening.incarnation:
                 stream = old
@@ -189,6 +193,7 @@ class Inbox:
                 stream.incarnation = opening.incarnation
                 stream.acknowledged.clear()
                 stream.version = 0
+                stream.news.notify_all()  # a poll of the process before
             else:
                 raise ServiceBusy(
                     f"{LOADER} {opening.loader} has ended its stream and this pass over the "
@@ -330,7 +335,7 @@ class Inbox:
             found = self._stream(stream, "poll")
             while found.acknowledged and found.acknowledged[0][0] <= seen:
                 found.acknowledged.popleft()
-            self._changed.wait_for(
+            found.news.wait_for(
                 lambda: (
                     self._is_closed or found.version > seen or found.incarnation != stream[1]
                 ),
@@ -354,6 +359,7 @@ class Inbox:
 
     def _news(self, stream: Incoming) -> None:
         stream.version += 1
+        stream.news.notify_all()
         self._changed.notify_all()
 
     # --- asked by the trainer ---------------------------------------------------------------
@@ -615,6 +621,8 @@ class Inbox:
             if left:
                 self._counts["unread"] += left
                 logger.info("%d batches that data-loaders had sent were not read", left)
+            for stream in (*self._streams.values(), *self._past.values()):
+                stream.news.notify_all()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._awaited(), FAREWELL_S)
 

@@ -7,6 +7,7 @@ data-loader's and this rank's. Some pairs of the two have none in common.
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ class Incoming:
         world_size: Number of ranks.
         floor: Lowest batch id of this data-loader that the run before left to be trained.
         above: Those above it that it did train.
+        news: Notified of what its data-loader has not heard; of the inbox's lock.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class Incoming:
         world_size: int,
         floor: int = 0,
         above: Sequence[int] = (),
+        news: threading.Condition | None = None,
     ) -> None:
+        self.news = news or threading.Condition()
         self.loader = opening.loader
         self.num_loaders = opening.num_loaders
         self.incarnation = opening.incarnation

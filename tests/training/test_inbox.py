@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -459,3 +460,40 @@ def test_where_a_pass_ends_all_that_came_is_done() -> None:
     assert here["floors"] == {"0": 1}
     assert end is not None
     assert (end["floors"], end["above"]) == ({"0": 7}, {"0": []})
+
+
+def test_a_batch_wakes_its_own_loader_and_no_other(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox_module, "POLL_S", WAIT_S)
+    inbox = make_inbox(capacity=8)
+    inbox.begin_pass()
+    streams = [opened(inbox, loader, 4) for loader in range(4)]
+    told: list[int] = []
+    have_looked = threading.Event()
+    for stream in streams[1:]:
+        news = inbox._streams[stream[0]].news
+        wait_for = news.wait_for
+
+        def counted(is_so: Any, timeout: float, wait_for: Any = wait_for) -> bool:
+            def look() -> bool:
+                told.append(1)
+                if len(told) == 3:
+                    have_looked.set()
+                return bool(is_so())
+
+            return bool(wait_for(look, timeout))
+
+        news.wait_for = counted  # type: ignore[method-assign,assignment]
+    polls = [pool.submit(inbox.poll, stream, 0) for stream in streams[1:]]
+    assert have_looked.wait(WAIT_S)
+    for batch_id in range(0, 400, 4):
+        inbox.deliver(streams[0], batch(batch_id))
+        inbox.take(False, lambda: False).ended()
+    assert inbox.poll(streams[0], 0).acknowledged == tuple(range(0, 400, 4))
+    assert len(told) == len(polls)
+    inbox.deliver(streams[2], batch(2))
+    take(inbox, in_order=False)
+    assert polls[1].result(WAIT_S).version == 1
+    inbox.close()
+    assert all(poll.result(WAIT_S).is_closed for poll in (polls[0], polls[2]))
