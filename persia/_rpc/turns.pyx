@@ -14,6 +14,7 @@ cdef class Turns:
 
     cdef object _holder
     cdef list _waiting
+    cdef object _rest
     cdef bint _is_closed
     cdef readonly bint was_asked
     """A caller came since the own thread asked last whether it is needed."""
@@ -21,6 +22,7 @@ cdef class Turns:
     def __cinit__(self):
         self._holder = None
         self._waiting = []
+        self._rest = None
 
     def enter(self, caller not None):
         """Come to wait; returns whether the caller has the turn, else it gets it later."""
@@ -51,6 +53,19 @@ cdef class Turns:
                 self._holder.still.release()
             except RuntimeError:
                 pass  # an answer has freed it
+        elif self._rest is not None:
+            rest, self._rest = self._rest, None
+            try:
+                rest.release()
+            except RuntimeError:
+                pass  # it was free
+
+    def rest(self, lock not None):
+        """Have a lock freed when the turn is nobody's; returns whether anybody has it now."""
+        if self._holder is None:
+            return False
+        self._rest = lock
+        return True
 
     def is_needed(self, own not None):
         """Take the turn for the own thread, unless a caller has it or came since."""

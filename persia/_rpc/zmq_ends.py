@@ -12,6 +12,7 @@ lies in the socket then is for callers who are busy with something else.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -142,6 +143,8 @@ class ZmqChannel(End[Outgoing]):
         self._came: list[tuple[list[Part], str]] = []  # of whoever receives
         self._turns = Turns()
         self._rest = threading.Event()  # set when the end closes
+        self._is_free = threading.Lock()  # free when the turn may be nobody's
+        self._is_free.acquire()
         self._broken: Exception | None = None  # a caller could not receive because of it
 
     def start(self, on_message: Callable[[Parts], None], on_lost: Callable[[], None]) -> None:
@@ -207,6 +210,9 @@ class ZmqChannel(End[Outgoing]):
                         if not self._step():
                             self._watch(LOOK_S)
                     self._turns.leave(self)
+                # A caller may have it for long: nothing is to be done here meanwhile.
+                if self._turns.rest(self._is_free):
+                    self._is_free.acquire(timeout=LOOK_S)
                 self._rest.wait(_REST_S)
         finally:
             self._turns.leave(self)
@@ -223,6 +229,8 @@ class ZmqChannel(End[Outgoing]):
         super()._wake()
         if self._is_closing:
             self._rest.set()
+            with contextlib.suppress(RuntimeError):  # it was free
+                self._is_free.release()
 
     def _step(self) -> bool:
         """Take one message; first what a signal's exception kept from its caller."""

@@ -6,6 +6,7 @@ import itertools
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
@@ -163,3 +164,30 @@ def test_a_signal_in_who_receives_loses_nobodys_answer(zmq_wire: Wire) -> None:
         assert all(other.result(PATIENCE_S) for other in others)
         assert not client.stats().get("sent_again")
         assert client.call("fill", 1).signs.tolist() == [0]
+
+
+def test_the_own_thread_sleeps_while_a_caller_receives_for_long(zmq_wire: Wire) -> None:
+    with (
+        toy_server(zmq_wire) as (server, service),
+        make_client(zmq_wire, server) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client.hello()
+        held = pool.submit(client.call, "hold", 7)
+        assert service.holding.acquire(timeout=PATIENCE_S)
+        before = num_waits(client)
+        threading.Event().wait(1.0)
+        # Fifty looks a second, times each data-loader and each of its ranks, are too many.
+        assert num_waits(client) - before < 15
+        service.permits.release()
+        assert held.result(PATIENCE_S) == 7
+        # And nobody's answer waits for it afterwards.
+        assert client.call("add", 1) == 1
+
+
+def num_waits(client: Client) -> int:
+    """How often a channel's own thread has begun to wait."""
+    thread = client._channel._thread  # type: ignore[attr-defined]
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("voluntary")]
+    return int(line.split()[1])
