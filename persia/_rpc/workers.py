@@ -21,6 +21,7 @@ import numpy as np
 
 from persia import env
 from persia._rpc.client import Client
+from persia._rpc.deadlines import Tries
 from persia._rpc.messages import (
     BatchGradients,
     CutInfo,
@@ -65,8 +66,6 @@ _AVOID_S = 30.0
 _PAUSE_S = 0.1
 # Seconds between two lines that say which server a worker waits for.
 _LINE_S = 3.0
-# A worker that was restarted does not know the refs of the one before.
-_MAX_TRIES = 3
 
 
 def handle_of(ids: RemoteRef) -> int:
@@ -189,10 +188,11 @@ class EmbeddingWorkers:
         if len(self._workers) > 1:
             try:
                 return self._ask(worker, ask, _PROBE_S if self._is_avoided(worker) else _TRY_S)
-            except (ServiceTimeout, ServiceUnavailable) as error:
+            except (ServiceTimeout, ServiceUnavailable, ServiceBusy) as error:
                 if isinstance(error, ServiceUnavailable) and error.role in ("", _ROLE):
                     raise
-                # It is there, and slow, or waits for a server that others would wait for too.
+                # It is there, and slow, or waits for a server that others would wait for too;
+                # or was started anew and looks for the servers: then it will not know the ref.
                 logger.warning("%s; it has the batch, and is waited for", error)
         return self._ask(worker, ask, env.rpc_timeout_s())
 
@@ -235,13 +235,15 @@ class EmbeddingWorkers:
                 return result
 
             return self._any(features.batch_id % len(self._workers), ask)
-        for _ in range(_MAX_TRIES - 1):
+        tries = Tries(env.rpc_timeout_s())
+        while True:
             handle = self.register(features)
             try:
                 return self.lookup(handle, True)
             except (UnknownRef, ServiceUnavailable) as error:
+                if not tries.another():
+                    raise
                 logger.warning("%s; its ids are registered again", error)
-        return self.lookup(self.register(features), True)
 
     def update(self, gradients: BatchGradients) -> UpdateReport:
         """Step the rows of a batch and retire its ref."""
@@ -263,7 +265,7 @@ class EmbeddingWorkers:
 
         try:
             self._ask(worker, ask, _PROBE_S if self._is_avoided(worker) else _TRY_S)
-        except (ServiceUnavailable, ServiceTimeout) as error:
+        except (ServiceUnavailable, ServiceTimeout, ServiceBusy) as error:
             logger.warning("a batch was not released: %s", error)
             with self._lock:
                 self._counts["not_released"] += 1

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from persia import env
 from persia._core import pooling
+from persia._rpc.deadlines import Tries
 from persia._rpc.messages import BatchGradients, SlotGradient
 from persia._training.channel import Channel, Closed, Finished, join
 from persia._training.flight import Reason
 from persia._training.learning_rates import LearningRates
-from persia._training.lookups import MAX_TRIES
 from persia.errors import ServiceTimeout, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
@@ -490,15 +491,18 @@ class GradientEngine:
 
         The id stays the same, so that servers which applied it already do not do so again.
         """
-        for _ in range(MAX_TRIES):
+        tries = Tries(env.rpc_timeout_s())
+        is_known = True
+        while True:
             try:
+                if not is_known:
+                    self._worker.lookup(ticket.ref, True)
                 return self._worker.update(replace(gradients, ref=ticket.ref))
             except (UnknownRef, ServiceUnavailable) as error:
-                if ticket.origin is None:
+                if ticket.origin is None or not tries.another():
                     raise
                 ticket.ref = ticket.origin.register_again(error)
-                self._worker.lookup(ticket.ref, True)
-        return self._worker.update(replace(gradients, ref=ticket.ref))
+                is_known = False
 
     def _ended(self, number: int) -> None:
         with self._changed:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from persia import env
+from persia._rpc.deadlines import Tries
 from persia._rpc.messages import IDFeatures
 from persia._rpc.workers import EmbeddingWorkers
 from persia._training.progress import Progress
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
     from persia.errors import ServiceError
 
 logger = logging.getLogger(__name__)
-
-# How often the ids of one lookup or update are registered again before its error is raised.
-MAX_TRIES = 3
 
 
 class Origin(Protocol):
@@ -188,14 +187,14 @@ class Lookups:
             if trains and self._keeps_ids:
                 item.origin = KeptIds(self.worker, features)
             return self.worker.lookup_direct(features)
-        for _ in range(MAX_TRIES):
+        tries = Tries(env.rpc_timeout_s())
+        while True:
             try:
                 return self.worker.lookup(item.ref, trains)
             except (UnknownRef, ServiceUnavailable) as error:
-                if item.origin is None:
+                if item.origin is None or not tries.another():
                     raise
                 item.ref = item.origin.register_again(error)
-        return self.worker.lookup(item.ref, trains)
 
     def _lose(self, item: Item) -> None:
         """End a batch whose lookup failed; what the user sees is that failure."""

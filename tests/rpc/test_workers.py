@@ -17,7 +17,7 @@ from persia._rpc.remote import RemoteEmbeddingWorker
 from persia._rpc.server import Server, serve
 from persia._rpc.workers import EmbeddingWorkers
 from persia._services.process import _LateWorker
-from persia.errors import ServiceUnavailable
+from persia.errors import ServiceBusy, ServiceUnavailable, UnknownRef
 from tests.services.support import features, gradient, make_servers, make_worker, settings
 
 # Of one call that is in vain; all others take far less, and PERSIA_RPC_TIMEOUT far more.
@@ -139,6 +139,26 @@ def test_a_worker_whose_server_is_away_is_waited_for(
 
     monkeypatch.setattr(job.own[0], "lookup", lookup_late)
     assert job.workers.lookup(handle, True).ref == handle
+
+
+def test_a_worker_that_was_started_anew_and_looks_for_its_servers_is_waited_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = job.workers.register(features({"sum": [[1]]}))
+    until = time.monotonic() + 3 * TRY_S
+
+    def looks(*_: object) -> None:
+        if time.monotonic() < until:
+            raise ServiceBusy("the embedding-worker waits")
+        raise UnknownRef("no batch in flight has this ref")
+
+    for name in ("lookup", "release"):
+        monkeypatch.setattr(job.own[0], name, looks)
+    job.workers.release(handle)
+    assert job.workers.stats()["not_released"] == 1
+    # By this error its ids are registered again.
+    with pytest.raises(UnknownRef, match="no batch in flight"):
+        job.workers.lookup(handle, True)
 
 
 def test_a_worker_that_waits_for_its_servers_is_asked_why(
