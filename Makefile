@@ -83,10 +83,17 @@ test-slow: build  ## what `make test` leaves out; cuda where there is a device
 soak-recovery: build  ## kill a server KILLS=200 times under load and count every update
 	$(BIN)/python -m tests.recovery.soak $(or $(KILLS),200) $(or $(SEED),1)
 
+.PHONY: soak-load chaos-compose
+soak-load: build  ## 50 data-loaders and 8 ranks at one worker for MINUTES=10: exact books
+	$(BIN)/python -m tests.load.soak $(or $(MINUTES),10)
+
+chaos-compose:  ## containers killed, paused, cut off for MINUTES=20 while they train (needs Docker)
+	MINUTES=$(or $(MINUTES),20) SEED=$(or $(SEED),1) $(PYTHON) -m tests.compose build chaos
+
 test-all: test test-slow  ## every tier
 
 # The containers bring what they need: no .venv. COMPOSE_STEPS=bits runs one step.
-compose-test:  ## the stack of compose.yaml: same bits, failures, faults (needs Docker)
+compose-test:  ## the stack of compose.yaml: same bits, failures, faults, chaos (needs Docker)
 	$(PYTHON) -m tests.compose $(COMPOSE_STEPS)
 
 audit:  ## known holes in what the images are made of (says so where it cannot know)

@@ -1,9 +1,11 @@
 """Builds the stack and runs it: the same bits, failures, and faults while it trains.
 
     python3 -m tests.compose             # needs Docker with Compose, and nothing else
-    python3 -m tests.compose faults      # of: build memory bits keys failure faults
+    python3 -m tests.compose faults      # of: build memory bits keys failure faults chaos
+    MINUTES=20 SEED=7 python3 -m tests.compose build chaos
 
 Containers, networks and volumes are those of a project of its own, and are gone afterwards.
+COMPOSE_TEST names the project and its images, where two run at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from tests.compose.chaos import Chaos
+
 ROOT = Path(__file__).parents[2]
-PROJECT = "persia-test"
+PROJECT = os.environ.get("COMPOSE_TEST", "persia-test")
+IMAGE = os.environ.get("COMPOSE_TEST", "persia")
 NETWORK = f"{PROJECT}_cluster"
 COUNTS = "./tests/compose/counts"
 # Seconds. A machine of two busy cores needs a fifth of them.
@@ -33,7 +39,7 @@ LOSSES = ("failed", "abandoned", "incomplete", "unused")
 
 
 def environment(**changes: str) -> dict[str, str]:
-    return {**os.environ, "COMPOSE_PROFILES": "train", **changes}
+    return {**os.environ, "COMPOSE_PROFILES": "train", "IMAGE": IMAGE, **changes}
 
 
 def compose(*words: str, overlay: bool = False, keys: bool = False) -> list[str]:
@@ -81,8 +87,8 @@ def last(text: str, mark: str) -> str:
 
 
 def build() -> None:
-    run(compose("build"), BUILD_S)
-    for image in ("persia:server", "persia:nn-worker"):
+    run(compose("build", overlay=True), BUILD_S)
+    for image in (f"{IMAGE}:server", f"{IMAGE}:nn-worker"):
         size = run(["docker", "image", "inspect", "-f", "{{.Size}}", image]).stdout
         print(f"{image}: {int(size) / 1e6:.0f} MB")
 
@@ -113,7 +119,7 @@ def embedded() -> dict[str, float]:
             *("docker", "run", "--rm", "--init", "--network", "none", "--read-only"),
             *("--tmpfs", "/tmp", "-v", f"{ROOT}/examples/adult_income:/workspace:ro"),
             *("-v", f"{data}:/data:ro", "-e", "PERSIA_DATA_DIR=/data", "-e", "REPRODUCIBLE=1"),
-            *("-e", "OMP_NUM_THREADS=1", "persia:nn-worker", "python", "train.py", "--json"),
+            *("-e", "OMP_NUM_THREADS=1", f"{IMAGE}:nn-worker", "python", "train.py", "--json"),
         ],
         RUN_S,
     )
@@ -174,7 +180,16 @@ def check_doors() -> None:
             if role != "nn_worker":  # the others are PyTorch's
                 expect(f"ports of {name} that docs/security.md does not name", set(), others)
     places = [f"{role}:{port}" for role, port in PORTS.items()]
-    stranger = ["docker", "run", "--rm", "--network", NETWORK, "persia:server", "python", "-c"]
+    stranger = [
+        "docker",
+        "run",
+        "--rm",
+        "--network",
+        NETWORK,
+        f"{IMAGE}:server",
+        "python",
+        "-c",
+    ]
     heard = json.loads(run([*stranger, STRANGER, *places]).stdout)
     expect("strangers are cut off", {place: [True, True] for place in places}, heard)
 
@@ -184,7 +199,7 @@ def keys() -> None:
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o777)
         make = ["docker", "run", "--rm", "--network", "none", "-v", f"{place}:/keys"]
-        run([*make, "persia:server", "persia-launcher", "keys", "/keys"])
+        run([*make, f"{IMAGE}:server", "persia-launcher", "keys", "/keys"])
         up = compose("up", "--detach", "--no-build", overlay=True, keys=True)
         how = {"KEYS": place, "REPRODUCIBLE": "1"}
         run([*up, *ROLES], STEP_S, True, **how)
@@ -217,7 +232,7 @@ def failure() -> None:
 def memory() -> None:
     """A server takes the limit of its container for what there is."""
     program = "from persia.config import resolve_memory_limit as limit; print(limit(None))"
-    words = ["docker", "run", "--rm", "--memory", "256m", "persia:server"]
+    words = ["docker", "run", "--rm", "--memory", "256m", f"{IMAGE}:server"]
     limit = int(run([*words, "python", "-c", program]).stdout)
     expect("memory_limit in a container of 256 MiB", int((256 << 20) * 0.7), limit)
     print(f"memory_limit in a container of 256 MiB: {limit >> 20} MiB")
@@ -268,6 +283,14 @@ def training(**changes: str) -> Iterator[Training]:
     job = Training()
     try:
         yield job
+    except BaseException:
+        print(run(compose("ps", "-a"), check=False).stdout)
+        print(
+            run(
+                ["docker", "logs", "--tail", "80", container("nn_worker", 1)], check=False
+            ).stdout
+        )
+        raise
     finally:
         job.close()
         down()
@@ -306,7 +329,7 @@ def seconds(number: float) -> Callable[[], object]:
     return lambda: threading.Event().wait(number)
 
 
-def check_end(job: Training, exact: bool) -> dict[str, int]:
+def check_end(job: Training, exact: bool, count: int = 500) -> dict[str, int]:
     books: dict[str, int] = json.loads(job.wait_for("books "))
     deadline = time.monotonic() + STEP_S
     while run(compose("ps", "-q")).stdout.split():
@@ -316,7 +339,7 @@ def check_end(job: Training, exact: bool) -> dict[str, int]:
     status = run(compose("ps", "-a", "--format", "{{.Name}}={{.ExitCode}}")).stdout.split()
     expect("exit statuses", [], [one for one in status if not one.endswith("=0")])
     lost = {name: books.get(name, 0) for name in LOSSES}
-    expect("batches trained", (500, dict.fromkeys(lost, 0)), (books["batches"], lost))
+    expect("batches trained", (count, dict.fromkeys(lost, 0)), (books["batches"], lost))
     if exact:
         expect("ids that were not trained once for each occurrence", 0, books["wrong_ids"])
     return books
@@ -353,7 +376,37 @@ def faults() -> None:
     print(f"parameter server killed: {books['batches']} batches, ended with 0")
 
 
-STEPS = {one.__name__: one for one in (build, memory, bits, keys, failure, faults)}
+def loaders_books(number: int) -> Counter[str]:
+    """Return the counts with which data-loaders ended."""
+    books: Counter[str] = Counter()
+    for one in range(1, number + 1):
+        text = run(["docker", "logs", container("data_loader", one)]).stdout
+        books.update(json.loads('{"' + last(text, 'loader {"')))
+    return books
+
+
+def chaos() -> None:
+    """Faults at random moments, two at a time, for MINUTES: sent is trained, and once."""
+    window_s = 60 * float(os.environ.get("MINUTES", "1"))
+    seed = int(os.environ.get("SEED", "1"))
+    count = int(window_s * 20)
+    replicas = {"data_loader": 2, "embedding_worker": 3, "embedding_parameter_server": 3}
+    scale = {f"{role.upper()}_REPLICAS": str(number) for role, number in replicas.items()}
+    of_job = {"WORKSPACE": COUNTS, "NN_ARGUMENT": "--"}
+    spread = {"NUM_BATCHES": str(count), "SPREAD_S": str(window_s)}
+    with training(**of_job, **scale, **spread) as job:
+        job.wait_for("progress ", 25)
+        faults = Chaos(run, container, NETWORK, {**replicas, "nn_worker": 1}, seed)
+        # Behind the last fault there is something left to train.
+        faults.go_on_for(window_s * 0.9)
+        books = check_end(job, exact=True, count=count)
+        sent = loaders_books(replicas["data_loader"])
+        expect("batches sent, or known to be", count, sent["sent"] + sent["dropped"])
+        expect("batches lost or kept", (0, 0), (sent["lost"], sent["kept"]))
+    print(f"seed {seed}: {faults}: {count} batches, each trained once; {books}, loaders {sent}")
+
+
+STEPS = {one.__name__: one for one in (build, memory, bits, keys, failure, faults, chaos)}
 
 
 def main() -> None:

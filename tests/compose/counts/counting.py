@@ -6,6 +6,7 @@ every value of its row by 1, whatever the order: a batch that is lost or applied
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-NUM_BATCHES = 500
+NUM_BATCHES = int(os.environ.get("NUM_BATCHES", "500"))
 NUM_IDS = 256
 BATCH_SIZE = 64
 

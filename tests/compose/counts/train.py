@@ -1,5 +1,7 @@
 """Trains all batches, at a pace that leaves time for faults, and compares the rows.
 
+A batch takes PACE_S, or what is left of SPREAD_S is divided among those that are left.
+
 progress 25
 books {"batches": 500, ..., "wrong_ids": 0}
 """
@@ -9,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 
 import numpy as np
 import torch
 from counting import (  # type: ignore[import-not-found]  # beside this script
+    NUM_BATCHES,
     NUM_IDS,
     make_batch,
     occurrences,
@@ -39,6 +43,7 @@ class Sum(torch.nn.Module):
 
 def main() -> None:
     pace_s = float(os.environ.get("PACE_S", "0"))
+    end = time.monotonic() + float(os.environ.get("SPREAD_S", "0"))
     model = Sum()
     ctx = TrainCtx(
         model=model,
@@ -54,7 +59,8 @@ def main() -> None:
             ctx.backward(loss)
             if number % 25 == 0:
                 print("progress", number, flush=True)
-            pause.wait(pace_s)
+            left_s = end - time.monotonic()
+            pause.wait(max(pace_s, left_s / (NUM_BATCHES - number)))
         sizes = ctx.get_embedding_size()
         everyone = make_batch(np.arange(NUM_IDS, dtype=np.uint64), requires_grad=False)
         (rows,) = ctx.get_embedding_from_data(everyone).embedding_tensors
@@ -62,7 +68,8 @@ def main() -> None:
             raise TypeError(f"expected pooled rows, got {type(rows).__name__}")
         counts = -rows.detach().numpy()
         wrong = int((counts != occurrences()[:, None]).any(axis=1).sum())
-        books = {"wrong_ids": wrong, "rows": sum(sizes), **ctx.stats()}
+        repeated = sum(one.get("repeated_updates", 0) for one in ctx.server_stats())
+        books = {"wrong_ids": wrong, "rows": sum(sizes), "repeated": repeated, **ctx.stats()}
     print("books", json.dumps(books), flush=True)
 
 

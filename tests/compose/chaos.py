@@ -1,0 +1,158 @@
+"""Faults of containers at random moments: killed, crashed, paused, cut off; and back again.
+
+    hand 0   embedding_worker 2 killed ... started     data_loader 1 cut off ... connected
+    hand 1        embedding_parameter_server 1 paused ... goes on     ...
+
+Two hands, so that faults overlap. A container is in one hand at a time, and none lets go of it
+before it runs and is connected. So of three servers one keeps the volume of the rows mounted.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from subprocess import CompletedProcess
+
+Run = Callable[[Sequence[str]], CompletedProcess[str]]
+Container = tuple[str, int]
+
+NUM_HANDS = 2
+# Seconds between faults of a hand, and of a fault.
+PAUSE_S, FAULT_S = (0.5, 4.0), (0.2, 12.0)
+BACK_S = 60.0
+# Docker starts one so often that crashes, and 20 times at most, as the stack says.
+MAX_CRASHES = 15
+# What the dense net has learned goes with the nn-worker: it is not started again.
+NOT_KILLED = ("nn_worker",)
+
+
+class Chaos:
+    """Does harm to containers, and undoes it.
+
+    Args:
+        run: Runs a command; ends the test if it fails.
+        name: Gives a container's name.
+        network: What containers are cut off from.
+        replicas: How many containers of each service there are.
+        seed: Of what happens, by hand; the moments depend on the machine.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        name: Callable[[str, int], str],
+        network: str,
+        replicas: Mapping[str, int],
+        seed: int,
+    ) -> None:
+        self._run = run
+        self._name = name
+        self._network = network
+        self._free = [(one, n + 1) for one, number in replicas.items() for n in range(number)]
+        self._lock = threading.Lock()  # guards what is above and the counts
+        self._seed = seed
+        self.counts: Counter[tuple[str, str]] = Counter()  # by service and fault
+        self._crashes: Counter[Container] = Counter()
+        self._is_over = threading.Event()
+        self._failures: list[BaseException] = []
+
+    def __str__(self) -> str:
+        faults = {fault for _, fault in self.counts}
+        by_fault = [
+            f"{fault} "
+            + " + ".join(
+                f"{n} {who}" for (who, what), n in self.counts.items() if what == fault
+            )
+            for fault in sorted(faults)
+        ]
+        return f"{self.counts.total()} faults ({'; '.join(by_fault)})"
+
+    def go_on_for(self, seconds: float) -> None:
+        """Do harm for so long, then heal everything.
+
+        Raises:
+            BaseException: What ended a hand.
+        """
+        hands = [threading.Thread(target=self._hand, args=(n,)) for n in range(NUM_HANDS)]
+        for hand in hands:
+            hand.start()
+        self._is_over.wait(seconds)
+        self._is_over.set()
+        for hand in hands:
+            hand.join()
+        for failure in self._failures:
+            raise failure
+
+    def _hand(self, number: int) -> None:
+        dice = random.Random(f"{self._seed} {number}")
+        try:
+            while not self._is_over.wait(dice.uniform(*PAUSE_S)):
+                with self._lock:
+                    one = self._free.pop(dice.randrange(len(self._free)))
+                    fault = self._fault(one, dice)
+                    self.counts[one[0], fault.__name__] += 1
+                print(f"{time.strftime('%X')} {one[0]} {one[1]} {fault.__name__}", flush=True)
+                fault(one, dice.uniform(*FAULT_S))
+                with self._lock:
+                    self._free.append(one)
+        except BaseException as failure:
+            self._failures.append(failure)
+            self._is_over.set()
+
+    def _fault(self, one: Container, dice: random.Random) -> Callable[[Container, float], None]:
+        if one[0] in NOT_KILLED:
+            return dice.choice((self.paused, self.cut))
+        fault = dice.choice((self.killed, self.crashed, self.paused, self.cut))
+        if fault == self.crashed:
+            self._crashes[one] += 1
+            if self._crashes[one] > MAX_CRASHES:
+                return self.killed
+        return fault
+
+    def _wait(self, seconds: float) -> None:
+        self._is_over.wait(seconds)
+
+    def _docker(self, *words: str) -> str:
+        return self._run(["docker", *words]).stdout.strip()
+
+    # --- what may happen; each ends with a container that runs and is connected --------------
+
+    def killed(self, one: Container, seconds: float) -> None:
+        name = self._name(*one)
+        self._docker("kill", "--signal", "KILL", name)
+        self._wait(seconds / 2)
+        self._docker("start", name)
+
+    def crashed(self, one: Container, seconds: float) -> None:
+        """All processes but the first are killed, which ends with their status."""
+        name = self._name(*one)
+        restarts = self._restarts(name)
+        # It may be gone before it can say that the command went well.
+        self._docker("exec", name, "sh", "-c", "(sleep 0.1; kill -9 -1) >/dev/null 2>&1 &")
+        deadline = time.monotonic() + BACK_S
+        while self._restarts(name) == restarts or self._state(name) != "running":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} was not started again: {self._state(name)}")
+            time.sleep(0.1)
+
+    def paused(self, one: Container, seconds: float) -> None:
+        name = self._name(*one)
+        self._docker("pause", name)
+        self._wait(seconds)
+        self._docker("unpause", name)
+
+    def cut(self, one: Container, seconds: float) -> None:
+        """It may come back under an address that another one had."""
+        name = self._name(*one)
+        self._docker("network", "disconnect", self._network, name)
+        self._wait(seconds)
+        self._docker("network", "connect", "--alias", one[0], self._network, name)
+
+    def _restarts(self, name: str) -> int:
+        return int(self._docker("inspect", "-f", "{{.RestartCount}}", name))
+
+    def _state(self, name: str) -> str:
+        return self._docker("inspect", "-f", "{{.State.Status}}", name)
