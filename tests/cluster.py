@@ -86,6 +86,7 @@ class Cluster:
             **(environment or {}),
         }
         self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.prefixes: dict[str, list[str]] = {}  # words before a process's command, by name
 
     def _address(self, transport: str, place: int, role: str, number: int) -> str:
         if transport == "tcp":
@@ -106,7 +107,10 @@ class Cluster:
         """Run ``persia-launcher`` with these arguments; its output is ``log(name)``."""
         with (self.place / f"{name}.log").open("a") as log:
             process = self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "persia.launcher", *arguments],
+                [
+                    *self.prefixes.get(name, ()),
+                    *(sys.executable, "-m", "persia.launcher", *arguments),
+                ],
                 cwd=ROOT,
                 env=self.environment,
                 stdout=log,
