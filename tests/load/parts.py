@@ -1,0 +1,232 @@
+"""What data-loaders and ranks are without a script or a net: their clients, in threads.
+
+    python -m tests.load.parts ranks WORLD_SIZE NUM_LOADERS
+    python -m tests.load.parts loaders FIRST COUNT NUM_LOADERS
+
+Loaders begin when a line comes at their standard input, and stop to send when it ends. Each
+process says ``ready``, and at its end one line of JSON. A rank steps each row by 1 for each
+time that its id is in a batch, so rows tell which batches were trained, and how often.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia import env
+from persia._core.feature_batch import FeatureBatch
+from persia._rpc.messages import (
+    BatchGradients,
+    HyperParameters,
+    InitializationSettings,
+    NamedArray,
+    OptimizerSettings,
+    PooledOutput,
+    SlotGradient,
+)
+from persia._rpc.workers import EmbeddingWorkers
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._services import addresses
+from persia._services.data_context import Feeder
+
+SLOTS = {"slots_config": {"user": {"dim": 8}, "item": {"dim": 16}}}
+NAMES = ("user", "item")
+NUM_IDS = 1024
+BATCH = 32
+# Of a rank, for all data-loaders together: two credits for each of 50.
+CAPACITY = 100
+SETTINGS = HyperParameters(InitializationSettings("constant", {"value": 0.0}), 1.0, 0.0, 3)
+SGD = OptimizerSettings("sgd", {"lr": 1.0})
+
+
+def all_workers() -> EmbeddingWorkers:
+    """Connect to the embedding-workers as a rank does."""
+    transport = ZmqTransport()
+    return EmbeddingWorkers(
+        transport,
+        lambda on_restart: addresses.connect_embedding_workers(
+            transport, on_restart=on_restart
+        ),
+    )
+
+
+class Threads:
+    """Threads that end the process with what ended one of them."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._failures: list[BaseException] = []
+
+    def start(self, function: Callable[..., None], *arguments: Any) -> None:
+        def run() -> None:
+            try:
+                function(*arguments)
+            except BaseException as failure:
+                self._failures.append(failure)
+
+        self._threads.append(threading.Thread(target=run))
+        self._threads[-1].start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+        for failure in self._failures:
+            raise failure
+
+
+# --- ranks ----------------------------------------------------------------------------------
+
+
+class Rank:
+    """Takes batches, looks them up and updates; ``served`` counts them by data-loader."""
+
+    def __init__(self, rank: int, world_size: int, num_loaders: int) -> None:
+        # Here alone: this loads torch.
+        from persia._training.stream import Stream
+
+        self.rank = rank
+        self.num_loaders = num_loaders
+        self.workers = all_workers()
+        if rank == 0:
+            self.workers.configure(SETTINGS)
+            self.workers.register_optimizer(SGD)
+        self.stream = Stream(rank, world_size, CAPACITY, env.nn_worker_addresses()[rank])
+        self.served = [0] * num_loaders
+        self._last = [-1] * num_loaders
+        self.counts: Counter[str] = Counter()
+
+    def run(self) -> None:
+        """Train until every data-loader has ended its stream."""
+        from persia._training.channel import Finished
+
+        inbox = self.stream.inbox
+        inbox.begin_pass()
+        number = 0
+        while True:
+            try:
+                taken = inbox.take(False, lambda: False)
+            except Finished:
+                break
+            result = self.workers.lookup(taken.ref, True)
+            slots = []
+            for output in result.outputs:
+                if not isinstance(output, PooledOutput):
+                    raise TypeError(f"expected pooled outputs, got {type(output).__name__}")
+                slots.append(SlotGradient(output.name, np.ones_like(output.values)))
+            gradients = BatchGradients(taken.ref, (self.rank, number), tuple(slots))
+            report = self.workers.update(gradients)
+            self.counts["repeated"] += report.repeated
+            self.counts["missing"] += report.num_missing
+            taken.done()
+            taken.ended()
+            number += 1
+            self.note(taken.batch.batch_id)
+        inbox.end_pass()
+        self.counts["trained"] = number
+        self.counts.update(inbox.stats())
+
+    def note(self, batch_id: int) -> None:
+        """Count a batch; they come in ascending order, so another one has come before."""
+        place, loader = divmod(batch_id, self.num_loaders)
+        self.served[loader] += 1
+        self.counts["doubled"] += place <= self._last[loader]
+        self._last[loader] = max(self._last[loader], place)
+
+    def close(self) -> None:
+        self.stream.close()
+        self.workers.close()
+
+
+def run_ranks(world_size: int, num_loaders: int) -> None:
+    ranks = [Rank(number, world_size, num_loaders) for number in range(world_size)]
+    print("ready", flush=True)
+    threads = Threads()
+    for rank in ranks:
+        threads.start(rank.run)
+    threads.join()
+    counts: Counter[str] = Counter()
+    for rank in ranks:
+        counts.update(rank.counts)
+        rank.close()
+    served = [sum(one) for one in zip(*(rank.served for rank in ranks), strict=True)]
+    print(json.dumps({"counts": dict(counts), "served": served}), flush=True)
+
+
+# --- data-loaders ---------------------------------------------------------------------------
+
+
+def ids_of(loader: int, place: int) -> NDArray[np.uint64]:
+    """Return the ids of a batch, a line for each feature."""
+    dice = np.random.default_rng((loader, place))
+    ids: NDArray[np.uint64] = dice.integers(0, NUM_IDS, (len(NAMES), BATCH), np.uint64)
+    return ids
+
+
+class Loader:
+    """Sends batches as fast as they are taken."""
+
+    def __init__(self, transport: ZmqTransport, loader: int, num_loaders: int) -> None:
+        self.loader = loader
+        workers = addresses.connect_embedding_workers(transport)
+        ranks = addresses.connect_nn_workers(transport)
+
+        def disconnect() -> None:
+            for link in (*workers, *ranks):
+                link.close()
+
+        self.feeder = Feeder(
+            workers, ranks, loader=loader, num_loaders=num_loaders, disconnect=disconnect
+        )
+        self.feeder.start()
+        self.occurrences = np.zeros((len(NAMES), NUM_IDS), np.int64)
+
+    def run(self, may_begin: threading.Event, is_over: threading.Event) -> None:
+        may_begin.wait()
+        labels = (NamedArray("label", np.zeros((BATCH, 1), np.float32)),)
+        place = 0
+        while not is_over.is_set():
+            ids = ids_of(self.loader, place)
+            features = tuple(
+                FeatureBatch.from_single(name, one)
+                for name, one in zip(NAMES, ids, strict=True)
+            )
+            self.feeder.send(features, (), labels, batch_size=BATCH, requires_grad=True)
+            for total, one in zip(self.occurrences, ids, strict=True):
+                total += np.bincount(one.view(np.int64), minlength=NUM_IDS)
+            place += 1
+        self.feeder.finish()
+        self.feeder.close()
+
+
+def run_loaders(first: int, count: int, num_loaders: int) -> None:
+    transport = ZmqTransport()
+    loaders = [Loader(transport, first + n, num_loaders) for n in range(count)]
+    print("ready", flush=True)
+    may_begin, is_over = threading.Event(), threading.Event()
+    threads = Threads()
+    for loader in loaders:
+        threads.start(loader.run, may_begin, is_over)
+    sys.stdin.readline()
+    may_begin.set()
+    sys.stdin.read()
+    is_over.set()
+    threads.join()
+    transport.close()
+    stats = [dict(loader.feeder.stats()) for loader in loaders]
+    occurrences = sum(loader.occurrences for loader in loaders)
+    print(json.dumps({"stats": stats, "occurrences": np.asarray(occurrences).tolist()}))
+
+
+if __name__ == "__main__":
+    numbers = [int(word) for word in sys.argv[2:]]
+    if sys.argv[1] == "ranks":
+        run_ranks(*numbers)
+    else:
+        run_loaders(*numbers)

@@ -1,0 +1,205 @@
+"""50 data-loaders and 8 ranks at one embedding-worker and one server, for minutes.
+
+    python -m tests.load.soak MINUTES
+
+The books are exact: each data-loader's batches are trained once, rows tell. Memory of every
+process is flat once the first part of the time is over, and no data-loader is served much more
+than another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from persia import env
+from persia._core.feature_batch import FeatureBatch
+from persia._rpc.messages import IDFeatures, PooledOutput
+from tests.cluster import Cluster
+from tests.load.parts import NAMES, NUM_IDS, SLOTS, all_workers
+
+NUM_LOADERS, NUM_RANKS, PER_PROCESS = 50, 8, 10
+SAMPLE_S = 0.5
+END_S = 120.0
+# Memory settles in this part of the time; then it may grow so many MiB, in all of the rest.
+WARM_UP = 0.3
+MAX_GROWTH_MIB = 6.0
+# Of batches served, most over least of a data-loader, but for those that credits let it have
+# on the way: two for each rank that it sends to.
+MAX_SHARE, ON_THE_WAY = 1.5, 8
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def resident_mib(pid: int) -> float:
+    """Return the memory of a process and of those it started."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return pages * PAGE / 2**20 + sum(resident_mib(int(child)) for child in children)
+
+
+def processor_s() -> float:
+    """Return the processor time of all processes that were started and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@dataclass
+class Memory:
+    """What a process takes over time."""
+
+    pid: int
+    times: list[float] = field(default_factory=list)
+    mib: list[float] = field(default_factory=list)
+
+    def sample(self, now: float) -> None:
+        self.times.append(now)
+        self.mib.append(resident_mib(self.pid))
+
+    def growth_mib(self) -> float:
+        """Return what the line through the samples after the warm-up climbs."""
+        times, mib = np.array(self.times), np.array(self.mib)
+        late = times >= times[0] + WARM_UP * (times[-1] - times[0])
+        slope = np.polyfit(times[late], mib[late], 1)[0]
+        return float(slope * (times[-1] - times[late][0]))
+
+
+class Part:
+    """A process of ``tests.load.parts``."""
+
+    def __init__(self, cluster: Cluster, *words: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.load.parts", *map(str, words)],
+            env=cluster.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def begin(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def result(self) -> Any:
+        """Have it end, if it has not, and return what it says."""
+        text, _ = self.process.communicate(timeout=END_S)
+        assert self.process.returncode == 0
+        return json.loads(text)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def soak(seconds: float) -> str:
+    """Return what happened.
+
+    Raises:
+        AssertionError: If a batch was lost or doubled, memory grows, or shares are unfair.
+    """
+    before = processor_s()
+    with ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(SLOTS, transport="tcp", num_ranks=NUM_RANKS))
+        cluster.start_servers()
+        stack.enter_context(env.changed(**cluster.variables))
+        ranks = Part(cluster, "ranks", NUM_RANKS, NUM_LOADERS)
+        stack.callback(ranks.close)
+        loaders = []
+        for first in range(0, NUM_LOADERS, PER_PROCESS):
+            loaders.append(Part(cluster, "loaders", first, PER_PROCESS, NUM_LOADERS))
+            stack.callback(loaders[-1].close)
+        for part in (ranks, *loaders):
+            part.wait_until_ready()
+        memory = {
+            **{name: Memory(process.pid) for name, process in cluster.processes.items()},
+            "ranks": Memory(ranks.process.pid),
+            **{f"loaders-{n}": Memory(one.process.pid) for n, one in enumerate(loaders)},
+        }
+        for part in loaders:
+            part.begin()
+        begin = time.monotonic()
+        never = threading.Event()
+        while (now := time.monotonic()) < begin + seconds:
+            for one in memory.values():
+                one.sample(now)
+            never.wait(SAMPLE_S)
+        for part in loaders:
+            assert part.process.stdin is not None
+            part.process.stdin.close()
+            part.process.stdin = None
+        sent = [part.result() for part in loaders]
+        served = ranks.result()
+        took_s = time.monotonic() - begin
+        rows = rows_say()
+    used_s = processor_s() - before
+    return f"{check(sent, served, rows, memory, took_s)}\n{used_s:.0f} s of processors"
+
+
+def rows_say() -> np.ndarray:
+    """Return how often each id was trained, a line for each feature."""
+    workers = all_workers()
+    everything = np.arange(NUM_IDS, dtype=np.uint64)
+    features = tuple(FeatureBatch.from_single(name, everything) for name in NAMES)
+    outputs = workers.lookup_direct(IDFeatures(features, 0, False)).outputs
+    stats = workers.stats()
+    workers.close()
+    assert stats["in_flight"] == 0, stats
+    lines = []
+    for output in outputs:
+        assert isinstance(output, PooledOutput)
+        assert (output.values == output.values[:, :1]).all()
+        lines.append(-output.values[:, 0])
+    return np.array(lines)
+
+
+def check(
+    sent: list[Any], served: Any, rows: np.ndarray, memory: dict[str, Memory], took_s: float
+) -> str:
+    stats: Counter[str] = Counter()
+    by_loader = []
+    for part in sent:
+        for one in part["stats"]:
+            by_loader.append(one["sent"])
+            stats.update(one)
+    counts = served["counts"]
+    assert served["served"] == by_loader, (served["served"], by_loader)
+    assert counts["trained"] == stats["sent"] == sum(by_loader)
+    for name in ("lost", "kept"):
+        assert stats[name] == 0, stats
+    for name in ("doubled", "missing", "lost", "unread", "pending", "in_flight"):
+        assert counts.get(name, 0) == 0, counts
+    np.testing.assert_array_equal(rows, sum(np.array(part["occurrences"]) for part in sent))
+    share = max(by_loader) / min(by_loader)
+    growth = {name: one.growth_mib() for name, one in memory.items()}
+    report = "; ".join(
+        f"{name} {one.mib[0]:.0f} to {one.mib[-1]:.0f} MiB, {growth[name]:+.2f} after warm-up"
+        for name, one in memory.items()
+    )
+    text = (
+        f"{len(by_loader)} data-loaders, {NUM_RANKS} ranks, {took_s:.0f} s: {stats['sent']} "
+        f"batches sent, each trained once, {stats['sent'] / took_s:.0f} a second; most over "
+        f"least of a data-loader {share:.3f}; {dict(stats)}; {counts}\n{report}"
+    )
+    assert max(by_loader) - ON_THE_WAY <= MAX_SHARE * min(by_loader), text
+    assert max(growth.values()) <= MAX_GROWTH_MIB, text
+    return text
+
+
+if __name__ == "__main__":
+    print(soak(60.0 * float(sys.argv[1])))
