@@ -245,6 +245,7 @@ class Training:
         # Compose's own `logs` puts control characters before lines.
         follow = ["docker", "logs", "--follow", container("nn_worker", 1)]
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.progress = 0  # batches, as last said
         self.process = subprocess.Popen(
             follow, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -254,6 +255,8 @@ class Training:
     def _read(self) -> None:
         if self.process.stdout is not None:
             for line in self.process.stdout:
+                if line.startswith("progress "):
+                    self.progress = int(line.removeprefix("progress "))
                 self.lines.put(line)
         self.lines.put(None)
 
@@ -396,7 +399,8 @@ def chaos() -> None:
     spread = {"NUM_BATCHES": str(count), "SPREAD_S": str(window_s)}
     with training(**of_job, **scale, **spread) as job:
         job.wait_for("progress ", 25)
-        faults = Chaos(run, container, NETWORK, {**replicas, "nn_worker": 1}, seed)
+        everybody = {**replicas, "nn_worker": 1}
+        faults = Chaos(run, container, NETWORK, everybody, lambda: job.progress, seed)
         # Behind the last fault there is something left to train.
         faults.go_on_for(window_s * 0.9)
         books = check_end(job, exact=True, count=count)

@@ -5,6 +5,8 @@
 
 Two hands, so that faults overlap. A container is in one hand at a time, and none lets go of it
 before it runs and is connected. So of three servers one keeps the volume of the rows mounted.
+Training has to go on before a hand does harm again, however slow the machine is: more faults
+than can be healed would show nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ NUM_HANDS = 2
 # Seconds between faults of a hand, and of a fault.
 PAUSE_S, FAULT_S = (0.5, 4.0), (0.2, 12.0)
 BACK_S = 60.0
+# Within which training goes on, with one other fault at most.
+GO_ON_S = 240.0
 # Docker starts one so often that crashes, and 20 times at most, as the stack says.
 MAX_CRASHES = 15
 # What the dense net has learned goes with the nn-worker: it is not started again.
@@ -37,6 +41,7 @@ class Chaos:
         name: Gives a container's name.
         network: What containers are cut off from.
         replicas: How many containers of each service there are.
+        progress: Tells how many batches are trained.
         seed: Of what happens, by hand; the moments depend on the machine.
     """
 
@@ -46,16 +51,19 @@ class Chaos:
         name: Callable[[str, int], str],
         network: str,
         replicas: Mapping[str, int],
+        progress: Callable[[], int],
         seed: int,
     ) -> None:
         self._run = run
         self._name = name
         self._network = network
+        self._progress = progress
         self._free = [(one, n + 1) for one, number in replicas.items() for n in range(number)]
         self._lock = threading.Lock()  # guards what is above and the counts
         self._seed = seed
         self.counts: Counter[tuple[str, str]] = Counter()  # by service and fault
         self._crashes: Counter[Container] = Counter()
+        self._longest_s = 0.0  # until training went on
         self._is_over = threading.Event()
         self._failures: list[BaseException] = []
 
@@ -68,7 +76,10 @@ class Chaos:
             )
             for fault in sorted(faults)
         ]
-        return f"{self.counts.total()} faults ({'; '.join(by_fault)})"
+        return (
+            f"{self.counts.total()} faults ({'; '.join(by_fault)}), "
+            f"{self._longest_s:.0f} s at most until training went on"
+        )
 
     def go_on_for(self, seconds: float) -> None:
         """Do harm for so long, then heal everything.
@@ -98,6 +109,7 @@ class Chaos:
                 fault(one, dice.uniform(*FAULT_S))
                 with self._lock:
                     self._free.append(one)
+                self._wait_for_progress(f"{one[0]} {one[1]} was {fault.__name__}")
         except BaseException as failure:
             self._failures.append(failure)
             self._is_over.set()
@@ -111,6 +123,14 @@ class Chaos:
             if self._crashes[one] > MAX_CRASHES:
                 return self.killed
         return fault
+
+    def _wait_for_progress(self, after: str) -> None:
+        before, begin = self._progress(), time.monotonic()
+        while self._progress() == before and not self._is_over.wait(0.1):
+            if time.monotonic() > begin + GO_ON_S:
+                raise TimeoutError(f"training stands at {before}, {GO_ON_S:g} s after {after}")
+        with self._lock:
+            self._longest_s = max(self._longest_s, time.monotonic() - begin)
 
     def _wait(self, seconds: float) -> None:
         self._is_over.wait(seconds)
