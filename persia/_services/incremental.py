@@ -11,7 +11,8 @@ or not there, and of no other moment than its own. Servers do not wait for each 
 
 A packet that fails is told in the log; what it had comes again in the next one. While a load
 replaces rows, and while rows are missing because one was cut short, there is none: it would be
-half of a load. A server keeps others out of its folder from its first packet to its end.
+half of a load. A server keeps others out of its folder from its first packet to its end, or to
+that of the job.
 """
 
 from __future__ import annotations
@@ -225,6 +226,10 @@ class IncrementalWriter:
                 )
                 return
         self._try()
+        self.release()
+
+    def release(self) -> None:
+        """Let another writer have the folder, until the next packet."""
         with self._writing:
             if self._lock is not None:
                 self._lock.release()

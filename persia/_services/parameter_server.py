@@ -634,11 +634,16 @@ class ParameterServer:
     def flush_changes(self) -> None:
         """Write the rows that have changed since they were written last, if that is asked for.
 
+        This is the end of a job, whose folder is free afterwards, though the server may go on.
+
         Raises:
             CheckpointError: If they cannot be written.
         """
         if self._incremental is not None:
-            self._incremental.flush()
+            try:
+                self._incremental.flush()
+            finally:
+                self._incremental.release()
 
     def close(self) -> None:
         """Write what has changed, and end the threads; nothing may be asked afterwards."""

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from persia._rpc.remote import RemoteEmbeddingWorker
 from persia._rpc.zmq_transport import ZmqTransport
+from persia._services.addresses import connect_embedding_workers
 from tests.meta.sources import ROOT
+from tests.services.support import SETTINGS, SGD
 
 # Seconds; nothing here takes long unless it is broken.
 PATIENCE_S = 60.0
@@ -168,3 +171,19 @@ def processes_with(text: str) -> list[str]:
         except OSError:
             continue  # it has just ended, or is somebody else's
     return found
+
+
+@contextmanager
+def configured_worker(job: Job) -> Iterator[RemoteEmbeddingWorker]:
+    """The worker of a job, whose servers have been started and have settings."""
+    job.start_servers()
+    with transport() as made:
+        (found,) = connect_embedding_workers(
+            made,
+            addresses=job.addresses["PERSIA_EMBEDDING_WORKERS"].split(","),
+            timeout_s=PATIENCE_S,
+        )
+        found.configure(SETTINGS)
+        found.register_optimizer(SGD)
+        yield found
+        found.close()

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from persia._rpc.remote import RemoteEmbeddingWorker
-from persia._services.addresses import connect_embedding_workers
-from tests.e2e.support import PATIENCE_S, Job, transport
-from tests.services.support import SETTINGS, SGD, features, gradient
+from tests.e2e.support import Job, configured_worker
+from tests.services.support import features, gradient
 
 SERVER, WORKER = "embedding-parameter-server", "embedding-worker"
 
@@ -18,17 +17,8 @@ SERVER, WORKER = "embedding-parameter-server", "embedding-worker"
 @pytest.fixture
 def worker(job: Job) -> Iterator[RemoteEmbeddingWorker]:
     """The worker of a job whose servers have settings."""
-    job.start_servers()
-    with transport() as made:
-        (found,) = connect_embedding_workers(
-            made,
-            addresses=job.addresses["PERSIA_EMBEDDING_WORKERS"].split(","),
-            timeout_s=PATIENCE_S,
-        )
-        found.configure(SETTINGS)
-        found.register_optimizer(SGD)
-        yield found
-        found.close()
+    with configured_worker(job) as made:
+        yield made
 
 
 def step(worker: RemoteEmbeddingWorker, number: int) -> int:

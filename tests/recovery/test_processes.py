@@ -11,10 +11,10 @@ import pytest
 
 from persia._rpc.messages import TableSigns
 from persia._rpc.remote import RemoteEmbeddingWorker
-from persia._services.addresses import connect_embedding_workers, connect_parameter_servers
-from tests.e2e.support import PATIENCE_S, Job, short_directory, transport
+from persia._services.addresses import connect_parameter_servers
+from tests.e2e.support import PATIENCE_S, Job, configured_worker, short_directory, transport
 from tests.recovery.soak import soak
-from tests.services.support import SETTINGS, SGD, features, gradient
+from tests.services.support import features, gradient
 
 SERVER = "embedding-parameter-server"
 LIMIT = "embedding_parameter_server_config: {memory_limit: 16MiB}"
@@ -35,17 +35,8 @@ def job(directory: Path) -> Iterator[Job]:
 
 @pytest.fixture
 def worker(job: Job) -> Iterator[RemoteEmbeddingWorker]:
-    job.start_servers()
-    with transport() as made:
-        (found,) = connect_embedding_workers(
-            made,
-            addresses=job.addresses["PERSIA_EMBEDDING_WORKERS"].split(","),
-            timeout_s=PATIENCE_S,
-        )
-        found.configure(SETTINGS)
-        found.register_optimizer(SGD)
-        yield found
-        found.close()
+    with configured_worker(job) as made:
+        yield made
 
 
 def values(job: Job) -> bytes:

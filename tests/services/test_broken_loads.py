@@ -118,10 +118,12 @@ def test_packets_of_two_jobs_do_not_mix(
     first, second = writing_changes(tmp_path), writing_changes(tmp_path)
     for server in (first, second):
         train(make_worker([server]), 0, 1)
-    first.flush_changes()
+    assert first._incremental is not None
+    first._incremental.flush()  # as it does by itself
     with pytest.raises(CheckpointError, match="is writing here"):
         second.flush_changes()
-    first.close()
+    first.flush_changes()  # the end of its job, though it was not closed
+    assert not list(tmp_path.rglob("*.lock"))
     second.flush_changes()
     # One that fails leaves no files; its rows come with the next.
     before = files_in(tmp_path)
