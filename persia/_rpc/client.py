@@ -211,6 +211,17 @@ class Client:
         self._replica = hello.replica_index
         return hello
 
+    def who(self, timeout_s: float) -> Hello:
+        """Ask as ``hello``; another process than before is left to the next call.
+
+        To deal with one may take as long as a call, and it may be gone again meanwhile: whoever
+        looks for it elsewhere asks this.
+        """
+        flight = self.begin("hello", timeout_s=timeout_s)
+        flight.settles = False
+        hello: Hello = flight.result()
+        return hello
+
     def _check(self, hello: Hello) -> None:
         """Refuse who is not the server that this client is for."""
         if hello.role != self._role.name:
@@ -317,7 +328,9 @@ class Client:
                     logger.warning("%s was restarted", self.place(""))
                     if self._on_restart is not None:
                         self._on_restart()
-                self._settled = incarnation
+                # A call of on_restart's may have met one more, and dealt with that.
+                if self._settling == incarnation:
+                    self._settled = incarnation
             finally:
                 self._settling = None
 
@@ -398,6 +411,7 @@ class InFlight:
         self._deadline = self._begun_at + self._timeout_s
         self._body, self._arrays = method.write_arguments(arguments)
         self._is_repeatable = method.is_repeatable(arguments)
+        self.settles = True  # the client deals with whoever answers
         self._begin()
 
     def _begin(self) -> None:
@@ -465,7 +479,8 @@ class InFlight:
                 result = client._result(method, answer)
                 if isinstance(result, Hello):
                     client._check(result)
-                client._settle(answer.incarnation)
+                if self.settles:
+                    client._settle(answer.incarnation)
                 return result
             error = failures.from_body(answer.body, client.place(method.name))
             if not isinstance(error, WrongReplica):

@@ -39,17 +39,26 @@ def follow(transport: Transport, role: Role, listed: Listed, found: Found) -> No
 
 def _follow(transport: Transport, role: Role, listed: Listed, found: Found) -> None:
     # They are closed together, and before their transport is.
+    settling: dict[int, threading.Thread] = {}
     while not found[0][0].wait_closed(_LOOK_S):
         try:
-            _look(transport, role, listed, found)
+            _look(transport, role, listed, found, settling)
         except Exception:
             if not found[0][0].wait_closed(0.0):
                 raise
 
 
-def _look(transport: Transport, role: Role, listed: Listed, found: Found) -> None:
+def _look(
+    transport: Transport,
+    role: Role,
+    listed: Listed,
+    found: Found,
+    settling: dict[int, threading.Thread],
+) -> None:
     lost = {
-        hello.replica_index: client for client, hello in found if not _is_there(client, hello)
+        hello.replica_index: client
+        for client, hello in found
+        if not _is_there(client, hello, settling)
     }
     if lost:
         taken = {client.address for client, _ in found if client not in lost.values()}
@@ -58,9 +67,30 @@ def _look(transport: Transport, role: Role, listed: Listed, found: Found) -> Non
                 _try(transport, role, address, lost, found[0][1].replica_size)
 
 
-def _is_there(client: Client, hello: Hello) -> bool:
+def _settle(client: Client, hello: Hello, settling: dict[int, threading.Thread]) -> None:
+    """Have another process dealt with, in a thread of its own: that may take long.
+
+    It may be gone again meanwhile, and only this one here finds out where it is then.
+    """
+    number = hello.replica_index
+    if number not in settling or not settling[number].is_alive():
+        settling[number] = threading.Thread(
+            target=_ask, args=(client,), name=f"persia-settle {number}", daemon=True
+        )
+        settling[number].start()
+
+
+def _ask(client: Client) -> None:
+    with contextlib.suppress(ServiceError, ConfigError):
+        client.hello(_LOOK_S)
+
+
+def _is_there(client: Client, hello: Hello, settling: dict[int, threading.Thread]) -> bool:
     try:
-        return client.hello(_LOOK_S).replica_size == hello.replica_size
+        now = client.who(_LOOK_S)
+        if now.incarnation != client.incarnation:
+            _settle(client, hello, settling)
+        return now.replica_size == hello.replica_size
     except ServiceTimeout:
         return True  # there is a connection; who stands still is not elsewhere
     except ServiceUnavailable:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import pytest
@@ -65,6 +67,41 @@ def test_another_replica_at_the_address_does_nothing(wire: Wire) -> None:
         assert (services[1].calls, services[2].calls) == ([], [("add", 3)])
         assert restarts == [1]
     for server in (other, back):
+        server.stop()
+
+
+def test_who_is_there_is_told_while_a_new_process_is_dealt_with(wire: Wire) -> None:
+    """It may be gone again meanwhile: whoever looks for it elsewhere must not wait for that."""
+    begun, moved = threading.Event(), threading.Event()
+
+    def configure() -> None:
+        begun.set()
+        client.call("add", 7)  # as long as a call may take
+
+    services = [ToyService(), ToyService(), ToyService()]
+    first = serve(wire.transport, wire.address(), TOY, services[0])
+    client = Client(
+        wire.transport, first.address, TOY, timeout_s=PATIENCE_S, on_restart=configure
+    )
+    with contextlib.closing(client), ThreadPoolExecutor(2) as pool:
+        assert client.call("add", 1) == 1
+        first.stop()
+        second = serve(wire.transport, first.address, TOY, services[1])
+        assert client.who(PATIENCE_S).incarnation == second.hello.incarnation
+        assert not begun.is_set()  # it is the next call's to deal with it
+        holds: Any = lambda number: moved.wait(PATIENCE_S) and number  # noqa: E731
+        services[1].add = holds  # type: ignore[method-assign]
+        calling = pool.submit(client.call, "fill", 1)
+        assert begun.wait(PATIENCE_S)
+        found = pool.submit(client.who, 5.0).result(PATIENCE_S / 2)
+        assert found.incarnation == second.hello.incarnation
+        third = serve(wire.transport, wire.address(), TOY, services[2])
+        client.move(third.address)
+        moved.set()
+        calling.result(PATIENCE_S)
+        assert ("add", 7) in services[2].calls
+        assert client.incarnation == third.hello.incarnation
+    for server in (second, third):
         server.stop()
 
 
