@@ -5,6 +5,7 @@
     persia-launcher data-loader data_loader.py
     persia-launcher nn-worker train.py --nproc-per-node 2
     persia-launcher keys DIRECTORY
+    persia-launcher init DIRECTORY
     persia-launcher doctor
     persia-launcher top
 
@@ -25,6 +26,7 @@ import click
 from persia import env
 from persia._launch.asking import DEADLINE_S
 from persia._launch.doctor import OPTIMIZERS, Question, rows_of, run_doctor
+from persia._launch.init import write_project
 from persia._launch.lines import OneLineGroup, Refused, example
 from persia._launch.notes import end_with_launcher, note
 from persia._launch.scripts import Script, run_data_loader, run_nn_worker
@@ -316,6 +318,19 @@ def doctor(rows: tuple[str, ...], as_json: bool, **options: Any) -> None:
         sys.exit(run_doctor(Question(rows=rows_of(rows), **options), as_json=as_json))
     except ConfigError as error:
         raise Refused(str(error)) from error
+
+
+@cli.command("init", **example("persia-launcher init clicks"))
+@click.argument("directory", type=click.Path(path_type=Path))
+def init(directory: Path) -> None:
+    """Write a project into DIRECTORY that trains as it is, to be changed into one's own."""
+    try:
+        written = write_project(directory)
+    except ConfigError as error:
+        raise Refused(str(error)) from error
+    for path in written:
+        click.echo(path)
+    click.echo(f"next: cd {directory}; persia-launcher doctor; python train.py; honcho start")
 
 
 if __name__ == "__main__":
