@@ -26,16 +26,24 @@ class Roots:
     def __init__(self, roots: Sequence[str] | None = None) -> None:
         self._roots = None if roots is None else [(root, *_place(root)) for root in roots]
 
-    def check(self, url: str) -> None:
+    def check(self, url: str, name: str = "") -> None:
         """Refuse a folder that is below none of the roots.
 
-        Links and ``..`` are followed to where they lead.
+        Links and ``..`` are followed to where they lead. The URL is looked at by itself too:
+        with a name behind it, an empty one or a bare ``s3://`` would seem to lead elsewhere.
+
+        Args:
+            url: What is opened.
+            name: Of a folder in it.
 
         Raises:
             CheckpointError: Names the folder and the roots.
         """
         if self._roots is None:
             return
+        if name:
+            self.check(url)
+            url = f"{url.rstrip('/')}/{name}"
         scheme, path = _place(url)
         for _, its_scheme, root in self._roots:
             # What fsspec makes of a name with dots or two schemes is its own affair.

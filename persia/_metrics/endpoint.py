@@ -21,13 +21,16 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import selectors
 import threading
+import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6, socketpair
+from socket import AF_INET6, SHUT_RDWR, socketpair
 from socketserver import TCPServer
 from typing import Any
 
@@ -42,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORTS = {LOADER: 9400, WORKER: 9500, SERVER: 9600, TRAINER: 9700}
 
-# Answered at a time; and seconds that a request may take to come.
+# Answered at a time; and seconds that a request may take to come, or its answer to leave.
 _MAX_REQUESTS = 8
 _REQUEST_S = 5.0
 
@@ -175,6 +178,8 @@ class _Server(ThreadingHTTPServer):
             self.address_family = AF_INET6
         self.endpoint = endpoint
         self._room = threading.BoundedSemaphore(_MAX_REQUESTS)
+        self._lock = threading.Lock()  # guards the next
+        self._until: dict[Any, float] = {}  # by request: monotonic; infinite if cut off
         super().__init__((host.strip("[]"), port), _Handler)
         self._wake_in, self._wake_out = socketpair()
 
@@ -187,8 +192,11 @@ class _Server(ThreadingHTTPServer):
         with selectors.DefaultSelector() as selector, self._wake_in, self:
             selector.register(self, selectors.EVENT_READ)
             selector.register(self._wake_in, selectors.EVENT_READ)
-            while self._wake_in not in [key.fileobj for key, _ in selector.select()]:
-                self.handle_request()
+            ready: list[object] = []
+            while self._wake_in not in ready:
+                if ready:
+                    self.handle_request()
+                ready = [key.fileobj for key, _ in selector.select(self._cut_off())]
 
     def stop(self) -> None:
         """End ``run``, which closes the port."""
@@ -199,6 +207,8 @@ class _Server(ThreadingHTTPServer):
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        with self._lock:
+            self._until[request] = time.monotonic() + _REQUEST_S
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -207,6 +217,31 @@ class _Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
+
+    def has_come(self, request: Any) -> None:
+        """Leave a request its time from now on: the answer may take long, on a busy machine."""
+        with self._lock:
+            self._until.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.has_come(request)
+        super().shutdown_request(request)
+
+    def _cut_off(self) -> float | None:
+        """End requests that take too long; returns the seconds until the next may.
+
+        A socket's own time begins anew with each byte.
+        """
+        now = time.monotonic()
+        with self._lock:
+            for request, until in self._until.items():
+                if until <= now:
+                    self._until[request] = math.inf
+                    with contextlib.suppress(OSError):
+                        request.shutdown(SHUT_RDWR)
+            first = min(self._until.values(), default=math.inf)
+        return None if first == math.inf else first - now
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whoever leaves before the answer is nobody's fault."""
@@ -219,6 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # the library's name
         """Answer."""
+        self.server.has_come(self.connection)
         try:
             status, text = self.server.endpoint.answer(self.path.partition("?")[0])
         except Exception:

@@ -129,7 +129,8 @@ def user_of(part):
     """Return whose key the sender of a received part has shown; None if it was not asked."""
     cdef Received received = part.obj
     cdef const char *name = zmq_msg_gets(&received.message, b"User-Id")
-    return None if name == NULL else (<bytes> name).decode()
+    # Where nobody is asked for a key, it is what the peer says of itself: any bytes.
+    return None if name == NULL else (<bytes> name).decode("utf-8", "replace")
 
 
 def send(socket, parts, size_t copied_bytes):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -45,6 +46,7 @@ _UNBIND_MS = 2_000
 _BROKEN = (zmq.ZMQError, InternalError, MemoryError)
 
 _YIELD_S = 0.001
+_ANEW_S = 1.0  # after a handshake that failed, unless libzmq tries again by itself
 _REST_S = 0.02  # the own thread leaves receiving to callers, if one came within this time
 
 
@@ -137,6 +139,7 @@ class ZmqChannel(End[Outgoing]):
     def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
         super().__init__("persia-channel", socket, address, limits)
         self._was_refused = False
+        self._anew_at = math.inf  # monotonic; when to connect anew
         self._tries_anew = False  # after it was cut
         self._on_message: Callable[[Parts], None] | None = None
         self._on_lost: Callable[[], None] | None = None
@@ -151,7 +154,10 @@ class ZmqChannel(End[Outgoing]):
         """Begin to connect."""
         self._on_message, self._on_lost = on_message, on_lost
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _REFUSALS
+            zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CONNECT_RETRIED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | _REFUSALS
         )
         self._socket.connect(self._address)
         self._on_event()  # a descriptor tells nothing before the first look
@@ -225,6 +231,20 @@ class ZmqChannel(End[Outgoing]):
             raise self._broken
         self._flush_last()
 
+    def _watch(self, seconds: float) -> None:
+        super()._watch(seconds)
+        if time.monotonic() >= self._anew_at:
+            self._connect_anew()
+
+    def _connect_anew(self) -> None:
+        """Try again where libzmq has given up: only one end has keys, or a stranger was."""
+        with self._lock:
+            self._anew_at = math.inf
+            if not self._is_closing:
+                with contextlib.suppress(zmq.ZMQError):  # of what it has given up
+                    self._socket.disconnect(self._address)
+                self._socket.connect(self._address)
+
     def _wake(self) -> None:
         super()._wake()
         if self._is_closing:
@@ -277,7 +297,11 @@ class ZmqChannel(End[Outgoing]):
     def _hear(self, event: int) -> None:
         if event & _REFUSALS:
             self._say_refused(event)
-        else:
+            self._anew_at = time.monotonic() + _ANEW_S
+            return
+        if event != zmq.EVENT_DISCONNECTED:
+            self._anew_at = math.inf
+        if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._tries_anew = event != zmq.EVENT_DISCONNECTED
             self._was_cut = self._was_cut or not self._tries_anew
 

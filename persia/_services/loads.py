@@ -302,6 +302,8 @@ class Loads:
                     f"{self._num_uses} requests to parameter server {self._replica} have not "
                     f"ended within {_PATIENCE_S:g} s; nothing was loaded"
                 )
+            if load.is_dropped:
+                raise CheckpointError("the load was given up; nothing was loaded")
             before = self._missing
             load.missing_before = None if before is None else before.after(request.features)
             names = None if request.features is None else frozenset(request.features)

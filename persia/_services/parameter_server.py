@@ -24,7 +24,6 @@ from persia._core.hashing import owners, route
 from persia._core.initial import Initializer
 from persia._core.request import kept_numbers
 from persia._core.store import EmbeddingStore
-from persia._files.places import below
 from persia._files.roots import ANYWHERE, Roots
 from persia._metrics.timings import Timings
 from persia._rpc.messages import (
@@ -601,7 +600,7 @@ class ParameterServer:
         Raises:
             CheckpointError: If there is no such cut, or the folder is outside the roots.
         """
-        self._roots.check(below(request.url, request.prefix))
+        self._roots.check(request.url, request.prefix)
         self._cuts.write(request)
 
     def cut_status(self, cut_id: int) -> CutStatus:
@@ -624,7 +623,7 @@ class ParameterServer:
             CheckpointError: If the step does not follow from the one before, or the folder is
                 outside the roots.
         """
-        self._roots.check(below(request.url, request.checkpoint))
+        self._roots.check(request.url, request.checkpoint)
         if request.step == "verify" and not self.ready_for_serving():
             self._configure_as(request)
         if request.step == "commit":

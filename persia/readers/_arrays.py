@@ -84,9 +84,8 @@ def _plain_ids(array: Any, column: str, strings: str) -> NDArray[np.uint64]:
     """Return one id for each entry of an array without nulls and lists."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        # Entries that nobody points to may be anything, null too: a hash of each costs less
-        # than to find out.
-        entries = array.dictionary.fill_null("" if _is_text(kind.value_type) else 0)
+        # Of entries that nobody points to a hash of each costs less than to find out.
+        entries = array.dictionary
         if strings == "hex" and _is_text(kind.value_type):
             return _plain_ids(array.dictionary_decode(), column, strings)
         ids = _plain_ids(entries, column, strings)
@@ -107,6 +106,12 @@ def _plain_ids(array: Any, column: str, strings: str) -> NDArray[np.uint64]:
         array = array.cast(pa.int64() if pa.types.is_signed_integer(kind) else pa.uint64())
     bits: NDArray[np.uint64] = array.to_numpy().view(np.uint64)
     return bits
+
+
+def _without_null_entries(array: Any) -> Any:
+    """Return an array whose nulls count as such: those of a dictionary's entries do not."""
+    is_dictionary = pa.types.is_dictionary(array.type)
+    return array.dictionary_decode() if is_dictionary and array.dictionary.null_count else array
 
 
 def _known(array: Any) -> NDArray[np.bool_]:
@@ -136,13 +141,14 @@ def id_feature(
         DataError: If a text is no hexadecimal number.
     """
     if not _is_list(array.type):
+        array = _without_null_entries(array)
         if not array.null_count:
             return IDTypeFeatureWithSingleID(name, _plain_ids(array, column, strings))
         offsets = _edges(_known(array))
         ids = _plain_ids(array.drop_null(), column, strings)
         return IDTypeFeature.from_csr(name, ids, offsets)
     # ``flatten`` leaves out what may lie behind a null list, and knows of slices.
-    inner = array.flatten()
+    inner = _without_null_entries(array.flatten())
     lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     offsets = _edges(lengths)
     if inner.null_count:

@@ -95,7 +95,9 @@ def test_a_root_may_be_a_link_or_everything(place: Path) -> None:
         Roots([]).check(str(place))
 
 
-def test_w71_a_server_neither_writes_nor_reads_outside(place: Path) -> None:
+def test_w71_a_server_neither_writes_nor_reads_outside(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (server,) = make_servers(1)
     server._roots = Roots([f"{place}/root"])
     for url, prefix in ((f"{place}/roots", "a"), (f"{place}/root", "../roots/a")):
@@ -104,6 +106,15 @@ def test_w71_a_server_neither_writes_nor_reads_outside(place: Path) -> None:
         with pytest.raises(CheckpointError, match="expected a folder below"):
             server.load(LoadRequest(1, "verify", url, prefix, None))
     assert list((place / "roots").iterdir()) == []
+    # With a name behind it, what is opened looks like something else.
+    for here, url, prefix in (
+        ("roots", "", f"{place}/root"[1:]),
+        ("root", "memory://", "a"),
+        ("root", "s3:/", "/a"),
+    ):
+        monkeypatch.chdir(place / here)
+        with pytest.raises(CheckpointError, match="expected a folder below"):
+            server.write_cut(WriteRequest(1, url, prefix))
     # Below the root it is only not there.
     with pytest.raises(CheckpointError, match=r"cut 1"):
         server.write_cut(WriteRequest(1, f"{place}/root", "a"))

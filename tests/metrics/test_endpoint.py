@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import closing
 
 import pytest
 
 from persia import env
+from persia._metrics import endpoint as endpoints
 from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.endpoint import Endpoint, default_port
 from persia._metrics.registry import Sample, Source
@@ -119,4 +121,25 @@ def test_a_stranger_learns_little_and_holds_nobody_up() -> None:
             assert fetch(f"{told.url}/healthz") == (200, "ok\n")
         finally:
             for one in silent:
+                one.close()
+
+
+def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "_REQUEST_S", 0.3)
+    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as told:
+        port = int(told.url.rpartition(":")[2])
+        slow = [socket.create_connection(("127.0.0.1", port), 10.0) for _ in range(8)]
+        try:
+            deadline, left = time.monotonic() + 10.0, slow.copy()
+            while left:  # each byte well before the time of the one before is over
+                assert time.monotonic() < deadline
+                for one in slow:
+                    try:
+                        one.send(b"G", socket.MSG_NOSIGNAL)
+                    except OSError:
+                        left = [other for other in left if other is not one]
+                threading.Event().wait(0.05)
+            assert fetch(f"{told.url}/healthz") == (200, "ok\n")
+        finally:
+            for one in slow:
                 one.close()

@@ -27,6 +27,7 @@ def hashes(*texts: str) -> list[int]:
 
 
 DICTIONARY = pa.array(["a", "b", "a", None]).dictionary_encode()
+WITH_NULL_ENTRY = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), pa.array(["a", None]))
 IDS: list[tuple[Any, list[list[int]]]] = [
     (pa.array([1, TOP - 1], pa.uint64()), [[1], [TOP - 1]]),
     (pa.array([1, -1], pa.int64()), [[1], [TOP - 1]]),
@@ -38,6 +39,11 @@ IDS: list[tuple[Any, list[list[int]]]] = [
     (pa.array(["x", "a"]).slice(1), [hashes("a")]),
     (DICTIONARY, [hashes("a"), hashes("b"), hashes("a"), []]),
     (DICTIONARY.slice(1), [hashes("b"), hashes("a"), []]),
+    (WITH_NULL_ENTRY, [hashes("a"), [], hashes("a")]),
+    (
+        pa.ListArray.from_arrays(pa.array([0, 1, 3]), WITH_NULL_ENTRY),
+        [hashes("a"), hashes("a")],
+    ),
     (pa.array([[1, 2], [], None, [3, None]]), [[1, 2], [], [], [3]]),
     (pa.array([[1, 2], [], None, [3, None]]).slice(1), [[], [], [3]]),
     (pa.array([[1], [2]], pa.large_list(pa.uint64())), [[1], [2]]),

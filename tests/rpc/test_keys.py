@@ -19,6 +19,7 @@ import zmq
 from click.testing import CliRunner
 from zmq.utils import z85
 
+from persia._rpc import zmq_ends
 from persia._rpc.client import Client
 from persia._rpc.frame import Call, Failure, Reply, encode
 from persia._rpc.keys import Keys, make_keys
@@ -147,8 +148,8 @@ def test_w71_every_method_that_tells_a_server_what_to_do_needs_the_control_key()
         ),
         (
             embedding_worker(),
-            "get_embedding_size lookup lookup_direct ready_for_serving register release "
-            "server_stats stats tables_at_rate update",
+            "feature_stats get_embedding_size lookup lookup_direct ready_for_serving register "
+            "release server_stats stats tables_at_rate update",
         ),
         (nn_worker(), "deliver end_stream open_stream poll relocate"),
     ):
@@ -214,6 +215,41 @@ def test_a_client_with_keys_tells_a_server_without_nothing(
             client.hello()
         assert "calls" not in server.stats()
     assert "only one side has keys" in caplog.text
+
+
+@pytest.mark.parametrize("client_has_keys", [True, False])
+def test_who_met_the_wrong_server_finds_the_right_one(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client_has_keys: bool
+) -> None:
+    """libzmq gives an address up where the two ends have other mechanisms."""
+    monkeypatch.setattr(zmq_ends, "_ANEW_S", 0.05)
+    monkeypatch.setattr(zmq_ends, "LOOK_S", 0.05)
+    own, other = (keys, None) if client_has_keys else (None, keys)
+    address = f"ipc://{tmp_path}/a"
+    with serving(other, address) as wrong, connected(own, wrong) as client:
+        with pytest.raises(ServiceUnavailable):
+            client.call("get_embedding_size", timeout_s=0.3)
+        wrong.stop()
+        with serving(own, address):
+            assert client.call("get_embedding_size") == 7
+
+
+def test_what_a_peer_says_of_itself_ends_no_server() -> None:
+    """A user is what the doorkeeper says; without keys a peer may send one that is no text."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY"
+    for name, value in ((b"Socket-Type", b"DEALER"), (b"User-Id", b"\xff")):
+        ready += bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+    with serving(None, "tcp://127.0.0.1:0") as server:
+        port = int(server.address.rpartition(":")[2])
+        with sockets.create_connection(("127.0.0.1", port), PATIENCE_S) as peer:
+            peer.sendall(greeting)
+            peer.recv(64, sockets.MSG_WAITALL)
+            peer.sendall(bytes([4, len(ready)]) + ready + b"\0\x01x")
+            wait_until(lambda: "bad.parts" in server.stats())
+        assert server.is_alive
+        with connected(None, server) as client:
+            assert client.call("get_embedding_size") == 7
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

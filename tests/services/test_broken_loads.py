@@ -247,6 +247,23 @@ def test_a_load_waits_for_requests(
     train(worker, 4, 1)
 
 
+def test_a_load_that_is_given_up_while_it_waits_drops_no_row(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    before = rows_of(servers)
+    request = LoadRequest(1, "verify", str(tmp_path), "", None)
+    commit = replace(request, step="commit")
+    until(partial(is_in, servers[0], request, "verified"))
+    with servers[0]._loads.whole_rows():
+        assert servers[0].load(commit).state == "loading"
+        servers[0].load(replace(request, step="drop"))
+    until(partial(is_in, servers[0], commit, "failed"))
+    assert rows_of(servers) == before
+    train(worker, 3, 1)
+
+
 def test_a_trainer_that_dies_leaves_no_mixture(trained: Trained, tmp_path: Path) -> None:
     worker, servers = trained
     dump(worker, tmp_path)
