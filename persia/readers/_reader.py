@@ -69,6 +69,9 @@ class Reader(ABC):
     def send(self, ctx: DataCtx) -> None:
         """Send the batches of one epoch, from where a run that continues has need of them.
 
+        Once in a context, which has one position: several epochs are several runs, or a loop of
+        ``ctx.send_data``.
+
         Example:
             >>> with DataCtx() as ctx:  # doctest: +SKIP
             ...     ParquetReader("clicks/", columns, 4096).send(ctx)
