@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from persia._training.prefetch import Prefetcher
     from persia._training.progress import Plain, Position, Progress
     from persia._training.ranks import Ranks
+    from persia._training.recorder import Kept, Recorder, Sink
     from persia._training.stream import Stream
     from persia._training.tensors import Converter, Jagged, PersiaTrainingBatch
     from persia.config import EmbeddingSchema, GlobalConfig
@@ -392,6 +393,7 @@ class _Embeddings:
         self.halts: Halts | None = None  # of several ranks, while it is
         self.stream: Stream | None = None  # of data-loaders, from the first that is read
         self.reported: Mapping[str, float] = {}  # replaced whole: others read it
+        self.recorder: Recorder | None = None  # of a TrainCtx that was asked for a report
 
     def open_stream(self, capacity: int, resumed: Plain | None = None) -> Stream:
         """Return the batches of data-loaders; there is one stream, whoever reads it.
@@ -635,7 +637,8 @@ class EmbeddingCtx(BaseCtx):
         """Tell how well the model does, such as its AUC on held-out data.
 
         The value of each name that was reported last is what ``persia-launcher top``,
-        ``top()`` and ``/metrics`` (``persia_reported``) show. The loss of the last
+        ``top()`` and ``/metrics`` (``persia_reported``) show; the report of a run and
+        TensorBoard have all of them, over the steps. The loss of the last
         ``backward`` they show without being told. An evaluation context inside a TrainCtx
         reports for that one.
 
@@ -660,6 +663,8 @@ class EmbeddingCtx(BaseCtx):
                     f"report: expected a number for {name}, got {type(value).__name__}"
                 ) from exc
         embeddings.reported = {**embeddings.reported, **numbers}
+        if embeddings.recorder is not None:
+            embeddings.recorder.note_reported(numbers)
 
     def top(self) -> Frame:
         """Return what ``persia-launcher top`` shows of this process, servers in it included.
@@ -1261,6 +1266,10 @@ class TrainCtx(EmbeddingCtx):
         embedding_worker: As of ``EmbeddingCtx``.
         embedding_gradient_reduction: Over ranks, ``"mean"`` (equals synchronous training) or
             ``"sum"``.
+        report: Write a report of the run to this HTML file when the context is left; only
+            rank 0 does. ``write_report`` writes it before.
+        tensorboard: Write loss, speed, rows, norms and what is reported to this folder, as
+            TensorBoard's event files; only rank 0 does.
 
     Attributes:
         world_size: Number of ranks.
@@ -1306,6 +1315,8 @@ class TrainCtx(EmbeddingCtx):
         global_config: ConfigSource | None = None,
         embedding_worker: EmbeddingWorker | None = None,
         embedding_gradient_reduction: str = "mean",
+        report: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(embedding_optimizer, Optimizer):
             raise ConfigError(
@@ -1358,6 +1369,12 @@ class TrainCtx(EmbeddingCtx):
         self._reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
         self._warned_nans = 0
         self._random: Plain = {}  # of a rank that others ask, after its last step
+        if tensorboard is not None:
+            from persia._training.tensorboard import need_tensorboard
+
+            need_tensorboard()
+        self._report_path, self._tensorboard = report, tensorboard
+        self._curves: Kept | None = None  # while it is entered, if a report is to be written
 
     def _join_ranks(self) -> None:
         """Make the model data-parallel, with the option given or the default one."""
@@ -1467,6 +1484,75 @@ class TrainCtx(EmbeddingCtx):
             )
         engine.start()
         embeddings.engine = engine
+        if self.rank_id == 0:
+            self._record(embeddings, engine)
+
+    def _record(self, embeddings: _Embeddings, engine: GradientEngine) -> None:
+        """Begin to write the run down, if that was asked for."""
+        from persia._training.recorder import Kept, Recorder
+        from persia._training.tensorboard import TensorBoard
+
+        sinks: list[Sink] = []
+        if self._report_path is not None:
+            self._curves = Kept()
+            sinks.append(self._curves)
+        if self._tensorboard is not None:
+            sinks.append(TensorBoard(self._tensorboard))
+        if sinks:
+            embeddings.recorder = Recorder(
+                embeddings.worker, self._own_book(), engine, sinks, self.world_size
+            )
+
+    def write_report(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Write the report of the run so far: one HTML file that needs nothing beside it.
+
+        Ranks other than 0 record nothing and write nothing.
+
+        Args:
+            path: The file; None is the one that the context was given as ``report``.
+
+        Raises:
+            ConfigError: Without ``report=``, or outside the ``with`` block.
+            OSError: If the file cannot be written.
+        """
+        from persia._training import report
+
+        recorder, curves = self._connected().recorder, self._curves
+        if self.rank_id > 0:
+            return
+        if recorder is None or curves is None or self._report_path is None:
+            raise ConfigError(
+                "TrainCtx.write_report: expected TrainCtx(report='report.html'), which has the "
+                "run recorded, and to be called inside its `with`"
+            )
+        recorder.settle()
+        told = report.Told(
+            f"Training report: {type(self._bare_model()).__name__}",
+            env.get_mode(),
+            self.world_size,
+            f"{type(self.embedding_optimizer).__name__} for embeddings, "
+            f"{type(self.dense_optimizer).__name__} for the dense net",
+        )
+        page = report.gather(told, recorder, curves, self._own_book(), recorder.worker)
+        report.write(self._report_path if path is None else path, page)
+
+    def _bare_model(self) -> Any:
+        from persia._training.dense_files import unwrap
+
+        return unwrap(self.model)
+
+    def _end_recording(self, embeddings: _Embeddings) -> None:
+        recorder = embeddings.recorder
+        if recorder is None:
+            return
+        try:
+            if self._report_path is not None:
+                self.write_report()
+            else:
+                recorder.settle()
+        finally:
+            embeddings.recorder, self._curves = None, None
+            recorder.close()
 
     def _new_client(self) -> int:
         return secrets.randbits(47) << 16 | self.rank_id
@@ -1485,8 +1571,11 @@ class TrainCtx(EmbeddingCtx):
                 if flush is not None:
                     flush()
             finally:
-                self._leave_ranks(embeddings)
-                self._disconnect()
+                try:
+                    self._end_recording(embeddings)
+                finally:
+                    self._leave_ranks(embeddings)
+                    self._disconnect()
 
     def _leave_ranks(self, embeddings: _Embeddings) -> None:
         halts, embeddings.halts = embeddings.halts, None
@@ -1766,6 +1855,11 @@ class TrainCtx(EmbeddingCtx):
         if self._measures is not None:
             self._measures.note_step(self.update_times + 1, unscaled.item)
         loss.backward()  # type: ignore[no-untyped-call]
+        recorder = self._connected().recorder
+        if recorder is not None and recorder.note_step(self.update_times + 1, unscaled):
+            groups = self.dense_optimizer.param_groups
+            dense = [one for group in groups for one in group["params"]]
+            recorder.note_norms(self._prepared.values(), dense, scale)
         updates = engine.collect(list(self._prepared.values()), current)
         self._kept = [batch for batch in self._kept if batch.awaits_backward()]
         for key, batch in list(self._prepared.items()):

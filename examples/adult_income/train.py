@@ -37,6 +37,7 @@ from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
+from persia.metrics import AUC
 from persia.utils import load_yaml
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Options:
     servers: int = 1
     checkpoint: str | None = None  # folder or URL
     resume: bool = False
+    report: str | None = None  # file
+    tensorboard: str | None = None  # folder
     quiet: bool = False
     json: bool = False
 
@@ -109,6 +112,8 @@ def build_ctx(options: Options) -> TrainCtx:
             seed=options.seed, schema=CONFIG / "embedding_config.yml"
         ),
         global_config=servers,
+        report=options.report,
+        tensorboard=options.tensorboard,
     )
 
 
@@ -141,14 +146,17 @@ def train(ctx: TrainCtx, income: Income, options: Options) -> tuple[list[float],
 
 def test(ctx: TrainCtx, income: Income) -> float:
     """Return the AUC on the test file. Inserts and changes nothing."""
-    scores = []
+    # Of this rank alone: each has all of the test file.
+    metric = AUC(bins=None, sync_on_compute=False)
     ctx.model.eval()
     with eval_ctx(model=ctx.model) as evaluation, torch.no_grad():
         for batch in DataLoader(TestDataset(income), reproducible=True):
-            output, _ = evaluation.forward(batch)
-            scores.append(output[:, 0].numpy())
+            output, labels = evaluation.forward(batch)
+            metric.update(output, labels[0])
     ctx.model.train()
-    return auc(income.target[:, 0], np.concatenate(scores))
+    value = float(metric.compute())
+    ctx.report(auc=value)
+    return value
 
 
 def run(ctx: TrainCtx, data: tuple[Income, Income], options: Options) -> Report:
@@ -168,18 +176,10 @@ def run(ctx: TrainCtx, data: tuple[Income, Income], options: Options) -> Report:
 
 
 def auc(labels: NDArray[np.floating], scores: NDArray[np.floating]) -> float:
-    """Return the area under the ROC curve, from the ranks of the positives.
-
-    Equal scores share the mean of their ranks, so that such a pair counts half.
-    """
-    positive = labels > 0.5
-    num_positive, num_negative = int(positive.sum()), int((~positive).sum())
-    _, group, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    mean_rank = np.cumsum(counts) - (counts - 1) / 2
-    rank_sum = mean_rank[group][positive].sum()
-    return float(
-        (rank_sum - num_positive * (num_positive + 1) / 2) / num_positive / num_negative
-    )
+    """Return the area under the ROC curve, every score kept."""
+    metric = AUC(bins=None, sync_on_compute=False)
+    metric.update(scores, labels)
+    return float(metric.compute())
 
 
 def parse_args(argv: list[str] | None = None) -> Options:
@@ -192,6 +192,8 @@ def parse_args(argv: list[str] | None = None) -> Options:
     add("--servers", type=int, default=default.servers, help="parameter servers in the process")
     add("--checkpoint", help="folder or URL in which to save training as it goes on")
     add("--resume", action="store_true", help="continue from what --checkpoint has saved")
+    add("--report", help="HTML file to write a report of the run to")
+    add("--tensorboard", help="folder to write TensorBoard's event files to")
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="print a line of JSON for each run")
     args = parser.parse_args(argv)

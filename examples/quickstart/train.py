@@ -32,6 +32,7 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.embedding.optim import Adagrad
+from persia.metrics import AUC
 
 EMBEDDING_CONFIG = Path(__file__).parent / "config" / "embedding_config.yml"
 FEATURES = (*POOLED_DIMS, "recent_categories")
@@ -50,6 +51,8 @@ class Options:
     threads: int = 1
     servers: int = 1
     embeddings: bool = True
+    report: str | None = None  # file
+    tensorboard: str | None = None  # folder
     quiet: bool = False
     json: bool = False
 
@@ -130,6 +133,8 @@ def build_ctx(options: Options) -> TrainCtx:
                 "num_threads": options.threads,
             }
         },
+        report=options.report,
+        tensorboard=options.tensorboard,
     )
 
 
@@ -143,6 +148,7 @@ def train(ctx: TrainCtx, log: ClickLog, options: Options) -> tuple[float, float]
     )
     loss_fn = torch.nn.BCEWithLogitsLoss()
     losses = []
+    lately = AUC()  # of batches before they are trained on
     start = time.perf_counter()
     with tqdm(
         total=log.num_train, unit=" samples", unit_scale=True, disable=options.quiet
@@ -151,9 +157,12 @@ def train(ctx: TrainCtx, log: ClickLog, options: Options) -> tuple[float, float]
             logits, labels = ctx.forward(batch)
             loss = ctx.backward(loss_fn(logits, labels[0]))
             losses.append(loss.item())
+            lately.update(logits, labels[0])
             bar.update(batch.batch_size)
             if len(losses) % 50 == 0:
                 bar.set_postfix(loss=f"{np.mean(losses[-50:]):.4f}")
+                ctx.report(train_auc=lately.compute())
+                lately.reset()
     tail = losses[-max(1, len(losses) // 10) :]
     return float(np.mean(tail)), time.perf_counter() - start
 
@@ -169,7 +178,9 @@ def test(ctx: TrainCtx, log: ClickLog) -> float:
             logits, _ = evaluation.forward(batch)
             scores.append(logits[:, 0].numpy())
     ctx.model.train()
-    return auc(log.clicks[samples.start :, 0], np.concatenate(scores))
+    value = auc(log.clicks[samples.start :, 0], np.concatenate(scores))
+    ctx.report(auc=value)
+    return value
 
 
 def run(ctx: TrainCtx, log: ClickLog, options: Options) -> Report:
@@ -211,6 +222,8 @@ def parse_args(argv: list[str] | None = None) -> Options:
         action="store_false",
         help="feed the model zeros instead, to see what embeddings are worth",
     )
+    add("--report", help="HTML file to write a report of the run to")
+    add("--tensorboard", help="folder to write TensorBoard's event files to")
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="print the report as one line of JSON")
     args = parser.parse_args(argv)

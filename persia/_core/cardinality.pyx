@@ -27,9 +27,6 @@ import numpy as np
 
 from persia.errors import DataError
 
-cdef enum:
-    REGISTER_BITS = 12
-
 cdef extern from "portable.h" nogil:
     uint32_t persia_lowest_bit(uint64_t bits) noexcept
 

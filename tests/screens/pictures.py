@@ -9,6 +9,8 @@ import contextlib
 import io
 import os
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +29,7 @@ from persia._launch.doctor import Question, examine
 from persia._launch.top import frame_of
 from persia._metrics.frame import Frame
 from persia.config import EmbeddingSchema
+from tests.browser import screenshot
 from tests.cluster import DEADLINE_S, ROOT, Cluster
 from tests.screens.job import training_job
 
@@ -101,7 +104,20 @@ def draw_doctor(folder: Path) -> Path:
     return path
 
 
-PICTURES = (draw_top, draw_doctor)
+def draw_report(folder: Path) -> Path:
+    """Write the picture of a training report, of the quickstart's run."""
+    path = folder / "report.png"
+    with tempfile.TemporaryDirectory() as directory:
+        report, picture = Path(directory) / "report.html", Path(directory) / path.name
+        script = ROOT / "examples" / "quickstart" / "train.py"
+        command = [sys.executable, str(script), "--quiet", "--samples", "200000"]
+        subprocess.run([*command, "--report", str(report)], check=True, timeout=START_S)
+        screenshot(report.as_uri(), picture, 1240, 1950)
+        shutil.copy(picture, path)
+    return path
+
+
+PICTURES = (draw_top, draw_doctor, draw_report)
 
 if __name__ == "__main__":
     for draw in PICTURES:
