@@ -909,6 +909,13 @@ class EmbeddingCtx(BaseCtx):
 
         Labels are None if the batch has none, and in INFERENCE mode.
         """
+        from persia._training.tensors import PersiaTrainingBatch
+
+        if not isinstance(batch, PersiaTrainingBatch):
+            raise DataTypeError(
+                "expected a batch with its embeddings, as DataLoader or "
+                f"get_embedding_from_data gives it, got {type(batch).__name__}"
+            )
         self.current_batch = batch
         if batch.ticket is not None:
             self._prepared[id(batch)] = batch
@@ -1321,7 +1328,7 @@ class TrainCtx(EmbeddingCtx):
         if not isinstance(embedding_optimizer, Optimizer):
             raise ConfigError(
                 "embedding_optimizer: expected one of persia.embedding.optim, got "
-                f"{type(embedding_optimizer).__name__}"
+                f"{type(embedding_optimizer).__module__}.{type(embedding_optimizer).__name__}"
             )
         for name, given in (("dense_optimizer", dense_optimizer), ("model", model)):
             if given is None:

@@ -103,12 +103,14 @@ class IncrementalWriter:
                 self._changed.notify_all()
 
     def _run(self) -> None:
+        me = threading.current_thread()
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._is_closed or self._num_changes >= self._threshold, FLUSH_S
+                    lambda: self._thread is not me or self._num_changes >= self._threshold,
+                    FLUSH_S,
                 )
-                if self._is_closed:
+                if self._thread is not me:
                     return
             self._try()
 
@@ -212,7 +214,7 @@ class IncrementalWriter:
         """Write what is left, and end."""
         with self._changed:
             self._is_closed = True
-            thread = self._thread
+            thread, self._thread = self._thread, None
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join(LAST_PACKET_S)
@@ -229,7 +231,10 @@ class IncrementalWriter:
         self.release()
 
     def release(self) -> None:
-        """Let another writer have the folder, until the next packet."""
+        """Let another writer have the folder, and its thread end, until the next change."""
+        with self._changed:
+            self._thread = None
+            self._changed.notify_all()
         with self._writing:
             if self._lock is not None:
                 self._lock.release()

@@ -14,12 +14,15 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from persia.config import EmbeddingSchema, GroupSettings, Slot
 from persia.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 POOLED = frozenset(("sum", "mean", "sqrt", "max"))
 
@@ -97,6 +100,13 @@ class Planner:
         plan = self._plans.get(names)
         if plan is None:
             plan = self._build(names)
+            if not self._plans and (missing := sorted(self._schema.slots.keys() - set(names))):
+                logger.warning(
+                    "the first batch has no %s, of %d slots in the embedding config: the model "
+                    "gets that many embeddings fewer",
+                    ", ".join(map(repr, missing[:5])) + (", ..." if missing[5:] else ""),
+                    len(self._schema.slots),
+                )
             if len(self._plans) < self.MAX_KEPT:
                 self._plans[names] = plan
         return plan

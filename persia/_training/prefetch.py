@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 JOIN_S = 10.0
 # Seconds between two lines that say whom the user's loop is waiting for.
 LINE_S = 10.0
+_MANY = 100  # batches without a backward, after which that is said
 
 # What a rank tells the others about its next batch.
 HAS_BATCH = 1
@@ -271,6 +272,12 @@ class Prefetcher:
             owes_turn = self._lookups.book.release(last, Reason.ABANDONED, even_kept=False)
             self._num_trained += not owes_turn
             self._num_abandoned += owes_turn
+            if self._num_abandoned == _MANY and not self._num_trained:
+                logger.warning(
+                    "none of the first %d batches had a backward, so no embedding is trained; "
+                    "call ctx.backward(loss) for each, or use eval_ctx",
+                    _MANY,
+                )
         if owes_turn and self._takes_turns and self._ranks is not None and not self._closed:
             self._ranks.in_turn(lambda: None)  # the others wait for this rank's turn
         if last is not None and last.state is State.KEPT:

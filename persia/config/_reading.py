@@ -147,7 +147,8 @@ def read(cls: type[T], value: object, where: Where) -> T:
     spelled: dict[str, str] = {}
     for key, item in mapping.items():
         if key not in field_of:
-            raise where.error(f"unknown key {key!r}{nearest(key, field_of)}")
+            known = [f.name for f in fields]
+            raise where.error(f"unknown key {key!r}{nearest(key, known)}")
         f = field_of[key]
         if f.name in spelled:
             raise where.error(f"{spelled[f.name]!r} and {key!r} are the same setting")

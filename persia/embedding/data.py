@@ -9,6 +9,7 @@ skipped; sizes, and everything that memory safety hangs on, are checked always.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "MAX_BATCH_SIZE",
@@ -447,6 +450,25 @@ class NonIDTypeFeature(NdarrayDataBase):
 
     DEFAULT_NAME = "non_id_type_feature_anonymous"
     _WHAT = "dense feature"
+    _said: ClassVar[set[str]] = set()  # of which features it was said
+
+    def _check_values(self, data: NDArray[Any]) -> None:
+        super()._check_values(data)
+        if data.dtype.kind != "f" or self.name in self._said:
+            return
+        # A model may know what to do with NaN, so it is no error; most make the loss NaN by it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = np.add.reduce(data, axis=None, dtype=np.float64)
+        if not np.isfinite(total) and not (is_finite := np.isfinite(data)).all():
+            self._said.add(self.name)
+            place = np.unravel_index(int(np.argmin(is_finite)), data.shape)
+            logger.warning(
+                "dense feature %r: %s in sample %d of a batch; unless the model expects it, "
+                "the loss and then every parameter become NaN (said once)",
+                self.name,
+                data[place],
+                place[0],
+            )
 
 
 class PersiaBatch:

@@ -31,6 +31,10 @@ EXPECTED_IDS = "integers, texts, binary, a dictionary of these, or lists of thes
 EXPECTED_NUMBERS = "integers, floats or bools, or lists of them of a fixed size"
 
 
+# Of a hash: as many bits as a sign leaves an id by default, so that none has to be cut.
+_KEPT = np.uint64((1 << 56) - 1)
+
+
 def _is_text(kind: Any) -> bool:
     return bool(
         pa.types.is_string(kind)
@@ -94,7 +98,8 @@ def _plain_ids(array: Any, column: str, strings: str) -> NDArray[np.uint64]:
     if _is_text(kind):
         texts, offsets = _texts(array)
         if strings == "hash":
-            return hash_texts(texts, offsets)
+            hashes: NDArray[np.uint64] = hash_texts(texts, offsets) & _KEPT
+            return hashes
         spelled, place = parse_hex(texts, offsets)
         if place < len(array):
             raise DataError(

@@ -141,7 +141,9 @@ class _FileReader(PieceReader):
                 partitioning="hive",
                 filesystem=filesystem,
             )
-        except (FileNotFoundError, pa.ArrowInvalid) as exc:
+        except FileNotFoundError as exc:
+            raise ConfigError(f"{os.fspath(path)}: no such file or folder") from exc
+        except pa.ArrowInvalid as exc:
             raise ConfigError(
                 f"{os.fspath(path)}: expected {self._FORMAT} files, got: {exc}"
             ) from exc

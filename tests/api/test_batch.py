@@ -114,6 +114,24 @@ def test_a_label_that_is_no_number_names_its_sample(value: float, dtype: str) ->
     NonIDTypeFeature(data, "x")  # only labels must be finite
 
 
+def test_a_dense_value_that_is_not_finite_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = np.ones((4, 2), np.float32)
+    NonIDTypeFeature(data, name="finite")
+    data[2, 1] = np.nan
+    for _ in range(3):
+        NonIDTypeFeature(data, name="not finite")
+    (record,) = caplog.records
+    assert record.message.startswith("dense feature 'not finite': nan in sample 2 of a batch")
+
+
+def test_large_dense_values_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    NonIDTypeFeature(np.full((4, 2), 3e38, np.float32), name="large")
+    NonIDTypeFeature(np.full((4, 2), 1e308), name="larger")
+    assert not caplog.records
+
+
 def test_skip_check_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", "1")
     odd = Label(np.array([np.nan, 1j]))

@@ -23,7 +23,7 @@ def batch_of(columns: Columns, **arrays: Any) -> Any:
 
 
 def hashes(*texts: str) -> list[int]:
-    return [hash_text(text.encode()) for text in texts]
+    return [hash_text(text.encode()) % (1 << 56) for text in texts]
 
 
 DICTIONARY = pa.array(["a", "b", "a", None]).dictionary_encode()

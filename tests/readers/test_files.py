@@ -163,7 +163,7 @@ def test_memory_is_that_of_a_few_chunks(
 
 
 def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected parquet files, got"):
+    with pytest.raises(ConfigError, match="nowhere: no such file or folder"):
         ParquetReader(tmp_path / "nowhere", COLUMNS, 8)
     with pytest.raises(
         ConfigError, match=r"expected a column 'usr' for ids.*did you mean 'user'"

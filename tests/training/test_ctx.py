@@ -27,7 +27,7 @@ from persia.ctx import (
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad
-from persia.errors import ConfigError, ServiceTimeout, ServiceUnavailable
+from persia.errors import ConfigError, DataTypeError, ServiceTimeout, ServiceUnavailable
 
 from .conftest import MakeCtx, Net, step
 from .fakes import FakeWorker, make_batch
@@ -403,3 +403,11 @@ def test_addresses_given_to_an_infer_ctx_come_before_the_context_around_it(
         monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
         with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):
             InferCtx(["ipc:///nowhere/0"]).__enter__()
+
+
+def test_a_batch_without_embeddings_is_refused_by_its_type(make_ctx: MakeCtx) -> None:
+    with (
+        make_ctx() as ctx,
+        pytest.raises(DataTypeError, match=r"as DataLoader .* got PersiaBatch"),
+    ):
+        ctx.forward(make_batch())  # type: ignore[arg-type]
