@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 # Seconds. Who has not asked for so long is gone, and nobody waits for it.
 FORGOTTEN_S = 5.0
+_MANY = 4096  # watchers that are waited for
 
 
 class JobState:
@@ -44,7 +45,11 @@ class JobState:
         """Return the status, and note that ``watcher`` has been told it, or has not yet."""
         with self._changed:
             if self._status is None:
-                self._asked_at[watcher] = self._clock()
+                if len(self._asked_at) >= _MANY:
+                    self._asked_at = {who: self._asked_at[who] for who in self._waiting()}
+                # Who can ask may do so by as many names as he likes: nobody waits for those.
+                if len(self._asked_at) < _MANY or watcher in self._asked_at:
+                    self._asked_at[watcher] = self._clock()
             else:
                 self._asked_at.pop(watcher, None)
                 self._changed.notify_all()

@@ -46,7 +46,18 @@ def pages_with(*languages: str) -> list[Path]:
     return [p for p in PAGES if any(b.language in languages for b in blocks(p.read_text()))]
 
 
-@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+# Each is a process that loads torch; the fast tier has the pages that are read first.
+FIRST = {"README.md", "docs/index.md", "docs/concepts.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if name_of(page) in FIRST else pytest.mark.slow)
+        for page in pages_with("python")
+    ],
+    ids=name_of,
+)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """In order, in one process, in a folder that holds the blocks which name a file."""
     program = ["import os, sys"]

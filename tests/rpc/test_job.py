@@ -1,0 +1,23 @@
+"""The end of a job, and who is told of it."""
+
+from __future__ import annotations
+
+from persia._rpc import job
+from persia._rpc.job import FORGOTTEN_S, JobState
+
+
+def test_watchers_are_bounded_however_many_names_somebody_has() -> None:
+    now = 0.0
+    state = JobState(clock=lambda: now)
+    state.job_status("loader")
+    for number in range(3 * job._MANY):
+        state.job_status(f"stranger {number}")
+        state.job_status("loader")
+    assert len(state._asked_at) == job._MANY
+    now = FORGOTTEN_S + 1.0
+    state.job_status("late")
+    assert state._waiting() == ["late"]
+    state.finish_job(0)
+    assert not state.wait_until_told(0.0)
+    assert state.job_status("late") == 0
+    assert state.wait_until_told(0.0)
