@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,15 @@ def _children(pid: int) -> list[int]:
     """Return the processes that a process has started and that live, youngest last."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [inner for child in children for inner in (*_children(int(child)), int(child))]
+
+
+def _opened(pids: Iterable[int]) -> list[int]:
+    """Return descriptors of those that live; one can be read when its process has ended."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            found.append(os.pidfd_open(pid))
+    return found
 
 
 class Cluster:
@@ -167,9 +177,11 @@ class Cluster:
         return {name: process.wait(timeout_s) for name, process in self.processes.items()}
 
     def stop(self) -> None:
-        """End every process that lives."""
+        """End every process that lives and what it has started; addresses are free then."""
+        inner = []
         for process in self.processes.values():
             if process.poll() is None:
+                inner += _opened(_children(process.pid))
                 process.send_signal(signal.SIGTERM)
         for process in self.processes.values():
             try:
@@ -177,6 +189,11 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for descriptor in inner:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            select.select([descriptor], [], [], DEADLINE_S)
+            os.close(descriptor)
 
     def __enter__(self) -> Cluster:
         return self

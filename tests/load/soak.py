@@ -36,6 +36,10 @@ END_S = 120.0
 # Memory settles in this part of the time; then it may grow so many MiB, in all of the rest.
 WARM_UP = 0.3
 MAX_GROWTH_MIB = 6.0
+# The eight ranks, one process here, settle within some 12,000 batches. A run that ends before
+# is all warm-up and shows only that nothing runs away, as 5 KiB kept of each batch would.
+SETTLED_BATCHES = 20_000
+MAX_WARM_UP_MIB = 32.0
 # Of batches served, most over least of a data-loader, but for those that credits let it have
 # on the way: two for each rank that it sends to.
 MAX_SHARE, ON_THE_WAY = 1.5, 8
@@ -197,7 +201,8 @@ def check(
         f"least of a data-loader {share:.3f}; {dict(stats)}; {counts}\n{report}"
     )
     assert max(by_loader) - ON_THE_WAY <= MAX_SHARE * min(by_loader), text
-    assert max(growth.values()) <= MAX_GROWTH_MIB, text
+    bound = MAX_GROWTH_MIB if stats["sent"] >= SETTLED_BATCHES else MAX_WARM_UP_MIB
+    assert max(growth.values()) <= bound, text
     return text
 
 

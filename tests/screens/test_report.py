@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -47,9 +48,17 @@ def test_a_browser_shows_the_report_of_a_run(tmp_path: Path) -> None:
     probed.write_text(report.read_text("utf-8").replace("</body>", PROBE + "</body>"), "utf-8")
     dom = document(probed)
     title = dom[dom.index("<title>") + 7 : dom.index("</title>")]
-    assert title == (
-        '{"charts":8,"lines":11,"features":10,"fetched":0,"told":true,"wide":true,"seen":true}'
-    )
+    found = json.loads(title)
+    # A curve of readings by the clock is a point if a short run has one reading only.
+    assert found.pop("lines") in (10, 11)
+    assert found == {
+        "charts": 8,
+        "features": 10,
+        "fetched": 0,
+        "told": True,
+        "wide": True,
+        "seen": True,
+    }
 
 
 def document(page: Path) -> str:
