@@ -166,6 +166,9 @@ class EmbeddingWorker:
         batch, is_new = self._refs.add(features, packed, is_repeatable=is_repeatable)
         if is_new:
             self._count_ids(packed)
+            if features.requires_grad:  # evaluation says nothing of what is trained
+                for feature in packed.features:
+                    self._tally.add(feature.ids)
         return batch
 
     def _pack(self, features: IDFeatures) -> PackedBatch:
@@ -190,8 +193,6 @@ class EmbeddingWorker:
                 name = ids.name
                 self._ids[name] += ids.num_ids
                 self._distinct_ids[name] += ids.num_distinct
-        for feature in packed.features:
-            self._tally.add(feature.ids)
         for name, count in packed.num_masked.items():
             with self._lock:
                 is_first = name not in self._masked_ids

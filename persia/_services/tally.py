@@ -1,7 +1,8 @@
-"""What an embedding-worker has seen of each feature: samples, ids, and about how many distinct.
+"""What an embedding-worker has seen of each feature in training.
 
-It costs a hash and a byte of a table that stays in the cache for each distinct id of a batch,
-beside the dozens of a lookup and an update; a report reads it, and nobody else.
+That is samples, ids, and about how many distinct ones. It costs a hash and a byte of a table
+that stays in the cache for each distinct id of a batch, beside the dozens of a lookup and an
+update; a report reads it, and nobody else.
 """
 
 from __future__ import annotations
