@@ -101,7 +101,7 @@ class Planner:
         if plan is None:
             plan = self._build(names)
             if not self._plans and (missing := sorted(self._schema.slots.keys() - set(names))):
-                logger.warning(
+                logger.info(
                     "the first batch has no %s, of %d slots in the embedding config: the model "
                     "gets that many embeddings fewer",
                     ", ".join(map(repr, missing[:5])) + (", ..." if missing[5:] else ""),

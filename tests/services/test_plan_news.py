@@ -17,7 +17,7 @@ def test_slots_that_the_first_batch_lacks_are_named_once(
 ) -> None:
     slots = {name: {"dim": 4} for name in ("user", "item", "city")}
     planner = Planner(EmbeddingSchema.load({"slots_config": slots}))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         planner.plan(("user",))
         planner.plan(("item",))
     assert [record.message for record in caplog.records] == [
