@@ -101,6 +101,15 @@ static inline void persia_advise_huge(void *start, size_t bytes)
 #endif
 }
 
+/* Make it resident by touching it, whatever others do with it meanwhile. MADV_POPULATE_WRITE would
+ * hold up all who map or unmap. */
+static inline void persia_populate(void *start, size_t bytes)
+{
+    persia_advise_huge(start, bytes);
+    for (size_t at = 0; at < bytes; at += 4096)
+        (void)__atomic_fetch_or((char *)start + at, 0, __ATOMIC_RELAXED);
+}
+
 /* The same for memory that is resident already: it is moved, at once where the system can
  * (Linux 6.1), which 0 says, else by and by. */
 static inline int persia_collapse(void *start, size_t bytes)

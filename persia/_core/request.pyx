@@ -13,7 +13,8 @@ from persia._core.arrays cimport new_u32
 from persia._core.crew cimport persia_work_t
 from persia._core.hashing cimport mix64, shard_of
 from persia._core.row_format cimport scratch_size
-from persia._core.shard cimport PyThread_type_lock, shard_acquire
+from persia._core.shard cimport PyThread_type_lock, persia_count, shard_acquire, shard_ahead
+from persia._core.slabs cimport Ahead, back_ahead
 
 import_array()
 
@@ -216,6 +217,7 @@ cdef void serve_part(Batch batch, uint32_t number, uint32_t worker) noexcept nog
     cdef uint32_t floats = scratch_size(&batch.format)
     cdef Tally *tally = &batch.tallies[number]
     cdef Shard *shard = &batch.shards[number]
+    cdef Ahead ahead
     memset(tally, 0, sizeof(Tally))
     if begin == end or batch.has_failed:
         return
@@ -227,7 +229,13 @@ cdef void serve_part(Batch batch, uint32_t number, uint32_t worker) noexcept nog
             return
     shard_acquire(shard)
     batch.serve_shard(shard, batch, begin, end, tally)
+    ahead.base = NULL
+    if shard.slabs.is_room_wanted:
+        ahead = shard_ahead(shard)
     PyThread_release_lock(shard.lock)
+    if ahead.base != NULL:
+        back_ahead(&ahead)
+        persia_count(&shard.num_backing, 0xFFFFFFFF)       # one less
     free(tally.scratch)
     if tally.status != STATUS_OK:
         batch.has_failed = True

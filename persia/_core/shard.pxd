@@ -7,7 +7,7 @@ from persia._core.kept cimport Kept
 from persia._core.recency cimport Recency
 from persia._core.sign_index cimport SignIndex
 from persia._core.sketch cimport Sketch
-from persia._core.slabs cimport Slabs
+from persia._core.slabs cimport Ahead, Slabs
 from persia._core.types cimport row_t, uint32_t, uint64_t
 
 cdef extern from "pythread.h" nogil:
@@ -46,6 +46,7 @@ cdef struct Shard:
     Kept *kept                  # in the state file; NULL: rows end with the process
     PyThread_type_lock lock     # held for every access to the fields of this struct
     uint32_t num_waiting        # requests that wait for the lock; counted atomically
+    uint32_t num_backing        # of requests that make a chunk resident; counted atomically
     uint64_t capacity           # rows
     uint64_t soft_capacity      # rows; lowered when the byte limit is met
     uint64_t byte_limit         # 0: none
@@ -76,6 +77,15 @@ cdef inline void shard_leave(Shard *shard) noexcept nogil:
         sched_yield()
 
 
+cdef inline void shard_settle(Shard *shard) noexcept nogil:
+    """Wait for those that make memory resident, before it goes: milliseconds at most."""
+    while persia_counted(&shard.num_backing):
+        sched_yield()
+
+
+# A chunk to make resident once the lock is released, if rows will need it; the count of those
+# who do that is one more then.
+cdef Ahead shard_ahead(Shard *shard) noexcept nogil
 cdef int shard_init(Shard *shard, uint64_t sketch_bytes) noexcept nogil
 cdef void shard_free(Shard *shard) noexcept nogil
 cdef uint64_t shard_bytes(const Shard *shard) noexcept nogil

@@ -18,7 +18,8 @@ from persia._core.sign_index cimport (
 )
 from persia._core.sketch cimport sketch_free, sketch_init, sketch_keep
 from persia._core.slabs cimport (
-    persia_prefetch_write, row_at, slabs_drop_row, slabs_free, slabs_init,
+    CHUNK_BYTES, persia_prefetch_write, row_at, slabs_ahead, slabs_drop_row, slabs_free,
+    slabs_init,
 )
 
 cdef enum:
@@ -57,6 +58,19 @@ cdef void shard_free(Shard *shard) noexcept nogil:
     sketch_free(&shard.sketch)
     arrivals_free(&shard.arrivals)
     slabs_free(&shard.slabs)
+
+
+cdef Ahead shard_ahead(Shard *shard) noexcept nogil:
+    cdef Ahead ahead
+    ahead.base = NULL
+    shard.slabs.is_room_wanted = False
+    # At its limits a shard takes rows in the place of others.
+    if shard.recency.num_live < shard.soft_capacity and (
+            shard.byte_limit == 0 or shard_bytes(shard) + CHUNK_BYTES <= shard.byte_limit):
+        ahead = slabs_ahead(&shard.slabs)
+    if ahead.base != NULL:
+        persia_count(&shard.num_backing, 1)
+    return ahead
 
 
 cdef void shard_drop(Shard *shard, row_t row) noexcept nogil:

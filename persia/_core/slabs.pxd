@@ -75,7 +75,15 @@ cdef struct Slabs:
     char *block_next                # unused rest of the newest block chunk
     uint64_t block_left             # bytes
     bint is_block_small             # that chunk is on small pages
+    bint is_room_wanted             # a chunk is nearly full; see slabs_ahead
+    uint32_t num_ahead              # chunks of rows made resident, whether taken yet or not
     uint64_t bytes_used             # handed out at least once: what is or will be resident
+
+
+cdef struct Ahead:                  # a chunk that no row is in yet
+    char *base                      # NULL: none
+    Kept *kept
+    uint64_t offset                 # of the chunk in its file, where it has one
 
 
 cdef inline Row *row_at(const Slabs *slabs, row_t row) noexcept nogil:
@@ -117,5 +125,9 @@ cdef int slabs_slab(Slabs *slabs, const Format *format) noexcept nogil
 # NO_ROW: no memory. The row is live with NO_POSITION until it enters the order of use.
 cdef row_t slabs_new_row(Slabs *slabs, uint32_t slab) noexcept nogil
 cdef void slabs_drop_row(Slabs *slabs, row_t row) noexcept nogil
+# The chunk to make resident before it is needed, if one is; then that is left to the caller.
+cdef Ahead slabs_ahead(Slabs *slabs) noexcept nogil
+# Make it resident. Takes milliseconds, and no lock; the slabs must stay till then.
+cdef void back_ahead(const Ahead *ahead) noexcept nogil
 # BLOCK_BYTES zeroed bytes, line-aligned, for the life of the slabs; NULL: no memory.
 cdef void *slabs_new_block(Slabs *slabs) noexcept nogil

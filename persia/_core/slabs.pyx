@@ -17,6 +17,10 @@ is full, so that nothing is wasted: the rows that came first are often those use
 index tables moves once a quarter of it is used: then the shard has a hundred thousand rows. So
 at most SMALL_CHUNKS times in the life of a shard 2 MiB are copied, half a millisecond each.
 
+The first touch of a huge page waits until the system has found and cleared it: 0.1 ms to some
+ms. So when an eighth of a chunk is left, the next one is made resident by whoever asked for
+rows, after it has let go of the shard's lock: others are served meanwhile.
+
 Not taken: one malloc per row (48 bytes of overhead in the original), and slabs that grow by
 moving (they stop the world).
 """
@@ -25,8 +29,8 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
 from persia._core.kept cimport (
-    KEPT_FORMATS, KEPT_PAGE, KEPT_ROWS, KeptFormat, kept_back, kept_point, persia_map_file,
-    persia_stores_before,
+    KEPT_FORMATS, KEPT_PAGE, KEPT_ROWS, KeptFormat, kept_back, kept_point, persia_back,
+    persia_map_file, persia_stores_before,
 )
 from persia._core.row_format cimport set_format
 from persia._core.types cimport NO_ROW
@@ -35,6 +39,7 @@ cdef extern from "portable.h" nogil:
     void *persia_map(size_t num_bytes, size_t alignment) noexcept
     void persia_unmap(void *start, size_t num_bytes) noexcept
     void persia_advise_huge(void *start, size_t num_bytes) noexcept
+    void persia_populate(void *start, size_t num_bytes) noexcept
     int persia_collapse(void *start, size_t num_bytes) noexcept
 
 cdef extern from *:
@@ -74,11 +79,10 @@ cdef void regions_free(Regions *regions) noexcept nogil:
     free(regions.starts)
 
 
-cdef char *map_chunk(Slabs *slabs, Regions *regions, Kept *kept) noexcept nogil:
-    """Take 2 MiB of zeroed address space, or of the file; NULL if there is none."""
+cdef char *next_chunk(Regions *regions, Kept *kept) noexcept nogil:
+    """The next 2 MiB of zeroed address space, or of the file; NULL if there is none."""
     cdef char **starts
     cdef char *region
-    cdef char *chunk
     cdef uint32_t capacity
     if regions.chunks_left == 0:
         if regions.count == regions.capacity:
@@ -99,10 +103,16 @@ cdef char *map_chunk(Slabs *slabs, Regions *regions, Kept *kept) noexcept nogil:
         regions.starts[regions.count] = region
         regions.count += 1
         regions.chunks_left = CHUNKS_PER_REGION
-    chunk = regions.starts[regions.count - 1] + (
+    return regions.starts[regions.count - 1] + (
         <size_t> CHUNK_BYTES * (CHUNKS_PER_REGION - regions.chunks_left))
-    regions.chunks_left -= 1
-    slabs.num_mapped += 1
+
+
+cdef char *map_chunk(Slabs *slabs, Regions *regions, Kept *kept) noexcept nogil:
+    """Take the next chunk; NULL if there is none."""
+    cdef char *chunk = next_chunk(regions, kept)
+    if chunk != NULL:
+        regions.chunks_left -= 1
+        slabs.num_mapped += 1
     return chunk
 
 
@@ -250,9 +260,36 @@ cdef bint back_chunk(Slabs *slabs, uint32_t chunk) noexcept nogil:
     # A huge page is made of what is there, and of an empty range none is.
     if back_rows(slabs, chunk, KEPT_PAGE) < 0:
         return False
-    if persia_collapse(slabs.views[chunk].base, CHUNK_BYTES) == 0:
+    if chunk < slabs.num_ahead:
+        pass            # it is one
+    elif persia_collapse(slabs.views[chunk].base, CHUNK_BYTES) == 0:
         state.bytes_backed = CHUNK_BYTES
     return back_rows(slabs, chunk, CHUNK_BYTES) == 0
+
+
+cdef Ahead slabs_ahead(Slabs *slabs) noexcept nogil:
+    cdef Ahead ahead
+    ahead.base = NULL
+    ahead.kept = NULL
+    ahead.offset = 0
+    if slabs.num_ahead <= slabs.num_chunks < MAX_CHUNKS:
+        ahead.base = next_chunk(&slabs.rows, slabs.kept)
+        ahead.kept = slabs.kept
+        if slabs.kept != NULL:
+            ahead.offset = (
+                slabs.kept.offset + KEPT_ROWS + <uint64_t> slabs.num_chunks * CHUNK_BYTES)
+        slabs.num_ahead = slabs.num_chunks + 1
+    return ahead
+
+
+cdef void back_ahead(const Ahead *ahead) noexcept nogil:
+    if ahead.kept == NULL:
+        persia_populate(ahead.base, CHUNK_BYTES)
+    elif not ahead.kept.is_void[0] and (
+            persia_back(ahead.kept.file, ahead.offset, KEPT_PAGE) == 0):
+        # What cannot be had is asked for again when it is needed, and then said.
+        persia_collapse(ahead.base, CHUNK_BYTES)
+        persia_back(ahead.kept.file, ahead.offset, CHUNK_BYTES)
 
 
 cdef bint take_empty_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
@@ -294,6 +331,8 @@ cdef row_t slabs_new_row(Slabs *slabs, uint32_t slab) noexcept nogil:
             persia_stores_before()
         state.num_touched += 1
         slabs.bytes_used += slabs.views[chunk].stride
+        if state.num_touched == state.num_places - state.num_places // 8:
+            slabs.is_room_wanted = slabs.num_mapped >= SMALL_CHUNKS
         if state.is_small and state.num_touched == state.num_places:
             persia_collapse(slabs.views[chunk].base, CHUNK_BYTES)
             state.is_small = False

@@ -57,7 +57,7 @@ from persia._core.serve cimport (
 )
 from persia._core.shard cimport (
     PyThread_acquire_lock, PyThread_release_lock, PyThread_type_lock, shard_bytes, shard_free,
-    shard_init,
+    shard_init, shard_settle,
 )
 from persia._core.sketch cimport MAX_COUNT
 from persia._core.slabs cimport CACHE_LINE, PLACE_BITS, Row, row_at, row_values
@@ -593,6 +593,7 @@ cdef class EmbeddingStore:
             shard = &self.shards[i]
             with nogil:
                 PyThread_acquire_lock(shard.lock, 1)
+                shard_settle(shard)
                 note_clear(&shard.changes)
                 shard_free(shard)
                 if shard.kept != NULL:

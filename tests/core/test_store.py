@@ -237,6 +237,48 @@ def test_w61_a_row_costs_little_more_than_its_values() -> None:
     assert store.stats()["bytes"] / len(store) < 16 + 2 * 64 + 30
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("bound", ["none", "capacity", "memory"])
+def test_memory_for_rows_is_there_before_they_come(bound: str) -> None:
+    """Or its first touch would stop a whole shard, for as long as clearing 2 MiB takes."""
+    in_chunk = (2 << 20) // (16 + 2 * 64)
+    many = 100_000
+    limit = {"memory": many * 160}.get(bound, 0)
+    store = new_store(many if bound == "capacity" else 10**9, ADAGRAD, memory_limit=limit)
+    train(store, range(many), 16)
+    jumps = []
+    before = resident()
+    for first in range(many, many + 4 * in_chunk, 200):
+        train(store, range(first, first + 200), 16)
+        after = resident()
+        if after - before > 1 << 20:
+            jumps.append((first + 200) % in_chunk)
+        before = after
+    store.check()
+    if bound != "none":
+        assert jumps == []
+    else:  # with an eighth of a chunk to go
+        assert len(jumps) == 4
+        assert all(0 <= at - (in_chunk - in_chunk // 8) < 200 for at in jumps)
+
+
+def test_a_store_is_cleared_while_memory_for_rows_is_made() -> None:
+    store = new_store(10**9, num_shards=2, num_threads=1)
+    batches = [range(first, first + 1000) for first in range(0, 30_000, 1000)]
+    with ThreadPoolExecutor(3) as pool:
+        training = [
+            pool.submit(lambda part: [train(store, b, 2048) for b in part], batches[number::3])
+            for number in range(3)
+        ]
+        while not all(future.done() for future in training):
+            store.clear()
+            store.check()
+        for future in training:
+            future.result()
+    assert train(store, range(100), 2048)[2] <= 100
+    store.check()
+
+
 # --- recency under stress -----------------------------------------------------------------
 
 
