@@ -4,15 +4,24 @@
 
 A server that cannot ask refuses: without a domain that it enforces, libzmq would let in whoever
 can encrypt. A peer that is let in has a name, which libzmq puts beside each of its messages.
+
+Who is known is read anew at each handshake, which costs more than that: a key that comes or
+goes counts from then on. While the keys cannot be read nobody is let in; peers try again by
+themselves.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Mapping
 
 import zmq
 
 from persia._rpc.keys import Keys
+from persia.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _ADDRESS = "inproc://zeromq.zap.01"
 _DOMAIN = b"persia"
@@ -27,7 +36,7 @@ class Doorkeeper:
 
     Args:
         context: One that has no other.
-        keys: Of those who may connect, read now.
+        keys: Of those who may connect.
 
     Raises:
         ConfigError: If a key cannot be read.
@@ -35,7 +44,8 @@ class Doorkeeper:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         self._secret = keys.of_server()
-        self._users = keys.users()
+        self._keys = keys
+        self._told = sorted(keys.users().values())  # who may connect, or why nobody
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ADDRESS)
@@ -69,7 +79,20 @@ class Doorkeeper:
         peer, empty, version, number, domain, _, _, mechanism, *shown = question
         user = None
         if (version, domain, mechanism) == (_VERSION, _DOMAIN, _CURVE) and len(shown) == 1:
-            user = self._users.get(shown[0])
+            user = self._users().get(shown[0])
         code, text = _REFUSED if user is None else _OK
         name = (user or "").encode()
         self._socket.send_multipart([peer, empty, version, number, code, text, name, b""])
+
+    def _users(self) -> Mapping[bytes, str]:
+        """Return who may connect now, and say so if that has changed."""
+        users: Mapping[bytes, str] = {}
+        try:
+            users = self._keys.users()
+            told = sorted(users.values())
+        except ConfigError as error:
+            told = [f"nobody: {error}"]
+        if told != self._told:
+            self._told = told
+            logger.warning("may connect from now on: %s", ", ".join(told))
+        return users

@@ -19,7 +19,7 @@ import zmq
 from click.testing import CliRunner
 from zmq.utils import z85
 
-from persia._rpc import zmq_ends
+from persia._rpc import zmq_ends, zmq_transport
 from persia._rpc.client import Client
 from persia._rpc.frame import Call, Failure, Reply, encode
 from persia._rpc.keys import Keys, make_keys
@@ -205,6 +205,54 @@ def test_strangers_are_counted_and_dropped(
     told = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert sum("no key that is known here" in one for one in told) == 1
     assert any("does not know this process's key" in one for one in told)
+
+
+def test_who_says_nothing_is_cut_off_and_delays_nobody(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a flood of connections holds descriptors for the time of a handshake only."""
+    monkeypatch.setattr(zmq_transport, "_HANDSHAKE_MS", 200)
+    with serving(keys, "tcp://127.0.0.1:0") as server, connected(keys, server) as client:
+        assert client.call("get_embedding_size") == 7
+        port = int(server.address.rpartition(":")[2])
+        strangers = [
+            sockets.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in range(100)
+        ]
+        assert client.call("get_embedding_size") == 7
+        for stranger in strangers:
+            with stranger, contextlib.suppress(ConnectionResetError):
+                while stranger.recv(64):  # its greeting, and then the end
+                    pass
+        assert client.call("get_embedding_size") == 7
+        assert client.stats().get("lost", 0) == 0
+
+
+def test_keys_come_and_go_while_a_server_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who is let in is read at each handshake; while that fails, nobody is, and it heals."""
+    place, own = tmp_path / "keys", tmp_path / "own"
+    make_keys(place)
+    with serving(place, "tcp://127.0.0.1:0") as server:
+        make_keys(place, ["late"])
+        only(place, own, "late.secret", "server.public")
+        with connected(own, server) as client:
+            assert client.call("get_embedding_size") == 7
+            (place / "late.public").rename(place / "late.away")
+            with connected(own, server, 0.3) as again, pytest.raises(ServiceUnavailable):
+                again.hello()
+            # Whose connection stands is not cut off.
+            assert client.call("get_embedding_size") == 7
+        (place / "odd.public").write_text("no key")
+        with connected(place, server, 0.3) as known, pytest.raises(ServiceUnavailable):
+            known.hello()
+        (place / "odd.public").unlink()
+        with connected(place, server) as known:
+            assert known.call("get_embedding_size") == 7
+    told = [text for text in caplog.messages if text.startswith("may connect")]
+    users = "control, data"
+    assert [text.partition(": ")[2] for text in told[:2]] == [f"{users}, late", users]
+    assert f"nobody: {place}/odd.public: expected a key" in told[2]
 
 
 def test_a_client_with_keys_tells_a_server_without_nothing(
