@@ -251,6 +251,8 @@ class Lane:
                 self._credits = self._num_delivered = 0
                 self._seen = NOTHING
                 self._is_ended = False
+                # Before the user's thread can drop one of them as received.
+                self._wanted_later.update(x for x in state.wanted if x >= feed.next_id)
                 self._is_open = self._was_open = True
                 feed.changed.notify_all()
         self._relocate_all(state.wanted)

@@ -9,6 +9,7 @@ been replaced since it answered.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -260,10 +261,7 @@ class Search:
                 )
                 self._start(asked, asked.client)
         for address in self._asked.keys() - set(wanted):
-            asked = self._asked.pop(address)
-            asked.is_over = True
-            if asked.client is not None:
-                asked.client.close()
+            self._forget(address)
         for asked in self._asked.values():
             if asked.failure is not None:
                 raise asked.failure
@@ -316,18 +314,22 @@ class Search:
         is_same = True
         for answer in (one, other):
             hello: Hello | None = None
-            try:
+            # A ConfigError: another server of the set has got the address meanwhile.
+            with contextlib.suppress(ServiceError, ConfigError):
                 hello = answer.client.hello(_LINE_S)
-            except ServiceError:
-                is_same = False
-            else:
-                is_same = is_same and hello == answer.hello
+            is_same = is_same and hello == answer.hello
             with self._changed:
                 answer.asked.hello = hello
                 if hello is None:
-                    self._start(answer.asked, answer.client)
+                    self._forget(answer.asked.address)  # and ask who is there now
         if is_same:
             raise ConfigError(conflict)
+
+    def _forget(self, address: str) -> None:
+        asked = self._asked.pop(address)
+        asked.is_over = True
+        if asked.client is not None:
+            asked.client.close()
 
     # --- who has answered -------------------------------------------------------------------
 

@@ -171,6 +171,8 @@ class Inbox:
             if past is not None and past.incarnation == opening.incarnation:
                 return StreamState(past.next_batch_id or 0, ())
             old = self._streams.get(opening.loader)
+            # Perhaps after it was answered, and batches came: they have used their credits.
+            is_again = old is not None and old.incarnation == opening.incarnation
             if old is None:
                 stream = Incoming(
                     opening,
@@ -203,7 +205,8 @@ class Inbox:
                     method="open_stream",
                 )
             stream.was_read |= self._is_passing
-            stream.credits = self._window(opening.num_loaders) - len(stream.pending)
+            if not is_again:
+                stream.credits = self._window(opening.num_loaders) - len(stream.pending)
             stream.heard_at = self._clock()
             self._streams[opening.loader] = stream
             self._changed.notify_all()

@@ -403,6 +403,23 @@ def test_hosts_may_join_a_name_later(place: Place, monkeypatch: Monkey) -> None:
     assert f"tcp://servers:{port} cannot be resolved: Name or service not known" in lines[0]
 
 
+def test_a_server_that_has_got_the_address_of_another_meanwhile(
+    place: Place, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setattr(search, "_LINE_S", 0.3)
+    before = place.serve(0, 3, "tcp://127.0.0.1:0")
+    port = int(before.address.rpartition(":")[2])
+    hosts = [f"127.0.0.{number}" for number in (1, 2, 3)]
+    hosts_of(monkeypatch, {"servers": hosts})
+
+    def move(line: str) -> None:
+        before.stop()
+        for host, number in zip(hosts, (1, 0, 2), strict=True):
+            place.serve(number, 3, f"tcp://{host}:{port}")
+
+    assert place.find(f"servers:{port}", on_wait=move) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("method", ["stats", "clear_embeddings"])
 def test_a_server_that_comes_back_at_another_host_is_found_there(
     place: Place, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture, method: str

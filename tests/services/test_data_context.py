@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from persia._services import data_context, feed, registrars
 from persia._services.data_context import Feeder
+from persia._services.lanes import Lane
 from persia.embedding.data import (
     IDTypeFeature,
     PersiaBatch,
@@ -439,6 +440,40 @@ def test_a_loader_that_is_restarted_registers_what_is_wanted(make_feeder: MakeFe
     run.result()
     assert second.stats() == {"dropped": 3, "registered_again": 1}
     assert rank.order == [0, 1, 2, 3]
+
+
+def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(
+    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script of a restarted loader goes on as soon as the stream is open."""
+    rank, worker = FakeRank(credits=4), FakeWorker()
+    first = make_feeder([worker], [rank])
+    for number in range(2):
+        send(first, number)
+    batches = [rank.take() for _ in range(2)]
+    first.close()
+    worker.restart()
+    rank.want(0)
+    has_sent = threading.Event()
+    relocate_all = Lane._relocate_all
+
+    def late(lane: Lane, wanted: Sequence[int]) -> None:
+        assert has_sent.wait(PATIENCE_S)
+        relocate_all(lane, wanted)
+
+    monkeypatch.setattr(Lane, "_relocate_all", late)
+    second = make_feeder([worker], [rank])
+    for number in range(2):
+        send(second, number)
+    has_sent.set()
+    run = Background(second.finish)
+    rank.wait_for_end()
+    for batch in batches:
+        rank.acknowledge(batch.batch_id)
+    run.result()
+    assert {batch_id for batch_id, _ in rank.relocations} == {0}
+    assert second.stats()["dropped"] == 1
+    assert "lost" not in second.stats()
 
 
 def test_a_batch_that_nobody_holds_any_more_is_an_error(make_feeder: MakeFeeder) -> None:

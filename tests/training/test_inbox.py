@@ -158,6 +158,18 @@ def test_credits_come_back_when_batches_are_taken() -> None:
     assert [credits_of(inbox, stream) for stream in streams] == [3, 2]
 
 
+def test_an_opening_that_is_repeated_late_takes_no_credits() -> None:
+    """An attempt of which the caller knew nothing more may be executed behind what followed."""
+    inbox = make_inbox(capacity=4)
+    stream = opened(inbox)
+    for batch_id in (0, 1):
+        inbox.deliver(stream, batch(batch_id))
+    opened(inbox)
+    assert credits_of(inbox, stream) == 4  # since the opening, two of them used
+    assert [take(inbox), take(inbox)] == [0, 1]
+    assert credits_of(inbox, stream) == 6
+
+
 def test_each_loader_may_always_have_one_batch_there() -> None:
     inbox = make_inbox(capacity=1)
     streams = [opened(inbox, loader, 3) for loader in range(3)]
