@@ -8,12 +8,14 @@
 
 Nothing is registered with the library's global registry, so that several contexts of one
 process cannot collide: each has a registry. Where one registry has two sources of one role and
-replica, as of two contexts of a process, those after the first have the label ``context`` too.
+replica, as of two contexts of a process, those after the first have the label ``context`` too,
+and keep it when the first has gone.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -70,6 +72,9 @@ class Metrics:
         self._sources = sources
         self._with_process = with_process
         self._registry: CollectorRegistry | None = None
+        self._lock = threading.Lock()  # guards the next
+        # Of what was read last: which of the sources of one role, replica and part it is.
+        self._places: dict[tuple[str, int, str, int], int] = {}
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -120,20 +125,27 @@ class Metrics:
         yield from families.values()
 
     def _samples(self) -> Iterator[tuple[dict[str, str], Sample]]:
-        read: set[tuple[int, str]] = set()
-        seen: Counter[tuple[str, int, str]] = Counter()
+        once: dict[tuple[int, str], Source] = {}
         for source in self._sources():
-            once = id(source.of), source.part
-            if once in read:
-                continue
-            read.add(once)
+            once.setdefault((id(source.of), source.part), source)
+        for source, place in self._placed(list(once.values())):
             labels = {"role": source.role, "replica": str(source.replica)}
-            which = source.role, source.replica, source.part
-            seen[which] += 1
-            if seen[which] > 1:
-                labels["context"] = str(seen[which])
+            if place > 1:
+                labels["context"] = str(place)
             for sample in source.read():
                 yield labels, sample
+
+    def _placed(self, sources: list[Source]) -> list[tuple[Source, int]]:
+        """Give each source the place that it had, or the first one that is free."""
+        keys = [(one.role, one.replica, one.part, id(one.of)) for one in sources]
+        with self._lock:
+            places = {key: self._places[key] for key in keys if key in self._places}
+            for key in keys:
+                taken = {place for other, place in places.items() if other[:3] == key[:3]}
+                if key not in places:
+                    places[key] = next(n for n in itertools.count(1) if n not in taken)
+            self._places = {**places}
+        return [(one, places[key]) for one, key in zip(sources, keys, strict=True)]
 
 
 def _add(family: Family, labels: dict[str, str], value: float | Distribution) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,26 @@ def test_embedded_mode_has_a_port_if_one_is_asked_for() -> None:
         assert telling.url() == ""
         with pytest.raises(OSError, match="refused"):
             fetch(f"{url}/metrics")
+
+
+def test_a_context_keeps_its_label_when_the_first_one_ends() -> None:
+    """Else the second one's counters would seem to go on from those of the first."""
+
+    def samples_of(url: str) -> dict[str | None, float]:
+        name = "persia_trained_samples_total"
+        found = series(fetch(f"{url}/metrics")[1])
+        return {dict(of).get("context"): x for (told, of), x in found.items() if told == name}
+
+    with env.changed(PERSIA_METRICS_PORT=0), contextlib.ExitStack() as first:
+        train(first.enter_context(trained()), 1)
+        with trained() as other:
+            train(other, 2)
+            assert samples_of(telling.url()) == {None: SIZE, "2": 2 * SIZE}
+            first.close()
+            assert samples_of(telling.url()) == {"2": 2 * SIZE}
+            with trained() as third:
+                train(third, 3)
+                assert samples_of(telling.url()) == {None: 3 * SIZE, "2": 2 * SIZE}
 
 
 def test_servers_of_embedded_mode_tell_apart() -> None:

@@ -74,6 +74,52 @@ def test_dashboard_and_alerts_ask_for_what_is_told() -> None:
             assert names_in(expression) <= told(), title
 
 
+def test_grafana_can_show_every_panel() -> None:
+    """What its schema asks for: numbers of their own, places that do not overlap, names."""
+    board = json.loads(DASHBOARD.read_text())
+    assert board["schemaVersion"] == 39  # Grafana 11's
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    cells: set[tuple[int, int]] = set()
+    below = 0
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        own = {
+            (place["x"] + x, place["y"] + y)
+            for x in range(place["w"])
+            for y in range(place["h"])
+        }
+        assert not own & cells, panel["title"]
+        cells |= own
+        assert place["y"] >= below, panel["title"]  # in the order in which they are read
+        below = place["y"]
+        if panel["type"] == "row":
+            assert panel["panels"] == []
+            continue
+        assert panel["type"] == "timeseries", panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs) > 0, panel["title"]
+        for target in panel["targets"]:
+            named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert named <= labels_told(target["expr"]), (panel["title"], named)
+
+
+def labels_told(expression: str) -> set[str]:
+    """The labels of what an expression comes to: those it groups by, or the metrics' own."""
+    grouped = re.findall(r"\bby \(([^)]*)\)", expression)
+    if grouped:
+        return set(re.findall(r"\w+", grouped[0]))
+    if re.match(r"sum\(", expression):
+        return set()
+    found = {"role", "replica", "job", "instance"}
+    for metric in METRICS.values():
+        if any(name.startswith(metric.name) for name in names_in(expression)):
+            found |= set(metric.labels)
+    return found
+
+
 def test_every_original_panel_is_there() -> None:
     board = json.loads(DASHBOARD.read_text())
     assert (board["title"], board["uid"]) == ("Persia", "plbyJbK7z")
@@ -135,6 +181,96 @@ def test_promtool_takes_configuration_and_rules() -> None:
         words = [need("promtool"), "check", kind, str(PLACE / name)]
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0, done.stderr
+
+
+# By alert: series that let it fire, with a value every 30 s, as promtool writes them.
+WRONG = {
+    "PersiaDown": {'up{job="nn-worker", instance="a:9400"}': "0x40"},
+    "PersiaGone": {
+        'persia_info{role="nn-worker", replica="0"}': "1x40",
+        'persia_info{role="nn-worker", replica="1"}': "1x30 stale",
+    },
+    "PersiaUnhealthy": {"persia_healthy": "0x40"},
+    "PersiaNotReady": {"persia_ready": "0x40"},
+    "PersiaServerRestarted": {"persia_server_restarts_total": "0x30 1x9"},
+    "PersiaStandsStill": {"persia_steps_total": "7x40"},
+    "PersiaBatchesLost": {'persia_batches_total{outcome="failed"}': "0x30 1x9"},
+    "PersiaNotFinite": {'nan_count_total{feat="user"}': "0x30 3x9"},
+    "PersiaLossNotFinite": {"persia_loss": " ".join(["NaN"] * 41)},
+    "PersiaWaitsForData": {"get_train_batch_time_cost_more_than_1ms_sec_sum": "0+20x40"},
+    "PersiaGradientsMissRows": {
+        "gradient_id_miss_count_total": "0+10x40",
+        "persia_looked_up_ids_total": "0+100x40",
+    },
+    "PersiaMemoryFull": {"persia_rows_bytes": "99x40", "persia_memory_limit_bytes": "100x40"},
+    "PersiaEvicts": {'persia_evicted_rows_total{replica="0"}': "0+5x40"},
+    "PersiaSlowCalls": {
+        'persia_rpc_served_seconds_bucket{method="lookup", le="1.0"}': "0x40",
+        'persia_rpc_served_seconds_bucket{method="lookup", le="2.0"}': "0+10x40",
+        'persia_rpc_served_seconds_bucket{method="lookup", le="+Inf"}': "0+10x40",
+    },
+    "PersiaBusy": {"persia_rpc_busy_total": "0+60x40"},
+    "PersiaConnectionsBreak": {"persia_rpc_lost_connections_total": "0+1x40"},
+    "PersiaCheckpointOld": {"persia_checkpoint_age_seconds": "100000x40"},
+}
+RIGHT = {
+    'up{job="nn-worker", instance="a:9400"}': "1x40",
+    'persia_info{role="nn-worker", replica="0"}': "1x40",
+    "persia_healthy": "1x40",
+    "persia_ready": "1x40",
+    "persia_server_restarts_total": "3x40",
+    "persia_steps_total": "0+100x40",
+    'persia_batches_total{outcome="failed"}': "2x40",
+    "persia_loss": "0.5x40",
+    "get_train_batch_time_cost_more_than_1ms_sec_sum": "0+1x40",
+    "gradient_id_miss_count_total": "0x40",
+    "persia_looked_up_ids_total": "0+100x40",
+    "persia_rows_bytes": "50x40",
+    "persia_memory_limit_bytes": "100x40",
+    'persia_rpc_served_seconds_bucket{method="lookup", le="1.0"}': "0+10x40",
+    'persia_rpc_served_seconds_bucket{method="lookup", le="+Inf"}': "0+10x40",
+    "persia_rpc_busy_total": "5x40",
+    "persia_rpc_lost_connections_total": "3x40",
+    "persia_checkpoint_age_seconds": "600x40",
+}
+
+
+def test_each_alert_fires_for_its_fault_and_no_other(tmp_path: Path) -> None:
+    assert WRONG.keys() == alerts().keys()
+    firing = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    tests = [
+        {
+            "name": name,
+            "interval": "30s",
+            "input_series": [{"series": key, "values": told} for key, told in given.items()],
+            "promql_expr_test": [
+                {
+                    "expr": firing,
+                    "eval_time": "19m30s",
+                    "exp_samples": [
+                        {"labels": f'{{alertname="{one}"}}', "value": 1} for one in expected
+                    ],
+                }
+            ],
+        }
+        for name, given, expected in (
+            *((name, given, [name]) for name, given in WRONG.items()),
+            ("all is well", RIGHT, []),
+        )
+    ]
+    path = tmp_path / "tests.yml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "rule_files": [str(PLACE / "rules.yml")],
+                "evaluation_interval": "30s",
+                "tests": tests,
+            }
+        )
+    )
+    words = [need("promtool"), "test", "rules", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class Prometheus:
