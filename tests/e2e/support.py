@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from persia._rpc.remote import RemoteEmbeddingWorker
@@ -36,45 +38,64 @@ SERVERS = ("embedding-parameter-server", "embedding-worker")
 
 
 class Process:
-    """One process, and what it prints."""
+    """One process, and what it and its children print, which a thread reads."""
 
-    def __init__(self, words: list[str], output: Path, environment: dict[str, str]) -> None:
-        self.output = output
-        with output.open("wb") as file:
-            self.popen = subprocess.Popen(
-                words,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+        self._changed = threading.Condition()  # guards the next two
+        self._output = b""
+        self._has_ended = False  # nobody can print any more
+        self.popen = subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        with self.popen.stdout as pipe:
+            while True:
+                came = pipe.read(1 << 16)
+                with self._changed:
+                    self._output += came
+                    self._has_ended = not came
+                    self._changed.notify_all()
+                if not came:
+                    return
 
     def printed(self) -> str:
-        return self.output.read_text()
+        with self._changed:
+            return self._output.decode()
 
     def wait_for(self, text: str) -> None:
         """Wait until it has printed this."""
-        deadline = time.monotonic() + PATIENCE_S
-        while text not in self.printed():
-            assert self.popen.poll() is None, self.printed()
-            assert time.monotonic() < deadline, self.printed()
-            time.sleep(0.02)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._has_ended or text.encode() in self._output, PATIENCE_S
+            )
+            assert text in self._output.decode(), self._output.decode()
 
     def wait(self) -> int:
+        """Wait for its end, and for all that was printed until then."""
         try:
-            return self.popen.wait(PATIENCE_S)
+            status = self.popen.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running:\n{self.printed()}") from None
+        self._reader.join(PATIENCE_S)
+        return status
 
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
 
     def kill_group(self) -> None:
-        try:
+        with suppress(ProcessLookupError):  # it has ended, and its children with it
             os.killpg(self.popen.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
         self.popen.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
 
 
 class Job:
@@ -115,10 +136,7 @@ class Job:
         """Start ``persia-launcher role words...``; TORCHRUN=1 for torchrun itself."""
         is_whole = changes.pop("TORCHRUN", "")
         start = ["-m", "persia.launcher"] if is_whole else ["-c", WITHOUT_TORCHRUN]
-        output = self.directory / f"{len(self.processes)}-{role}.log"
-        process = Process(
-            [sys.executable, *start, role, *words], output, self.environment | changes
-        )
+        process = Process([sys.executable, *start, role, *words], self.environment | changes)
         self.processes.append(process)
         return process
 
@@ -159,18 +177,39 @@ def transport() -> Iterator[ZmqTransport]:
         made.close()
 
 
+def _pids_with(text: str) -> list[int]:
+    """Processes but this one that know this text from their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):  # it has just ended, or is somebody else's
+                if text.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
 def processes_with(text: str) -> list[str]:
     """The command lines of processes that know this text from their environment."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if text.encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue  # it has just ended, or is somebody else's
+    for pid in _pids_with(text):
+        with suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            found.append(line.replace(b"\0", b" ").decode())
     return found
+
+
+def wait_until_gone(text: str) -> None:
+    """Wait until no process knows this text from its environment."""
+    deadline = time.monotonic() + PATIENCE_S
+    while pids := _pids_with(text):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                ended = os.pidfd_open(pid)
+                try:
+                    left = max(0.0, deadline - time.monotonic())
+                    assert select.select([ended], [], [], left)[0], processes_with(text)
+                finally:
+                    os.close(ended)
 
 
 @contextmanager

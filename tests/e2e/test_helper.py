@@ -18,7 +18,13 @@ from persia import env
 from persia._services.addresses import connect_embedding_workers
 from persia.errors import ConfigError, RemoteError, ServiceTimeout
 from persia.helper import PersiaServiceCtx, ensure_persia_service
-from tests.e2e.support import PATIENCE_S, processes_with, short_directory, transport
+from tests.e2e.support import (
+    PATIENCE_S,
+    processes_with,
+    short_directory,
+    transport,
+    wait_until_gone,
+)
 from tests.meta.sources import ROOT
 
 Monkey = pytest.MonkeyPatch
@@ -256,9 +262,6 @@ def test_ctrl_c_and_kill_leave_no_process(number: int) -> None:
     place = started.stdout.readline().strip()
     os.killpg(started.pid, number)
     assert started.wait(PATIENCE_S) == -number
-    deadline = time.monotonic() + PATIENCE_S
-    while processes_with(place):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_gone(place)
     assert Path(place).exists() == (number == signal.SIGKILL)
     started.stdout.close()

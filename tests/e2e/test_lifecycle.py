@@ -14,7 +14,14 @@ from persia._launch.tracebacks import text_of
 from persia.config import GlobalConfig
 from persia.embedding.data import IDTypeFeature
 from persia.errors import ConfigError
-from tests.e2e.support import PATIENCE_S, SERVERS, Job, Process, processes_with, short_directory
+from tests.e2e.support import (
+    SERVERS,
+    Job,
+    Process,
+    processes_with,
+    short_directory,
+    wait_until_gone,
+)
 
 DONE = "print('trained')\n"
 TALKS = """
@@ -229,10 +236,7 @@ def test_a_script_whose_launcher_is_killed_ends(job: Job) -> None:
     trainer.wait_for("running")
     trainer.signal(signal.SIGKILL)
     trainer.wait()
-    deadline = time.monotonic() + PATIENCE_S
-    while processes_with(str(job.directory)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_gone(str(job.directory))
     assert "unwound by SystemExit 143" in trainer.printed()
 
 
@@ -281,7 +285,7 @@ def test_a_thread_that_fails_ends_a_server(job: Job) -> None:
         "cli()\n"
     )
     words = [sys.executable, "-c", text, "embedding-parameter-server"]
-    server = Process(words, job.directory / "server.log", job.environment)
+    server = Process(words, job.environment)
     job.processes.append(server)
     assert server.wait() == 1
     assert server.printed().endswith("ValueError: lost my mind\n")
