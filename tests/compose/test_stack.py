@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from persia._replica import own_number
 from tests.role_keys import FILES
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +106,31 @@ def test_healthchecks_ask_the_role_itself() -> None:
         module, *options, asked = services()[role]["healthcheck"]["test"][3:]
         assert (module, asked) == ("persia._launch.health", role.replace("_", "-"))
         assert options == (["--ready"] if role in ("data_loader", "nn_worker") else [])
+
+
+def test_w70_a_pod_needs_the_image_and_no_rights_in_its_cluster() -> None:
+    """The original's operator was not packaged, and might read every secret.
+
+    What a pod has to say is in variables and its host name; its user is a number that is not
+    root's; every command is in the wheel, and none of them talks to the cluster.
+    """
+    project = (ROOT / "pyproject.toml").read_text()
+    scripts = project.partition("[project.scripts]")[2].partition("\n[")[0]
+    commands = dict(re.findall(r'^([\w-]+) = "([\w.]+):\w+"', scripts, re.MULTILINE))
+    assert commands["persia-launcher"] == "persia.launcher"
+    for name, module in commands.items():
+        assert importlib.util.find_spec(module) is not None, name
+    assert "\nUSER 10001:10001\n" in DOCKERFILE.read_text()
+    assert "kubernetes" not in project
+    assert own_number("servers-3", lambda _: []) == 3
+    # At every address of the pod, by the operator's word only (W-71).
+    assert settings()["PERSIA_LISTEN_HOST"] == "0.0.0.0"
+
+
+def test_descriptors_are_limited() -> None:
+    """A stranger's connection takes one until its handshake is given up."""
+    for role in ROLES:
+        assert services()[role]["ulimits"] == {"nofile": 4096}
 
 
 def test_images_and_packages_are_pinned() -> None:

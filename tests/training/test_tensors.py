@@ -288,6 +288,26 @@ def test_bytes_make_the_same_batch(make_ctx: MakeCtx) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_w38_an_output_of_more_than_256_mib_moves_whole(device: str) -> None:
+    """The original's pools ended there, and kept a power of two of bytes for every size."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    values = np.zeros(((256 << 20) // (4 * DIM) + 1, DIM), np.float32)
+    values[-1] = 7.0
+    result = LookupResult((PooledOutput("user", values),), None)
+    converter = Converter(torch.device(device))
+    ids = IDTypeFeatureWithSingleID("user", u64(0))
+    host = converter.host(PersiaBatch([ids], requires_grad=False))
+    batch = converter.finish(converter.stage(host, result, 0, None))
+    (moved,) = embeddings_of(batch)
+    assert moved.shape == values.shape
+    assert moved[-1].tolist() == [7.0] * DIM
+    assert moved.device.type == device
+    if device == "cuda":
+        assert moved.untyped_storage().nbytes() == values.nbytes
+
+
 @pytest.mark.cuda
 def test_cuda_gives_what_the_cpu_gives(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     if not torch.cuda.is_available():
