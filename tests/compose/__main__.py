@@ -1,7 +1,8 @@
 """Builds the stack and runs it: the same bits, failures, and faults while it trains.
 
     python3 -m tests.compose             # needs Docker with Compose, and nothing else
-    python3 -m tests.compose faults      # of: build memory bits keys failure faults chaos
+    python3 -m tests.compose faults      # one of them
+    steps: build memory bits project keys failure faults chaos
     MINUTES=20 SEED=7 python3 -m tests.compose build chaos
 
 Containers, networks and volumes are those of a project of its own, and are gone afterwards.
@@ -126,6 +127,23 @@ def embedded() -> dict[str, float]:
     return report_of(alone.stdout)
 
 
+def project() -> None:
+    """What `persia-launcher init` writes trains in containers as it is."""
+    with tempfile.TemporaryDirectory() as place:
+        made = f"{place}/project"
+        write = ["docker", "run", "--rm", "--network", "none", "-v", f"{place}:{place}"]
+        write += ["--user", str(os.getuid()), f"{IMAGE}:server"]
+        run([*write, "persia-launcher", "init", made])
+        words = ["docker", "compose", "-p", PROJECT, "-f", f"{made}/compose.yaml"]
+        words += ["-f", f"{ROOT}/tests/compose/script.yml"]
+        how = {"PERSIA_SOURCE": str(ROOT), "PWD": made, "NN_ARGUMENT": "--"}
+        up = run([*words, "up", "--no-build"], RUN_S, True, **how)
+        ended = run([*words, "ps", "-a", "--format", "{{.ExitCode}}"], STEP_S, True, **how)
+        expect("exit statuses", {"0"}, set(ended.stdout.split()), up.stdout)
+        auc = float(re.findall(r"AUC (\d\.\d+)", up.stdout)[-1])
+    print(f"a new project: AUC {auc:.4f}, all containers end with 0")
+
+
 # --- with keys ------------------------------------------------------------------------------
 
 ROLES = {"embedding_parameter_server": 3, "embedding_worker": 2, "nn_worker": 1}
@@ -194,12 +212,19 @@ def check_doors() -> None:
     expect("strangers are cut off", {place: [True, True] for place in places}, heard)
 
 
-def keys() -> None:
-    """With keys: the same bits, only documented ports, and strangers hear nothing."""
+@contextlib.contextmanager
+def made_keys() -> Iterator[str]:
+    """A directory with keys, made in a container, whose user owns them."""
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o777)
         make = ["docker", "run", "--rm", "--network", "none", "-v", f"{place}:/keys"]
         run([*make, f"{IMAGE}:server", "persia-launcher", "keys", "/keys"])
+        yield place
+
+
+def keys() -> None:
+    """With keys: the same bits, only documented ports, and strangers hear nothing."""
+    with made_keys() as place:
         up = compose("up", "--detach", "--no-build", overlay=True, keys=True)
         how = {"KEYS": place, "REPRODUCIBLE": "1"}
         run([*up, *ROLES], STEP_S, True, **how)
@@ -282,17 +307,17 @@ class Training:
 
 @contextlib.contextmanager
 def training(**changes: str) -> Iterator[Training]:
-    run(compose("up", "--detach", "--no-build", overlay=True), STEP_S, True, **changes)
+    """A job that trains, with keys if they are named."""
+    up = compose("up", "--detach", "--no-build", overlay=True, keys="KEYS" in changes)
+    run(up, STEP_S, True, **changes)
     job = Training()
     try:
         yield job
     except BaseException:
         print(run(compose("ps", "-a"), check=False).stdout)
-        print(
-            run(
-                ["docker", "logs", "--tail", "80", container("nn_worker", 1)], check=False
-            ).stdout
-        )
+        for name in containers():
+            print(f"--- {name}, started again {restarts(name)} times")
+            print(run(["docker", "logs", "--tail", "40", name], check=False).stdout)
         raise
     finally:
         job.close()
@@ -323,9 +348,26 @@ def pause(service: str, number: int, until: Callable[[], object]) -> None:
     run(["docker", "unpause", container(service, number)])
 
 
-def restarts(service: str, number: int) -> int:
-    words = ["docker", "inspect", "-f", "{{.RestartCount}}", container(service, number)]
-    return int(run(words).stdout)
+def restarts(name: str) -> int:
+    return int(run(["docker", "inspect", "-f", "{{.RestartCount}}", name]).stdout)
+
+
+def containers() -> list[str]:
+    """Return the names of the roles' containers, those that have ended too."""
+    found = run(compose("ps", "-a", "--format", "{{.Name}}")).stdout.split()
+    return sorted(name for name in found if not name.endswith("-data-1"))
+
+
+def who_waits(seconds: float) -> str:
+    """Return the last lines of the last seconds in which a role says what it misses."""
+    lines = []
+    for name in containers():
+        since = ["docker", "logs", "--since", f"{seconds:.0f}s", name]
+        state = run(["docker", "inspect", "-f", "{{.State.Status}}", name]).stdout.strip()
+        told = run(since, check=False).stdout.splitlines()
+        told = [line for line in told if re.search("wait|WARNING|ERROR", line)]
+        lines += [f"    {name}, {state}", *(f"        {line:.300}" for line in told[-3:])]
+    return "\n".join(lines)
 
 
 def seconds(number: float) -> Callable[[], object]:
@@ -369,13 +411,19 @@ def faults() -> None:
         cut("embedding_parameter_server", 1, seconds(5.0))
         books = check_end(job, exact=True)
         for service, number in (("embedding_worker", 2), ("data_loader", 1)):
-            expect(f"restarts of {service} {number}", 1, restarts(service, number))
+            name = container(service, number)
+            expect(f"restarts of {name}", 1, restarts(name))
     print(f"2 kills, 1 pause, 2 cuts: {books['batches']} batches, each trained once")
     with training(**of_job) as job:
+        job.wait_for("progress ", 25)
+        top = compose("exec", "-T", "nn_worker", "persia-launcher", "top", "--once")
+        frame = run([*top, "data_loader:9400"]).stdout
+        first = frame.splitlines()[0]
+        expect("whom `top` shows", True, "7 of 7 processes answer" in first, frame)
         job.wait_for("progress ", 50)
         kill("embedding_parameter_server", 3)
         books = check_end(job, exact=False)
-        expect("restarts of a server", 1, restarts("embedding_parameter_server", 3))
+        expect("restarts of a server", 1, restarts(container("embedding_parameter_server", 3)))
     print(f"parameter server killed: {books['batches']} batches, ended with 0")
 
 
@@ -389,7 +437,7 @@ def loaders_books(number: int) -> Counter[str]:
 
 
 def chaos() -> None:
-    """Faults at random moments, two at a time, for MINUTES: sent is trained, and once."""
+    """With keys, two faults at a time at random moments: what is sent is trained, once."""
     window_s = 60 * float(os.environ.get("MINUTES", "1"))
     seed = int(os.environ.get("SEED", "1"))
     count = int(window_s * 20)
@@ -397,10 +445,15 @@ def chaos() -> None:
     scale = {f"{role.upper()}_REPLICAS": str(number) for role, number in replicas.items()}
     of_job = {"WORKSPACE": COUNTS, "NN_ARGUMENT": "--"}
     spread = {"NUM_BATCHES": str(count), "SPREAD_S": str(window_s)}
-    with training(**of_job, **scale, **spread) as job:
+    with (
+        made_keys() as place,
+        training(KEYS=place, **of_job, **scale, **spread) as job,
+    ):
         job.wait_for("progress ", 25)
         everybody = {**replicas, "nn_worker": 1}
-        faults = Chaos(run, container, NETWORK, everybody, lambda: job.progress, seed)
+        faults = Chaos(
+            run, container, NETWORK, everybody, lambda: job.progress, who_waits, seed
+        )
         # Behind the last fault there is something left to train.
         faults.go_on_for(window_s * 0.9)
         books = check_end(job, exact=True, count=count)
@@ -410,7 +463,9 @@ def chaos() -> None:
     print(f"seed {seed}: {faults}: {count} batches, each trained once; {books}, loaders {sent}")
 
 
-STEPS = {one.__name__: one for one in (build, memory, bits, keys, failure, faults, chaos)}
+STEPS = {
+    one.__name__: one for one in (build, memory, bits, project, keys, failure, faults, chaos)
+}
 
 
 def main() -> None:

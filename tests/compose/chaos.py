@@ -6,12 +6,13 @@
 Two hands, so that faults overlap. A container is in one hand at a time, and none lets go of it
 before it runs and is connected. So of three servers one keeps the volume of the rows mounted.
 Training has to go on before a hand does harm again, however slow the machine is: more faults
-than can be healed would show nothing.
+than can be healed would show nothing. While it does not, the log says who waits for what.
 """
 
 from __future__ import annotations
 
 import random
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -25,8 +26,9 @@ NUM_HANDS = 2
 # Seconds between faults of a hand, and of a fault.
 PAUSE_S, FAULT_S = (0.5, 4.0), (0.2, 12.0)
 BACK_S = 60.0
-# Within which training goes on, with one other fault at most.
+# Within which training goes on, with one other fault at most; and between looks at who waits.
 GO_ON_S = 240.0
+LOOK_S = 20.0
 # Docker starts one so often that crashes, and 20 times at most, as the stack says.
 MAX_CRASHES = 15
 # What the dense net has learned goes with the nn-worker: it is not started again.
@@ -42,6 +44,7 @@ class Chaos:
         network: What containers are cut off from.
         replicas: How many containers of each service there are.
         progress: Tells how many batches are trained.
+        waits: Tells who has said in so many seconds that it waits, and for what.
         seed: Of what happens, by hand; the moments depend on the machine.
     """
 
@@ -52,12 +55,14 @@ class Chaos:
         network: str,
         replicas: Mapping[str, int],
         progress: Callable[[], int],
+        waits: Callable[[float], str],
         seed: int,
     ) -> None:
         self._run = run
         self._name = name
         self._network = network
         self._progress = progress
+        self._waits = waits
         self._free = [(one, n + 1) for one, number in replicas.items() for n in range(number)]
         self._lock = threading.Lock()  # guards what is above and the counts
         self._seed = seed
@@ -126,9 +131,15 @@ class Chaos:
 
     def _wait_for_progress(self, after: str) -> None:
         before, begin = self._progress(), time.monotonic()
+        looked = begin
         while self._progress() == before and not self._is_over.wait(0.1):
-            if time.monotonic() > begin + GO_ON_S:
+            now = time.monotonic()
+            if now > begin + GO_ON_S:
                 raise TimeoutError(f"training stands at {before}, {GO_ON_S:g} s after {after}")
+            if now > looked + LOOK_S:
+                stands = f"{time.strftime('%X')} stands at {before}, {now - begin:.0f} s after"
+                print(f"{stands} {after}:\n{self._waits(now - looked)}", flush=True)
+                looked = now
         with self._lock:
             self._longest_s = max(self._longest_s, time.monotonic() - begin)
 
@@ -149,14 +160,11 @@ class Chaos:
     def crashed(self, one: Container, seconds: float) -> None:
         """All processes but the first are killed, which ends with their status."""
         name = self._name(*one)
-        restarts = self._restarts(name)
+        now = time.time()
         # It may be gone before it can say that the command went well.
         self._docker("exec", name, "sh", "-c", "(sleep 0.1; kill -9 -1) >/dev/null 2>&1 &")
-        deadline = time.monotonic() + BACK_S
-        while self._restarts(name) == restarts or self._state(name) != "running":
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{name} was not started again: {self._state(name)}")
-            time.sleep(0.1)
+        if not self._starts(name, now, now + BACK_S):
+            raise TimeoutError(f"{name} was not started again: {self._state(name)}")
 
     def paused(self, one: Container, seconds: float) -> None:
         name = self._name(*one)
@@ -171,8 +179,14 @@ class Chaos:
         self._wait(seconds)
         self._docker("network", "connect", "--alias", one[0], self._network, name)
 
-    def _restarts(self, name: str) -> int:
-        return int(self._docker("inspect", "-f", "{{.RestartCount}}", name))
+    def _starts(self, name: str, since: float, until: float) -> bool:
+        """Wait for Docker to say that it has started a container; ends by itself at the end."""
+        words = ["docker", "events", "--since", f"{since:.3f}", "--until", f"{until:.3f}"]
+        words += ["--filter", f"container={name}", "--filter", "event=start"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as events:
+            found = events.stdout is not None and bool(events.stdout.readline())
+            events.terminate()
+        return found
 
     def _state(self, name: str) -> str:
         return self._docker("inspect", "-f", "{{.State.Status}}", name)
