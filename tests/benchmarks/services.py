@@ -1,11 +1,13 @@
 """Local mode against embedded mode on the same two cores: the whole step of a DLRM.
 
-    python -m tests.benchmarks.services [--quick] [--pairs 5] [--threads 1 2]
+    python -m tests.benchmarks.services [--quick] [--pairs 5] [--threads 1 2] [--keys]
 
 Runs alternate between the modes and the dense net alone, which is given its embeddings. In
 local mode all four roles are processes that talk over ``ipc``. CPU time, user and system, is
 what ``/proc`` says of all processes of a run at two marks of the trainer. What the dense net
 takes alone is subtracted; the rest is the sparse path's: ids, transport, rows, updates.
+
+With ``--keys`` local mode runs with and without keys in turn, and nothing else does.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import yaml
 
+from persia._rpc.keys import make_keys
 from tests.benchmarks.local.dlrm import NUM_FEATURES
 from tests.benchmarks.workload import BATCH, DIM, sizes
 
@@ -29,6 +32,7 @@ HERE = Path(__file__).parent / "local"
 ROOT = Path(__file__).resolve().parents[2]
 TICKS = os.sysconf("SC_CLK_TCK")
 MODES = ("dense", "embedded", "local")
+GUARDED = ("local", "keys")
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,10 @@ def run(mode: str, arguments: Sequence[str], num_timed: int, cores: set[int]) ->
         train = str(HERE / "train.py")
         only = ["--dense"] if mode == "dense" else []
         commands = {"trainer": [sys.executable, train, *arguments, *only]}
-        if mode == "local":
+        if mode == "keys":
+            make_keys(place / "keys")
+            environment["PERSIA_KEYS"] = str(place / "keys")
+        if mode in GUARDED:
             environment |= {
                 "PERSIA_EMBEDDING_CONFIG": str(place / "embedding.yml"),
                 "PERSIA_GLOBAL_CONFIG": str(place / "global.yml"),
@@ -181,6 +188,31 @@ def report(runs: dict[str, list[Measured]]) -> list[str]:
     ]
 
 
+def report_keys(runs: dict[str, list[Measured]]) -> list[str]:
+    """Return the cells of a row about keys."""
+
+    def ratio(value: Callable[[Measured], float]) -> str:
+        pairs = zip(runs["local"], runs["keys"], strict=True)
+        ratios = sorted(value(two) / value(one) for one, two in pairs)
+        return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+
+    def used(mode: str) -> str:
+        roles = [
+            f"{role} {median(runs[mode], lambda run: run.cpu[role]):.2f}"  # noqa: B023
+            for role in runs[mode][0].cpu
+        ]
+        return ", ".join(roles)
+
+    rates = [median(runs[mode], lambda run: run.samples_per_s) / 1e3 for mode in GUARDED]
+    return [
+        *(f"{rate:.1f}" for rate in rates),
+        ratio(lambda run: run.samples_per_s),
+        *(f"{median(runs[mode], lambda run: run.all_cpu):.2f}" for mode in GUARDED),
+        ratio(lambda run: run.all_cpu),
+        *map(used, GUARDED),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="1 %% of the rows")
@@ -188,7 +220,9 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=20)
     parser.add_argument("--timed", type=int, default=100)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--keys", action="store_true", help="local mode with and without")
     options = parser.parse_args()
+    modes, of = (GUARDED, report_keys) if options.keys else (MODES, report)
     cores = set(sorted(os.sched_getaffinity(0))[:2])
     print(f"{sum(sizes(options.quick)):,} rows, {options.pairs} runs of each, staleness 10\n")
     head = (
@@ -196,16 +230,21 @@ def main() -> None:
         "| CPU s per M samples: dense | embedded, sparse | local, sparse "
         "| all of local, by role"
     )
+    if options.keys:
+        head = (
+            "threads | local, k samples/s | with keys | with / without "
+            "| CPU s per M samples | with keys | with / without | by role | with keys"
+        )
     print(f"| {head} |")
     print("|" + " --- |" * len(head.split(" | ")), flush=True)
     for threads in options.threads:
         arguments = ["--warm", str(options.warm), "--timed", str(options.timed)]
         arguments += ["--threads", str(threads), *(["--quick"] if options.quick else [])]
-        runs: dict[str, list[Measured]] = {mode: [] for mode in MODES}
+        runs: dict[str, list[Measured]] = {mode: [] for mode in modes}
         for _ in range(options.pairs):
             for mode, measured in runs.items():
                 measured.append(run(mode, arguments, options.timed, cores))
-        print(f"| {threads} | {' | '.join(report(runs))} |", flush=True)
+        print(f"| {threads} | {' | '.join(of(runs))} |", flush=True)
 
 
 if __name__ == "__main__":

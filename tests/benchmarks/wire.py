@@ -1,11 +1,12 @@
-"""Our calls against bare pyzmq doing the same exchange, interleaved in one run.
+"""Our calls, with and without keys, against bare pyzmq doing the same exchange, interleaved.
 
     python -m tests.benchmarks.wire [--quick] [--transports ipc tcp]
 
-A server process answers each message with the arrays that came, once as a ``Server`` and once
-as a ROUTER in a loop; this process asks both in turn. Prints for each size of array the medians
-over repetitions: calls a second, seconds of CPU both processes took for a call, and what bare
-pyzmq does; a ratio is taken within a repetition, where both met the same load.
+A server process answers each message with the arrays that came: as a ``Server``, as one whose
+connections are encrypted, and as a ROUTER in a loop; this process asks all three in turn. For
+each size of array it prints the medians over repetitions: calls a second, and seconds of CPU
+both processes took for a call; a ratio is taken within a repetition, where all met the same
+load.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +33,14 @@ import numpy as np
 import zmq
 
 from persia._rpc.client import Client
+from persia._rpc.keys import make_keys
 from persia._rpc.messages import AnyArray, NamedArray
 from persia._rpc.methods import role_of
 from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
 
 TRANSPORTS = ("ipc", "tcp")
+CONTENDERS = ("ours", "keys", "bare")
 WARM_UP = 16
 
 
@@ -100,39 +103,44 @@ def answer(socket: zmq.Socket[bytes]) -> None:
     socket.close(linger=0)
 
 
-def run_server(ours: str, bare: str) -> None:
+def run_server(directory: Path, addresses: dict[str, str]) -> None:
     """Serve until the standard input ends."""
-    transport = ZmqTransport()
-    server = serve(transport, ours, ECHO, EchoService())
+    transports = {"ours": ZmqTransport(), "keys": ZmqTransport(keys=directory)}
+    servers = {
+        name: serve(transport, addresses[name], ECHO, EchoService())
+        for name, transport in transports.items()
+    }
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    router.bind(bare)
+    router.bind(addresses["bare"])
     endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
     thread = threading.Thread(target=answer, args=(router,), daemon=True)
     thread.start()
-    print(json.dumps([server.address, endpoint]), flush=True)
+    bound = {name: server.address for name, server in servers.items()}
+    print(json.dumps({**bound, "bare": endpoint}), flush=True)
     sys.stdin.read()
-    server.stop()
-    transport.close()
+    for name, server in servers.items():
+        server.stop()
+        transports[name].close()
     context.term()
     thread.join()
 
 
 @contextlib.contextmanager
-def server_process(kind: str, directory: Path) -> Iterator[tuple[str, str]]:
-    """Start the server process; gives the addresses of ours and of the bare one."""
-    asked = [
-        f"ipc://{directory}/{name}" if kind == "ipc" else "tcp://127.0.0.1:0"
-        for name in ("ours", "bare")
-    ]
-    command = [sys.executable, "-m", "tests.benchmarks.wire", "--serve", *asked]
+def server_process(kind: str, directory: Path) -> Iterator[dict[str, str]]:
+    """Start the server process; gives the addresses by contender."""
+    asked = {
+        name: f"ipc://{directory}/{name}" if kind == "ipc" else "tcp://127.0.0.1:0"
+        for name in CONTENDERS
+    }
+    command = [sys.executable, "-m", "tests.benchmarks.wire"]
+    command += ["--serve", str(directory), json.dumps(asked)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        ours, bare = json.loads(process.stdout.readline())
-        yield ours, bare
+        yield json.loads(process.stdout.readline())
         process.stdin.close()
 
 
@@ -179,83 +187,74 @@ def calls_of_threads(
 
 @dataclass(frozen=True)
 class Cell:
-    """One load over one transport; medians over the repetitions."""
+    """One load over one transport; medians over the repetitions, by contender."""
 
     transport: str
     load: str
-    calls_per_s: float
-    bare_calls_per_s: float
-    to_bare: float
-    worst_to_bare: float
-    best_to_bare: float
-    cpu_us_per_call: float
-    bare_cpu_us_per_call: float
+    calls_per_s: dict[str, float]
+    cpu_us_per_call: dict[str, float]
+    to_bare: list[float]  # ours; median, worst, best
+    keys_to_ours: list[float]
 
 
-def measure(
-    kind: str, load: Load, ours: Callable[[int], None], bare: Callable[[int], None], **how: Any
-) -> Cell:
-    """Run both in turn, another one first each time."""
-    rates: dict[str, list[float]] = {"ours": [], "bare": []}
-    used: dict[str, list[float]] = {"ours": [], "bare": []}
-    functions = {"ours": ours, "bare": bare}
+def spread(ratios: Sequence[float]) -> list[float]:
+    return [statistics.median(ratios), min(ratios), max(ratios)]
+
+
+def measure(kind: str, load: Load, asks: dict[str, Callable[[int], None]], **how: Any) -> Cell:
+    """Run all in turn, another one first each time."""
+    rates: dict[str, list[float]] = {name: [] for name in asks}
+    used: dict[str, list[float]] = {name: [] for name in asks}
     for repetition in range(how["times"]):
-        names = ("ours", "bare") if repetition % 2 else ("bare", "ours")
+        first = repetition % len(asks)
+        names = [*asks][first:] + [*asks][:first]
         for name in names:
-            functions[name](WARM_UP)
+            asks[name](WARM_UP)
             cpu, start = how["cpu"](), time.perf_counter()
-            functions[name](how["num_calls"])
+            asks[name](how["num_calls"])
             rates[name].append(how["num_calls"] / (time.perf_counter() - start))
             used[name].append((how["cpu"]() - cpu) / how["num_calls"] * 1e6)
-    ratios = np.divide(rates["ours"], rates["bare"]).tolist()
     return Cell(
         kind,
         load.title,
-        statistics.median(rates["ours"]),
-        statistics.median(rates["bare"]),
-        statistics.median(ratios),
-        min(ratios),
-        max(ratios),
-        statistics.median(used["ours"]),
-        statistics.median(used["bare"]),
+        {name: statistics.median(values) for name, values in rates.items()},
+        {name: statistics.median(values) for name, values in used.items()},
+        spread(np.divide(rates["ours"], rates["bare"]).tolist()),
+        spread(np.divide(rates["keys"], rates["ours"]).tolist()),
     )
 
 
 def measure_transport(kind: str, times: int, share: float) -> list[Cell]:
     """Measure every load over one transport."""
     cells = []
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        server_process(kind, Path(directory)) as (ours, bare),
-        ThreadPoolExecutor(max(load.in_flight for load in LOADS)) as pool,
-        zmq.Context() as context,
-        context.socket(zmq.DEALER) as dealer,
-    ):
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_keys(directory)
+        places = stack.enter_context(server_process(kind, directory))
+        pool = stack.enter_context(ThreadPoolExecutor(max(load.in_flight for load in LOADS)))
+        context = stack.enter_context(zmq.Context())
+        dealer = stack.enter_context(context.socket(zmq.DEALER))
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.connect(bare)
-        transport = ZmqTransport()
-        client = Client(transport, ours, ECHO, timeout_s=60.0)
+        dealer.connect(places["bare"])
+        clients = {}
+        for name, keys in (("ours", None), ("keys", directory)):
+            transport = ZmqTransport(keys=keys)
+            stack.callback(transport.close)
+            clients[name] = Client(transport, places[name], ECHO, timeout_s=60.0)
+            stack.callback(clients[name].close)
+        used = functools.partial(clients["ours"].call, "cpu_seconds")
         for load in LOADS:
             array = np.arange(load.num_bytes // 4, dtype=np.uint32)
             num_calls = max(2 * WARM_UP, int(load.num_calls * share)) // 16 * 16
-            ours_now = (
-                functools.partial(calls_of_threads, client, pool, array, load)
+            asks: dict[str, Callable[[int], None]] = {
+                name: functools.partial(calls_of_threads, client, pool, array, load)
                 if load.is_threaded
                 else functools.partial(our_calls, client, array, load)
-            )
-            cells.append(
-                measure(
-                    kind,
-                    load,
-                    ours_now,
-                    functools.partial(bare_calls, dealer, array, load),
-                    times=times,
-                    num_calls=num_calls,
-                    cpu=lambda: cpu_seconds() + client.call("cpu_seconds"),
-                )
-            )
-        client.close()
-        transport.close()
+                for name, client in clients.items()
+            }
+            asks["bare"] = functools.partial(bare_calls, dealer, array, load)
+            how = {"times": times, "num_calls": num_calls}
+            cells.append(measure(kind, load, asks, cpu=lambda: cpu_seconds() + used(), **how))
     return cells
 
 
@@ -266,15 +265,17 @@ def wire(quick: bool, transports: list[str], times: int) -> list[Cell]:
         print(f"measuring the wire over {kind}", file=sys.stderr)
         cells += measure_transport(kind, times, 0.1 if quick else 1.0)
     print("\nCalls that return their array, against bare pyzmq ROUTER/DEALER\n")
-    print("| transport | load | calls/s | bare | times bare (range) | CPU us a call | bare |")
-    print("|---|---|---|---|---|---|---|")
+    titles = "transport | load | calls/s | with keys | bare | times bare (range) "
+    titles += "| keys / without (range) | CPU us a call | with keys | bare"
+    print(f"| {titles} |")
+    print("|" + "---|" * len(titles.split("|")))
     for cell in cells:
-        print(
-            f"| {cell.transport} | {cell.load} | {cell.calls_per_s:.0f} "
-            f"| {cell.bare_calls_per_s:.0f} "
-            f"| {cell.to_bare:.2f} ({cell.worst_to_bare:.2f}..{cell.best_to_bare:.2f}) "
-            f"| {cell.cpu_us_per_call:.0f} | {cell.bare_cpu_us_per_call:.0f} |"
+        rates = " | ".join(f"{cell.calls_per_s[name]:.0f}" for name in CONTENDERS)
+        used = " | ".join(f"{cell.cpu_us_per_call[name]:.0f}" for name in CONTENDERS)
+        to_bare, to_ours = (
+            "{:.2f} ({:.2f}..{:.2f})".format(*of) for of in (cell.to_bare, cell.keys_to_ours)
         )
+        print(f"| {cell.transport} | {cell.load} | {rates} | {to_bare} | {to_ours} | {used} |")
     return cells
 
 
@@ -286,7 +287,7 @@ def main() -> None:
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        run_server(*args.serve)
+        run_server(Path(args.serve[0]), json.loads(args.serve[1]))
     else:
         wire(args.quick, args.transports, args.repetitions)
 
