@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
     from persia._rpc.workers import EmbeddingWorkers
     from persia._services.data_context import Feeder
+    from persia._training.advice import Form
     from persia._training.channel import Channel
     from persia._training.checkpoints import Loader, Saver
     from persia._training.flight import Book
@@ -510,6 +511,7 @@ class EmbeddingCtx(BaseCtx):
         self.model = model
         self.embedding_config, self._schema = _split_config(embedding_config)
         self.current_batch: PersiaTrainingBatch | None = None
+        self._output: Form | None = None  # of its forward, until its backward
         self._global_config = global_config
         self._embeddings: _Embeddings | None = None
         self._book: Book | None = None
@@ -729,6 +731,18 @@ class EmbeddingCtx(BaseCtx):
         elif self._embeddings is None:
             self._use(self._build())
 
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        if exc is not None and self._output is not None and self.current_batch is not None:
+            from persia._training.advice import explain_loss
+
+            explain_loss(exc, self.current_batch, self._output)
+        return super().__exit__(exc_type, exc, traceback)
+
     def _exit(self) -> None:
         try:
             self._finish()
@@ -901,8 +915,17 @@ class EmbeddingCtx(BaseCtx):
 
             # A data-parallel one speaks to the other ranks, which may not evaluate now.
             model = unwrap(model)
+        from persia._training import advice
+
         non_id_type_tensors, embedding_tensors, labels = self.prepare_features(batch)
-        return model(non_id_type_tensors, embedding_tensors), labels
+        self._output = None
+        try:
+            output = model(non_id_type_tensors, embedding_tensors)
+        except Exception as error:
+            advice.explain_model(error, batch)
+            raise
+        self._output = advice.form_of(output)
+        return output, labels
 
     def prepare_features(self, batch: PersiaTrainingBatch) -> Features:
         """Return dense tensors, embeddings in the order of the features, and labels.
@@ -1862,6 +1885,7 @@ class TrainCtx(EmbeddingCtx):
         if self._measures is not None:
             self._measures.note_step(self.update_times + 1, unscaled.item)
         loss.backward()  # type: ignore[no-untyped-call]
+        self._output = None
         recorder = self._connected().recorder
         if recorder is not None and recorder.note_step(self.update_times + 1, unscaled):
             groups = self.dense_optimizer.param_groups

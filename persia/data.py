@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from persia import env
+from persia._ends import at_the_users
 from persia._older import names_of
 from persia._rpc import session
 from persia._training.channel import Closed, Finished
@@ -229,6 +230,10 @@ def _drain(
                         "DataLoader was iterated again, or the context was left; for two "
                         "passes at the same time make two DataLoaders"
                     ) from None
+                except Exception as error:
+                    if error is not epoch.data_failure:
+                        raise
+                    raise at_the_users(error)  # noqa: B904 - itself, not another
                 yield batch
                 del batch
     finally:

@@ -383,6 +383,14 @@ def run_id() -> str | None:
     return _text("PERSIA_RUN_ID")
 
 
+def run_name() -> str:
+    """Return what this run of a job is called to those who watch: ``run_id``, or its folder."""
+    try:
+        return run_id() or Path.cwd().name
+    except OSError:  # the folder is gone
+        return ""
+
+
 def run_directory() -> Path | None:
     """Return the directory where a launched script's end is noted, if there is a launcher."""
     return _path(RUN_DIRECTORY_VARIABLE)

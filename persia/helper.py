@@ -26,8 +26,8 @@ from types import TracebackType
 from typing import Any
 
 from persia import env
-from persia._launch.children import RUN, Child
-from persia._launch.notes import End
+from persia._ends import RUN, End
+from persia._launch.children import Child
 from persia._launch.run import dump_call
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.addresses import connect_embedding_workers, connect_parameter_servers

@@ -24,11 +24,11 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from persia import env
+from persia._ends import end_with_launcher, note
 from persia._launch.asking import DEADLINE_S
 from persia._launch.doctor import OPTIMIZERS, Question, rows_of, run_doctor
 from persia._launch.init import write_project
 from persia._launch.lines import OneLineGroup, Refused, example
-from persia._launch.notes import end_with_launcher, note
 from persia._launch.scripts import Script, run_data_loader, run_nn_worker
 from persia._launch.top import run_top
 from persia._rpc.keys import CONTROL, DATA, SERVER, make_keys

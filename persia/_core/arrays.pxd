@@ -14,6 +14,8 @@ cdef extern from *:
 
 
 cdef str describe(object value)
+cdef str of_floats(object value)
+cdef str to_list(object value)
 cdef str to_u64(object value)
 cdef bint is_vector(object value, char kind, int itemsize) noexcept
 cdef ndarray as_vector(object value, char kind, int itemsize, str what)

@@ -6,5 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 NAMES: Final[dict[str, str]]
+TEXTS: Final[str]
 
 def empty_floats(*shape: int) -> NDArray[np.float32]: ...

@@ -40,6 +40,7 @@ from numpy cimport (
     set_array_base,
 )
 
+import numpy as np
 from numpy.ma import MaskedArray
 
 from persia.errors import DataError, DataTypeError
@@ -51,6 +52,12 @@ cdef enum:
     MOST_DIMENSIONS = 4
 
 NAMES = {"f": "float", "i": "int", "u": "uint"}
+
+# Shifted, for a sign keeps the low 56 bits of an id unless the config says otherwise.
+TEXTS = (
+    "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, object)) >> 8, or "
+    "let persia.readers do it"
+)
 
 
 cdef str describe(object value):
@@ -64,12 +71,72 @@ cdef str describe(object value):
 
 
 cdef str to_u64(object value):
-    """Say how to make u64 of it, where nothing but the dtype is lost."""
-    if isinstance(value, (list, tuple)):
-        return "; np.array(..., dtype=np.uint64) makes one of it"
-    if PyArray_Check(value) and value.ndim == 1 and value.dtype.kind in "iu":
+    """Say what to type for a vector of u64, or for one id of a sample."""
+    if isinstance(value, MaskedArray):
+        return ""
+    if isinstance(value, (str, bytes)):
+        return TEXTS
+    if isinstance(value, (int, np.integer)):
+        return (
+            "; IDTypeFeatureWithSingleID(name, np.array(ids).astype(np.uint64)) takes one each"
+        )
+    if is_of(value, "torch"):
+        return "; .cpu().numpy().astype(np.uint64) makes one of it"
+    cdef str kind = kind_of(value)
+    if kind == "U":
+        return TEXTS
+    if kind not in ("i", "u"):
+        return ""
+    if PyArray_Check(value):
         return "; .astype(np.uint64) makes it one"
+    if is_of(value, "pandas"):
+        return "; .to_numpy().astype(np.uint64) makes one of it"
+    if kind == "i" and min(value) < 0:
+        return "; np.array(..., np.int64).view(np.uint64) makes one, with 2**64 - 1 for -1"
+    return "; np.array(..., dtype=np.uint64) makes one of it"
+
+
+cdef str of_floats(object value):
+    """Say what ids are, where floats came: of which not all may be cut to whole numbers."""
+    if kind_of(value) != "f":
+        return ""
+    return " (.astype(np.uint64) makes ids of whole numbers: no fractions, no NaN)"
+
+
+cdef str kind_of(object value):
+    """Return the kind of dtype of a vector, a list or a pandas column; U for any texts."""
+    if not isinstance(value, (list, tuple, ndarray)) and not is_of(value, "pandas"):
+        return ""
+    try:
+        found = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        return ""
+    if found.ndim != 1:
+        return ""
+    if not found.size:
+        return "u" if isinstance(value, (list, tuple)) else found.dtype.kind
+    if found.dtype.kind in "OSU" and isinstance(found[0], (str, bytes)):
+        return "U"
+    return found.dtype.kind
+
+
+cdef str to_list(object value):
+    """Say what to type for a list with one array for each sample."""
+    if is_of(value, "torch"):
+        return "; IDTypeFeature.from_jagged takes tensors"
+    if is_of(value, "pyarrow"):
+        return "; IDTypeFeature.from_arrow takes list arrays"
+    if is_of(value, "pandas"):
+        return (
+            "; .tolist() makes one of a column of arrays, and a column of single ids is for "
+            "IDTypeFeatureWithSingleID"
+        )
     return ""
+
+
+cdef bint is_of(object value, str package):
+    """Whether its class is of a package that need not be there."""
+    return type(value).__module__.partition(".")[0] == package
 
 
 cdef bint is_vector(object value, char kind, int itemsize) noexcept:
@@ -99,9 +166,11 @@ cdef ndarray as_vector(object value, char kind, int itemsize, str what):
     """
     if not is_vector(value, kind, itemsize):
         expected = f"{NAMES[chr(kind)]}{8 * itemsize}"
-        hint = to_u64(value) if kind == c"u" and itemsize == 8 else ""
+        are_ids = kind == c"u" and itemsize == 8
+        hint, floats = (to_u64(value), of_floats(value)) if are_ids else ("", "")
         raise DataTypeError(
-            f"{what}: expected a 1-D numpy array of {expected}, got {describe(value)}{hint}"
+            f"{what}: expected a 1-D numpy array of {expected}{floats}, "
+            f"got {describe(value)}{hint}"
         )
     cdef ndarray array = <ndarray>value
     # Before the copy: a broadcast array may be far larger than its memory.

@@ -53,6 +53,8 @@ from persia._core.arrays cimport (
     new_i64,
     new_u32,
     new_u64,
+    of_floats,
+    to_list,
     to_u64,
 )
 from persia._core.crew cimport Crew, persia_work_t
@@ -522,7 +524,8 @@ cdef object own_weights(FeatureBatch batch, object weights):
 cdef int check_list(str what, object data) except -1:
     if not isinstance(data, (list, tuple)):
         raise DataTypeError(
-            f"{what}: expected a list with one array for each sample, got {describe(data)}"
+            f"{what}: expected a list with one array for each sample, "
+            f"got {describe(data)}{to_list(data)}"
         )
     return 0
 
@@ -624,8 +627,8 @@ cdef object gather(str feature, tuple data, Gathered *gathered):
         item = data[sample]
         if not is_vector(item, c"u", 8):
             raise DataTypeError(
-                f"feature {feature!r}, sample {sample}: expected a 1-D numpy array of uint64, "
-                f"got {describe(item)}{to_u64(item)}"
+                f"feature {feature!r}, sample {sample}: expected a 1-D numpy array of uint64"
+                f"{of_floats(item)}, got {describe(item)}{to_u64(item)}"
             )
         ids = <ndarray>item
         length = PyArray_DIM(ids, 0)

@@ -22,6 +22,13 @@ from persia._core.types cimport int64_t, uint8_t, uint64_t
 from persia.errors import DataError
 
 
+cdef struct Texts:
+    const uint8_t *data
+    const int64_t *offsets
+    size_t n
+    uint64_t *ids           # to be filled
+
+
 cdef bint are_in_order(const int64_t *offsets, size_t n, size_t num_bytes) noexcept nogil:
     """Whether ``n`` texts lie one after the other in so many bytes."""
     cdef size_t i
@@ -53,12 +60,13 @@ cdef inline uint64_t hash_text(const uint8_t *text, size_t length) noexcept nogi
     return h
 
 
-cdef void hash_all(
-    const uint8_t *data, const int64_t *offsets, size_t n, uint64_t *hashes
-) noexcept nogil:
+cdef void hash_all(const Texts *texts) noexcept nogil:
+    cdef const int64_t *offsets = texts.offsets
     cdef size_t i
-    for i in range(n):
-        hashes[i] = hash_text(data + offsets[i], <size_t>(offsets[i + 1] - offsets[i]))
+    for i in range(texts.n):
+        texts.ids[i] = hash_text(
+            texts.data + offsets[i], <size_t>(offsets[i + 1] - offsets[i])
+        )
 
 
 cdef inline int digit_of(uint8_t character) noexcept nogil:
@@ -69,38 +77,43 @@ cdef inline int digit_of(uint8_t character) noexcept nogil:
     return character - 87 if 97 <= character <= 102 else -1
 
 
-cdef size_t parse_all(
-    const uint8_t *data, const int64_t *offsets, size_t n, uint64_t *numbers
-) noexcept nogil:
-    """Parse ``n`` texts; returns the place of the first that is no number, or ``n``."""
+cdef size_t parse_all(const Texts *texts) noexcept nogil:
+    """Parse all; returns the place of the first that is no number, or how many there are."""
+    cdef const int64_t *offsets = texts.offsets
     cdef size_t i
     cdef int64_t j
     cdef int digit
     cdef uint64_t number
-    for i in range(n):
+    for i in range(texts.n):
         if not 1 <= offsets[i + 1] - offsets[i] <= 16:
             return i
         number = 0
         for j in range(offsets[i], offsets[i + 1]):
-            digit = digit_of(data[j])
+            digit = digit_of(texts.data[j])
             if digit < 0:
                 return i
             number = number << 4 | <uint64_t>digit
-        numbers[i] = number
-    return n
+        texts.ids[i] = number
+    return texts.n
 
 
-cdef tuple checked(object data, object offsets):
-    """Return both as contiguous arrays that fit together."""
-    cdef ndarray texts = as_vector(data, c"u", 1, "texts")
+cdef tuple checked(object data, object offsets, Texts *texts):
+    """Fill ``texts``; return the ids, not yet filled, and what else it points into."""
+    cdef ndarray bytes_ = as_vector(data, c"u", 1, "texts")
     cdef ndarray edges = as_vector(offsets, c"i", 8, "offsets")
-    if PyArray_SIZE(edges) < 1 or not are_in_order(
-        <const int64_t *>PyArray_DATA(edges), PyArray_SIZE(edges) - 1, PyArray_SIZE(texts)
+    cdef Py_ssize_t n = PyArray_SIZE(edges) - 1
+    if n < 0 or not are_in_order(
+        <const int64_t *>PyArray_DATA(edges), n, PyArray_SIZE(bytes_)
     ):
         raise DataError(
-            f"offsets: expected at least one, ascending within {PyArray_SIZE(texts)} bytes"
+            f"offsets: expected at least one, ascending within {PyArray_SIZE(bytes_)} bytes"
         )
-    return texts, edges
+    cdef ndarray ids = new_u64(n)
+    texts.data = <const uint8_t *>PyArray_DATA(bytes_)
+    texts.offsets = <const int64_t *>PyArray_DATA(edges)
+    texts.n = n
+    texts.ids = <uint64_t *>PyArray_DATA(ids)
+    return ids, bytes_, edges
 
 
 def hash_texts(data, offsets):
@@ -114,37 +127,22 @@ def hash_texts(data, offsets):
         DataTypeError: If a dtype or ndim differs.
         DataError: If the offsets descend or leave the bytes.
     """
-    texts, edges = checked(data, offsets)
-    cdef size_t n = PyArray_SIZE(<ndarray>edges) - 1
-    cdef ndarray hashes = new_u64(n)
-    cdef const uint8_t *bytes_data = <const uint8_t *>PyArray_DATA(<ndarray>texts)
-    cdef const int64_t *offsets_data = <const int64_t *>PyArray_DATA(<ndarray>edges)
-    cdef uint64_t *hashes_data = <uint64_t *>PyArray_DATA(hashes)
+    cdef Texts texts
+    held = checked(data, offsets, &texts)
     with nogil:
-        hash_all(bytes_data, offsets_data, n, hashes_data)
-    return hashes
+        hash_all(&texts)
+    return held[0]
 
 
 def parse_hex(data, offsets):
     """Return the number that each text spells in hexadecimal digits, u64 [n], and a place.
 
     The place is that of the first text that is no number of 1 to 16 such digits; n if all are.
-
-    Args:
-        data: The texts' bytes, u8.
-        offsets: Where each begins and the last one ends, i64 [n + 1].
-
-    Raises:
-        DataTypeError: If a dtype or ndim differs.
-        DataError: If the offsets descend or leave the bytes.
+    Arguments and errors are those of ``hash_texts``.
     """
-    texts, edges = checked(data, offsets)
-    cdef size_t n = PyArray_SIZE(<ndarray>edges) - 1
+    cdef Texts texts
     cdef size_t place
-    cdef ndarray numbers = new_u64(n)
-    cdef const uint8_t *bytes_data = <const uint8_t *>PyArray_DATA(<ndarray>texts)
-    cdef const int64_t *offsets_data = <const int64_t *>PyArray_DATA(<ndarray>edges)
-    cdef uint64_t *numbers_data = <uint64_t *>PyArray_DATA(numbers)
+    held = checked(data, offsets, &texts)
     with nogil:
-        place = parse_all(bytes_data, offsets_data, n, numbers_data)
-    return numbers, place
+        place = parse_all(&texts)
+    return held[0], place

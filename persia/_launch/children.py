@@ -18,12 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from persia import env
-from persia._launch.notes import End, first_failure
+from persia._ends import End, first_failure
 
 logger = logging.getLogger(__name__)
-
-# The module that runs a script or a function, see there.
-RUN = "persia._launch.run"
 
 # Seconds that a signalled process gets to end; honcho kills this one after 5.
 UNWIND_S = 2.5

@@ -19,6 +19,7 @@ from persia._core.optim import OPTIONS
 from persia._launch.checks.findings import Finding, error, ok
 from persia._launch.checks.machine import check_machine
 from persia._launch.checks.network import check_network
+from persia._launch.checks.procfile import check_procfile
 from persia._launch.checks.sample import check_sample, read_sample
 from persia._launch.checks.settings import Forecast, check_files, check_memory, forecast
 from persia._metrics.frame import WIDTH, need_rich
@@ -35,6 +36,7 @@ OPTIMIZERS = sorted([*OPTIONS, "rowwise_adagrad"])
 _EMBEDDING = ("embedding_config.yml", "config/embedding_config.yml")
 _GLOBAL = ("global_config.yml", "config/global_config.yml")
 _SCRIPT = "data_loader.py"
+_PROCFILE = "Procfile"
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -153,6 +155,8 @@ def examine(question: Question) -> Report:
                 findings += check_sample(schema, read_sample(path), str(path))
             except DataError as exc:
                 findings.append(error("data", str(exc), "give another --sample, or mend it"))
+    if Path(_PROCFILE).is_file():
+        findings += check_procfile(Path(_PROCFILE))
     findings += check_network("" if schema is None else schema_fingerprint(schema))
     return Report(findings, forecasts)
 

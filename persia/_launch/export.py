@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +42,9 @@ def export(
     unknown = sorted(set(groups) - set(names))
     if unknown:
         raise ConfigError(f"feature groups {', '.join(unknown)}: known are {', '.join(names)}")
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: expected an empty folder, or none")
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return _export(storage, manifests, folder, form, groups, progress)
-    except BaseException:
-        # A half of the rows looks like all of them.
-        for path in folder.iterdir():
-            path.unlink()
-        if is_new:
-            folder.rmdir()
-        raise
-
-
-def _export(
-    storage: Storage,
-    manifests: Sequence[Manifest],
-    folder: Path,
-    form: str,
-    groups: Collection[str],
-    progress: Progress,
-) -> dict[str, int]:
-    schema = manifests[-1].schema
-    names = [group.name for group in schema.groups]
     chosen = [number for number, name in enumerate(names) if not groups or name in groups]
     found: dict[str, int] = {}
-    with ExitStack() as stack:
+    with _whole_or_none(folder), ExitStack() as stack:
         writer = (
             _Parquet(folder, names, stack) if form == "parquet" else _Files(folder, form, names)
         )
@@ -88,6 +63,28 @@ def _export(
             name = writer.add(part.table, arrays)
             found[name] = found.get(name, 0) + len(held)
     return found
+
+
+@contextmanager
+def _whole_or_none(folder: Path) -> Iterator[None]:
+    """Make a folder, of which nothing is left if what fills it fails.
+
+    Raises:
+        ConfigError: If files are there already.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: expected an empty folder, or none")
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        # A half of the rows looks like all of them.
+        for path in folder.iterdir():
+            path.unlink()
+        if is_new:
+            folder.rmdir()
+        raise
 
 
 class _Files:

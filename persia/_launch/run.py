@@ -19,8 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from persia._launch.notes import end_with_launcher, note
-from persia._launch.tracebacks import text_of
+from persia._ends import end_with_launcher, note, text_of
 from persia._services import telling
 from persia.errors import JobFinished
 

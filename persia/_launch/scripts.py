@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from persia import env
-from persia._launch.children import RUN, Child, signal_name
-from persia._launch.notes import End
+from persia._ends import RUN, End
+from persia._launch.children import Child, signal_name
 from persia._metrics.catalogue import LOADER
 from persia._metrics.endpoint import Endpoint
 from persia._rpc.zmq_transport import ZmqTransport

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 import time
 from collections.abc import Sequence
 
+from persia import env
 from persia._launch.asking import Asker, listed_places
-from persia._metrics.frame import WIDTH, Frame, need_rich
+from persia._metrics.frame import WIDTH, Frame, Watched, need_rich
 
 NOBODY = (
     "nobody answers: start the job, or name its processes, persia-launcher top HOST:PORT ... "
@@ -36,10 +38,26 @@ def run_top(
 
 
 def frame_of(asker: Asker) -> Frame:
-    """Return a frame of what is known now."""
-    processes = asker.processes()
-    num_there = sum(one.span is not None for one in processes)
-    return Frame(processes, f"{num_there} of {len(processes)} processes answer")
+    """Return a frame of what is known now, of the run that ``PERSIA_RUN_ID`` names if one."""
+    wanted = env.run_id()
+    processes = [_of_run(wanted, one) for one in asker.processes()]
+    spans = [one.span for one in processes if one.span is not None]
+    title = f"{len(spans)} of {len(processes)} processes answer"
+    runs = sorted({span.now.run for span in spans} - {""})
+    if runs:
+        title = f"run {', '.join(runs)}: {title}"
+    if len(runs) > 1:
+        title += " (of one job? PERSIA_RUN_ID names it)"
+    return Frame(processes, title)
+
+
+def _of_run(wanted: str | None, one: Watched) -> Watched:
+    """Return a process; one of another run than the one wanted without what it told."""
+    run = "" if one.span is None else one.span.now.run
+    if not wanted or run in ("", wanted):
+        return one
+    problem = f"is of another run, {run}, and PERSIA_RUN_ID is {wanted}"
+    return dataclasses.replace(one, span=None, problem=problem)
 
 
 def _show_once(asker: Asker, interval_s: float, deadline_s: float) -> int:

@@ -46,7 +46,14 @@ def _new(name: str, kind: Kind, roles: tuple[str, ...], help: str, *labels: str)
 
 
 _PROCESS = (
-    _new("info", "gauge", EVERY, "1; the label says which PERSIA this is.", "version"),
+    _new(
+        "info",
+        "gauge",
+        EVERY,
+        "1; the labels say which PERSIA this is, and which run (PERSIA_RUN_ID, or the folder).",
+        "version",
+        "run",
+    ),
     _new("ready", "gauge", EVERY, "1 if /readyz says that the process can be used, else 0."),
     _new("healthy", "gauge", EVERY, "1 if /healthz says that its threads live, else 0."),
 )

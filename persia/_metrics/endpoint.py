@@ -144,7 +144,7 @@ class Endpoint:
         return Source(self._role, self._replica, "process", self, self._samples)
 
     def _samples(self) -> Iterable[Sample]:
-        yield Sample("persia_info", 1, {"version": __version__})
+        yield Sample("persia_info", 1, {"version": __version__, "run": env.run_name()})
         yield Sample("persia_ready", not self.why("/readyz"))
         yield Sample("persia_healthy", not self.why("/healthz"))
 

@@ -50,6 +50,11 @@ class Reading:
         """Of the PERSIA that told it; "" if it did not say."""
         return next(iter(self.by("persia_info", "version")), "")
 
+    @property
+    def run(self) -> str:
+        """Of which run the process that told it is; "" if it did not say."""
+        return next(iter(self.by("persia_info", "run")), "")
+
 
 def read(text: str) -> list[Reading]:
     """Return what a text says, by role and replica; that of the process is the first one's.

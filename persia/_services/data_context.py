@@ -31,7 +31,6 @@ import contextlib
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -39,6 +38,7 @@ import numpy as np
 
 from persia import env
 from persia._core.feature_batch import FeatureBatch
+from persia._ends import text_of
 from persia._metrics.timings import Timings
 from persia._rpc.client import Client
 from persia._rpc.messages import IDFeatures, NamedArray, NNWorker, StreamedBatch
@@ -216,7 +216,10 @@ class Feeder:
         feed = self._feed
         with feed.changed:
             if feed.next_id != feed.loader:
-                raise DataError("seek: expected a call before the first send_data")
+                raise DataError(
+                    "seek: expected a call before the first send_data; several epochs of a "
+                    "reader are one call, reader.send(ctx, epochs=3)"
+                )
             if not 0 <= batch <= position:
                 raise DataError(
                     f"seek: expected 0..{position}, the first batch that is needed, got {batch}"
@@ -250,7 +253,7 @@ class Feeder:
         """Tell the ranks that the script failed; wait only until they are told."""
         if self.job_status is not None:
             return
-        text = "".join(traceback.format_exception(error))[-MAX_FAILURE:]
+        text = text_of(error)[-MAX_FAILURE:]
         # A lone surrogate cannot travel.
         text = text.encode("utf-8", "backslashreplace").decode("utf-8")
         threads = [

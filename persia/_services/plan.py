@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,9 @@ from persia.errors import DataError
 logger = logging.getLogger(__name__)
 
 POOLED = frozenset(("sum", "mean", "sqrt", "max"))
+
+# Batches after which a slot that none of them had is a mistake rather than another loader's.
+UNSEEN_AFTER = 200
 
 # Characters of a fingerprint, which is in every ``hello``; thousands of slots take fewer.
 _MAX_FINGERPRINT = 1 << 18
@@ -90,6 +94,8 @@ class Planner:
     def __init__(self, schema: EmbeddingSchema) -> None:
         self._schema = schema
         self._plans: dict[tuple[str, ...], BatchPlan] = {}
+        self._unseen = set(schema.slots)
+        self._numbers = itertools.count(1)  # of batches; a step of it is one for all threads
 
     def plan(self, names: tuple[str, ...]) -> BatchPlan:
         """Return the plan of a batch with these features, in this order.
@@ -100,15 +106,24 @@ class Planner:
         plan = self._plans.get(names)
         if plan is None:
             plan = self._build(names)
-            if not self._plans and (missing := sorted(self._schema.slots.keys() - set(names))):
+            if not self._plans and (missing := self._unseen - set(names)):
                 logger.info(
                     "the first batch has no %s, of %d slots in the embedding config: the model "
                     "gets that many embeddings fewer",
-                    ", ".join(map(repr, missing[:5])) + (", ..." if missing[5:] else ""),
+                    _listed(missing),
                     len(self._schema.slots),
                 )
+            self._unseen -= set(names)
             if len(self._plans) < self.MAX_KEPT:
                 self._plans[names] = plan
+        if next(self._numbers) == UNSEEN_AFTER and self._unseen:
+            logger.warning(
+                "none of the first %d batches has %s, of %d slots in the embedding config: if "
+                "the model needs them, data-loaders have to send them; if not, take them out",
+                UNSEEN_AFTER,
+                _listed(self._unseen),
+                len(self._schema.slots),
+            )
         return plan
 
     def _build(self, names: tuple[str, ...]) -> BatchPlan:
@@ -147,6 +162,12 @@ class Planner:
             )
             plans.append(plan)
         return BatchPlan(names, tuple(features), tuple(plans))
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Name the first five."""
+    names = sorted(names)
+    return ", ".join(map(repr, names[:5])) + (", ..." if names[5:] else "")
 
 
 def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:

@@ -52,8 +52,11 @@ class Tally:
             cardinality.add(seen.registers, ids.distinct)
 
     def read(self) -> tuple[FeatureStats, ...]:
-        """Return all so far, in the order in which features came first."""
+        """Return all so far, in the order in which features came first; the others last."""
         with self._lock:
+            all_seen = self._seen | {
+                name: _Seen() for name in self._dims if name not in self._seen
+            }
             return tuple(
                 FeatureStats(
                     name,
@@ -63,5 +66,5 @@ class Tally:
                     seen.num_ids,
                     seen.registers.copy(),
                 )
-                for name, seen in self._seen.items()
+                for name, seen in all_seen.items()
             )

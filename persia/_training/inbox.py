@@ -63,6 +63,13 @@ SILENT_S = 3 * POLL_S
 FAREWELL_S = 2.0
 
 
+def failure_of_loader(loader: int, text: str) -> RemoteError:
+    """Return what is raised here of a data-loader that failed; the text is its traceback."""
+    return RemoteError(
+        f"{LOADER} {loader} failed; over there:\n{text.rstrip()}", role=LOADER, replica=loader
+    )
+
+
 class Delivered:
     """A batch that was taken; implements ``lookups.Origin``."""
 
@@ -491,11 +498,7 @@ class Inbox:
         for stream in self._streams.values():
             if stream.failure and stream.is_over():
                 failure, stream.failure = stream.failure, ""
-                raise RemoteError(
-                    f"{LOADER} {stream.loader} failed; over there:\n{failure}",
-                    role=LOADER,
-                    replica=stream.loader,
-                )
+                raise failure_of_loader(stream.loader, failure)
 
     def _is_over(self) -> bool:
         return (

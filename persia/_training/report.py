@@ -16,7 +16,7 @@ from persia.errors import ServiceError
 from persia.version import __version__
 
 if TYPE_CHECKING:
-    from persia._rpc.messages import EmbeddingWorker
+    from persia._rpc.messages import EmbeddingWorker, FeatureStats
     from persia._training.flight import Book
     from persia._training.recorder import Kept, Recorder
 
@@ -65,6 +65,7 @@ def gather(
 ) -> Page:
     """Return what is known of a run now."""
     servers = _asked(worker.server_stats) or []
+    features = _asked(worker.feature_stats) or ()
     return Page(
         title=told.title,
         facts=" \u00b7 ".join(
@@ -78,9 +79,9 @@ def gather(
             )
         ),
         tiles=_tiles(told, recorder, kept, book, servers),
-        warnings=_warnings(recorder, kept, book, worker, servers),
+        warnings=_warnings(recorder, kept, book, worker, servers) + _unseen(features),
         charts=_charts(kept),
-        features=_features(recorder, worker),
+        features=_features(recorder, features),
         note=_NOTE,
     )
 
@@ -160,7 +161,7 @@ def _smoothed(points: Points) -> Points:
     return smooth
 
 
-def _features(recorder: Recorder, worker: EmbeddingWorker) -> list[FeatureRow]:
+def _features(recorder: Recorder, features: Sequence[FeatureStats]) -> list[FeatureRow]:
     nothing = (float("nan"), float("nan"))
     return [
         FeatureRow(
@@ -172,8 +173,18 @@ def _features(recorder: Recorder, worker: EmbeddingWorker) -> list[FeatureRow]:
             one.num_empty / max(one.num_samples, 1),
             *recorder.feature_norms.get(one.name, nothing),
         )
-        for one in _asked(worker.feature_stats) or ()
+        for one in features
+        if one.num_samples
     ]
+
+
+def _unseen(features: Sequence[FeatureStats]) -> list[Warn]:
+    """Warn of slots of the embedding config that no batch had, where one had any."""
+    names = [one.name for one in features if not one.num_samples]
+    if not names or len(names) == len(features):
+        return []
+    why = f"{', '.join(names)}: the model got no embeddings of them."
+    return [Warn("slots that no batch had", len(names), why)]
 
 
 _OF_BATCHES = {

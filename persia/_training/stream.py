@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from persia import env
+from persia._ends import RUN, first_failure
 from persia._rpc.methods import embedding_worker, nn_worker
 from persia._rpc.server import ServerSettings, serve
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._training.inbox import LOADER, Inbox
+from persia._training.inbox import LOADER, Inbox, failure_of_loader
 from persia.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from persia._rpc.messages import EmbeddingWorker
     from persia._rpc.server import Server
     from persia._training.progress import Plain
@@ -173,9 +174,12 @@ class ChildStream(Stream):
 
     def _run(self) -> None:
         self._is_owed = False
+        notes = Path(tempfile.mkdtemp(prefix="end-", dir=self._directory))
         environment = env.of_child(
             **{
                 env.LAUNCHED_VARIABLE: 1,
+                env.LAUNCHER_PID_VARIABLE: os.getpid(),
+                env.RUN_DIRECTORY_VARIABLE: notes,
                 env.FEEDS_VARIABLE: 1,
                 env.NN_WORKERS_VARIABLE: self.address,
                 env.EMBEDDING_WORKERS_VARIABLE: self._worker_server.address,
@@ -188,13 +192,17 @@ class ChildStream(Stream):
         logger.info(
             "embedded mode: %s is the data-loader, in a process of its own", self._script
         )
-        self._child = subprocess.Popen([sys.executable, str(self._script)], env=environment)
+        command = [sys.executable, "-m", RUN, "script", str(self._script)]
+        self._child = subprocess.Popen(command, env=environment)
         self._watcher = threading.Thread(
-            target=self._watch, args=(self._child,), name="persia-data-loader", daemon=True
+            target=self._watch,
+            args=(self._child, notes),
+            name="persia-data-loader",
+            daemon=True,
         )
         self._watcher.start()
 
-    def _watch(self, child: subprocess.Popen[bytes]) -> None:
+    def _watch(self, child: subprocess.Popen[bytes], notes: Path) -> None:
         status = child.wait()
         try:
             with self._lock:
@@ -205,6 +213,10 @@ class ChildStream(Stream):
                     return
         except BaseException as exc:
             self.inbox.fail(exc)
+            return
+        failure = first_failure(notes)
+        if failure is not None and failure.text:
+            self.inbox.fail(failure_of_loader(0, failure.text))
             return
         how = f"ended with status {status}" if status >= 0 else f"died of signal {-status}"
         self.inbox.fail(

@@ -54,9 +54,11 @@ class Reader(ABC):
 
     Attributes:
         buffer_size: As of ``IterableDataset``.
+        epoch: Which order the next pass has, where the data is shuffled; set it before each.
     """
 
     buffer_size = 10
+    epoch = 0
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield the batches of one epoch."""
@@ -66,20 +68,47 @@ class Reader(ABC):
     def iter_from(self, first: int) -> Iterator[PersiaBatch]:
         """Yield the batches of one epoch from number ``first`` on."""
 
-    def send(self, ctx: DataCtx) -> None:
-        """Send the batches of one epoch, from where a run that continues has need of them.
+    def send(self, ctx: DataCtx, epochs: int = 1) -> None:
+        """Send the batches of some epochs, from where a run that continues has need of them.
 
-        Once in a context, which has one position: several epochs are several runs, or a loop of
-        ``ctx.send_data``.
+        Once in a context, which has one position. For the trainer, all of them are one pass
+        over its ``StreamingDataset``.
+
+        Args:
+            ctx: An entered context, in which nothing was sent.
+            epochs: How many, one after the other; ``epoch`` counts them from what it is.
 
         Example:
             >>> with DataCtx() as ctx:  # doctest: +SKIP
-            ...     ParquetReader("clicks/", columns, 4096).send(ctx)
+            ...     ParquetReader("clicks/", columns, 4096, shuffle_seed=1).send(ctx, epochs=3)
         """
+        if epochs < 1:
+            raise ConfigError(f"epochs must be at least 1, got {epochs}")
         first = ctx.resume_position
         ctx.seek(first)
-        for batch in self.iter_from(first):
+        for batch in self._epochs(epochs, first):
             ctx.send_data(batch)
+
+    def _epochs(self, count: int, first: int) -> Iterator[PersiaBatch]:
+        """Yield the batches of so many epochs from number ``first`` on."""
+        for left in range(count - 1, -1, -1):
+            size = self._num_batches() if first and left else None
+            if size is not None and size <= first:
+                first -= size
+            elif first and left and size is None:
+                for batch in self:  # only reading says how many there are
+                    if first:
+                        first -= 1
+                    else:
+                        yield batch
+            else:
+                yield from self.iter_from(first)
+                first = 0
+            self.epoch += bool(left)
+
+    def _num_batches(self) -> int | None:
+        """Return how many batches one epoch has; None if only reading it tells."""
+        return None
 
 
 class PieceReader(Reader):
@@ -95,9 +124,6 @@ class PieceReader(Reader):
 
     Raises:
         ConfigError: If a number is out of range.
-
-    Attributes:
-        epoch: Which order the next pass has; set it before each.
     """
 
     def __init__(
@@ -119,7 +145,6 @@ class PieceReader(Reader):
         self.batch_size = batch_size
         self.shuffle_seed = shuffle_seed
         self.drop_last = drop_last
-        self.epoch = 0
         self._shard = shard
 
     @abstractmethod
@@ -137,11 +162,17 @@ class PieceReader(Reader):
         Raises:
             ConfigError: If that is not known before the data was read, as of a stream.
         """
+        count = self._num_batches()
+        if count is None:
+            raise ConfigError(f"{type(self).__name__}: nobody knows how many rows it has")
+        return count
+
+    def _num_batches(self) -> int | None:
         num_rows = 0
         for piece in self._own_pieces():
             count = piece.num_rows()
             if count is None:
-                raise ConfigError(f"{type(self).__name__}: nobody knows how many rows it has")
+                return None
             num_rows += count
         if self.drop_last:
             return num_rows // self.batch_size

@@ -1,9 +1,17 @@
-"""Text in the layout of Criteo's logs."""
+"""Text: CSV and TSV with a header, and the layout of Criteo's logs without one.
+
+A file is cut into ranges of bytes, and a line belongs to that in which it begins:
+
+    user,item<newline>7,12<newline>3,<newline>8,40<newline>
+    header            [.... first piece ....] [. second .]
+
+So a newline ends a line wherever it is, in quotes too.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -29,31 +37,54 @@ BLOCK_BYTES = 16 << 20
 # What is read at a time beyond a block, until its last line ends.
 _LOOK_BYTES = 1 << 16
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
+# Fields of a CSV that say that there is nothing.
+NULLS = ("", "NULL", "null", "NaN", "nan")
+_EXPECTED = "lines of the types that the first MiB has, or types= says"
 
 
 class _Format:
-    """How lines become columns."""
+    """How lines become columns.
 
-    def __init__(self, names: Sequence[str], delimiter: str, columns: Columns) -> None:
-        types = {name: pa.string() if name in IDS else pa.float32() for name in names}
-        self._read = pacsv.ReadOptions(column_names=list(names))
+    Args:
+        what: What lines are, for messages.
+        types: Of all columns, in the order of the fields.
+        columns: What is read of them.
+        delimiter: What separates fields.
+        has_quotes: Whether ``"`` may be around a field.
+        nulls: What a field without a value says.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        types: Any,
+        columns: Columns,
+        delimiter: str,
+        has_quotes: bool,
+        nulls: Sequence[str],
+    ) -> None:
+        self._what = what
+        self._names = list(types)
         # A line without anything is a row of nulls: rows are counted by lines.
         self._parse = pacsv.ParseOptions(
-            delimiter=delimiter, quote_char=False, ignore_empty_lines=False
+            delimiter=delimiter,
+            quote_char='"' if has_quotes else False,
+            ignore_empty_lines=False,
         )
         self._convert = pacsv.ConvertOptions(
             column_types=types,
             include_columns=columns.names,
-            null_values=[""],
+            null_values=list(nulls),
             strings_can_be_null=True,
         )
 
-    def parse(self, where: str, source: Any) -> Iterator[Any]:
+    def parse(self, where: str, source: Any, has_header: bool = False) -> Iterator[Any]:
         """Yield record batches of a stream of lines."""
+        read = pacsv.ReadOptions(column_names=self._names, skip_rows=int(has_header))
         try:
-            yield from pacsv.open_csv(source, self._read, self._parse, self._convert)
+            yield from pacsv.open_csv(source, read, self._parse, self._convert)
         except pa.ArrowInvalid as exc:
-            raise DataError(f"{where}: expected lines in Criteo's layout, got: {exc}") from exc
+            raise DataError(f"{where}: expected {self._what}, got: {exc}") from exc
 
 
 class _Block:
@@ -100,20 +131,163 @@ class _Block:
 class _Packed:
     """A compressed file, which can only be read from its beginning."""
 
-    def __init__(self, open_stream: Callable[[], Any], path: str, lines: _Format) -> None:
+    def __init__(
+        self, open_stream: Callable[[], Any], path: str, lines: _Format, has_header: bool
+    ) -> None:
         self._open = open_stream
         self._path = path
         self._format = lines
+        self._has_header = has_header
 
     def num_rows(self) -> None:
         return None
 
     def read(self) -> Iterator[Any]:
         with self._open() as stream:
-            yield from self._format.parse(self._path, stream)
+            yield from self._format.parse(self._path, stream, self._has_header)
 
 
-class CriteoReader(PieceReader):
+class _TextReader(PieceReader):
+    """A reader of lines."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        batch_size: int,
+        shuffle_seed: int | None,
+        drop_last: bool,
+        shard: tuple[int, int] | None,
+        block_bytes: int,
+    ) -> None:
+        super().__init__(
+            columns, batch_size, shuffle_seed=shuffle_seed, drop_last=drop_last, shard=shard
+        )
+        if block_bytes < 1:
+            raise ConfigError(f"block_bytes must be at least 1, got {block_bytes}")
+        self._block_bytes = block_bytes
+        self._all: list[Piece] = []
+
+    def _pieces(self) -> Sequence[Piece]:
+        return self._all
+
+    def _add(self, filesystem: Any, info: Any, lines: _Format, header: bytes = b"") -> None:
+        """Add the pieces of one file, behind its header."""
+        path = info.path
+        if path.endswith(_PACKED):
+            self._all.append(
+                _Packed(lambda: filesystem.open_input_stream(path), path, lines, bool(header))
+            )
+            return
+        self._all += [
+            _Block(
+                lambda: filesystem.open_input_file(path),
+                path,
+                begin,
+                min(begin + self._block_bytes, info.size),
+                lines,
+            )
+            for begin in range(len(header), info.size, self._block_bytes)
+        ]
+
+
+class CsvReader(_TextReader):
+    r"""Reads text with a header: CSV, or TSV with ``delimiter="\t"``.
+
+    The first line of each file names its columns, which are the same in all. Types are those
+    that Arrow finds in the first MiB of the first file, or that ``types`` says. A field may be
+    in double quotes, though without a newline. An empty field, ``NULL`` and ``NaN`` are nulls.
+    Pieces are as those of ``CriteoReader``.
+
+    Args:
+        path: File or folder, or a URL that Arrow knows; ``.gz`` and other packed files too.
+        columns: As of ``PieceReader``, as are the others not named here.
+        batch_size: Samples of a batch.
+        types: Arrow types of columns that look like others, such as ``{"zip": "string"}``.
+        delimiter: What separates fields.
+        block_bytes: Size of a piece.
+        shuffle_seed: Mixes the pieces.
+        drop_last: Leave out a last batch that is smaller.
+        shard: Whose part is read.
+
+    Raises:
+        ConfigError: If there is no such file, or a column is not in the header.
+        DataTypeError: If a column's type cannot be read.
+        DataError: If a file has another header than the first.
+
+    Example:
+        >>> columns = Columns(ids=["user"], labels=["click"])  # doctest: +SKIP
+        >>> reader = CsvReader("clicks.csv", columns, 4096)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        columns: Columns,
+        batch_size: int,
+        *,
+        types: Mapping[str, Any] | None = None,
+        delimiter: str = ",",
+        block_bytes: int = BLOCK_BYTES,
+        shuffle_seed: int | None = None,
+        drop_last: bool = False,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard, block_bytes)
+        files = _files(os.fspath(path))
+        known = {name: _type_of(name, kind) for name, kind in (types or {}).items()}
+        schema = _schema_of(*files[0], known, delimiter)
+        columns.check(files[0][1].path, schema)
+        fields = dict(zip(schema.names, schema.types, strict=True))
+        lines = _Format(_EXPECTED, fields, columns, delimiter, True, NULLS)
+        first = _header_of(*files[0])
+        for filesystem, info in files:
+            header = _header_of(filesystem, info)
+            if header.rstrip() != first.rstrip():
+                raise DataError(
+                    f"{info.path}: expected the header of {files[0][1].path}, "
+                    f"{first.rstrip()!r:.200}, got {header.rstrip()!r:.200}"
+                )
+            self._add(filesystem, info, lines, header)
+
+
+def _type_of(name: str, kind: Any) -> Any:
+    if not isinstance(kind, str):
+        return kind
+    try:
+        return pa.type_for_alias(kind)
+    except ValueError as exc:
+        raise ConfigError(
+            f"types: {name!r}: expected an Arrow type such as 'string' or 'int64', got {kind!r}"
+        ) from exc
+
+
+def _header_of(filesystem: Any, info: Any) -> bytes:
+    """Return the first line of a file."""
+    parts: list[bytes] = []
+    with filesystem.open_input_stream(info.path) as stream:
+        while not parts or b"\n" not in parts[-1]:
+            parts.append(stream.read(_LOOK_BYTES))
+            if not parts[-1]:
+                break
+    text = b"".join(parts)
+    end = text.find(b"\n") + 1
+    return text[:end] if end else text
+
+
+def _schema_of(filesystem: Any, info: Any, types: Mapping[str, Any], delimiter: str) -> Any:
+    """Return the columns of a file by its header and its first lines."""
+    try:
+        with filesystem.open_input_stream(info.path) as stream:
+            return pacsv.open_csv(
+                stream,
+                parse_options=pacsv.ParseOptions(delimiter=delimiter),
+                convert_options=pacsv.ConvertOptions(column_types=types, null_values=NULLS),
+            ).schema
+    except pa.ArrowInvalid as exc:
+        raise DataError(f"{info.path}: expected a header and lines, got: {exc}") from exc
+
+
+class CriteoReader(_TextReader):
     """Reads text in the layout of Criteo's click logs: a line a sample, without a header.
 
         label <tab> 13 numbers <tab> 26 ids in hexadecimal digits
@@ -155,21 +329,13 @@ class CriteoReader(PieceReader):
         labels = (LABEL,) if has_label else ()
         if columns is None:
             columns = Columns(IDS, DENSE, labels, strings="hex", requires_grad=has_label)
-        super().__init__(
-            columns, batch_size, shuffle_seed=shuffle_seed, drop_last=drop_last, shard=shard
-        )
-        if block_bytes < 1:
-            raise ConfigError(f"block_bytes must be at least 1, got {block_bytes}")
+        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard, block_bytes)
         names = (*labels, *DENSE, *IDS)
-        kinds = [(name, pa.string() if name in IDS else pa.float32()) for name in names]
-        columns.check(os.fspath(path), pa.schema(kinds))
-        lines = _Format(names, delimiter, columns)
-        self._all: list[Piece] = []
+        types = {name: pa.string() if name in IDS else pa.float32() for name in names}
+        columns.check(os.fspath(path), pa.schema(list(types.items())))
+        lines = _Format("lines in Criteo's layout", types, columns, delimiter, False, [""])
         for filesystem, info in _files(os.fspath(path)):
-            self._all += _pieces_of(filesystem, info, lines, block_bytes)
-
-    def _pieces(self) -> Sequence[Piece]:
-        return self._all
+            self._add(filesystem, info, lines)
 
 
 def _files(path: str) -> list[tuple[Any, Any]]:
@@ -188,19 +354,3 @@ def _files(path: str) -> list[tuple[Any, Any]]:
     if not files:
         raise ConfigError(f"{path}: expected a file or a folder of files, got none")
     return [(filesystem, each) for each in files]
-
-
-def _pieces_of(filesystem: Any, info: Any, lines: _Format, block_bytes: int) -> list[Piece]:
-    path = info.path
-    if path.endswith(_PACKED):
-        return [_Packed(lambda: filesystem.open_input_stream(path), path, lines)]
-    return [
-        _Block(
-            lambda: filesystem.open_input_file(path),
-            path,
-            begin,
-            min(begin + block_bytes, info.size),
-            lines,
-        )
-        for begin in range(0, info.size, block_bytes)
-    ]

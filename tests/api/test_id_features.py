@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -324,3 +325,64 @@ def test_ids_that_are_no_u64_are_told_how_to_become_it(
 def test_ids_of_floats_are_not_rounded_by_advice() -> None:
     with pytest.raises(DataTypeError, match=r"got float64 of 1 dimension$"):
         IDTypeFeatureWithSingleID("clicks", np.array([1.5]))
+
+
+def single(ids: Any) -> IDTypeFeatureWithSingleID:
+    return IDTypeFeatureWithSingleID("clicks", ids)
+
+
+HASH = "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, object)) >> 8"
+
+
+@pytest.mark.parametrize(
+    ("ids", "hint"),
+    [
+        (["a", "b"], HASH),
+        (np.array(["a", "b"]), HASH),
+        (np.array(["a", "b"], object), HASH),
+        (pd.Series(["a", "b"]), HASH),
+        (pd.Series(["a", "b"], dtype="category"), HASH),
+        (pd.Categorical(["a", "b"]), HASH),
+        (torch.tensor([1, 2]), "; .cpu().numpy().astype(np.uint64) makes one of it"),
+        (pd.Series([1, 2]), "; .to_numpy().astype(np.uint64) makes one of it"),
+        ([1, 2], "; np.array(..., dtype=np.uint64) makes one of it"),
+        ([1, -2], "; np.array(..., np.int64).view(np.uint64) makes one, with 2**64 - 1 for -1"),
+        (np.array([1, -2]), "; .astype(np.uint64) makes it one"),
+        ([1.0, 2.0], ".astype(np.uint64) makes ids of whole numbers: no fractions, no NaN"),
+        (pd.Series([1, None]), ".astype(np.uint64) makes ids of whole numbers: no fractions"),
+    ],
+)
+def test_w05_ids_of_other_types_are_told_what_to_type(ids: Any, hint: str) -> None:
+    with pytest.raises(DataTypeError) as raised:
+        single(ids)
+    assert hint in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_w05_what_is_typed_after_the_advice_is_taken() -> None:
+    column = pd.Series(["a", "b", "a"], dtype="category")
+    (a, b, again) = single(pd.util.hash_array(np.asarray(column, object)) >> 8).data
+    assert a == again != b
+    assert max(a, b) < 1 << 56
+    negative = single(np.array([1, -2], np.int64).view(np.uint64))
+    assert negative.data.tolist() == [1, 2**64 - 2]
+    for ids in (torch.tensor([1, 2]).cpu(), pd.Series([1, 2]).to_numpy()):
+        assert single(np.asarray(ids).astype(np.uint64)).data.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("samples", "hint"),
+    [
+        ([3, 4], "IDTypeFeatureWithSingleID(name, np.array(ids).astype(np.uint64)) takes one"),
+        (np.array([3, 4], np.uint64), "IDTypeFeatureWithSingleID(name, "),
+        (["a", "b"], HASH),
+        ([torch.tensor([1])], ".cpu().numpy().astype(np.uint64)"),
+        (torch.tensor([1, 2]), "IDTypeFeature.from_jagged takes tensors"),
+        (arrow(), "IDTypeFeature.from_arrow takes list arrays"),
+        (pd.Series([[1], [2]]), ".tolist() makes one of a column of arrays"),
+    ],
+)
+def test_w05_samples_of_other_types_are_told_what_to_type(samples: Any, hint: str) -> None:
+    with pytest.raises(DataTypeError) as raised:
+        IDTypeFeature("clicks", samples)
+    assert hint in str(raised.value)

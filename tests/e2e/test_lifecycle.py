@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from persia._launch.tracebacks import text_of
+from persia._ends import text_of
 from persia.config import GlobalConfig
 from persia.embedding.data import IDTypeFeature
 from persia.errors import ConfigError

@@ -19,7 +19,7 @@ from tests.meta.sources import (
 )
 
 ROWS = [
-    {"errors", "env", "_older", "_replica", "logger", "utils", "version"},
+    {"errors", "env", "_ends", "_older", "_replica", "logger", "utils", "version"},
     {"config", "_core", "_files", "_metrics"},
     {"_rpc"},
     {"_services"},

@@ -207,3 +207,50 @@ def test_a_data_loader_sends_from_where_it_is_needed(folder: Path) -> None:
     reader.send(ctx)  # type: ignore[arg-type]
     assert ctx.sought == 3
     assert ctx.sent == bytes_of(reader)[3:]
+
+
+class Ctx:
+    """Stands in for a DataCtx of a run that continues."""
+
+    def __init__(self, resume_position: int) -> None:
+        self.resume_position = resume_position
+        self.sought = -1
+        self.sent: list[bytes] = []
+
+    def seek(self, batch: int) -> None:
+        self.sought = batch
+
+    def send_data(self, batch: Any) -> None:
+        self.sent.append(batch.to_bytes())
+
+
+class Unknown(ParquetReader):
+    """Of which nobody knows the number of rows before it was read."""
+
+    def _num_batches(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("kind", [ParquetReader, Unknown])
+def test_several_epochs_are_sent_from_where_they_are_needed(
+    folder: Path, kind: type[ParquetReader]
+) -> None:
+    def reader() -> ParquetReader:
+        return kind(folder, COLUMNS, 8, shuffle_seed=5, shard=(0, 1))
+
+    whole, epochs = Ctx(0), reader()
+    epochs.send(whole, epochs=3)  # type: ignore[arg-type]
+    assert epochs.epoch == 2
+    assert len(set(whole.sent)) > len(whole.sent) / 2  # of other orders
+    expected: list[bytes] = []
+    for epoch in range(3):
+        one = reader()
+        one.epoch = epoch
+        expected += bytes_of(one)
+    assert whole.sent == expected
+    for first in range(len(expected) + 1):
+        ctx = Ctx(first)
+        reader().send(ctx, epochs=3)  # type: ignore[arg-type]
+        assert (ctx.sought, ctx.sent) == (first, expected[first:])
+    with pytest.raises(ConfigError, match="epochs must be at least 1, got 0"):
+        reader().send(Ctx(0), epochs=0)  # type: ignore[arg-type]

@@ -7,10 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
+from persia import env
 from persia._launch.asking import Asker, Place, listed_places
+from persia._launch.top import frame_of
 from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.frame import Watched
 from persia.errors import ConfigError
@@ -200,3 +203,34 @@ def test_places_are_those_of_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         places()
     with pytest.raises(ConfigError, match="expected HOST:PORT"):
         places("here")
+
+
+def test_a_frame_says_of_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PERSIA_RUN_ID", raising=False)
+    with (
+        answering(200, lambda _: text_of(WORKER, 0, "ours")) as one,
+        answering(200, lambda _: text_of(SERVER, 0, "theirs")) as other,
+    ):
+        asker = Asker([Place(WORKER, 0, HOST, one), Place(SERVER, 0, HOST, other)], LONG_S)
+        asker.ask()
+        asker.wait(LONG_S)
+        both = "run ours, theirs: 2 of 2 processes answer (of one job? PERSIA_RUN_ID names it)"
+        assert frame_of(asker).title == both
+        monkeypatch.setenv("PERSIA_RUN_ID", "ours")
+        frame = frame_of(asker)
+    assert frame.title == "run ours: 1 of 2 processes answer"
+    assert [one.problem for one in frame.processes] == [
+        "",
+        "is of another run, theirs, and PERSIA_RUN_ID is ours",
+    ]
+
+
+def test_a_run_is_called_as_its_variable_or_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PERSIA_RUN_ID", raising=False)
+    (tmp_path / "clicks").mkdir()
+    monkeypatch.chdir(tmp_path / "clicks")
+    assert env.run_name() == "clicks"
+    monkeypatch.setenv("PERSIA_RUN_ID", "monday")
+    assert env.run_name() == "monday"

@@ -19,6 +19,7 @@ from persia._launch.checks.settings import check_files, check_memory, forecast
 from persia._rpc.messages import IDFeatures
 from persia._rpc.methods import Hello, Role
 from persia._services.embedded import build_embedding_worker
+from persia._training.stream import Stream
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import (
@@ -340,3 +341,14 @@ def test_a_report_as_text_and_as_json(
     assert "-> send it, or take user out of slots_config" in text
     assert "bytes a row" in text
     assert "1 error, " in text
+
+
+@pytest.mark.usefixtures("_lists")
+def test_a_probe_is_no_stranger_to_a_service(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Stream(0, 1, 4, f"tcp://{loopback_host()}:0")) as stream:
+        monkeypatch.setenv("PERSIA_NN_WORKERS", stream.address.removeprefix("tcp://"))
+        assert bad([*network.check_network("")]) == []
+        assert "dropped.stranger" not in stream.server.stats()
+    assert not [one for one in caplog.records if "refused" in one.message]

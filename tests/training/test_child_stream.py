@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
-from persia.errors import ConfigError, ServiceError
+from persia.errors import ConfigError, RemoteError, ServiceError
 from tests.cluster import ROOT
 from tests.faults.job import make_ctx, occurrences, trained
 
@@ -85,6 +87,43 @@ def test_the_traceback_of_the_script_is_raised(script: Path) -> None:
         train(ctx, new_loader())
     # Leaving the context waits for the updates, which the failure of a pass does not.
     assert ctx.stats()["batches"] == 3
+
+
+OPENS = """
+from persia.ctx import DataCtx
+from persia.embedding.data import IDTypeFeature, PersiaBatch
+
+def batch_of(row):
+    return PersiaBatch([IDTypeFeature("user", row["user"])])
+
+with DataCtx() as ctx:
+    {line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "frames", "error"),
+    [
+        (OPENS.format(line="batch_of({})"), [9, 6], "KeyError: 'user'"),
+        # What refuses a batch is not explained by the way there.
+        (OPENS.format(line="batch_of({'user': 3})"), [9, 6], "DataTypeError: feature 'user': "),
+        ("rows = {}\nrows['user']", [2], "KeyError: 'user'"),  # in no context
+        ("rows = {", [1], "SyntaxError: "),
+    ],
+)
+def test_what_is_seen_last_is_the_scripts_own_error_where_it_was_raised(
+    script: Path, text: str, frames: list[int], error: str
+) -> None:
+    script.write_text(text)
+    with pytest.raises(RemoteError) as raised, make_ctx() as ctx:
+        train(ctx, new_loader())
+    printed = "".join(traceback.format_exception(raised.value))
+    here, over_there = printed.split("data-loader 0 failed; over there:\n")
+    assert f"{script}" not in here
+    assert here.count(f'File "{ROOT / "persia"}') == 1  # where the loop asks for a batch
+    found = re.findall(r'File "(.*)", line (\d+)', over_there)
+    assert found == [(str(script), str(line)) for line in frames]
+    assert over_there.splitlines()[-1].startswith((error, f"persia.errors.{error}"))
 
 
 def test_a_loop_that_is_left_ends_the_child_soon(script: Path) -> None:

@@ -8,6 +8,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -497,6 +498,23 @@ def test_w42_exception_in_the_dataset_is_raised_after_the_batches_before_it(
         assert "__iter__" in frames
         # the context goes on
         assert train_all(ctx, DataLoader(Batches(2), reproducible=True)) == [0, 1]
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_of_an_exception_in_the_dataset_the_users_frames_are_shown(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    monkeypatch.setenv("LOG_LEVEL", level)
+
+    def batches() -> Iterator[PersiaBatch]:
+        yield PersiaBatch([])
+
+    with pytest.raises(DataError, match="id_type_features") as caught, make_ctx():
+        list(DataLoader(batches()))
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    before = files[: -files[::-1].index(__file__) - 1]
+    assert [Path(name).name for name in before[:2]] == ["test_loader.py", "data.py"]
+    assert len(before) == 2 if level == "info" else len(before) > 2
 
 
 @pytest.mark.parametrize("reproducible", [False, True])

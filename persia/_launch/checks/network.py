@@ -90,14 +90,12 @@ def _names(variable: str, listed: list[str]) -> Iterator[Finding]:
 def _address(role: Role, variable: str, address: str, fingerprint: str) -> Finding:
     who = f"{role.name} at {address}"
     if not _is_there(address):
-        why = _why_not_free(address)
-        if why:
-            todo = f"write another address into {variable}"
-            return error("addresses", f"{who}: {why}", todo)
-        return ok("addresses", f"{who}: nobody there yet")
+        return _vacant(who, variable, address)
     try:
         hello = _hello(role, address)
     except PersiaError as exc:
+        if not _listens(address):
+            return _vacant(who, variable, address)
         return error(
             "ports",
             f"{who} is taken by somebody else: {exc}",
@@ -121,7 +119,32 @@ def _address(role: Role, variable: str, address: str, fingerprint: str) -> Findi
     return ok("versions", f"{who} runs: {replica}, PERSIA {hello.version}")
 
 
+def _vacant(who: str, variable: str, address: str) -> Finding:
+    why = _why_not_free(address)
+    if why:
+        return error("addresses", f"{who}: {why}", f"write another address into {variable}")
+    return ok("addresses", f"{who}: nobody there yet")
+
+
 def _is_there(address: str) -> bool:
+    """Whether somebody may be there, without a connection that a server took for a stranger's.
+
+    Of another machine only a call can tell.
+    """
+    if not address.startswith(TCP):
+        return Path(address.removeprefix("ipc://")).is_socket()
+    host, port = split(address)
+    try:
+        _bind(host.strip("[]"), port)
+    except socket.gaierror:
+        return False  # the name leads nowhere
+    except OSError as exc:
+        return exc.errno != errno.EACCES
+    return False
+
+
+def _listens(address: str) -> bool:
+    """Whether somebody takes connections there."""
     try:
         if not address.startswith(TCP):
             with closing(socket.socket(socket.AF_UNIX)) as unix:
@@ -144,12 +167,17 @@ def _why_not_free(address: str) -> str:
     return _why_not_bound(host.strip("[]"), port)
 
 
+def _bind(host: str, port: int) -> None:
+    """Take a port of this machine, and give it back."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    with closing(socket.socket(family)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((host, port))
+
+
 def _why_not_bound(host: str, port: int) -> str:
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        with closing(socket.socket(family)) as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((host, port))
+        _bind(host, port)
     except OSError as exc:
         if exc.errno in (errno.EADDRINUSE, errno.EACCES):
             return f"cannot listen at port {port}: {exc.strerror}"

@@ -1,0 +1,187 @@
+"""The Procfile: commands that are there, scripts and configs that are, and replicas that agree.
+
+    name: [env] [VARIABLE=value ...] command words ...         .env: VARIABLE=value
+
+Of a command that starts a role more is known than that it is there. The lines of one role on
+this machine are some, or all, of its ``REPLICA_SIZE`` replicas.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from persia import env
+from persia._launch.checks.findings import Finding, error, ok, warning
+from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
+from persia.errors import ConfigError
+
+_LINE = re.compile(r"([A-Za-z0-9_-]+):\s*(.+)")
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_LAUNCHER = "persia-launcher"
+_ROLES = (LOADER, WORKER, SERVER, TRAINER)
+# Of which a role's replicas have addresses, one each.
+_LISTS = {
+    WORKER: (env.EMBEDDING_WORKERS_VARIABLE, env.embedding_worker_addresses),
+    SERVER: (env.PARAMETER_SERVERS_VARIABLE, env.parameter_server_addresses),
+}
+_FILES = ("--embedding-config", "--global-config")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One process that is started."""
+
+    where: str  # file, line and name
+    variables: dict[str, str]
+    words: list[str]
+
+    @property
+    def role(self) -> str:
+        """Of ``persia-launcher``; "" if the command is another."""
+        is_role = Path(self.words[0]).name == _LAUNCHER and len(self.words) > 1
+        return self.words[1] if is_role else ""
+
+    def option(self, name: str, variable: str = "") -> str | None:
+        """Return the value of an option, or else of its variable."""
+        for number, word in enumerate(self.words):
+            if word == name and number + 1 < len(self.words):
+                return self.words[number + 1]
+            if word.startswith(f"{name}="):
+                return word.partition("=")[2]
+        return self.variables.get(variable)
+
+
+def check_procfile(path: Path) -> Iterator[Finding]:
+    """Yield what is found of the commands that honcho would start."""
+    common = _variables_of(path.with_name(".env"))
+    lines: list[Line] = []
+    bad: list[Finding] = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        found = _LINE.fullmatch(text.strip())
+        if found is None:
+            continue  # as honcho does, of comments and of anything else
+        where = f"{path}:{number}: {found[1]}"
+        try:
+            line = _parsed(where, dict(common), shlex.split(found[2]))
+        except ValueError as exc:
+            bad.append(error("procfile", f"{where}: {exc}", "close the quotes"))
+            continue
+        if line is not None:
+            lines.append(line)
+    bad += [finding for line in lines for finding in _check_line(line)]
+    for role in dict.fromkeys(line.role for line in lines if line.role in _ROLES):
+        bad += _check_replicas(role, [line for line in lines if line.role == role])
+    yield from bad
+    if not bad:
+        count = f"{len(lines)} command{'' if len(lines) == 1 else 's'}"
+        yield ok("procfile", f"{path}: {count}, each of which is there")
+
+
+def _variables_of(path: Path) -> dict[str, str]:
+    """Return what honcho sets for all of them."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    found = (_VARIABLE.fullmatch(line.strip()) for line in text.splitlines())
+    return {one[1]: one[2].strip("'\"") for one in found if one is not None}
+
+
+def _parsed(where: str, variables: dict[str, str], words: list[str]) -> Line | None:
+    """Return a line, the variables that it sets apart; None if nothing else is there."""
+    while words and (words[0] == "env" or _VARIABLE.fullmatch(words[0])):
+        name, is_set, value = words.pop(0).partition("=")
+        if is_set:
+            variables[name] = value
+    return Line(where, variables, words) if words else None
+
+
+def _check_line(line: Line) -> Iterator[Finding]:
+    command = line.words[0]
+    if shutil.which(command) is None:
+        todo = "pip install persia, or activate its environment"
+        if command != _LAUNCHER:
+            todo = "install it, or correct the name"
+        yield error("procfile", f"{line.where}: no such command: {command}", todo)
+        return
+    if not line.role:
+        return
+    if line.role not in _ROLES:
+        yield error(
+            "procfile",
+            f"{line.where}: {_LAUNCHER} has no role {line.role!r}",
+            f"one of {', '.join(_ROLES)}",
+        )
+        return
+    names = [line.option(name) for name in _FILES if line.role in (WORKER, SERVER)]
+    if line.role in (LOADER, TRAINER) and len(line.words) > 2:
+        names += line.words[2:3] if not line.words[2].startswith("-") else []
+    for name in names:
+        if name is not None and not Path(name).is_file():
+            yield error("procfile", f"{line.where}: no such file: {name}", "correct the path")
+
+
+def _check_replicas(role: str, lines: Sequence[Line]) -> Iterator[Finding]:
+    """Yield what replicas of one role do not agree on."""
+    if role == TRAINER:
+        return
+    try:
+        size, index = env.get_replica_size() or 1, env.get_replica_index() or 0
+        replicas = [_replica(line, index, size) for line in lines]
+    except ConfigError as exc:
+        yield error("procfile", str(exc), "write numbers")
+        return
+    sizes = sorted({size for _, size in replicas})
+    where = lines[0].where if len(lines) == 1 else f"{len(lines)} lines of {role}"
+    if len(sizes) > 1:
+        yield error(
+            "procfile",
+            f"{where}: REPLICA_SIZE is {' and '.join(map(str, sizes))}",
+            "give all of them the same --replica-size",
+        )
+        return
+    (size,) = sizes
+    taken: set[int] = set()
+    for line, (index, _) in zip(lines, replicas, strict=True):
+        if not 0 <= index < size:
+            yield error(
+                "procfile",
+                f"{line.where}: replica {index} of REPLICA_SIZE {size}",
+                f"--replica-index is in 0..{size - 1}",
+            )
+        elif index in taken:
+            yield error(
+                "procfile",
+                f"{line.where}: replica {index} is started twice",
+                f"give each of them its own --replica-index, and --replica-size {len(lines)}",
+            )
+        taken.add(index)
+    if len(lines) < size:
+        yield warning(
+            "procfile",
+            f"{where}: {len(lines)} of REPLICA_SIZE {size} start here",
+            "start the others elsewhere, or correct --replica-size",
+        )
+    if role in _LISTS:
+        variable, known = _LISTS[role]
+        text = lines[0].variables.get(variable)
+        count = len(known() if text is None else text.split(","))
+        if count != size:
+            yield error(
+                "procfile",
+                f"{where}: REPLICA_SIZE is {size}, and {variable} has {count}",
+                f"one address for each, with commas between, in {variable}",
+            )
+
+
+def _replica(line: Line, index: int, size: int) -> tuple[int, int]:
+    """Return number and count of the replica that a line starts."""
+    found = []
+    for name, default in (("index", index), ("size", size)):
+        text = line.option(f"--replica-{name}", f"REPLICA_{name.upper()}")
+        if text is not None and not text.isdecimal():
+            raise ConfigError(f"{line.where}: REPLICA_{name.upper()} is {text!r}")
+        found.append(default if text is None else int(text))
+    return found[0], found[1]

@@ -1,0 +1,122 @@
+"""CSV with a header: every line once, whatever the blocks, the separators and the newlines."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persia.errors import ConfigError, DataError, DataTypeError
+from persia.readers import Columns, CriteoReader, CsvReader
+from tests.readers.support import bytes_of, ids_of, rows_of
+from tests.readers.test_text import NUM_LINES, line
+
+COLUMNS = Columns(ids=["user", "city"], dense=["age"], labels=["row"])
+NUM_ROWS = 40
+
+
+def text(
+    first: int = 0, count: int = NUM_ROWS, delimiter: str = ",", newline: str = "\n"
+) -> bytes:
+    """Lines with quotes, with a column that nobody reads, and with fields that are empty."""
+    lines = [delimiter.join(["user", "age", '"city"', "note", "row"])]
+    for row in range(first, first + count):
+        city = "" if row % 4 == 1 else f'"{delimiter} {row % 3}"'
+        user = "" if row % 5 == 1 else str(row * 3)
+        age = "" if row % 7 == 1 else f"{row}.5"
+        lines.append(delimiter.join([user, age, city, "x", str(row)]))
+    return newline.join(lines).encode()
+
+
+def read(path: Path, **options: Any) -> CsvReader:
+    return CsvReader(path, COLUMNS, 8, shard=(0, 1), **options)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "clicks.csv"
+    path.write_bytes(text() + b"\n")
+    return path
+
+
+def test_fields_become_features(path: Path) -> None:
+    first, *_ = read(path)
+    assert ids_of(first, "user") == [[0], [], [6], [9], [12], [15], [], [21]]
+    cities = ids_of(first, "city")
+    assert cities[1] == cities[5] == []
+    assert cities[0] == cities[3] == cities[6] != cities[2]
+    assert first.non_id_type_features[0].data[:3, 0].tolist() == [0.5, 0.0, 2.5]
+    assert first.labels[0].data[:, 0].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("block", [1, 19, 100, 10**6])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("end", [True, False])
+def test_every_line_is_in_one_block(path: Path, block: int, newline: str, end: bool) -> None:
+    whole = bytes_of(read(path))
+    path.write_bytes(text(newline=newline) + newline.encode() * end)
+    reader = read(path, block_bytes=block)
+    assert bytes_of(reader) == whole
+    assert reader.num_batches() == len(whole) == NUM_ROWS / 8
+    assert bytes_of(reader.iter_from(3)) == whole[3:]
+
+
+def test_tabs_marks_and_packed_files(path: Path, tmp_path: Path) -> None:
+    whole = rows_of(read(path))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.tsv").write_bytes(b"\xef\xbb\xbf" + text(0, 10, "\t"))
+    (folder / "b.tsv.gz").write_bytes(gzip.compress(text(10, 30, "\t", "\r\n")))
+    with pytest.raises(DataError, match=r"b\.tsv\.gz: expected the header of .*a\.tsv"):
+        read(folder, delimiter="\t")
+    (folder / "a.tsv").write_bytes(text(0, 10, "\t"))
+    reader = read(folder, delimiter="\t")
+    assert rows_of(reader) == whole
+    assert rows_of(reader.iter_from(3)) == whole[24:]
+    (folder / "b.tsv.gz").unlink()
+    (folder / "a.tsv").write_bytes(b"\xef\xbb\xbf" + text(0, 40, "\t"))
+    assert rows_of(read(folder, delimiter="\t")) == whole
+
+
+def test_types_that_are_said(path: Path) -> None:
+    (said, *_), (found, *_) = read(path, types={"user": "string"}), read(path)
+    assert ids_of(said, "user") != ids_of(found, "user")
+    path.write_bytes(text(count=2) + b"\nA7,1,,x,3")
+    # The first lines that are read may be all there are; the number of a user is no text.
+    assert len(ids_of(next(iter(read(path))), "user")) == 3
+
+
+def test_what_is_no_such_text_is_named(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"clicks\.csv: expected a column 'users' for ids"):
+        CsvReader(path, Columns(["users"]), 8)
+    with pytest.raises(DataTypeError, match="column 'city' for dense: expected integers"):
+        CsvReader(path, Columns(["user"], ["city"]), 8)
+    with pytest.raises(ConfigError, match=r"'user': expected an Arrow type .* got 'text16'"):
+        read(path, types={"user": "text16"})
+    with pytest.raises(ConfigError, match="block_bytes must be at least 1"):
+        read(path, block_bytes=0)
+    path.write_bytes(text(count=60_000) + b"\nA7,1,,x,3")  # behind the first MiB
+    reader = read(path)
+    with pytest.raises(DataError, match=r"clicks\.csv.*types= says, got: .*'A7'"):
+        list(reader.iter_from(reader.num_batches() - 2))
+    for wrong in (b"", b"user,age\n1,2,3\n"):
+        path.write_bytes(wrong)
+        with pytest.raises(DataError, match=r"clicks\.csv: expected a header and lines, got"):
+            read(path)
+
+
+@pytest.mark.parametrize("delimiter", ["\t", ","])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_criteos_layout_of_any_newlines(
+    tmp_path: Path, delimiter: str, newline: str, packed: bool
+) -> None:
+    lines = newline.join(line(number, delimiter) for number in range(NUM_LINES)).encode()
+    path = tmp_path / ("day.gz" if packed else "day")
+    path.write_bytes(gzip.compress(lines) if packed else lines)  # the last line has no newline
+    reader = CriteoReader(path, 8, delimiter=delimiter, block_bytes=700, shard=(0, 1))
+    plain = tmp_path / "plain"
+    plain.write_text("".join(line(number) + "\n" for number in range(NUM_LINES)))
+    assert bytes_of(reader) == bytes_of(CriteoReader(plain, 8, shard=(0, 1)))

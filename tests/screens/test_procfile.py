@@ -1,0 +1,85 @@
+"""What doctor finds in a Procfile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from persia import env
+from persia._launch.checks.procfile import check_procfile
+from tests.meta.sources import ROOT
+
+LOADER = "persia-launcher data-loader load.py"
+WORKER = "persia-launcher embedding-worker --embedding-config=slots.yml"
+SERVER = "env A=1 persia-launcher embedding-parameter-server --global-config slots.yml"
+
+
+@pytest.fixture(autouse=True)
+def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("load.py", "train.py", "slots.yml"):
+        Path(name).touch()
+    commands = ("persia-launcher", "sh")
+    found = {name: f"/bin/{name}" for name in commands}
+    monkeypatch.setattr("shutil.which", found.get)
+    for name in ("REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_EMBEDDING_WORKERS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", "a:1,b:1")
+    env.reload_env()
+
+
+def bad(*lines: str) -> list[tuple[str, str]]:
+    Path("Procfile").write_text("\n".join(lines))
+    found = [*check_procfile(Path("Procfile"))]
+    assert all(one.todo for one in found if one.status != "ok")
+    assert [one.status for one in found] == ["ok"] or "ok" not in [one.status for one in found]
+    return [(one.status, one.text) for one in found if one.status != "ok"]
+
+
+def test_what_can_be_started_is_well() -> None:
+    servers = [f"s{n}: {SERVER} --replica-index {n} --replica-size 2" for n in range(2)]
+    trainer = "train: env OMP_NUM_THREADS=1 persia-launcher nn-worker train.py --epochs 3"
+    assert bad(f"load: {LOADER}", f"work: {WORKER}", *servers, trainer, "x: sh -c 'a b'") == []
+    assert bad("# nothing but a comment") == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["w: persia-launchr embedding-worker"], "Procfile:1: w: no such command: persia-la"),
+        (["", "w: A=1 B=2 honco"], "Procfile:2: w: no such command: honco"),
+        (["w: persia-launcher embeding-worker"], "no role 'embeding-worker'"),
+        (["w: persia-launcher data-loader nowhere.py"], "w: no such file: nowhere.py"),
+        (["w: persia-launcher embedding-worker --global-config no.yml"], "file: no.yml"),
+        (["w: sh -c 'a"], "Procfile:1: w: No closing quotation"),
+        ([f"w: {WORKER} --replica-size two"], "w: REPLICA_SIZE is 'two'"),
+        ([f"w: {WORKER} --replica-index 1"], "w: replica 1 of REPLICA_SIZE 1"),
+        (
+            [f"a: {SERVER} --replica-size 2", f"b: REPLICA_SIZE=3 {SERVER} --replica-index 1"],
+            "2 lines of embedding-parameter-server: REPLICA_SIZE is 2 and 3",
+        ),
+        ([f"a: {LOADER}", f"b: {LOADER}"], "b: replica 0 is started twice"),
+        ([f"s: {SERVER}"], "is 1, and PERSIA_EMBEDDING_PARAMETER_SERVERS has 2"),
+    ],
+)
+def test_what_a_job_would_fail_of_is_an_error(lines: list[str], says: str) -> None:
+    ((status, text),) = bad(*lines)
+    assert status == "error"
+    assert says in text
+
+
+def test_replicas_that_start_elsewhere_are_a_warning() -> None:
+    Path(".env").write_text("REPLICA_SIZE=3\n# nothing\n")
+    ((status, text),) = bad(f"load: {LOADER}")
+    assert (status, text) == (
+        "warning",
+        "Procfile:1: load: 1 of REPLICA_SIZE 3 start here",
+    )
+
+
+@pytest.mark.parametrize("name", ["", "examples/criteo"])
+def test_our_own_are_well(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT / name)
+    monkeypatch.delenv("PERSIA_EMBEDDING_PARAMETER_SERVERS")
+    assert [one.status for one in check_procfile(Path("Procfile"))] == ["ok"]

@@ -1,0 +1,149 @@
+"""What is said with torch's errors of shapes and dtypes that came from a batch."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from persia.ctx import TrainCtx
+from persia.data import DataLoader
+from persia.embedding.data import (
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia.errors import DataError
+
+from .conftest import MakeCtx, Net
+from .fakes import DIM, u64
+
+SIZE = 4
+
+
+def batch_of(dense: Any, label: Any) -> PersiaBatch:
+    ids = [IDTypeFeatureWithSingleID(name, u64(*range(SIZE))) for name in ("user", "tags")]
+    return PersiaBatch(ids, [NonIDTypeFeature(dense)], [Label(label)])
+
+
+def said(error: BaseException, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what stands below an error; above it before Python 3.11."""
+    return list(getattr(error, "__notes__", caplog.messages))
+
+
+DENSE = np.zeros((SIZE, 2), np.float32)
+ZEROS = np.zeros((SIZE, 1), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("dense", "form"),
+    [
+        (np.zeros((SIZE, 3), np.float32), "float32 [4, 3]"),
+        (np.zeros(SIZE, np.float32), "float32 [4]"),
+        (np.zeros((SIZE, 2), np.int64), ""),  # torch.cat makes floats of it
+    ],
+)
+def test_a_model_that_fails_says_what_it_was_given(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, dense: Any, form: str
+) -> None:
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(batch_of(dense, ZEROS))
+        if not form:
+            ctx.forward(batch)
+            return
+        with pytest.raises((RuntimeError, IndexError)) as raised:
+            ctx.forward(batch)
+    assert said(raised.value, caplog) == [
+        f"the model was given a batch of 4 samples: non_id_type_tensors {form}; "
+        f"embedding_tensors float32 [4, {DIM}] (user, tags)"
+    ]
+
+
+class Classes(Net):
+    """Three numbers for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2 + 2 * DIM, 3)
+
+
+class Halves(Net):
+    """Every second sample."""
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[Any]) -> torch.Tensor:
+        return super().forward(dense, embeddings)[::2]
+
+
+def train(ctx: TrainCtx, label: Any, loss_fn: Any, error: Exception | None = None) -> None:
+    for batch in DataLoader([batch_of(DENSE, label)]):
+        output, labels = ctx.forward(batch)
+        assert labels is not None
+        ctx.backward(loss_fn(output, labels[0]))
+        if error is not None:
+            raise error
+
+
+def raises(error: Exception) -> Any:
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    return loss
+
+
+def total(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+BCE = functional.binary_cross_entropy_with_logits
+CLASSES = functional.cross_entropy
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "label", "advice"),
+    [
+        (Net, BCE, ZEROS[:, 0], "labels[0] is float32 [4], .* float32 [4, 1]: .*(-1, 1))"),
+        (Net, functional.binary_cross_entropy, ZEROS > 0, "bool [4, 1], .*astype(np.float32))"),
+        (Net, BCE, np.zeros(SIZE, int), "int64 [4], .*.reshape(-1, 1).astype(np.float32))"),
+        (Classes, CLASSES, ZEROS[:, 0], "Label(x.astype(np.int64)), if .* of classes"),
+        (Classes, CLASSES, ZEROS.astype(int), "Label(x.reshape(-1)), if its values"),
+        (Halves, BCE, ZEROS, "output is float32 [2, 1]: expected 4 samples as in the batch"),
+        (Net, lambda output, label: BCE(output, label[:2]), ZEROS, None),
+    ],
+)
+def test_a_loss_that_fails_says_which_label_does_not_fit(
+    make_ctx: MakeCtx,
+    caplog: pytest.LogCaptureFixture,
+    model: type[Net],
+    loss_fn: Any,
+    label: Any,
+    advice: str | None,
+) -> None:
+    with (
+        pytest.raises((RuntimeError, ValueError)) as raised,
+        make_ctx(model=model()) as ctx,
+    ):
+        train(ctx, label, loss_fn)
+    notes = said(raised.value, caplog)
+    if advice is None:
+        assert notes == []
+    else:
+        pattern = advice.replace("[", r"\[").replace("(", r"\(").replace(")", r"\)")
+        assert len(notes) == 1
+        assert re.search(pattern, notes[0]), notes
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("user"), DataError("a sample"), RuntimeError("after the backward")]
+)
+def test_nothing_is_said_of_errors_that_have_nothing_to_do_with_it(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    loss_fn = total if "backward" in str(error) else raises(error)
+    with pytest.raises(type(error)) as raised, make_ctx() as ctx:
+        train(ctx, ZEROS[:, 0], loss_fn, error)
+    assert said(raised.value, caplog) == []
