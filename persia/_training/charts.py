@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -71,7 +72,7 @@ def ticks(low: float, high: float, unit: str = "") -> list[float]:
         return [tick * power for tick in ticks(low / power, high / power)]
     if high <= low:
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    rough = (high - low) / _MOST_TICKS
+    rough = max((high - low) / _MOST_TICKS, sys.float_info.min)
     ten = 10.0 ** math.floor(math.log10(rough))
     step = next(ten * by for by in (1, 2, 2.5, 5, 10) if ten * by >= rough * 0.999)
     first = math.floor(low / step + 1e-9)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from persia._training import charts, tensorboard
@@ -227,6 +227,7 @@ FLOATS = st.floats(-1e30, 1e30)
 
 
 @given(FLOATS, FLOATS, st.sampled_from(["", "B"]))
+@example(0.0, 5e-324, "")
 def test_ticks_are_few_and_span_the_range(one: float, other: float, unit: str) -> None:
     low, high = min(one, other), max(one, other)
     if unit:
