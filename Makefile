@@ -70,14 +70,15 @@ build: $(VENV)/.dev  ## compile the extensions in place
 # A worker per core, and one thread of torch in each. A file stays with one worker, because what
 # it sets up once (an sdist, a trained model) would otherwise be set up by each.
 TEST := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
+FULL := --hypothesis-profile=full
 
 test: build  ## the fast tier: no GPU, no network, under three minutes on two cores
 	$(TEST) -m "not slow and not cuda"
 
-# These take minutes, each with a timeout of its own: no stacks are shown before it. What they
-# print is what they measured.
+# These may take minutes: no stacks are shown before they have failed. What they print is what
+# they measured. Tests of Hypothesis run once more, with all of their examples.
 test-slow: build  ## what `make test` leaves out; cuda where there is a device
-	$(TEST) -m "slow or cuda" -rsP -o faulthandler_timeout=600
+	$(TEST) -m "slow or cuda or hypothesis" $(FULL) -rsP -o faulthandler_timeout=600
 
 .PHONY: soak-recovery
 soak-recovery: build  ## kill a server KILLS=200 times under load and count every update
@@ -124,7 +125,7 @@ endef
 debug: $(VENV)/.dev  ## bounds checks and invariant walks; runs the core tests on them
 	$(call copy_tree,debug)
 	cd build/debug && PERSIA_DEBUG=1 $(BIN)/python setup.py --quiet build_ext --inplace
-	cd build/debug && PYTHONPATH=$(CURDIR)/build/debug $(TEST) tests/core -m "not cuda and not slow"
+	cd build/debug && PYTHONPATH=$(CURDIR)/build/debug $(TEST) tests/core -m "not cuda and not slow" $(FULL)
 
 # The interpreter is not built with the sanitizers, so their runtimes are loaded before it.
 # libstdc++ comes along because the runtime looks for its throw function once, at the start.
@@ -157,7 +158,7 @@ asan: $(VENV)/.dev  ## the core tests under AddressSanitizer and UBSan (gcc)
 	  grep -q "$$2" $(FINDINGS).* || { echo "make: the sanitizers do not find $$1" >&2; exit 1; }; \
 	done; rm -f $(FINDINGS).*
 	cd build/asan && $(SANITIZED) PYTHONPATH=$(CURDIR)/build/asan \
-	  $(TEST) tests/core -m "not cuda and not slow"; \
+	  $(TEST) tests/core -m "not cuda and not slow" $(FULL); \
 	status=$$?; cat $(FINDINGS).* 2>/dev/null && status=1; exit $$status
 
 # A wheel of atheris there is for CPython 3.11 to 3.13 only, so no extra of ours names it.

@@ -1,22 +1,35 @@
-"""What every test gets: its own copy of the environment, and a Hypothesis profile."""
+"""What every test gets: its own copy of the environment, and a number of examples."""
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+
+from tests import profiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Derandomized throughout: a test that fails today fails tomorrow. ``deep`` runs by hand, with
-# --hypothesis-profile=deep.
-settings.register_profile("dev", max_examples=50, derandomize=True, deadline=None)
-settings.register_profile("ci", max_examples=200, derandomize=True, deadline=None)
-settings.register_profile("deep", max_examples=20_000, derandomize=True, deadline=None)
-settings.load_profile("ci" if os.environ.get("CI") == "true" else "dev")
+profiles.register()
+
+# Seconds. A slow test loads PyTorch in several processes, and on a busy machine takes minutes.
+SLOW_S = 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give a slow test more time, unless it says how much it needs."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
+
+
+def pytest_collection_finish() -> None:
+    """Have what was imported out of the garbage collector's way: it is looked at no more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from persia._rpc import block
@@ -20,6 +20,7 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.errors import DataError, DataTypeError, ProtocolError
+from tests.profiles import tries
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -352,7 +353,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=25)
+@tries(25)
 @given(st.sampled_from(sorted(GOOD_HEADER)), JSON)
 @example("features", [["user", 10**9]])
 @example("features", [["user", -1]])

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from persia._core.store import EmbeddingStore
 from persia.errors import ConfigError, DataError, StoreError
 from tests.core.test_policies import PolicyMachine
 from tests.core.test_store_machine import ShardedMachine, StoreMachine
+from tests.profiles import tries
 
 Rows = dict[int, tuple[Any, ...]]
 
@@ -240,13 +240,13 @@ class PolicyCuts(Cutting, PolicyMachine):
         return sorted(signs, key=lambda sign: reader.expected[sign][0])
 
 
-few_examples = settings(max_examples=8, stateful_step_count=25)
+few = tries(8, stateful_step_count=25)
 TestOneShard = StoreCuts.TestCase
-TestOneShard.settings = few_examples
+TestOneShard.settings = few
 TestManyShards = ShardedCuts.TestCase
-TestManyShards.settings = few_examples
+TestManyShards.settings = few
 TestPolicies = PolicyCuts.TestCase
-TestPolicies.settings = few_examples
+TestPolicies.settings = few
 
 
 # --- one store, by hand ---------------------------------------------------------------------

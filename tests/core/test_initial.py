@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from persia._core.initial import MAX_LAM, OPTIONS, Initializer, elementary
 from persia._core.optim import MAX_DIM
 from persia.errors import ConfigError
+from tests.profiles import tries
 from tests.reference import initial as model
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def draws(method: str, options: dict[str, float], count: int = 20_000) -> NDArra
     return np.concatenate(rows).astype(np.float64)
 
 
-@settings(max_examples=80, derandomize=True, deadline=None)
+@tries(80)
 @given(method=st.sampled_from(sorted(METHODS)), seed=WORDS, sign=WORDS, dim=st.integers(1, 70))
 def test_values_agree_with_the_model(method: str, seed: int, sign: int, dim: int) -> None:
     initializer = Initializer(method, **METHODS[method])

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from persia._core.initial import Initializer
 from persia._core.optim import RowOptimizer
 from persia._core.store import EmbeddingStore
 from persia.errors import ConfigError
+from tests.profiles import tries
 from tests.reference.policies import LR, Kind, Shard
 
 Floats = NDArray[np.float32]
@@ -178,7 +178,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 TestPolicies = PolicyMachine.TestCase
-TestPolicies.settings = settings(max_examples=40, stateful_step_count=25)
+TestPolicies.settings = tries(40, stateful_step_count=25)
 
 
 # --- LFU ------------------------------------------------------------------------------------

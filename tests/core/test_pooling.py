@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from persia._core import cpu, pooling
 from persia.errors import ConfigError, DataError
+from tests.profiles import tries
 from tests.reference import pooling as model
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def features(draw: st.DrawFn) -> tuple[model.Bags, int, int, int]:
     return bags, num_distinct, num_rows, seed
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@tries(60)
 @given(feature=features(), mode=st.sampled_from(MODES), dim=st.integers(1, 70) | st.just(300))
 def test_pooling_and_gradient_agree_with_the_model(
     feature: tuple[model.Bags, int, int, int], mode: str, dim: int
@@ -192,7 +193,7 @@ def test_w64_every_variant_gives_the_same_bytes() -> None:
         assert all(other == results[0] for other in results), dim
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@tries(60)
 @given(
     lengths=st.lists(st.integers(0, 4), max_size=12),
     mode=st.sampled_from(["sum", "mean", "sqrt"]),

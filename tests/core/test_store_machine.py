@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from persia._core.initial import Initializer
 from persia._core.optim import RowOptimizer
 from persia._core.store import EmbeddingStore
 from persia.errors import DimMismatch
+from tests.profiles import tries
 from tests.reference.store import Row, Store, unmix64
 
 Floats = NDArray[np.float32]
@@ -257,10 +257,10 @@ class HalvesMachine(ShardedMachine):
     dtypes: ClassVar[dict[int, str]] = {1: "float16", 5: "bfloat16", 8: "float16"}
 
 
-few_examples = settings(max_examples=40, stateful_step_count=25)
+few = tries(40, stateful_step_count=25)
 TestOneShard = StoreMachine.TestCase
-TestOneShard.settings = few_examples
+TestOneShard.settings = few
 TestManyShards = ShardedMachine.TestCase
-TestManyShards.settings = few_examples
+TestManyShards.settings = few
 TestTwoByteRows = HalvesMachine.TestCase
-TestTwoByteRows.settings = settings(max_examples=12, stateful_step_count=20)
+TestTwoByteRows.settings = tries(12, stateful_step_count=20)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -28,6 +27,7 @@ from persia._files.storage import LocalStorage, Storage, open_storage
 from persia.errors import CheckpointError, ConfigError
 from tests.files.disk import Disk, PowerFailure
 from tests.files.support import block, joined, rows_of, schema
+from tests.profiles import tries
 
 Rows = dict[int, tuple[bytes, ...]]
 SCHEMA = schema()
@@ -195,7 +195,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
 
 TestCatalogMachine = CatalogMachine.TestCase
-TestCatalogMachine.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+TestCatalogMachine.settings = tries(30, stateful_step_count=15)
 
 
 @pytest.mark.parametrize("failure", ["power", "error"])

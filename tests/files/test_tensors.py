@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from persia._files.tensors import Column, decode, encode
 from persia.errors import CheckpointError
+from tests.profiles import tries
 
 safetensors = pytest.importorskip("safetensors")
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
@@ -57,7 +58,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data)
 
 
-@settings(max_examples=300)
+@tries(300)
 @given(data=st.one_of(damaged(), st.binary(max_size=300)))
 @example(data=b"\xff" * 8)
 @example(data=(1 << 20).to_bytes(8, "little") + b"{}")

@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -34,6 +34,7 @@ from persia._rpc.messages import (
 )
 from persia._rpc.methods import Hello, embedding_worker, nn_worker, parameter_server
 from persia.errors import DataTypeError, InternalError, ProtocolError
+from tests.profiles import tries
 from tests.rpc.support import same
 from tests.strategies import ids, samples
 
@@ -115,7 +116,7 @@ def there_and_back(cls: Any, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("cls", [*MESSAGES, Hello], ids=lambda cls: cls.__name__)
-@settings(max_examples=25)
+@tries(25)
 @given(data=st.data())
 def test_every_message_there_and_back(cls: Any, data: Any) -> None:
     message = data.draw(instances(cls))
@@ -232,7 +233,7 @@ def test_the_reader_takes_only_what_a_writer_sends(
         read(cls, body, *arrays)
 
 
-@settings(max_examples=100)
+@tries(100)
 @given(
     cls=st.sampled_from(MESSAGES),
     body=st.recursive(

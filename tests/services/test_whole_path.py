@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from persia._rpc.messages import BatchGradients, LookupResult, SlotGradient
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
+from tests.profiles import tries
 from tests.reference.worker import ReferenceJob, Samples, Weights, distinct
 from tests.services.support import (
     ADAGRAD,
@@ -86,7 +87,7 @@ def send(
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ADAM], ids=lambda o: o.name)
-@settings(max_examples=40)
+@tries(40)
 @given(steps=batches(), seed=st.integers(0, 2**32 - 1))
 @example(steps=[{"sum": [[0, WIDE]], "max": [[WIDE, 0]]}], seed=0)
 def test_one_two_and_four_servers_are_the_plain_python_job(
@@ -139,7 +140,7 @@ def run_steps(
             assert sum(worker.get_embedding_size()) == len(job.rows)
 
 
-@settings(max_examples=30)
+@tries(30)
 @given(steps=batches())
 def test_evaluation_finds_the_rows_of_training_and_inserts_none(
     steps: list[dict[str, Samples]],
