@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -17,13 +18,18 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_S = 60.0
+# Seconds. PyTorch takes long to load where many tests run, and some jobs load it four times.
+DEADLINE_S = 240.0
 
 
-def loopback_host() -> str:
+_HOSTS = 3  # of a process: more and there would be too few for every pid
+_jobs = itertools.count()
+
+
+def loopback_host(which: int = 0) -> str:
     """Return an address of this machine that no other test process uses, whatever the port."""
-    pid = os.getpid()
-    return f"127.{1 + pid % 250}.{pid // 250 % 250}.{1 + pid // 62500 % 250}"
+    number = _HOSTS * os.getpid() + which % _HOSTS
+    return f"127.{1 + number % 250}.{number // 250 % 250}.{1 + number // 62500 % 250}"
 
 
 def _children(pid: int) -> list[int]:
@@ -65,6 +71,8 @@ class Cluster:
         num_ranks: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        # Not the one of the job before, of which something may still be ending.
+        self.host = loopback_host(1 + next(_jobs) % (_HOSTS - 1))
         self._directory = tempfile.TemporaryDirectory(prefix="persia-")
         self.place = Path(self._directory.name)
         self._num = {
@@ -90,7 +98,7 @@ class Cluster:
             ),
             "PERSIA_EMBEDDING_WORKERS": ",".join(self.addresses["embedding-worker"]),
             "PERSIA_NN_WORKERS": ",".join(self.addresses["nn-worker"]),
-            **({"PERSIA_LISTEN_HOST": loopback_host()} if transport == "tcp" else {}),
+            **({"PERSIA_LISTEN_HOST": self.host} if transport == "tcp" else {}),
             # Rows end with their server, unless a test wants something else.
             "PERSIA_STATE_DIRECTORY": "off",
             **(environment or {}),
@@ -100,7 +108,7 @@ class Cluster:
 
     def _address(self, transport: str, place: int, role: str, number: int) -> str:
         if transport == "tcp":
-            return f"{loopback_host()}:{21000 + 100 * place + number}"
+            return f"{self.host}:{21000 + 100 * place + number}"
         return f"ipc://{self.place}/{role}-{number}"
 
     @property

@@ -20,6 +20,7 @@ from persia.distributed import (
     get_default_distributed_option,
 )
 from persia.errors import ConfigError
+from tests.cluster import DEADLINE_S
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_two_ranks_average_gradients_and_begin_equal(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert outputs[0] == outputs[1]
     assert outputs[0].startswith("[[1.5, 1.5]]")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.cluster import DEADLINE_S, ROOT
+
 SCRIPTS = Path(__file__).parent / "scripts"
 
 Launch = Callable[[str], Any]
@@ -33,7 +34,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
             capture_output=True,
             text=True,
             check=False,
-            timeout=100,
+            timeout=DEADLINE_S,
         )
         assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
         return json.loads(output.read_text(encoding="utf-8"))

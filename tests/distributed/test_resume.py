@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import Cluster
-from tests.distributed.net import SLOTS
+from tests.distributed.batches import SLOTS
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NUM_BATCHES = 40
@@ -26,7 +26,7 @@ def run(num_servers: int, **options: Any) -> tuple[list[dict[str, Any]], list[st
         cluster.start_loaders(SCRIPTS / "resume_loader.py", 2, str(NUM_BATCHES))
         script = (str(SCRIPTS / "resume.py"), str(cluster.place), json.dumps(options))
         cluster.start("nn-worker", "nn-worker", "--nproc-per-node", "2", *script)
-        statuses = cluster.wait(90)
+        statuses = cluster.wait()
         assert set(statuses.values()) == {0}, cluster.logs()
         found = [
             json.loads((cluster.place / f"rank-{rank}.json").read_text()) for rank in range(2)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from persia.data import DataLoader
-from tests.cluster import Cluster
-from tests.distributed.net import SLOTS, make_batch, make_ctx, rows
+from tests.cluster import DEADLINE_S, Cluster
+from tests.distributed.batches import SLOTS, make_batch
+from tests.distributed.net import make_ctx, rows
 from tests.distributed.scripts.phases_loader import COUNTS
 
 pytestmark = pytest.mark.slow  # one job of two ranks, half a minute
@@ -38,11 +39,11 @@ def results() -> tuple[Results, str, dict[str, int]]:
             str(SCRIPTS / "phases.py"),
             *PHASES,
         )
-        trainer.wait(100)
-        cluster.processes["data-loader-0"].wait(30)
+        trainer.wait(DEADLINE_S)
+        cluster.processes["data-loader-0"].wait(DEADLINE_S)
         output = cluster.log("nn-worker")
         statuses = {
-            name: process.wait(30)
+            name: process.wait(DEADLINE_S)
             for name, process in cluster.processes.items()
             if not name.startswith("data-loader")
         }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.cluster import Cluster
-from tests.faults.job import SLOTS
+from tests.faults.batches import SLOTS
 
 SCRIPTS = Path(__file__).parent / "scripts"
 IN_ORDER = {"reproducible": True, "embedding_staleness": 1}

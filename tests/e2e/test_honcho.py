@@ -61,7 +61,6 @@ def test_the_traceback_of_a_failed_script_is_last_and_the_status_not_0(job: Job)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
 def test_the_example_prints_the_auc_of_embedded_mode_and_ends_by_itself(job: Job) -> None:
     programs = job.directory / "bin"

@@ -20,7 +20,6 @@ MAX_ID = 64  # above the largest category code
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data"),
 ]
 

@@ -52,7 +52,6 @@ def test_the_log_is_as_criteos(log: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("log")
 def test_make_run_is_a_job_that_ends_by_itself(tmp_path: Path) -> None:
     programs = tmp_path / "bin"

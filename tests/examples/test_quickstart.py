@@ -90,7 +90,6 @@ def test_reproducible_runs_are_bit_equal_small(variant: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.usefixtures("restored_isa")
 def test_reproducible_runs_are_bit_equal(variant: dict[str, Any]) -> None:
@@ -103,7 +102,6 @@ def _full_run(seed: int, staleness: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("staleness", [1, 10])
 def test_learns_what_can_be_learned(seed: int, staleness: int) -> None:
@@ -112,7 +110,6 @@ def test_learns_what_can_be_learned(seed: int, staleness: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_embeddings_are_what_learns(seed: int) -> None:
     without, _ = _run(seed=seed, embeddings=False)

@@ -70,7 +70,6 @@ def mean_auc_of_quickstart(train: Any) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_quickstart_reaches_the_auc_of_f32(configure: Any) -> None:
     wanted = mean_auc_of_quickstart(load("quickstart"))
     for dtype in HALVES:
@@ -88,7 +87,6 @@ def mean_auc_of_adult(train: Any, data: Any) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
 def test_adult_income_reaches_the_auc_of_f32(configure: Any) -> None:
     train = load("adult_income")

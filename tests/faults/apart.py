@@ -28,7 +28,8 @@ import numpy as np
 from persia import env
 from persia.data import DataLoader, StreamingDataset
 from tests.cluster import Cluster
-from tests.faults.job import SLOTS, make_ctx, occurrences, trained
+from tests.faults.batches import SLOTS, occurrences
+from tests.faults.job import make_ctx, trained
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"
 COUNT, CUT_AT = 400, 100

@@ -11,35 +11,9 @@ import torch
 
 from persia.ctx import TrainCtx
 from persia.embedding import Constant, EmbeddingConfig
-from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
 from persia.embedding.optim import SGD
-
-NUM_IDS = 64
-DIM = 4
-SLOTS = {"slots_config": {"user": {"dim": DIM}, "item": {"dim": DIM}}}
-
-
-def make_batch(number: int, batch_size: int = 16) -> PersiaBatch:
-    """Return batch ``number``; the same in every process."""
-    rng = np.random.default_rng(number)
-    return PersiaBatch(
-        [
-            IDTypeFeatureWithSingleID(name, rng.integers(0, NUM_IDS, batch_size).astype("u8"))
-            for name in ("user", "item")
-        ],
-        labels=[Label(np.zeros((batch_size, 1), np.float32))],
-        meta=str(number).encode(),
-    )
-
-
-def occurrences(count: int, batch_size: int = 16) -> dict[str, np.ndarray]:
-    """Return how often each id is in the first ``count`` batches, by feature."""
-    total = {name: np.zeros(NUM_IDS) for name in ("user", "item")}
-    for number in range(count):
-        rng = np.random.default_rng(number)
-        for name in ("user", "item"):
-            np.add.at(total[name], rng.integers(0, NUM_IDS, batch_size), 1)
-    return total
+from tests.faults.batches import NUM_IDS, SLOTS
 
 
 class Sum(torch.nn.Module):

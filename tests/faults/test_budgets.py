@@ -16,7 +16,8 @@ import pytest
 
 from persia.data import DataLoader, StreamingDataset
 from tests.cluster import Cluster
-from tests.faults.job import NUM_IDS, SLOTS, make_ctx, trained
+from tests.faults.batches import NUM_IDS, SLOTS
+from tests.faults.job import make_ctx, trained
 
 SCRIPTS = Path(__file__).parent / "scripts"
 COUNT, LARGE = 24, 9
@@ -92,7 +93,7 @@ def test_w65_least_budgets_on_two_ranks(cluster_of_two: Cluster) -> None:
     output = cluster.place / "found.json"
     script = (str(SCRIPTS / "train.py"), str(output))
     cluster.start("nn-worker", "nn-worker", "--nproc-per-node", "2", *script)
-    statuses = cluster.wait(100)
+    statuses = cluster.wait()
     assert set(statuses.values()) == {0}, statuses
     found = json.loads(output.read_text())
     for name, counts in expected().items():

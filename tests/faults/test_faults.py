@@ -18,7 +18,8 @@ from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ServiceError, ServiceTimeout
 from tests.cluster import Cluster
-from tests.faults.job import SLOTS, make_ctx, occurrences, trained
+from tests.faults.batches import SLOTS, occurrences
+from tests.faults.job import make_ctx, trained
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"
 COUNT = 120
@@ -151,7 +152,6 @@ def test_an_embedding_worker_that_stays_away_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("role", ["embedding-parameter-server-1", "embedding-worker-0"])
 def test_a_process_stands_still_for_half_a_minute(cluster: Cluster, role: str) -> None:
     process = cluster.processes[role]

@@ -15,7 +15,6 @@ CUTS_S = (5, 30, 120)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_w17_a_server_is_cut_off_and_every_batch_is_trained_once() -> None:
     if not can_be_laid():
         pytest.skip("needs root, and network namespaces")

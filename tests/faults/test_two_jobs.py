@@ -16,7 +16,8 @@ from persia._services.job_end import tell_end
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from tests.cluster import Cluster
-from tests.faults.job import SLOTS, make_ctx, occurrences, trained
+from tests.faults.batches import SLOTS, occurrences
+from tests.faults.job import make_ctx, trained
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"
 FEWER, MORE = 30, 60

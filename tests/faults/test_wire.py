@@ -17,7 +17,8 @@ from persia import env
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from tests.cluster import Cluster
-from tests.faults.job import SLOTS, make_ctx, occurrences, trained
+from tests.faults.batches import SLOTS, occurrences
+from tests.faults.job import make_ctx, trained
 from tests.rpc.proxies import MessageProxy, TcpProxy
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"

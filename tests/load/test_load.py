@@ -8,6 +8,5 @@ from tests.load.soak import soak
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_w65_fifty_loaders_and_eight_ranks_at_one_worker() -> None:
     print(soak(25.0).partition("\n")[0])

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,10 +53,11 @@ def module_names() -> set[str]:
     return {module_name(path) for path in [*python_files(), *cython_files()]}
 
 
-def imports_of(path: Path) -> Iterator[Import]:
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
     """All imports of a file: within functions and for type checkers too."""
     reader = _python_imports if path.suffix == ".py" else _cython_imports
-    return reader(path, module_name(path), path.read_text(encoding="utf-8"))
+    return tuple(reader(path, module_name(path), path.read_text(encoding="utf-8")))
 
 
 def _python_imports(path: Path, importer: str, text: str) -> Iterator[Import]:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.meta.sources import CORE, ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 # What only a source tree has.
 SOURCE_ONLY = {".pyx", ".c", ".html", ".pyc"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from persia._core.store import EmbeddingStore
@@ -29,9 +29,11 @@ from persia._services.parameter_server import ParameterServer
 from persia._services.state_file import StateFile, path_of, remove_stale
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError, StoreError
-from tests.services.support import ADAGRAD, SETTINGS, SGD, make_worker, until
+from tests.profiles import tries
+from tests.services.saving import dump, is_in, load
+from tests.services.support import ADAGRAD, SETTINGS, SGD, make_worker
 from tests.services.support import settings as other_settings
-from tests.services.test_checkpoints import dump, is_in, load
+from tests.waiting import until
 
 CONFIG: dict[str, Any] = {
     "slots_config": {
@@ -315,7 +317,7 @@ def test_files_that_are_not_ours_are_not_taken_up(directory: Path) -> None:
     assert spoil(both, directory) == "neither of its notes is whole"
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@tries(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_number_in_a_file_is_believed(directory: Path, data: st.DataObject) -> None:
     """Whatever stands in a shard's part: all of the rows, or none and an error; no crash."""

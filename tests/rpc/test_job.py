@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from persia._rpc import job
 from persia._rpc.job import FORGOTTEN_S, JobState
 
+if TYPE_CHECKING:
+    import pytest
 
-def test_watchers_are_bounded_however_many_names_somebody_has() -> None:
+
+def test_watchers_are_bounded_however_many_names_somebody_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job, "_MANY", 100)  # each further name looks at all of them
     now = 0.0
     state = JobState(clock=lambda: now)
     state.job_status("loader")

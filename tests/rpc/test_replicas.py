@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import pytest
 
+from persia._rpc import client as client_module
 from persia._rpc.client import Client
 from persia._rpc.frame import Call, UnreadableFrame, decode, encode
 from persia._rpc.server import serve
@@ -105,7 +107,9 @@ def test_who_is_there_is_told_while_a_new_process_is_dealt_with(wire: Wire) -> N
         server.stop()
 
 
-def test_who_has_asked_nobody_calls_whoever_is_there(wire: Wire) -> None:
+def test_who_has_asked_nobody_calls_whoever_is_there(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = serve(
         wire.transport, wire.address(), TOY, ToyService(), replica_index=3, replica_size=4
     )
@@ -113,7 +117,9 @@ def test_who_has_asked_nobody_calls_whoever_is_there(wire: Wire) -> None:
         Client(wire.transport, server.address, TOY, timeout_s=PATIENCE_S)
     ) as client:
         assert client.call("add", 1) == 1
-    wrong = Client(wire.transport, server.address, TOY, replica=2, timeout_s=2.0)
+    # A refusal is told at once, whatever the deadline.
+    monkeypatch.setattr(client_module, "_FIRST_PAUSE_S", math.inf)
+    wrong = Client(wire.transport, server.address, TOY, replica=2, timeout_s=PATIENCE_S)
     with contextlib.closing(wrong), pytest.raises(ServiceBusy, match="for replica 2"):
         wrong.call("add", 1)
     server.stop()

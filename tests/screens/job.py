@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.cluster import ROOT, Cluster, loopback_host
+from tests.cluster import ROOT, Cluster
 
 SLOTS = {
     "feature_index_prefix_bit": 8,
@@ -66,8 +66,6 @@ with TrainCtx(
         ctx.report(accuracy=right / seen)
 """
 
-VARIABLES = {"PERSIA_METRICS_PORT": "", "PERSIA_METRICS_HOST": loopback_host()}
-
 
 @contextmanager
 def training_job(
@@ -79,8 +77,9 @@ def training_job(
         transport="tcp",
         num_servers=num_servers,
         num_workers=num_workers,
-        environment=VARIABLES,
+        environment={"PERSIA_METRICS_PORT": ""},
     ) as cluster:
+        cluster.variables["PERSIA_METRICS_HOST"] = cluster.host
         (cluster.place / "loader.py").write_text(LOADER)
         (cluster.place / "train.py").write_text(TRAINER)
         cluster.start_servers()

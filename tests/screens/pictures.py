@@ -60,7 +60,8 @@ def whole_frame(cluster: Cluster) -> Frame:
         spans = [one.span for one in frame.processes if one.span is not None]
         if len(spans) == len(cluster.processes) and frame.stage.name:
             return frame
-        if time.monotonic() > deadline:
+        has_ended = any(one.poll() is not None for one in cluster.processes.values())
+        if has_ended or time.monotonic() > deadline:
             raise AssertionError(f"{frame}\n{cluster.logs()}")
         pause.wait(WINDOW_S)
 

@@ -13,7 +13,7 @@ from tests.screens.job import ask, training_job
 from tests.screens.pictures import draw_doctor, draw_top, whole_frame
 
 # PyTorch takes seconds to load, and on a busy machine minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 ROLES = ("data-loader", "embedding-worker", "parameter-server", "nn-worker")
 NUM_PROCESSES = 2 + 1 + 2 + 1

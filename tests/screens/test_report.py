@@ -40,7 +40,7 @@ def test_a_browser_shows_the_report_of_a_run(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     script = ROOT / "examples" / "quickstart" / "train.py"
     command = [sys.executable, str(script), "--quiet", "--samples", "60000"]
-    subprocess.run([*command, "--report", str(report)], check=True, timeout=100)
+    subprocess.run([*command, "--report", str(report)], check=True, timeout=240)
     for name, width in (("wide", 1240), ("narrow", 500)):
         shown = screenshot(report.as_uri(), tmp_path / f"{name}.png", width, 1500)
         assert len(set(shown)) > FEWEST_VALUES

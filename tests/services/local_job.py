@@ -15,7 +15,7 @@ from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
 from persia._services.plan import schema_fingerprint
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, ParameterServerConfig
-from tests.faults.job import SLOTS
+from tests.faults.batches import SLOTS
 from tests.rpc.support import PATIENCE_S
 
 if TYPE_CHECKING:

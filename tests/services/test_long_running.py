@@ -22,12 +22,14 @@ from persia._rpc import client, session
 from persia._rpc.messages import IDFeatures
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.addresses import connect_embedding_workers
+from persia._training import inbox
 from persia.config import EmbeddingWorkerConfig
 from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import RemoteError, ServiceBusy
 from persia.helper import PersiaServiceCtx
-from tests.faults.job import SLOTS, make_batch, make_ctx, occurrences, trained
+from tests.faults.batches import SLOTS, make_batch, occurrences
+from tests.faults.job import make_ctx, trained
 from tests.rpc.support import PATIENCE_S
 from tests.services.local_job import local_job
 from tests.services.streams import Background
@@ -163,7 +165,6 @@ def test_w48_contexts_leave_no_thread_socket_or_file(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_w48_a_hundred_contexts_leave_nothing(place: Path, is_streamed: bool) -> None:
     repeat(lambda: train_once(place, is_streamed=is_streamed), 100)
@@ -180,7 +181,6 @@ def train_in_service(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_w45_services_of_a_with_block_leave_nothing(place: Path) -> None:
     repeat(lambda: train_in_service(place), 5)
 
@@ -202,7 +202,11 @@ def test_w52_two_jobs_train_at_a_time_in_one_process(place: Path) -> None:
         np.testing.assert_array_equal(in_two[name], of_both[name] - expected[name])
 
 
-def test_w24_w42_after_a_loader_that_failed_the_next_pass_is_whole(place: Path) -> None:
+def test_w24_w42_after_a_loader_that_failed_the_next_pass_is_whole(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So long the failed one, which is past, waits for news that do not come.
+    monkeypatch.setattr(inbox, "POLL_S", 0.2)
     with local_job(place) as worker, make_ctx() as ctx:
         batches = open_pass()
         sender = Background(lambda: send(2, then=ValueError("no such column")))

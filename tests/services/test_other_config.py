@@ -9,7 +9,7 @@ from persia.ctx import TrainCtx
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError
 from tests.e2e.support import short_directory
-from tests.faults.job import DIM, SLOTS
+from tests.faults.batches import DIM, SLOTS
 from tests.services.local_job import local_job
 
 

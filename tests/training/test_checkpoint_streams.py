@@ -16,7 +16,7 @@ from tests.training.test_checkpoints import step
 COUNT = 8
 SENDS = f"""
 from persia.ctx import DataCtx
-from tests.distributed.net import make_batch
+from tests.distributed.batches import make_batch
 
 with DataCtx() as ctx:
     for number in range({COUNT}):
@@ -25,7 +25,7 @@ with DataCtx() as ctx:
 """
 SEEKS = f"""
 from persia.ctx import DataCtx
-from tests.distributed.net import make_batch
+from tests.distributed.batches import make_batch
 
 with DataCtx() as ctx:
     first = ctx.resume_position

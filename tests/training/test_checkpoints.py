@@ -23,7 +23,8 @@ from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import CheckpointError, ConfigError
 from tests.cluster import ROOT
-from tests.distributed.net import SLOTS, Net, make_batch, rows
+from tests.distributed.batches import SLOTS, make_batch
+from tests.distributed.net import Net, rows
 
 NUM_BATCHES = 10
 
@@ -406,7 +407,7 @@ def test_a_crash_in_the_middle_of_a_dump_leaves_the_one_before(
     whole: Whole, tmp_path: Path, method: str
 ) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", DIES, str(tmp_path), method], cwd=ROOT, check=False, timeout=100
+        [sys.executable, "-c", DIES, str(tmp_path), method], cwd=ROOT, check=False, timeout=240
     )
     assert ran.returncode == -signal.SIGKILL
     with make_ctx() as ctx:

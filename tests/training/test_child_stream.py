@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import time
 import traceback
@@ -9,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from persia._training.stream import ChildStream
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ConfigError, RemoteError, ServiceError
 from tests.cluster import ROOT
-from tests.faults.job import make_ctx, occurrences, trained
+from tests.faults.batches import occurrences
+from tests.faults.job import make_ctx, trained
 
 SENDS = """
 from persia.ctx import DataCtx
-from tests.faults.job import make_batch
+from tests.faults.batches import make_batch
 
 with DataCtx() as ctx:
     for number in range({count}):
@@ -50,14 +54,27 @@ def new_loader() -> DataLoader:
     return DataLoader(StreamingDataset(4), reproducible=True, timeout_ms=TIMEOUT_MS)
 
 
-def test_each_pass_runs_the_script_though_it_may_still_be_ending(script: Path) -> None:
-    # The child needs a while to end after its last batch was trained; a pass that begins
-    # meanwhile must not take its end for a failure, and must not wait for it in vain.
-    linger = "import atexit, time\natexit.register(time.sleep, 0.5)\n"
+def test_each_pass_runs_the_script_though_it_may_still_be_ending(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The child ends only when the next pass has begun, which must not take its end for a
+    # failure, and must not wait for it in vain.
+    pipe = tmp_path / "pipe"  # whoever opens an end waits for the other
+    os.mkfifo(pipe)
+    linger = f"import atexit, pathlib\natexit.register(open, {str(pipe)!r})\n"
     script.write_text(linger + SENDS.format(count=6))
+    begin_pass, num_begun = ChildStream.begin_pass, itertools.count()
+
+    def begin_before_the_last_child_ends(stream: ChildStream) -> None:
+        begin_pass(stream)
+        if next(num_begun):
+            pipe.write_bytes(b"")
+
+    monkeypatch.setattr(ChildStream, "begin_pass", begin_before_the_last_child_ends)
     with make_ctx() as ctx:
         loader = new_loader()
         assert [train(ctx, loader) for _ in range(2)] == [list(range(6))] * 2
+        pipe.write_bytes(b"")
         counts = trained(ctx)
     assert (counts["user"] == 2 * occurrences(6)["user"]).all()
 

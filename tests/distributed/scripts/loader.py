@@ -7,7 +7,7 @@ import numpy as np
 
 from persia.ctx import DataCtx
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
-from tests.faults.job import NUM_IDS
+from tests.faults.batches import NUM_IDS
 
 PART = 16
 

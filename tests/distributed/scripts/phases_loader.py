@@ -4,7 +4,7 @@ import sys
 
 from persia import env
 from persia.ctx import DataCtx
-from tests.distributed.net import make_batch
+from tests.distributed.batches import make_batch
 
 # Batches of each data-loader.
 COUNTS = {"even": (40, 40), "uneven": (10, 6), "joined": (10, 6), "failing": (10, 6)}

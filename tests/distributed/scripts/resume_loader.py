@@ -4,7 +4,7 @@ import sys
 
 from persia import env
 from persia.ctx import DataCtx
-from tests.distributed.net import make_batch
+from tests.distributed.batches import make_batch
 
 if __name__ == "__main__":
     index, size = env.get_replica_index() or 0, env.get_replica_size() or 1

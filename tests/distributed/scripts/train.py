@@ -20,7 +20,7 @@ from persia.data import DataLoader, StreamingDataset
 from persia.distributed import BaguaDistributedOption
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
-from tests.faults.job import DIM, SLOTS
+from tests.faults.batches import DIM, SLOTS
 
 
 class Net(torch.nn.Module):

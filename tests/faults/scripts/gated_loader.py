@@ -10,7 +10,7 @@ from pathlib import Path
 
 from persia import env
 from persia.ctx import DataCtx
-from tests.faults.job import make_batch
+from tests.faults.batches import make_batch
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)

@@ -5,7 +5,7 @@ import sys
 
 from persia import env
 from persia.ctx import DataCtx
-from tests.faults.job import make_batch
+from tests.faults.batches import make_batch
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
