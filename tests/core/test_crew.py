@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 from persia._core.crew import Crew
 from persia.errors import ConfigError
+from tests.waiting import until
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -31,13 +30,6 @@ def states(name: str) -> list[str]:
         if comm == name:
             found.append(rest[0])
     return found
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.001)
 
 
 @pytest.mark.parametrize("num_threads", [0, 1025])
@@ -83,14 +75,14 @@ def test_a_closed_crew_calls_on_the_callers_thread() -> None:
 def test_crews_share_helpers_that_sleep_when_idle_and_end_with_the_last() -> None:
     name = "shared-by-test"
     one, other = Crew(3, name), Crew(3, name)
-    wait_until(lambda: states(name) == ["S", "S"])
+    until(lambda: states(name) == ["S", "S"])
     met = threading.Barrier(3)
     one.run(lambda _: met.wait(10), range(3))
-    wait_until(lambda: states(name) == ["S", "S"])
+    until(lambda: states(name) == ["S", "S"])
     one.close()
     other.run(lambda _: met.wait(10), range(3))
     other.close()
-    wait_until(lambda: not states(name))
+    until(lambda: not states(name))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -240,13 +240,13 @@ class PolicyCuts(Cutting, PolicyMachine):
         return sorted(signs, key=lambda sign: reader.expected[sign][0])
 
 
-few = tries(8, stateful_step_count=25)
+few_examples = tries(8, stateful_step_count=25)
 TestOneShard = StoreCuts.TestCase
-TestOneShard.settings = few
+TestOneShard.settings = few_examples
 TestManyShards = ShardedCuts.TestCase
-TestManyShards.settings = few
+TestManyShards.settings = few_examples
 TestPolicies = PolicyCuts.TestCase
-TestPolicies.settings = few
+TestPolicies.settings = few_examples
 
 
 # --- one store, by hand ---------------------------------------------------------------------

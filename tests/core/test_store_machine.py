@@ -257,10 +257,10 @@ class HalvesMachine(ShardedMachine):
     dtypes: ClassVar[dict[int, str]] = {1: "float16", 5: "bfloat16", 8: "float16"}
 
 
-few = tries(40, stateful_step_count=25)
+few_examples = tries(40, stateful_step_count=25)
 TestOneShard = StoreMachine.TestCase
-TestOneShard.settings = few
+TestOneShard.settings = few_examples
 TestManyShards = ShardedMachine.TestCase
-TestManyShards.settings = few
+TestManyShards.settings = few_examples
 TestTwoByteRows = HalvesMachine.TestCase
 TestTwoByteRows.settings = tries(12, stateful_step_count=20)

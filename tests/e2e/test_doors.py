@@ -11,8 +11,6 @@ import re
 import socket as sockets
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from tests.cluster import ROOT, Cluster, _children
 from tests.examples.conftest import LOADER
 from tests.role_keys import keys_of_roles
 from tests.rpc.support import PATIENCE_S, raw_peer
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -95,10 +94,7 @@ def knock(host: str, port: int) -> None:
 
 
 def wait_for(cluster: Cluster, name: str, text: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while text not in cluster.log(name):
-        assert time.monotonic() < deadline, cluster.logs()
-        threading.Event().wait(0.02)
+    until(lambda: text in cluster.log(name), PATIENCE_S, told=cluster.logs)
 
 
 def check_ports(cluster: Cluster, name: str, role: str) -> None:
@@ -165,7 +161,6 @@ TORCH_S = 120.0  # on a busy machine it takes long to load
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
 def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
     """adult_income, each role with its own keys: AUC, loss and rows of embedded mode."""
@@ -194,10 +189,11 @@ def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
         cluster.variables["PERSIA_KEYS"] = str(keys["data-loader"])
         (address,) = documented_wire(cluster, "nn-worker")
         pid = cluster.processes["nn-worker"].pid
-        deadline = time.monotonic() + TORCH_S
-        while address not in {port for one in _children(pid) for _, port in ports_of(one)}:
-            assert time.monotonic() < deadline, cluster.logs()
-            threading.Event().wait(0.02)
+
+        def listens() -> bool:
+            return address in {port for one in _children(pid) for _, port in ports_of(one)}
+
+        until(listens, TORCH_S, look_s=0.05, told=cluster.logs)
         knock(cluster.variables["PERSIA_LISTEN_HOST"], address)
         open_here = {port for one in (pid, *_children(pid)) for _, port in ports_of(one)}
         # torchrun's and the process group's, which the page says are PyTorch's.

@@ -130,7 +130,7 @@ def fails() -> None:
 
 
 def rests() -> None:
-    time.sleep(600)
+    signal.pause()  # whoever ends it sends one
 
 
 @pytest.mark.parametrize("role", ["data-loader", "nn-worker"])
@@ -238,14 +238,14 @@ def test_a_long_temporary_directory_is_not_used_for_sockets(
 
 
 BODY = """
-import signal, sys, time
+import signal
 from persia.helper import ensure_persia_service
 from tests.e2e.test_helper import CONFIG, rests, private_directory
 # A shell that starts the tests in the background has them ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with ensure_persia_service(rests, embedding_config=CONFIG):
     print(private_directory(), flush=True)
-    time.sleep(600)
+    signal.pause()
 """
 
 

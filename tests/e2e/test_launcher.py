@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -229,17 +230,18 @@ def test_the_command_of_torchrun(monkeypatch: Monkey) -> None:
 @pytest.mark.slow
 def test_ranks_by_torchrun_and_the_traceback_of_the_first_that_fails(job: Job) -> None:
     text = (
-        "import pathlib, time\n"
+        "import pathlib, signal\n"
         "from persia import env\n"
         "print('rank', env.get_rank(), env.get_local_rank(), env.get_world_size(),\n"
         "      env.get_mode(), flush=True)\n"
-        "here = pathlib.Path(__file__).parent\n"
-        "(here / f'rank{env.get_rank()}').touch()\n"
-        "while not (here / 'rank0').exists(): time.sleep(0.01)\n"
+        "pipe = pathlib.Path(__file__).parent / 'pipe'\n"
         "if env.get_rank() == 1:\n"
+        "    pipe.read_bytes()\n"  # until the other one has begun
         "    raise ValueError('rank 1 is lost')\n"
-        "time.sleep(600)\n"
+        "pipe.write_bytes(b'')\n"
+        "signal.pause()\n"
     )
+    os.mkfifo(job.directory / "pipe")
     script = job.script("train.py", text)
     trainer = job.start("nn-worker", script, "--nproc-per-node=2", TORCHRUN="1")
     assert trainer.wait() == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -34,14 +35,14 @@ for worker in connect_embedding_workers(transport):
 transport.close()
 """
 SLEEPS = """
-import signal, time
+import signal
 class Ctx:
     def __enter__(self):
         print("running", flush=True)
     def __exit__(self, kind, error, trace):
         print("unwound by", kind.__name__, error, flush=True)
 with Ctx():
-    time.sleep(600)
+    signal.pause()
 """
 FAILS = """
 def train():
@@ -170,16 +171,17 @@ def test_a_failed_data_loader_ends_at_once(job: Job) -> None:
 def test_a_loader_that_hears_of_the_end_says_nothing(job: Job) -> None:
     servers = job.start_servers()
     heard = job.directory / "heard"
+    os.mkfifo(heard)
     text = (
-        "import pathlib, time\nfrom persia.errors import JobFinished\n"
+        "import pathlib\nfrom persia.errors import JobFinished\n"
         "print('sends', flush=True)\n"
-        f"while not pathlib.Path({str(heard)!r}).exists(): time.sleep(0.01)\n"
+        f"pathlib.Path({str(heard)!r}).read_bytes()\n"
         "raise JobFinished('the job has ended')\n"
     )
     loader = job.start("data-loader", job.script("load.py", text))
     loader.wait_for("sends")
     assert job.status(job.script("train.py", "raise SystemExit(3)")) == 3
-    heard.touch()
+    heard.write_bytes(b"")  # it goes on
     assert [process.wait() for process in (loader, *servers)] == [3, 3, 3]
     assert "Traceback" not in loader.printed()
 
@@ -221,7 +223,7 @@ def test_a_signal_ends_each_role(job: Job, role: str, number: signal.Signals) ->
 
 @pytest.mark.slow
 def test_a_script_that_does_not_unwind_is_killed_in_time(job: Job) -> None:
-    text = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS
+    text = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS
     trainer = job.start("nn-worker", job.script("train.py", text))
     trainer.wait_for("running")
     began = time.monotonic()

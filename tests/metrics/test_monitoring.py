@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import threading
-import time
 import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import yaml
 
 from persia._metrics.catalogue import METRICS
 from tests.metrics.job import StandingJob, fetch, standing_job
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -327,21 +327,22 @@ class Prometheus:
 
     def wait_for(self, what: str, *expressions: str) -> None:
         """Wait until expressions have values."""
-        deadline = time.monotonic() + DEADLINE_S
-        pause = threading.Event()
         missing = list(expressions)
-        while missing:
-            assert time.monotonic() < deadline, f"{what}: no data for {missing}"
-            missing = [one for one in missing if not self.values(one)]
-            pause.wait(0.2)
+
+        def has_all() -> bool:
+            missing[:] = [one for one in missing if not self.values(one)]
+            return not missing
+
+        until(has_all, DEADLINE_S, look_s=0.2, told=lambda: f"{what}: no data for {missing}")
 
     def start(self) -> None:
         assert self._has_url.wait(DEADLINE_S)
         assert self.url, "".join(self.lines)
-        deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()
-        while fetch(f"{self.url}/-/ready")[0] != 200:
-            assert time.monotonic() < deadline, "".join(self.lines)
-            pause.wait(0.1)
+
+        def is_ready() -> bool:
+            return fetch(f"{self.url}/-/ready")[0] == 200
+
+        until(is_ready, DEADLINE_S, look_s=0.1, told=lambda: "".join(self.lines))
 
     def close(self) -> None:
         self._process.terminate()

@@ -14,6 +14,7 @@ from persia._metrics.endpoint import Endpoint
 from persia._metrics.push import PushSettings
 from persia._services.telling import push_settings
 from persia.config import GlobalConfig
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,9 +100,7 @@ def test_w68_a_gateway_that_is_not_there_costs_one_line(
         told = endpoint(SERVER, 0, 0.001)
         pusher = told._pusher
         assert pusher is not None
-        deadline = threading.Event()
-        while not pusher._failing:
-            deadline.wait(0.01)
+        until(lambda: pusher._failing)
         told.close()
     assert len([one for one in caplog.records if "cannot be sent" in one.message]) == 1
     assert push_settings(GlobalConfig.load({})) is None

@@ -107,6 +107,11 @@ class ToyService:
             raise TimeoutError("nobody gave a permit")
         return number
 
+    def await_held(self, count: int = 1) -> None:
+        """Wait until so many more calls wait for a permit."""
+        for _ in range(count):
+            assert self.holding.acquire(timeout=PATIENCE_S)
+
     def fail(self, name: str) -> None:
         cls = getattr(errors, name, None)
         if cls is None:

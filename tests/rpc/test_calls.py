@@ -39,10 +39,8 @@ def test_many_calls_in_flight_on_one_channel(wire: Wire) -> None:
     ):
         with ThreadPoolExecutor(8) as pool:
             held = [pool.submit(client.call, "hold", number) for number in range(8)]
-            for _ in held:
-                assert service.holding.acquire(timeout=PATIENCE_S)
-            for _ in held:
-                service.permits.release()
+            service.await_held(len(held))
+            service.permits.release(len(held))
             assert [one.result() for one in held] == list(range(8))
         with ThreadPoolExecutor(8) as pool:
             echoed = list(pool.map(lambda n: (n, client.call("fill", n)), range(200)))
@@ -94,7 +92,7 @@ def test_a_call_whose_caller_is_gone_is_not_begun(wire: Wire) -> None:
     ):
         with ThreadPoolExecutor(1) as pool:
             held = pool.submit(client.call, "hold", 1)
-            assert service.holding.acquire(timeout=PATIENCE_S)
+            service.await_held()
             with pytest.raises(ServiceTimeout):
                 client.call("add_once", 1, timeout_s=0.4)
             service.permits.release()
@@ -111,7 +109,7 @@ def test_a_repetition_of_what_is_here_is_not_begun(wire: Wire) -> None:
         ThreadPoolExecutor(2) as pool,
     ):
         held = pool.submit(client.call, "hold", 1)
-        assert service.holding.acquire(timeout=PATIENCE_S)
+        service.await_held()
         added = pool.submit(client.call, "add", 5)
         while server.stats().get("repeated", 0) < 3:
             client.hello()
@@ -127,7 +125,7 @@ def test_busy_is_tried_again(wire: Wire) -> None:
         ThreadPoolExecutor(2) as pool,
     ):
         held = pool.submit(client.call, "hold", 1)
-        assert service.holding.acquire(timeout=PATIENCE_S)
+        service.await_held()
         added = pool.submit(client.call, "add_once", 5)
         while client.stats().get("busy", 0) < 2:
             client.hello()
@@ -142,7 +140,7 @@ def test_busy_until_the_deadline_is_raised(wire: Wire) -> None:
         ThreadPoolExecutor(1) as pool,
     ):
         held = pool.submit(client.call, "hold", 1)
-        assert service.holding.acquire(timeout=PATIENCE_S)
+        service.await_held()
         with pytest.raises(ServiceBusy, match="1 calls of this peer") as caught:
             client.call("add", 1, timeout_s=0.4)
         assert (caught.value.role, caught.value.method) == ("toy", "add")
@@ -159,7 +157,7 @@ def test_bytes_that_wait_are_bounded_but_one_call_is_always_taken(wire: Wire) ->
     ):
         assert len(client.call("echo", big)) == 1
         held = pool.submit(client.call, "hold", 1)
-        assert service.holding.acquire(timeout=PATIENCE_S)
+        service.await_held()
         with pytest.raises(ServiceBusy, match="bytes of calls"):
             client.call("echo", big, timeout_s=0.4)
         service.permits.release()
@@ -191,7 +189,7 @@ def test_a_closed_client_says_so(wire: Wire) -> None:
     with toy_server(wire) as (server, service), ThreadPoolExecutor(1) as pool:
         with make_client(wire, server) as client:
             held = pool.submit(client.call, "hold", 1)
-            assert service.holding.acquire(timeout=PATIENCE_S)
+            service.await_held()
         with pytest.raises(ServiceUnavailable, match="the client was closed") as caught:
             held.result(PATIENCE_S)
         assert (caught.value.role, caught.value.method) == ("toy", "hold")
@@ -253,7 +251,7 @@ def test_a_server_that_comes_back_is_called_again(wire: Wire) -> None:
             first = client.incarnation
             with ThreadPoolExecutor(2) as pool:
                 held = pool.submit(client.call, "hold", 1)
-                assert service.holding.acquire(timeout=PATIENCE_S)
+                service.await_held()
                 assert server.stop(timeout_s=0.0)["unfinished"] == 1
                 # It may have been executed, so it is not called again.
                 with pytest.raises(ServiceUnavailable, match="whether it was executed"):
@@ -277,7 +275,7 @@ def test_a_repeatable_call_survives_its_server(wire: Wire) -> None:
     server = serve(wire.transport, wire.address(), TOY, silent)
     with make_client(wire, server) as client, ThreadPoolExecutor(1) as pool:
         added = pool.submit(client.call, "add", 5)
-        assert silent.holding.acquire(timeout=PATIENCE_S)
+        silent.await_held()
         server.stop(timeout_s=0.0)
         with toy_server(wire, server.address):
             assert added.result(PATIENCE_S) == 5
@@ -332,8 +330,7 @@ def test_stop_finishes_what_is_here_and_refuses_the_rest(wire: Wire) -> None:
     ):
         with ThreadPoolExecutor(4) as pool:
             held = [pool.submit(client.call, "hold", n) for n in range(2)]
-            for _ in held:
-                assert service.holding.acquire(timeout=PATIENCE_S)
+            service.await_held(len(held))
             stopped = pool.submit(server.stop)
             is_over = threading.Event()
             adding = pool.submit(add_until, is_over, client)

@@ -123,7 +123,7 @@ def test_what_may_not_be_repeated_ends_with_the_connection(tcp_wire: Wire) -> No
         proxy = TcpProxy(server.address)
         with make_client(tcp_wire, proxy.address) as client, ThreadPoolExecutor(1) as pool:
             held = pool.submit(client.call, "hold", 1)
-            assert service.holding.acquire(timeout=PATIENCE_S)
+            service.await_held()
             proxy.close()
             with pytest.raises(ServiceUnavailable, match="whether it was executed"):
                 held.result(PATIENCE_S)
@@ -155,8 +155,7 @@ def test_a_client_behind_a_dead_wire_is_given_up_and_others_are_served() -> None
         lost = Client(patient, proxy.address, TOY, timeout_s=PATIENCE_S)
         with make_client(wire, server) as other, ThreadPoolExecutor(2) as pool:
             held = [pool.submit(lost.call, "hold", number) for number in range(2)]
-            for _ in held:
-                assert service.holding.acquire(timeout=PATIENCE_S)
+            service.await_held(len(held))
             proxy.hold()
             assert proxy.server_has_closed(PATIENCE_S)
             # Their answers have no taker. libzmq closes a connection a moment before it tells

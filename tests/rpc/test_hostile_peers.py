@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from persia._rpc.client import Client
@@ -35,6 +35,7 @@ from persia.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
+from tests.profiles import tries
 from tests.rpc.support import BAD, PATIENCE_S, TOY, ToyService, Wire, header, raw_peer
 from tests.rpc.toys import make_client, toy_server
 from tests.services.support import make_servers
@@ -141,7 +142,7 @@ def strange_messages(draw: st.DrawFn) -> list[Part]:
     return [PROTOCOL, header(**changes), *parts]
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@tries(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=strange_messages())
 def test_whatever_comes_is_answered_and_others_are_not_disturbed(
     live: tuple[Server, Any, RemoteParameterServer], parts: list[Part]
@@ -329,7 +330,7 @@ def test_who_leaves_before_the_answer_is_counted(zmq_wire: Wire) -> None:
         while not server.stats().get("dropped.peer_gone", 0):
             with raw_peer(server.address) as peer:
                 peer.call(1, "hold", 1)
-                assert service.holding.acquire(timeout=PATIENCE_S)
+                service.await_held()
             client.hello()
             service.permits.release()
             client.hello()

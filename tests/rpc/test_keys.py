@@ -8,10 +8,9 @@ import logging
 import socket as sockets
 import stat
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -31,6 +30,7 @@ from persia.errors import ConfigError, NotAllowed, ServiceUnavailable
 from persia.launcher import cli
 from tests.rpc.support import PATIENCE_S, Wire, raw_peer
 from tests.rpc.toys import toy_server
+from tests.waiting import until
 
 
 class Guarded(Protocol):
@@ -97,13 +97,6 @@ def connected(
     yield client
     client.close()
     transport.close()
-
-
-def wait_until(is_so: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "ipc://{}/a"])
@@ -196,7 +189,7 @@ def test_strangers_are_counted_and_dropped(
             with connected(place, server, 0.3) as stranger:
                 with pytest.raises(ServiceUnavailable, match="no connection within"):
                     stranger.hello()
-                wait_until(functools.partial(has_more_strangers, server, before))
+                until(functools.partial(has_more_strangers, server, before))
         with raw_peer(server.address) as stranger:
             stranger.call(1, "get_embedding_size")
         assert server.stats().get("calls", 0) == 1
@@ -294,7 +287,7 @@ def test_what_a_peer_says_of_itself_ends_no_server() -> None:
             peer.sendall(greeting)
             peer.recv(64, sockets.MSG_WAITALL)
             peer.sendall(bytes([4, len(ready)]) + ready + b"\0\x01x")
-            wait_until(lambda: "bad.parts" in server.stats())
+            until(lambda: "bad.parts" in server.stats())
         assert server.is_alive
         with connected(None, server) as client:
             assert client.call("get_embedding_size") == 7
@@ -312,7 +305,7 @@ def test_whose_doorkeeper_has_failed_lets_nobody_in(
         with connected(keys, server) as client:
             assert client.call("get_embedding_size") == 7
         with connected_as_unknown(server, keys):
-            wait_until(lambda: failed)
+            until(lambda: failed)
         assert isinstance(failed[0], TypeError)
         with connected(keys, server, 0.3) as late, pytest.raises(ServiceUnavailable):
             late.hello()

@@ -15,14 +15,13 @@ import pytest
 from persia._rpc.client import Client
 from persia.errors import DataTypeError, ServiceTimeout, ServiceUnavailable
 from tests.rpc.support import PATIENCE_S, Wire
-from tests.rpc.toys import make_client, toy_server
+from tests.rpc.toys import make_client, toy
 
 
 def test_one_thread_has_many_calls_in_flight(wire: Wire) -> None:
-    with toy_server(wire) as (server, service), make_client(wire, server) as client:
-        client.hello()
+    with toy(wire) as (client, service):
         held = client.begin("hold", 7)
-        assert service.holding.acquire(timeout=PATIENCE_S)
+        service.await_held()
         sizes = [*range(20), *range(3000, 3020)]
         begun = [client.begin("fill", size) for size in sizes]
         for size, flight in reversed([*zip(sizes, begun, strict=True)]):
@@ -35,10 +34,9 @@ def test_one_thread_has_many_calls_in_flight(wire: Wire) -> None:
 
 
 def test_a_call_that_is_cancelled_leaves_nothing_behind(wire: Wire) -> None:
-    with toy_server(wire) as (server, service), make_client(wire, server) as client:
-        client.hello()
+    with toy(wire) as (client, service):
         held = client.begin("hold", 1)
-        assert service.holding.acquire(timeout=PATIENCE_S)
+        service.await_held()
         held.cancel()
         assert not client._attempts
         service.permits.release()
@@ -58,20 +56,14 @@ def test_what_cannot_be_begun_says_so_at_once_or_at_the_result(wire: Wire) -> No
 
 
 def test_a_caller_who_waits_longer_receives_for_the_others(wire: Wire) -> None:
-    with (
-        toy_server(wire) as (server, service),
-        make_client(wire, server) as client,
-        ThreadPoolExecutor(3) as pool,
-    ):
-        client.hello()
+    with toy(wire) as (client, service), ThreadPoolExecutor(3) as pool:
         first = pool.submit(client.call, "hold", 1)
-        assert service.holding.acquire(timeout=PATIENCE_S)
+        service.await_held()
         # These come while the first one waits, and the last ones when it has gone.
         assert [client.call("fill", n).signs.size for n in range(50)] == [*range(50)]
         second = pool.submit(client.call, "hold", 2)
-        assert service.holding.acquire(timeout=PATIENCE_S)
-        service.permits.release()
-        service.permits.release()
+        service.await_held()
+        service.permits.release(2)
         assert first.result(PATIENCE_S) == 1
         assert second.result(PATIENCE_S) == 2
         others = [pool.submit(client.call, "fill", n) for n in range(100)]
@@ -79,33 +71,21 @@ def test_a_caller_who_waits_longer_receives_for_the_others(wire: Wire) -> None:
 
 
 def test_a_caller_who_gives_up_leaves_its_turn(wire: Wire) -> None:
-    with (
-        toy_server(wire) as (server, service),
-        make_client(wire, server) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        client.hello()
+    with toy(wire) as (client, service), ThreadPoolExecutor(1) as pool:
         impatient = client.begin("hold", 1, timeout_s=0.3)
-        assert service.holding.acquire(timeout=PATIENCE_S)
+        service.await_held()
         other = pool.submit(client.call, "hold", 2)
         with pytest.raises(ServiceTimeout):
             impatient.result()
-        assert service.holding.acquire(timeout=PATIENCE_S)
-        service.permits.release()
-        service.permits.release()
+        service.await_held()
+        service.permits.release(2)
         assert other.result(PATIENCE_S) == 2
 
 
 def test_closing_ends_the_call_of_who_receives(wire: Wire) -> None:
-    with (
-        toy_server(wire) as (server, service),
-        make_client(wire, server) as client,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        client.hello()
+    with toy(wire) as (client, service), ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(client.call, "hold", n) for n in range(2)]
-        for _ in calls:
-            assert service.holding.acquire(timeout=PATIENCE_S)
+        service.await_held(2)
         client.close()
         for call in calls:
             with pytest.raises(ServiceUnavailable, match="the client was closed"):
@@ -136,12 +116,7 @@ def test_a_signal_in_who_receives_loses_nobodys_answer(zmq_wire: Wire) -> None:
         return num_asked
 
     is_enough = threading.Event()
-    with (
-        toy_server(zmq_wire) as (server, _),
-        make_client(zmq_wire, server) as client,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        client.hello()
+    with toy(zmq_wire) as (client, _), ThreadPoolExecutor(2) as pool:
         others = [pool.submit(ask, number) for number in range(2)]
         before = signal.signal(signal.SIGALRM, interrupt)
         num_interrupted = 0
@@ -167,18 +142,13 @@ def test_a_signal_in_who_receives_loses_nobodys_answer(zmq_wire: Wire) -> None:
 
 
 def test_the_own_thread_sleeps_while_a_caller_receives_for_long(zmq_wire: Wire) -> None:
-    with (
-        toy_server(zmq_wire) as (server, service),
-        make_client(zmq_wire, server) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        client.hello()
+    with toy(zmq_wire) as (client, service), ThreadPoolExecutor(1) as pool:
         held = pool.submit(client.call, "hold", 7)
-        assert service.holding.acquire(timeout=PATIENCE_S)
+        service.await_held()
         before = num_waits(client)
-        threading.Event().wait(1.0)
+        threading.Event().wait(0.5)  # nothing is to happen meanwhile
         # Fifty looks a second, times each data-loader and each of its ranks, are too many.
-        assert num_waits(client) - before < 15
+        assert num_waits(client) - before < 8
         service.permits.release()
         assert held.result(PATIENCE_S) == 7
         # And nobody's answer waits for it afterwards.

@@ -33,6 +33,13 @@ def toy_server(
     try:
         yield server, service
     finally:
-        for _ in range(1000):
-            service.permits.release()
+        service.permits.release(1000)
         server.stop()
+
+
+@contextlib.contextmanager
+def toy(wire: Wire) -> Iterator[tuple[Client, ToyService]]:
+    """A client that has met its server, and what serves it."""
+    with toy_server(wire) as (server, service), make_client(wire, server) as client:
+        client.hello()
+        yield client, service

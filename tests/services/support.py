@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -193,13 +191,3 @@ def value(
     return read_rows(servers, {slot.table: [sign(name, x, schema)]})[sign(name, x, schema)][
         : slot.dim
     ]
-
-
-def until(is_so: Callable[[], Any]) -> None:
-    """Wait for what a thread does, of which nobody is told."""
-    pause = threading.Event()
-    for _ in range(4000):
-        if is_so():
-            return
-        pause.wait(0.005)
-    raise AssertionError("it did not come to pass within 20 s")

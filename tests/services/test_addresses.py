@@ -25,7 +25,7 @@ from persia._services.addresses import (
 from persia._services.plan import schema_fingerprint
 from persia.config import EmbeddingSchema
 from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
-from tests.services.support import until
+from tests.waiting import until
 
 Monkey = pytest.MonkeyPatch
 # Seconds; nothing here takes long unless it is broken.
@@ -65,6 +65,14 @@ class Place:
         self.servers.append(server)
         return server
 
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            server.stop()
+        self.transport.close()
+
     def find(self, *listed: str, timeout_s: float = PATIENCE_S, **options: Any) -> list[int]:
         """The numbers of the servers that are found."""
         found = connect_parameter_servers(
@@ -78,11 +86,8 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    made = Place(tmp_path)
-    yield made
-    for server in made.servers:
-        server.stop()
-    made.transport.close()
+    with Place(tmp_path) as made:
+        yield made
     left = [t.name for t in threading.enumerate() if t.name.startswith("persia-ask")]
     assert not left
 

@@ -14,36 +14,30 @@ import pytest
 
 from persia._files import catalog
 from persia._files.part_writer import PartWriter
-from persia._files.parts import read_part, take
+from persia._files.parts import take
 from persia._files.places import below
 from persia._files.storage import LocalStorage
 from persia._files.writers import sole_writer
 from persia._rpc.messages import LoadRequest, LookupRequest
 from persia._services import incremental, loads
-from persia._services.embedding_worker import EmbeddingWorker
-from persia._services.parameter_server import ParameterServer
 from persia._training import checkpoints
 from persia._training.checkpoints import Loader, Saver
 from persia.errors import CheckpointError, ConfigError
-from tests.services.support import (
-    ADAGRAD,
-    features,
-    gradient,
-    make_servers,
-    make_worker,
-    until,
+from tests.services.saving import (
+    Slow,
+    Trained,
+    add_part,
+    dump,
+    held_load,
+    is_in,
+    load,
+    load_changes,
+    rows_of,
+    train,
+    writing_changes,
 )
-from tests.services.test_checkpoints import Slow, dump, is_in, load, rows_of, train
-
-Trained = tuple[EmbeddingWorker, list[ParameterServer]]
-
-
-@pytest.fixture
-def trained() -> Trained:
-    servers = make_servers(2, optimizer=ADAGRAD)
-    worker = make_worker(servers)
-    train(worker, 0, 3)
-    return worker, servers
+from tests.services.support import ADAGRAD, features, gradient, make_servers, make_worker
+from tests.waiting import until
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -101,21 +95,10 @@ def test_w19_two_jobs_do_not_write_into_one_folder(trained: Trained, tmp_path: P
     dump(worker, tmp_path)  # the cut that was begun was ended
 
 
-def writing_changes(folder: Path) -> ParameterServer:
-    (server,) = make_servers(
-        1,
-        optimizer=ADAGRAD,
-        enable_incremental_update=True,
-        incremental_buffer_size=1 << 40,
-        incremental_dir=str(folder),
-    )
-    return server
-
-
 def test_packets_of_two_jobs_do_not_mix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = writing_changes(tmp_path), writing_changes(tmp_path)
+    (first,), (second,) = writing_changes(tmp_path), writing_changes(tmp_path)
     for server in (first, second):
         train(make_worker([server]), 0, 1)
     assert first._incremental is not None
@@ -139,11 +122,7 @@ def test_packets_of_two_jobs_do_not_mix(
     monkeypatch.undo()
     second.close()
     assert not list(tmp_path.rglob("*.lock"))
-    fresh = make_servers(1, optimizer=ADAGRAD)
-    loader = Loader(make_worker(fresh))
-    loader.verify("", str(tmp_path), None)
-    loader.commit(blocking=True)
-    assert rows_of(fresh) == rows_of([second])
+    load_changes(tmp_path, [second])
 
 
 def test_the_end_of_a_server_waits_for_a_packet_so_long(
@@ -159,7 +138,7 @@ def test_the_end_of_a_server_waits_for_a_packet_so_long(
     monkeypatch.setattr(incremental, "LAST_PACKET_S", 0.01)
     monkeypatch.setattr(incremental, "FLUSH_S", 0.01)
     monkeypatch.setattr(PartWriter, "finish", stands)
-    server = writing_changes(tmp_path)
+    (server,) = writing_changes(tmp_path)
     train(make_worker([server]), 0, 1)
     assert is_there.wait(60)
     server.close()
@@ -178,13 +157,8 @@ def loading(
     """A load that has dropped the rows and restored none."""
     worker, _ = trained
     dump(worker, tmp_path)
-    slow, loader = Slow(monkeypatch), Loader(worker)
-    loader.verify(catalog.load(LocalStorage(tmp_path)).id, str(tmp_path), None)
-    loader.commit(blocking=False)
-    assert slow.is_there.wait(60)
-    yield slow, loader
-    slow.may_go.set()
-    loader.wait()
+    with held_load(worker, tmp_path, monkeypatch) as held:
+        yield held
 
 
 def test_training_is_refused_while_a_load_goes_on(
@@ -326,14 +300,7 @@ def test_a_row_in_two_parts_is_found_before_anything_changes(
 ) -> None:
     worker, servers = trained
     dump(worker, tmp_path)
-    storage = LocalStorage(tmp_path)
-    manifest = catalog.load(storage)
-    part = manifest.parts[0]
-    twice = take(read_part(storage, part), np.arange(1))
-    with PartWriter(storage, f"{manifest.id}/twice", server=part.server) as writer:
-        writer.add(part.table, twice)
-        parts = (*manifest.parts, *writer.finish())
-    catalog.publish(storage, replace(manifest, parts=parts))
+    twice, _ = add_part(tmp_path, "twice", lambda block: take(block, np.arange(1)))
     before = rows_of(servers)
     with pytest.raises(CheckpointError, match=f"signs: {twice.signs[0]} comes twice"):
         load(worker, tmp_path)
@@ -344,26 +311,19 @@ def test_a_row_in_two_parts_is_found_before_anything_changes(
 def test_no_packet_is_written_in_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = writing_changes(tmp_path / "changes")
+    (server,) = writing_changes(tmp_path / "changes")
     worker = make_worker([server])
     train(worker, 0, 1)
     dump(worker, tmp_path / "full")
     server.flush_changes()
     train(worker, 1, 1)
-    slow, loader = Slow(monkeypatch), Loader(worker)
-    loader.verify("", str(tmp_path / "full"), None)
-    loader.commit(blocking=False)
-    assert slow.is_there.wait(60)
-    with pytest.raises(CheckpointError, match="a load is replacing"):
+    with (
+        held_load(worker, tmp_path / "full", monkeypatch),
+        pytest.raises(CheckpointError, match="a load is replacing"),
+    ):
         server.flush_changes()
-    slow.may_go.set()
-    loader.wait()
     server.close()
     url = below(str(tmp_path / "changes"), "s0")
     assert catalog.load(url).kind == "full"  # the changes before the load mean nothing now
-    fresh = make_servers(1, optimizer=ADAGRAD)
     monkeypatch.undo()
-    other = Loader(make_worker(fresh))
-    other.verify("", str(tmp_path / "changes"), None)
-    other.commit(blocking=True)
-    assert rows_of(fresh) == rows_of([server])
+    load_changes(tmp_path / "changes", [server])

@@ -13,16 +13,28 @@ import pytest
 
 from persia._files import catalog
 from persia._files.part_writer import PartWriter
-from persia._files.parts import read_part, take
-from persia._files.rows import rows_of as rows_of_parts
+from persia._files.parts import take
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import CutRequest, LoadRequest, OptimizerSettings, WriteRequest
-from persia._services import restoring
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
-from persia._training.checkpoints import Loader, Saver
+from persia._training.checkpoints import Saver
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, NotConfigured, PersiaError
+from tests.services.saving import (
+    Slow,
+    Trained,
+    add_part,
+    assert_alike,
+    dump,
+    held_load,
+    is_in,
+    load,
+    load_changes,
+    rows_of,
+    train,
+    writing_changes,
+)
 from tests.services.support import (
     ADAGRAD,
     ADAM,
@@ -35,51 +47,8 @@ from tests.services.support import (
     read_rows,
     settings,
     sign,
-    until,
 )
-
-FEATURES = ("sum", "max", "stack_mean", "sqrt", "raw")
-IDS = {name: [[x, x + 1] for x in range(1, 60)] for name in FEATURES}
-
-
-def train(worker: EmbeddingWorker, first: int, count: int) -> None:
-    for number in range(first, first + count):
-        batch = {name: [[x + 7 * number for x in s] for s in IDS[name]] for name in FEATURES}
-        result = worker.lookup_direct(features(batch, number))
-        worker.update(gradient(result, (1, number)))
-
-
-def rows_of(servers: list[ParameterServer]) -> dict[int, bytes]:
-    """Every row that training may have made, whole, by sign."""
-    wanted: dict[int, set[int]] = {}
-    for name in FEATURES:
-        slot = SCHEMA.slots[name]
-        wanted.setdefault(slot.table, set()).update(sign(name, x) for x in range(2000))
-    found = read_rows(servers, {table: sorted(signs) for table, signs in wanted.items()})
-    return {key: row.tobytes() for key, row in found.items()}
-
-
-def dump(worker: EmbeddingWorker, url: str | Path, keep_last: int = 1) -> None:
-    saver = Saver(worker)
-    saver.finish(saver.begin(3, dict), str(url), keep_last, blocking=True)
-
-
-def load(worker: EmbeddingWorker, url: str | Path, *names: str) -> list[str]:
-    loader = Loader(worker)
-    identity = catalog.load(LocalStorage(url)).id
-    loader.verify(identity, str(url), names or None)
-    return loader.commit(blocking=True)
-
-
-@pytest.fixture
-def trained() -> tuple[EmbeddingWorker, list[ParameterServer]]:
-    servers = make_servers(2, optimizer=ADAGRAD)
-    worker = make_worker(servers)
-    train(worker, 0, 3)
-    return worker, servers
-
-
-Trained = tuple[EmbeddingWorker, list[ParameterServer]]
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -91,10 +60,7 @@ def test_w19_rows_move_to_any_number_of_servers(
     fresh = make_servers(count, optimizer=ADAGRAD)
     other = make_worker(fresh)
     assert load(other, tmp_path) == []
-    assert rows_of(fresh) == rows_of(servers)
-    train(worker, 3, 3)
-    train(other, 3, 3)
-    assert rows_of(fresh) == rows_of(servers)
+    assert_alike((worker, servers), (other, fresh), 3, 3)
 
 
 def test_w19_a_second_dump_takes_the_place_of_the_first(
@@ -210,10 +176,6 @@ def test_w31_a_step_that_is_over_is_never_seen_to_go_on(
         assert server.load(request).state == "verifying"
         until(partial(is_in, server, request, "verified"))
         assert server.load(request).state == "verified"
-
-
-def is_in(server: ParameterServer, request: LoadRequest, state: str) -> bool:
-    return server.load(request).state == state
 
 
 def test_steps_of_a_load_that_do_not_follow_are_refused(
@@ -344,19 +306,13 @@ def test_a_sign_of_no_group_is_found_before_anything_changes(
 ) -> None:
     worker, servers = trained
     dump(worker, tmp_path)
-    storage = LocalStorage(tmp_path)
-    manifest = catalog.load(storage)
-    part = manifest.parts[0]
-    block = read_part(storage, part)
-    strange = replace(take(block, np.arange(1)), signs=np.zeros(1, np.uint64))
-    with PartWriter(storage, f"{manifest.id}/strange", server=part.server) as writer:
-        writer.add(part.table, strange)
-        parts = (*manifest.parts, *writer.finish())
-    catalog.publish(storage, replace(manifest, parts=parts))
+
+    def strange(block: Any) -> Any:
+        return replace(take(block, np.arange(1)), signs=np.zeros(1, np.uint64))
+
+    _, table = add_part(tmp_path, "strange", strange)
     before = rows_of(servers)
-    with pytest.raises(
-        CheckpointError, match=f"strange/.*sign 0x0+ is of no group of {part.table}"
-    ):
+    with pytest.raises(CheckpointError, match=f"strange/.*sign 0x0+ is of no group of {table}"):
         load(worker, tmp_path)
     assert rows_of(servers) == before
 
@@ -371,12 +327,12 @@ def test_counts_of_ids_not_admitted_yet_are_kept(tmp_path: Path) -> None:
         result = worker.lookup_direct(features({"sqrt": [[1, 2]]}, number))
         worker.update(gradient(result, (1, number)))
 
-    servers = make_servers(2, schema)
+    servers = make_servers(2, schema, capacity=1000)  # there are counters for so many ids
     worker = make_worker(servers, schema)
     appear(worker, 0)
     appear(worker, 1)
     dump(worker, tmp_path)
-    fresh = make_servers(2, schema)
+    fresh = make_servers(2, schema, capacity=1000)
     other = make_worker(fresh, schema)
     load(other, tmp_path)
     assert sum(other.get_embedding_size()) == 0
@@ -394,17 +350,8 @@ def test_the_seed_of_the_rows_is_told_apart(trained: Trained, tmp_path: Path) ->
 
 
 def test_changes_are_written_as_training_goes_on(tmp_path: Path) -> None:
-    def incremental(count: int) -> tuple[EmbeddingWorker, list[ParameterServer]]:
-        servers = make_servers(
-            count,
-            optimizer=ADAGRAD,
-            enable_incremental_update=True,
-            incremental_buffer_size=200,
-            incremental_dir=str(tmp_path),
-        )
-        return make_worker(servers), servers
-
-    worker, servers = incremental(2)
+    servers = writing_changes(tmp_path, 2, buffer_size=200)
+    worker = make_worker(servers)
     kinds = []
     for number in range(6):
         train(worker, number, 1)
@@ -417,12 +364,7 @@ def test_changes_are_written_as_training_goes_on(tmp_path: Path) -> None:
     assert "full" in kinds[2:]  # once the deltas are as large as the first was
     # What is left is the last full one and what leads to the one before it.
     assert len(catalog.ids(str(tmp_path / "s0"))) < 6
-    fresh = make_servers(3, optimizer=ADAGRAD)
-    other = make_worker(fresh)
-    loader = Loader(other)
-    loader.verify("", str(tmp_path), None)
-    loader.commit(blocking=True)
-    assert rows_of(fresh) == rows_of(servers)
+    loader, fresh = load_changes(tmp_path, servers)
     for manifest in catalog.ids(str(tmp_path / "s1")):
         (tmp_path / "s1" / f"{manifest}.json").unlink()
     with pytest.raises(CheckpointError, match="s1 is missing"):
@@ -431,13 +373,7 @@ def test_changes_are_written_as_training_goes_on(tmp_path: Path) -> None:
 
 
 def test_packets_can_be_read_whatever_became_of_the_one_before(tmp_path: Path) -> None:
-    (server,) = servers = make_servers(
-        1,
-        optimizer=ADAGRAD,
-        enable_incremental_update=True,
-        incremental_buffer_size=1 << 40,
-        incremental_dir=str(tmp_path),
-    )
+    (server,) = servers = writing_changes(tmp_path)
     worker = make_worker(servers)
     train(worker, 0, 1)
     server.flush_changes()
@@ -455,11 +391,7 @@ def test_packets_can_be_read_whatever_became_of_the_one_before(tmp_path: Path) -
     (tmp_path / "s0").unlink()
     (tmp_path / "kept").rename(tmp_path / "s0")
     server.close()
-    fresh = make_servers(2, optimizer=ADAGRAD)
-    loader = Loader(make_worker(fresh))
-    loader.verify("", str(tmp_path), None)
-    loader.commit(blocking=True)
-    assert rows_of(fresh) == rows_of(servers)
+    load_changes(tmp_path, servers)
 
 
 def has_more(folder: Path, number: int) -> bool:
@@ -467,23 +399,13 @@ def has_more(folder: Path, number: int) -> bool:
 
 
 def test_packets_come_by_themselves(tmp_path: Path) -> None:
-    (server,) = servers = make_servers(
-        1,
-        optimizer=ADAGRAD,
-        enable_incremental_update=True,
-        incremental_buffer_size=100,
-        incremental_dir=str(tmp_path),
-    )
+    (server,) = servers = writing_changes(tmp_path, buffer_size=100)
     worker = make_worker(servers)
     for number in range(3):
         train(worker, number, 1)
         until(partial(has_more, tmp_path / "s0", number))
     server.close()
-    fresh = make_servers(2, optimizer=ADAGRAD)
-    loader = Loader(make_worker(fresh))
-    loader.verify("", str(tmp_path), None)
-    loader.commit(blocking=True)
-    assert rows_of(fresh) == rows_of(servers)
+    load_changes(tmp_path, servers)
 
 
 def test_w17_servers_that_lost_all_are_whole_after_a_load(
@@ -496,10 +418,7 @@ def test_w17_servers_that_lost_all_are_whole_after_a_load(
     assert not other.ready_for_serving()
     load(other, tmp_path)
     assert other.ready_for_serving()
-    assert rows_of(fresh) == rows_of(servers)
-    train(worker, 3, 2)
-    train(other, 3, 2)
-    assert rows_of(fresh) == rows_of(servers)
+    assert_alike((worker, servers), (other, fresh), 3, 2)
 
 
 def test_w19_servers_of_inference_load_by_themselves_and_reshard(
@@ -516,37 +435,17 @@ def test_w19_servers_of_inference_load_by_themselves_and_reshard(
         make_servers(1, hyper=None, optimizer=None)[0].load_checkpoint(str(tmp_path / "x"))
 
 
-class Slow:
-    """Stops a load at its first part until it is let go."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.is_there, self.may_go = threading.Event(), threading.Event()
-        self._rows_of = rows_of_parts
-        patch.setattr(restoring, "rows_of", self._wait)
-
-    def _wait(self, *arguments: Any) -> Any:
-        self.is_there.set()
-        assert self.may_go.wait(60)
-        return self._rows_of(*arguments)
-
-
 def test_half_a_load_is_not_dumped(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, servers = trained
     dump(worker, tmp_path)
     before = rows_of(servers)
-    slow = Slow(monkeypatch)
-    loader = Loader(worker)
-    loader.verify(catalog.load(LocalStorage(tmp_path)).id, str(tmp_path), None)
-    loader.commit(blocking=False)
-    assert slow.is_there.wait(60)
-    try:
-        with pytest.raises(CheckpointError, match="a load is replacing"):
-            dump(worker, tmp_path)
-    finally:
-        slow.may_go.set()
-        loader.wait()
+    with (
+        held_load(worker, tmp_path, monkeypatch),
+        pytest.raises(CheckpointError, match="a load is replacing"),
+    ):
+        dump(worker, tmp_path)
     fresh = make_servers(1, optimizer=ADAGRAD)
     load(make_worker(fresh), tmp_path)
     assert rows_of(fresh) == before == rows_of(servers)

@@ -37,7 +37,8 @@ from tests.services.streams import (
     number_of,
     send,
 )
-from tests.services.support import make_servers, make_worker, until
+from tests.services.support import make_servers, make_worker
+from tests.waiting import until
 
 MakeFeeder = Callable[..., Feeder]
 

@@ -14,19 +14,16 @@ from persia._services import follow, job_end
 from persia._services.addresses import connect_parameter_servers
 from persia._services.job_end import status_after_job, tell_end
 from persia.errors import ConfigError, RemoteError, ServiceBusy, ServiceError
-from tests.services.support import until
 from tests.services.test_addresses import PATIENCE_S, Place, hosts_of
+from tests.waiting import until
 
 Monkey = pytest.MonkeyPatch
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    made = Place(tmp_path)
-    yield made
-    for server in made.servers:
-        server.stop()
-    made.transport.close()
+    with Place(tmp_path) as made:
+        yield made
 
 
 def test_two_servers_that_come_back_with_each_others_addresses(

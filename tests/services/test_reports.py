@@ -12,7 +12,8 @@ from persia.data import DataLoader
 from persia.embedding import Constant, EmbeddingConfig
 from persia.embedding.optim import SGD
 from tests.e2e.support import short_directory
-from tests.faults.job import SLOTS, Sum, make_batch
+from tests.faults.batches import SLOTS, make_batch
+from tests.faults.job import Sum
 from tests.services.local_job import local_job
 
 COUNT = 40
