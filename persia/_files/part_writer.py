@@ -1,48 +1,49 @@
 """Rows into parts, as they come and in bounded memory.
 
-    blocks of rows, any order        64 ranges of 256 buckets          files
-    +------------------------+       +------------------------+
-    | signs values states .. | --->  | range 0 | chunk chunk  | ---> table0-00-000003
-    +------------------------+       | range 1 | chunk        |
-                                     | ...                    |
+    blocks of rows, any order       their rows by 64 ranges       files
+    +------------------------+      +------------------+
+    | signs values states .. | ---> | places by range  |  0..16   table0-00-000000
+    +------------------------+      +------------------+ -------> table0-16-000001
+    | signs values states .. | ---> | places by range  |          ...
+    +------------------------+      +------------------+
 
-Rows of a block are gathered once, into pieces of their own range, which ``writev`` takes as
-they are. Parts are hashed, written and fsynced by threads beside the caller, which gathers
-the next ones: what is gathered and what is being written stay below the budget.
+Blocks are held as they came. Once there are enough of a kind, neighbouring ranges become a part
+each, and threads beside the caller copy its rows, array by array, into a window of memory in
+which they are hashed and from which they are written, over and over: a row is moved once, from
+where it lay into the cache. What is held and what is being written stay below the budget.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia._core.blocks import RowBlock
 from persia._core.hashing import route
+from persia._core.part_rows import copy_rows
 from persia._files.entries import NAME, NUM_BUCKETS, Part
-from persia._files.parts import CODE_OF_DTYPE, take, write_columns
-from persia._files.storage import Storage
-from persia._files.tensors import CODES, Column
+from persia._files.memory import Memory
+from persia._files.parts import CODE_OF_DTYPE, write_file
+from persia._files.storage import AT_ONCE, Buffer, Storage
+from persia._files.tensors import CODES, head
 from persia.errors import ConfigError
 
 NUM_RANGES = 64
 BUCKETS_OF_RANGE = NUM_BUCKETS // NUM_RANGES
 # Of one part: small enough to be read whole, large enough that a disk does not notice its end.
 PART_BYTES = 64 << 20
-# Neighbouring ranges share a part up to here, or a small checkpoint would be all small files.
+# Neighbouring ranges share a part up to here: each file costs a disk some milliseconds.
 _SHARED_BYTES = 8 << 20
+# Of the budget, what is held before it is written: one is gathered, others are being written.
+_SHARES = 3
+# Copied into the window at once.
+_STEP_BYTES = 256 << 10
 _RANGE_OF_BUCKET = (np.arange(NUM_BUCKETS) // BUCKETS_OF_RANGE).astype(np.uint16)
-
-
-@dataclass(slots=True)
-class _Range:
-    """What is gathered of one range of one kind of rows."""
-
-    blocks: list[RowBlock] = field(default_factory=list)
-    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,43 @@ class _Kind:
         """Bytes of a row in a file, if all of its arrays are there."""
         width = CODES[CODE_OF_DTYPE[self.dtype]].itemsize
         return 8 + width * self.dim + 4 * self.state_words + 8 + 4 + 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a block; as long as they are held, all of the block is."""
+
+    block: RowBlock
+    places: NDArray[np.uint32]
+    extras: tuple[str, ...]
+    """Of its arrays those that a file may go without, where they are not all 0."""
+
+
+@dataclass(slots=True)
+class _Pile:
+    """The blocks that are held of one kind, with their rows by range."""
+
+    rows: list[_Rows] = field(default_factory=list)
+    starts: list[NDArray[np.int64]] = field(default_factory=list)
+    """Of each block, where a range begins in its places; and their end."""
+
+    bytes: int = 0
+
+    def of_ranges(self, first: int, end: int, most: int) -> Iterator[list[_Rows]]:
+        """Yield the rows of ranges first..end - 1, at most so many together."""
+        found: list[_Rows] = []
+        left = most
+        for rows, starts in zip(self.rows, self.starts, strict=True):
+            start, stop = int(starts[first]), int(starts[end])
+            while start < stop:
+                count = min(left, stop - start)
+                found.append(_Rows(rows.block, rows.places[start : start + count], rows.extras))
+                start, left = start + count, left - count
+                if not left:
+                    yield found
+                    found, left = [], most
+        if found:
+            yield found
 
 
 class PartWriter:
@@ -86,7 +124,7 @@ class PartWriter:
         budget_bytes: int = 256 << 20,
         server: int = 0,
         part_bytes: int = PART_BYTES,
-        num_threads: int = 2,
+        num_threads: int = 4,
         begin: Callable[[], None] | None = None,
     ) -> None:
         self._storage = storage
@@ -94,10 +132,12 @@ class PartWriter:
         self._budget = budget_bytes
         self._server = server
         self._part_bytes = part_bytes
-        self._ranges: dict[_Kind, list[_Range]] = {}
+        self._piles: dict[_Kind, _Pile] = {}
         self._gathered = 0
         self._pool = ThreadPoolExecutor(num_threads, "persia-parts", initializer=begin)
-        self._writing: deque[tuple[int, Future[Part]]] = deque()
+        self._memory = Memory()
+        # Parts of one pile together: its blocks are held until the last of them is written.
+        self._writing: deque[tuple[int, list[Future[Part]]]] = deque()
         self._in_flight = 0
         self._parts: list[Part] = []
         self._number = 0
@@ -123,7 +163,7 @@ class PartWriter:
         return sum(part.file.num_bytes for part in self._parts)
 
     def add(self, table_name: str, block: RowBlock) -> None:
-        """Take rows; returns once what is held fits into the budget.
+        """Take rows, which nobody changes any more; returns once they fit into the budget.
 
         Raises:
             CheckpointError: A part could not be written, this one or an earlier one.
@@ -132,22 +172,17 @@ class PartWriter:
             raise ConfigError(
                 f"table name: expected letters, digits and ._-, got {table_name!r}"
             )
+        if not len(block):
+            return
         kind = _Kind(table_name, block.policy, block.dtype, block.dim, block.state_words)
-        order, starts = route(block.signs, _RANGE_OF_BUCKET, NUM_RANGES)
-        places = order.astype(np.intp)
-        room = max(1, self._part_bytes // kind.row_bytes)
-        ranges = self._ranges.setdefault(kind, [_Range() for _ in range(NUM_RANGES)])
-        for number in range(NUM_RANGES):
-            start, end = int(starts[number]), int(starts[number + 1])
-            while start < end:
-                target = ranges[number]
-                count = min(end - start, room - target.bytes // kind.row_bytes)
-                target.blocks.append(take(block, places[start : start + count]))
-                target.bytes += count * kind.row_bytes
-                self._gathered += count * kind.row_bytes
-                start += count
-                if target.bytes // kind.row_bytes >= room:
-                    self._flush(kind, [number])
+        places, starts = route(block.signs, _RANGE_OF_BUCKET, NUM_RANGES)
+        # Plain LRU counts no uses, and only what expires has an age: zeros are not written.
+        extras = tuple(name for name in ("ages", "uses") if getattr(block, name).any())
+        pile = self._piles.setdefault(kind, _Pile())
+        pile.rows.append(_Rows(block, places, extras))
+        pile.starts.append(starts)
+        pile.bytes += len(block) * kind.row_bytes
+        self._gathered += len(block) * kind.row_bytes
         self._shrink()
 
     def finish(self) -> tuple[Part, ...]:
@@ -156,10 +191,8 @@ class PartWriter:
         Raises:
             CheckpointError: A part could not be written.
         """
-        for kind in list(self._ranges):
-            for numbers in self._neighbours(kind):
-                self._flush(kind, numbers)
-                self._shrink()
+        for kind in list(self._piles):
+            self._flush(kind)
         while self._writing:
             self._collect()
         if self._parts:
@@ -168,58 +201,39 @@ class PartWriter:
         return tuple(self._parts)
 
     def _shrink(self) -> None:
-        """Write the fullest ranges, and wait for files, until the budget is kept."""
-        while self._writing and self._writing[0][1].done():
+        """Write the largest piles, and wait for files, until the budget is kept."""
+        while self._writing and all(part.done() for part in self._writing[0][1]):
             self._collect()
+        while self._gathered > self._budget // _SHARES:
+            self._flush(max(self._piles, key=lambda kind: self._piles[kind].bytes))
         while self.held_bytes > self._budget:
-            if self._gathered > self._budget // 2 or not self._writing:
-                kind, number = max(
-                    ((kind, n) for kind in self._ranges for n in range(NUM_RANGES)),
-                    key=lambda place: self._ranges[place[0]][place[1]].bytes,
-                )
-                self._flush(kind, [number])
-            else:
-                self._collect()
-        while self._in_flight > self._budget // 2:
             self._collect()
 
-    def _neighbours(self, kind: _Kind) -> Iterator[list[int]]:
-        """Yield numbers of ranges that share a part."""
-        together: list[int] = []
-        total = 0
-        for number, held in enumerate(self._ranges[kind]):
-            if together and total + held.bytes > min(_SHARED_BYTES, self._part_bytes):
-                yield together
-                together, total = [], 0
-            if held.blocks:
-                together.append(number)
-                total += held.bytes
-        if together:
-            yield together
+    def _flush(self, kind: _Kind) -> None:
+        pile = self._piles.pop(kind)
+        most = max(1, self._part_bytes // kind.row_bytes)
+        parts = [
+            self._pool.submit(self._write, kind, first, end, rows, self._next_number())
+            for first, end in _neighbours(pile)
+            for rows in pile.of_ranges(first, end, most)
+        ]
+        self._gathered -= pile.bytes
+        self._in_flight += pile.bytes
+        self._writing.append((pile.bytes, parts))
 
-    def _flush(self, kind: _Kind, numbers: list[int]) -> None:
-        ranges = self._ranges[kind]
-        blocks = [block for number in numbers for block in ranges[number].blocks]
-        num_bytes = sum(ranges[number].bytes for number in numbers)
-        for number in numbers:
-            ranges[number] = _Range()
-        path = f"{self._prefix}/{kind.table}-{numbers[0]:02}-{self._number:06}.safetensors"
+    def _next_number(self) -> int:
         self._number += 1
-        buckets = (numbers[0] * BUCKETS_OF_RANGE, (numbers[-1] + 1) * BUCKETS_OF_RANGE)
-        self._gathered -= num_bytes
-        self._in_flight += num_bytes
-        future = self._pool.submit(self._write, path, kind, blocks, buckets)
-        self._writing.append((num_bytes, future))
+        return self._number - 1
 
     def _collect(self) -> None:
-        num_bytes, future = self._writing.popleft()
-        self._parts.append(future.result())
+        num_bytes, parts = self._writing.popleft()
+        self._parts += [part.result() for part in parts]
         self._in_flight -= num_bytes
 
-    def _write(
-        self, path: str, kind: _Kind, blocks: list[RowBlock], buckets: tuple[int, int]
-    ) -> Part:
-        rows = sum(len(block.signs) for block in blocks)
+    def _write(self, kind: _Kind, first: int, end: int, rows: list[_Rows], number: int) -> Part:
+        path = f"{self._prefix}/{kind.table}-{first:02}-{number:06}.safetensors"
+        buckets = (first * BUCKETS_OF_RANGE, end * BUCKETS_OF_RANGE)
+        count = sum(len(each.places) for each in rows)
         metadata = {
             "format": "persia-rows",
             "version": "1",
@@ -228,33 +242,72 @@ class PartWriter:
             "server": str(self._server),
             "buckets": f"{buckets[0]}..{buckets[1]}",
         }
-        file = write_columns(self._storage, path, _columns(kind, blocks, rows), metadata)
+        arrays: dict[str, tuple[str, tuple[int, ...]]] = {
+            "signs": ("U64", (count,)),
+            "orders": ("U64", (count,)),
+            "states": ("U32", (count, kind.state_words)),
+            "values": (CODE_OF_DTYPE[kind.dtype], (count, kind.dim)),
+        }
+        extras = {name for each in rows for name in each.extras}
+        arrays |= {
+            name: (code, (count,))
+            for name, code in (("ages", "U64"), ("uses", "U32"))
+            if name in extras
+        }
+        first_bytes, names = head(arrays, metadata)
+        window = self._memory.take(AT_ONCE + kind.row_bytes)
         return Part(
-            file,
+            write_file(self._storage, path, _pieces(first_bytes, names, rows, window)),
             self._server,
             kind.table,
             kind.policy,
             kind.dtype,
             kind.dim,
             kind.state_words,
-            rows,
+            count,
             buckets,
-            max(int(block.orders.max()) for block in blocks),
+            max(int(each.block.orders[each.places].max()) for each in rows),
         )
 
 
-def _columns(kind: _Kind, blocks: list[RowBlock], rows: int) -> dict[str, Column]:
-    columns = {
-        "signs": Column("U64", (rows,), [block.signs for block in blocks]),
-        "orders": Column("U64", (rows,), [block.orders for block in blocks]),
-        "states": Column("U32", (rows, kind.state_words), [block.states for block in blocks]),
-        "values": Column(
-            CODE_OF_DTYPE[kind.dtype], (rows, kind.dim), [block.values for block in blocks]
-        ),
-    }
-    # Plain LRU counts no uses, and only what expires has an age: zeros are not written.
-    if any(block.ages.any() for block in blocks):
-        columns["ages"] = Column("U64", (rows,), [block.ages for block in blocks])
-    if any(block.uses.any() for block in blocks):
-        columns["uses"] = Column("U32", (rows,), [block.uses for block in blocks])
-    return columns
+def _neighbours(pile: _Pile) -> list[tuple[int, int]]:
+    """Return the ranges that become a part together, first and end: as many as is worth a file.
+
+    Always the same ones where rows are spread alike, so that whoever reads parts in the order
+    of their buckets has few of them to compare at a time.
+    """
+    rows = np.diff(np.sum(pile.starts, axis=0))
+    held = np.flatnonzero(rows)
+    width = NUM_RANGES
+    while width > 1 and pile.bytes >= _SHARED_BYTES * len(np.unique(held // (width // 2))):
+        width //= 2
+    return [
+        (int(mine[0]), int(mine[-1]) + 1)
+        for mine in (held[held // width == number] for number in np.unique(held // width))
+    ]
+
+
+def _pieces(
+    first_bytes: bytes, names: Sequence[str], rows: Sequence[_Rows], window: NDArray[np.uint8]
+) -> Iterator[Buffer]:
+    """Yield a file, piece by piece of the window; each is gone once the next is asked for."""
+    filled = len(first_bytes)
+    window[:filled] = np.frombuffer(first_bytes, np.uint8)
+    for name in names:
+        for each in rows:
+            source = getattr(each.block, name)
+            source = source.reshape(len(source), -1).view(np.uint8)
+            width = source.shape[1]
+            start = 0
+            while width and start < len(each.places):
+                room = min(AT_ONCE - filled, _STEP_BYTES)
+                chosen = each.places[start : start + -(-room // width)]
+                end = filled + len(chosen) * width
+                copy_rows(source, chosen, window[filled:end])
+                start, filled = start + len(chosen), end
+                if filled >= AT_ONCE:
+                    yield window[:AT_ONCE].data
+                    # What a row has beyond the piece.
+                    window[: filled - AT_ONCE] = window[AT_ONCE:filled]
+                    filled -= AT_ONCE
+    yield window[:filled].data

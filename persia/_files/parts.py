@@ -18,16 +18,20 @@ import xxhash
 from numpy.typing import NDArray
 
 from persia._core.blocks import RowBlock
-from persia._core.hashing import mix64_array, owners
+from persia._core.hashing import bucket, mix64_array, owners
+from persia._core.part_rows import find_stranger
 from persia._files.entries import Deleted, File, Part
 from persia._files.fields import Where
-from persia._files.storage import Buffer, Storage
+from persia._files.memory import Memory
+from persia._files.storage import AT_ONCE, Buffer, Storage
 from persia._files.tensors import CODES, Column, decode, encode
 from persia.errors import CheckpointError
 
 # What a reader takes; a writer's parts are a sixteenth of it.
 MAX_PART_BYTES = 1 << 30
 CODE_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# Parts that are read at the same time: while one waits for the disk, another is checked.
+_AHEAD = 2
 # Of signs of deleted rows in one file.
 _DELETED_PER_FILE = 8 << 20
 
@@ -60,13 +64,22 @@ def write_columns(
     return write_file(storage, path, encode(columns, metadata))
 
 
-def write_file(storage: Storage, path: str, buffers: Sequence[Buffer]) -> File:
+def write_file(storage: Storage, path: str, buffers: Iterable[Buffer]) -> File:
     """Write a file and return what a manifest says of it; its folder is still to be synced."""
     checksum = xxhash.xxh3_128()
-    for buffer in buffers:
-        checksum.update(buffer)
-    storage.write(path, buffers)
-    return File(path, sum(len(buffer) for buffer in buffers), checksum.hexdigest())
+    num_bytes = 0
+
+    def pieces() -> Iterator[Buffer]:
+        nonlocal num_bytes
+        for buffer in buffers:
+            for start in range(0, len(buffer), AT_ONCE):
+                piece = buffer[start : start + AT_ONCE]
+                checksum.update(piece)
+                num_bytes += len(piece)
+                yield piece  # while the cache has it
+
+    storage.write(path, pieces())
+    return File(path, num_bytes, checksum.hexdigest())
 
 
 def write_deleted(
@@ -91,9 +104,18 @@ def write_deleted(
 
 
 def read_file(
-    storage: Storage, file: File, max_bytes: int = MAX_PART_BYTES
+    storage: Storage,
+    file: File,
+    max_bytes: int = MAX_PART_BYTES,
+    memory: Memory | None = None,
 ) -> NDArray[np.uint8]:
     """Return a file's bytes, which are those that were written.
+
+    Args:
+        storage: Where it is.
+        file: What a manifest says of it.
+        max_bytes: More are an error.
+        memory: To read it into.
 
     Raises:
         CheckpointError: If size or checksum are not the manifest's.
@@ -103,7 +125,7 @@ def read_file(
         raise CheckpointError(
             f"{name}: expected at most {max_bytes} bytes, got {file.num_bytes}"
         )
-    return _stream(storage, file, None)
+    return _stream(storage, file, memory or Memory(), keep=True)
 
 
 def check_file(storage: Storage, file: File) -> None:
@@ -112,21 +134,22 @@ def check_file(storage: Storage, file: File) -> None:
     Raises:
         CheckpointError: If size or checksum are not the manifest's.
     """
-    _stream(storage, file, np.empty(min(file.num_bytes, storage.read_bytes), np.uint8))
+    _stream(storage, file, Memory(), keep=False)
 
 
-def _stream(storage: Storage, file: File, data: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-    """Read and check a file, into memory of its own or a window that is used over and over."""
+def _stream(storage: Storage, file: File, memory: Memory, *, keep: bool) -> NDArray[np.uint8]:
+    """Read and check a file, whole or through a window that is used over and over."""
     name = storage.at(file.path)
     checksum = xxhash.xxh3_128()
+    at_once = storage.read_bytes
     with storage.open(file.path) as reader:
+        # Before memory is taken.
         if reader.size != file.num_bytes:
             raise CheckpointError(f"{name}: expected {file.num_bytes} bytes, got {reader.size}")
-        if data is None:
-            data = np.empty(file.num_bytes, np.uint8)
-        for offset in range(0, file.num_bytes, storage.read_bytes):
-            start = offset if len(data) == file.num_bytes else 0
-            piece = data[start : start + min(storage.read_bytes, file.num_bytes - offset)]
+        data = memory.take(file.num_bytes if keep else min(file.num_bytes, at_once))
+        for offset in range(0, file.num_bytes, at_once):
+            start = offset if keep else 0
+            piece = data[start : start + min(at_once, file.num_bytes - offset)]
             reader.read_into(piece, offset)
             checksum.update(piece.data)
     if checksum.hexdigest() != file.xxh3_128:
@@ -137,14 +160,19 @@ def _stream(storage: Storage, file: File, data: NDArray[np.uint8] | None) -> NDA
     return data
 
 
-def read_part(storage: Storage, part: Part) -> RowBlock:
+def read_part(storage: Storage, part: Part, memory: Memory | None = None) -> RowBlock:
     """Return the rows of a part, checked against what the manifest says of it.
+
+    Args:
+        storage: Where it is.
+        part: What the manifest says.
+        memory: To read it into; it has it back once nobody has an array of the block.
 
     Raises:
         CheckpointError: If the file is not what was written, or no such part.
     """
     name = storage.at(part.file.path)
-    arrays, _ = decode(read_file(storage, part.file), name)
+    arrays, _ = decode(read_file(storage, part.file, memory=memory), name)
     found = _Arrays(name, arrays)
     code = CODE_OF_DTYPE[part.dtype]
     block = RowBlock(
@@ -158,31 +186,31 @@ def read_part(storage: Storage, part: Part) -> RowBlock:
         found.array("ages", "U64", (part.num_rows,), optional=True),
     )
     found.done()
-    buckets = mix64_array(block.signs) >> np.uint64(50)
-    strangers = (buckets < part.buckets[0]) | (buckets >= part.buckets[1])
-    if strangers.any():
-        place = int(strangers.argmax())
+    place = find_stranger(block.signs, *part.buckets)
+    if place >= 0:
         raise CheckpointError(
             f"{name}: signs[{place}]: expected buckets {part.buckets[0]}..{part.buckets[1]}, "
-            f"got {block.signs[place]} of bucket {buckets[place]}"
+            f"got {block.signs[place]} of bucket {bucket(int(block.signs[place]))}"
         )
     return block
 
 
 def read_ahead(storage: Storage, parts: Iterable[Part]) -> Iterator[tuple[Part, RowBlock]]:
-    """Yield parts with their rows; the next is read and checked while one is used.
+    """Yield parts with their rows; the next ones are read and checked while one is used.
 
     Raises:
         CheckpointError: If a file is not what was written, or no such part.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="persia-read-ahead") as pool:
+    memory = Memory()
+    with ThreadPoolExecutor(_AHEAD, thread_name_prefix="persia-read-ahead") as pool:
         reading: deque[tuple[Part, Future[RowBlock]]] = deque()
         try:
             for part in parts:
-                reading.append((part, pool.submit(read_part, storage, part)))
-                if len(reading) > 1:
+                reading.append((part, pool.submit(read_part, storage, part, memory)))
+                if len(reading) > _AHEAD:
                     done, rows = reading.popleft()
                     yield done, rows.result()
+                    del rows
             for done, rows in reading:
                 yield done, rows.result()
         finally:
@@ -190,13 +218,15 @@ def read_ahead(storage: Storage, parts: Iterable[Part]) -> Iterator[tuple[Part, 
                 rows.cancel()
 
 
-def verify_part(storage: Storage, part: Part) -> NDArray[np.uint64]:
+def verify_part(
+    storage: Storage, part: Part, memory: Memory | None = None
+) -> NDArray[np.uint64]:
     """Check a part as ``read_part`` does, and that no sign is in it twice; returns the signs.
 
     Raises:
         CheckpointError: If it is not what it should be.
     """
-    block = read_part(storage, part)
+    block = read_part(storage, part, memory)
     check_once([block.signs], storage.at(part.file.path))
     signs: NDArray[np.uint64] = block.signs.copy()  # lets go of the file's memory
     return signs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -50,10 +50,13 @@ class RemoteStorage(Storage):
         self._atomic_put = atomic_put
         self._system, self._root = fsspec.core.url_to_fs(url, **options)
 
-    def write(self, path: str, buffers: Sequence[Buffer]) -> None:
+    def write(self, path: str, buffers: Iterable[Buffer]) -> None:
         """Write a whole object."""
+        whole = bytearray()
+        for buffer in buffers:
+            whole += buffer
         with self._failing("write", path):
-            self._put(self._path(path), b"".join(buffers))
+            self._put(self._path(path), bytes(whole))
 
     def sync(self, folder: str) -> None:
         """Nothing: what was written is there."""

@@ -21,6 +21,7 @@ from persia._core.hashing import mix64_array
 from persia._files.catalog import Place, chain, discard, new_id, publish, storage_of
 from persia._files.entries import NUM_BUCKETS, File, Part, sketch_name
 from persia._files.manifest import Manifest, now
+from persia._files.memory import Memory
 from persia._files.part_writer import PART_BYTES, PartWriter
 from persia._files.parts import (
     Window,
@@ -156,8 +157,9 @@ def verify(
 def _verify_parts(storage: Storage, manifest: Manifest, progress: Progress) -> None:
     """Check each part, and that no two of them have a row of the same sign."""
     window = Window(f"parts of {storage.at(manifest.id)}")
+    memory = Memory()
     for part in sorted(manifest.parts, key=lambda part: part.buckets):
-        window.add(part, verify_part(storage, part))
+        window.add(part, verify_part(storage, part, memory))
         progress(part.file.num_bytes)
     window.close()
 

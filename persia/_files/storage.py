@@ -9,6 +9,10 @@ Locally a file is durable when it and the folder that names it were fsynced, and
 it was renamed into place. An object store has neither: there one PUT makes an object, and is
 all of ``publish``. Other file systems that fsspec reaches (HDFS) rename.
 
+What begins with a block in memory goes to a disk, and comes from it, past the page cache, if
+the file system takes that: the copy would cost more than all that is done to a row here, and
+would push what others need out of memory.
+
 Local files need no fsspec.
 """
 
@@ -18,22 +22,24 @@ import errno
 import os
 import urllib.parse
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._files.memory import BLOCK_BYTES
 from persia.errors import CheckpointError, ConfigError
 
 Buffer = bytes | memoryview
 
-# What one writev takes; IOV_MAX is 1024 on Linux and macOS.
-_PIECES = 1024
 # Bytes, about: what a system copies in one call keeps a processor from others.
-_AT_ONCE = 2 << 20
+AT_ONCE = 2 << 20
+# Below it the page cache is as fast.
+_DIRECT_BYTES = 256 << 10
 # Whole objects or nothing: a PUT is atomic, while a rename would copy.
 _OBJECT_STORES = frozenset(
     ("memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss")
@@ -64,12 +70,15 @@ class Storage(ABC):
     breathe: Callable[[], object] = staticmethod(_nothing)
     """Called between pieces of a file that is written, by the thread that writes."""
 
-    read_bytes: int = 1 << 20
+    read_bytes: int = 2 << 20
     """What is best read at once: a piece is hashed while it is in the cache."""
 
     @abstractmethod
-    def write(self, path: str, buffers: Sequence[Buffer]) -> None:
-        """Write a file that is not there yet, and the folders above it."""
+    def write(self, path: str, buffers: Iterable[Buffer]) -> None:
+        """Write a file that is not there yet, and the folders above it.
+
+        A buffer is done with once the next one is asked for.
+        """
 
     @abstractmethod
     def sync(self, folder: str) -> None:
@@ -132,20 +141,85 @@ class Storage(ABC):
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
 
 
-class _LocalReader(Reader):
-    def __init__(self, system: Any, descriptor: int, name: str) -> None:
+class _Descriptors:
+    """A file that is open through the page cache, and past it where that can be.
+
+    Args:
+        system: What stands for module ``os``.
+        path: Of the file.
+        flags: To open it with.
+    """
+
+    def __init__(self, system: Any, path: Path, flags: int) -> None:
         self._system = system
-        self._descriptor = descriptor
+        self._path = path
+        # A file is made once; what is written by either goes on where the file ends.
+        self._flags = flags & ~(os.O_CREAT | os.O_EXCL)
+        self.cached: int = system.open(path, flags, 0o666)
+        self._direct: int | None = None
+        self._is_asked = False
+
+    def close(self) -> None:
+        """Close both."""
+        self._system.close(self.cached)
+        if self._direct is not None:
+            self._system.close(self._direct)
+
+    def through(
+        self, view: memoryview, offset: int, move: Callable[[int, memoryview], int]
+    ) -> int:
+        """Read or write one piece, past the page cache if it can; returns how many bytes."""
+        blocks = len(view) - len(view) % BLOCK_BYTES
+        if blocks >= _DIRECT_BYTES and not (offset | _address(view)) % BLOCK_BYTES:
+            descriptor = self._ask()
+            if descriptor is not None:
+                try:
+                    return move(descriptor, view[:blocks])
+                except OSError as exc:
+                    if exc.errno != errno.EINVAL:
+                        raise
+                    # It opens files so, and that is all.
+                    self._system.close(descriptor)
+                    self._direct = None
+        return move(self.cached, view[:AT_ONCE])
+
+    def _ask(self) -> int | None:
+        if not self._is_asked:
+            self._is_asked = True
+            # Only what lies on a disk of its own: tmpfs, NFS or an overlay have none by this
+            # number, and no use for it.
+            if hasattr(os, "O_DIRECT") and os.major(self._system.fstat(self.cached).st_dev):
+                with suppress(OSError):
+                    self._direct = self._system.open(self._path, self._flags | os.O_DIRECT)
+        return self._direct
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+class _LocalReader(Reader):
+    def __init__(self, system: Any, file: _Descriptors, name: str) -> None:
+        self._system = system
+        self._file = file
         self._name = name
-        self.size = system.fstat(descriptor).st_size
+        self.size = system.fstat(file.cached).st_size
 
     def read_into(self, target: NDArray[np.uint8], offset: int) -> None:
         view = target.data
         while view:
-            count = self._system.preadv(self._descriptor, [view], offset)
+            count = self._file.through(view, offset, partial(self._read, offset))
             if count == 0:
                 raise CheckpointError(f"{self._name}: ends after {offset} bytes")
             view, offset = view[count:], offset + count
+
+    def _read(self, offset: int, descriptor: int, piece: memoryview) -> int:
+        if descriptor != self._file.cached and hasattr(os, "RWF_NOWAIT"):
+            with suppress(OSError):  # not in memory; where it is, that is faster than a disk
+                return int(
+                    self._system.preadv(self._file.cached, [piece], offset, os.RWF_NOWAIT)
+                )
+        return int(self._system.preadv(descriptor, [piece], offset))
 
 
 class LocalStorage(Storage):
@@ -161,7 +235,7 @@ class LocalStorage(Storage):
         self._root = Path(self.url)
         self._system = system
 
-    def write(self, path: str, buffers: Sequence[Buffer]) -> None:
+    def write(self, path: str, buffers: Iterable[Buffer]) -> None:
         """Write a file that is not there yet, and fsync it."""
         with self._failing("write", path):
             self._make_folder((self._root / path).parent)
@@ -193,12 +267,12 @@ class LocalStorage(Storage):
     def open(self, path: str) -> Iterator[Reader]:
         """Open a file for reading."""
         with self._failing("read", path):
-            descriptor = self._system.open(self._root / path, os.O_RDONLY)
+            file = _Descriptors(self._system, self._root / path, os.O_RDONLY)
         try:
             with self._failing("read", path):
-                yield _LocalReader(self._system, descriptor, self.at(path))
+                yield _LocalReader(self._system, file, self.at(path))
         finally:
-            self._system.close(descriptor)
+            file.close()
 
     def list(self, folder: str = "") -> list[str]:
         """Return the names in a folder."""
@@ -241,22 +315,23 @@ class LocalStorage(Storage):
                 self._remove_tree(path / name)
             self._system.rmdir(path)
 
-    def _write_new(self, path: Path, buffers: Sequence[Buffer]) -> None:
-        descriptor = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    def _write_new(self, path: Path, buffers: Iterable[Buffer]) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        file = _Descriptors(self._system, path, flags)
         try:
-            left = list(_pieces(buffers))
-            first = 0
-            while first < len(left):
-                count = self._system.writev(descriptor, _some(left, first))
-                self.breathe()
-                while first < len(left) and count >= len(left[first]):
-                    count -= len(left[first])
-                    first += 1
-                if count:  # a disk that is nearly full takes a part
-                    left[first] = left[first][count:]
-            self._system.fsync(descriptor)
+            offset = 0
+            for buffer in buffers:
+                view = memoryview(buffer)
+                while view:  # a disk that is nearly full takes a part
+                    count = file.through(view, offset, self._append)
+                    self.breathe()
+                    view, offset = view[count:], offset + count
+            self._system.fsync(file.cached)
         finally:
-            self._system.close(descriptor)
+            file.close()
+
+    def _append(self, descriptor: int, piece: memoryview) -> int:
+        return int(self._system.writev(descriptor, [piece]))
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and those above it; each is named durably by the one above."""
@@ -288,23 +363,6 @@ class LocalStorage(Storage):
             raise
         except OSError as exc:
             raise failed(verb, self.at(path), exc) from exc
-
-
-def _pieces(buffers: Sequence[Buffer]) -> Iterator[memoryview]:
-    """Cut buffers that are more than is written at once."""
-    for buffer in buffers:
-        view = memoryview(buffer)
-        for start in range(0, len(view), _AT_ONCE):
-            yield view[start : start + _AT_ONCE]
-
-
-def _some(left: list[memoryview], first: int) -> list[memoryview]:
-    """Return what is written by one call: at least a piece, and what fits beside it."""
-    end, total = first, 0
-    while end < len(left) and end - first < _PIECES and total < _AT_ONCE:
-        total += len(left[end])
-        end += 1
-    return left[first:end]
 
 
 def failed(verb: str, path: str, exc: Exception) -> CheckpointError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,42 +51,50 @@ _CODE_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One array, possibly in several pieces that follow each other along its first axis."""
+    """One array of a file."""
 
     code: str
     """Its dtype, a key of ``CODES``."""
 
-    shape: tuple[int, ...]
-    """Of the whole array."""
-
-    pieces: Sequence[NDArray[Any]]
+    array: NDArray[Any]
     """C-contiguous."""
 
     @staticmethod
     def of(array: NDArray[Any]) -> Column:
         """Return a whole array as a column."""
         little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
-        return Column(_CODE_OF[little.dtype], array.shape, (little,))
+        return Column(_CODE_OF[little.dtype], little)
+
+
+def head(
+    arrays: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[str]]:
+    """Return how a file begins, and the names of its arrays in the order that they follow in.
+
+    Args:
+        arrays: Of each name dtype and shape.
+        metadata: Any texts.
+    """
+    names = sorted(arrays, key=lambda name: -CODES[arrays[name][0]].itemsize)
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        code, shape = arrays[name]
+        begin = end
+        end += math.prod(shape) * CODES[code].itemsize
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(_LENGTH, "little") + text, names
 
 
 def encode(columns: Mapping[str, Column], metadata: Mapping[str, str]) -> list[memoryview]:
-    """Return the buffers of a file: the header and every piece, none of them copied."""
-    widest = sorted(columns.items(), key=lambda item: -CODES[item[1].code].itemsize)
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    buffers = []
-    end = 0
-    for name, column in widest:
-        begin = end
-        end += math.prod(column.shape) * CODES[column.code].itemsize
-        header[name] = {
-            "dtype": column.code,
-            "shape": list(column.shape),
-            "data_offsets": [begin, end],
-        }
-        buffers += [piece.reshape(-1).view(np.uint8).data for piece in column.pieces]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [memoryview(len(text).to_bytes(_LENGTH, "little") + text), *buffers]
+    """Return the buffers of a file: its head and every array, none of them copied."""
+    first, names = head(
+        {name: (column.code, column.array.shape) for name, column in columns.items()}, metadata
+    )
+    arrays = (columns[name].array for name in names)
+    return [memoryview(first), *(array.reshape(-1).view(np.uint8).data for array in arrays)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import numpy as np
 
 from persia._files.entries import sketch_name
 from persia._files.mapping import Mapping
+from persia._files.memory import Memory
 from persia._files.parts import (
     Window,
     filter_owned,
@@ -62,10 +63,10 @@ class _Chain:
         return [part for manifest in self.manifests for part in manifest.parts]
 
 
-def _check(chain: _Chain, part: Part) -> _Signs:
+def _check(chain: _Chain, part: Part, memory: Memory) -> _Signs:
     """Check a part and whose rows are in it; returns its signs, and those they become here."""
     # Not those of the file: they let go of its memory. None comes twice: the caller's window.
-    signs = read_part(chain.storage, part).signs.copy()
+    signs = read_part(chain.storage, part, memory).signs.copy()
     try:
         return signs, chain.mapping.signs_of(part.table, signs)
     except CheckpointError as exc:
@@ -145,13 +146,14 @@ class Restoring:
         """Check the parts of one checkpoint; returns how many rows this server will own."""
         window = Window(f"parts of {chain.storage.at(manifest.id)}")
         count = 0
+        memory = Memory()
         # As many checks ahead as there are threads: what they return are all signs.
         checks: deque[tuple[Part, Future[_Signs]]] = deque()
         left = iter(sorted(manifest.parts, key=lambda part: part.buckets))
         try:
             while True:
                 for part in itertools.islice(left, 1 + self._num_threads - len(checks)):
-                    checks.append((part, pool.submit(_check, chain, part)))
+                    checks.append((part, pool.submit(_check, chain, part, memory)))
                 if not checks:
                     break
                 part, check = checks.popleft()

@@ -6,6 +6,7 @@ A disk that fails at any write, fsync, rename, mkdir or unlink is under all of i
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -226,6 +227,27 @@ def test_w19_a_writer_that_dies_anywhere_leaves_the_last_checkpoint(failure: str
         assert sorted(storage.list()) == sorted([*kept, *(f"{name}.json" for name in kept)])
         fail_at += 1
     assert num_failed == fail_at > 20
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of some hundred bytes go past the page cache, as large ones do."""
+    monkeypatch.setattr("persia._files.storage.BLOCK_BYTES", 64)
+    monkeypatch.setattr("persia._files.storage._DIRECT_BYTES", 64)
+    monkeypatch.setattr("persia._files.storage.AT_ONCE", 1024)
+    monkeypatch.setattr("persia._files.part_writer.AT_ONCE", 1024)
+    monkeypatch.setattr("tests.files.disk.BLOCK_BYTES", 64)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="a system without O_DIRECT")
+@pytest.mark.parametrize("failure", ["power", "error"])
+def test_w19_also_past_the_page_cache(
+    small_blocks: None, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    moved = []
+    monkeypatch.setattr(Disk, "past_cache", lambda self, size: moved.append(size))
+    test_w19_a_writer_that_dies_anywhere_leaves_the_last_checkpoint(failure)
+    assert len(moved) > 50
 
 
 def test_removing_may_die_anywhere_too() -> None:

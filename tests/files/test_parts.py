@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -212,7 +212,7 @@ class StalledStorage(LocalStorage):
         super().__init__(folder)
         self.go_on = threading.Event()
 
-    def write(self, path: str, buffers: Sequence[Buffer]) -> None:
+    def write(self, path: str, buffers: Iterable[Buffer]) -> None:
         assert self.go_on.wait(60)
         super().write(path, buffers)
 

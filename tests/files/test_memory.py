@@ -1,0 +1,51 @@
+"""Memory goes back once no array has a part of it, and never before."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+
+from persia._files.memory import BLOCK_BYTES, Memory
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+def test_memory_is_used_again_once_no_array_has_it() -> None:
+    memory = Memory()
+    first = memory.take(100_000)
+    assert (len(first), address(first) % BLOCK_BYTES) == (100_000, 0)
+    first[:] = 1
+    place = address(first)
+    words = first[:800].view(np.uint64).reshape(10, 10)
+    del first
+    gc.collect()
+    other = memory.take(100_000)
+    assert address(other) != place  # the words are still somebody's
+    assert (words == 0x0101010101010101).all()
+    del words
+    again = memory.take(50_000)
+    assert address(again) == place
+    assert len(again) == 50_000
+
+
+def test_memory_of_another_size_is_not_kept() -> None:
+    memory = Memory()
+    memory.take(64 << 20)
+    for size in (10, 0):
+        few = memory.take(size)
+        assert len(few) == size
+        assert isinstance(few.base, np.ndarray)
+        assert few.base.nbytes == 2 << 20
+    assert len(memory.take(64 << 20)) == 64 << 20
+
+
+def test_memory_outlives_where_it_came_from() -> None:
+    memory = Memory()
+    array = memory.take(1000)
+    array[:] = 3
+    del memory
+    gc.collect()
+    assert (array == 3).all()
