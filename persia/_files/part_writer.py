@@ -266,7 +266,7 @@ class PartWriter:
             kind.state_words,
             count,
             buckets,
-            max(int(each.block.orders[each.places].max()) for each in rows),
+            max(int(each.block.orders.take(each.places).max()) for each in rows),
         )
 
 
