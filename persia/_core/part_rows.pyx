@@ -13,19 +13,6 @@ from persia._core.types cimport uint8_t, uint32_t, uint64_t
 
 from persia.errors import DataError
 
-cdef extern from "part_rows.h" nogil:
-    enum:
-        PERSIA_NUM_LEVELS
-
-    ctypedef void (*persia_copy_rows_t)(
-        char *out, const char *rows, size_t width, const uint32_t *places, size_t n
-    ) noexcept nogil
-    ctypedef size_t (*persia_strangers_t)(
-        const uint64_t *signs, size_t n, uint64_t first, uint64_t count) noexcept nogil
-
-    const persia_copy_rows_t[PERSIA_NUM_LEVELS] persia_copy_rows
-    const persia_strangers_t[PERSIA_NUM_LEVELS] persia_strangers
-
 
 def copy_rows(const uint8_t[:, ::1] rows not None, places, uint8_t[::1] out not None):
     """Copy rows by their places; see the stub."""
