@@ -239,23 +239,23 @@ class Loads:
             load.request = request
             load.status = replace(load.status, state=_STATES[request.step][0], done=0)
             threading.Thread(
-                target=self._run, args=(load, request), name="persia-load", daemon=True
+                target=self._run, args=(load, request, held), name="persia-load", daemon=True
             ).start()
             return load.status
 
-    def load_now(self, request: LoadRequest, held: Held) -> list[str]:
+    def load_now(self, request: LoadRequest, held: Callable[[], Held]) -> list[str]:
         """Verify and commit in this thread; returns what the user should know.
 
         Raises:
             CheckpointError: If something is missing, damaged, or does not fit.
         """
-        work = self._work(held, request)
+        work = self._work(held(), request)
         load = _Load(request, LoadStatus("loading", 0, 0, 0, "", ()), work)
         with self._lock:
             self._load = load
         try:
             work.verify(_nobody)
-            self._commit(load, work, _nobody)
+            self._commit(load, work, _nobody, held)
             with self._lock:
                 self._set_missing(load.missing_before)
                 self.loaded_at = time.monotonic()
@@ -293,7 +293,9 @@ class Loads:
         self._load, self._finished = None, request.load_id
         return finished
 
-    def _commit(self, load: _Load, work: Restoring, moved: Moved) -> None:
+    def _commit(
+        self, load: _Load, work: Restoring, moved: Moved, held: Callable[[], Held]
+    ) -> None:
         """Replace rows once no request uses them; from here on they are missing."""
         request = load.request
         with self._lock:
@@ -304,6 +306,7 @@ class Loads:
                 )
             if load.is_dropped:
                 raise CheckpointError("the load was given up; nothing was loaded")
+            work.check_fits(held())  # from here on nobody can change that
             before = self._missing
             load.missing_before = None if before is None else before.after(request.features)
             names = None if request.features is None else frozenset(request.features)
@@ -333,7 +336,7 @@ class Loads:
             "another load took its place"
         )
 
-    def _run(self, load: _Load, request: LoadRequest) -> None:
+    def _run(self, load: _Load, request: LoadRequest, held: Callable[[], Held]) -> None:
         work = load.work
         if work is None:
             return
@@ -348,7 +351,7 @@ class Loads:
             if request.step == "verify":
                 work.verify(moved)
             else:
-                self._commit(load, work, moved)
+                self._commit(load, work, moved, held)
         except BaseException as exc:
             if not isinstance(exc, PersiaError):
                 _logger.exception("a load failed")

@@ -14,6 +14,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -215,6 +216,7 @@ class ParameterServer:
         Raises:
             ConfigError: If the seed differs from that of the rows held, or a value cannot be
                 used.
+            CheckpointError: If the seed differs and a load is replacing rows.
         """
         with self._settings_lock:
             old = self._configured
@@ -237,16 +239,24 @@ class ParameterServer:
                 optimizers = TableOptimizers(
                     self._schema, self._registered, settings.weight_bound
                 )
-            if old is None:
-                store = self._new_store(settings.seed, policies)
-            elif old.settings.seed != settings.seed:
-                store = self._another_store(old.store, settings.seed, policies)
-            else:
-                store = old.store
-            if self._state is not None:
-                # Before there is a row of it.
-                self._state.note(configured=dataclasses.asdict(settings))
-            self._configured = _Configured(settings, store, initializers, policies, optimizers)
+            is_other = old is not None and old.settings.seed != settings.seed
+            with self._replacing(is_other):
+                if old is None:
+                    store = self._new_store(settings.seed, policies)
+                elif is_other:
+                    store = self._another_store(old.store, settings.seed, policies)
+                else:
+                    store = old.store
+                if self._state is not None:
+                    # Before there is a row of it.
+                    self._state.note(configured=dataclasses.asdict(settings))
+                self._configured = _Configured(
+                    settings, store, initializers, policies, optimizers
+                )
+
+    def _replacing(self, is_replaced: bool) -> AbstractContextManager[None]:
+        """Surround what takes another store, if it does: no load may be filling this one."""
+        return self._loads.whole_rows(or_missing=True) if is_replaced else nullcontext()
 
     def _another_store(
         self, old: EmbeddingStore, seed: int, policies: RowPolicies
@@ -284,6 +294,7 @@ class ParameterServer:
         Raises:
             ConfigError: If an option cannot be used, or rows are held whose state another
                 optimizer keeps.
+            CheckpointError: If a load is replacing rows that it would have to drop.
         """
         with self._settings_lock:
             if self._registered == settings:
@@ -292,12 +303,14 @@ class ParameterServer:
             # Without a weight bound, which is still to come, this only refuses bad options.
             bound = 0.0 if configured is None else configured.settings.weight_bound
             new = TableOptimizers(self._schema, settings, bound)
-            if configured is not None:
-                configured = self._with_optimizers(configured, new)
-            if self._state is not None:
-                self._state.note(optimizer=dataclasses.asdict(settings))
-            self._configured = configured
-            self._registered = settings
+            old = None if configured is None else configured.optimizers
+            with self._replacing(old is not None and new.first_changed(old) is not None):
+                if configured is not None:
+                    configured = self._with_optimizers(configured, new)
+                if self._state is not None:
+                    self._state.note(optimizer=dataclasses.asdict(settings))
+                self._configured = configured
+                self._registered = settings
 
     def _with_optimizers(self, configured: _Configured, new: TableOptimizers) -> _Configured:
         old, store = configured.optimizers, configured.store
@@ -658,7 +671,7 @@ class ParameterServer:
         """
         request = LoadRequest(0, "verify", url, "", None)
         self._configure_as(request)
-        for note in self._loads.load_now(request, self._held()):
+        for note in self._loads.load_now(request, self._held):
             _logger.warning("%s: %s", url, note)
 
     def _configure_as(self, request: LoadRequest) -> None:

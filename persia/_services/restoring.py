@@ -56,6 +56,7 @@ class _Chain:
     storage: Storage
     manifests: list[Manifest]  # base first
     mapping: Mapping
+    writer: int | None = None  # the server that wrote it by itself, as others wrote theirs
 
     @property
     def parts(self) -> list[Part]:
@@ -67,10 +68,24 @@ def _check(chain: _Chain, part: Part, memory: Memory) -> _Signs:
     """Check a part and whose rows are in it; returns its signs, and those they become here."""
     # Not those of the file: they let go of its memory. None comes twice: the caller's window.
     signs = read_part(chain.storage, part, memory).signs.copy()
+    if chain.writer is not None:
+        # Servers own different signs, so no two of their chains have one in common.
+        count = chain.manifests[-1].num_servers
+        if num_owned(signs, chain.writer, count) != len(signs):
+            raise CheckpointError(
+                f"{chain.storage.at(part.file.path)}: signs: expected those of server "
+                f"{chain.writer} of {count}, got another server's, whose own folder may have "
+                "them too"
+            )
     try:
         return signs, chain.mapping.signs_of(part.table, signs)
     except CheckpointError as exc:
         raise CheckpointError(f"{chain.storage.at(part.file.path)}: {exc}") from exc
+
+
+def _server_of(storage: Storage) -> int:
+    """Return whose folder it is, as ``places.folder_of`` names it."""
+    return int(storage.url.rstrip("/").rpartition("/")[2][1:])
 
 
 class Restoring:
@@ -110,7 +125,10 @@ class Restoring:
             ConfigError: If it does not fit the embedding config; says what differs.
         """
         found = chains(self._request.url, self._request.checkpoint or None)
-        self._chains = [self._read(storage, manifests) for storage, manifests in found]
+        self._chains = [
+            self._read(storage, manifests, None if len(found) == 1 else _server_of(storage))
+            for storage, manifests in found
+        ]
         latest = found[0][1][-1]
         self.notes = [*self._chains[0].mapping.notes, *self._differing_settings(latest)]
         self._num_bytes = sum(part.file.num_bytes for c in self._chains for part in c.parts)
@@ -180,7 +198,7 @@ class Restoring:
                 f"more than {self._num_replicas} server{'s' * (self._num_replicas != 1)}"
             )
 
-    def _read(self, storage: Storage, manifests: list[Manifest]) -> _Chain:
+    def _read(self, storage: Storage, manifests: list[Manifest], writer: int | None) -> _Chain:
         """Return a chain as this server reads it."""
         mapping = Mapping.between(
             manifests[-1].schema, self._held.saved_schema(), only=self._request.features
@@ -194,7 +212,7 @@ class Restoring:
             )
             for manifest in manifests
         ]
-        return _Chain(storage, mine, mapping)
+        return _Chain(storage, mine, mapping, writer)
 
     def _differing_settings(self, manifest: Manifest) -> list[str]:
         """Say what makes new rows other ones than the job before would have had."""
@@ -218,6 +236,19 @@ class Restoring:
             self.notes.append(
                 "how often ids that wait for admission appeared is not known for this number "
                 "of servers: their counts begin anew"
+            )
+
+    def check_fits(self, now: Held) -> None:
+        """Check that what was verified is still what the server holds.
+
+        Raises:
+            CheckpointError: If other settings have come, which took another store.
+        """
+        changed = now.optimizers.first_changed(self._held.optimizers)
+        if now.store is not self._held.store or changed is not None:
+            raise CheckpointError(
+                f"parameter server {self._replica} was given another seed or optimizer since "
+                f"{self._request.url} was verified for it; nothing was loaded, load again"
             )
 
     def commit(self, moved: Moved) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from persia._files import catalog
 from persia._files.part_writer import PartWriter
-from persia._files.parts import take
+from persia._files.parts import read_part, take
 from persia._files.places import below
 from persia._files.storage import LocalStorage
 from persia._files.writers import sole_writer
@@ -36,7 +36,15 @@ from tests.services.saving import (
     train,
     writing_changes,
 )
-from tests.services.support import ADAGRAD, features, gradient, make_servers, make_worker
+from tests.services.support import (
+    ADAGRAD,
+    ADAM,
+    features,
+    gradient,
+    make_servers,
+    make_worker,
+    settings,
+)
 from tests.waiting import until
 
 
@@ -306,6 +314,59 @@ def test_a_row_in_two_parts_is_found_before_anything_changes(
         load(worker, tmp_path)
     assert rows_of(servers) == before
     train(worker, 3, 1)
+
+
+def test_rows_of_another_server_in_a_packet_are_found_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    """Else a row would be in the packets of two servers, and which one counts would be luck."""
+    servers = writing_changes(tmp_path, 2)
+    train(make_worker(servers), 0, 1)
+    for server in servers:
+        server.flush_changes()
+        server.close()
+    there, here = (LocalStorage(tmp_path / name) for name in ("s0", "s1"))
+    part = catalog.load(there).parts[0]
+    manifest = catalog.load(here)
+    with PartWriter(here, f"{manifest.id}/twice", server=1) as writer:
+        writer.add(part.table, take(read_part(there, part), np.arange(1)))
+        parts = (*manifest.parts, *writer.finish())
+    catalog.publish(here, replace(manifest, parts=parts))
+    fresh = make_servers(1, optimizer=ADAGRAD)
+    other = make_worker(fresh)
+    train(other, 1, 1)
+    before = rows_of(fresh)
+    with pytest.raises(CheckpointError, match=r"expected those of server 1 of 2"):
+        Loader(other).verify("", str(tmp_path), None)
+    assert rows_of(fresh) == before
+
+
+def test_a_store_that_was_replaced_since_verify_takes_no_rows(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, _ = trained
+    dump(worker, tmp_path)
+    (server,) = make_servers(1, optimizer=ADAGRAD)
+    request = LoadRequest(1, "verify", str(tmp_path), "", None)
+    commit = replace(request, step="commit")
+    until(partial(is_in, server, request, "verified"))
+    server.register_optimizer(ADAM)
+    until(partial(is_in, server, commit, "failed"))
+    assert "another seed or optimizer" in server.load(commit).error
+    assert server.get_embedding_size() == 0
+    # From commit on it is the other way round: who would replace the store is refused.
+    request, commit = replace(request, load_id=2), replace(commit, load_id=2)
+    until(partial(is_in, server, request, "verified"))
+    with server._loads.whole_rows():
+        assert server.load(commit).state == "loading"
+        with pytest.raises(CheckpointError, match="a load is replacing its rows"):
+            server.configure(settings(seed=8))
+        with pytest.raises(CheckpointError, match="a load is replacing its rows"):
+            server.register_optimizer(ADAGRAD)
+        server.register_optimizer(replace(ADAM, options={"lr": 0.2}))  # the same state
+    until(partial(is_in, server, commit, "loaded"))
+    server.load(replace(request, step="finish"))
+    assert server.get_embedding_size() == sum(worker.get_embedding_size())
 
 
 def test_no_packet_is_written_in_a_load(
