@@ -1,16 +1,18 @@
-"""Kill a server at random moments under load, and count every update afterwards.
+"""Kill any server at random moments under load, and count every update afterwards.
 
     python -m tests.recovery.soak KILLS [SEED]
 
 A shadow model counts, for each sign, the updates that were acknowledged. Rows begin at zero and
 an update takes 1 off each of them at rate 1, so a row's value says how often it was stepped:
-less is an update lost, more is one applied twice. The server is killed with SIGKILL and started
-again, as a supervisor does; clients know nothing of it and only repeat what was not answered.
+less is an update lost, more is one applied twice. One of the servers, by chance, is killed with
+SIGKILL and started again, as a supervisor does; clients know nothing of it and only repeat what
+was not answered.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -18,11 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._core.hashing import mix64_array, owners
 from persia._rpc.messages import (
     HyperParameters,
     InitializationSettings,
@@ -35,7 +39,7 @@ from persia._rpc.messages import (
 from persia._rpc.remote import RemoteParameterServer
 from persia._services.addresses import connect_parameter_servers
 from persia.errors import ServiceError
-from tests.e2e.support import PATIENCE_S, Job, short_directory, transport
+from tests.e2e.support import PATIENCE_S, Job, Process, short_directory, transport
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -51,6 +55,7 @@ DIMS = (16, 32)
 NUM_SIGNS = 30_000
 BATCH = 6_000
 NUM_CLIENTS = 3
+NUM_SERVERS = 2
 SETTINGS = HyperParameters(InitializationSettings("constant", {"value": 0.0}), 1.0, 1e9, 3)
 SGD = OptimizerSettings("sgd", {"lr": 1.0})
 
@@ -59,6 +64,12 @@ def signs_of(table: int) -> NDArray[np.uint64]:
     group = np.uint64(table + 1) << np.uint64(56)
     signs: NDArray[np.uint64] = np.arange(NUM_SIGNS, dtype=np.uint64) | group
     return signs
+
+
+def owned(signs: NDArray[np.uint64], server: int) -> NDArray[np.bool_]:
+    """Which of the signs are one server's."""
+    mine: NDArray[np.bool_] = owners(NUM_SERVERS)[mix64_array(signs) >> np.uint64(50)] == server
+    return mine
 
 
 class Client(threading.Thread):
@@ -77,35 +88,42 @@ class Client(threading.Thread):
     def run(self) -> None:
         try:
             with transport() as made:
-                (server,) = connect_parameter_servers(
+                servers = connect_parameter_servers(
                     made,
                     addresses=self.addresses,
                     timeout_s=PATIENCE_S,
                     on_restart=lambda number: None,
                 )
                 while not self.stopping.is_set():
-                    self.step(server)
-                server.close()
+                    places = [self.random.permutation(NUM_SIGNS)[:BATCH] for _ in DIMS]
+                    for number, server in enumerate(servers):
+                        self.step(number, server, places)
+                    self.num_updates += 1
+                for server in servers:
+                    server.close()
         except BaseException as error:
             self.failure = error
 
-    def step(self, server: RemoteParameterServer) -> None:
-        number = self.num_updates
-        places = [self.random.permutation(NUM_SIGNS)[:BATCH] for _ in DIMS]
-        signs = [signs_of(table)[at] for table, at in enumerate(places)]
+    def step(
+        self, number: int, server: RemoteParameterServer, places: list[NDArray[np.int64]]
+    ) -> None:
+        """Step those of the rows at these places that are this server's."""
+        batch = self.num_updates
+        every = [signs_of(table)[at] for table, at in enumerate(places)]
+        mine = [owned(part, number) for part in every]
+        signs = [part[own] for part, own in zip(every, mine, strict=True)]
         asked = tuple(TableSigns(table, part) for table, part in enumerate(signs))
-        request = LookupRequest(number, True, asked)
+        request = LookupRequest(batch, True, asked)
         hints = [part.hints for part in self.call(server.lookup, request).tables]
         gradients = tuple(
-            TableGradients(table, signs[table], hints[table], np.ones((BATCH, dim), np.float32))
-            for table, dim in enumerate(DIMS)
+            TableGradients(table, part, hints[table], np.ones((len(part), dim), np.float32))
+            for table, (part, dim) in enumerate(zip(signs, DIMS, strict=True))
         )
-        reply = self.call(server.update, UpdateRequest((self.number, number), gradients))
+        reply = self.call(server.update, UpdateRequest((self.number, batch), gradients))
         assert reply.num_missing == 0, reply
         self.num_repeated += reply.repeated
         for table, at in enumerate(places):
-            self.counts[table, at] += 1
-        self.num_updates += 1
+            self.counts[table, at[mine[table]]] += 1
 
     def call(self, method: Callable[[S], T], request: S) -> T:
         while True:
@@ -122,7 +140,7 @@ def job() -> Iterator[Job]:
         tempfile.TemporaryDirectory(prefix="persia-soak-", dir="/dev/shm") as rows,
         short_directory() as directory,
     ):
-        made = Job(directory)
+        made = Job(directory, NUM_SERVERS)
         made.script("slots.yml", CONFIG)
         made.environment |= {
             "PERSIA_STATE_DIRECTORY": rows,
@@ -133,62 +151,90 @@ def job() -> Iterator[Job]:
         made.close()
 
 
+def wrong_rows(
+    servers: list[RemoteParameterServer], counts: NDArray[np.int64]
+) -> list[tuple[int, float, int]]:
+    """Return sign, what the row says and what was acknowledged, where they differ."""
+    found = []
+    for table, dim in enumerate(DIMS):
+        held = np.zeros((NUM_SIGNS, dim), np.float32)
+        every = signs_of(table)
+        for number, server in enumerate(servers):
+            asked = TableSigns(table, every[owned(every, number)])
+            (entries,) = server.read_embedding((asked,))
+            held[(entries.signs & np.uint64(2**32 - 1)).astype(np.int64)] = -entries.values
+        wrong = np.flatnonzero((held != counts[table][:, None]).any(axis=1))
+        found += [(int(every[x]), float(held[x, 0]), int(counts[table, x])) for x in wrong]
+    return found
+
+
+def replace(made: Job, processes: list[Process], number: int) -> tuple[float, float, bool]:
+    """Kill a server and start it again.
+
+    Returns:
+        Seconds until it had its rows and until it served; whether an update was cut short.
+    """
+    processes[number].signal(signal.SIGKILL)
+    processes[number].wait()
+    killed_at = time.monotonic()
+    processes[number] = made.start_server(SERVER, number)
+    processes[number].wait_for("serves at")
+    away_s = time.monotonic() - killed_at
+    printed = processes[number].printed()
+    said = re.search(r"of a process that ended, after ([\d.]+) s; (\d+) updates", printed)
+    assert said is not None, printed
+    return float(said[1]), away_s, said[2] != "0"
+
+
 def soak(num_kills: int, seed: int, show: bool = False) -> str:
-    """Kill the server so many times; returns what happened.
+    """Kill a server so many times; returns what happened.
 
     Raises:
         AssertionError: If a row does not show the updates that were acknowledged.
     """
-    moments = random.Random(seed)
+    chance = random.Random(seed)
     with job() as made, transport() as wire:
         addresses = made.addresses["PERSIA_EMBEDDING_PARAMETER_SERVERS"].split(",")
-        server = made.start_server(SERVER)
-        (remote,) = connect_parameter_servers(
+        processes = [made.start_server(SERVER, number) for number in range(NUM_SERVERS)]
+        servers = connect_parameter_servers(
             wire, addresses=addresses, timeout_s=PATIENCE_S, on_restart=lambda number: None
         )
-        remote.configure(SETTINGS)
-        remote.register_optimizer(SGD)
-        server.wait_for("serves at")
+        for server in servers:
+            server.configure(SETTINGS)
+            server.register_optimizer(SGD)
         clients = [Client(number, addresses, seed) for number in range(NUM_CLIENTS)]
         for client in clients:
             client.start()
         begin = time.monotonic()
         never = threading.Event()
-        cut_short = 0
-        for kill in range(num_kills):
+        kills: list[tuple[float, float, bool]] = []
+        while len(kills) < num_kills:
             done = sum(client.num_updates for client in clients)
             while sum(client.num_updates for client in clients) == done:
                 assert not any(client.failure for client in clients)
                 never.wait(0.005)
-            never.wait(moments.uniform(0.0, 0.2))
-            server.signal(signal.SIGKILL)
-            server.wait()
-            server = made.start_server(SERVER)
-            server.wait_for("serves at")
-            printed = server.printed()
-            assert "of a process that ended, after" in printed, printed
-            cut_short += " 0 updates were cut short" not in printed
-            if show and kill % 10 == 9:
-                print(kill + 1, sum(c.num_updates for c in clients), cut_short, flush=True)
+            never.wait(chance.uniform(0.0, 0.2))
+            kills.append(replace(made, processes, chance.randrange(NUM_SERVERS)))
+            if show and len(kills) % 10 == 0:
+                print(len(kills), sum(c.num_updates for c in clients), flush=True)
+        recovered, away, cut_short = zip(*kills, strict=True)
         for client in clients:
             client.stopping.set()
         for client in clients:
             client.join(PATIENCE_S)
             if client.failure is not None:
                 raise client.failure
-        counts = np.sum([client.counts for client in clients], axis=0)
-        for table, dim in enumerate(DIMS):
-            (entries,) = remote.read_embedding((TableSigns(table, signs_of(table)),))
-            held = np.zeros((NUM_SIGNS, dim), np.float32)
-            held[(entries.signs & np.uint64(2**32 - 1)).astype(np.int64)] = -entries.values
-            wrong = np.flatnonzero((held != counts[table][:, None]).any(axis=1))
-            assert len(wrong) == 0, (held[wrong[:5]], counts[table][wrong[:5]])
-        remote.close()
+        wrong = wrong_rows(servers, np.sum([client.counts for client in clients], axis=0))
+        assert not wrong, (len(wrong), wrong[:5])
+        for server in servers:
+            server.close()
         return (
-            f"{num_kills} kills in {time.monotonic() - begin:.0f} s: "
+            f"{num_kills} kills of {NUM_SERVERS} servers in {time.monotonic() - begin:.0f} s: "
             f"{sum(client.num_updates for client in clients)} updates acknowledged, "
             f"{sum(client.num_repeated for client in clients)} of them repeated after their "
-            f"outcome was known, {cut_short} kills in the middle of one; "
+            f"outcome was known, {sum(cut_short)} kills in the middle of one; rows were there "
+            f"again after {median(recovered):.2f} s (longest {max(recovered):.2f}), the server "
+            f"after {median(away):.1f} s (longest {max(away):.1f}); "
             f"every row is as often stepped as it was acknowledged"
         )
 
