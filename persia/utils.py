@@ -179,16 +179,44 @@ def total_memory_bytes(root: str | os.PathLike[str] = "/") -> int:
         root: Where ``proc`` and ``sys`` are looked for; another place only in tests.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([host, *_cgroup_limits(Path(root))])
+    return min([host, *(limit for limit, _ in _cgroup_limits(Path(root)))])
 
 
-def _cgroup_limits(root: Path) -> list[int]:
-    """Read every memory limit above this process; empty where there are no cgroups."""
+def free_memory_bytes(root: str | os.PathLike[str] = "/") -> int:
+    """Return the bytes of memory that this process could still have; 0 where nobody says.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are looked for; another place only in tests.
+    """
+    free = [_number_in(Path(root) / "proc/meminfo", r"MemAvailable: +(\d+) kB") * 1024]
+    for limit, folder in _cgroup_limits(Path(root)):
+        used = sum(
+            _number_in(folder / name, r"(\d+)")
+            for name in ("memory.current", "memory.usage_in_bytes")  # of versions 2 and 1
+        )
+        # Pages of files that nobody has used lately make room for others.
+        cached = _number_in(folder / "memory.stat", r"inactive_file (\d+)")
+        free.append(limit - used + min(cached, used))
+    return max(0, min(free))
+
+
+def _number_in(path: Path, pattern: str) -> int:
+    """Return the number on the first line that matches; 0 if there is none."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return 0
+    match = re.search(f"^{pattern}", text, re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, Path]]:
+    """Read every memory limit above this process, and whose; none without cgroups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    limits: list[int] = []
+    limits: list[tuple[int, Path]] = []
     for line in lines:
         # hierarchy:controllers:path; version 2 is hierarchy 0 without controllers.
         number, _, rest = line.partition(":")
@@ -211,7 +239,7 @@ def _cgroup_limits(root: Path) -> list[int]:
                 continue
             # "max" is version 2's word for no limit; version 1 writes a number near 2**63.
             if text.isdecimal():
-                limits.append(int(text))
+                limits.append((int(text), folder))
     return limits
 
 

@@ -14,6 +14,7 @@ cdef class Cut:
     cdef Images taken               # of the part that is being read
     cdef readonly uint32_t num_parts
     cdef readonly uint64_t num_rows
+    cdef readonly uint64_t copied_bytes
     cdef readonly uint64_t side_bytes
     cdef readonly double wait_seconds
     cdef readonly bint is_full

@@ -22,6 +22,7 @@ class Cut:
 
     Attributes:
         num_rows: At that moment; of a cut of changes, an upper bound.
+        copied_bytes: Of copies of all its rows: so much they take if every row changes at once.
         is_full: It has all rows and no deletions: whatever the reader had is out of date.
         is_read: All its blocks were given out.
         is_closed: It is over, read or not.
@@ -38,6 +39,7 @@ class Cut:
     is_closed: bool
     consumer: str | None
     num_parts: int
+    copied_bytes: int
     side_bytes: int
     wait_seconds: float
     last: int
@@ -45,6 +47,9 @@ class Cut:
     @property
     def fill(self) -> float:
         """What part of their room copies take; beyond 1 requests wait for the reader."""
+
+    def allow(self, side_bytes: int) -> None:
+        """Let copies take so much, from now on."""
 
     def blocks(self, max_rows: int = 65536) -> Iterator[RowBlock]:
         """Yield the rows, shard after shard, in no particular order; once.

@@ -25,8 +25,8 @@ from persia._core.blocks import RowBlock
 
 from persia._core.changes cimport images_free, log_trim
 from persia._core.cut_part cimport (
-    Columns, images_count, images_read, part_begin, part_end, part_prepare, part_read,
-    part_take_images,
+    Columns, images_count, images_read, part_begin, part_copied_bytes, part_end, part_prepare,
+    part_read, part_take_images,
 )
 from persia._core.halves cimport dtype_name
 from persia._core.recency cimport NUM_CLOCKS
@@ -90,6 +90,7 @@ cdef class Cut:
         self.side_bytes = side_bytes
         self.wait_seconds = wait_seconds
         self.num_rows = 0
+        self.copied_bytes = 0
         self.failure = None
         self.lock = threading.Lock()
         self.given = threading.Condition()
@@ -129,6 +130,7 @@ cdef class Cut:
                 raise MemoryError(f"a copy of the order of shard {i} of {num_shards}")
             self.num_rows += (
                 self.parts[i].num_changed if since else self.parts[i].order.num_rows)
+            self.copied_bytes += part_copied_bytes(&self.parts[i])
             is_partial = is_partial or self.parts[i].is_partial
         return is_partial
 
@@ -149,7 +151,11 @@ cdef class Cut:
     @property
     def fill(self):
         with self.lock:
-            return self.image_bytes() / max(self.side_bytes, <uint64_t> 1)
+            return <double> self.image_bytes() / max(self.side_bytes, <uint64_t> 1)
+
+    def allow(self, uint64_t side_bytes):
+        self.side_bytes = side_bytes
+        self._notify()
 
     cdef void end_parts(self) noexcept:
         cdef uint32_t i
@@ -255,7 +261,8 @@ cdef class Cut:
                 yield self.image_block(number, slab, policy, &at, min(left, max_rows))
                 left -= min(left, max_rows)
         with self.lock:
-            images_free(&self.taken)
+            with nogil:         # hundreds of megabytes, which the system takes back
+                images_free(&self.taken)
         self._notify()
 
     cdef void count_images(self, CutPart *part, uint64_t[:, ::1] counts) noexcept:

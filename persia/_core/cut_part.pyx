@@ -87,6 +87,16 @@ cdef int copy_places(CutPart *part) noexcept nogil:
     return -1 if watcher.done == NULL else 0
 
 
+cdef uint64_t part_copied_bytes(const CutPart *part) noexcept nogil:
+    cdef const uint32_t *starts = part.watcher.starts
+    cdef uint64_t total = 0
+    cdef uint32_t i
+    for i in range(part.watcher.num_chunks):
+        total += <uint64_t> (starts[i + 1] - starts[i]) * (
+            part.slabs[part.chunk_slabs[i]].stride + sizeof(Image))
+    return total
+
+
 cdef void *copy_entries(
     const LogList *entries, uint32_t since, size_t entry_bytes, uint64_t *count
 ) noexcept nogil:

@@ -33,7 +33,7 @@ from persia._files.schema import SavedSchema, table_name
 from persia._files.storage import Storage, open_storage
 from persia._files.tensors import Column, decode
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
-from persia._services.pace import Pace, room_for_copies, step_back, urgency_of
+from persia._services.pace import READS, Pace, room_for_copies, step_back
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
 
@@ -170,7 +170,7 @@ class Cuts:
                     )
                 self._end(other, False)  # whoever asked for it is gone
             held = held_now()
-            cut = held.store.begin_cut(request.changes, side_bytes=room_for_copies(held.store))
+            cut = held.store.begin_cut(request.changes)
             info = CutInfo(cut.num_rows, cut.is_full, held.about())
             sketch = held.store.sketch() if held.policies.sketch_bytes else None
             entry = _Cut(request, held, cut, info, sketch)
@@ -236,6 +236,7 @@ class Cuts:
     # --- the thread -------------------------------------------------------------------------
 
     def _run(self, cut: _Cut, request: WriteRequest) -> None:
+        step_back(READS)
         try:
             self._write(cut, request)
         except BaseException as exc:
@@ -265,8 +266,8 @@ class Cuts:
     def _write(self, cut: _Cut, request: WriteRequest) -> None:
         storage = open_storage(request.url)
         prefix = self._prefix(request)
-        pace = Pace(self._requests)
-        storage.breathe = pace.rest
+        cut.cut.allow(room_for_copies(cut.cut))
+        storage.breathe = rest = Pace(self._requests).beside(cut.cut)
         with PartWriter(storage, prefix, server=self._replica, begin=step_back) as writer:
             for block in cut.cut.blocks(BLOCK_ROWS):
                 for name, piece in by_table(cut.held, block):
@@ -275,7 +276,7 @@ class Cuts:
                     cut.num_rows += len(block)
                     if cut.is_ended:
                         raise CheckpointError("the dump was given up")
-                pace.rest(urgency_of(cut.cut))
+                rest()
             parts = writer.finish()
         deleted: tuple[Deleted, ...] = ()
         if not cut.info.is_full:

@@ -30,7 +30,7 @@ from persia._files.places import below, folder_of
 from persia._files.storage import Storage, open_storage
 from persia._files.writers import WriterLock
 from persia._services.checkpoints import BLOCK_ROWS, by_table
-from persia._services.pace import Pace, room_for_copies, step_back, urgency_of
+from persia._services.pace import READS, Pace, room_for_copies, step_back
 from persia.errors import StoreError
 from persia.logger import get_logger
 
@@ -104,6 +104,7 @@ class IncrementalWriter:
 
     def _run(self) -> None:
         me = threading.current_thread()
+        step_back(READS)
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -158,8 +159,9 @@ class IncrementalWriter:
         is_long = self._sizes[1] > self._sizes[0]
         # A delta is read by the schema of its base: another learning rate makes another one.
         is_other = self._base is None or held.saved_schema() != self._schema
-        side_bytes = room_for_copies(store)
-        return store.begin_cut(CONSUMER, full=is_other or is_long, side_bytes=side_bytes)
+        cut = store.begin_cut(CONSUMER, full=is_other or is_long)
+        cut.allow(room_for_copies(cut))
+        return cut
 
     def _write(self, storage: Storage, held: Held, cut: Cut) -> None:
         identity = catalog.new_id(storage)
@@ -185,13 +187,12 @@ class IncrementalWriter:
 
     def _publish(self, storage: Storage, identity: str, held: Held, cut: Cut) -> Manifest:
         prefix = f"{identity}/rows"
-        pace = Pace(self._requests)
-        storage.breathe = pace.rest
+        storage.breathe = rest = Pace(self._requests).beside(cut)
         with PartWriter(storage, prefix, server=self._replica, begin=step_back) as writer:
             for block in cut.blocks(BLOCK_ROWS):
                 for name, piece in by_table(held, block):
                     writer.add(name, piece)
-                pace.rest(urgency_of(cut))
+                rest()
             parts = writer.finish()
         is_full = cut.is_full
         manifest = Manifest(

@@ -1,12 +1,14 @@
 """How fast a server reads its rows for others, beside those who train.
 
     nobody asks anything      as fast as it can
-    training goes on          a piece of work, then a pause of so many times as long, or less
-                              as copies of rows that change meanwhile fill their room
+    training goes on          all threads of a dump together take SHARE of the processors: after
+                              a piece of work a thread pauses until that is paid for
+    room gets short           the fuller it is of copies of rows that change meanwhile, the
+                              shorter the pauses, as training would have to wait for room
 
-Pauses are what keeps a processor free; a lower priority alone would not, since whoever holds a
-lock that training waits for must not be the one that never runs. Threads that hold no locks
-(those that write files) have a low priority as well: they have work in bursts.
+Pauses are what keeps processors free; a low priority alone would not, since whoever holds a
+lock that training waits for must not be the one that never runs. So a thread that reads rows
+has a lower priority than others, and one that holds no locks, as it writes files, the lowest.
 """
 
 from __future__ import annotations
@@ -20,40 +22,54 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from persia._core.store import MAX_SIDE_BYTES
+from persia.utils import free_memory_bytes
 
 if TYPE_CHECKING:
     from persia._core.cut import Cut
-    from persia._core.store import EmbeddingStore
 
-# A pause is so many times as long as the work before it: a third of one processor is left to a
-# dump, and as much again to those that write its files.
-REST = 2.0
-# What part of a store's memory copies may take beside it.
+# Of the processors. A dump costs training more than that, as rows are copied before they change
+# and as the system has its own work with files; all of it is to be less than a fifth.
+SHARE = 0.1
+# Copies may take such a part of the rows' memory, or of what is free if that is more.
 COPIED = 4
+# How full that room is when a reader begins to hurry, and when it does not rest any more.
+HURRY = 0.5, 0.75
 # Of one pause.
 LONGEST_S = 0.25
-_LOWEST_PRIORITY = 19
+# Priorities: a tenth of the time that others have, where they want all of it; or nearly none.
+READS, WRITES = 10, 19
 
 
-def step_back() -> None:
-    """Let every other thread run before this one, where threads have priorities."""
+def step_back(priority: int = WRITES) -> None:
+    """Let other threads run before this one, where threads have priorities."""
     if sys.platform != "linux":
         return
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
+
+
+def num_processors() -> int:
+    """Return how many this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Pace:
-    """Of threads that work beside others; each rests for itself.
+    """Of threads that work beside others, and pause together.
 
     Args:
-        requests: Returns how many requests have come; if there are more than at the last look,
-            somebody trains.
+        requests: Returns how many requests have come; if there are more than at a thread's last
+            look, somebody trains.
+        processors: That they take together; a part of one, or more.
     """
 
-    def __init__(self, requests: Callable[[], int]) -> None:
+    def __init__(self, requests: Callable[[], int], processors: float | None = None) -> None:
         self._requests = requests
+        self._processors = SHARE * num_processors() if processors is None else processors
         self._own = threading.local()
+        self._lock = threading.Lock()  # guards the next
+        self._paid_at = 0.0  # when all work done so far is paid for; monotonic
         self._pause = threading.Event()  # never set: a wait that a signal ends
 
     def rest(self, urgency: float = 0.0) -> None:
@@ -64,20 +80,35 @@ class Pace:
         """
         seen, now = self._requests(), time.thread_time()
         before, since = getattr(self._own, "last", (seen, now))
-        pause_s = min(REST * (now - since), LONGEST_S) * (1.0 - urgency)
-        if seen != before and pause_s > 0:
-            self._pause.wait(pause_s)
+        if seen != before and urgency < 1.0:
+            pause_s = min(self._owed(now - since), LONGEST_S) * (1.0 - urgency)
+            if pause_s > 0:
+                self._pause.wait(pause_s)
         self._own.last = seen, time.thread_time()
 
+    def _owed(self, work_s: float) -> float:
+        """Return the seconds until this work is paid for, which began when it could."""
+        with self._lock:
+            now = time.monotonic()
+            self._paid_at = max(self._paid_at, now - work_s) + work_s / self._processors
+            return self._paid_at - now
 
-def room_for_copies(store: EmbeddingStore) -> int:
+    def beside(self, cut: Cut) -> Callable[[], None]:
+        """Return what threads that read and write this cut call between two pieces."""
+        return lambda: self.rest(urgency_of(cut))
+
+
+def room_for_copies(cut: Cut) -> int:
     """Return the bytes that copies of rows that change before they are read may take.
 
-    Where ids are uniform, a dump copies most rows: too little room would stop training.
+    Where ids are uniform, a dump copies most rows: too little room would stop training. There
+    is enough for all of them where a machine has that much memory left.
     """
-    return max(MAX_SIDE_BYTES, store.stats()["bytes"] // COPIED)
+    whole = cut.copied_bytes
+    return max(MAX_SIDE_BYTES, whole // COPIED, min(whole, free_memory_bytes() // COPIED))
 
 
 def urgency_of(cut: Cut) -> float:
-    """Return how urgent it is to read on: half full, copies are taken out before anything."""
-    return min(1.0, 4.0 * cut.fill)
+    """Return how urgent it is to read on, before training has to wait for room."""
+    begin, end = HURRY
+    return min(1.0, max(0.0, (cut.fill - begin) / (end - begin)))

@@ -194,3 +194,40 @@ def test_total_memory_bytes_without_cgroups(tmp_path: Path) -> None:
 
 def test_total_memory_bytes_here() -> None:
     assert 0 < utils.total_memory_bytes() <= HOST
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "want"),
+    [
+        ("", {}, 4096 * 1024),
+        # Version 2: what is used by files that can go is free.
+        (
+            "0::/a\n",
+            {
+                "a/memory.max": "4096\n",
+                "a/memory.current": "3000\n",
+                "a/memory.stat": "anon 9\nactive_file 7\ninactive_file 1000\n",
+            },
+            2096,
+        ),
+        ("0::/a\n", {"a/memory.max": "4096\n", "a/memory.current": "5000\n"}, 0),
+        (
+            "5:memory:/x\n",
+            {
+                "memory/x/memory.limit_in_bytes": "512\n",
+                "memory/x/memory.usage_in_bytes": "100\n",
+            },
+            412,
+        ),
+    ],
+)
+def test_free_memory_bytes(
+    tmp_path: Path, lines: str, files: dict[str, str], want: int
+) -> None:
+    root = cgroups(tmp_path, lines, files)
+    (root / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable:    4096 kB\n")
+    assert utils.free_memory_bytes(root) == want
+
+
+def test_free_memory_bytes_where_nobody_says(tmp_path: Path) -> None:
+    assert utils.free_memory_bytes(tmp_path) == 0

@@ -1,10 +1,12 @@
 """What issue 5 asks of checkpoints, measured on a TrainCtx: one line for each number.
 
-    python -m tests.benchmarks.state [--rows N] [--cuts N] [--pairs N] [--only LINE ...]
+    python -m tests.benchmarks.state [--rows N] [--cuts N] [--pairs N] [--ids KIND]
+        [--only LINE ...]
 
 A job in embedded mode holds ROWS rows of dim 16 with Adagrad's state (about 160 bytes each in a
-file). A step is 4096 samples of 8 ids, uniform over all rows, a small dense net, forward and
-backward by a DataLoader. The lines:
+file). A step is 4096 samples of 8 ids, a small dense net, forward and backward by a DataLoader.
+Ids are drawn anew for every step: ``uniform`` over all rows, so that most rows change before a
+dump has read them, or by popularity (``zipf``). The lines:
 
     pauses   over CUTS dumps with ``blocking=False`` in training: the longest step (the call is
              part of its step) and the median one
@@ -27,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from persia._rpc.messages import LookupRequest, TableSigns
 from persia.ctx import TrainCtx
@@ -40,7 +43,6 @@ DIM = 16
 SAMPLES, IDS = 4096, 8
 FILL = 34_000
 GROUP = np.uint64(1 << 56)
-BATCHES = 32
 # Steps before anything is timed, and between two dumps.
 WARM, BETWEEN = 20, 12
 
@@ -48,20 +50,26 @@ WARM, BETWEEN = 20, 12
 class Clicks(IterableDataset):
     """Batches for as long as somebody asks."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, kind: str) -> None:
         super().__init__()
-        rng = np.random.default_rng(1)
-        self._ids = [
-            rng.integers(0, rows, (SAMPLES, IDS)).astype(np.uint64) for _ in range(BATCHES)
-        ]
-        self._labels = rng.integers(0, 2, (SAMPLES, 1)).astype(np.float32)
+        self._rng = np.random.default_rng(1)
+        self._rows = rows
+        self._labels = self._rng.integers(0, 2, (SAMPLES, 1)).astype(np.float32)
+        # Popular ids lie anywhere in memory.
+        self._places = self._rng.permutation(rows) if kind == "zipf" else None
+
+    def _draw(self) -> NDArray[np.uint64]:
+        if self._places is None:
+            drawn = self._rng.integers(0, self._rows, (SAMPLES, IDS))
+        else:
+            popular = np.minimum(self._rng.pareto(0.25, (SAMPLES, IDS)) * 50, self._rows - 1)
+            drawn = self._places[popular.astype(np.int64)]
+        return drawn.astype(np.uint64)
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        number = 0
         while True:
-            ids = self._ids[number % BATCHES]
-            yield PersiaBatch([IDTypeFeature("id", list(ids))], labels=[Label(self._labels)])
-            number += 1
+            ids = IDTypeFeature("id", list(self._draw()))
+            yield PersiaBatch([ids], labels=[Label(self._labels)])
 
 
 class Net(torch.nn.Module):
@@ -101,9 +109,9 @@ def fill(ctx: TrainCtx, rows: int) -> None:
 class Training:
     """Steps of one pass that does not end; ``steps`` has the seconds of each."""
 
-    def __init__(self, ctx: TrainCtx, rows: int) -> None:
+    def __init__(self, ctx: TrainCtx, rows: int, kind: str) -> None:
         self._ctx = ctx
-        self._batches = iter(DataLoader(Clicks(rows)))
+        self._batches = iter(DataLoader(Clicks(rows, kind)))
         self._loss = torch.nn.BCEWithLogitsLoss()
         self.run(WARM)
 
@@ -206,6 +214,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--cuts", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--ids", choices=["uniform", "zipf"], default="uniform")
     parser.add_argument("--disk", default=".")
     parser.add_argument("--tmpfs", default="/dev/shm")
     parser.add_argument("--only", nargs="*", default=["pauses", "beside", "disk", "tmpfs"])
@@ -215,7 +224,7 @@ def main() -> None:
         fill(ctx, arguments.rows)
         print(f"{arguments.rows} rows", file=sys.stderr)
         if "pauses" in arguments.only or "beside" in arguments.only:
-            training = Training(ctx, arguments.rows)
+            training = Training(ctx, arguments.rows, arguments.ids)
             with tempfile.TemporaryDirectory(dir=arguments.disk, prefix="bench-") as folder:
                 if "pauses" in arguments.only:
                     pauses(training, folder, arguments.cuts)

@@ -400,6 +400,20 @@ def test_a_request_waits_for_a_reader_that_has_too_many_copies_to_take() -> None
     cut.close()
 
 
+def test_a_request_that_waits_goes_on_where_copies_may_take_more() -> None:
+    store = new_store(1000)
+    expected = contents(store)
+    with store.begin_cut(side_bytes=0, wait_seconds=60) as cut:
+        update(store, range(500))
+        thread = threading.Thread(target=update, args=(store, range(1000)))
+        thread.start()
+        cut.allow(1 << 30)
+        thread.join(60)
+        assert not thread.is_alive()
+        assert cut.fill == cut.copied_bytes / (1 << 30)  # every row was copied
+        assert cut_contents(list(cut.blocks())) == expected
+
+
 def test_a_cut_that_nobody_reads_is_given_up_and_training_goes_on() -> None:
     store = new_store(1000)
     cut = store.begin_cut(side_bytes=1000, wait_seconds=0.01)

@@ -1,0 +1,99 @@
+"""How threads of a dump make room for those who train; time is the tests' own."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from persia._services import pace
+from persia._services.pace import COPIED, LONGEST_S, Pace, room_for_copies, urgency_of
+
+
+class Clock:
+    """Of one processor; whoever works or pauses moves it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.worked = 0.0
+        self.paused: list[float] = []
+        functions = {"monotonic": lambda: self.now, "thread_time": lambda: self.worked}
+        patch.setattr(pace, "time", SimpleNamespace(**functions))
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+        self.worked += seconds
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.paused.append(seconds)
+
+    def pace(self, requests: Any, processors: float) -> Pace:
+        made = Pace(requests, processors)
+        made._pause = self  # type: ignore[assignment]
+        made.rest()
+        return made
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_part_of_a_processor_is_taken_beside_requests(clock: Clock) -> None:
+    requests = itertools.count()
+    paced = clock.pace(lambda: next(requests), 0.25)
+    begin = clock.now
+    for _ in range(10):
+        clock.work(0.01)
+        paced.rest()
+    assert clock.worked == pytest.approx(0.25 * (clock.now - begin))
+    clock.work(0.01)
+    paced.rest(1.0)  # others wait for this thread
+    assert len(clock.paused) == 10
+    clock.work(0.01)
+    paced.rest(0.5)
+    assert clock.paused[-1] == pytest.approx(clock.paused[0] / 2)
+
+
+def test_nobody_pauses_where_no_requests_come(clock: Clock) -> None:
+    paced = clock.pace(lambda: 7, 0.25)
+    for _ in range(10):
+        clock.work(1.0)
+        paced.rest()
+    assert not clock.paused
+
+
+def test_threads_share_what_they_take_and_no_pause_is_long(clock: Clock) -> None:
+    requests = itertools.count()
+    paced = clock.pace(lambda: next(requests), 0.5)
+    # Of two threads that work at the same time each pauses for both.
+    assert paced._owed(0.1) == pytest.approx(0.1)
+    assert paced._owed(0.1) == pytest.approx(0.3)
+    clock.work(10.0)
+    paced.rest()
+    assert clock.paused == [LONGEST_S]
+
+
+@pytest.mark.parametrize(
+    ("held", "free", "want"),
+    [
+        (8 << 30, 0, (8 << 30) // COPIED),  # nobody says how much is free
+        (8 << 30, 16 << 30, 4 << 30),
+        (8 << 30, 64 << 30, 8 << 30),  # all rows may change: they need no more
+        (1, 64 << 30, 64 << 20),
+    ],
+)
+def test_room_for_copies_is_taken_where_there_is_memory(
+    monkeypatch: pytest.MonkeyPatch, held: int, free: int, want: int
+) -> None:
+    monkeypatch.setattr(pace, "free_memory_bytes", lambda: free)
+    cut: Any = SimpleNamespace(copied_bytes=held)
+    assert room_for_copies(cut) == want
+
+
+def test_a_reader_hurries_before_its_room_is_full() -> None:
+    found = [urgency_of(SimpleNamespace(fill=fill)) for fill in (0.2, 0.5, 0.625, 0.75, 2)]  # type: ignore[arg-type]
+    assert found == [0.0, 0.0, 0.5, 1.0, 1.0]
