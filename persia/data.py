@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from persia import env
+from persia._contexts.shared import data_loader_script
 from persia._ends import at_the_users
 from persia._older import names_of
 from persia._rpc import session
 from persia._training.channel import Closed, Finished
-from persia.ctx import EmbeddingCtx, data_loader_script
+from persia.ctx import EmbeddingCtx
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ ROWS = [
     {"_training"},
     {
         *("embedding", "service", "distributed", "metrics", "data", "ctx", "prelude"),
-        "readers",
+        *("_contexts", "readers"),
     },
     {"_launch", "helper", "launcher", "compat", "backend", "error", "sparse", "wrapper"},
 ]
@@ -38,13 +38,14 @@ PUBLIC_ORDER = {
     "service": 0,
     "distributed": 0,
     "metrics": 0,
-    "ctx": 1,
-    "data": 2,
-    "readers": 2,
-    "prelude": 3,
+    "_contexts": 1,
+    "ctx": 2,
+    "data": 3,
+    "readers": 3,
+    "prelude": 4,
 }
 # Rooms in which torch may be imported when a module is loaded. Elsewhere only inside functions.
-TORCH_ROOMS = {"_training", "ctx", "data", "distributed", "metrics"}
+TORCH_ROOMS = {"_training", "_contexts", "ctx", "data", "distributed", "metrics"}
 # What the compiled core may use beside the standard library.
 CORE_IMPORTS = {"numpy", "cython", "libc", "cpython"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from persia import ctx as ctx_module
+import persia.ctx
 from persia import env
+from persia._contexts.shared import embeddings_of
 from persia._training import ranks
 from persia._training.ranks import Ranks
 from persia.ctx import (
@@ -208,8 +210,8 @@ def test_context_without_embeddings_says_how_to_get_them() -> None:
 def test_wait_servers_ready_gives_up(
     worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persia.ctx.READY_S", 0.0)
-    monkeypatch.setattr("persia.ctx.ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("persia._contexts.ready.READY_S", 0.0)
+    monkeypatch.setattr("persia._contexts.ready.ASK_AGAIN_S", 0.0)
     ctx = make_ctx()
     with pytest.raises(ServiceTimeout, match="not ready in 0 s"):
         ctx.wait_servers_ready()
@@ -341,6 +343,12 @@ def test_base_ctx_is_a_context_and_nothing_else() -> None:
             SGD(lr=0.1).apply()
 
 
+def test_names_are_of_the_module_that_has_them() -> None:
+    for name in persia.ctx.__all__:
+        assert getattr(persia.ctx, name).__module__ == "persia.ctx"
+    assert pickle.loads(pickle.dumps(PreprocessMode.EVAL)) is PreprocessMode.EVAL
+
+
 def test_ctx_is_imported_without_torch() -> None:
     code = "import sys, persia.ctx; persia.ctx.DataCtx(); sys.exit('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60)
@@ -370,7 +378,7 @@ def test_w13_a_context_that_is_entered_again_repeats_no_update_id(
 
     def connect(ctx: Any) -> Any:
         ctx._workers = Connection()
-        return ctx_module._embeddings_of(worker)
+        return embeddings_of(worker)
 
     monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc://nowhere")
     monkeypatch.setattr(TrainCtx, "_connect", connect)

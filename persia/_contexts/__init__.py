@@ -1,0 +1,1 @@
+"""What is behind ``persia.ctx``, which has the names: a module for each context."""
