@@ -201,22 +201,23 @@ class Asker:
         """Return what is known of each process now."""
         late = time.monotonic() - self._deadline_s
         found: list[Watched] = []
+        # Several addresses may lead to one process, as to the container that this one is in.
+        shown: set[tuple[str, int, float]] = set()
         with self._answered:
             for place, state in self._states.items():
                 problem = state.problem
                 if state.asked_at is not None and state.asked_at < late:
                     problem = f"no answer for {time.monotonic() - state.asked_at:.0f} s"
                 if state.now and not problem:
-                    found += [
-                        Watched(
-                            one.role,
-                            one.replica,
-                            str(place),
-                            Span(state.before.get((one.role, one.replica)), one),
-                            state.remark,
+                    began = state.now[0].first("process_start_time_seconds")
+                    for one in state.now:
+                        if began is not None and (one.role, one.replica, began) in shown:
+                            continue
+                        shown.add((one.role, one.replica, began or 0.0))
+                        span = Span(state.before.get((one.role, one.replica)), one)
+                        found.append(
+                            Watched(one.role, one.replica, str(place), span, state.remark)
                         )
-                        for one in state.now
-                    ]
                 elif problem and (place.is_listed or state.has_answered or "answer" in problem):
                     who = [(one.role, one.replica) for one in state.now]
                     found += [
@@ -232,7 +233,7 @@ def _resolved(place: Place) -> tuple[str, list[Place]]:
     of_family = [str(where[0]) for family, *_, where in found if family == found[0][0]]
     hosts = sorted(set(of_family))
     others = [
-        Place(place.role, place.index + 1 + n, host, place.port)
+        Place(place.role, place.index + 1 + n, host, place.port, place.is_listed)
         for n, host in enumerate(hosts[1:])
     ]
     return hosts[0], others

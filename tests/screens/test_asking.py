@@ -113,6 +113,38 @@ def _unused() -> int:
         return int(server.getsockname()[1])
 
 
+def test_a_process_that_two_addresses_lead_to_is_shown_once() -> None:
+    """In a container of the job one is its service's name, and the other is loopback."""
+
+    def text(path: str) -> str:
+        return text_of(TRAINER, 0, process_start_time_seconds=17.5)
+
+    with answering(200, text) as port, answering(200, text) as same:
+        found = ask(Place(TRAINER, 0, HOST, port), Place(LOADER, 0, HOST, same))
+    assert [(one.role, one.replica) for one in found] == [(TRAINER, 0)]
+
+
+def test_of_a_name_of_several_hosts_no_port_behind_is_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = [HOST, f"{HOST.rpartition('.')[0]}.99"]
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, port, *_, **__: [
+            (socket.AF_INET, socket.SOCK_STREAM, 0, "", (one, port))
+            for one in (hosts if host == "workers" else [host])
+        ],
+    )
+    with answering(200, lambda _: text_of(WORKER, 0)) as port:
+        found = ask(Place(WORKER, 0, "workers", port))
+    # The second host does not answer, and is missed; nobody is at the next port of either.
+    assert [(one.place, one.span is None) for one in found] == [
+        (f"workers:{port}", False),
+        (f"{hosts[1]}:{port}", True),
+    ]
+
+
 def test_who_is_listed_and_gone_is_shown_and_others_are_not() -> None:
     port = _unused()
     (found,) = ask(Place(SERVER, 1, HOST, port))
