@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
@@ -112,6 +113,33 @@ def dump_yaml(content: Any, filepath: str | os.PathLike[str]) -> None:
     """Write plain data as YAML, mappings in their own order."""
     with Path(filepath).open("w", encoding="utf-8") as file:
         yaml.dump(content, file, Dumper=_Dumper, sort_keys=False)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Of a script: help that ends with an example, and a bad command line answered by one line.
+
+    Args:
+        doc: The script's docstring, whose first line is what it does.
+        example: What may be typed.
+
+    Example:
+        >>> parser = ArgumentParser(__doc__, "python train.py --epochs 3")
+        >>> _ = parser.add_argument("--epochs", type=int, default=1)
+        >>> parser.parse_args(["--epochs", "2"]).epochs
+        2
+    """
+
+    def __init__(self, doc: str | None, example: str) -> None:
+        self._example = example
+        super().__init__(
+            description=(doc or "").split("\n")[0],
+            epilog=f"Example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line, and exit with 2."""
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}. Type: {self._example}\n")
 
 
 def run_command(cmd: Sequence[object], env: Mapping[str, str] | None = None) -> None:

@@ -9,17 +9,16 @@ in the order of the file together. In embedded mode train.py starts this script 
 
 from __future__ import annotations
 
-import argparse
-
 from batches import batches
 from prepare_data import load
 
 from persia import env
 from persia.ctx import DataCtx
+from persia.utils import ArgumentParser
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = ArgumentParser(__doc__, "persia-launcher data-loader data_loader.py")
     parser.parse_args(argv)
     train_data, _ = load()
     index, size = env.get_replica_index() or 0, env.get_replica_size() or 1

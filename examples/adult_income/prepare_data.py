@@ -12,7 +12,6 @@ Becker, B. & Kohavi, R. (1996), Adult, UCI Machine Learning Repository, CC BY 4.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import hashlib
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from persia import env
+from persia.utils import ArgumentParser
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -190,7 +190,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = ArgumentParser(__doc__, "python prepare_data.py --into data")
     parser.add_argument("--into", type=Path, help="a directory for PERSIA_DATA_DIR to name")
     into = parser.parse_args(argv).into
     if into is not None:

@@ -14,7 +14,6 @@ batches between lookup and update (10; 1 if reproducible).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -38,7 +37,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.metrics import AUC
-from persia.utils import load_yaml
+from persia.utils import ArgumentParser, load_yaml
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -183,7 +182,7 @@ def auc(labels: NDArray[np.floating], scores: NDArray[np.floating]) -> float:
 
 
 def parse_args(argv: list[str] | None = None) -> Options:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = ArgumentParser(__doc__, "python train.py --seeds 5 --report report.html")
     add = parser.add_argument
     default = Options()
     add("--seed", type=int, default=default.seed, help="of the rows and the model")

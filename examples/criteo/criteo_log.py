@@ -12,7 +12,6 @@ beside this script, where clicks depend on eight of the ids and two of the numbe
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from pathlib import Path
@@ -20,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
+
+from persia.utils import ArgumentParser
 
 BATCH_SIZE = 512
 NUM_DENSE, NUM_IDS = 13, 26
@@ -83,7 +84,7 @@ def draw(samples: int, seed: int) -> pa.Table:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = ArgumentParser(__doc__, "python criteo_log.py --into data --samples 1000000")
     parser.add_argument("--into", type=Path, required=True, help="a folder that is not there")
     parser.add_argument("--samples", type=int, default=60_000)
     parser.add_argument("--seed", type=int, default=1)

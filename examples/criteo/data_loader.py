@@ -9,16 +9,15 @@ by itself. A run that continues from a checkpoint begins where that one was.
 
 from __future__ import annotations
 
-import argparse
-
 from criteo_log import BATCH_SIZE, folder
 
 from persia.ctx import DataCtx
 from persia.readers import CriteoReader
+from persia.utils import ArgumentParser
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = ArgumentParser(__doc__, "persia-launcher data-loader data_loader.py")
     parser.parse_args(argv)
     reader = CriteoReader(folder() / "train", BATCH_SIZE)
     with DataCtx() as ctx:

@@ -7,7 +7,6 @@ The embeddings live in this process (embedded mode): nothing else is started.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import time
@@ -33,6 +32,7 @@ from persia.embedding.data import (
 )
 from persia.embedding.optim import Adagrad
 from persia.metrics import AUC
+from persia.utils import ArgumentParser
 
 EMBEDDING_CONFIG = Path(__file__).parent / "config" / "embedding_config.yml"
 FEATURES = (*POOLED_DIMS, "recent_categories")
@@ -200,7 +200,7 @@ def run(ctx: TrainCtx, log: ClickLog, options: Options) -> Report:
 
 
 def parse_args(argv: list[str] | None = None) -> Options:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = ArgumentParser(__doc__, "python train.py --samples 100000 --report report.html")
     add = parser.add_argument
     default = Options()
     add("--samples", type=int, default=default.samples, help="length of the log")

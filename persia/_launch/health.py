@@ -16,7 +16,6 @@ in no other way.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from contextlib import ExitStack, closing
 from urllib.error import HTTPError
@@ -31,6 +30,7 @@ from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.addresses import listening_address
 from persia._services.names import TCP, split
 from persia.errors import ConfigError, PersiaError, ServiceUnavailable
+from persia.utils import ArgumentParser
 
 # What a server listens at when it listens everywhere, and where that is from here.
 _HERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]", "*": "127.0.0.1"}
@@ -90,7 +90,8 @@ def check_ready(role: str, timeout_s: float) -> None:
 
 def main() -> None:
     """Check what the command line names."""
-    parser = argparse.ArgumentParser(description="Ask the server of this container.")
+    example = "python -m persia._launch.health --ready nn-worker"
+    parser = ArgumentParser("Ask the server of this container.", example)
     parser.add_argument("role", choices=sorted([*ROLES, LOADER]))
     parser.add_argument("--ready", action="store_true", help="ask at /readyz")
     parser.add_argument("--port", type=int, help="the server's own --port, if it has one")

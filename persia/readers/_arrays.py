@@ -30,6 +30,8 @@ except ImportError as exc:
 EXPECTED_IDS = "integers, texts, binary, a dictionary of these, or lists of these"
 EXPECTED_NUMBERS = "integers, floats or bools, or lists of them of a fixed size"
 
+# Types whose values are ids as they lie there; by number, which costs less than by question.
+_WORDS = frozenset((pa.uint64().id, pa.int64().id))
 
 # Of a hash: as many bits as a sign leaves an id by default, so that none has to be cut.
 _KEPT = np.uint64((1 << 56) - 1)
@@ -145,6 +147,8 @@ def id_feature(
     Raises:
         DataError: If a text is no hexadecimal number.
     """
+    if array.type.id in _WORDS and not array.null_count:
+        return IDTypeFeatureWithSingleID(name, array.to_numpy().view(np.uint64))
     if not _is_list(array.type):
         array = _without_null_entries(array)
         if not array.null_count:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import screenshot
+from tests.browser import pixels, screenshot
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,6 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_configuration_page_is_what_the_code_says() -> None:
     command = [sys.executable, "docs/_site/configuration.py", "--check"]
     subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True, timeout=60)
+
+
+def test_every_page_is_in_the_sites_list() -> None:
+    pages = sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split()
+    assert [page for page in pages if page not in listed] == []
 
 
 @pytest.mark.slow
@@ -30,6 +36,9 @@ def test_the_site_builds_without_a_warning_and_shows_its_home(tmp_path: Path) ->
     home = screenshot(f"file://{site}/index.html", tmp_path / "home.png", height=960)
     assert len(home) > 1280 * 960
     assert len(set(home)) > 100  # text and a diagram, not one color
+    committed = pixels((ROOT / "docs/images/home.png").read_bytes())
+    assert len(committed) == len(home)
+    assert len(set(committed)) > 100
     reference = (site / "api.html").read_text(encoding="utf-8")
     for name in ("persia.ctx.TrainCtx", "persia.embedding.optim.Adagrad", "persia.errors"):
         assert f'id="{name}"' in reference

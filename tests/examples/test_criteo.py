@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.e2e.support import short_directory
+from tests.e2e.support import short_directory, wait_until_gone
 from tests.examples.loading import EXAMPLES, load
 from tests.meta.sources import ROOT
 
@@ -51,9 +52,9 @@ def test_the_log_is_as_criteos(log: Path) -> None:
     assert any(not field for field in fields[0])
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("log")
-def test_make_run_is_a_job_that_ends_by_itself(tmp_path: Path) -> None:
+@pytest.fixture
+def job(log: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a job in the folder of the example, with sockets of its own."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, module in (("persia-launcher", "persia.launcher"), ("honcho", "honcho")):
@@ -68,17 +69,42 @@ def test_make_run_is_a_job_that_ends_by_itself(tmp_path: Path) -> None:
             "PERSIA_NN_WORKERS": f"ipc://{sockets}/trainer",
             "PERSIA_STATE_DIRECTORY": "off",
         }
-        ran = subprocess.run(
-            ["make", "run"],
-            cwd=FOLDER,
-            env=kept | addresses | {"PATH": f"{programs}:{kept['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
+        yield kept | addresses | {"PATH": f"{programs}:{kept['PATH']}"}
+
+
+@pytest.mark.slow
+def test_make_run_is_a_job_that_ends_by_itself(job: dict[str, str]) -> None:
+    ran = subprocess.run(
+        ["make", "run"],
+        cwd=FOLDER,
+        env=job,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "test AUC 0." in ran.stdout
     assert not (FOLDER / ".job.pid").exists()
     stopped = subprocess.run(["make", "stop"], cwd=FOLDER, capture_output=True, check=False)
     assert b"nothing runs here" in stopped.stdout
+
+
+@pytest.mark.slow
+def test_make_stop_ends_a_job_that_runs(job: dict[str, str]) -> None:
+    with subprocess.Popen(
+        ["make", "run"], cwd=FOLDER, env=job, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        line = ""
+        while "embedding_parameter_server" not in line or "serves at" not in line:
+            line = running.stdout.readline()
+            assert line, "it ended before its servers served"
+        stopped = subprocess.run(["make", "stop"], cwd=FOLDER, capture_output=True, check=False)
+        rest, _ = running.communicate(timeout=60)
+    assert (stopped.returncode, stopped.stdout) == (0, b"")
+    assert running.returncode != 0
+    assert "sending SIGTERM to nn_worker" in rest
+    assert "SIGKILL" not in rest
+    assert not (FOLDER / ".job.pid").exists()
+    wait_until_gone(job["PERSIA_NN_WORKERS"])

@@ -77,7 +77,7 @@ def training_job(
         transport="tcp",
         num_servers=num_servers,
         num_workers=num_workers,
-        environment={"PERSIA_METRICS_PORT": ""},
+        environment={"PERSIA_METRICS_PORT": "", "PERSIA_RUN_ID": "clicks"},
     ) as cluster:
         cluster.variables["PERSIA_METRICS_HOST"] = cluster.host
         (cluster.place / "loader.py").write_text(LOADER)

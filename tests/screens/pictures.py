@@ -118,7 +118,24 @@ def draw_report(folder: Path) -> Path:
     return path
 
 
-PICTURES = (draw_top, draw_doctor, draw_report)
+def build_site(folder: Path) -> None:
+    """Write the site of the docs; a warning is an error."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    subprocess.run([*command, "--site-dir", str(folder)], cwd=ROOT, check=True, timeout=300)
+
+
+def draw_home(folder: Path) -> Path:
+    """Write the picture of the first page of the site."""
+    path = folder / "home.png"
+    with tempfile.TemporaryDirectory() as directory:
+        site, picture = Path(directory) / "site", Path(directory) / path.name
+        build_site(site)
+        screenshot((site / "index.html").as_uri(), picture, height=960)
+        shutil.copy(picture, path)
+    return path
+
+
+PICTURES = (draw_top, draw_doctor, draw_report, draw_home)
 
 if __name__ == "__main__":
     for draw in PICTURES:

@@ -113,6 +113,15 @@ def test_a_batch_arrives_as_it_was_sent(make_feeder: MakeFeeder) -> None:
     assert bytes(batch.meta) == b"7"
 
 
+def test_seeking_after_a_batch_is_told_how_several_epochs_are_sent(
+    make_feeder: MakeFeeder,
+) -> None:
+    made = make_feeder([FakeWorker()], [FakeRank(0, 1, credits=100)])
+    send(made, 0)
+    with pytest.raises(DataError, match=r"before the first send_data; .*send\(ctx, epochs=3\)"):
+        made.seek(0)
+
+
 def test_credits_bound_what_is_sent_and_registered(make_feeder: MakeFeeder) -> None:
     rank, worker = FakeRank(credits=2), FakeWorker()
     made = make_feeder([worker], [rank])

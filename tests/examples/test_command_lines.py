@@ -1,0 +1,47 @@
+"""The examples' scripts say what may be typed, and answer what may not by one line."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import pytest
+
+from tests.examples.loading import EXAMPLES
+
+SCRIPTS = [
+    "quickstart/train.py",
+    "adult_income/train.py",
+    "adult_income/data_loader.py",
+    "adult_income/prepare_data.py",
+    "criteo/train.py",
+    "criteo/data_loader.py",
+    "criteo/criteo_log.py",
+]
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, word: str
+) -> tuple[object, str, str]:
+    path = EXAMPLES / name
+    monkeypatch.setattr(sys, "argv", [str(path), word])
+    monkeypatch.syspath_prepend(str(path.parent))
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_path(str(path), run_name="__main__")
+    said = capsys.readouterr()
+    return leaving.value.code, said.out, said.err
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_has_an_example_and_a_bad_word_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    status, text, _ = run(monkeypatch, capsys, name, "--help")
+    assert status == 0
+    example = text.splitlines()[-1].removeprefix("Example: ")
+    script = name.rpartition("/")[2]
+    assert example.startswith((f"python {script}", f"persia-launcher data-loader {script}"))
+    status, out, line = run(monkeypatch, capsys, name, "--nothing")
+    assert (status, out, line.count("\n")) == (2, "", 1)
+    assert line.startswith(f"{script}: ")
+    assert line.endswith(f". Type: {example}\n")
