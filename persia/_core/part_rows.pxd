@@ -12,5 +12,6 @@ cdef extern from "part_rows.h" nogil:
     ctypedef size_t (*persia_strangers_t)(
         const uint64_t *signs, size_t n, uint64_t first, uint64_t count) noexcept nogil
 
+    int persia_all_once(const uint64_t *signs, size_t n) noexcept nogil
     const persia_copy_rows_t[PERSIA_NUM_LEVELS] persia_copy_rows
     const persia_strangers_t[PERSIA_NUM_LEVELS] persia_strangers

@@ -23,3 +23,9 @@ def find_stranger(signs: NDArray[np.uint64], first: int, end: int) -> int:
     Raises:
         DataError: If these are no buckets.
     """
+
+def all_once(signs: NDArray[np.uint64]) -> bool:
+    """Return whether each sign certainly comes once; a sort finds out where it says no.
+
+    It says no if one comes twice, or if their hashes crowd, as those of chance do not.
+    """

@@ -53,3 +53,14 @@ def find_stranger(signs, uint64_t first, uint64_t end):
             if not first <= bucket_of(mix64(of_signs[i])) < end:
                 return i
     return -1
+
+
+def all_once(signs):
+    """Return whether each sign certainly comes once; see the stub."""
+    cdef ndarray values = as_ids(signs, "signs")
+    cdef const uint64_t *of_signs = <const uint64_t *> PyArray_DATA(values)
+    cdef size_t n = PyArray_SIZE(values)
+    cdef bint is_once
+    with nogil:
+        is_once = persia_all_once(of_signs, n)
+    return is_once

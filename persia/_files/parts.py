@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from persia._core.blocks import RowBlock
 from persia._core.hashing import bucket, mix64_array, owners
-from persia._core.part_rows import find_stranger
+from persia._core.part_rows import all_once, find_stranger
 from persia._files.entries import Deleted, File, Part
 from persia._files.fields import Where
 from persia._files.memory import Memory
@@ -238,7 +238,10 @@ def check_once(arrays: Sequence[NDArray[np.uint64]], name: str) -> None:
     Raises:
         CheckpointError: If one is.
     """
-    ordered = np.sort(np.concatenate([np.empty(0, np.uint64), *arrays]))
+    signs = np.concatenate([np.empty(0, np.uint64), *arrays])
+    if all_once(signs):
+        return
+    ordered = np.sort(signs)
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(twice):
         raise CheckpointError(f"{name}: signs: {ordered[twice[0]]} comes twice")

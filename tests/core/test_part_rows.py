@@ -10,9 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia._core import cpu
-from persia._core.part_rows import copy_rows, find_stranger
+from persia._core.part_rows import all_once, copy_rows, find_stranger
+from persia._files.parts import check_once
 from persia.errors import DataError, DataTypeError
+from tests.core.test_cardinality import inverse_mix64
 from tests.reference import part_rows as model
+
+WITH_HASH_0 = inverse_mix64(0)
 
 
 @pytest.fixture(autouse=True, params=cpu.available(), scope="module")
@@ -67,3 +71,31 @@ def test_a_stranger_among_many() -> None:
     assert find_stranger(signs, 10, 16384) == expected > 0
     with pytest.raises(DataError, match=r"expected buckets in 0..16384, got 5..4"):
         find_stranger(signs, 5, 4)
+
+
+@given(
+    st.lists(st.sampled_from([*range(6), WITH_HASH_0, WITH_HASH_0 ^ 1]), max_size=8),
+    st.integers(0, 20_000),
+)
+def test_a_sign_that_comes_twice_is_never_taken_for_once(few: list[int], many: int) -> None:
+    signs = np.array(few + list(range(100, 100 + many)), np.uint64)
+    assert all_once(signs) == (len(set(few)) == len(few))
+    assert all_once(signs[::-1].copy()) == (len(set(few)) == len(few))
+
+
+def test_one_that_comes_twice_among_many_heaps() -> None:
+    signs = np.arange(100_000, dtype=np.uint64) * np.uint64(2**40 + 1)
+    assert all_once(signs)
+    for place in (0, 5, 99_998):
+        twice = signs.copy()
+        twice[99_999] = signs[place]
+        assert not all_once(twice)
+
+
+def test_signs_that_crowd_are_left_to_a_sort() -> None:
+    """Somebody chose them so; no time is spent on a table that they would fill."""
+    one_heap = [inverse_mix64(number << 44) for number in range(20_000)]
+    assert not all_once(np.array(one_heap, np.uint64))
+    one_place = [inverse_mix64(number) for number in range(100)]
+    assert not all_once(np.array(one_place, np.uint64))
+    check_once([np.array(one_heap, np.uint64), np.array(one_place[1:], np.uint64)], "file")
