@@ -1,4 +1,4 @@
-"""Ranks by torchrun: a launch costs seconds, so one launch serves all tests of a module."""
+"""Two ranks: a launch costs seconds, so one launch serves all tests of a module."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from tests.cluster import DEADLINE_S, ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"
+FORKED = SCRIPTS / "forked.py"
 
 Launch = Callable[[str], Any]
 
@@ -25,11 +26,10 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
     def run(script: str) -> Any:
         output = tmp_path_factory.mktemp("ranks") / "found.json"
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         # Rank numbers of this process would be taken for the launcher's.
         env = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
         ran = subprocess.run(
-            [sys.executable, *torchrun, str(SCRIPTS / script), str(output)],
+            [sys.executable, str(FORKED), str(SCRIPTS / script), str(output)],
             env=env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +28,15 @@ from persia._services.addresses import connect_parameter_servers
 from persia.config import EmbeddingSchema
 from persia.data import DataLoader, StreamingDataset
 from tests.cluster import ROOT, Cluster
+from tests.distributed import net
+from tests.distributed.batches import SLOTS
+from tests.distributed.batches import make_batch as net_batch
 from tests.examples.conftest import LOADER
 from tests.examples.loading import digest_of, load
+from tests.training.test_checkpoints import step
 
 SCRIPTS = Path(__file__).parent / "scripts"
+SMALL_LOADER = ROOT / "tests" / "distributed" / "scripts" / "resume_loader.py"
 Rows = dict[int, Any]  # signs by dim
 
 
@@ -44,23 +49,23 @@ class Layout(NamedTuple):
     loaders: int
 
 
-# The four pairs of transport and servers, and of workers and loaders; one in the fast tier.
+# The four pairs of transport and servers, and of workers and loaders.
 in_every_layout = pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, id="-".join(map(str, layout)), marks=marks)
-        for layout, marks in (
-            (Layout("tcp", 3, 2, 2), ()),
-            (Layout("ipc", 1, 1, 1), pytest.mark.slow),
-            (Layout("ipc", 3, 1, 2), pytest.mark.slow),
-            (Layout("tcp", 1, 2, 1), pytest.mark.slow),
-        )
+        Layout("tcp", 3, 2, 2),
+        Layout("ipc", 1, 1, 1),
+        Layout("ipc", 3, 1, 2),
+        Layout("tcp", 1, 2, 1),
     ],
+    ids=lambda layout: "-".join(map(str, layout)),
 )
 
 
 @contextmanager
-def services(layout: Layout, config: Path, loader: Path, *arguments: str) -> Iterator[None]:
+def services(
+    layout: Layout, config: Path | Mapping[str, Any], loader: Path, *arguments: str
+) -> Iterator[None]:
     """Start a job of which this process is the nn-worker."""
     with (
         Cluster(
@@ -90,7 +95,7 @@ def embedded_rows(ctx: Any) -> tuple[Rows, str]:
     }, digest_of(parts)
 
 
-def remote_rows(signs: Rows, config: Path) -> str:
+def remote_rows(signs: Rows, config: Path | Mapping[str, Any]) -> str:
     """Return a digest over the rows that the servers hold for these signs."""
     tables = EmbeddingSchema.load(config).tables
     numbers = {table.dim: number for number, table in enumerate(tables)}
@@ -119,6 +124,27 @@ def train_streamed(ctx: Any) -> None:
     for batch in loader:
         logits, labels = ctx.forward(batch)
         ctx.backward(loss_fn(logits, labels[0]))
+
+
+SMALL = 40  # batches
+
+
+def test_a_small_job_is_bit_equal_in_services_mode() -> None:
+    """What the fast tier has of this module."""
+
+    def train(dataset: Any) -> list[float]:
+        return [
+            step(ctx, batch)
+            for batch in DataLoader(dataset, reproducible=True, embedding_staleness=1)
+        ]
+
+    with net.make_ctx() as ctx:
+        losses = train([net_batch(number) for number in range(SMALL)])
+        signs, digest = embedded_rows(ctx)
+    with services(Layout("tcp", 3, 2, 2), SLOTS, SMALL_LOADER, str(SMALL)):
+        with net.make_ctx() as ctx:
+            assert train(StreamingDataset(4)) == losses
+        assert remote_rows(signs, SLOTS) == digest
 
 
 SAMPLES, BATCH_SIZE, SEED = 12_000, 256, 1
@@ -179,7 +205,7 @@ def embedded_adult() -> tuple[Any, Rows, str]:
 
 
 @needs_data
-@pytest.mark.timeout(240)
+@pytest.mark.slow
 @in_every_layout
 def test_adult_income_is_bit_equal_in_services_mode(
     embedded_adult: tuple[Any, Rows, str], layout: Layout

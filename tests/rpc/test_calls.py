@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from persia import env
+from persia._rpc import zmq_end
 from persia._rpc.client import Client
 from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.messages import TableSigns
@@ -235,6 +236,13 @@ def test_a_servers_own_calls_end_with_the_deadline_of_its_caller(wire: Wire) -> 
 # --- servers that stop and come back ----------------------------------------------------
 
 
+@pytest.fixture
+def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who closes an end does not wait for a call that is held."""
+    monkeypatch.setattr(zmq_end, "_WORK_S", 0.05)
+
+
+@pytest.mark.usefixtures("_short_goodbyes")
 def test_a_server_that_comes_back_is_called_again(wire: Wire) -> None:
     restarts: list[Any] = []
     with toy_server(wire) as (server, service):
@@ -266,6 +274,7 @@ def test_a_server_that_comes_back_is_called_again(wire: Wire) -> None:
                     assert client.stats()["lost"] >= 1
 
 
+@pytest.mark.usefixtures("_short_goodbyes")
 def test_a_repeatable_call_survives_its_server(wire: Wire) -> None:
     class Silent(ToyService):
         def add(self, number: int) -> int:

@@ -1,6 +1,6 @@
 """One rank of two that fits a line under each of Bagua's names; rank 0 writes what came out.
 
-Usage: python -m torch.distributed.run --nproc-per-node 2 algorithms.py OUTPUT.json
+Usage: forked.py algorithms.py OUTPUT.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank of two that tries ``Ranks``; rank 0 writes what both saw.
 
-Usage: python -m torch.distributed.run --nproc-per-node 2 meetings.py OUTPUT.json
+Usage: forked.py meetings.py OUTPUT.json
 """
 
 from __future__ import annotations

@@ -1,0 +1,56 @@
+"""Two ranks of a script, forked from a process that has loaded torch: forked.py SCRIPT OUTPUT.
+
+Torch takes seconds to load, and torchrun would load it three times.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+import torch.distributed  # noqa: F401  # once, for all
+from torch._C._distributed_c10d import TCPStore
+
+NUM_RANKS = 2
+HOST = "127.0.0.1"
+
+
+def meet(rank: int, port: str) -> None:
+    """Have ``init_process_group`` find the store of the parent, as torchrun does."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(NUM_RANKS),
+        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def main() -> int:
+    _, script, *arguments = sys.argv
+    children = []
+    # First of all, while there are no threads: the store has one.
+    for rank in range(NUM_RANKS):
+        hears, tells = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(tells)
+            meet(rank, os.read(hears, 16).decode())
+            sys.argv = [script, *arguments]
+            runpy.run_path(script, run_name="__main__")
+            return 0
+        os.close(hears)
+        children.append((pid, tells))
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    for _, tells in children:
+        os.write(tells, str(store.port).encode())
+        os.close(tells)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid, _ in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
