@@ -250,8 +250,13 @@ class Feeder:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Tell the ranks that the script failed; wait only until they are told."""
-        if self.job_status is not None:
+        """Tell the ranks that the script failed; wait only until they are told.
+
+        What servers have failed at is not the script's fault: where this process is started
+        anew it goes on, and the ranks wait for it.
+        """
+        is_healed = env.is_supervised() and isinstance(error, ServiceError)
+        if self.job_status is not None or is_healed:
             return
         text = text_of(error)[-MAX_FAILURE:]
         # A lone surrogate cannot travel.

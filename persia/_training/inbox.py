@@ -190,7 +190,9 @@ class Inbox:
                 )
             elif old.incarnation == opening.incarnation:
                 stream = old
-            elif old.ended_at is None:
+            elif old.ended_at is None or old.failure:
+                # Whoever failed and is there again has ended nothing.
+                old.ended_at, old.failure = None, ""
                 logger.warning(
                     "%s %d was started anew; it goes on at batch %s",
                     LOADER,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia import env
 from persia._services import data_context, feed, registrars
 from persia._services.data_context import Feeder
 from persia._services.lanes import Lane
@@ -600,6 +601,20 @@ def test_the_failure_of_the_script_is_told(make_feeder: MakeFeeder) -> None:
         assert "test_data_context.py" in failure
         assert failure.rstrip().endswith("KeyError: 'no such file \\ud800'")
         failure.encode()
+
+
+def test_where_it_is_started_anew_a_failure_of_servers_is_not_the_scripts(
+    make_feeder: MakeFeeder,
+) -> None:
+    rank = FakeRank()
+    made = make_feeder([FakeWorker()], [rank])
+    send(made)
+    with env.changed(PERSIA_SUPERVISED=1):
+        made.fail(ServiceError("batch 3 is lost"))
+        assert rank.failures == []
+        assert rank.streams[0].end is None
+        made.fail(ValueError("no such column"))
+    assert "no such column" in rank.failures[0]
 
 
 def test_a_failure_reaches_a_rank_whose_stream_is_not_open(make_feeder: MakeFeeder) -> None:

@@ -271,6 +271,22 @@ def test_the_failure_of_a_loader_comes_after_its_batches() -> None:
         take(inbox)
 
 
+def test_a_loader_that_failed_and_is_started_anew_goes_on(pool: ThreadPoolExecutor) -> None:
+    """Else a batch whose ids only it can register would be waited for in vain."""
+    inbox = make_inbox()
+    stream, asking = in_the_background(pool, inbox)
+    inbox.end_stream(stream, 1, "ServiceError: batch 0 is lost")
+    state = inbox.open_stream(StreamOpening(0, 1, 8, 0))
+    assert (state.next_batch_id, state.wanted) == (1, (0,))
+    inbox.relocate((0, 8), 0, RemoteRef(0, 9))
+    assert asking.result(WAIT_S) == 9
+    inbox.deliver((0, 8), batch(1))
+    inbox.end_stream((0, 8), 2, "")
+    assert take(inbox) == 1
+    with pytest.raises(Finished):
+        take(inbox)
+
+
 def test_the_next_pass_is_another_stream() -> None:
     inbox = make_inbox()
     inbox.begin_pass()
