@@ -240,7 +240,7 @@ def test_a_stated_batch_size_is_compared() -> None:
 
 @pytest.mark.parametrize(("value", "message"), own.NOT_IDS)
 def test_w05_wrong_types_are_found(value: Any, message: str) -> None:
-    wrong = rf"feature 'clicks'.* expected a 1-D numpy array of uint64, got .*{message}"
+    wrong = rf"feature 'clicks'.* expected a 1-D numpy array of uint64.*, got .*{message}"
     with pytest.raises(DataTypeError, match=wrong):
         FeatureBatch.from_single("clicks", value)
     with pytest.raises(DataTypeError, match=wrong):
