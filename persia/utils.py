@@ -19,7 +19,7 @@ from persia._older import names_of
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 MAXIMUM_LOCAL_PORT_NUM = 65535
 
@@ -140,6 +140,23 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line, and exit with 2."""
         self.exit(2, f"{self.prog}: {message.rstrip('.')}. Type: {self._example}\n")
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """Return what reads an integer of a command line: ``add("--size", type=at_least(1))``."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if number < low:
+            raise argparse.ArgumentTypeError(
+                f"expected an integer of at least {low}, got {text!r}"
+            )
+        return number
+
+    return read
 
 
 def run_command(cmd: Sequence[object], env: Mapping[str, str] | None = None) -> None:

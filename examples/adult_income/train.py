@@ -37,7 +37,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.metrics import AUC
-from persia.utils import ArgumentParser, load_yaml
+from persia.utils import ArgumentParser, at_least, load_yaml
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -186,9 +186,14 @@ def parse_args(argv: list[str] | None = None) -> Options:
     add = parser.add_argument
     default = Options()
     add("--seed", type=int, default=default.seed, help="of the rows and the model")
-    add("--seeds", type=int, default=default.seeds, help="run seeds 1 to SEEDS instead")
-    add("--threads", type=int, default=default.threads, help="of each server")
-    add("--servers", type=int, default=default.servers, help="parameter servers in the process")
+    add("--seeds", type=at_least(0), default=default.seeds, help="run seeds 1 to SEEDS instead")
+    add("--threads", type=at_least(1), default=default.threads, help="of each server")
+    add(
+        "--servers",
+        type=at_least(1),
+        default=default.servers,
+        help="parameter servers in the process",
+    )
     add("--checkpoint", help="folder or URL in which to save training as it goes on")
     add("--resume", action="store_true", help="continue from what --checkpoint has saved")
     add("--report", help="HTML file to write a report of the run to")

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
 
-from persia.utils import ArgumentParser
+from persia.utils import ArgumentParser, at_least
 
 BATCH_SIZE = 512
 NUM_DENSE, NUM_IDS = 13, 26
@@ -86,7 +86,7 @@ def draw(samples: int, seed: int) -> pa.Table:
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(__doc__, "python criteo_log.py --into data --samples 1000000")
     parser.add_argument("--into", type=Path, required=True, help="a folder that is not there")
-    parser.add_argument("--samples", type=int, default=60_000)
+    parser.add_argument("--samples", type=at_least(100), default=60_000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     generate(args.into, args.samples, args.seed)

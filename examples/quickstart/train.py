@@ -32,7 +32,7 @@ from persia.embedding.data import (
 )
 from persia.embedding.optim import Adagrad
 from persia.metrics import AUC
-from persia.utils import ArgumentParser
+from persia.utils import ArgumentParser, at_least
 
 EMBEDDING_CONFIG = Path(__file__).parent / "config" / "embedding_config.yml"
 FEATURES = (*POOLED_DIMS, "recent_categories")
@@ -203,19 +203,24 @@ def parse_args(argv: list[str] | None = None) -> Options:
     parser = ArgumentParser(__doc__, "python train.py --samples 100000 --report report.html")
     add = parser.add_argument
     default = Options()
-    add("--samples", type=int, default=default.samples, help="length of the log")
-    add("--batch-size", type=int, default=default.batch_size)
+    add("--samples", type=at_least(1000), default=default.samples, help="length of the log")
+    add("--batch-size", type=at_least(1), default=default.batch_size)
     add("--seed", type=int, default=default.seed, help="of the log, the rows and the model")
     add(
         "--staleness",
-        type=int,
+        type=at_least(1),
         default=None,
         help=f"most batches between lookup and update (default {default.staleness}, or 1 with "
         "--reproducible)",
     )
     add("--reproducible", action="store_true", help="the same bits in every run")
-    add("--threads", type=int, default=default.threads, help="of each server")
-    add("--servers", type=int, default=default.servers, help="parameter servers in the process")
+    add("--threads", type=at_least(1), default=default.threads, help="of each server")
+    add(
+        "--servers",
+        type=at_least(1),
+        default=default.servers,
+        help="parameter servers in the process",
+    )
     add(
         "--no-embeddings",
         dest="embeddings",
@@ -229,8 +234,6 @@ def parse_args(argv: list[str] | None = None) -> Options:
     args = parser.parse_args(argv)
     if args.staleness is None:
         args.staleness = 1 if args.reproducible else default.staleness
-    if args.samples < 1000:
-        parser.error(f"--samples must be at least 1000, got {args.samples}")
     return Options(**vars(args))
 
 

@@ -21,10 +21,10 @@ SCRIPTS = [
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, word: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, *words: str
 ) -> tuple[object, str, str]:
     path = EXAMPLES / name
-    monkeypatch.setattr(sys, "argv", [str(path), word])
+    monkeypatch.setattr(sys, "argv", [str(path), *words])
     monkeypatch.syspath_prepend(str(path.parent))
     with pytest.raises(SystemExit) as leaving:
         runpy.run_path(str(path), run_name="__main__")
@@ -45,3 +45,26 @@ def test_help_has_an_example_and_a_bad_word_one_line(
     assert (status, out, line.count("\n")) == (2, "", 1)
     assert line.startswith(f"{script}: ")
     assert line.endswith(f". Type: {example}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "low"),
+    [
+        ("quickstart/train.py", "--samples", 1000),
+        ("adult_income/train.py", "--threads", 1),
+        ("criteo/criteo_log.py", "--samples", 100),
+    ],
+)
+def test_a_number_out_of_range_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    option: str,
+    low: int,
+) -> None:
+    for text in (str(low - 1), "many"):
+        words = option, text, *(["--into", "nowhere"] if "log" in name else [])
+        status, out, line = run(monkeypatch, capsys, name, *words)
+        assert (status, out, line.count("\n")) == (2, "", 1)
+        said = f"argument {option}: expected an integer of at least {low}, got {text!r}. Type: "
+        assert said in line
