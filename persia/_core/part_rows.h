@@ -6,12 +6,14 @@
 
 #include "kernels.h"
 
-#define PERSIA_COPY_AHEAD 24 /* rows fetched early: those of a part lie too far apart for the hardware */
+/* Rows that are fetched early: those of a part lie too far apart for the hardware to see it. */
+#define PERSIA_COPY_AHEAD 12
 
 #define PERSIA_COPY_LOOP(bytes, out, rows, places, n)                                           \
     for (size_t i = 0; i < (n); i++) {                                                          \
         if (i + PERSIA_COPY_AHEAD < (n))                                                        \
-            PERSIA_FETCH_LINES((rows) + (size_t)(places)[i + PERSIA_COPY_AHEAD] * (bytes), (bytes), 0); \
+            PERSIA_FETCH_LINES((rows) + (size_t)(places)[i + PERSIA_COPY_AHEAD] * (bytes),      \
+                               (bytes), 0);                                                     \
         memcpy((out) + i * (bytes), (rows) + (size_t)(places)[i] * (bytes), (bytes));           \
     }
 
@@ -107,7 +109,8 @@ static int persia_all_once(const uint64_t *signs, size_t n)
                 hashes[i--] = hashes[begin + --count];
             }
         memset(table, 0, room * sizeof *table);
-        is_once = zeros < 2 && count <= most && persia_enter(hashes + begin, count, table, room - 1);
+        is_once = zeros < 2 && count <= most
+                  && persia_enter(hashes + begin, count, table, room - 1);
     }
     free(hashes);
     return is_once;

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from persia._files.catalog import ids, keep_last, latest
+from persia._files.memory import Memory
 from persia._files.rows import compact, verify
 from persia._files.storage import LocalStorage, Storage, open_storage
 from persia.errors import CheckpointError, ConfigError
@@ -74,6 +75,32 @@ def check_promises(storage: Storage) -> None:
 
 def test_promises(storage: Storage) -> None:
     check_promises(storage)
+
+
+def check_large(storage: Storage) -> None:
+    """A file that begins with a block in memory, and one that does not, read either way."""
+    memory = Memory()
+    data = memory.take(600_123)
+    data[:] = np.random.default_rng(1).integers(0, 256, len(data), dtype=np.uint8)
+    for first in (0, 1):
+        storage.write(f"large{first}", [data[first:300_000].data, data[300_000:].data])
+        want = data[first:].tobytes()
+        assert content(storage, f"large{first}") == want
+        for start in (0, 1):
+            target = memory.take(700_000)[start : start + len(want)]
+            with storage.open(f"large{first}") as reader:
+                reader.read_into(target, 0)
+            assert target.tobytes() == want
+
+
+def test_large_files(storage: Storage) -> None:
+    check_large(storage)
+
+
+def test_a_disk_that_refuses_what_it_let_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written and read through the page cache then, from where it is."""
+    monkeypatch.setattr("tests.files.disk.BLOCK_BYTES", 1 << 30)
+    check_large(LocalStorage("/some/folder", Disk()))
 
 
 def check_catalog(storage: Storage) -> None:
