@@ -33,7 +33,7 @@ from persia._files.schema import SavedSchema, table_name
 from persia._files.storage import Storage, open_storage
 from persia._files.tensors import Column, decode
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
-from persia._services.pace import READS, Pace, room_for_copies, step_back
+from persia._services.pace import Pace, room_for_copies, step_back
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
 
@@ -236,7 +236,7 @@ class Cuts:
     # --- the thread -------------------------------------------------------------------------
 
     def _run(self, cut: _Cut, request: WriteRequest) -> None:
-        step_back(READS)
+        step_back()
         try:
             self._write(cut, request)
         except BaseException as exc:

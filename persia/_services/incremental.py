@@ -30,7 +30,7 @@ from persia._files.places import below, folder_of
 from persia._files.storage import Storage, open_storage
 from persia._files.writers import WriterLock
 from persia._services.checkpoints import BLOCK_ROWS, by_table
-from persia._services.pace import READS, Pace, room_for_copies, step_back
+from persia._services.pace import Pace, room_for_copies, step_back
 from persia.errors import StoreError
 from persia.logger import get_logger
 
@@ -104,7 +104,7 @@ class IncrementalWriter:
 
     def _run(self) -> None:
         me = threading.current_thread()
-        step_back(READS)
+        step_back()
         while True:
             with self._changed:
                 self._changed.wait_for(

@@ -17,6 +17,7 @@ dump has read them, or by popularity (``zipf``). The lines:
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import sys
@@ -114,6 +115,9 @@ class Training:
         self._batches = iter(DataLoader(Clicks(rows, kind)))
         self._loss = torch.nn.BCEWithLogitsLoss()
         self.run(WARM)
+        # The interpreter's own collection stops all of the process for 160 ms where torch is
+        # loaded, whoever's object sets it off: it is no part of a dump, nor of a step.
+        gc.freeze()
 
     def step(self, then: Callable[[], object] | None = None) -> float:
         """Return the seconds of a step, and of what comes right after it."""
