@@ -33,11 +33,6 @@ WITHOUT_TORCHRUN = (
     "from persia._launch import scripts; scripts.torchrun = lambda *_: []; "
     "from persia.launcher import cli; cli()"
 )
-# The same for a job that nobody watches: it ends at once, and not after whoever is watched.
-UNWATCHED = (
-    "from persia._launch import scripts; from persia._services import process; "
-    f"scripts.GRACE_S = process.GRACE_S = 0.05; {WITHOUT_TORCHRUN}"
-)
 
 SERVERS = ("embedding-parameter-server", "embedding-worker")
 
@@ -140,7 +135,7 @@ class Job:
     def start(self, role: str, *words: str, **changes: str) -> Process:
         """Start ``persia-launcher role words...``; TORCHRUN=1 for torchrun itself."""
         is_whole = changes.pop("TORCHRUN", "")
-        start = ["-m", "persia.launcher"] if is_whole else ["-c", UNWATCHED]
+        start = ["-m", "persia.launcher"] if is_whole else ["-c", WITHOUT_TORCHRUN]
         process = Process([sys.executable, *start, role, *words], self.environment | changes)
         self.processes.append(process)
         return process
