@@ -13,7 +13,7 @@ from persia._core.arrays cimport new_u32
 from persia._core.crew cimport persia_work_t
 from persia._core.hashing cimport mix64, shard_of
 from persia._core.row_format cimport scratch_size
-from persia._core.shard cimport PyThread_type_lock, persia_count, shard_acquire, shard_ahead
+from persia._core.shard cimport PyThread_type_lock, persia_done, shard_acquire, shard_ahead
 from persia._core.slabs cimport Ahead, back_ahead
 
 import_array()
@@ -235,7 +235,7 @@ cdef void serve_part(Batch batch, uint32_t number, uint32_t worker) noexcept nog
     PyThread_release_lock(shard.lock)
     if ahead.base != NULL:
         back_ahead(&ahead)
-        persia_count(&shard.num_backing, 0xFFFFFFFF)       # one less
+        persia_done(&shard.num_backing)
     free(tally.scratch)
     if tally.status != STATUS_OK:
         batch.has_failed = True

@@ -28,9 +28,20 @@ cdef extern from *:
     {
         return __atomic_load_n(count, __ATOMIC_RELAXED);
     }
+    static inline void persia_done(uint32_t *count)
+    {
+        __atomic_fetch_sub(count, 1, __ATOMIC_RELEASE);
+    }
+    static inline int persia_is_done(const uint32_t *count)
+    {
+        return __atomic_load_n(count, __ATOMIC_ACQUIRE) == 0;
+    }
     """
     void persia_count(uint32_t *count, uint32_t by) noexcept nogil
     uint32_t persia_counted(const uint32_t *count) noexcept nogil
+    # What was done before the first is seen after the second has said so.
+    void persia_done(uint32_t *count) noexcept nogil
+    bint persia_is_done(const uint32_t *count) noexcept nogil
 
 cdef enum:
     MAX_YIELDS = 256            # what a thread needs to wake up, and not for ever
@@ -79,7 +90,7 @@ cdef inline void shard_leave(Shard *shard) noexcept nogil:
 
 cdef inline void shard_settle(Shard *shard) noexcept nogil:
     """Wait for those that make memory resident, before it goes: milliseconds at most."""
-    while persia_counted(&shard.num_backing):
+    while not persia_is_done(&shard.num_backing):
         sched_yield()
 
 

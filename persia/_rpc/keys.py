@@ -59,7 +59,7 @@ class Keys:
         Raises:
             ConfigError: As ``of_server``, or if several could be meant.
         """
-        paths = {path.stem: path for path in self._directory.glob(f"*{_SECRET}")}
+        paths = {path.stem: path for path in self._paths(_SECRET)}
         paths.pop(SERVER, None)
         if CONTROL in paths:
             return _read(paths[CONTROL])
@@ -78,7 +78,7 @@ class Keys:
             ConfigError: As ``of_server``, or if nobody may, or two have the same key.
         """
         users: dict[bytes, str] = {}
-        for path in sorted(self._directory.glob(f"*{_PUBLIC}")):
+        for path in self._paths(_PUBLIC):
             if path.stem == SERVER:
                 continue
             key = _read(path)
@@ -91,6 +91,17 @@ class Keys:
                 f"{self._directory}, found none but the server's"
             )
         return users
+
+    def _paths(self, suffix: str) -> list[Path]:
+        # Not by glob, which takes a folder that cannot be read for an empty one, or raises
+        # what nobody expects, such as that there are no file descriptors left.
+        try:
+            paths = sorted(self._directory.iterdir())
+        except OSError as exc:
+            raise ConfigError(
+                f"PERSIA_KEYS: cannot read the folder {self._directory}: {exc.strerror}"
+            ) from exc
+        return [path for path in paths if path.suffix == suffix and path.name[0] != "."]
 
 
 def _read(path: Path) -> bytes:
@@ -105,6 +116,21 @@ def _read(path: Path) -> bytes:
     if len(key) != _BYTES:
         raise ConfigError(f"{path}: expected a key of {_BYTES} bytes, got {len(key)}")
     return key
+
+
+def _write(path: Path, key: bytes, mode: int, owner: int | None) -> None:
+    """Write a key that is there whole or not at all: a server reads the folder as it runs."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.touch(0o600, exist_ok=False)
+        part.write_bytes(key + b"\n")
+        part.chmod(mode)
+        if owner is not None:
+            os.chown(part, owner, -1)
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def make_keys(
@@ -137,11 +163,7 @@ def make_keys(
         if there is not None:
             raise ConfigError(f"{there}: there is a key already; it is not replaced")
         for path, (key, mode) in files.items():
-            path.touch(0o600, exist_ok=False)
-            path.write_bytes(key + b"\n")
-            path.chmod(mode)
-            if owner is not None:
-                os.chown(path, owner, -1)
+            _write(path, key, mode, owner)
     except OSError as exc:
         raise ConfigError(f"cannot write keys into {directory}: {exc}") from exc
     return list(files)

@@ -168,15 +168,14 @@ class WriteRequest:
 class CutStatus:
     """How far a cut is: ``state`` is begun, writing, written or failed.
 
-    The last three are what the manifest says of each file, as JSON; there once it is written.
+    ``meta``, once it is written, is what the manifest says of its files: JSON in UTF-8, an
+    object of ``parts``, ``deleted`` and ``files``. A server of a terabyte has megabytes of it.
     """
 
     state: str
     num_rows: int  # written so far
     error: str
-    parts: tuple[str, ...]
-    deleted: tuple[str, ...]
-    files: Mapping[str, str]  # by name
+    meta: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

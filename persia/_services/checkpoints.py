@@ -115,9 +115,7 @@ class _Cut:
     state: str = "begun"
     num_rows: int = 0
     error: str = ""
-    parts: tuple[str, ...] = ()
-    deleted: tuple[str, ...] = ()
-    files: dict[str, str] = field(default_factory=dict)
+    meta: bytes = b""
     is_ended: bool = False
     target: WriteRequest | None = None  # where it is written, once it is
     begun_at: float = field(default_factory=time.monotonic)
@@ -125,7 +123,7 @@ class _Cut:
     def status(self) -> CutStatus:
         """Return what whoever asks is told."""
         return CutStatus(
-            self.state, self.num_rows, self.error, self.parts, self.deleted, dict(self.files)
+            self.state, self.num_rows, self.error, np.frombuffer(self.meta, np.uint8)
         )
 
 
@@ -286,13 +284,16 @@ class Cuts:
             name = sketch_name(self._replica)
             file = write_sketch(storage, f"{prefix}/{name}", cut.sketch)
             storage.sync(prefix)
-            files[name] = json.dumps(file.to_json())
+            files[name] = file.to_json()
+        meta = {
+            "parts": [part.to_json() for part in parts],
+            "deleted": [each.to_json() for each in deleted],
+            "files": files,
+        }
         with self._lock:
             if cut.is_ended:
                 raise CheckpointError("the dump was given up")
-            cut.files = files
-            cut.parts = tuple(json.dumps(part.to_json()) for part in parts)
-            cut.deleted = tuple(json.dumps(each.to_json()) for each in deleted)
+            cut.meta = json.dumps(meta).encode()
             cut.state = "written"
 
 

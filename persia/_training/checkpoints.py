@@ -272,12 +272,13 @@ def _manifest(
 ) -> Manifest:
     where = Where("a parameter server's cut")
     about = json.loads(frozen.infos[0].about)
-    parts = [Part.from_json(_fields(x, where)) for s in statuses for x in s.parts]
-    others = {
-        name: File.from_json(_fields(text, where))
-        for status in statuses
-        for name, text in status.files.items()
-    }
+    parts: list[Part] = []
+    files = dict(files)
+    for status in statuses:
+        written = Fields(parse(status.meta.tobytes(), where), where)
+        parts += map(Part.from_json, written.objects("parts"))
+        found = written.fields("files")
+        files |= {name: File.from_json(found.fields(name)) for name in found.names()}
     return Manifest(
         id=identity,
         kind="full",
@@ -285,13 +286,9 @@ def _manifest(
         num_servers=len(statuses),
         schema=SavedSchema.from_json(Fields(about["schema"], where)),
         parts=tuple(parts),
-        files={**files, **others},
+        files=files,
         extras={"servers": about["settings"]},
     )
-
-
-def _fields(text: str, where: Where) -> Fields:
-    return Fields(parse(text.encode(), where), where)
 
 
 # --- loading --------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
+import os
 import socket as sockets
 import stat
 import threading
@@ -246,6 +248,45 @@ def test_keys_come_and_go_while_a_server_runs(
     users = "control, data"
     assert [text.partition(": ")[2] for text in told[:2]] == [f"{users}, late", users]
     assert f"nobody: {place}/odd.public: expected a key" in told[2]
+
+
+def test_a_folder_that_cannot_be_read_ends_no_server(
+    keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where strangers hold all file descriptors: nobody is let in until it can be."""
+    is_full = threading.Event()
+    iterdir = Path.iterdir
+
+    def read(path: Path) -> Iterator[Path]:
+        if is_full.is_set() and threading.current_thread().name == "persia-keys":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", read)
+    with serving(keys, "tcp://127.0.0.1:0") as server:
+        with connected(keys, server) as client:
+            assert client.call("get_embedding_size") == 7
+            is_full.set()
+            with connected(keys, server, 0.3) as late, pytest.raises(ServiceUnavailable):
+                late.hello()
+            assert client.call("get_embedding_size") == 7
+        assert "nobody: PERSIA_KEYS: cannot read the folder" in caplog.text
+        is_full.clear()
+        with connected(keys, server) as late:
+            assert late.call("get_embedding_size") == 7
+
+
+def test_a_key_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(ConfigError, match="cannot write keys"):
+            make_keys(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    make_keys(tmp_path)
+    assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
 
 
 def test_a_client_with_keys_tells_a_server_without_nothing(

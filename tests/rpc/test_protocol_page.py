@@ -12,6 +12,7 @@ import pytest
 from persia._core.feature_batch import FeatureBatch
 from persia._rpc.frame import DTYPES, PROTOCOL, Call, Failure, Limits, Reply, decode, encode
 from persia._rpc.messages import (
+    CutStatus,
     IDFeatures,
     LookupReply,
     LookupRequest,
@@ -72,6 +73,14 @@ def test_golden_bytes_are_read_as_the_page_says() -> None:
 
 def test_the_page_lists_every_message_and_method() -> None:
     assert block("messages") == schema_text()
+
+
+def test_a_terabyte_of_parts_fits_into_a_message() -> None:
+    """Some 290 bytes of JSON for each of 11 MB: as text in the header 40 GB were too many."""
+    status = CutStatus("written", 1, "", np.zeros(290 * 100_000, np.uint8))
+    method = parameter_server().methods["cut_status"]
+    reply = decode(list(encode(Reply(1, 9, *method.write_result(status)))))
+    assert same(method.read_result(reply.body, reply.arrays), status)
 
 
 def test_the_page_names_the_numbers_of_the_code() -> None:
