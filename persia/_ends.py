@@ -48,6 +48,8 @@ _LIBRARIES = tuple(
 # The module that runs a user's script, and notes how it ended.
 RUN = "persia._launch.run"
 
+_TOOK_PART = "took_part"
+
 # Seconds between two looks at whether the launcher is there, and to end when it is not.
 _LOOK_S = 0.5
 _END_S = 5.0
@@ -133,6 +135,18 @@ def note(status: int, text: str = "") -> None:
     part = directory / f"{os.getpid()}.part"
     part.write_text(json.dumps([status, text]), encoding="utf-8")
     part.rename(part.with_suffix(".json"))
+
+
+def note_part() -> None:
+    """Note that this process has configured servers, where somebody asked for it."""
+    directory = env.run_directory()
+    if directory is not None:
+        (directory / _TOOK_PART).touch()
+
+
+def took_part(directory: Path) -> bool:
+    """Return whether a process has noted that it configured servers."""
+    return (directory / _TOOK_PART).exists()
 
 
 def first_failure(directory: Path) -> End | None:

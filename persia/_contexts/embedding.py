@@ -14,6 +14,7 @@ from persia import env
 from persia._contexts.base import BaseCtx, PreprocessMode
 from persia._contexts.devices import torch_device, usable_device
 from persia._contexts.shared import embeddings_of
+from persia._ends import note_part
 from persia._metrics import roles
 from persia._metrics.catalogue import TRAINER
 from persia._metrics.registry import Metrics
@@ -481,6 +482,7 @@ class EmbeddingCtx(BaseCtx):
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Tell the servers other settings than those given at first."""
         self._connected().worker.configure(embedding_config.settings())
+        note_part()
         self.embedding_config = embedding_config
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:

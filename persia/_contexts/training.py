@@ -13,6 +13,7 @@ from persia._contexts.base import PreprocessMode
 from persia._contexts.devices import grad_scaler, torch_device
 from persia._contexts.embedding import EmbeddingCtx
 from persia._contexts.ready import wait_until_ready
+from persia._ends import note_part
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import (
@@ -257,6 +258,7 @@ class TrainCtx(EmbeddingCtx):
         if embeddings.engine is not None:
             raise ConfigError("another TrainCtx that shares these embeddings is entered")
         embeddings.worker.configure(self.embedding_config.settings())
+        note_part()
         embeddings.worker.register_optimizer(self.embedding_optimizer.settings())
         if self.world_size > 1:
             from persia._training.ranks import Ranks

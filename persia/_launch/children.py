@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from persia import env
-from persia._ends import End, first_failure
+from persia._ends import End, first_failure, took_part
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,11 @@ class Child:
             return End(0)
         status = 128 - status if status < 0 else status
         return first_failure(Path(self._notes.name)) or End(status)
+
+    @property
+    def took_part(self) -> bool:
+        """Whether its script has configured servers."""
+        return took_part(Path(self._notes.name))
 
     def close(self) -> None:
         """Kill what is left of it."""

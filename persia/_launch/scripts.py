@@ -127,7 +127,7 @@ def run_nn_worker(
         logger.info("%s ended with status %d", script.path, end.status)
         if node_rank == 0:
             patience_s = _TELL_SUPERVISED_S if env.is_supervised() else _TELL_S
-            _tell(end.status, _TELL_SOON_S if received else patience_s)
+            _tell(end.status, _TELL_SOON_S if received else patience_s, child.took_part)
         if end.status and not received:
             # Until data-loaders have heard of the end, and say nothing more.
             with suppress(queue.Empty):
@@ -137,10 +137,10 @@ def run_nn_worker(
     return end.status
 
 
-def _tell(status: int, timeout_s: float) -> None:
+def _tell(status: int, timeout_s: float, took_part: bool) -> None:
     with closing(ZmqTransport()) as transport:
         try:
-            silent = tell_end(transport, status, timeout_s)
+            silent = tell_end(transport, status, timeout_s, took_part)
         except ConfigError as error:
             # The script has ended; with its status this process ends, not with its own.
             logger.error("cannot tell the servers that the job has ended: %s", error)

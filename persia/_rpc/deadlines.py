@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 # Seconds before the third try of something, doubled for each later one.
@@ -17,6 +19,16 @@ _LONGEST_PAUSE_S = 1.0
 # Monotonic seconds. It belongs to the thread that serves the call; one that hands work to
 # other threads runs it there in a copy of its context.
 caller_deadline: ContextVar[float] = ContextVar("caller_deadline", default=math.inf)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Let the calls that this thread makes inside end in so many seconds, all together."""
+    token = caller_deadline.set(min(caller_deadline.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        caller_deadline.reset(token)
 
 
 class Tries:

@@ -122,9 +122,11 @@ HELLO = Method("hello", (), coder_of(Hello), _always)
 
 
 # What tells a server what to do, rather than giving it batches and asking for rows.
+CONFIGURE = "configure"
+
 _CONTROL = frozenset(
     {
-        "configure",
+        CONFIGURE,
         "register_optimizer",
         "set_embedding",
         "clear_embeddings",

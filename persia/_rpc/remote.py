@@ -109,9 +109,9 @@ class Remote:
         """Begin a call, whose result is to be asked for, so that others go with it."""
         return self._client.begin(method, *arguments)
 
-    def finish_job(self, status: int) -> None:
+    def finish_job(self, status: int, took_part: bool = True) -> None:
         """Tell the server that the job has ended, with this exit status."""
-        self._client.call("finish_job", status)
+        self._client.call("finish_job", status, took_part)
 
     def job_status(self, watcher: str, timeout_s: float | None = None) -> int | None:
         """Return the exit status of the job; None while it goes on.

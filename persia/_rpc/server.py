@@ -39,7 +39,7 @@ from persia._rpc.frame import (
 )
 from persia._rpc.job import JobState
 from persia._rpc.keys import CONTROL
-from persia._rpc.methods import COMMON, HELLO, Hello, Method, Role
+from persia._rpc.methods import COMMON, CONFIGURE, HELLO, Hello, Method, Role
 from persia._rpc.transport import Listener, Parts, Peer, Transport, Work
 from persia.errors import NotAllowed, PersiaError, ProtocolError, ServiceBusy, WrongReplica
 from persia.version import __version__
@@ -275,6 +275,8 @@ class Server:
         refusal, can_run = self._take(job)
         if refusal:
             self._fail(peer, message.call_id, ServiceBusy(refusal, method=message.method))
+        elif message.method == CONFIGURE:
+            self._job.take()
         return functools.partial(self._work, job) if can_run else None
 
     def _answer_common(self, peer: bytes, call: Call, method: Method) -> None:

@@ -31,13 +31,16 @@ _LINE_S = 10.0
 _ATTEMPT_S = 2.0
 
 
-def tell_end(transport: Transport, status: int, timeout_s: float) -> list[str]:
+def tell_end(
+    transport: Transport, status: int, timeout_s: float, took_part: bool = True
+) -> list[str]:
     """Tell every parameter server and embedding-worker that the job has ended.
 
     Args:
         transport: How to get there.
         status: The exit status of the training script.
         timeout_s: Seconds that servers get to be there and to answer.
+        took_part: Whether the script has configured servers; see ``JobState``.
 
     Returns:
         The addresses where nobody answered; where all did, the servers of their sets that
@@ -56,7 +59,7 @@ def tell_end(transport: Transport, status: int, timeout_s: float) -> list[str]:
         client = Client(transport, address, role)
         try:
             hello = client.hello(left())
-            client.call("finish_job", status, timeout_s=left())
+            client.call("finish_job", status, took_part, timeout_s=left())
             told[role.name][address] = hello
         except (ServiceError, ConfigError) as error:
             logger.debug("%s", error)

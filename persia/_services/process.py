@@ -243,10 +243,8 @@ class _LoudJob(JobState):
     So the line stands before what the trainer's launcher prints last.
     """
 
-    def finish_job(self, status: int) -> None:
-        if self.status is None:
-            logger.info("the job has ended with status %d", status)
-        super().finish_job(status)
+    def _note(self, status: int) -> None:
+        logger.info("the job has ended with status %d", status)
 
 
 class _Serving:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from persia import env
@@ -23,7 +22,7 @@ from persia._metrics.endpoint import Endpoint
 from persia._metrics.push import PushSettings
 from persia._metrics.registry import Source
 from persia._rpc import session
-from persia._rpc.deadlines import caller_deadline
+from persia._rpc.deadlines import within
 from persia.config import GlobalConfig
 from persia.errors import ConfigError
 
@@ -45,14 +44,9 @@ class Tells(Protocol):
         """Say which of its threads have ended before their time; "" if none."""
 
 
-@contextmanager
-def soon() -> Iterator[None]:
+def soon() -> AbstractContextManager[None]:
     """Let the calls made inside end in seconds: whoever probes does not wait."""
-    token = caller_deadline.set(min(caller_deadline.get(), time.monotonic() + ASK_S))
-    try:
-        yield
-    finally:
-        caller_deadline.reset(token)
+    return within(ASK_S)
 
 
 def _told() -> list[Tells]:

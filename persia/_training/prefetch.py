@@ -29,6 +29,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from persia._rpc.deadlines import within
 from persia._training.channel import Closed, Delivery, Finished, join
 from persia._training.flight import Reason, State
 from persia._training.gradients import SHORT_S, TakesTurns
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 # A thread that has not ended by then is inside the user's dataset or a lookup; it is a
 # daemon, and is named in a warning.
 JOIN_S = 10.0
+# Of all batches that are left: a launcher that was stopped waits 2.5 s for its ranks.
+_RELEASE_S = 1.0
 # Seconds between two lines that say whom the user's loop is waiting for.
 LINE_S = 10.0
 _MANY = 100  # batches without a backward, after which that is said
@@ -313,19 +316,24 @@ class Prefetcher:
         left = self._delivery.close()
         if self._agreed is not self._delivery:
             left += self._agreed.close()
+        begun_at = time.monotonic()
         try:
-            self._leave_last()
-            for item in left:
-                self._drop(item.ticket)
+            # A worker that has gone cannot be told, and whoever is stopped has seconds.
+            with within(_RELEASE_S):
+                self._leave_last()
+                for item in left:
+                    self._drop(item.ticket)
         finally:
-            self._join(threads)
+            # Nor does it answer lookups.
+            is_answered = time.monotonic() - begun_at < _RELEASE_S
+            self._join(threads, JOIN_S if is_answered else _RELEASE_S)
 
     def _drop(self, ticket: Ticket | None) -> None:
         if ticket is not None:
             self._lookups.book.release(ticket, self._reason_to_drop)
 
-    def _join(self, threads: list[threading.Thread]) -> None:
-        for thread in join(threads, JOIN_S):
+    def _join(self, threads: list[threading.Thread], timeout_s: float) -> None:
+        for thread in join(threads, timeout_s):
             if thread is self._agreeing:
                 where = "a round with the other ranks"
             else:
@@ -333,7 +341,7 @@ class Prefetcher:
             logger.warning(
                 "%s has not ended %g s after the loop did: it is still inside %s",
                 thread.name,
-                JOIN_S,
+                timeout_s,
                 where,
             )
 

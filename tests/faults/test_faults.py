@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,3 +168,20 @@ def test_a_process_stands_still_for_half_a_minute(cluster: Cluster, role: str) -
         seen = train(ctx, 20, disturb)
         assert_each_once(ctx, seen)
     goes_on.join()
+
+
+@pytest.mark.slow
+def test_a_loop_is_left_in_seconds_where_nobody_answers(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batches are to be released, one by one; a launcher that was stopped waits 2.5 s."""
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "20")
+    cluster.start_loaders(LOADER, 1, str(COUNT))
+    with make_ctx() as ctx:
+        batches: Any = iter(DataLoader(StreamingDataset(6), embedding_staleness=8))
+        ctx.forward(next(batches))
+        cluster.kill("embedding-worker-0")
+        cluster.kill("embedding-worker-1")
+        begun_at = time.monotonic()
+        batches.close()
+        assert time.monotonic() - begun_at < 8.0

@@ -18,6 +18,7 @@ from persia.data import DataLoader, StreamingDataset
 from tests.cluster import Cluster
 from tests.faults.batches import SLOTS, occurrences
 from tests.faults.job import make_ctx, trained
+from tests.waiting import PATIENCE_S
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"
 FEWER, MORE = 30, 60
@@ -66,3 +67,23 @@ def test_w52_w65_two_jobs_on_one_machine_do_not_disturb_each_other() -> None:
         assert all(process.poll() is None for process in long.processes.values())
         seen_two += [step(two, batch) for batch in of_two]
         check(two, seen_two, MORE)
+
+
+@pytest.mark.slow
+def test_a_script_at_another_jobs_addresses_ends_nothing_of_that_job() -> None:
+    """As a second ``honcho start`` does in another folder, whose servers cannot listen."""
+    with ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(SLOTS))
+        cluster.start_servers()
+        cluster.start_loaders(LOADER, 1, str(FEWER))
+        ctx, batches = enter(stack, cluster)
+        seen = [step(ctx, next(batches))]
+        stray = cluster.place / "stray.py"
+        stray.write_text("print('hello')\n")
+        assert cluster.start("stray", "nn-worker", str(stray)).wait(PATIENCE_S) == 0
+        del cluster.processes["stray"]
+        assert all(process.poll() is None for process in cluster.processes.values())
+        for server in ("embedding-parameter-server-0", "embedding-worker-0"):
+            assert "a job that never configured this server" in cluster.log(server)
+        seen += [step(ctx, batch) for batch in batches]
+        check(ctx, seen, FEWER)

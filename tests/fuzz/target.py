@@ -220,7 +220,7 @@ def _good_calls() -> list[tuple[Role, list[tuple[str, tuple[Any, ...]]]]]:
     )
     common: list[tuple[str, tuple[Any, ...]]] = [
         ("hello", ()),
-        ("finish_job", (0,)),
+        ("finish_job", (0, True)),
         ("job_status", ("loader 0",)),
     ]
     settings: list[tuple[str, tuple[Any, ...]]] = [

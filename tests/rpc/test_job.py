@@ -25,7 +25,22 @@ def test_watchers_are_bounded_however_many_names_somebody_has(
     now = FORGOTTEN_S + 1.0
     state.job_status("late")
     assert state._waiting() == ["late"]
-    state.finish_job(0)
+    state.finish_job(0, True)
     assert not state.wait_until_told(0.0)
     assert state.job_status("late") == 0
     assert state.wait_until_told(0.0)
+
+
+def test_who_never_configured_a_server_does_not_end_it_once_somebody_has() -> None:
+    state = JobState()
+    state.take()
+    state.finish_job(143, False)
+    assert state.status is None
+    state.finish_job(0, True)
+    assert state.status == 0
+
+
+def test_a_script_that_failed_before_it_began_ends_servers_that_nobody_has() -> None:
+    state = JobState()
+    state.finish_job(1, False)
+    assert state.status == 1

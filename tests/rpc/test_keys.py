@@ -111,7 +111,7 @@ def test_who_has_the_control_key_may_do_everything(
         assert np.array_equal(back.signs, big.signs)
         client.call("clear_embeddings")
         assert client.call("get_embedding_size") == 0
-        client.call("finish_job", 3)
+        client.call("finish_job", 3, True)
         assert server.job.status == 3
 
 
@@ -126,7 +126,7 @@ def test_w71_a_data_key_gives_and_asks_but_controls_nothing(
         for method, arguments in (
             ("clear_embeddings", ()),
             ("load", ([],)),
-            ("finish_job", (0,)),
+            ("finish_job", (0, True)),
         ):
             with pytest.raises(NotAllowed, match=f"{method} needs the control key.*{name}'s"):
                 client.call(method, *arguments)
@@ -328,7 +328,7 @@ def test_what_a_peer_says_of_itself_ends_no_server() -> None:
             peer.sendall(greeting)
             peer.recv(64, sockets.MSG_WAITALL)
             peer.sendall(bytes([4, len(ready)]) + ready + b"\0\x01x")
-            until(lambda: "bad.parts" in server.stats())
+            until(lambda: "bad.parts" in server.stats(), told=lambda: str(server.stats()))
         assert server.is_alive
         with connected(None, server) as client:
             assert client.call("get_embedding_size") == 7

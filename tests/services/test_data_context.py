@@ -552,7 +552,7 @@ def test_w72_the_loader_ends_with_the_job(make_feeder: MakeFeeder, status: int) 
     made = make_feeder([worker], [rank])
     run = Background(lambda: send_all(made, 100))
     rank.train(1)
-    worker.job.finish_job(status)
+    worker.job.finish_job(status, True)
     with pytest.raises(JobFinished, match=f"exit status {status}") as caught:
         run.result()
     assert caught.value.status == made.job_status == status
@@ -569,7 +569,7 @@ def test_the_end_of_the_job_is_heard_from_any_worker(make_feeder: MakeFeeder) ->
     made = make_feeder(workers, [FakeRank()])
     send(made)
     assert workers[1].asked.wait(PATIENCE_S)
-    workers[1].job.finish_job(0)
+    workers[1].job.finish_job(0, True)
     made.finish()
     assert made.job_status == 0
 

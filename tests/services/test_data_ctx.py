@@ -250,7 +250,7 @@ def test_w72_the_end_of_a_good_job_ends_the_block_silently(job: Job) -> None:
     run = Background(lambda: send_all(100))
     job.ranks[0].train(1)
     for name in ("w0", "w1"):
-        job.servers[name].job.finish_job(0)
+        job.servers[name].job.finish_job(0, True)
     assert run.result().stats()["lost"] > 0
 
 
@@ -258,7 +258,7 @@ def test_w72_the_loader_takes_the_status_of_a_failed_job(job: Job) -> None:
     run = Background(lambda: send_all(100))
     job.ranks[0].train(1)
     for name in ("w0", "w1"):
-        job.servers[name].job.finish_job(3)
+        job.servers[name].job.finish_job(3, True)
     with pytest.raises(SystemExit) as caught:
         run.result()
     assert caught.value.code == 3
@@ -269,7 +269,7 @@ def test_a_job_that_ends_before_its_ranks_are_there(job: Job, status: int) -> No
     job.stop("r1")
     run = Background(lambda: send_all(1))
     for name in ("w0", "w1"):
-        job.servers[name].job.finish_job(status)
+        job.servers[name].job.finish_job(status, True)
     with pytest.raises(SystemExit) as caught:
         run.result()
     assert caught.value.code == status
