@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import signal
+import site
 import sysconfig
 import threading
 import traceback
@@ -40,9 +41,13 @@ _FOR_USERS = (
 )
 _OWN = f"{Path(persia.__file__).parent}{os.sep}"
 _COMPILED = "persia/", ".pyx"  # such a file's name is the one the build gave it
+# Debian's dist-packages, and what pip put into the home of the user, sysconfig does not name.
 _LIBRARIES = tuple(
-    f"{sysconfig.get_path(name)}{os.sep}"
-    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    f"{place}{os.sep}"
+    for place in (
+        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(site.getusersitepackages(), *site.getsitepackages()),
+    )
 )
 
 # The module that runs a user's script, and notes how it ended.

@@ -209,11 +209,13 @@ class DataLoader:
             keeps_step=self.drop_last,
         )
         self._epoch = weakref.ref(epoch)
-        return _drain(epoch, joining)
+        return _drain(epoch, joining, weakref.ref(ctx))
 
 
 def _drain(
-    epoch: Prefetcher, joining: AbstractContextManager[Any]
+    epoch: Prefetcher,
+    joining: AbstractContextManager[Any],
+    context: weakref.ref[EmbeddingCtx],
 ) -> Iterator[PersiaTrainingBatch]:
     # Threads start with the first batch asked for: a generator that is dropped before that
     # never runs its finally block.
@@ -237,5 +239,9 @@ def _drain(
                     raise at_the_users(error)  # noqa: B904 - itself, not another
                 yield batch
                 del batch
+                ctx = context()
+                if ctx is not None:
+                    ctx.forget_output()
+                del ctx
     finally:
         epoch.close()

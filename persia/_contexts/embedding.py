@@ -518,6 +518,10 @@ class EmbeddingCtx(BaseCtx):
         self._output = advice.form_of(output)
         return output, labels
 
+    def forget_output(self) -> None:
+        """Forget the last output: an error from now on has nothing to do with its batch."""
+        self._output = None
+
     def prepare_features(self, batch: PersiaTrainingBatch) -> Features:
         """Return dense tensors, embeddings in the order of the features, and labels.
 

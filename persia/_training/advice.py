@@ -8,7 +8,9 @@ of shapes that do no harm: a loss may do with them what it likes.
 from __future__ import annotations
 
 import logging
+import os
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from persia.errors import PersiaError
@@ -52,7 +54,7 @@ def form_of(output: object) -> Form | None:
 
 def explain_model(error: BaseException, batch: PersiaTrainingBatch) -> None:
     """Add to an error of the model what it was given."""
-    if _is_torchs(error):
+    if _is_of_shapes(error):
         dense = ", ".join(str(form_of(each)) for each in batch.non_id_type_tensors) or "none"
         embeddings = ", ".join(_embeddings(batch)) or "none"
         _add(
@@ -64,7 +66,7 @@ def explain_model(error: BaseException, batch: PersiaTrainingBatch) -> None:
 
 def explain_loss(error: BaseException, batch: PersiaTrainingBatch, output: Form) -> None:
     """Add to an error after the model's output, and before its backward, what does not fit."""
-    if _is_torchs(error):
+    if _is_of_shapes(error) and _is_raised_by_torch(error):
         size = batch.batch_size
         if output.shape and output.shape[0] != size:
             _add(
@@ -84,9 +86,23 @@ def explain_loss(error: BaseException, batch: PersiaTrainingBatch, output: Form)
                 )
 
 
-def _is_torchs(error: BaseException) -> bool:
+def _is_of_shapes(error: BaseException) -> bool:
+    """Whether it can be one of shapes and dtypes: no error of ours, nor of memory."""
     kinds = RuntimeError, ValueError, TypeError, IndexError
-    return isinstance(error, kinds) and not isinstance(error, PersiaError)
+    if not isinstance(error, kinds) or isinstance(error, PersiaError):
+        return False
+    text = str(error)
+    return "out of memory" not in text and "allocate memory" not in text
+
+
+def _is_raised_by_torch(error: BaseException) -> bool:
+    """Whether it comes from within the torch package: a metric or ``int("x")`` raises alike."""
+    import torch
+
+    filename, trace = "", error.__traceback__
+    while trace is not None:
+        filename, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
+    return filename.startswith(f"{Path(torch.__file__).parent}{os.sep}")
 
 
 def _embeddings(batch: PersiaTrainingBatch) -> Iterator[str]:

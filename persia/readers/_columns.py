@@ -32,7 +32,7 @@ class Columns:
         requires_grad: Whether embeddings shall be trained; False for evaluation.
 
     Raises:
-        ConfigError: If there are no ids, or ``strings`` is another word.
+        ConfigError: If there are no ids, one is named twice, or ``strings`` is another word.
 
     Example:
         >>> columns = Columns(ids=["user", "items"], dense=["age", "price"], labels=["click"])
@@ -57,6 +57,10 @@ class Columns:
         self.ids: dict[str, str] = (
             dict(ids) if isinstance(ids, Mapping) else {name: name for name in ids}
         )
+        if len(self.ids) != len(ids):
+            names = list(ids)
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"ids: expected each feature once, got {twice!r} twice")
         if not self.ids:
             raise ConfigError("ids: expected at least one column, got none")
         groups = dense if isinstance(dense, Mapping) else {"dense": dense}

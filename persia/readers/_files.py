@@ -119,6 +119,7 @@ class _FileReader(PieceReader):
     """A reader of a folder."""
 
     _FORMAT: str
+    _SUFFIX: str
 
     def __init__(
         self,
@@ -147,6 +148,8 @@ class _FileReader(PieceReader):
             raise ConfigError(
                 f"{os.fspath(path)}: expected {self._FORMAT} files, got: {exc}"
             ) from exc
+        if not dataset.files:
+            raise ConfigError(f"no {self._SUFFIX} files in {os.fspath(path)}")
         columns.check(os.fspath(path), dataset.schema)
         self._schema = dataset.schema
         self._filesystem = dataset.filesystem
@@ -192,6 +195,7 @@ class ParquetReader(_FileReader):
     """
 
     _FORMAT = "parquet"
+    _SUFFIX = ".parquet"
 
     def _pieces_of(self, fragment: Any) -> list[Piece]:
         file = self._file_of(fragment)
@@ -205,6 +209,7 @@ class ArrowReader(_FileReader):
     """
 
     _FORMAT = "ipc"
+    _SUFFIX = ".arrow"
 
     def _pieces_of(self, fragment: Any) -> list[Piece]:
         file = self._file_of(fragment)

@@ -10,6 +10,7 @@ So a newline ends a line wherever it is, in quotes too.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.fs as pafs
 
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, DataTypeError
+from persia.readers._arrays import are_ids
 from persia.readers._columns import Columns
 from persia.readers._reader import PieceReader
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from persia.readers._reader import Piece
+
+logger = logging.getLogger(__name__)
 
 NUM_DENSE = 13
 NUM_IDS = 26
@@ -38,7 +42,9 @@ BLOCK_BYTES = 16 << 20
 _LOOK_BYTES = 1 << 16
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 # Fields of a CSV that say that there is nothing.
-NULLS = ("", "NULL", "null", "NaN", "nan")
+NULLS = ("", "NULL", "null", "NaN", "nan", "N/A", "NA", "None", "\\N")
+# How files begin that are no text, and what reads them.
+_OTHERS = {b"PAR1": "Parquet: use ParquetReader", b"ARROW1": "Arrow: use ArrowReader"}
 _EXPECTED = "lines of the types that the first MiB has, or types= says"
 
 
@@ -50,7 +56,7 @@ class _Format:
         types: Of all columns, in the order of the fields.
         columns: What is read of them.
         delimiter: What separates fields.
-        has_quotes: Whether ``"`` may be around a field.
+        is_csv: Whether ``"`` may be around a field, and lines without anything are no samples.
         nulls: What a field without a value says.
     """
 
@@ -60,16 +66,16 @@ class _Format:
         types: Any,
         columns: Columns,
         delimiter: str,
-        has_quotes: bool,
+        is_csv: bool,
         nulls: Sequence[str],
     ) -> None:
         self._what = what
         self._names = list(types)
-        # A line without anything is a row of nulls: rows are counted by lines.
+        self.leaves_empty_out = is_csv
         self._parse = pacsv.ParseOptions(
             delimiter=delimiter,
-            quote_char='"' if has_quotes else False,
-            ignore_empty_lines=False,
+            quote_char='"' if is_csv else False,
+            ignore_empty_lines=is_csv,
         )
         self._convert = pacsv.ConvertOptions(
             column_types=types,
@@ -119,11 +125,14 @@ class _Block:
 
     def num_rows(self) -> int:
         text = self._text()
+        has_empty = text[:1] in b"\r\n" or b"\n\n" in text or b"\n\r" in text
+        if has_empty and self._format.leaves_empty_out:
+            return sum(bool(line.strip(b"\r")) for line in text.split(b"\n"))
         return text.count(b"\n") + bool(text and not text.endswith(b"\n"))
 
     def read(self) -> Iterator[Any]:
         text = self._text()
-        if text:
+        if text.strip(b"\r\n") or (text and not self._format.leaves_empty_out):
             where = f"{self._path}, line of byte {self._begin} and after it"
             yield from self._format.parse(where, pa.BufferReader(text))
 
@@ -195,7 +204,9 @@ class CsvReader(_TextReader):
 
     The first line of each file names its columns, which are the same in all. Types are those
     that Arrow finds in the first MiB of the first file, or that ``types`` says. A field may be
-    in double quotes, though without a newline. An empty field, ``NULL`` and ``NaN`` are nulls.
+    in double quotes, though without a newline. Nulls are an empty field, ``NULL``, ``NaN``,
+    ``NA``, ``N/A``, ``None`` and ``\N``. Name the types of ids: an id that looks like a number
+    at first is that number, and otherwise the hash of its text.
     Pieces are as those of ``CriteoReader``.
 
     Args:
@@ -212,7 +223,7 @@ class CsvReader(_TextReader):
     Raises:
         ConfigError: If there is no such file, or a column is not in the header.
         DataTypeError: If a column's type cannot be read.
-        DataError: If a file has another header than the first.
+        DataError: If a file has another header than the first, or one with a name twice.
 
     Example:
         >>> columns = Columns(ids=["user"], labels=["click"])  # doctest: +SKIP
@@ -236,7 +247,7 @@ class CsvReader(_TextReader):
         files = _files(os.fspath(path))
         known = {name: _type_of(name, kind) for name, kind in (types or {}).items()}
         schema = _schema_of(*files[0], known, delimiter)
-        columns.check(files[0][1].path, schema)
+        _check(columns, files[0][1].path, schema, known)
         fields = dict(zip(schema.names, schema.types, strict=True))
         lines = _Format(_EXPECTED, fields, columns, delimiter, True, NULLS)
         first = _header_of(*files[0])
@@ -248,6 +259,27 @@ class CsvReader(_TextReader):
                     f"{first.rstrip()!r:.200}, got {header.rstrip()!r:.200}"
                 )
             self._add(filesystem, info, lines, header)
+
+
+def _check(columns: Columns, path: str, schema: Any, known: Mapping[str, Any]) -> None:
+    """Check what was found of the columns, and say what ids are."""
+    for name in schema.names:
+        if schema.names.count(name) > 1:
+            raise DataError(
+                f"{path}: expected each column once in the header, got {name!r} twice"
+            )
+    ids = [name for name in dict.fromkeys(columns.ids.values()) if name in schema.names]
+    found = {name: schema.field(name).type for name in ids if name not in known}
+    try:
+        columns.check(path, schema)
+    except DataTypeError as exc:
+        said = {name: "uint64" for name, kind in found.items() if not are_ids(kind)}
+        if not said:
+            raise
+        raise DataTypeError(f"{exc}; types={said} says what it is") from None
+    if found:
+        kinds = ", ".join(f"{name} {kind}" for name, kind in found.items())
+        logger.info("%s: by its first lines ids are %s; types= says otherwise", path, kinds)
 
 
 def _type_of(name: str, kind: Any) -> Any:
@@ -276,6 +308,11 @@ def _header_of(filesystem: Any, info: Any) -> bytes:
 
 def _schema_of(filesystem: Any, info: Any, types: Mapping[str, Any], delimiter: str) -> Any:
     """Return the columns of a file by its header and its first lines."""
+    with filesystem.open_input_stream(info.path) as stream:
+        start = stream.read(max(map(len, _OTHERS)))
+    for mark, what in _OTHERS.items():
+        if start.startswith(mark):
+            raise DataError(f"{info.path}: expected a header and lines, got {what}")
     try:
         with filesystem.open_input_stream(info.path) as stream:
             return pacsv.open_csv(

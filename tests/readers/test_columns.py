@@ -58,6 +58,11 @@ def test_ids(array: Any, want: list[list[int]]) -> None:
     assert ids_of(batch_of(Columns(["x"], requires_grad=False), x=array), "x") == want
 
 
+def test_a_feature_is_named_once() -> None:
+    with pytest.raises(ConfigError, match="ids: expected each feature once, got 'user' twice"):
+        Columns(["user", "user"])
+
+
 def test_hexadecimal_ids() -> None:
     columns = Columns(["x"], strings="hex", requires_grad=False)
     texts = ["68fd1e64", "FF", None, "f" * 16]

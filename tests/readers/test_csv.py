@@ -10,6 +10,7 @@ import pytest
 
 from persia.errors import ConfigError, DataError, DataTypeError
 from persia.readers import Columns, CriteoReader, CsvReader
+from persia.readers._text import NULLS
 from tests.readers.support import bytes_of, ids_of, rows_of
 from tests.readers.test_text import NUM_LINES, line
 
@@ -78,6 +79,52 @@ def test_tabs_marks_and_packed_files(path: Path, tmp_path: Path) -> None:
     (folder / "b.tsv.gz").unlink()
     (folder / "a.tsv").write_bytes(b"\xef\xbb\xbf" + text(0, 40, "\t"))
     assert rows_of(read(folder, delimiter="\t")) == whole
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("block", [1, 7, 10**6])
+def test_lines_without_anything_are_no_samples(path: Path, newline: str, block: int) -> None:
+    whole = bytes_of(read(path))
+    lines = text().decode().split("\n")
+    blank = newline + newline.join(f"{each}{newline * 3}" for each in lines[1:])
+    path.write_bytes((lines[0] + newline + blank).encode())
+    reader = read(path, block_bytes=block)
+    assert bytes_of(reader) == whole
+    assert reader.num_batches() == len(whole)
+    assert bytes_of(reader.iter_from(3)) == whole[3:]
+    packed = path.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert bytes_of(read(packed)) == whole
+    path.write_bytes(f"{lines[0]}{newline * 4}".encode())
+    said = {"user": "int64", "age": "double", "city": "string", "row": "int64"}
+    assert bytes_of(read(path, types=said, block_bytes=block)) == []
+
+
+def test_ids_are_said_and_asked_for(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "persia.readers"):
+        read(path)
+        assert "ids are user int64, city string; types= says otherwise" in caplog.text
+        caplog.clear()
+        read(path, types={"user": "uint64", "city": "string"})
+        assert not caplog.text
+    for field in ("1.5", ""):
+        path.write_text(f"user,click\n{field},1\n")
+        with pytest.raises(DataTypeError, match=r"; types={'user': 'uint64'} says what it is"):
+            CsvReader(path, Columns(["user"], labels=["click"]), 8)
+    path.write_text("user,click\n" + "".join(f"{null},1\n" for null in NULLS) + "7,0\n")
+    (batch,) = CsvReader(path, Columns(["user"], labels=["click"]), 99)
+    assert ids_of(batch, "user") == [[]] * len(NULLS) + [[7]]
+    assert {"N/A", "NA", "None", r"\N"} <= {*NULLS}
+
+
+def test_what_is_no_csv_says_what_it_is(path: Path) -> None:
+    path.write_text("user,age,user\n1,2,3\n")
+    with pytest.raises(DataError, match="each column once in the header, got 'user' twice"):
+        CsvReader(path, Columns(["user"]), 8)
+    for mark, name in ((b"PAR1", "ParquetReader"), (b"ARROW1", "ArrowReader")):
+        path.write_bytes(mark + bytes(99))
+        with pytest.raises(DataError, match=f"use {name}"):
+            CsvReader(path, Columns(["user"]), 8)
 
 
 def test_types_that_are_said(path: Path) -> None:

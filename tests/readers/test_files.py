@@ -163,6 +163,9 @@ def test_memory_is_that_of_a_few_chunks(
 
 
 def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no \.parquet files in .*empty"):
+        ParquetReader(tmp_path / "empty", Columns(["user"]), 8)
     with pytest.raises(ConfigError, match="nowhere: no such file or folder"):
         ParquetReader(tmp_path / "nowhere", COLUMNS, 8)
     with pytest.raises(

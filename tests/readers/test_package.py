@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
+import persia.readers
 from tests.meta.sources import ROOT
 
 
@@ -17,6 +19,13 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=60,
     )
+
+
+def test_the_reference_has_all_of_it() -> None:
+    text = (ROOT / "docs/api.md").read_text()
+    found = re.search(r"::: persia\.readers\n.*\n +members: \[(.*)\]", text)
+    assert found is not None
+    assert sorted(found[1].split(", ")) == sorted(persia.readers.__all__)
 
 
 def test_a_data_loader_loads_no_torch() -> None:

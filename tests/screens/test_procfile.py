@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from persia import env
-from persia._launch.checks.procfile import check_procfile
+from persia._launch.checks.procfile import check_procfile, file_named_in
 from tests.meta.sources import ROOT
 
 LOADER = "persia-launcher data-loader load.py"
@@ -42,6 +42,34 @@ def test_what_can_be_started_is_well() -> None:
     trainer = "train: env OMP_NUM_THREADS=1 persia-launcher nn-worker train.py --epochs 3"
     assert bad(f"load: {LOADER}", f"work: {WORKER}", *servers, trainer, "x: sh -c 'a b'") == []
     assert bad("# nothing but a comment") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "cd sub && persia-launcher data-loader nowhere.py",
+        "exec persia-launcher data-loader nowhere.py",
+        ". ./env.sh; persia-launchr data-loader load.py",
+        f"{LOADER} --replica-index ${{I:-0}}",
+        "persia-launcher data-loader ~/load.py",
+        "persia-launcher embedding-worker --embedding-config $CFG/slots.yml",
+        "A=$(cat x y) persia-launcher data-loader load.py",
+        "A=1 exec nowhere",
+        "env -u A nowhere",
+    ],
+)
+def test_what_is_for_a_shell_is_not_looked_into(line: str) -> None:
+    assert bad(f"a: {line}") == []
+    assert bad(f"a: {line} data-loader", f"b: {LOADER} --replica-size 2") == []
+    (found,) = check_procfile(Path("Procfile"))
+    assert "1 command, each of which is there; 1 of a shell, not looked into" in found.text
+
+
+def test_the_first_config_that_servers_are_given() -> None:
+    lines = f"a: {LOADER}\nb: {WORKER} $A\nc: {WORKER}\nd: {SERVER}"
+    Path("Procfile").write_text(lines)
+    assert file_named_in(Path("Procfile"), "--embedding-config") == Path("slots.yml")
+    assert file_named_in(Path("Procfile"), "--other") is None
 
 
 @pytest.mark.parametrize(

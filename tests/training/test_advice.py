@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from persia.ctx import TrainCtx
+from persia.ctx import EmbeddingCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding.data import (
     IDTypeFeatureWithSingleID,
@@ -135,6 +135,36 @@ def test_a_loss_that_fails_says_which_label_does_not_fit(
         pattern = advice.replace("[", r"\[").replace("(", r"\(").replace(")", r"\)")
         assert len(notes) == 1
         assert re.search(pattern, notes[0]), notes
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_nothing_is_said_of_errors_that_are_not_torchs(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, inside: bool
+) -> None:
+    def evaluate(ctx: EmbeddingCtx) -> None:
+        for batch in DataLoader([batch_of(DENSE, ZEROS[:, 0])]):
+            ctx.forward(batch)
+            if inside:
+                int("many")
+        assert ctx._output is None
+        int("many")
+
+    with (
+        make_ctx() as ctx,
+        pytest.raises(ValueError, match="many") as raised,
+        eval_ctx(ctx.model) as other,
+    ):
+        evaluate(other)
+    assert said(raised.value, caplog) == []
+
+
+def test_nothing_is_said_of_memory_that_ran_out(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RuntimeError, match="memory") as raised, make_ctx() as ctx:
+        # Whatever torch says of it, from within its package.
+        train(ctx, ZEROS[:, 0], lambda output, label: torch.nn.Linear(1 << 30, 1 << 30))
+    assert said(raised.value, caplog) == []
 
 
 @pytest.mark.parametrize(

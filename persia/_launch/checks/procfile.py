@@ -3,7 +3,8 @@
     name: [env] [VARIABLE=value ...] command words ...         .env: VARIABLE=value
 
 Of a command that starts a role more is known than that it is there. The lines of one role on
-this machine are some, or all, of its ``REPLICA_SIZE`` replicas.
+this machine are some, or all, of its ``REPLICA_SIZE`` replicas. honcho runs a line by a shell:
+nothing is said of one in which there is anything for it to do, nor of the replicas of its role.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ from persia.errors import ConfigError
 
 _LINE = re.compile(r"([A-Za-z0-9_-]+):\s*(.+)")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+# What only a shell can say of a line, which is what honcho runs it by.
+_SHELLS = re.compile(r"[$&|;<>()`~*?{}\[\]]")
+_BUILTINS = {
+    *(".", ":", "!", "alias", "cd", "command", "eval", "exec", "exit", "export", "if", "for"),
+    *("case", "read", "readonly", "set", "shift", "source", "time", "trap", "type", "ulimit"),
+    *("umask", "unset", "until", "wait", "while"),
+}
 _LAUNCHER = "persia-launcher"
 _ROLES = (LOADER, WORKER, SERVER, TRAINER)
 # Of which a role's replicas have addresses, one each.
@@ -58,28 +66,52 @@ class Line:
 
 def check_procfile(path: Path) -> Iterator[Finding]:
     """Yield what is found of the commands that honcho would start."""
+    lines, shells, bad = _read(path)
+    bad += [finding for line in lines for finding in _check_line(line)]
+    for role in dict.fromkeys(line.role for line in lines if line.role in _ROLES):
+        if not any(role in text for text in shells):
+            bad += _check_replicas(role, [line for line in lines if line.role == role])
+    yield from bad
+    if not bad:
+        count = f"{len(lines)} command{'' if len(lines) == 1 else 's'}"
+        more = f"; {len(shells)} of a shell, not looked into" if shells else ""
+        yield ok("procfile", f"{path}: {count}, each of which is there{more}")
+
+
+def file_named_in(path: Path, option: str) -> Path | None:
+    """Return the first file that an option of the servers' lines names, if it is there."""
+    lines, _, _ = _read(path)
+    names = (line.option(option) for line in lines if line.role in (WORKER, SERVER))
+    return next((Path(name) for name in names if name and Path(name).is_file()), None)
+
+
+def _read(path: Path) -> tuple[list[Line], list[str], list[Finding]]:
+    """Return lines, the texts of those that are for a shell, and what cannot be read."""
     common = _variables_of(path.with_name(".env"))
     lines: list[Line] = []
+    shells: list[str] = []
     bad: list[Finding] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         found = _LINE.fullmatch(text.strip())
         if found is None:
             continue  # as honcho does, of comments and of anything else
+        if _SHELLS.search(found[2]):
+            shells.append(found[2])
+            continue
         where = f"{path}:{number}: {found[1]}"
         try:
             line = _parsed(where, dict(common), shlex.split(found[2]))
         except ValueError as exc:
             bad.append(error("procfile", f"{where}: {exc}", "close the quotes"))
             continue
-        if line is not None:
+        if line is None:
+            continue
+        first = line.words[0]
+        if first in _BUILTINS or first.startswith("-"):  # or an option of env
+            shells.append(found[2])
+        else:
             lines.append(line)
-    bad += [finding for line in lines for finding in _check_line(line)]
-    for role in dict.fromkeys(line.role for line in lines if line.role in _ROLES):
-        bad += _check_replicas(role, [line for line in lines if line.role == role])
-    yield from bad
-    if not bad:
-        count = f"{len(lines)} command{'' if len(lines) == 1 else 's'}"
-        yield ok("procfile", f"{path}: {count}, each of which is there")
+    return lines, shells, bad
 
 
 def _variables_of(path: Path) -> dict[str, str]:
