@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from persia._older import names_of
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 MAXIMUM_LOCAL_PORT_NUM = 65535
 
@@ -257,19 +258,52 @@ def _number_in(path: Path, pattern: str) -> int:
 
 def _cgroup_limits(root: Path) -> list[tuple[int, Path]]:
     """Read every memory limit above this process, and whose; none without cgroups."""
+    limits: list[tuple[int, Path]] = []
+    for folder, version in _cgroup_folders(root, "memory"):
+        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
+        try:
+            text = (folder / name).read_text().strip()
+        except OSError:
+            continue
+        # "max" is version 2's word for no limit; version 1 writes a number near 2**63.
+        if text.isdecimal():
+            limits.append((int(text), folder))
+    return limits
+
+
+def processor_quota(root: str | os.PathLike[str] = "/") -> float:
+    """Return how many processors' time the cgroups of this process may take; may be infinite.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are looked for; another place only in tests.
+    """
+    quotas = [math.inf]
+    for folder, version in _cgroup_folders(Path(root), "cpu"):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        try:
+            texts = " ".join((folder / name).read_text() for name in names).split()
+        except OSError:
+            continue
+        # No limit is "max" in version 2, and -1 in version 1.
+        if len(texts) == 2 and all(text.isdecimal() and int(text) for text in texts):
+            quotas.append(int(texts[0]) / int(texts[1]))
+    return min(quotas)
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield the folder of each group above this process, and its version; own ones first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
-    limits: list[tuple[int, Path]] = []
+        return
     for line in lines:
         # hierarchy:controllers:path; version 2 is hierarchy 0 without controllers.
         number, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if number == "0" and not controllers:
-            mount, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            mount, version = root / "sys/fs/cgroup", 2
+        elif controller in controllers.split(","):
+            mount, version = root / "sys/fs/cgroup" / controller, 1
         else:
             continue
         # In a container the path may be the host's, which is not mounted here; its parents
@@ -278,14 +312,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, Path]]:
         for folder in (here, *here.parents):
             if not folder.is_relative_to(mount):
                 break
-            try:
-                text = (folder / name).read_text().strip()
-            except OSError:
-                continue
-            # "max" is version 2's word for no limit; version 1 writes a number near 2**63.
-            if text.isdecimal():
-                limits.append((int(text), folder))
-    return limits
+            yield folder, version
 
 
 def yaml_number(value: object) -> str:

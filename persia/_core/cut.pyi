@@ -22,7 +22,8 @@ class Cut:
 
     Attributes:
         num_rows: At that moment; of a cut of changes, an upper bound.
-        copied_bytes: Of copies of all its rows: so much they take if every row changes at once.
+        copied_bytes: Of copies of all its rows, an upper bound: so much they take if every row
+            changes at once.
         is_full: It has all rows and no deletions: whatever the reader had is out of date.
         is_read: All its blocks were given out.
         is_closed: It is over, read or not.

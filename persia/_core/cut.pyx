@@ -130,7 +130,8 @@ cdef class Cut:
                 raise MemoryError(f"a copy of the order of shard {i} of {num_shards}")
             self.num_rows += (
                 self.parts[i].num_changed if since else self.parts[i].order.num_rows)
-            self.copied_bytes += part_copied_bytes(&self.parts[i])
+            self.copied_bytes += part_copied_bytes(
+                &self.parts[i], self.parts[i].num_changed if since else <uint64_t> -1)
             is_partial = is_partial or self.parts[i].is_partial
         return is_partial
 

@@ -54,7 +54,7 @@ cdef int part_begin(
     CutPart *part, uint32_t since, uint32_t last, const uint64_t *clocks,
     bint sweeps) noexcept nogil
 # Bytes of copies of all rows that were there.
-cdef uint64_t part_copied_bytes(const CutPart *part) noexcept nogil
+cdef uint64_t part_copied_bytes(const CutPart *part, uint64_t most_rows) noexcept nogil
 # Before the first read; -1: no memory.
 cdef int part_prepare(CutPart *part) noexcept nogil
 # Up to ``count`` rows from where the cursor is; fewer is the end. -1: the part is lost.

@@ -87,14 +87,17 @@ cdef int copy_places(CutPart *part) noexcept nogil:
     return -1 if watcher.done == NULL else 0
 
 
-cdef uint64_t part_copied_bytes(const CutPart *part) noexcept nogil:
+cdef uint64_t part_copied_bytes(const CutPart *part, uint64_t most_rows) noexcept nogil:
     cdef const uint32_t *starts = part.watcher.starts
-    cdef uint64_t total = 0
+    cdef uint64_t total = 0, num_rows = 0, largest = 0, count, size
     cdef uint32_t i
     for i in range(part.watcher.num_chunks):
-        total += <uint64_t> (starts[i + 1] - starts[i]) * (
-            part.slabs[part.chunk_slabs[i]].stride + sizeof(Image))
-    return total
+        count = starts[i + 1] - starts[i]
+        size = part.slabs[part.chunk_slabs[i]].stride + sizeof(Image)
+        num_rows += count
+        total += count * size
+        largest = max(largest, size)
+    return min(total, min(num_rows, most_rows) * largest)
 
 
 cdef void *copy_entries(

@@ -10,9 +10,12 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
+
+from persia.errors import CheckpointError
 
 # Of a disk that is written and read past the page cache: addresses, offsets and lengths are
 # multiples of it.
@@ -47,7 +50,13 @@ class Memory:
                 return held
             # Of another size than what is asked for now: a new piece takes its place.
         size = max(-(-num_bytes // _HUGE_BYTES), 1) * _HUGE_BYTES
-        held = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            held = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as exc:
+            raise CheckpointError(
+                f"memory for files: expected {size} bytes of the system, got: {exc}"
+            ) from exc
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            held.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a system without them says that it is invalid
+                held.madvise(mmap.MADV_HUGEPAGE)
         return held

@@ -55,6 +55,7 @@ class RemoteStorage(Storage):
         whole = bytearray()
         for buffer in buffers:
             whole += buffer
+            self.breathe()
         with self._failing("write", path):
             self._put(self._path(path), bytes(whole))
 

@@ -33,7 +33,7 @@ from persia._files.schema import SavedSchema, table_name
 from persia._files.storage import Storage, open_storage
 from persia._files.tensors import Column, decode
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
-from persia._services.pace import Pace, room_for_copies, step_back
+from persia._services.pace import Pace, give_room, step_back
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
 
@@ -169,6 +169,7 @@ class Cuts:
                 self._end(other, False)  # whoever asked for it is gone
             held = held_now()
             cut = held.store.begin_cut(request.changes)
+            give_room(cut)  # it may be seconds until it is written
             info = CutInfo(cut.num_rows, cut.is_full, held.about())
             sketch = held.store.sketch() if held.policies.sketch_bytes else None
             entry = _Cut(request, held, cut, info, sketch)
@@ -264,7 +265,6 @@ class Cuts:
     def _write(self, cut: _Cut, request: WriteRequest) -> None:
         storage = open_storage(request.url)
         prefix = self._prefix(request)
-        cut.cut.allow(room_for_copies(cut.cut))
         storage.breathe = rest = Pace(self._requests).beside(cut.cut)
         with PartWriter(storage, prefix, server=self._replica, begin=step_back) as writer:
             for block in cut.cut.blocks(BLOCK_ROWS):

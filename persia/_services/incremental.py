@@ -30,7 +30,7 @@ from persia._files.places import below, folder_of
 from persia._files.storage import Storage, open_storage
 from persia._files.writers import WriterLock
 from persia._services.checkpoints import BLOCK_ROWS, by_table
-from persia._services.pace import Pace, room_for_copies, step_back
+from persia._services.pace import Pace, give_room, step_back
 from persia.errors import StoreError
 from persia.logger import get_logger
 
@@ -160,7 +160,7 @@ class IncrementalWriter:
         # A delta is read by the schema of its base: another learning rate makes another one.
         is_other = self._base is None or held.saved_schema() != self._schema
         cut = store.begin_cut(CONSUMER, full=is_other or is_long)
-        cut.allow(room_for_copies(cut))
+        give_room(cut)
         return cut
 
     def _write(self, storage: Storage, held: Held, cut: Cut) -> None:

@@ -1,10 +1,13 @@
 """How fast a server reads its rows for others, beside those who train.
 
     nobody asks anything      as fast as it can
-    training goes on          all threads of a dump together take SHARE of the processors: after
-                              a piece of work a thread pauses until that is paid for
+    training goes on          all threads of a server's dump together take SHARE of the
+                              processors, and one at most: after a piece of work a thread
+                              pauses until that is paid for
     room gets short           the fuller it is of copies of rows that change meanwhile, the
                               shorter the pauses, as training would have to wait for room
+    memory gets short         room is what there is and a part of what is free, every second
+                              anew: other servers of the machine take theirs of the same
 
 Pauses are what keeps processors free. A low priority alone would not: whoever holds a lock that
 training waits for, and be it the interpreter's, must not be the one that never runs. On Linux a
@@ -24,16 +27,21 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from persia._core.store import MAX_SIDE_BYTES
-from persia.utils import free_memory_bytes
+from persia.utils import free_memory_bytes, processor_quota
 
 if TYPE_CHECKING:
     from persia._core.cut import Cut
 
-# Of the processors. A dump costs training more than that, as rows are copied before they change
-# and as the system has its own work with files; all of it is to be less than a fifth.
+# Of the processors, for one server. A dump costs training more than that, as rows are copied
+# before they change and as the system has its own work with files; with one server on a machine
+# all of it is to be less than a fifth.
 SHARE = 0.1
-# Copies may take such a part of the rows' memory, or of what is free if that is more.
+# However many there are: a disk or network is not faster for more.
+MOST_PROCESSORS = 1.0
+# Copies may take such a part of what is free; of the rows' memory where nobody says what is.
 COPIED = 4
+# How often room follows the memory that is free.
+ROOM_S = 1.0
 # How full that room is when a reader begins to hurry, and when it does not rest any more.
 HURRY = 0.5, 0.75
 # Of one pause.
@@ -50,10 +58,10 @@ def step_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
 
 
-def num_processors() -> int:
-    """Return how many this process may use."""
+def num_processors() -> float:
+    """Return how many this process may use, which may be a part of one."""
     if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
+        return min(len(os.sched_getaffinity(0)), processor_quota())
     return os.cpu_count() or 1
 
 
@@ -68,7 +76,9 @@ class Pace:
 
     def __init__(self, requests: Callable[[], int], processors: float | None = None) -> None:
         self._requests = requests
-        self._processors = SHARE * num_processors() if processors is None else processors
+        if processors is None:
+            processors = min(SHARE * num_processors(), MOST_PROCESSORS)
+        self._processors = processors
         self._own = threading.local()
         self._lock = threading.Lock()  # guards the next
         self._paid_at = 0.0  # when all work done so far is paid for; monotonic
@@ -83,31 +93,63 @@ class Pace:
         seen, now = self._requests(), time.thread_time()
         before, since = getattr(self._own, "last", (seen, now))
         if seen != before and urgency < 1.0:
-            pause_s = min(self._owed(now - since), LONGEST_S) * (1.0 - urgency)
+            pause_s = min(self._owed(now - since, urgency), LONGEST_S)
             if pause_s > 0:
                 self._pause.wait(pause_s)
         self._own.last = seen, time.thread_time()
 
-    def _owed(self, work_s: float) -> float:
-        """Return the seconds until this work is paid for, which began when it could."""
+    def _owed(self, work_s: float, urgency: float = 0.0) -> float:
+        """Return the seconds until this work is paid for, which began when it could.
+
+        What is urgent is forgiven, not put off until there is time.
+        """
         with self._lock:
             now = time.monotonic()
-            self._paid_at = max(self._paid_at, now - work_s) + work_s / self._processors
-            return self._paid_at - now
+            paid_at = max(self._paid_at, now - work_s) + work_s / self._processors
+            owed_s = (paid_at - now) * (1.0 - urgency)
+            self._paid_at = now + owed_s
+            return owed_s
 
     def beside(self, cut: Cut) -> Callable[[], None]:
         """Return what threads that read and write this cut call between two pieces."""
-        return lambda: self.rest(urgency_of(cut))
+        due = time.monotonic()
+
+        def rest() -> None:
+            nonlocal due
+            now = time.monotonic()
+            if now >= due:  # two threads at once: the same, twice
+                due = now + ROOM_S
+                cut.allow(room_for_copies(cut, int(cut.fill * cut.side_bytes)))
+            self.rest(urgency_of(cut))
+
+        return rest
 
 
-def room_for_copies(cut: Cut) -> int:
+def room_for_copies(cut: Cut, copied: int = 0) -> int:
     """Return the bytes that copies of rows that change before they are read may take.
 
     Where ids are uniform, a dump copies most rows: too little room would stop training. There
     is enough for all of them where a machine has that much memory left.
+
+    Args:
+        cut: Whose rows are copied.
+        copied: Bytes that copies take already; they are not free any more.
     """
-    whole = cut.copied_bytes
-    return max(MAX_SIDE_BYTES, whole // COPIED, min(whole, free_memory_bytes() // COPIED))
+    whole, free = cut.copied_bytes, free_memory_bytes()
+    more = free // COPIED if free else whole // COPIED
+    return max(MAX_SIDE_BYTES, min(whole, copied + more))
+
+
+def give_room(cut: Cut) -> None:
+    """Let copies of a new cut take what they may: training changes rows from now on.
+
+    Whatever fails, a cut that nobody will read is closed.
+    """
+    try:
+        cut.allow(room_for_copies(cut))
+    except BaseException:
+        cut.close()
+        raise
 
 
 def urgency_of(cut: Cut) -> float:

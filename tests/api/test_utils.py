@@ -231,3 +231,27 @@ def test_free_memory_bytes(
 
 def test_free_memory_bytes_where_nobody_says(tmp_path: Path) -> None:
     assert utils.free_memory_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "want"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/pod\n", {"cpu.max": "50000 100000\n"}, 0.5),
+        (
+            "4:cpu,cpuacct:/x\n",
+            {"cpu/x/cpu.cfs_quota_us": "200000\n", "cpu/x/cpu.cfs_period_us": "100000\n"},
+            2.0,
+        ),
+        (
+            "4:cpu,cpuacct:/x\n",
+            {"cpu/x/cpu.cfs_quota_us": "-1\n", "cpu/x/cpu.cfs_period_us": "100000\n"},
+            float("inf"),
+        ),
+        ("", {}, float("inf")),
+    ],
+)
+def test_processor_quota(
+    tmp_path: Path, lines: str, files: dict[str, str], want: float
+) -> None:
+    assert utils.processor_quota(cgroups(tmp_path, lines, files)) == want

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from persia.errors import ConfigError, DataError, StoreError
 from tests.core.test_policies import PolicyMachine
 from tests.core.test_store_machine import ShardedMachine, StoreMachine
 from tests.profiles import tries
+from tests.waiting import until
 
 Rows = dict[int, tuple[Any, ...]]
 
@@ -400,6 +402,31 @@ def test_a_request_waits_for_a_reader_that_has_too_many_copies_to_take() -> None
     cut.close()
 
 
+def waits(thread: threading.Thread) -> bool:
+    """Whether it is in the wait of a condition, or dead, which is another failure."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return not thread.is_alive() or (
+        frame is not None
+        and frame.f_code.co_name in ("wait", "wait_for")
+        and frame.f_globals["__name__"] == "threading"
+    )
+
+
+def test_a_cut_of_changes_has_copies_of_few_rows() -> None:
+    store = new_store(1000)
+    store.open_changes("feed")
+    with store.begin_cut("feed") as cut:
+        whole = cut.copied_bytes
+        list(cut.blocks())
+        cut.commit()
+    update(store, range(10))
+    with store.begin_cut("feed", side_bytes=1 << 30) as cut:
+        assert cut.copied_bytes <= whole / 50
+        update(store, range(1000))
+        assert 0 < cut.fill <= cut.copied_bytes / (1 << 30)
+        assert sorted(rows_of(list(cut.blocks()))) == list(range(10))
+
+
 def test_a_request_that_waits_goes_on_where_copies_may_take_more() -> None:
     store = new_store(1000)
     expected = contents(store)
@@ -407,6 +434,7 @@ def test_a_request_that_waits_goes_on_where_copies_may_take_more() -> None:
         update(store, range(500))
         thread = threading.Thread(target=update, args=(store, range(1000)))
         thread.start()
+        until(lambda: waits(thread))
         cut.allow(1 << 30)
         thread.join(60)
         assert not thread.is_alive()

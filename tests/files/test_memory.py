@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 
+from persia._files import memory as module
 from persia._files.memory import BLOCK_BYTES, Memory
+from persia.errors import CheckpointError
 
 
 def address(array: np.ndarray) -> int:
@@ -49,3 +56,27 @@ def test_memory_outlives_where_it_came_from() -> None:
     del memory
     gc.collect()
     assert (array == 3).all()
+
+
+class _SmallPages(mmap.mmap):
+    """Of a system without huge ones."""
+
+    def madvise(self, *_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_memory_of_a_system_without_huge_pages_and_of_one_that_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stands_for: Any = SimpleNamespace(
+        **{**vars(mmap), "mmap": _SmallPages, "MADV_HUGEPAGE": 14}
+    )
+    monkeypatch.setattr(module, "mmap", stands_for)
+    assert len(Memory().take(10)) == 10
+
+    def fail(*_: int, **__: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    stands_for.mmap = fail
+    with pytest.raises(CheckpointError, match=r"expected 2097152 bytes .*Cannot allocate"):
+        Memory().take(10)

@@ -77,6 +77,13 @@ def test_promises(storage: Storage) -> None:
     check_promises(storage)
 
 
+def test_whoever_writes_may_breathe_between_pieces(storage: Storage) -> None:
+    breaths: list[bool] = []
+    storage.breathe = lambda: breaths.append(True)
+    storage.write("a/b", [b"one", b"two", b"three"])
+    assert len(breaths) == 3
+
+
 def check_large(storage: Storage) -> None:
     """A file that begins with a block in memory, and one that does not, read either way."""
     memory = Memory()

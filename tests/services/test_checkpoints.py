@@ -16,6 +16,7 @@ from persia._files.part_writer import PartWriter
 from persia._files.parts import take
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import CutRequest, LoadRequest, OptimizerSettings, WriteRequest
+from persia._services import pace
 from persia._services.embedding_worker import EmbeddingWorker
 from persia._services.parameter_server import ParameterServer
 from persia._training.checkpoints import Saver
@@ -219,6 +220,17 @@ def test_nothing_is_dumped_before_it_is_configured(tmp_path: Path) -> None:
 def test_begin_cut_again_is_the_same_cut(trained: Trained) -> None:
     _, (server, _) = trained
     assert server.begin_cut(CutRequest(9, None)) == server.begin_cut(CutRequest(9, None))
+    server.end_cut(9, False)
+
+
+def test_copies_have_room_before_a_cut_is_written(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "room_for_copies", lambda cut: 1 << 40)
+    _, (server, *_) = trained
+    server.begin_cut(CutRequest(9, None))
+    (cut,) = server._cuts._cuts.values()
+    assert cut.cut.side_bytes == 1 << 40
     server.end_cut(9, False)
 
 

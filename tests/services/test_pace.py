@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from persia._services import pace
-from persia._services.pace import COPIED, LONGEST_S, Pace, room_for_copies, urgency_of
+from persia._services.pace import (
+    COPIED,
+    LONGEST_S,
+    MOST_PROCESSORS,
+    ROOM_S,
+    Pace,
+    give_room,
+    room_for_copies,
+    urgency_of,
+)
 
 
 class Clock:
@@ -97,3 +106,64 @@ def test_room_for_copies_is_taken_where_there_is_memory(
 def test_a_reader_hurries_before_its_room_is_full() -> None:
     found = [urgency_of(SimpleNamespace(fill=fill)) for fill in (0.2, 0.5, 0.625, 0.75, 2)]  # type: ignore[arg-type]
     assert found == [0.0, 0.0, 0.5, 1.0, 1.0]
+
+
+def test_what_was_urgent_is_not_paid_for_later(clock: Clock) -> None:
+    requests = itertools.count()
+    paced = clock.pace(lambda: next(requests), 0.25)
+    for _ in range(20):
+        clock.work(0.01)
+        paced.rest(0.9)
+    clock.work(0.01)
+    paced.rest()
+    assert clock.paused[-1] == pytest.approx(0.03)
+
+
+def test_room_follows_the_memory_that_others_leave(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 16 << 30
+    monkeypatch.setattr(pace, "free_memory_bytes", lambda: free)
+    allowed: list[int] = []
+    cut: Any = SimpleNamespace(copied_bytes=8 << 30, fill=0.0, side_bytes=0)
+
+    def allow(side_bytes: int) -> None:
+        copied = cut.fill * cut.side_bytes
+        cut.side_bytes = side_bytes
+        cut.fill = copied / side_bytes
+        allowed.append(side_bytes)
+
+    cut.allow = allow
+    rest = clock.pace(lambda: 7, 0.25).beside(cut)
+    rest()
+    cut.fill, free = 0.25, 2 << 30  # another server took its own
+    rest()
+    assert allowed == [4 << 30]
+    clock.work(ROOM_S)
+    rest()
+    assert allowed == [4 << 30, (1 << 30) + (512 << 20)]
+
+
+def test_little_is_taken_of_a_small_share_and_of_a_large_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)
+    for quota, want in ((2.0, 0.2), (float("inf"), MOST_PROCESSORS)):
+        monkeypatch.setattr(pace, "processor_quota", lambda quota=quota: quota)
+        assert Pace(lambda: 0)._processors == pytest.approx(want)
+
+
+def test_a_cut_that_gets_no_room_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    cut: Any = SimpleNamespace(
+        copied_bytes=1, allow=closed.append, close=lambda: closed.append(True)
+    )
+
+    def fail() -> int:
+        raise ValueError("no number")
+
+    monkeypatch.setattr(pace, "free_memory_bytes", fail)
+    with pytest.raises(ValueError, match="no number"):
+        give_room(cut)
+    assert closed == [True]
