@@ -133,7 +133,9 @@ def rests() -> None:
     signal.pause()  # whoever ends it sends one
 
 
-@pytest.mark.parametrize("role", ["data-loader", "nn-worker"])
+@pytest.mark.parametrize(
+    "role", ["data-loader", pytest.param("nn-worker", marks=pytest.mark.slow)]
+)
 def test_w45_a_function_that_fails_is_raised_here(role: str) -> None:
     functions = {"data_loader_func": rests, "nn_worker_func": rests}
     functions[role.replace("-", "_") + "_func"] = fails
@@ -154,7 +156,9 @@ def end_worker(ctx: PersiaServiceCtx, number: int) -> None:
     ctx.wait(PATIENCE_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_w45_a_server_that_ends_is_noticed(number: int) -> None:
     with (
         pytest.raises(RemoteError, match="embedding-worker 0 ended with status"),

@@ -25,6 +25,9 @@ from tests.e2e.support import (
     wait_until_gone,
 )
 
+# The one is Compose's and Kubernetes', the other a terminal's; the way through is the same.
+SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+
 DONE = "print('trained')\n"
 TALKS = """
 from persia._rpc.zmq_transport import ZmqTransport
@@ -191,7 +194,7 @@ def test_a_job_that_is_asked_to_end_has_done_so_before_honcho_kills() -> None:
     assert UNWIND_S + _TELL_SOON_S < 4.0  # of 5, and that is all it waits for
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_to_the_trainer_unwinds_the_script_and_ends_the_job(
     job: Job, number: signal.Signals
 ) -> None:
@@ -207,7 +210,7 @@ def test_a_signal_to_the_trainer_unwinds_the_script_and_ends_the_job(
     assert [server.wait() for server in servers] == [status] * 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("role", [*SERVERS, "data-loader"])
 def test_a_signal_ends_each_role(job: Job, role: str, number: signal.Signals) -> None:
     if role == "data-loader":
