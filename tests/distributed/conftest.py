@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,15 +30,20 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         output = tmp_path_factory.mktemp("ranks") / "found.json"
         # Rank numbers of this process would be taken for the launcher's.
         env = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
-        ran = subprocess.run(
+        ran = subprocess.Popen(
             [sys.executable, str(FORKED), str(SCRIPTS / script), str(output)],
             env=env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            check=False,
-            timeout=DEADLINE_S,
+            start_new_session=True,
         )
-        assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+        try:
+            printed, _ = ran.communicate(timeout=DEADLINE_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(ran.pid, signal.SIGKILL)  # with its ranks
+        assert ran.returncode == 0, printed
         return json.loads(output.read_text(encoding="utf-8"))
 
     return run

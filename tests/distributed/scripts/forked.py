@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 
 import torch.distributed  # noqa: F401  # once, for all
@@ -32,7 +33,7 @@ def meet(rank: int, port: str) -> None:
 
 def main() -> int:
     _, script, *arguments = sys.argv
-    children = []
+    children = {}
     # First of all, while there are no threads: the store has one.
     for rank in range(NUM_RANKS):
         hears, tells = os.pipe()
@@ -44,12 +45,20 @@ def main() -> int:
             runpy.run_path(script, run_name="__main__")
             return 0
         os.close(hears)
-        children.append((pid, tells))
+        children[pid] = tells
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    for _, tells in children:
+    for tells in children.values():
         os.write(tells, str(store.port).encode())
         os.close(tells)
-    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid, _ in children)
+    failed = 0
+    while children:
+        pid, status = os.wait()
+        del children[pid]
+        if status:
+            failed = 1
+            for other in children:  # it may wait for that one, for half an hour
+                os.kill(other, signal.SIGKILL)
+    return failed
 
 
 if __name__ == "__main__":
