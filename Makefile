@@ -25,6 +25,7 @@ help:  ## list the targets
 demo: $(VENV)/.installed  ## build, install, and train a click model in embedded mode
 	@$(COMPILE)
 	@$(BIN)/python examples/quickstart/train.py
+	@echo "next, a project of your own: . $(VENV)/bin/activate; persia-launcher init clicks"
 
 # --- the environment ---------------------------------------------------------------------
 #

@@ -16,7 +16,7 @@ from persia._older import names_of
 from persia._rpc import session
 from persia._training.channel import Closed, Finished
 from persia.ctx import EmbeddingCtx
-from persia.errors import ConfigError
+from persia.errors import ConfigError, DataTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -142,6 +142,7 @@ class DataLoader:
 
     Raises:
         ConfigError: If a number is out of range.
+        DataTypeError: If the dataset cannot be iterated.
     """
 
     def __init__(
@@ -168,6 +169,15 @@ class DataLoader:
                 "reproducible=True keeps the order of batches; runs are bit-equal only with "
                 "embedding_staleness=1, got %s",
                 embedding_staleness,
+            )
+        is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
+        if not is_iterable or isinstance(dataset, type):
+            todo = (
+                "call it, and give what it returns" if callable(dataset) else "give a dataset"
+            )
+            raise DataTypeError(
+                "DataLoader: expected an IterableDataset or an iterable of PersiaBatch, got "
+                f"{getattr(dataset, '__name__', None) or type(dataset).__name__}; {todo}"
             )
         self.dataset = dataset
         self.forward_buffer_size = forward_buffer_size

@@ -28,7 +28,7 @@ from persia._ends import end_with_launcher, note
 from persia._launch.asking import DEADLINE_S
 from persia._launch.doctor import OPTIMIZERS, Question, rows_of, run_doctor
 from persia._launch.init import write_project
-from persia._launch.lines import OneLineGroup, Refused, example
+from persia._launch.lines import OneLineGroup, Refused, ScriptCommand, example
 from persia._launch.scripts import Script, run_data_loader, run_nn_worker
 from persia._launch.top import run_top
 from persia._rpc.keys import CONTROL, DATA, SERVER, make_keys
@@ -149,6 +149,7 @@ def _server_options(default_port: int) -> Callable[[Command], Command]:
 
 @cli.command(
     "nn-worker",
+    cls=ScriptCommand,
     context_settings=_FOR_SCRIPT,
     **example("persia-launcher nn-worker train.py --nproc-per-node 2"),
 )
@@ -175,6 +176,7 @@ def nn_worker(
 
 @cli.command(
     "data-loader",
+    cls=ScriptCommand,
     context_settings=_FOR_SCRIPT,
     **example("persia-launcher data-loader data_loader.py"),
 )

@@ -19,6 +19,7 @@ from persia.embedding.optim import Optimizer
 from persia.errors import (
     ConfigError,
     DataError,
+    DataTypeError,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class TrainCtx(EmbeddingCtx):
         if not isinstance(embedding_optimizer, Optimizer):
             raise ConfigError(
                 "embedding_optimizer: expected one of persia.embedding.optim, got "
-                f"{type(embedding_optimizer).__module__}.{type(embedding_optimizer).__name__}"
+                + _no_optimizer(embedding_optimizer)
             )
         for name, given in (("dense_optimizer", dense_optimizer), ("model", model)):
             if given is None:
@@ -629,9 +630,15 @@ class TrainCtx(EmbeddingCtx):
 
         Raises:
             DataError: If no batch was prepared, or the current one had its backward.
+            DataTypeError: If the loss is no tensor.
             ConfigError: Outside the ``with`` block.
             BaseException: What an earlier update raised.
         """
+        if not callable(getattr(loss, "backward", None)):
+            raise DataTypeError(
+                f"TrainCtx.backward: expected a tensor, got {type(loss).__name__}; give the "
+                "loss tensor, not its .item()"
+            )
         engine, book = self.backward_engine, self._own_book()
         if engine is None:
             raise ConfigError("TrainCtx.backward must be called inside `with TrainCtx(...)`")
@@ -736,3 +743,12 @@ class TrainCtx(EmbeddingCtx):
                 total,
                 ", ".join(f"{name} {count}" for name, count in sorted(by_feature.items())),
             )
+
+
+def _no_optimizer(given: object) -> str:
+    """Say what was given for an optimizer of embeddings, and what to type."""
+    if not isinstance(given, type | str):
+        return f"{type(given).__module__}.{type(given).__name__}"
+    is_class = isinstance(given, type) and issubclass(given, Optimizer)
+    name = given.__name__ if isinstance(given, type) and is_class else "Adagrad"
+    return f"{given!r}; give an instance: {name}(lr=0.1)"

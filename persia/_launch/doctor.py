@@ -19,7 +19,7 @@ from persia._core.optim import OPTIONS
 from persia._launch.checks.findings import Finding, error, ok
 from persia._launch.checks.machine import check_machine
 from persia._launch.checks.network import check_network
-from persia._launch.checks.procfile import check_procfile
+from persia._launch.checks.procfile import check_procfile, file_named_in
 from persia._launch.checks.sample import check_sample, read_sample
 from persia._launch.checks.settings import Forecast, check_files, check_memory, forecast
 from persia._metrics.frame import WIDTH, need_rich
@@ -137,8 +137,12 @@ def examine(question: Question) -> Report:
     Raises:
         ConfigError: If the question itself cannot be used.
     """
+    if question.sample is not None and not question.sample.is_file():
+        raise ConfigError(f"--sample: no such file: {question.sample}")
     embedding = question.embedding_config or env.embedding_config_path() or _first(_EMBEDDING)
+    embedding = embedding or _started_with("--embedding-config")
     common = question.global_config or env.global_config_path() or _first(_GLOBAL)
+    common = common or _started_with("--global-config")
     findings = [*check_machine()]
     found, schema, config = check_files(embedding, common)
     findings += found
@@ -159,6 +163,11 @@ def examine(question: Question) -> Report:
         findings += check_procfile(Path(_PROCFILE))
     findings += check_network("" if schema is None else schema_fingerprint(schema))
     return Report(findings, forecasts)
+
+
+def _started_with(option: str) -> Path | None:
+    path = Path(_PROCFILE)
+    return file_named_in(path, option) if path.is_file() else None
 
 
 def _first(names: Sequence[str]) -> Path | None:

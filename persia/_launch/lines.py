@@ -5,6 +5,7 @@ persia-launcher top: No such option '--onec'. Type: persia-launcher top --once
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -14,6 +15,8 @@ import click
 from persia.errors import PersiaError
 
 _EXAMPLE = "Example: "
+# Of two options' names, from which on one is taken for the other, spelled wrong.
+_NEAR = 0.85
 
 
 def example(text: str) -> dict[str, Any]:
@@ -52,6 +55,26 @@ def _in_one_line() -> Iterator[None]:
         what = _what_to_type(error.ctx)
         stop = "" if message.endswith("?") else "."
         raise Refused(f"{path}{message}" + (f"{stop} Type: {what}" if what else "")) from error
+
+
+class ScriptCommand(click.Command):
+    """A command that gives a script what is no option of its own, unless it nearly is one."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words behind the command."""
+        own = [
+            name for one in self.params if isinstance(one, click.Option) for name in one.opts
+        ]
+        for word in args[: args.index("--")] if "--" in args else args:
+            name = word.partition("=")[0]
+            near = difflib.get_close_matches(name, own, n=1, cutoff=_NEAR)
+            if name.startswith("--") and near and name not in own:
+                raise click.UsageError(
+                    f"no such option: {name}; did you mean {near[0]}? put -- before it if it "
+                    "is the script's",
+                    ctx,
+                )
+        return super().parse_args(ctx, args)
 
 
 class OneLineGroup(click.Group):

@@ -68,10 +68,24 @@ def test_a_bad_command_line_is_answered_by_one_line(name: str, command: str) -> 
     assert f"Type: {name} {command}" in text
 
 
+def test_what_is_behind_two_dashes_is_the_scripts() -> None:
+    command = launcher.cli.commands["nn-worker"]
+    with command.make_context(
+        "nn-worker", ["a.py", "--lr", "1", "--", "--nproc-per-nod"]
+    ) as ctx:
+        assert ctx.params["filepath"] == ("a.py", "--lr", "1", "--nproc-per-nod")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["top", "nowhere"], "expected HOST:PORT of a process's metrics, got 'nowhere'"),
+        (
+            ["nn-worker", "train.py", "--nproc-per-nod", "2"],
+            "did you mean --nproc-per-node? put -- before it if it is the script's",
+        ),
+        (["nn-worker", "nowhere.py", "--nproc_per_node=2"], "did you mean --nproc-per-node?"),
+        (["doctor", "--sample", "nowhere.npz"], "--sample: no such file: nowhere.npz"),
         (["doctor", "--rows", "user"], "--rows: expected FEATURE=NUMBER, such as user=2e9"),
         (["doctor", "--rows", "user=many"], "got 'user=many'"),
     ],

@@ -217,6 +217,35 @@ def test_arrays_and_tables_are_samples(tmp_path: Path) -> None:
     assert set(read_sample(path).ids) == {"user", "item"}
 
 
+def test_texts_of_parquet_are_ids_and_a_name_may_be_meant(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    texts = pyarrow.array([["a", "b"], None, []])
+    for user in (pyarrow.array(["x", None, "y"]).dictionary_encode(), ["x", "y", "z"]):
+        parquet.write_table(pyarrow.table({"user": user, "item": texts}), path)
+        assert _sample(path) == []
+    parquet.write_table(pyarrow.table({"user": user, "itm": texts, "title": user}), path)
+    assert [text for _, text in _sample(path)] == [
+        "a.parquet: feature item of the config is not in the data, did you mean 'itm'?"
+    ]
+
+
+@pytest.mark.usefixtures("_lists")
+def test_the_config_that_a_procfile_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_torch", lambda: ok("torch", "not asked"))
+    monkeypatch.chdir(tmp_path)
+    Path("far").mkdir()
+    Path("far/slots.yml").write_text("slots_config: {user: {dim: 8}}\n")
+    line = "persia-launcher embedding-worker --embedding-config far/slots.yml"
+    Path("Procfile").write_text(f"w: {line}\n")
+    report = doctor.examine(doctor.Question())
+    assert "far/slots.yml: 1 features in 1 groups" in [one.text for one in report.findings]
+
+
 SCRIPT = """
 import numpy as np
 from persia.ctx import DataCtx

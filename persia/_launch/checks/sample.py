@@ -13,7 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from persia import env
 from persia._launch.checks.findings import Finding, error, ok, warning
-from persia.config import EmbeddingSchema
+from persia.config import EmbeddingSchema, nearest
 from persia.embedding.data import PersiaBatch
 from persia.errors import DataError, PersiaError
 
@@ -37,6 +37,8 @@ class Sample:
     ids: Mapping[str, NDArray[np.uint64]]  # those of columns that can be ids
     others: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     is_batch: bool = False  # all its ids are features; of a file others may be anything
+    # Of columns of texts, as ParquetReader hashes them: ids if they are features.
+    texts: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
 
 
 def read_sample(path: Path) -> Sample:
@@ -52,7 +54,7 @@ def read_sample(path: Path) -> Sample:
             with np.load(path, allow_pickle=False) as arrays:
                 return _of_arrays({name: arrays[name] for name in arrays.files})
         if path.suffix in (".parquet", ".pq"):
-            return _of_arrays(_of_parquet(path))
+            return _of_parquet(path)
         return _of_batch(PersiaBatch.from_bytes(path.read_bytes()))
     except (OSError, ValueError, zipfile.BadZipFile, PersiaError) as exc:
         raise DataError(f"{path}: {exc}") from exc
@@ -74,22 +76,29 @@ def _of_arrays(arrays: Mapping[str, NDArray[Any]]) -> Sample:
     return Sample(ids, {name: one for name, one in arrays.items() if name not in ids})
 
 
-def _of_parquet(path: Path) -> dict[str, NDArray[Any]]:
+def _of_parquet(path: Path) -> Sample:
     try:
         from pyarrow import parquet
+        from pyarrow.types import is_integer
+
+        from persia.readers import _arrays
     except ImportError as exc:
         raise DataError("to read Parquet, pip install pyarrow") from exc
     table = parquet.ParquetFile(path).read_row_group(0)
-    found = {}
+    found, texts = {}, {}
     for name in table.column_names:
         column = table[name].combine_chunks()
         while hasattr(column, "flatten") and hasattr(column, "offsets"):  # lists, and of lists
             column = column.flatten()
         try:
-            found[name] = column.drop_null().to_numpy(zero_copy_only=False)
+            if _arrays.are_ids(column.type) and not is_integer(column.type):
+                hashed = _arrays.id_feature(name, name, column, "hash")
+                texts[name] = hashed.feature_batch.distinct
+            else:
+                found[name] = column.drop_null().to_numpy(zero_copy_only=False)
         except Exception as exc:  # pyarrow's own, of types that numpy has not
             raise DataError(f"column {name}: {exc}") from exc
-    return found
+    return replace(_of_arrays(found), texts=texts)
 
 
 def _first_batch(script: Path) -> PersiaBatch:
@@ -122,7 +131,10 @@ def check_sample(schema: EmbeddingSchema, sample: Sample, name: str) -> Iterator
         sample: The data.
         name: What messages call it.
     """
-    missing = [slot for slot in schema.slots if slot not in sample.ids]
+    texts = {one: ids for one, ids in sample.texts.items() if one in schema.slots}
+    ids_of = {**texts, **sample.ids}
+    missing = [slot for slot in schema.slots if slot not in ids_of]
+    others = {*sample.ids, *sample.texts} - schema.slots.keys()
     for slot in missing:
         there = sample.others.get(slot)
         if there is not None and not sample.is_batch:
@@ -130,17 +142,16 @@ def check_sample(schema: EmbeddingSchema, sample: Sample, name: str) -> Iterator
             yield error("data", text, "number them, or hash texts (docs/readers.md)")
         else:
             todo = f"send it, or take {slot} out of slots_config"
-            yield error(
-                "data", f"{name}: feature {slot} of the config is not in the data", todo
-            )
+            text = f"{name}: feature {slot} of the config is not in the data"
+            yield error("data", f"{text}{nearest(slot, sorted(others))}", todo)
     unknown = [one for one in sample.ids if one not in schema.slots]
     if unknown and sample.is_batch:
         for one in unknown:
             todo = f"add {one}: {{dim: 8}} to slots_config, or do not send it"
             yield error("data", f"{name}: feature {one} is not in the config", todo)
     limit = 1 << (64 - schema.prefix_bits)
-    for one in schema.slots.keys() & sample.ids.keys():
-        ids = sample.ids[one]
+    for one in schema.slots.keys() & ids_of.keys():
+        ids = ids_of[one]
         if len(ids) and int(ids.max()) >= limit:
             text = (
                 f"{name}: {one} has ids up to {int(ids.max())}, and {limit - 1} is the largest"

@@ -1,0 +1,35 @@
+"""What is given where something near to it was meant: the message says what to type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from persia.data import DataLoader
+from persia.embedding.optim import Adam
+from persia.errors import ConfigError, DataTypeError
+
+from .conftest import MakeCtx
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), [(Adam, r"Adam\(lr=0.1\)"), ("adam", r"'adam'; .*Adagrad\(lr=0.1\)")]
+)
+def test_an_optimizer_is_an_instance(make_ctx: MakeCtx, given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"give an instance: .*{says}|{says}"):
+        make_ctx(embedding_optimizer=given)
+
+
+def test_a_loss_is_a_tensor(make_ctx: MakeCtx) -> None:
+    loss: Any = 0.5
+    with make_ctx() as ctx, pytest.raises(DataTypeError, match=r"got float; give the loss ten"):
+        ctx.backward(loss)
+
+
+def test_a_dataset_can_be_iterated() -> None:
+    cases: list[tuple[Any, str]]
+    cases = [(len, "got len; call it"), (list, "got list; call it"), (3, "give a dataset")]
+    for given, says in cases:
+        with pytest.raises(DataTypeError, match=says):
+            DataLoader(given)
