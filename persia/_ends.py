@@ -143,14 +143,18 @@ def note(status: int, text: str = "") -> None:
 
 
 def note_part() -> None:
-    """Note that this process has configured servers, where somebody asked for it."""
+    """Note that this process configures servers, where somebody asked for it.
+
+    Before it does: otherwise servers that it has configured, and whose answer was lost, would
+    not heed the end of its job.
+    """
     directory = env.run_directory()
     if directory is not None:
         (directory / _TOOK_PART).touch()
 
 
 def took_part(directory: Path) -> bool:
-    """Return whether a process has noted that it configured servers."""
+    """Return whether a process has noted that it configures servers."""
     return (directory / _TOOK_PART).exists()
 
 

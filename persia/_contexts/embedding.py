@@ -481,8 +481,8 @@ class EmbeddingCtx(BaseCtx):
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Tell the servers other settings than those given at first."""
-        self._connected().worker.configure(embedding_config.settings())
         note_part()
+        self._connected().worker.configure(embedding_config.settings())
         self.embedding_config = embedding_config
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:

@@ -258,8 +258,8 @@ class TrainCtx(EmbeddingCtx):
         embeddings = self._connected()
         if embeddings.engine is not None:
             raise ConfigError("another TrainCtx that shares these embeddings is entered")
-        embeddings.worker.configure(self.embedding_config.settings())
         note_part()
+        embeddings.worker.configure(self.embedding_config.settings())
         embeddings.worker.register_optimizer(self.embedding_optimizer.settings())
         if self.world_size > 1:
             from persia._training.ranks import Ranks

@@ -52,8 +52,8 @@ class JobState:
 
         Args:
             status: With which the training script ended.
-            took_part: Whether that script has configured servers. If not, and another has
-                configured this one, it is another job's end.
+            took_part: Whether that script has configured servers, or tried to. If not, and
+                another has configured this one, it is another job's end.
         """
         with self._changed:
             if self._is_taken and not took_part:

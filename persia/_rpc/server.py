@@ -275,8 +275,6 @@ class Server:
         refusal, can_run = self._take(job)
         if refusal:
             self._fail(peer, message.call_id, ServiceBusy(refusal, method=message.method))
-        elif message.method == CONFIGURE:
-            self._job.take()
         return functools.partial(self._work, job) if can_run else None
 
     def _answer_common(self, peer: bytes, call: Call, method: Method) -> None:
@@ -374,6 +372,8 @@ class Server:
         try:
             arguments = method.read_arguments(call.body, call.arrays)
             result = getattr(self._service, method.name)(*arguments)
+            if method.name == CONFIGURE:
+                self._job.take()
             body, arrays = method.write_result(result)
             parts = encode(Reply(call.call_id, self._incarnation, body, arrays), self._limits)
         except BaseException as error:
