@@ -351,6 +351,7 @@ def test_a_report_as_text_and_as_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "_torch", lambda: ok("torch", "not asked"))
+    monkeypatch.chdir(tmp_path)  # where no Procfile names commands that may not be on the path
     slots, batch = tmp_path / "slots.yml", tmp_path / "a.npz"
     slots.write_text(yaml.safe_dump({"slots_config": {"user": {"dim": 8}}}))
     np.savez(batch, user=np.arange(3))
