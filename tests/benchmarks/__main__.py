@@ -45,6 +45,7 @@ from tests.benchmarks.interleaved import (
 from tests.benchmarks.memory import OPTIMIZERS, in_fresh_process
 from tests.benchmarks.native import compiler
 from tests.benchmarks.peers import INSTALL_PEERS, TorchMerged, is_installed, peers
+from tests.benchmarks.tfra import INSTALL_TFRA
 from tests.benchmarks.wire import TRANSPORTS, wire
 from tests.benchmarks.workload import PATTERNS, Batch, Contender, batches, sizes
 
@@ -286,6 +287,11 @@ def main() -> None:
             versions[package] = importlib.metadata.version(package)
         else:
             print(f"{package} is not installed; to measure it too: {INSTALL_PEERS}")
+    if is_installed("tensorflow_recommenders_addons"):
+        for package in ("tensorflow", "tensorflow-recommenders-addons"):
+            versions[package] = importlib.metadata.version(package)
+    else:
+        print(f"TFRA is not installed; to measure it too: {INSTALL_TFRA}")
     conditions = {
         "versions": versions,
         "machine": platform.machine(),

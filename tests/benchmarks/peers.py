@@ -1,4 +1,4 @@
-"""torch on its own; FBGEMM and TorchRec, measured where they are installed.
+"""torch on its own; FBGEMM, TorchRec and TFRA, measured where they are installed.
 
 The latter are optional and untyped: they are loaded by name, and what they give is ``Any``.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.benchmarks.tfra import Tfra
 from tests.benchmarks.workload import (
     ACCUMULATOR,
     BATCH,
@@ -49,6 +50,8 @@ def peers(quick: bool) -> dict[str, Callable[[], Contender]]:
         if is_installed("torchrec"):
             found["TorchRec fused, row-wise Adagrad"] = lambda: TorchRec(quick)
             found["TorchRec ZCH, row-wise Adagrad"] = lambda: ManagedCollision(quick)
+    if is_installed("tensorflow_recommenders_addons"):
+        found["TFRA, exact Adagrad"] = lambda: Tfra(quick)
     return found
 
 
