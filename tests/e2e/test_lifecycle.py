@@ -42,10 +42,11 @@ SLEEPS = """
 import signal
 class Ctx:
     def __enter__(self):
-        print("running", flush=True)
+        pass
     def __exit__(self, kind, error, trace):
         print("unwound by", kind.__name__, error, flush=True)
 with Ctx():
+    print("running", flush=True)  # not before: a signal would come too early
     signal.pause()
 """
 FAILS = """

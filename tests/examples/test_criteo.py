@@ -100,7 +100,13 @@ def test_make_stop_ends_a_job_that_runs(job: dict[str, str]) -> None:
         while "embedding_parameter_server" not in line or "serves at" not in line:
             line = running.stdout.readline()
             assert line, "it ended before its servers served"
-        stopped = subprocess.run(["make", "stop"], cwd=FOLDER, capture_output=True, check=False)
+        # Where make runs the tests it would say which folder it is in.
+        stopped = subprocess.run(
+            ["make", "--no-print-directory", "stop"],
+            cwd=FOLDER,
+            capture_output=True,
+            check=False,
+        )
         rest, _ = running.communicate(timeout=60)
     assert (stopped.returncode, stopped.stdout) == (0, b"")
     assert running.returncode != 0
