@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from persia._rpc.remote import RemoteEmbeddingWorker
 from tests.e2e.support import Job, configured_worker
 from tests.services.support import features, gradient
+from tests.waiting import until
 
 SERVER, WORKER = "embedding-parameter-server", "embedding-worker"
 
@@ -67,12 +69,19 @@ def test_a_killed_worker_comes_back_and_its_servers_keep_their_rows(
     assert worker.get_embedding_size() == [4]
 
 
+def states_of(pid: int) -> list[str]:
+    """Return the states of a process's threads, as the kernel names them."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
+
+
 def test_w53_a_server_that_stands_still_delays_only(
     job: Job, worker: RemoteEmbeddingWorker
 ) -> None:
     assert step(worker, 1) == 0
     server = job.processes[0]
     server.signal(signal.SIGSTOP)
+    until(lambda: set(states_of(server.popen.pid)) == {"T"})  # threads stop one by one
     ref = worker.register(features({"feature": [[1, 2]]}, 2))
     with pytest.raises(TimeoutError, match=r"embedding-.* 0 at ipc://.* within"):
         worker.client.call("lookup", ref, True, timeout_s=1.0)
