@@ -35,7 +35,9 @@ demo: $(VENV)/.installed  ## build, install, and train a click model in embedded
 # What the build needs goes in as well: COMPILE does what changed. pip would compile everything
 # anew, so it takes what is there, and a developer's tools are added to what is installed.
 BUILD_NEEDS := 'setuptools>=77' 'cython>=3.1,<4' 'numpy>=2.0'
-INSTALL = $(PIP) install -c constraints.txt $(BUILD_NEEDS) && $(COMPILE) && \
+INSTALL = $(PIP) install -c constraints.txt $(BUILD_NEEDS) && \
+  echo "  2 of 3: compiling, about two minutes on two cores" && $(COMPILE) && \
+  echo "  3 of 3: fetching torch and the rest" && \
   PERSIA_COMPILED=1 $(PIP) install -c constraints.txt --no-build-isolation --check-build-dependencies -e .
 COMPILE := $(BIN)/python setup.py --quiet build_ext --inplace
 
@@ -55,6 +57,7 @@ $(VENV)/.created:
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "compiling persia, and installing it, torch and what they need into $(VENV): some minutes, once"
+	@echo "  1 of 3: fetching what compiles it"
 	@$(INSTALL)
 	@touch $@
 

@@ -15,6 +15,7 @@ everything after ``--``. When the training script ends, every other role ends wi
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from persia._ends import end_with_launcher, note
 from persia._launch.asking import DEADLINE_S
 from persia._launch.doctor import OPTIMIZERS, Question, rows_of, run_doctor
 from persia._launch.init import write_project
-from persia._launch.lines import OneLineGroup, Refused, ScriptCommand, example
+from persia._launch.lines import HELP, OneLineGroup, Refused, ScriptCommand, example
 from persia._launch.scripts import Script, run_data_loader, run_nn_worker
 from persia._launch.top import run_top
 from persia._rpc.keys import CONTROL, DATA, SERVER, make_keys
@@ -48,11 +49,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 # By name: this module is the main one if Python runs it.
 _logger = get_logger("persia.launcher")
 
-# A script's own options look like unknown ones.
-_FOR_SCRIPT: dict[str, Any] = {"ignore_unknown_options": True}
 
-
-@click.group(cls=OneLineGroup, **example("persia-launcher doctor"))
+@click.group(cls=OneLineGroup, context_settings=HELP, **example("persia-launcher doctor"))
 @click.version_option(__version__, prog_name="persia-launcher")
 def cli() -> None:
     """Start one process of a training job, check what it needs, or look at it."""
@@ -98,20 +96,23 @@ def _run(who: str, run: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def _script(words: Sequence[str], entry: Path | None, variable: str) -> Script:
+def _script(words: Sequence[str], entry: Path | None, variable: str, line: str) -> Script:
     if words and not words[0].startswith("-"):
         return Script(Path(words[0]), tuple(words[1:]))
     if entry is None:
-        raise ConfigError(f"expected a script: name it, or set {variable}")
+        raise ConfigError(
+            f"expected a script: name it, or set {variable}. Type: persia-launcher {line}"
+        )
     return Script(entry, tuple(words))
 
 
 def _replica_options(command: Command) -> Command:
-    for name, text in (
-        ("--replica-size", "Number of processes of this role; REPLICA_SIZE, or 1."),
-        ("--replica-index", "Number of this process, from 0; REPLICA_INDEX, or 0."),
+    for name, least, text in (
+        ("--replica-size", 1, "Number of processes of this role; REPLICA_SIZE, or 1."),
+        ("--replica-index", 0, "Number of this process, from 0; REPLICA_INDEX, or 0."),
     ):
-        command = click.option(name, type=int, default=None, help=text)(command)
+        kind = click.IntRange(least)
+        command = click.option(name, type=kind, default=None, help=text)(command)
     return command
 
 
@@ -150,11 +151,10 @@ def _server_options(default_port: int) -> Callable[[Command], Command]:
 @cli.command(
     "nn-worker",
     cls=ScriptCommand,
-    context_settings=_FOR_SCRIPT,
     **example("persia-launcher nn-worker train.py --nproc-per-node 2"),
 )
 @click.option("--nproc-per-node", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--node-rank", type=int, default=0, show_default=True)
+@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True)
 @click.argument("filepath", nargs=-1, type=click.UNPROCESSED)
 def nn_worker(
@@ -166,7 +166,8 @@ def nn_worker(
     """
 
     def run() -> int:
-        script = _script(filepath, env.nn_worker_entry(), "PERSIA_NN_WORKER_ENTRY")
+        variable = "PERSIA_NN_WORKER_ENTRY"
+        script = _script(filepath, env.nn_worker_entry(), variable, "nn-worker train.py")
         return run_nn_worker(
             script, nproc_per_node=nproc_per_node, node_rank=node_rank, nnodes=nnodes
         )
@@ -177,7 +178,6 @@ def nn_worker(
 @cli.command(
     "data-loader",
     cls=ScriptCommand,
-    context_settings=_FOR_SCRIPT,
     **example("persia-launcher data-loader data_loader.py"),
 )
 @_replica_options
@@ -191,7 +191,9 @@ def data_loader(
     """
 
     def run(index: int, size: int) -> int:
-        script = _script(filepath, env.data_loader_entry(), "PERSIA_DATALOADER_ENTRY")
+        variable = "PERSIA_DATALOADER_ENTRY"
+        line = "data-loader data_loader.py"
+        script = _script(filepath, env.data_loader_entry(), variable, line)
         return run_data_loader(script, replica_index=index, replica_size=size)
 
     _run_replica("data-loader", replica_index, replica_size, run)
@@ -238,7 +240,7 @@ def embedding_parameter_server(
 @cli.command("keys", **example("persia-launcher keys keys/"))
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--name", "names", multiple=True, help="Of one more data key, instead of all.")
-@click.option("--owner", type=int, default=None, help="Number of the user they are for.")
+@click.option("--owner", type=click.IntRange(0), help="Number of the user they are for.")
 def keys(directory: Path, names: tuple[str, ...], owner: int | None) -> None:
     """Make the keys of a job in DIRECTORY: of its servers, for control, and for data.
 
@@ -282,7 +284,8 @@ def top(address: tuple[str, ...], once: bool, interval: float, timeout: float) -
 
 
 @cli.command(
-    "doctor", **example("persia-launcher doctor --sample part.parquet --rows user=2e9")
+    "doctor",
+    **example("persia-launcher doctor --embedding-config slots.yml --sample part.parquet"),
 )
 @click.option(
     "--embedding-config",
@@ -332,7 +335,10 @@ def init(directory: Path) -> None:
         raise Refused(str(error)) from error
     for path in written:
         click.echo(path)
-    click.echo(f"next: cd {directory}; persia-launcher doctor; python train.py; honcho start")
+    click.echo(
+        f"next: cd {shlex.quote(str(directory))}; persia-launcher doctor; python train.py; "
+        "honcho start"
+    )
 
 
 if __name__ == "__main__":

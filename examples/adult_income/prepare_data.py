@@ -17,6 +17,7 @@ import gzip
 import hashlib
 import io
 import os
+import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -155,6 +156,7 @@ def _fetch(name: str) -> bytes:
 
 def _download(name: str) -> bytes:
     url = f"{SOURCE}/{name}"
+    print(f"fetching {url}, once", file=sys.stderr, flush=True)
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
             content = reply.read()

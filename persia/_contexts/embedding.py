@@ -19,12 +19,14 @@ from persia._metrics import roles
 from persia._metrics.catalogue import TRAINER
 from persia._metrics.registry import Metrics
 from persia._rpc import session
+from persia._rpc.deadlines import within
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.data import PersiaBatch
 from persia.errors import (
     CheckpointError,
     ConfigError,
     DataTypeError,
+    ServiceError,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     ConfigSource = str | os.PathLike[str] | Mapping[str, object]
 
 logger = logging.getLogger("persia.ctx")
+
+# Seconds that servers get to say which slots there are, once a model has failed.
+_ASK_S = 3.0
 
 
 class EmbeddingCtx(BaseCtx):
@@ -513,10 +518,20 @@ class EmbeddingCtx(BaseCtx):
         try:
             output = model(non_id_type_tensors, embedding_tensors)
         except Exception as error:
-            advice.explain_model(error, batch)
+            advice.explain_model(error, batch, self._slot_names)
             raise
         self._output = advice.form_of(output)
         return output, labels
+
+    def _slot_names(self) -> list[str]:
+        """Return the slots of the embedding config, if servers still say so."""
+        if self._embeddings is None:
+            return []
+        try:
+            with within(_ASK_S):
+                return [one.name for one in self._embeddings.worker.feature_stats()]
+        except ServiceError:
+            return []
 
     def forget_output(self) -> None:
         """Forget the last output: an error from now on has nothing to do with its batch."""

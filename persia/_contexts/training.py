@@ -67,7 +67,7 @@ class TrainCtx(EmbeddingCtx):
         embedding_gradient_reduction: Over ranks, ``"mean"`` (equals synchronous training) or
             ``"sum"``.
         report: Write a report of the run to this HTML file when the context is left; only
-            rank 0 does. ``write_report`` writes it before.
+            rank 0 does. ``write_report`` writes it before. Its folder is made at once.
         tensorboard: Write loss, speed, rows, norms and what is reported to this folder, as
             TensorBoard's event files; only rank 0 does.
 
@@ -173,6 +173,10 @@ class TrainCtx(EmbeddingCtx):
             from persia._training.tensorboard import need_tensorboard
 
             need_tensorboard()
+        if report is not None and self.rank_id == 0:
+            from persia._training.report import check_place
+
+            check_place(report)
         self._report_path, self._tensorboard = report, tensorboard
         self._curves: Kept | None = None  # while it is entered, if a report is to be written
 
@@ -629,16 +633,13 @@ class TrainCtx(EmbeddingCtx):
             The loss, multiplied with the scale under mixed precision.
 
         Raises:
-            DataError: If no batch was prepared, or the current one had its backward.
+            DataError: If no batch was prepared, the current one had its backward, or the loss
+                is not one number that depends on something trained.
             DataTypeError: If the loss is no tensor.
             ConfigError: Outside the ``with`` block.
             BaseException: What an earlier update raised.
         """
-        if not callable(getattr(loss, "backward", None)):
-            raise DataTypeError(
-                f"TrainCtx.backward: expected a tensor, got {type(loss).__name__}; give the "
-                "loss tensor, not its .item()"
-            )
+        _check_loss(loss)
         engine, book = self.backward_engine, self._own_book()
         if engine is None:
             raise ConfigError("TrainCtx.backward must be called inside `with TrainCtx(...)`")
@@ -743,6 +744,26 @@ class TrainCtx(EmbeddingCtx):
                 total,
                 ", ".join(f"{name} {count}" for name, count in sorted(by_feature.items())),
             )
+
+
+def _check_loss(loss: torch.Tensor) -> None:
+    """Check what torch would refuse in words of its own, and after the fact."""
+    expected = "TrainCtx.backward: expected a loss of one number that requires grad, got"
+    if not callable(getattr(loss, "backward", None)):
+        raise DataTypeError(
+            f"TrainCtx.backward: expected a tensor, got {type(loss).__name__}; give the "
+            "loss tensor, not its .item()"
+        )
+    if loss.numel() != 1:
+        raise DataError(
+            f"{expected} one of shape {list(loss.shape)}; give its .mean(), or take "
+            'reduction="none" out of the loss function'
+        )
+    if not loss.requires_grad:
+        raise DataError(
+            f"{expected} one without a graph: it was detached, made anew from a number, or "
+            "computed under torch.no_grad()"
+        )
 
 
 def _no_optimizer(given: object) -> str:

@@ -124,6 +124,8 @@ def nothing_in(storage: Storage) -> CheckpointError:
     if names:
         more = ", ..." if len(names) > 3 else ""
         what = f"no manifest is among {', '.join(names[:3])}{more}"
+    elif storage.is_file():
+        what = "this is a file, give the folder that dump_checkpoint was given"
     else:
         what = "there is no such folder" if storage.is_missing() else "the folder is empty"
     return CheckpointError(f"{storage.url}: no checkpoint is here: {what}")

@@ -20,6 +20,8 @@ Policy = tuple[str, str | None, int]
 
 _MAX_STATE_WORDS = 1 << 24
 _U32 = (1 << 32) - 1
+# Differences that are told; others often follow from the first.
+_MAX_TOLD = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,35 @@ class SavedSchema:
             tables,
             (("lru", None, 0), *policies),
         )
+
+    def differences(self, other: SavedSchema) -> str:
+        """Say what gives a sign another meaning there than here; "" if nothing does."""
+        if self.prefix_bits != other.prefix_bits:
+            return f"feature_index_prefix_bit is {self.prefix_bits} and {other.prefix_bits}"
+        here, there = self._meanings(), other._meanings()
+        found = []
+        for name in dict.fromkeys([*here, *there]):
+            if name not in there or name not in here:
+                which = "first" if name in here else "second"
+                found.append(f"only the {which} has group {name}")
+                continue
+            found += [
+                f"{what} of group {name} is {value} and {there[name][what]}"
+                for what, value in here[name].items()
+                if value != there[name][what]
+            ]
+        more = len(found) - _MAX_TOLD
+        return "; ".join(found[:_MAX_TOLD]) + (f"; and {more} more differ" if more > 0 else "")
+
+    def _meanings(self) -> dict[str, dict[str, object]]:
+        return {
+            group.name: {
+                "number": number,
+                "table": group.table,
+                "hash stack": group.hash_stack,
+            }
+            for number, group in enumerate(self.groups)
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's fields."""

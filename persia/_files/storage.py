@@ -136,6 +136,10 @@ class Storage(ABC):
         """Whether there is certainly no such folder; object stores have none that are empty."""
         return True
 
+    def is_file(self) -> bool:
+        """Whether there is certainly a file in place of the folder."""
+        return False
+
     def at(self, path: str) -> str:
         """Return the path with the folder's URL, for messages."""
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
@@ -289,6 +293,10 @@ class LocalStorage(Storage):
     def is_missing(self) -> bool:
         """Whether there is no such folder."""
         return not self._root.is_dir()
+
+    def is_file(self) -> bool:
+        """Whether there is a file in place of the folder."""
+        return self._root.is_file()
 
     def remove(self, path: str) -> None:
         """Unlink a file and fsync its folder: it does not come back."""

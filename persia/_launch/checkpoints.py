@@ -17,7 +17,8 @@ from persia._files.storage import Storage, open_storage
 from persia._files.summary import compare, summarise
 from persia._files.writers import sole_writer
 from persia._launch.export import FORMATS, export
-from persia._launch.lines import OneLineGroup, example
+from persia._launch.lines import HELP, OneLineGroup, example
+from persia.version import __version__
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -28,9 +29,10 @@ which = click.option(
 
 @click.group(
     cls=OneLineGroup,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
     **example("persia-ckpt inspect /checkpoints"),
 )
+@click.version_option(__version__, prog_name="persia-ckpt")
 def cli() -> None:
     """Look at checkpoints, check them, and get them elsewhere.
 
@@ -42,7 +44,13 @@ def cli() -> None:
 @click.argument("url")
 @which
 @click.option("--quick", is_flag=True, help="Read the manifests only, not the rows.")
-@click.option("--biggest", default=3, show_default=True, help="Rows shown of each group.")
+@click.option(
+    "--biggest",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Rows shown of each group.",
+)
 def inspect_command(url: str, identity: str | None, quick: bool, biggest: int) -> None:
     """Show what a checkpoint holds: rows, features, norms, ages, the biggest rows."""
     storage = open_storage(url)
@@ -95,11 +103,10 @@ def diff_command(before: str, after: str, before_id: str | None, after_id: str |
     one, two = open_storage(before), open_storage(after)
     chains = _chain(one, before_id), _chain(two, after_id)
     first, second = chains[0][-1], chains[1][-1]
-    if (first.schema.prefix_bits, first.schema.groups) != (
-        second.schema.prefix_bits,
-        second.schema.groups,
-    ):
-        raise click.ClickException("their feature groups differ, so their signs mean other ids")
+    if differing := first.schema.differences(second.schema):
+        raise click.ClickException(
+            f"their feature groups differ, so their signs mean other ids: {differing}"
+        )
     with _bar("comparing", [*chains[0], *chains[1]], rows_only=True) as progress:
         groups = compare((one, chains[0]), (two, chains[1]), progress)
     click.echo(f"step {first.step} -> {second.step}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from persia.errors import PersiaError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -52,16 +52,33 @@ def form_of(output: object) -> Form | None:
     return None if shape is None or dtype is None else Form(dtype, tuple(shape))
 
 
-def explain_model(error: BaseException, batch: PersiaTrainingBatch) -> None:
-    """Add to an error of the model what it was given."""
-    if _is_of_shapes(error):
-        dense = ", ".join(str(form_of(each)) for each in batch.non_id_type_tensors) or "none"
-        embeddings = ", ".join(_embeddings(batch)) or "none"
-        _add(
-            error,
-            f"the model was given a batch of {batch.batch_size} samples: non_id_type_tensors "
-            f"{dense}; embedding_tensors {embeddings}",
+def explain_model(
+    error: BaseException, batch: PersiaTrainingBatch, slots: Callable[[], Iterable[str]]
+) -> None:
+    """Add to an error of the model what it was given.
+
+    Args:
+        error: What it raised.
+        batch: What it was given.
+        slots: Asks for the names of the embedding config.
+    """
+    if not _is_of_shapes(error):
+        return
+    dense = ", ".join(str(form_of(each)) for each in batch.non_id_type_tensors) or "none"
+    embeddings = ", ".join(_embeddings(batch)) or "none"
+    text = (
+        f"the model was given a batch of {batch.batch_size} samples: non_id_type_tensors "
+        f"{dense}; embedding_tensors {embeddings}"
+    )
+    if any(each.dim() == 1 for each in batch.non_id_type_tensors):
+        text += "; give one number a sample as NonIDTypeFeature(x.reshape(-1, 1))"
+    lacking = [name for name in slots() if name not in batch.feature_names]
+    if lacking:
+        text += (
+            f"; the batch has no {_listed(lacking)} of the embedding config: send it in every "
+            "batch, with an empty array for a sample that has none, or take it out there"
         )
+    _add(error, text)
 
 
 def explain_loss(error: BaseException, batch: PersiaTrainingBatch, output: Form) -> None:
@@ -116,9 +133,11 @@ def _embeddings(batch: PersiaTrainingBatch) -> Iterator[str]:
 
     pairs = zip(batch.feature_names, batch.embedding_tensors, strict=True)
     for text, group in groupby(pairs, form):
-        names = [name for name, _ in group]
-        who = ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} features"
-        yield f"{text} ({who})"
+        yield f"{text} ({_listed([name for name, _ in group])})"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} features"
 
 
 def _for_label(label: Form, output: Form, batch_size: int) -> str:

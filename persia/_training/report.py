@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from persia._core import cardinality
 from persia._training.charts import Chart, Points, Series, short
 from persia._training.page import FeatureRow, Page, Warn, render
-from persia.errors import ServiceError
+from persia.errors import ConfigError, ServiceError
 from persia.version import __version__
 
 if TYPE_CHECKING:
@@ -42,6 +42,27 @@ class Told:
     mode: str
     world_size: int
     optimizer: str
+
+
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Make the folder of a report, before the run at whose end it is written.
+
+    Raises:
+        ConfigError: If no file can be written there.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(
+            f"report: cannot make the folder {target.parent}: {exc.strerror}"
+        ) from exc
+    if target.is_dir():
+        raise ConfigError(
+            f"report: expected a file, got the folder {target}; give {target / 'report.html'}"
+        )
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"report: the folder {target.parent} cannot be written to")
 
 
 def write(path: str | os.PathLike[str], page: Page) -> None:

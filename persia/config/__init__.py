@@ -17,6 +17,7 @@ from persia.config._global import (
     resolve_memory_limit,
 )
 from persia.config._groups import GroupAdmission, GroupEviction, GroupOptimizer, GroupSettings
+from persia.config._lines import with_line
 from persia.config._reading import check_probability, nearest
 from persia.config._schema import (
     POOLINGS,
@@ -49,4 +50,5 @@ __all__ = [
     "check_probability",
     "nearest",
     "resolve_memory_limit",
+    "with_line",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from persia.config._lines import lines_said
 from persia.config._reading import Where, check_choice, check_integer, load_source, read
 from persia.errors import ConfigError
 from persia.logger import get_logger
@@ -261,7 +262,8 @@ class GlobalConfig:
         if source is None:
             return GlobalConfig()
         content, name = load_source(source, "global config")
-        config = read(GlobalConfig, content, Where(name))
+        with lines_said(name):
+            config = read(GlobalConfig, content, Where(name))
         common, server = config.common_config, config.embedding_parameter_server_config
         unused = {
             "common_config.job_type": common.job_type == "Eval"

@@ -172,16 +172,49 @@ def read(cls: type[T], value: object, where: Where) -> T:
         raise where.error(str(exc)) from None
 
 
+# By which each of the two files is known; the older spellings are the original's.
+_SECTIONS = {
+    "embedding config": ("slots_config", "slot_configs", "slot_config"),
+    "global config": (
+        *("common_config", "embedding_worker_config"),
+        *("embedding_parameter_server_config", "embedded_config"),
+    ),
+}
+
+
 def load_source(
     source: str | os.PathLike[str] | Mapping[str, object], name: str
 ) -> tuple[object, str]:
-    """Return what ``source`` holds, and what messages call it."""
+    """Return what ``source`` holds, and what messages call it.
+
+    Args:
+        source: A path, or a mapping.
+        name: ``embedding config`` or ``global config``.
+
+    Raises:
+        ConfigError: If it cannot be read, or is the other one of the two.
+    """
     if isinstance(source, Mapping):
+        _check_not_swapped(source, name, name)
         return source, name
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"{name}: expected a path or a mapping, got {_kind(source)}")
     path = os.fspath(source)
     try:
-        return load_yaml(path), path
+        content = load_yaml(path)
     except OSError as exc:
         raise ConfigError(f"{name}: {exc}") from exc
+    _check_not_swapped(content, name, path)
+    return content, path
+
+
+def _check_not_swapped(content: object, name: str, where: str) -> None:
+    if not isinstance(content, Mapping) or not content.keys().isdisjoint(_SECTIONS[name]):
+        return
+    for other, sections in _SECTIONS.items():
+        for key in sections:
+            if key in content:
+                raise ConfigError(
+                    f"{where}: expected the {name}, got one with {key!r}, which is in the "
+                    f"{other}: are the two swapped?"
+                )

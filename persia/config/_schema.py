@@ -12,6 +12,7 @@ from typing import Literal
 from persia._core import initial
 from persia._core.optim import MAX_DIM
 from persia.config._groups import GroupSettings
+from persia.config._lines import lines_said
 from persia.config._reading import (
     Where,
     check_integer,
@@ -280,16 +281,17 @@ class EmbeddingSchema:
             return source
         content, name = load_source(source, "embedding config")
         where = Where(name)
-        keys = read(_EmbeddingKeys, content, where)
-        group_of, groups = _number_groups(keys, where)
-        _check_groups_agree(keys, group_of, where)
-        for group in keys.group_settings:
-            if group not in groups:
-                raise where.at("group_settings").error(
-                    f"unknown group {group!r}{nearest(group, groups)}; a slot outside any "
-                    "group is one of its own name"
-                )
-        return _resolve(keys, group_of, groups, where)
+        with lines_said(name):
+            keys = read(_EmbeddingKeys, content, where)
+            group_of, groups = _number_groups(keys, where)
+            _check_groups_agree(keys, group_of, where)
+            for group in keys.group_settings:
+                if group not in groups:
+                    raise where.at("group_settings").error(
+                        f"unknown group {group!r}{nearest(group, groups)}; a slot outside any "
+                        "group is one of its own name"
+                    )
+            return _resolve(keys, group_of, groups, where)
 
 
 def _number_groups(keys: _EmbeddingKeys, where: Where) -> tuple[dict[str, str], dict[str, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from persia.config import EmbeddingSchema, Initialization, Slot, Table
+from persia.config import EmbeddingSchema, GlobalConfig, Initialization, Slot, Table
 from persia.errors import ConfigError
 
 ORIGINAL = """
@@ -360,9 +360,21 @@ def test_w28_unknown_key_names_file_path_and_nearest_name(tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         EmbeddingSchema.load(path)
     assert str(caught.value) == (
-        f"{path}: slots_config.age: unknown key 'embeding_summation', "
+        f"{path}:4: slots_config.age: unknown key 'embeding_summation', "
         "did you mean 'embedding_summation'?"
     )
+
+
+def test_two_files_that_were_swapped_are_said_to_be(tmp_path: Path) -> None:
+    slots, common = tmp_path / "slots.yml", tmp_path / "common.yml"
+    slots.write_text("slots_config: {age: {dim: 8}}\n")
+    common.write_text("embedding_worker_config: {forward_buffer_size: 9}\n")
+    for cls, path, says in (
+        (EmbeddingSchema, common, "expected the embedding config, got one with 'embedding_w"),
+        (GlobalConfig, slots, "expected the global config, got one with 'slots_config', which"),
+    ):
+        with pytest.raises(ConfigError, match=f"{path}: {says}.* swapped?"):
+            cls.load(path)
 
 
 @pytest.mark.parametrize(

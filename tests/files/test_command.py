@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from persia._files.part_writer import PartWriter
 from persia._files.rows import rows_of as rows_of_chain
 from persia._files.storage import LocalStorage
 from persia._launch.checkpoints import cli
-from tests.files.support import block, joined, rows_of, schema
+from tests.files.support import SETTINGS, block, joined, rows_of, schema
 
 SHIFT = 56
 USERS, ITEMS, TAGS = ([(g + 1) << SHIFT | n for n in range(50)] for g in range(3))
@@ -104,6 +105,34 @@ def test_diff(tmp_path: Path) -> None:
     assert ran.exit_code == 1
     assert "item: 50 equal, 0 changed" in ran.output
     assert "1 gone, 0 new" in ran.output
+
+
+def test_a_diff_of_other_groups_says_which(tmp_path: Path) -> None:
+    manifest = checkpoint(tmp_path / "a")
+    checkpoint(tmp_path / "b")
+    slots = {"user": {"dim": 4}, "tags": {"dim": 4}, "item": {"dim": 3}}
+    tables = {"slots_config": slots, "group_settings": {"item": {"dtype": "bfloat16"}}}
+    for settings, says in (
+        ({**SETTINGS, "feature_index_prefix_bit": 9}, "feature_index_prefix_bit is 8 and 9"),
+        (
+            tables,
+            "number of group item is 1 and 2; table of group item is table0 and table1; only "
+            "the first has group tag; and 1 more differ",
+        ),
+    ):
+        other = replace(manifest, schema=schema(settings))
+        publish(LocalStorage(tmp_path / "a"), other)
+        ran = run("diff", tmp_path / "b", tmp_path / "a")
+        assert ran.exit_code == 1
+        assert f"so their signs mean other ids: {says}" in ran.output
+
+
+def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    manifest = checkpoint(tmp_path)
+    for command in ("inspect", "verify"):
+        ran = run(command, tmp_path / f"{manifest.id}.json")
+        assert ran.exit_code == 1
+        assert "this is a file, give the folder that dump_checkpoint was given" in ran.output
 
 
 @pytest.mark.parametrize("form", ["parquet", "safetensors", "npz"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+
 import click
 import pytest
 from click.testing import CliRunner
 
 from persia import launcher
 from persia._launch import checkpoints
+from persia.version import __version__
 
 GROUPS = {"persia-launcher": launcher.cli, "persia-ckpt": checkpoints.cli}
 COMMANDS = [(name, command) for name, group in GROUPS.items() for command in group.commands]
@@ -66,6 +70,85 @@ def test_a_bad_command_line_is_answered_by_one_line(name: str, command: str) -> 
     assert text.count("\n") == 1, text
     assert text.startswith(f"{name} {command}: ")
     assert f"Type: {name} {command}" in text
+
+
+def bad_lines(command: click.Command) -> Iterator[list[str]]:
+    """Yield words behind a command that no command could do anything with."""
+    for param in command.params:
+        if isinstance(param, click.Option):
+            yield [f"{param.opts[0]}=1" if param.is_flag else param.opts[0]]
+            yield [f"{param.opts[0]}x"]
+    yield ["--help=1"]
+    if not any(param.nargs == -1 for param in command.params):
+        yield ["x"] * (1 + len(command.params))
+        yield ["--nothing-of-the-kind"]
+        yield ["-x"]
+
+
+@pytest.mark.parametrize(("name", "command"), COMMANDS)
+def test_each_bad_line_is_answered_by_one_that_can_be_typed(name: str, command: str) -> None:
+    group = GROUPS[name]
+    for words in [BAD[command], *bad_lines(group.commands[command])]:
+        status, out, text = run(name, command, *words)
+        assert (status, out, text.count("\n")) == (2, "", 1), (words, out, text)
+        assert text.startswith(f"{name} {command}: ")
+        typed = shlex.split(text.partition(" Type: ")[2])
+        assert typed[:2] == [name, command], text
+        if "--help" not in typed:
+            with click.Context(group, info_name=name) as ctx:
+                group.commands[command].make_context(command, typed[2:], parent=ctx)
+
+
+@pytest.mark.parametrize(
+    ("given", "typed"),
+    [
+        ("persia-launcher doctor --json=1", "persia-launcher doctor --json"),
+        ("persia-launcher top --onec", "persia-launcher top --once"),
+        ("persia-launcher top --intervall=5 a:1", "persia-launcher top --interval=5 a:1"),
+        ("persia-launcher tpo --once", "persia-launcher top --once"),
+        ("persia-launcher --version=1", "persia-launcher --version"),
+        ("persia-launcher --hepl", "persia-launcher --help"),
+        ("persia-launcher --", "persia-launcher --help"),
+        (
+            "persia-launcher doctor --optimizer adagard",
+            "persia-launcher doctor --optimizer adagrad",
+        ),
+        (
+            "persia-launcher nn-worker a.py --nproc_per_node=2",
+            "persia-launcher nn-worker a.py --nproc-per-node=2",
+        ),
+        ("persia-launcher doctor nope.yml", "persia-launcher doctor --embedding-config "),
+        ("persia-ckpt verify a --all=yes", "persia-ckpt verify a --all"),
+        ("persia-ckpt diff monday", "persia-ckpt diff monday AFTER"),
+        ("persia-ckpt convert 'my a'", "persia-ckpt convert 'my a' FOLDER --to parquet"),
+        ("persia-ckpt convert a b --to=npy", "persia-ckpt convert a b --to=npz"),
+        ("persia-ckpt convert a b --to gold", "persia-ckpt convert a b --to parquet"),
+        ("persia-ckpt --quick", "persia-ckpt --help"),
+    ],
+)
+def test_what_to_type_is_the_line_that_was_meant(given: str, typed: str) -> None:
+    name, *words = shlex.split(given)
+    status, out, text = run(name, *words)
+    assert (status, out, text.count("\n")) == (2, "", 1)
+    assert f" Type: {typed}" in text
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_short_help_and_the_version_are_the_same_everywhere(name: str) -> None:
+    assert run(name, "--version") == (0, f"{name}, version {__version__}\n", "")
+    for words in [(), *((command,) for command in GROUPS[name].commands)]:
+        status, text, _ = run(name, *words, "-h")
+        assert (status, text) == run(name, *words, "--help")[:2]
+        assert status == 0
+        assert "Example: " in text
+
+
+def test_short_help_behind_a_script_is_the_scripts() -> None:
+    command = launcher.cli.commands["nn-worker"]
+    with launcher.cli.make_context("persia-launcher", ["nn-worker"]) as parent:
+        for words in (["a.py", "-h"], ["a.py", "-depth", "3"]):
+            with command.make_context("nn-worker", [*words], parent=parent) as ctx:
+                assert ctx.params["filepath"] == tuple(words)
 
 
 def test_what_is_behind_two_dashes_is_the_scripts() -> None:

@@ -84,6 +84,7 @@ def test_what_is_no_yaml_has_its_own_line(tmp_path: Path) -> None:
     assert config == GlobalConfig()
     findings, _, _ = check_files(tmp_path / "nowhere.yml", None)
     assert "found none" in bad(findings)[0][1]
+    assert findings[0].todo.startswith("correct the path")
 
 
 def test_old_spellings_and_keys_without_effect_are_warnings(tmp_path: Path) -> None:

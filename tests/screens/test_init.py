@@ -81,6 +81,8 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
     ran = CliRunner().invoke(cli, ["init", str(tmp_path / "other")])
     assert ran.exit_code == 0
     assert "next: cd " in ran.stdout
+    ran = CliRunner().invoke(cli, ["init", str(tmp_path / "my clicks")])
+    assert f"next: cd '{tmp_path / 'my clicks'}'; " in ran.stdout
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from persia.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
+from persia.embedding.optim import SGD
 from persia.errors import DataError
 
 from .conftest import MakeCtx, Net
@@ -41,15 +42,19 @@ ZEROS = np.zeros((SIZE, 1), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("dense", "form"),
+    ("dense", "form", "advice"),
     [
-        (np.zeros((SIZE, 3), np.float32), "float32 [4, 3]"),
-        (np.zeros(SIZE, np.float32), "float32 [4]"),
-        (np.zeros((SIZE, 2), np.int64), ""),  # torch.cat makes floats of it
+        (np.zeros((SIZE, 3), np.float32), "float32 [4, 3]", ""),
+        (
+            np.zeros(SIZE, np.float32),
+            "float32 [4]",
+            "; give one number a sample as NonIDTypeFeature(x.reshape(-1, 1))",
+        ),
+        (np.zeros((SIZE, 2), np.int64), "", ""),  # torch.cat makes floats of it
     ],
 )
 def test_a_model_that_fails_says_what_it_was_given(
-    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, dense: Any, form: str
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, dense: Any, form: str, advice: str
 ) -> None:
     with make_ctx() as ctx:
         batch = ctx.get_embedding_from_data(batch_of(dense, ZEROS))
@@ -60,8 +65,26 @@ def test_a_model_that_fails_says_what_it_was_given(
             ctx.forward(batch)
     assert said(raised.value, caplog) == [
         f"the model was given a batch of 4 samples: non_id_type_tensors {form}; "
-        f"embedding_tensors float32 [4, {DIM}] (user, tags)"
+        f"embedding_tensors float32 [4, {DIM}] (user, tags){advice}"
     ]
+
+
+def test_a_feature_of_the_config_that_the_batch_has_not_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Net(num_features=3)
+    ctx = TrainCtx(
+        model=model,
+        embedding_optimizer=SGD(lr=0.1),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        embedding_config={"slots_config": {k: {"dim": DIM} for k in ("user", "city", "tags")}},
+    )
+    with ctx:
+        batch = ctx.get_embedding_from_data(batch_of(DENSE, ZEROS))
+        with pytest.raises(RuntimeError) as raised:
+            ctx.forward(batch)
+    (note,) = said(raised.value, caplog)
+    assert "(user, tags); the batch has no city of the embedding config: send it in" in note
 
 
 class Classes(Net):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from persia.data import DataLoader
 from persia.embedding.optim import Adam
-from persia.errors import ConfigError, DataTypeError
+from persia.errors import ConfigError, DataError, DataTypeError
 
-from .conftest import MakeCtx
+from .conftest import MakeCtx, loss_of
+from .fakes import make_batch
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,25 @@ def test_a_loss_is_a_tensor(make_ctx: MakeCtx) -> None:
     loss: Any = 0.5
     with make_ctx() as ctx, pytest.raises(DataTypeError, match=r"got float; give the loss ten"):
         ctx.backward(loss)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda loss: loss.detach(), "that requires grad, got one without a graph: it was det"),
+        (lambda loss: torch.tensor(loss.item()), "made anew from a number"),
+        (lambda loss: loss.expand(4), r"got one of shape \[4\]; give its .mean\(\), or take"),
+        (lambda loss: loss.expand(0), r"got one of shape \[0\]"),
+    ],
+)
+def test_a_loss_is_one_number_with_a_graph(make_ctx: MakeCtx, wrong: Any, says: str) -> None:
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(make_batch(0))
+        loss = loss_of(*ctx.forward(batch))
+        with pytest.raises(DataError, match=says):
+            ctx.backward(wrong(loss))
+        ctx.backward(loss)  # nothing had changed
+        assert ctx.update_times == 1
 
 
 def test_a_dataset_can_be_iterated() -> None:

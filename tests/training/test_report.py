@@ -177,6 +177,16 @@ def test_only_a_recorded_run_can_be_reported(tmp_path: Path) -> None:
         recorded.write_report()
 
 
+def test_a_report_that_could_not_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, says in (
+        (tmp_path / "file" / "report.html", "cannot make the folder .*file"),
+        (tmp_path, "expected a file, got the folder .*; give .*report.html"),
+    ):
+        with pytest.raises(ConfigError, match=f"report: {says}"):
+            build(report=path)
+
+
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with build(tensorboard=tmp_path / "run") as ctx:

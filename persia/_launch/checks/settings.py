@@ -15,11 +15,10 @@ import numpy as np
 
 from persia import env
 from persia._launch.checks.findings import Finding, error, ok, warning
-from persia._launch.checks.lines import with_line
 from persia._rpc.messages import IDFeatures, OptimizerSettings
 from persia._services.embedded import build_embedding_worker
 from persia._services.names import TCP, split
-from persia.config import EmbeddingSchema, GlobalConfig, resolve_memory_limit
+from persia.config import EmbeddingSchema, GlobalConfig, resolve_memory_limit, with_line
 from persia.config._groups import GroupOptimizer
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeatureWithSingleID
@@ -81,7 +80,9 @@ def _told(found: list[Finding], path: Path) -> Iterator[None]:
             found.append(_advice(record.getMessage()))
 
     def _advice(message: str) -> Finding:
-        return warning("config", with_line(message, path), "change that key, or leave it out")
+        return warning(
+            "config", with_line(message, str(path)), "change that key, or leave it out"
+        )
 
     logger, handler = logging.getLogger("persia.config"), Told(logging.WARNING)
     propagates, logger.propagate = logger.propagate, False
@@ -92,8 +93,10 @@ def _told(found: list[Finding], path: Path) -> Iterator[None]:
             yield
         found += [_advice(str(one.message)) for one in warned]
     except ConfigError as exc:
-        text = with_line(str(exc), path)
-        found.append(error("config", text, "correct that line; README.md has an example"))
+        todo = "correct that line; README.md has an example"
+        if not path.is_file():
+            todo = "correct the path; persia-launcher init DIRECTORY writes both files"
+        found.append(error("config", str(exc), todo))
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagates

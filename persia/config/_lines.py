@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
 
+from persia.errors import ConfigError
 
-def with_line(message: str, path: Path) -> str:
+
+@contextmanager
+def lines_said(name: str) -> Iterator[None]:
+    """Put the line into what is raised of a file; of what is none it is as it was."""
+    try:
+        yield
+    except ConfigError as exc:
+        raise ConfigError(with_line(str(exc), name)) from None
+
+
+def with_line(message: str, file: str) -> str:
     """Put the line behind the file's name in a message that begins with it.
 
     Messages name places by keys, ``file: slots_config.user.dim: expected ...``: the line is
-    that of the deepest key that is there. A message that has a line already stays.
+    that of the deepest key that is there. A message that has a line already stays, and so does
+    one of the file as a whole.
     """
-    prefix = f"{path}: "
+    prefix = f"{file}: "
     if not message.startswith(prefix) or message.startswith(f"{prefix}line "):
         return message
     rest = message.removeprefix(prefix)
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, ValueError, yaml.YAMLError):
         return message
     line = _line_of(root, rest)
-    return f"{path}:{line}: {rest}"
+    return f"{file}:{line}: {rest}" if line else message
 
 
 def _line_of(node: yaml.Node | None, rest: str) -> int:
-    """Return the line of the key that a message leads to, from a node on."""
-    line = 1 if node is None else node.start_mark.line + 1
+    """Return the line of the key that a message leads to, from a node on; 0 if to none."""
+    line = 0
     while isinstance(node, yaml.MappingNode | yaml.SequenceNode):
         if isinstance(node, yaml.MappingNode):
             items = [(str(key.value), key, value) for key, value in node.value]
