@@ -127,6 +127,19 @@ class _Cut:
         )
 
 
+def _begun(request: CutRequest, held: Held) -> _Cut:
+    """Return a cut of this moment, with what has to be of the same one."""
+    cut = held.store.begin_cut(request.changes)
+    try:
+        give_room(cut)  # it may be seconds until it is written
+        info = CutInfo(cut.num_rows, cut.is_full, held.about())
+        sketch = held.store.sketch() if held.policies.sketch_bytes else None
+        return _Cut(request, held, cut, info, sketch)
+    except BaseException:
+        cut.close()  # nobody will read it
+        raise
+
+
 class Cuts:
     """The cuts of one server, one of each consumer at a time; any thread may call it.
 
@@ -167,14 +180,8 @@ class Cuts:
                         "time; wait_for_dump_embedding() waits for it"
                     )
                 self._end(other, False)  # whoever asked for it is gone
-            held = held_now()
-            cut = held.store.begin_cut(request.changes)
-            give_room(cut)  # it may be seconds until it is written
-            info = CutInfo(cut.num_rows, cut.is_full, held.about())
-            sketch = held.store.sketch() if held.policies.sketch_bytes else None
-            entry = _Cut(request, held, cut, info, sketch)
-            self._cuts[request.cut_id] = entry
-            return info
+            entry = self._cuts[request.cut_id] = _begun(request, held_now())
+            return entry.info
 
     def _find(self, cut_id: int) -> _Cut:
         cut = self._cuts.get(cut_id)

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia._core.cut import Cut
 from persia._files import catalog
 from persia._files.part_writer import PartWriter
 from persia._files.parts import take
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import CutRequest, LoadRequest, OptimizerSettings, WriteRequest
-from persia._services import pace
+from persia._services import checkpoints, pace
 from persia._services.embedding_worker import EmbeddingWorker
+from persia._services.incremental import IncrementalWriter
 from persia._services.parameter_server import ParameterServer
 from persia._training.checkpoints import Saver
 from persia.config import EmbeddingSchema, ParameterServerConfig
@@ -234,6 +236,31 @@ def test_copies_have_room_before_a_cut_is_written(
     server.end_cut(9, False)
 
 
+@pytest.mark.parametrize("fails", ["room", "about"])
+def test_a_cut_that_cannot_be_told_of_is_closed(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    begun: list[Cut] = []
+
+    def give_room(cut: Cut) -> None:
+        begun.append(cut)
+        if fails == "room":
+            raise MemoryError
+
+    def about(held: checkpoints.Held) -> str:
+        raise MemoryError
+
+    _, (server, *_) = trained
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "give_room", give_room)
+        patch.setattr(checkpoints.Held, "about", about)
+        with pytest.raises(MemoryError):
+            server.begin_cut(CutRequest(9, None))
+    assert [cut.is_closed for cut in begun] == [True]
+    server.begin_cut(CutRequest(9, None))
+    server.end_cut(9, False)
+
+
 def test_another_optimizer_begins_its_state_anew_and_says_so(
     trained: Trained, tmp_path: Path
 ) -> None:
@@ -402,6 +429,37 @@ def test_packets_can_be_read_whatever_became_of_the_one_before(tmp_path: Path) -
         server.flush_changes()
     (tmp_path / "s0").unlink()
     (tmp_path / "kept").rename(tmp_path / "s0")
+    server.close()
+    load_changes(tmp_path, servers)
+
+
+def test_copies_have_room_before_a_packet_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[int] = []
+    (server,) = servers = writing_changes(tmp_path)
+    write = IncrementalWriter._write
+
+    def note(*arguments: Any) -> None:
+        rooms.append(arguments[-1].side_bytes)
+        write(*arguments)
+
+    monkeypatch.setattr(IncrementalWriter, "_write", note)
+    for number in range(2):  # all rows, and changes
+        with monkeypatch.context() as patch:
+            patch.setattr(pace, "room_for_copies", lambda cut, copied=0: 1 << 40)
+            train(make_worker(servers), number, 1)
+            server.flush_changes()
+    assert rooms == [1 << 40] * 2
+
+    def fails(cut: Cut) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:  # no cut is left that nobody reads
+        patch.setattr(pace, "room_for_copies", fails)
+        train(make_worker(servers), 2, 1)
+        with pytest.raises(MemoryError):
+            server.flush_changes()
     server.close()
     load_changes(tmp_path, servers)
 
