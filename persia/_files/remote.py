@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -52,12 +53,12 @@ class RemoteStorage(Storage):
 
     def write(self, path: str, buffers: Iterable[Buffer]) -> None:
         """Write a whole object."""
-        whole = bytearray()
+        whole = io.BytesIO()
         for buffer in buffers:
-            whole += buffer
+            whole.write(buffer)
             self.breathe()
         with self._failing("write", path):
-            self._put(self._path(path), bytes(whole))
+            self._put(self._path(path), whole.getvalue())  # no copy of it
 
     def sync(self, folder: str) -> None:
         """Nothing: what was written is there."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -157,8 +158,7 @@ class _Descriptors:
     def __init__(self, system: Any, path: Path, flags: int) -> None:
         self._system = system
         self._path = path
-        # A file is made once; what is written by either goes on where the file ends.
-        self._flags = flags & ~(os.O_CREAT | os.O_EXCL)
+        self._flags = flags & ~(os.O_CREAT | os.O_EXCL)  # a file is made once
         self.cached: int = system.open(path, flags, 0o666)
         self._direct: int | None = None
         self._is_asked = False
@@ -207,7 +207,10 @@ class _LocalReader(Reader):
         self._system = system
         self._file = file
         self._name = name
-        self.size = system.fstat(file.cached).st_size
+        status = system.fstat(file.cached)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{name}: expected a file, got a folder, pipe or device")
+        self.size = status.st_size
 
     def read_into(self, target: NDArray[np.uint8], offset: int) -> None:
         view = target.data
@@ -271,7 +274,8 @@ class LocalStorage(Storage):
     def open(self, path: str) -> Iterator[Reader]:
         """Open a file for reading."""
         with self._failing("read", path):
-            file = _Descriptors(self._system, self._root / path, os.O_RDONLY)
+            # A pipe that nobody writes to would be waited for.
+            file = _Descriptors(self._system, self._root / path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             with self._failing("read", path):
                 yield _LocalReader(self._system, file, self.at(path))
@@ -324,22 +328,21 @@ class LocalStorage(Storage):
             self._system.rmdir(path)
 
     def _write_new(self, path: Path, buffers: Iterable[Buffer]) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        file = _Descriptors(self._system, path, flags)
+        file = _Descriptors(self._system, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             offset = 0
             for buffer in buffers:
                 view = memoryview(buffer)
                 while view:  # a disk that is nearly full takes a part
-                    count = file.through(view, offset, self._append)
+                    count = file.through(view, offset, partial(self._put, offset))
                     self.breathe()
                     view, offset = view[count:], offset + count
             self._system.fsync(file.cached)
         finally:
             file.close()
 
-    def _append(self, descriptor: int, piece: memoryview) -> int:
-        return int(self._system.writev(descriptor, [piece]))
+    def _put(self, offset: int, descriptor: int, piece: memoryview) -> int:
+        return int(self._system.pwritev(descriptor, [piece], offset))
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and those above it; each is named durably by the one above."""

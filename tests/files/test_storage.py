@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tracemalloc
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._files.catalog import ids, keep_last, latest
+from persia._files.catalog import ids, keep_last, latest, load
 from persia._files.memory import Memory
+from persia._files.remote import RemoteStorage
 from persia._files.rows import compact, verify
 from persia._files.storage import LocalStorage, Storage, open_storage
 from persia.errors import CheckpointError, ConfigError
@@ -108,6 +111,47 @@ def test_a_disk_that_refuses_what_it_let_open(monkeypatch: pytest.MonkeyPatch) -
     """It is written and read through the page cache then, from where it is."""
     monkeypatch.setattr("tests.files.disk.BLOCK_BYTES", 1 << 30)
     check_large(LocalStorage("/some/folder", Disk()))
+
+
+@pytest.mark.skipif(
+    not (hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT")), reason="a system without"
+)
+@pytest.mark.parametrize("num_cached", [1, 65_536, 300_001, 1 << 20])
+def test_what_is_in_the_cache_already_is_read_from_there(
+    monkeypatch: pytest.MonkeyPatch, num_cached: int
+) -> None:
+    """All of a file, or its beginning; the rest comes past the cache where that ends well."""
+    hits: list[int] = []
+    disk = Disk()
+    monkeypatch.setattr(disk, "from_cache", hits.append)
+    disk.num_cached = num_cached
+    check_large(LocalStorage("/some/folder", disk))
+    assert 0 < max(hits) <= num_cached
+
+
+def test_an_object_is_held_once_until_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(RemoteStorage, "_put", lambda self, path, data: sent.append(len(data)))
+    piece = bytes(1 << 20)
+    tracemalloc.start()
+    try:
+        open_storage("memory://once").write("a", [piece] * 32)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sent == [32 << 20]
+    assert most < 40 << 20  # it grows by an eighth
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    """A pipe would be waited for until somebody writes."""
+    os.mkfifo(tmp_path / "00000001-00000000.json")
+    (tmp_path / "folder").mkdir()
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(CheckpointError, match=r"00000001-00000000\.json: expected a file"):
+        load(storage)
+    with pytest.raises(CheckpointError, match="folder: expected a file, got a folder"):
+        storage.size("folder")
 
 
 def check_catalog(storage: Storage) -> None:
