@@ -759,7 +759,8 @@ class EmbeddingCtx(BaseCtx):
                 return files
 
             frozen = saver.begin(step, write)
-        saver.finish(frozen, os.fspath(dst_dir), keep_last, blocking=blocking)
+        job = embeddings.folders
+        saver.finish(frozen, os.fspath(dst_dir), keep_last, blocking=blocking, job=job)
 
     def _trainer_state(self, others: list[Plain]) -> Plain | None:
         """Return what a checkpoint keeps beside the model, to continue from it."""

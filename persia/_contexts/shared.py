@@ -18,6 +18,7 @@ from persia.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from persia._files.writers import JobFolders
     from persia._rpc.messages import EmbeddingWorker
     from persia._training.gradients import GradientEngine
     from persia._training.halts import Halts
@@ -38,6 +39,7 @@ class Embeddings:
         self.is_untrained = is_untrained  # built for reading only: it needs no optimizer
         self.engine: GradientEngine | None = None  # while the TrainCtx is entered
         self.halts: Halts | None = None  # of several ranks, while it is
+        self.folders: JobFolders | None = None  # that it has dumped into, while it is
         self.stream: Stream | None = None  # of data-loaders, from the first that is read
         self.reported: Mapping[str, float] = {}  # replaced whole: others read it
         self.recorder: Recorder | None = None  # of a TrainCtx that was asked for a report

@@ -257,6 +257,7 @@ class TrainCtx(EmbeddingCtx):
             raise
 
     def _begin(self) -> None:
+        from persia._files.writers import JobFolders
         from persia._training.gradients import GradientEngine
 
         embeddings = self._connected()
@@ -288,7 +289,7 @@ class TrainCtx(EmbeddingCtx):
                 self.world_size, self.rank_id, engine, self._rank_state, env.rpc_timeout_s()
             )
         engine.start()
-        embeddings.engine = engine
+        embeddings.engine, embeddings.folders = engine, JobFolders()
         if self.rank_id == 0:
             self._record(embeddings, engine)
 
@@ -365,10 +366,13 @@ class TrainCtx(EmbeddingCtx):
     def _exit(self) -> None:
         embeddings = self._connected()
         engine, embeddings.engine = embeddings.engine, None
+        folders, embeddings.folders = embeddings.folders, None
         try:
             self._finish()
         finally:
             try:
+                if folders is not None:
+                    folders.release()
                 if engine is not None:
                     engine.close()
                 # Servers of their own processes do so when they end.

@@ -43,6 +43,7 @@ from persia.errors import CheckpointError, ConfigError, PersiaError
 from persia.logger import get_logger
 
 if TYPE_CHECKING:
+    from persia._files.writers import JobFolders
     from persia._rpc.messages import CutInfo, CutStatus, EmbeddingWorker, LoadStatus
 
 _logger = get_logger("persia.checkpoints")
@@ -131,20 +132,35 @@ class Saver:
             self._end(cut_id)
             raise
 
-    def finish(self, frozen: Frozen, url: str, keep_last: int, *, blocking: bool) -> None:
+    def finish(
+        self,
+        frozen: Frozen,
+        url: str,
+        keep_last: int,
+        *,
+        blocking: bool,
+        job: JobFolders | None = None,
+    ) -> None:
         """Write and publish, here or in a thread.
+
+        Args:
+            frozen: What ``begin`` returned.
+            url: Of the folder.
+            keep_last: How many of its checkpoints stay.
+            blocking: Whether here.
+            job: Keeps others out of the folder afterwards, too.
 
         Raises:
             CheckpointError: If a file cannot be written.
             ServiceError: If a server is gone.
         """
         if blocking:
-            self._write(frozen, url, keep_last, shows=True)
+            self._write(frozen, url, keep_last, job, shows=True)
             return
 
         def run() -> None:
             try:
-                self._write(frozen, url, keep_last, shows=False)
+                self._write(frozen, url, keep_last, job, shows=False)
             except BaseException as exc:
                 _logger.error("the checkpoint in %s failed: %s", url, exc)
                 self._failure = exc
@@ -165,12 +181,14 @@ class Saver:
         if failure is not None:
             raise failure
 
-    def _write(self, frozen: Frozen, url: str, keep_last: int, *, shows: bool) -> None:
+    def _write(
+        self, frozen: Frozen, url: str, keep_last: int, job: JobFolders | None, *, shows: bool
+    ) -> None:
         began = time.monotonic()
         is_gone = True  # no manifest names files of this cut
         try:
             storage = open_storage(url)
-            with sole_writer(storage):
+            with sole_writer(storage, job):
                 identity = catalog.new_id(storage)
                 try:
                     self._worker.write_cut(WriteRequest(frozen.cut_id, url, identity))

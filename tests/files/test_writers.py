@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from persia._files.catalog import discard, ids
 from persia._files.rows import rewrite
 from persia._files.storage import LocalStorage, open_storage
-from persia._files.writers import NAME, WriterLock, sole_writer
+from persia._files.writers import MOST_FOLDERS, NAME, JobFolders, WriterLock, sole_writer
 from persia.errors import CheckpointError
 from tests.files.disk import Disk, PowerFailure
 from tests.files.test_catalog import dump, row
@@ -60,6 +61,45 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"writer\.lock: cannot lock"):
         WriterLock(LocalStorage(tmp_path / "file" / "job")).take()
+
+
+def test_a_job_keeps_its_folders_until_it_ends(tmp_path: Path) -> None:
+    """W-19: jobs that dump into one folder in turn never met, and removed each other's."""
+    places = [LocalStorage(tmp_path / f"step{number}") for number in range(MOST_FOLDERS + 1)]
+    one, two = JobFolders(), JobFolders()
+    for place in places:
+        with sole_writer(place, one):
+            pass
+    with sole_writer(places[-1], one):  # its own
+        pass
+    for place in places[1:]:
+        with pytest.raises(CheckpointError, match="is writing here"):
+            two.take(place)
+    two.take(places[0])  # it held as many as it may, and this was the first
+    one.release()
+    two.take(places[-1])
+    two.release()
+    two.release()
+    assert not list(tmp_path.rglob(NAME))
+
+
+def test_a_folder_that_was_removed_is_taken_again(tmp_path: Path) -> None:
+    """Nobody else's lock is let go of for it."""
+    place = LocalStorage(tmp_path / "job")
+    one, two = WriterLock(place), WriterLock(place)
+    one.take()
+    shutil.rmtree(tmp_path / "job")
+    two.take()
+    with pytest.raises(CheckpointError, match="is writing here"):
+        one.take()
+    one.release()
+    assert (tmp_path / "job" / NAME).is_file()
+    two.release()
+    one.take()
+    shutil.rmtree(tmp_path / "job")
+    one.take()
+    assert (tmp_path / "job" / NAME).is_file()
+    one.release()
 
 
 def test_nobody_is_kept_out_of_an_object_store() -> None:

@@ -287,6 +287,25 @@ def test_evaluation_dumps_and_loads_what_it_has(tmp_path: Path) -> None:
         assert rows(ctx) == before
 
 
+def test_jobs_that_dump_in_turn_do_not_remove_each_others_checkpoints(tmp_path: Path) -> None:
+    with make_ctx() as other:
+        with make_ctx() as ctx:
+            ctx.dump_checkpoint(tmp_path)
+            kept = catalog.ids(tmp_path)
+            with eval_ctx(model=ctx.model) as evaluation:  # is part of the job
+                evaluation.dump_checkpoint(tmp_path, keep_last=2)
+            assert catalog.ids(tmp_path)[0] == kept[0]
+        with make_ctx() as ctx:  # that one has ended
+            ctx.dump_checkpoint(tmp_path, blocking=False)
+            ctx.wait_for_dump_embedding()
+            kept = catalog.ids(tmp_path)
+            with pytest.raises(CheckpointError, match="is writing here"):
+                other.dump_checkpoint(tmp_path)
+            assert catalog.ids(tmp_path) == kept
+        other.dump_checkpoint(tmp_path)
+        assert catalog.ids(tmp_path) != kept
+
+
 def test_w43_an_infer_ctx_is_entered_and_loads(tmp_path: Path) -> None:
     with make_ctx() as ctx:
         train(ctx, Batches())
