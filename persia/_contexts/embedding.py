@@ -792,7 +792,7 @@ class EmbeddingCtx(BaseCtx):
             try:
                 states = checkpoint.fitting(dense, map_location)
                 is_whole = bool(dense) and names is None
-                trainer = checkpoint.state(checkpoints.TRAINER) if is_whole else None
+                trainer = checkpoint.trainer() if is_whole else None
             except BaseException:
                 loader.drop()
                 raise

@@ -538,8 +538,9 @@ class TrainCtx(EmbeddingCtx):
         if self._progress is not None:
             self._progress.resume(passes, position, next_number)
             self._lookups.resume(next_number)
-        if is_same:
-            set_random_states(mine["random"])
+        if is_same and mine["random"]:
+            self._random = mine["random"]  # until the next step, if this is not rank 0
+            set_random_states(self._random)
         logger.info("continues after step %d, %s", self.update_times, self.resume_position)
 
     def wait_servers_ready(self) -> None:

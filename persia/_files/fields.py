@@ -71,9 +71,12 @@ def parse(data: bytes, where: Where) -> Any:
         return number if math.isfinite(number := float(text)) else constant(text)
 
     try:
-        return json.loads(
+        found = json.loads(
             data.decode(), object_pairs_hook=pairs, parse_constant=constant, parse_float=finite
         )
+        if b"\\u" in data:  # half of a surrogate pair, which no message could repeat
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except RecursionError:
         raise where.error("expected JSON, got a value nested too deeply") from None
     except ValueError as exc:  # of UTF-8, of JSON, or an integer of too many digits

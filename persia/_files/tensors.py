@@ -153,11 +153,15 @@ def _entries(header: Fields, where: Where) -> tuple[dict[str, _Entry], dict[str,
         offsets = entry.array("data_offsets", 2)
         begin, end = (integer(n, entry.where.at("data_offsets"), 0, largest) for n in offsets)
         entry.done()
-        num_bytes = math.prod(dims) * CODES[code].itemsize  # of Python's integers: no overflow
+        itemsize = CODES[code].itemsize
+        num_bytes = math.prod(dims) * itemsize  # of Python's integers: no overflow
         if end - begin != num_bytes:
             raise entry.where.at("data_offsets").error(
                 f"expected {num_bytes} bytes for {code} {list(dims)}, got {begin}..{end}"
             )
+        # Where one of them is 0 the others may be anything, and NumPy multiplies them too.
+        if math.prod(max(n, 1) for n in dims) * itemsize > largest:
+            raise entry.where.at("shape").error(f"expected fewer items, got {list(dims)}")
         entries[name] = _Entry(code, dims, begin, end)
     return entries, metadata
 

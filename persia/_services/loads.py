@@ -63,7 +63,7 @@ def settings_of(request: LoadRequest) -> tuple[HyperParameters, OptimizerSetting
             HyperParameters(initialization, **hyper),
             OptimizerSettings(optimizer["name"], dict(optimizer["options"])),
         )
-    except (KeyError, TypeError) as exc:
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(
             f"{storage.url}: {manifest.id}: extras.servers: expected hyper_parameters and "
             f"optimizer, as no trainer has configured this server: {exc!r}"

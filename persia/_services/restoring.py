@@ -216,7 +216,10 @@ class Restoring:
 
     def _differing_settings(self, manifest: Manifest) -> list[str]:
         """Say what makes new rows other ones than the job before would have had."""
-        there = manifest.extras.get("servers", {}).get("hyper_parameters", {})
+        told = manifest.extras.get("servers")
+        there = told.get("hyper_parameters") if isinstance(told, dict) else None
+        if not isinstance(there, dict):
+            return []
         here = dataclasses.asdict(self._held.settings)
         return [
             f"{name} is {there[name]} in the checkpoint and {here[name]} here, for new rows "

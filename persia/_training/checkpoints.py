@@ -39,6 +39,7 @@ from persia._files.storage import Storage, open_storage
 from persia._files.writers import sole_writer
 from persia._rpc.messages import CutRequest, LoadRequest, WriteRequest
 from persia._training import dense_files
+from persia._training.progress import check_trainer
 from persia.errors import CheckpointError, ConfigError, PersiaError
 from persia.logger import get_logger
 
@@ -333,8 +334,7 @@ class Checkpoint:
         for name, instance in dense.items():
             state = self.state(name, map_location)
             if state is not None:
-                place = f"{self.url} ({name} of {self.manifest.id})"
-                states[name] = dense_files.fitting(instance, state, place)
+                states[name] = dense_files.fitting(instance, state, self._place(name))
             elif any(name.endswith(".pt") for name in self.manifest.files):
                 there = ", ".join(sorted(self.manifest.files))
                 raise CheckpointError(
@@ -344,6 +344,20 @@ class Checkpoint:
             else:
                 _logger.warning("%s has embeddings only: %s stays as it is", self.url, name)
         return states
+
+    def _place(self, name: str) -> str:
+        return f"{self.url} ({name} of {self.manifest.id})"
+
+    def trainer(self) -> dict[str, Any] | None:
+        """Return what a run goes on from besides, checked; None if it has none.
+
+        Raises:
+            CheckpointError: If the file is damaged, or is no such state.
+        """
+        state: dict[str, Any] | None = self.state(TRAINER)
+        if state is not None:
+            check_trainer(state, self._place(TRAINER))
+        return state
 
     def state(self, name: str, map_location: Any = None) -> Any:
         """Return what a file of it holds, or None if it has none of that name.

@@ -101,10 +101,11 @@ def fitting(instance: Any, state: Any, place: str) -> dict[str, Any]:
         CheckpointError: If it is none, or does not fit the instance.
     """
     instance = unwrap(instance)
-    if not isinstance(state, dict):
+    is_module = isinstance(instance, torch.nn.Module)
+    if not isinstance(state, dict) or (is_module and not all(type(x) is str for x in state)):
         raise CheckpointError(f"expected a state dict in {place}, got {type(state).__name__}")
     found: dict[str, Any] = state
-    if not isinstance(instance, torch.nn.Module):
+    if not is_module:
         _check_groups(instance, found, place)
         return found
     found = _without_prefix(found, instance)
@@ -132,8 +133,10 @@ def _check_groups(optimizer: Any, state: dict[str, Any], place: str) -> None:
     """Check that a state dict has the parameters of an optimizer, if it is one's."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
-    groups = state.get("param_groups")
-    there = [len(group["params"]) for group in groups] if isinstance(groups, list) else None
+    groups, there = state.get("param_groups"), None
+    if isinstance(groups, list) and isinstance(state.get("state"), dict):
+        params = [group.get("params") for group in groups if isinstance(group, dict)]
+        there = [len(one) for one in params if isinstance(one, list)]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
         raise CheckpointError(
@@ -151,7 +154,7 @@ def put(instance: Any, state: dict[str, Any], place: str) -> None:
     instance = unwrap(instance)
     try:
         instance.load_state_dict(state)
-    except (RuntimeError, ValueError, KeyError, TypeError) as exc:
+    except Exception as exc:  # of whatever is in it
         raise CheckpointError(
             f"{place} does not fit this {type(instance).__name__}: {exc}"
         ) from exc

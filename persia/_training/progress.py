@@ -241,10 +241,48 @@ def random_states() -> Plain:
 
 def set_random_states(states: Plain) -> None:
     """Go on drawing where ``random_states`` was taken."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss))
-    name, keys, place, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, cached))
-    torch.set_rng_state(states["torch"])
+    _set(states, random, np.random, torch.default_generator)
     if "cuda" in states and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _set(states: Plain, python: Any, numpy: Any, generator: torch.Generator) -> None:
+    version, internal, gauss = states["python"]
+    python.setstate((version, tuple(internal.tolist()), gauss))
+    name, keys, place, has_gauss, cached = states["numpy"]
+    numpy.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, cached))
+    generator.set_state(states["torch"])
+
+
+# --- what a file has of all that ------------------------------------------------------------
+
+
+def check_trainer(trainer: Any, file: str) -> None:
+    """Check that a run could go on from what a file holds; changes nothing.
+
+    Raises:
+        CheckpointError: If it could not.
+    """
+    try:
+        _check_counts(trainer["step"], trainer["passes"])
+        positions = [trainer["stream"]]
+        for rank in trainer["ranks"]:
+            progress = rank["progress"]
+            _check_counts(progress["passes"], progress["next_number"])
+            positions.append(progress["position"])
+            if rank["random"]:
+                generators = random.Random(), np.random.RandomState(0), torch.Generator()
+                _set(rank["random"], *generators)
+        for position in positions:
+            if position is not None:
+                _check_counts(count_done(position), len(position["kind"]))
+        if not trainer["ranks"] or not isinstance(trainer["scaler"], dict | None):
+            raise ValueError("expected a state of each rank, and one of the scaler or none")
+    except Exception as exc:
+        raise CheckpointError(f"{file}: expected the state of a trainer: {exc!r}") from exc
+
+
+def _check_counts(*numbers: Any) -> None:
+    for number in numbers:
+        if type(number) is not int or number < 0:
+            raise ValueError(f"expected a count, got {number!r}")

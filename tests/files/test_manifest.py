@@ -183,6 +183,16 @@ def test_w50_a_value_that_is_as_deep_as_can_be_read_is_an_error_too(content: byt
             Manifest.decode(content.replace(b'"rate":0.1', b'"rate":' + deep), "m.json")
 
 
+def test_text_that_no_message_could_repeat_is_an_error(content: bytes) -> None:
+    """JSON has halves of surrogate pairs, which are in no encoding."""
+    parsed = json.loads(content)
+    parsed["extras"]["name"] = "\U0001f600"
+    assert Manifest.decode(resealed(parsed), "m.json").extras["name"] == "\U0001f600"
+    parsed["schema"]["features"]["\ud800"] = "user"
+    with pytest.raises(CheckpointError, match=r"^m\.json: .*surrogates not allowed"):
+        Manifest.decode(resealed(parsed), "m.json")
+
+
 def leaves(value: Any) -> list[tuple[Any, Any]]:
     """Return every place in a JSON value, as its container and its key."""
     if not isinstance(value, dict | list):

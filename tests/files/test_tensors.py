@@ -89,6 +89,10 @@ def entry(**changes: object) -> dict[str, object]:
         (header(entry(shape=[2, -1])), "a.shape: expected an integer in"),
         (header(entry(shape=[True])), "a.shape: expected an integer in"),
         (header(entry(shape=[1 << 62, 1 << 62])), "a.data_offsets: expected .* bytes for U64"),
+        (
+            header(entry(shape=[1 << 40, 1 << 40, 0], data_offsets=[0, 0]), 0),
+            "a.shape: expected fewer items",
+        ),
         (header(entry(shape=[1 << 64])), "a.shape: expected an integer in"),
         (header(entry(shape=[1] * 9)), "a.shape: expected at most 8 dimensions"),
         (header(entry(data_offsets=[0, 1 << 62])), "a.data_offsets: expected 16 bytes"),

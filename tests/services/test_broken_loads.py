@@ -341,6 +341,31 @@ def test_rows_of_another_server_in_a_packet_are_found_before_anything_changes(
     assert rows_of(fresh) == before
 
 
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {},
+        {"servers": []},
+        {"servers": {"hyper_parameters": [["seed"]], "optimizer": {}}},
+        {"servers": {"hyper_parameters": {"initialization": "x"}, "optimizer": {}}},
+        {"servers": {"hyper_parameters": "x", "optimizer": None}},
+    ],
+)
+def test_what_servers_were_told_may_be_anything_in_a_file(
+    trained: Trained, tmp_path: Path, extras: dict[str, Any]
+) -> None:
+    """Servers that have settings need none of it; others are told that it is not there."""
+    worker, servers = trained
+    dump(worker, tmp_path)
+    storage = LocalStorage(tmp_path)
+    catalog.publish(storage, replace(catalog.load(storage), extras=extras))
+    fresh = make_servers(1, optimizer=ADAGRAD)
+    load(make_worker(fresh), tmp_path)
+    assert rows_of(fresh) == rows_of(servers)
+    with pytest.raises(CheckpointError, match=r"extras\.servers: expected hyper_parameters"):
+        loads.settings_of(LoadRequest(1, "verify", str(tmp_path), "", None))
+
+
 def test_a_store_that_was_replaced_since_verify_takes_no_rows(
     trained: Trained, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import pytest
 import torch
 
 from persia._files import catalog
+from persia._files.parts import write_file
+from persia._files.storage import LocalStorage
 from persia._services import restoring
+from persia._training import checkpoints
 from persia.ctx import InferCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
@@ -333,6 +337,38 @@ def test_a_model_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"first\.(bias|weight) is"):
             ctx.load_checkpoint(tmp_path)
         assert state(ctx) == before
+
+
+# What a file may hold instead, by its name.
+NO_STATES: list[tuple[str, Callable[[Any], object]]] = [
+    ("trainer.pt", lambda state: state.pop("ranks")),
+    ("trainer.pt", lambda state: state.update(step=-1)),
+    ("trainer.pt", lambda state: state.update(stream={"kind": "stream"})),
+    ("trainer.pt", lambda state: state["ranks"][0]["random"].update(torch=torch.ones(3))),
+    ("trainer.pt", lambda state: state["ranks"][0]["random"].update(numpy=[])),
+    ("dense.pt", lambda state: state.update({3: torch.ones(3)})),
+    ("opt.pt", lambda state: state.update(param_groups=[{}])),
+]
+
+
+def test_a_state_that_is_none_changes_nothing(tmp_path: Path) -> None:
+    with make_ctx() as ctx:
+        train(ctx, Batches())
+        ctx.dump_checkpoint(tmp_path)
+        storage = LocalStorage(tmp_path)
+        manifest = catalog.load(storage)
+        train(ctx, Batches())
+        before = state(ctx)
+        for number, (name, change) in enumerate(NO_STATES):
+            content = torch.load(tmp_path / manifest.files[name].path, weights_only=True)
+            change(content)
+            path = f"{manifest.id}/{number}.pt"
+            file = write_file(storage, path, [checkpoints.serialized(content)])
+            files = {**manifest.files, name: file}
+            catalog.publish(storage, replace(manifest, files=files))
+            with pytest.raises(CheckpointError, match=name):
+                ctx.load_checkpoint(tmp_path)
+            assert state(ctx) == before
 
 
 def test_another_dim_is_named_before_the_dense_net(tmp_path: Path) -> None:
