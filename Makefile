@@ -35,8 +35,12 @@ demo: $(VENV)/.installed  ## build, install, and train a click model in embedded
 # What the build needs goes in as well: COMPILE does what changed. pip would compile everything
 # anew, so it takes what is there, and a developer's tools are added to what is installed.
 BUILD_NEEDS := 'setuptools>=77' 'cython>=3.1,<4' 'numpy>=2.0'
+# A line every ten seconds while it compiles, from beside it: Ctrl-C must reach the compiler.
+TOLD = ( s=0; while sleep 1; kill -0 $$$$ 2>/dev/null; do \
+  s=$$((s + 1)); [ $$((s % 10)) -ne 0 ] || echo "          $$s s so far"; done ) & teller=$$!; \
+  $(COMPILE); status=$$?; kill $$teller; wait $$teller 2>/dev/null; [ $$status = 0 ]
 INSTALL = $(PIP) install -c constraints.txt $(BUILD_NEEDS) && \
-  echo "  2 of 3: compiling, about two minutes on two cores" && $(COMPILE) && \
+  echo "  2 of 3: compiling, about two minutes on two cores" && { $(TOLD); } && \
   echo "  3 of 3: fetching torch and the rest" && \
   PERSIA_COMPILED=1 $(PIP) install -c constraints.txt --no-build-isolation --check-build-dependencies -e .
 COMPILE := $(BIN)/python setup.py --quiet build_ext --inplace
