@@ -169,21 +169,31 @@ def first_failure(directory: Path) -> End | None:
 
 
 def end_with_launcher() -> None:
-    """End this process when the one that launched it is gone, however that ended."""
-    launcher = env.launcher_pid()
+    """End this process when the one that launched it is gone, however that ended.
+
+    So does the end of its parent, which may be torchrun: killed, it leaves its ranks behind.
+    """
+    launcher, parent = env.launcher_pid(), os.getppid()
     if launcher is None:
         return
 
+    def is_there() -> bool:
+        try:
+            os.kill(launcher, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # it runs as another user, and cannot be asked
+        return os.getppid() == parent
+
     def watch() -> None:
         pause = threading.Event()
-        while not pause.wait(_LOOK_S):
-            try:
-                os.kill(launcher, 0)
-            except ProcessLookupError:
-                os.kill(os.getpid(), signal.SIGTERM)
-                pause.wait(_END_S)
-                os._exit(128 + signal.SIGTERM)
-            except PermissionError:
-                return  # it runs as another user, and cannot be asked
+        while is_there():
+            pause.wait(_LOOK_S)
+        # Who ignores the signal had its time to unwind, or takes none.
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+            os.kill(os.getpid(), signal.SIGTERM)
+            pause.wait(_END_S)
+        os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="persia-launcher-watch", daemon=True).start()

@@ -27,7 +27,7 @@ from typing import Any
 
 from persia import env
 from persia._ends import RUN, End
-from persia._launch.children import Child
+from persia._launch.children import UNWIND_S, Child
 from persia._launch.run import dump_call
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._services.addresses import connect_embedding_workers, connect_parameter_servers
@@ -337,8 +337,9 @@ class PersiaServiceCtx:
             others = [p for p in self._processes if p.role not in _SERVER_ROLES]
             if status == 0:
                 self._wait_for_end(others, _LEAVE_S)
-            self._stop(others)
-            self._stop([p for p in self._processes if p.role in _SERVER_ROLES])
+            self._stop(others, UNWIND_S)
+            servers = [p for p in self._processes if p.role in _SERVER_ROLES]
+            self._stop(servers, _LEAVE_S / 2)
         finally:
             for process in self._processes:
                 process.child.send_signal(signal.SIGKILL)
@@ -357,11 +358,13 @@ class PersiaServiceCtx:
         with self._changed:
             self._changed.wait_for(lambda: all(p.end is not None for p in processes), timeout_s)
 
-    def _stop(self, processes: list[_Process]) -> None:
-        for process in processes:
-            if process.end is None:
-                process.child.send_signal(signal.SIGTERM)
-        self._wait_for_end(processes, _LEAVE_S / 2)
+    def _stop(self, processes: list[_Process], timeout_s: float) -> None:
+        """Signal those that still run, and kill them if they do not end in time."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in processes:
+                if process.end is None:
+                    process.child.send_signal(number)
+            self._wait_for_end(processes, timeout_s)
 
 
 def ensure_persia_service(*args: Any, **kwargs: Any) -> PersiaServiceCtx:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 # Seconds. PyTorch takes long to load where many tests run, and some jobs load it four times.
+# Below pytest's timeout, in pyproject.toml, which says nothing of what a job has printed.
 DEADLINE_S = 240.0
 
 
@@ -182,7 +184,11 @@ class Cluster:
 
     def wait(self, timeout_s: float = DEADLINE_S) -> dict[str, int]:
         """Wait for every process to end by itself; returns their exit statuses."""
-        return {name: process.wait(timeout_s) for name, process in self.processes.items()}
+        deadline = time.monotonic() + timeout_s
+        return {
+            name: process.wait(max(0.0, deadline - time.monotonic()))
+            for name, process in self.processes.items()
+        }
 
     def stop(self) -> None:
         """End every process that lives and what it has started; addresses are free then."""

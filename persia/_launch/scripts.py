@@ -189,7 +189,7 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
             stack.callback(endpoint.close)
 
         watcher = f"data-loader {replica_index} {socket.gethostname()}:{os.getpid()}"
-        stack.enter_context(closing(JobWatch(transport, watcher, on_end)))
+        stack.enter_context(closing(JobWatch(transport, watcher, on_end, replica_index)))
         end = _until_job_ends(script, child, events, stand_in)
     _print_last(end)
     return end.status

@@ -88,6 +88,7 @@ class Endpoint:
         push: PushSettings | None = None,
     ) -> None:
         self._role, self._replica = role, replica
+        self._run = env.run_name()  # now: a script may go to another folder, or lose this one
         self._why = {"/readyz": ready, "/healthz": healthy}
         self.metrics = Metrics(lambda: [self._own(), *sources()])
         self._server: _Server | None = None
@@ -144,7 +145,7 @@ class Endpoint:
         return Source(self._role, self._replica, "process", self, self._samples)
 
     def _samples(self) -> Iterable[Sample]:
-        yield Sample("persia_info", 1, {"version": __version__, "run": env.run_name()})
+        yield Sample("persia_info", 1, {"version": __version__, "run": self._run})
         yield Sample("persia_ready", not self.why("/readyz"))
         yield Sample("persia_healthy", not self.why("/healthz"))
 

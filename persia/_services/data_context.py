@@ -8,7 +8,8 @@
                      a restart of the rank, and delivers what it keeps
     watcher          asks an embedding-worker time and again whether the job has ended
 
-A batch is kept, ids and all, until its rank acknowledges it. Batches reach a rank one at a time
+A batch is kept, ids and all, until its rank acknowledges it; one that a process before this one
+sent, from when it is read again. Batches reach a rank one at a time
 in ascending order, after its restart too: an id that was left out will not come.
 
 Who waits for whom:
@@ -44,7 +45,7 @@ from persia._rpc.client import Client
 from persia._rpc.messages import IDFeatures, NamedArray, NNWorker, StreamedBatch
 from persia._rpc.remote import RemoteEmbeddingWorker, RemoteNNWorker
 from persia._services.feed import Feed, ended, join
-from persia._services.lanes import Kept, Lane
+from persia._services.lanes import NOWHERE, Kept, Lane
 from persia._services.registrars import ASK_S, Registrar, Registrars
 from persia.errors import ConfigError, DataError, JobFinished, ServiceError
 
@@ -182,15 +183,15 @@ class Feeder:
                 batch_id,
                 batch_size,
                 requires_grad,
-                self._registrars.register(ids),
+                NOWHERE if what == "hold" else self._registrars.register(ids),
                 dense,
                 labels,
                 None if meta is None else np.frombuffer(meta, np.uint8),
             )
-            if what == "relocate":
-                lane.relocate(Kept(ids, message))
-            else:
+            if what == "deliver":
                 lane.deliver(Kept(ids, message))
+            else:
+                lane.hold(Kept(ids, message))
         finally:
             self._sending.release()
 

@@ -102,15 +102,21 @@ class JobWatch:
     Args:
         transport: How to get to the embedding-workers.
         watcher: Who asks; each of them is told the end before the servers leave.
+        number: Of this one among the watchers, so that not all ask the first embedding-worker.
         on_end: Called once with the exit status, or with the error if no embedding-worker
             has answered for ``PERSIA_RPC_TIMEOUT`` seconds.
     """
 
     def __init__(
-        self, transport: Transport, watcher: str, on_end: Callable[[int | PersiaError], None]
+        self,
+        transport: Transport,
+        watcher: str,
+        on_end: Callable[[int | PersiaError], None],
+        number: int = 0,
     ) -> None:
         self._transport = transport
         self._watcher = watcher
+        self._number = number
         self._on_end = on_end
         self._timeout_s = env.rpc_timeout_s()
         self._is_closed = threading.Event()
@@ -140,7 +146,8 @@ class JobWatch:
         while not self._is_closed.is_set():
             # Anew in each round: a worker that comes back may have another host.
             addresses = current_addresses(embedding_worker(), _ATTEMPT_S)
-            for address in addresses:
+            first = self._number % max(1, len(addresses))
+            for address in (*addresses[first:], *addresses[:first]):
                 client = self._client = Client(self._transport, address, embedding_worker())
                 try:
                     while not self._is_closed.is_set():

@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from persia._rpc.deadlines import within
 from persia._rpc.messages import (
     IDFeatures,
     NNWorker,
+    RemoteRef,
     StreamedBatch,
     StreamNews,
     StreamOpening,
+    StreamState,
 )
 from persia._services.feed import Feed
 from persia._services.registrars import Registrars
@@ -41,6 +44,10 @@ T = TypeVar("T")
 
 # Below every version of the news, so that the first poll is answered at once.
 NOTHING = -1
+# The ref of ids that are kept only: the rank has one, or learns that no worker knows this one.
+NOWHERE = RemoteRef(0, 0)
+# Seconds of one try to open a stream; the next may have something else to say.
+OPEN_S = 2.0
 
 
 @dataclass(slots=True)
@@ -80,6 +87,7 @@ class Lane:
         self._seen = NOTHING  # version of the news
         self._received_below = 0  # ids that the rank had from a loader before this one
         self._wanted_later: set[int] = set()  # of those, wanted, and still to be read
+        self._unfinished: set[int] = set()  # of those, not acknowledged, and still to be read
         self._first_needed = 0  # lowest id that the rank asked for when it was opened
         self._is_open = False
         self._was_open = False
@@ -120,8 +128,8 @@ class Lane:
         """Wait until it is known what is to be done with a batch, with the lock held.
 
         Returns:
-            ``deliver``; or, if the rank has it from a loader before this one, ``drop`` or
-            ``relocate``.
+            ``deliver``; or, if the rank has it from a loader before this one, ``relocate``
+            where its ids are wanted, ``hold`` while it has not ended, else ``drop``.
 
         Raises:
             JobFinished: If the rank reads no more, or the job has ended.
@@ -130,7 +138,9 @@ class Lane:
             lambda: self._was_open or self.is_closed, lambda: f"{self} to open a stream"
         )
         if batch_id < self._received_below and not self.is_closed:
-            return "relocate" if batch_id in self._wanted_later else "drop"
+            if batch_id in self._wanted_later:
+                return "relocate"
+            return "hold" if batch_id in self._unfinished else "drop"
         self._feed.wait(lambda: self._has_room or self.is_closed, lambda: f"a credit of {self}")
         self._check_open()
         return "deliver"
@@ -157,16 +167,27 @@ class Lane:
                 self._keep(kept)
             self._deliver(kept)
 
-    def relocate(self, kept: Kept) -> None:
-        """Give the rank the ids of a batch that it has from the loader before this one."""
+    def hold(self, kept: Kept) -> None:
+        """Keep a batch as the loader before this one did, from which the rank has it."""
+        batch_id = kept.message.batch_id
         kept.was_sent = True
         with self._feed.changed:
             self._check_open()
             self._keep(kept)
-            self._wanted_later.discard(kept.message.batch_id)
-            self._feed.counts["registered_again"] += 1
+            is_wanted = batch_id in self._wanted_later
+            self._wanted_later.discard(batch_id)
+            if not is_wanted:
+                self._feed.counts["dropped"] += 1
+                if batch_id not in self._unfinished:
+                    del self.kept[batch_id]  # acknowledged meanwhile
+            self._unfinished.discard(batch_id)
+        if not is_wanted:
+            return
         try:
-            self._relocate(kept.message)
+            if kept.message.ids == NOWHERE:  # wanted since it was asked what to do
+                self._register_again(kept)
+            else:
+                self._relocate(kept.message)
         except UnknownStream:
             self._forget()
 
@@ -242,26 +263,35 @@ class Lane:
     def _open(self) -> None:
         feed = self._feed
         with self._turn():
-            state = self._ask(partial(self._rank.open_stream, self._opening()))
+            state = self._ask(self._try_to_open)
             with feed.changed:
+                feed.goes_on = feed.goes_on or state.goes_on
                 self._incarnation = self._rank_incarnation()
                 self._received_below = max(self._received_below, state.next_batch_id)
-                self._first_needed = min((state.next_batch_id, *state.wanted))
+                self._first_needed = min(
+                    (state.next_batch_id, *state.wanted, *state.unfinished)
+                )
                 self._backlog = deque(sorted(x for x in self.kept if x >= state.next_batch_id))
                 self._credits = self._num_delivered = 0
                 self._seen = NOTHING
                 self._is_ended = False
                 # Before the user's thread can drop one of them as received.
                 self._wanted_later.update(x for x in state.wanted if x >= feed.next_id)
+                self._unfinished = {x for x in state.unfinished if x >= feed.next_id}
                 self._is_open = self._was_open = True
                 feed.changed.notify_all()
         self._relocate_all(state.wanted)
 
+    def _try_to_open(self) -> StreamState:
+        with within(OPEN_S):
+            return self._rank.open_stream(self._opening())
+
     def _opening(self) -> StreamOpening:
-        with self._feed.changed:
+        feed = self._feed
+        loader, incarnation = feed.stream
+        with feed.changed:
             first = min(self.kept, default=self._next_id())
-        loader, incarnation = self._feed.stream
-        return StreamOpening(loader, self._feed.num_loaders, incarnation, first)
+            return StreamOpening(loader, feed.num_loaders, incarnation, first, feed.goes_on)
 
     def _next_id(self) -> int:
         """Return the lowest id that this rank gets from here on, with the lock held."""
@@ -312,6 +342,8 @@ class Lane:
             self._credits = max(self._credits, news.credits)
             for batch_id in news.acknowledged:
                 self.kept.pop(batch_id, None)
+                self._unfinished.discard(batch_id)
+                self._wanted_later.discard(batch_id)
             if news.is_closed:
                 self.is_closed = True
                 self.lose()
@@ -328,11 +360,13 @@ class Lane:
                 if kept is None:
                     self._note_wanted(batch_id)
                     continue
-            ref = self._registrars.register(kept.ids, avoid=kept.message.ids.worker)
-            with self._feed.changed:
-                kept.message = replace(kept.message, ids=ref)
-                self._feed.counts["registered_again"] += 1
-            self._relocate(kept.message)
+            self._register_again(kept)
+
+    def _register_again(self, kept: Kept) -> None:
+        ref = self._registrars.register(kept.ids, avoid=kept.message.ids.worker)
+        with self._feed.changed:
+            kept.message = replace(kept.message, ids=ref)
+        self._relocate(kept.message)
 
     def _note_wanted(self, batch_id: int) -> None:
         """Deal, with the lock held, with a wanted batch that is not kept."""
@@ -364,6 +398,8 @@ class Lane:
             kept.was_sent = True
 
     def _relocate(self, message: StreamedBatch) -> None:
+        with self._feed.changed:
+            self._feed.counts["registered_again"] += 1
         self._ask(
             partial(self._rank.relocate, self._feed.stream, message.batch_id, message.ids)
         )

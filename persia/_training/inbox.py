@@ -151,8 +151,8 @@ class Inbox:
 
         Raises:
             ConfigError: If the data-loaders do not agree on how many they are.
-            ServiceBusy: If this data-loader has ended its stream and the pass goes on, or the
-                inbox is closed.
+            ServiceBusy: If this data-loader has ended its stream, nothing of it is wanted and
+                the pass goes on; or the inbox is closed.
         """
         if not 0 <= opening.loader < opening.num_loaders:
             raise ConfigError(
@@ -173,53 +173,75 @@ class Inbox:
                     f"them, others said {self._num_loaders}: REPLICA_SIZE must be the same"
                 )
             self._check_resumed(opening.num_loaders)
-            self._num_loaders = opening.num_loaders
-            past = self._past.get(opening.loader)
-            if past is not None and past.incarnation == opening.incarnation:
-                return StreamState(past.next_batch_id or 0, ())
-            old = self._streams.get(opening.loader)
-            # Perhaps after it was answered, and batches came: they have used their credits.
-            is_again = old is not None and old.incarnation == opening.incarnation
-            if old is None:
-                stream = Incoming(
-                    opening,
-                    self.replica_index,
-                    self.replica_size,
-                    *self._resumed_at(opening.loader),
-                    news=threading.Condition(self._lock),
-                )
-            elif old.incarnation == opening.incarnation:
-                stream = old
-            elif old.ended_at is None or old.failure:
-                # Whoever failed and is there again has ended nothing.
-                old.ended_at, old.failure = None, ""
-                logger.warning(
-                    "%s %d was started anew; it goes on at batch %s",
-                    LOADER,
-                    opening.loader,
-                    old.next_batch_id,
-                )
-                self._counts["loader_restarts"] += 1
-                stream = old
-                stream.incarnation = opening.incarnation
-                stream.acknowledged.clear()
-                stream.version = 0
-                stream.news.notify_all()  # a poll of the process before
-            else:
-                raise ServiceBusy(
-                    f"{LOADER} {opening.loader} has ended its stream and this pass over the "
-                    "data goes on; the next one begins after it",
-                    role=ROLE,
-                    replica=self.replica_index,
-                    method="open_stream",
-                )
-            stream.was_read |= self._is_passing
-            if not is_again:
-                stream.credits = self._window(opening.num_loaders) - len(stream.pending)
+            stream = self._known_to(opening) or self._new(opening)
             stream.heard_at = self._clock()
-            self._streams[opening.loader] = stream
             self._changed.notify_all()
-            return StreamState(stream.next_batch_id or 0, tuple(sorted(stream.wanted)))
+            return StreamState(
+                stream.next_batch_id or 0,
+                tuple(sorted(stream.wanted)),
+                tuple(sorted((*stream.pending, *stream.in_flight))),
+                stream.was_taken_over,
+            )
+
+    def _new(self, opening: StreamOpening) -> Incoming:
+        self._num_loaders = opening.num_loaders
+        stream = self._streams[opening.loader] = Incoming(
+            opening,
+            self.replica_index,
+            self.replica_size,
+            *self._resumed_at(opening.loader),
+            news=threading.Condition(self._lock),
+        )
+        stream.was_read = self._is_passing
+        stream.credits = self._window(opening.num_loaders)
+        return stream
+
+    def _known_to(self, opening: StreamOpening) -> Incoming | None:
+        """Return the stream that a data-loader goes on with; None if it begins one.
+
+        Whoever ended its stream may have been killed before all of it was trained. Its
+        successor is not asked for, and is taken for the next pass's, until ids are wanted:
+        these nobody else can register.
+        """
+        past, now = self._past.get(opening.loader), self._streams.get(opening.loader)
+        for stream in (past, now):
+            if stream is not None and stream.incarnation == opening.incarnation:
+                # Perhaps after it was answered, and batches came: they have used their credits.
+                return stream
+        if past is not None and (past.wanted or (opening.goes_on and now is None)):
+            return self._take_over(past, opening)
+        if now is None:
+            return None
+        if now.ended_at is not None and not (now.failure or now.wanted or opening.goes_on):
+            raise ServiceBusy(
+                f"{LOADER} {opening.loader} has ended its stream and this pass over the "
+                "data goes on; the next one begins after it",
+                role=ROLE,
+                replica=self.replica_index,
+                method="open_stream",
+            )
+        return self._take_over(now, opening)
+
+    def _take_over(self, stream: Incoming, opening: StreamOpening) -> Incoming:
+        """Let a data-loader that was started anew go on with a stream."""
+        if stream.failure:
+            # Whoever failed and is there again has ended nothing.
+            stream.ended_at, stream.failure = None, ""
+        logger.warning(
+            "%s %d was started anew; it goes on at batch %s",
+            LOADER,
+            opening.loader,
+            stream.next_batch_id,
+        )
+        self._counts["loader_restarts"] += 1
+        stream.incarnation = opening.incarnation
+        stream.acknowledged.clear()
+        stream.version = 0
+        stream.knows_end, stream.was_taken_over = False, True
+        stream.credits = self._window(opening.num_loaders) - len(stream.pending)
+        stream.was_read |= self._is_passing
+        stream.news.notify_all()  # a poll of the process before
+        return stream
 
     def _check_resumed(self, num_loaders: int) -> None:
         before = None if self._resumed is None else self._resumed["num_loaders"]
@@ -275,6 +297,9 @@ class Inbox:
             raise self._unknown(stream, method)
         found.heard_at = self._clock()
         return found
+
+    def _is_known(self, stream: Incoming) -> bool:
+        return stream in (self._streams.get(stream.loader), self._past.get(stream.loader))
 
     def _unknown(self, stream: tuple[int, int], method: str) -> UnknownStream:
         return UnknownStream(
@@ -339,6 +364,8 @@ class Inbox:
             if found.ended_at is None:
                 found.ended_at = next_batch_id
                 found.failure = failure
+            if failure:
+                found.knows_end = True  # it asks no more
             self._changed.notify_all()
 
     def poll(self, stream: tuple[int, int], seen: int) -> StreamNews:
@@ -349,7 +376,10 @@ class Inbox:
                 found.acknowledged.popleft()
             found.news.wait_for(
                 lambda: (
-                    self._is_closed or found.version > seen or found.incarnation != stream[1]
+                    self._is_closed
+                    or found.version > seen
+                    or found.incarnation != stream[1]
+                    or not self._is_known(found)
                 ),
                 POLL_S,
             )
@@ -399,7 +429,10 @@ class Inbox:
             self._is_passing = False
             is_dropped = any(stream.on_drop for stream in self._streams.values())
             if is_dropped or self._is_over():
+                before = [*self._past.values()]
                 self._past.update(self._streams)
+                for stream in before:
+                    stream.news.notify_all()  # later on nobody would wake a poll of these
                 self._streams.clear()
                 self._num_loaders = None
                 self._resumed = None

@@ -141,6 +141,7 @@ def project() -> None:
         ended = run([*words, "ps", "-a", "--format", "{{.ExitCode}}"], STEP_S, True, **how)
         expect("exit statuses", {"0"}, set(ended.stdout.split()), up.stdout)
         auc = float(re.findall(r"AUC (\d\.\d+)", up.stdout)[-1])
+        expect("an AUC above 0.7", True, auc > 0.7, up.stdout)
     print(f"a new project: AUC {auc:.4f}, all containers end with 0")
 
 
@@ -436,8 +437,18 @@ def loaders_books(number: int) -> Counter[str]:
     return books
 
 
+def starts(service: str, number: int) -> int:
+    """Return how often a server or embedding-worker was started, and came to listen."""
+    text = run(["docker", "logs", container(service, number)]).stdout
+    return text.count({"embedding_worker": "listens at tcp:"}.get(service, "serves at tcp:"))
+
+
 def chaos() -> None:
-    """With keys, two faults at a time at random moments: what is sent is trained, once."""
+    """With keys, two faults at a time at random moments: what is sent is trained, once.
+
+    Nobody dies who is not killed, but for data-loaders: one that has passed a batch over whose
+    ids are lost then is started anew.
+    """
     window_s = 60 * float(os.environ.get("MINUTES", "1"))
     seed = int(os.environ.get("SEED", "1"))
     count = int(window_s * 20)
@@ -454,9 +465,15 @@ def chaos() -> None:
         faults = Chaos(
             run, container, NETWORK, everybody, lambda: job.progress, who_waits, seed
         )
-        # Behind the last fault there is something left to train.
-        faults.go_on_for(window_s * 0.9)
+        # Behind the last fault there is something left to train, for less than RUN_S.
+        faults.go_on_for(max(window_s * 0.9, window_s - RUN_S / 2))
         books = check_end(job, exact=True, count=count)
+        expect("a fault a minute at least", True, faults.counts.total() >= window_s / 60)
+        for role in ("embedding_worker", "embedding_parameter_server"):
+            for number in range(1, replicas[role] + 1):
+                most, began = 1 + faults.deaths[role, number], starts(role, number)
+                what = f"{container(role, number)} began {began} times, of 1 to {most}"
+                expect(what, True, 1 <= began <= most)
         sent = loaders_books(replicas["data_loader"])
         # One that a loader started anew only registers again is neither sent nor dropped by it.
         known = sent["sent"] + sent["dropped"]

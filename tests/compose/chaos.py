@@ -67,6 +67,7 @@ class Chaos:
         self._lock = threading.Lock()  # guards what is above and the counts
         self._seed = seed
         self.counts: Counter[tuple[str, str]] = Counter()  # by service and fault
+        self.deaths: Counter[Container] = Counter()
         self._crashes: Counter[Container] = Counter()
         self._longest_s = 0.0  # until training went on
         self._is_over = threading.Event()
@@ -110,6 +111,7 @@ class Chaos:
                     one = self._free.pop(dice.randrange(len(self._free)))
                     fault = self._fault(one, dice)
                     self.counts[one[0], fault.__name__] += 1
+                    self.deaths[one] += fault in (self.killed, self.crashed)
                 print(f"{time.strftime('%X')} {one[0]} {one[1]} {fault.__name__}", flush=True)
                 fault(one, dice.uniform(*FAULT_S))
                 with self._lock:

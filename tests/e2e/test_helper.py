@@ -26,6 +26,7 @@ from tests.e2e.support import (
     wait_until_gone,
 )
 from tests.meta.sources import ROOT
+from tests.waiting import until
 
 Monkey = pytest.MonkeyPatch
 
@@ -180,6 +181,37 @@ def test_an_exception_in_the_body_ends_everything() -> None:
     ):
         fail()
     assert_nothing_is_left(places[0])
+
+
+def resists() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (Path(private_directory()) / "resists").touch()
+    while True:
+        signal.pause()
+
+
+@pytest.mark.slow
+def test_a_function_that_does_not_end_is_killed_before_servers_are_asked(
+    monkeypatch: Monkey,
+) -> None:
+    monkeypatch.setattr(persia.helper, "_LEAVE_S", 1e6)
+    ctx = ensure_persia_service(resists, embedding_config=CONFIG)
+
+    def stop() -> None:
+        with ctx:
+            places.append(Path(private_directory()))
+            until((places[0] / "resists").exists)
+            raise KeyboardInterrupt
+
+    places: list[Path] = []
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    ends = {process.role: process.end for process in ctx._processes}
+    loader = ends.pop("data-loader")
+    assert loader is not None
+    assert loader.status == 128 + signal.SIGKILL
+    assert all(end is not None and end.status != loader.status for end in ends.values())
+    assert_nothing_is_left(str(places[0]))
 
 
 def test_waiting_has_a_deadline() -> None:

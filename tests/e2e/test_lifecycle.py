@@ -248,6 +248,37 @@ def test_a_script_whose_launcher_is_killed_ends(job: Job) -> None:
     assert "unwound by SystemExit 143" in trainer.printed()
 
 
+FOLLOWS = """
+import persia._ends
+persia._ends._END_S = 1e6
+persia._ends.end_with_launcher()
+"""
+BETWEEN = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
+
+
+def test_a_script_that_ignores_the_signal_ends_with_its_launcher(job: Job) -> None:
+    """As one that unwinds already: it has had its time."""
+    text = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOLLOWS + SLEEPS
+    trainer = job.start("nn-worker", job.script("train.py", text))
+    trainer.wait_for("running")
+    trainer.signal(signal.SIGKILL)
+    trainer.wait()
+    wait_until_gone(str(job.directory))
+    assert "unwound" not in trainer.printed()
+
+
+def test_a_script_ends_with_its_parent_though_its_launcher_lives(job: Job) -> None:
+    """As ranks whose torchrun was killed."""
+    script = job.script("train.py", FOLLOWS + SLEEPS)
+    launcher = {"PERSIA_LAUNCHER_PID": str(os.getpid())}
+    parent = Process([sys.executable, "-c", BETWEEN, script], job.environment | launcher)
+    job.processes.append(parent)
+    parent.wait_for("running")
+    parent.signal(signal.SIGKILL)
+    parent.wait()  # until nobody holds its output open
+    wait_until_gone(str(job.directory))
+
+
 @pytest.mark.slow
 def test_a_missing_server_is_named_within_seconds_by_whoever_waits(job: Job) -> None:
     worker = job.start_server("embedding-worker")

@@ -6,6 +6,8 @@ it. Rows tell whether every batch was trained, and once.
 
 from __future__ import annotations
 
+import ast
+import re
 import signal
 import threading
 import time
@@ -16,12 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia._contexts.shared import _known
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ServiceError, ServiceTimeout
 from tests.cluster import Cluster
 from tests.faults.batches import SLOTS, occurrences
 from tests.faults.job import make_ctx, trained
+from tests.waiting import until
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"
 COUNT = 120
@@ -106,6 +110,40 @@ def test_w10_an_embedding_worker_is_killed_and_started_anew(
     with make_ctx() as ctx:
         seen = train(ctx, 20, disturb, in_order=in_order)
         assert_each_once(ctx, seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("is_back_first", [False, True])
+def test_w10_a_data_loader_that_has_ended_is_killed_together_with_embedding_workers(
+    cluster: Cluster, in_order: bool, is_back_first: bool
+) -> None:
+    """Its last batches are under way: only it can register their ids again."""
+
+    def disturb() -> None:
+        (inbox,) = [one.stream.inbox for one in _known.values() if one.stream is not None]
+        until(lambda: inbox._streams[0].ended_at == COUNT)
+        cluster.kill("data-loader-0")
+        if is_back_first:
+            cluster.start_loaders(LOADER, 1, str(COUNT))
+        for number in range(2):
+            cluster.kill(f"embedding-worker-{number}")
+            cluster.start_worker(number)
+        if not is_back_first:
+            cluster.start_loaders(LOADER, 1, str(COUNT))
+
+    cluster.start_loaders(LOADER, 1, str(COUNT))
+    with make_ctx() as ctx:
+        seen = train(ctx, COUNT - 4, disturb, in_order=in_order)
+        assert_each_once(ctx, seen)
+    # Its launcher would wait for the end of the job.
+    until(lambda: "}\n" in cluster.log("data-loader-0"))
+    (books,) = re.findall(r"^{.*}$", cluster.log("data-loader-0"), re.MULTILINE)
+    counts = ast.literal_eval(books)
+    # Each has been received from the one before; what was wanted it has registered again.
+    assert counts["registered_again"] >= 4
+    assert counts.get("dropped", 0) + counts["registered_again"] >= COUNT
+    assert set(counts) <= {"dropped", "registered_again", "skipped"}
 
 
 def test_w17_w30_a_server_is_killed_and_started_anew(cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import DEADLINE_S
 from tests.meta.sources import CORE, PACKAGE, ROOT, cython_files, module_name, python_files
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -103,6 +104,11 @@ CYTHON_NAMES = r"""
 .*\.__reduce_cython__
 .*\.__setstate_cython__
 """
+
+
+def test_tests_give_up_before_they_are_stopped(pytestconfig: pytest.Config) -> None:
+    """Else nobody reads what their processes have printed."""
+    assert float(pytestconfig.getini("timeout")) > DEADLINE_S
 
 
 @pytest.mark.timeout(300)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster import Cluster
+from tests.cluster import DEADLINE_S, Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,8 +28,6 @@ SLOTS = {
     "slots_config": {"user": {"dim": 8}, "item": {"dim": 8}},
 }
 NUM_BATCHES, BATCH_SIZE = 6, 32
-# PyTorch takes long to load where many tests run.
-DEADLINE_S = 240.0
 
 LOADER = f"""
 import sys, os

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -143,3 +144,15 @@ def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> N
         finally:
             for one in slow:
                 one.close()
+
+
+def test_the_run_keeps_its_name_wherever_its_script_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("clicks", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "clicks")
+    off = env.changed(PERSIA_METRICS_PORT="off", PERSIA_RUN_ID=None)
+    with off, closing(endpoint()) as told:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert 'run="clicks"' in told.metrics.text()

@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from persia import env
+from persia._rpc.messages import RemoteRef
 from persia._services import data_context, feed, registrars
 from persia._services.data_context import Feeder
 from persia._services.lanes import Lane
@@ -451,6 +453,77 @@ def test_a_loader_that_is_restarted_registers_what_is_wanted(make_feeder: MakeFe
     run.result()
     assert second.stats() == {"dropped": 3, "registered_again": 1}
     assert rank.order == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_too_late", [False, True])
+def test_a_loader_that_is_restarted_holds_what_has_not_ended(
+    make_feeder: MakeFeeder, is_too_late: bool
+) -> None:
+    """What is wanted after it was read is lost no more."""
+
+    class Telling(FakeRank):
+        def open_stream(self, opening: Any) -> Any:
+            state = super().open_stream(opening)
+            return replace(state, unfinished=(*self.waiting, *self.taken))
+
+    rank, worker = Telling(credits=4), FakeWorker()
+    first = make_feeder([worker], [rank])
+    for number in range(3):
+        send(first, number)
+    batches = [rank.take() for _ in range(3)]
+    rank.acknowledge(0)
+    first.close()
+    second = make_feeder([worker], [rank])
+    assert second.resume_position() == 1
+    if is_too_late:  # one of them ends before it is read again
+        rank.acknowledge(batches.pop().batch_id)
+        until(lambda: second._lanes[0]._unfinished == {1})
+    for number in range(3):
+        send(second, number)
+    assert second.stats() == {"dropped": 3, "kept": len(batches) - 1}
+    worker.restart()
+    rank.want(1)
+    rank.wait_for(lambda: rank.relocations)
+    assert rank.relocations == [(1, RemoteRef(0, worker.refs[1]))]
+    finish = Background(second.finish)
+    rank.wait_for_end()
+    for batch in batches[1:]:
+        rank.acknowledge(batch.batch_id)
+    finish.result()
+    assert second.stats() == {"dropped": 3, "registered_again": 1}
+    assert rank.order == [0, 1, 2]
+
+
+def test_a_rank_that_has_ended_its_pass_is_told_that_another_wants_something(
+    make_feeder: MakeFeeder,
+) -> None:
+    class Ended(FakeRank):
+        refused = 0
+
+        def open_stream(self, opening: Any) -> Any:
+            if self.streams and not opening.goes_on:
+                self.refused += 1
+                raise ServiceBusy("the pass goes on")
+            return super().open_stream(opening)
+
+    ranks, worker = [FakeRank(0, 2), Ended(1, 2)], FakeWorker()
+    first = make_feeder([worker], ranks)
+    for number in range(2):
+        send(first, number)
+    batch = ranks[0].take()
+    ranks[1].train(1)
+    first.close()
+    worker.restart()
+    ranks[0].want(batch.batch_id)
+    second = make_feeder([worker], ranks)
+    run = Background(lambda: send_all(second, 2))
+    ranks[0].wait_for(lambda: ranks[0].relocations)
+    for rank in ranks:
+        rank.wait_for_end()
+    ranks[0].acknowledge(batch.batch_id)
+    run.result()
+    assert [rank.order for rank in ranks] == [[0], [1]]
+    assert second.stats() == {"dropped": 1, "registered_again": 1}
 
 
 def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(

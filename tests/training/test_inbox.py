@@ -245,6 +245,19 @@ def test_a_restarted_loader_goes_on_where_the_old_one_was() -> None:
     assert inbox.stats()["loader_restarts"] == 1
 
 
+def test_a_restarted_loader_is_told_what_has_not_ended() -> None:
+    inbox = make_inbox()
+    old = opened(inbox)
+    for batch_id in range(3):
+        inbox.deliver(old, batch(batch_id))
+    taken = [inbox.take(True, lambda: False) for _ in range(2)]
+    taken[0].ended()
+    assert inbox.open_stream(StreamOpening(0, 1, 8, 0)).unfinished == (1, 2)
+    taken[1].ended()
+    assert inbox.poll((0, 8), -1).acknowledged == (1,)
+    assert inbox.open_stream(StreamOpening(0, 1, 9, 0)).unfinished == (2,)
+
+
 def test_a_restarted_loader_is_told_what_is_wanted(pool: ThreadPoolExecutor) -> None:
     inbox = make_inbox()
     _, asking = in_the_background(pool, inbox)
@@ -285,6 +298,67 @@ def test_a_loader_that_failed_and_is_started_anew_goes_on(pool: ThreadPoolExecut
     assert take(inbox) == 1
     with pytest.raises(Finished):
         take(inbox)
+
+
+@pytest.mark.parametrize("is_past", [False, True])
+def test_a_loader_killed_after_its_end_is_let_in_once_its_ids_are_wanted(
+    pool: ThreadPoolExecutor, is_past: bool
+) -> None:
+    """Nobody else can register them; what it has ended stays ended."""
+    inbox = make_inbox()
+    inbox.begin_pass()
+    stream = opened(inbox)
+    inbox.deliver(stream, batch(0))
+    inbox.end_stream(stream, 1, "")
+    last = inbox.take(True, lambda: False)
+    if is_past:
+        inbox.end_pass()
+    else:
+        with pytest.raises(ServiceBusy, match="this pass over the data goes on"):
+            opened(inbox, incarnation=8)
+    seen = inbox.poll(stream, -1).version
+    asking = pool.submit(last.register_again, LOST)
+    assert inbox.poll(stream, seen).wanted == (0,)
+    state = inbox.open_stream(StreamOpening(0, 1, 8, 0))
+    assert (state.next_batch_id, state.wanted, state.goes_on) == (1, (0,), True)
+    inbox.relocate((0, 8), 0, RemoteRef(0, 9))
+    assert asking.result(WAIT_S) == 9
+    last.ended()
+    assert inbox.poll((0, 8), -1).acknowledged == (0,)
+    if not is_past:
+        with pytest.raises(Finished):
+            take(inbox)  # though this process has not come to the end yet
+    inbox.end_stream((0, 8), 1, "")
+    # The next one is the next pass's.
+    if not is_past:
+        inbox.end_pass()
+    inbox.begin_pass()
+    inbox.deliver(opened(inbox, incarnation=9), batch(0))
+    assert take(inbox) == 0
+    stats = inbox.stats()
+    assert (stats["loader_restarts"], stats["relocated"]) == (1, 1)
+    assert "lost" not in stats
+
+
+@pytest.mark.parametrize("is_past", [False, True])
+def test_who_goes_on_at_another_rank_does_so_here(is_past: bool) -> None:
+    inbox = make_inbox(rank=1, world_size=2)
+    inbox.begin_pass()
+    stream = opened(inbox)
+    inbox.deliver(stream, batch(1))
+    inbox.end_stream(stream, 2, "")
+    inbox.take(True, lambda: False).ended()
+    if is_past:
+        inbox.end_pass()
+    opening = StreamOpening(0, 1, 8, 1, goes_on=True)
+    for _ in range(2):  # the answer may be lost
+        state = inbox.open_stream(opening)
+        assert (state.next_batch_id, state.wanted, state.goes_on) == (3, (), True)
+    assert inbox.stats()["loader_restarts"] == 1
+    # Without a stream of a process before, it begins one: this rank was started anew.
+    anew = make_inbox(rank=1, world_size=2)
+    state = anew.open_stream(opening)
+    assert (state.next_batch_id, state.goes_on) == (1, False)
 
 
 def test_the_next_pass_is_another_stream() -> None:
@@ -372,6 +446,38 @@ def test_closing_wakes_whoever_waits(pool: ThreadPoolExecutor) -> None:
             waiting.result(WAIT_S)
     polling.result(WAIT_S)
     assert inbox.poll(stream, 1 << 40).is_closed
+
+
+def test_polls_of_passes_long_over_end_before_it_closes(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever leaves the context waits for them; their data-loaders may be gone."""
+    monkeypatch.setattr(inbox_module, "POLL_S", 1000 * WAIT_S)
+    inbox = make_inbox()
+    polls = []
+    for incarnation in range(3):
+        inbox.begin_pass()
+        stream = opened(inbox, incarnation=incarnation)
+        inbox.end_stream(stream, 0, "")
+        polls.append(pool.submit(inbox.poll, stream, inbox.poll(stream, -1).version))
+        inbox.end_pass()
+    polls[0].result(WAIT_S)
+    inbox.close()
+    for poll in polls:
+        poll.result(WAIT_S)
+
+
+def test_a_loader_that_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox_module, "FAREWELL_S", 1000 * WAIT_S)
+    inbox = make_inbox()
+    inbox.begin_pass()
+    stream = opened(inbox)
+    inbox.deliver(stream, batch(0))
+    inbox.end_stream(stream, 1, "Traceback: no such file")
+    assert take(inbox) == 0
+    with pytest.raises(RemoteError):
+        take(inbox)
+    inbox.close()
 
 
 def test_a_pass_that_is_closed_leaves_what_is_pending() -> None:
