@@ -230,11 +230,18 @@ class EmbeddingStore:
             DimMismatch: A sign is stored with another dim, dtype or state size.
         """
 
-    def end_restore(self) -> None:
+    def end_restore(self, share: int = 0, num_shares: int = 1) -> None:
         """Put the rows restored since the last call in their order, each at its time.
 
         They become the most recently used ones of the store: changes are restored after what
         they changed, with a call in between.
+
+        Args:
+            share: Of the shards this call is for; so several threads share the work.
+            num_shares: How many calls are for all shards.
+
+        Raises:
+            DataError: If there is no such share.
         """
 
     def sketch(self) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:

@@ -515,10 +515,12 @@ cdef class EmbeddingStore:
         self.run(batch)
         return len(block)
 
-    def end_restore(self):
+    def end_restore(self, uint32_t share=0, uint32_t num_shares=1):
         cdef uint32_t i
         cdef int status
-        for i in range(self.num_shards):
+        if not share < num_shares:
+            raise DataError(f"share must be in 0..num_shares - 1, got {share} of {num_shares}")
+        for i in range(share, self.num_shards, num_shares):
             with nogil:
                 PyThread_acquire_lock(self.shards[i].lock, 1)
                 status = arrivals_settle(

@@ -33,7 +33,7 @@ from persia._files.schema import SavedSchema, table_name
 from persia._files.storage import Storage, open_storage
 from persia._files.tensors import Column, decode
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
-from persia._services.pace import Pace, give_room, step_back
+from persia._services.pace import Pace, give_room
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
 
@@ -56,7 +56,7 @@ Sketch = tuple["NDArray[np.uint8]", "NDArray[np.uint64]"]
 _logger = get_logger("persia.checkpoints")
 
 # Rows read under a shard's lock at a time.
-BLOCK_ROWS = 65_536
+BLOCK_ROWS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,6 @@ class Cuts:
     # --- the thread -------------------------------------------------------------------------
 
     def _run(self, cut: _Cut, request: WriteRequest) -> None:
-        step_back()
         try:
             self._write(cut, request)
         except BaseException as exc:
@@ -273,7 +272,7 @@ class Cuts:
         storage = open_storage(request.url)
         prefix = self._prefix(request)
         storage.breathe = rest = Pace(self._requests).beside(cut.cut)
-        with PartWriter(storage, prefix, server=self._replica, begin=step_back) as writer:
+        with PartWriter(storage, prefix, server=self._replica, begin=rest) as writer:
             for block in cut.cut.blocks(BLOCK_ROWS):
                 for name, piece in by_table(cut.held, block):
                     writer.add(name, piece)

@@ -30,7 +30,7 @@ from persia._files.places import below, folder_of
 from persia._files.storage import Storage, open_storage
 from persia._files.writers import WriterLock
 from persia._services.checkpoints import BLOCK_ROWS, by_table
-from persia._services.pace import Pace, give_room, step_back
+from persia._services.pace import Pace, give_room
 from persia.errors import StoreError
 from persia.logger import get_logger
 
@@ -104,7 +104,6 @@ class IncrementalWriter:
 
     def _run(self) -> None:
         me = threading.current_thread()
-        step_back()
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -188,7 +187,7 @@ class IncrementalWriter:
     def _publish(self, storage: Storage, identity: str, held: Held, cut: Cut) -> Manifest:
         prefix = f"{identity}/rows"
         storage.breathe = rest = Pace(self._requests).beside(cut)
-        with PartWriter(storage, prefix, server=self._replica, begin=step_back) as writer:
+        with PartWriter(storage, prefix, server=self._replica, begin=rest) as writer:
             for block in cut.blocks(BLOCK_ROWS):
                 for name, piece in by_table(held, block):
                     writer.add(name, piece)

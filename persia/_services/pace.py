@@ -9,11 +9,12 @@
     memory gets short         room is what there is and a part of what is free, every second
                               anew: other servers of the machine take theirs of the same
 
-Pauses are what keeps processors free. A low priority alone would not: whoever holds a lock that
-training waits for, and be it the interpreter's, must not be the one that never runs. On Linux a
-thread of the lowest priority that was stopped in the middle of something waits for 200 ms where
-others want the processor (3 ms for each of them, 68 times over), and all of a process with it.
-So the priority is only a little lower: then it is 10 ms.
+Threads pause in turns: each is due once the work of those before it is paid for. Many small
+pieces one at a time are what others do not notice: threads that all worked at once would take
+the interpreter's lock from those who train for 5 ms each, every time these let it go.
+
+Pauses are what keeps processors free, and no priority: whoever holds a lock that training waits
+for, and be it the interpreter's, must not be the one that never runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from persia._core.store import MAX_SIDE_BYTES
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Of the processors, for one server. A dump costs training more than that, as rows are copied
 # before they change and as the system has its own work with files; with one server on a machine
 # all of it is to be less than a fifth.
-SHARE = 0.1
+SHARE = 0.07
 # However many there are: a disk or network is not faster for more.
 MOST_PROCESSORS = 1.0
 # Copies may take such a part of what is free; of the rows' memory where nobody says what is.
@@ -44,18 +44,12 @@ COPIED = 4
 ROOM_S = 1.0
 # How full that room is when a reader begins to hurry, and when it does not rest any more.
 HURRY = 0.5, 0.75
-# Of one pause.
-LONGEST_S = 0.25
-# Nice: a third of the time that others have, where they want all of it.
-_PRIORITY = 5
-
-
-def step_back() -> None:
-    """Let other threads run before this one, where threads have priorities."""
-    if sys.platform != "linux":
-        return
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
+# Of one pause, however much is owed.
+LONGEST_S = 1.0
+# How often who pauses looks whether somebody still trains, or waits.
+LOOK_S = 0.25
+# What a thread is taken to have worked at its first look: so it takes its turn.
+PIECE_S = 0.005
 
 
 def num_processors() -> float:
@@ -79,23 +73,28 @@ class Pace:
         if processors is None:
             processors = min(SHARE * num_processors(), MOST_PROCESSORS)
         self._processors = processors
+        self._begun = requests()
         self._own = threading.local()
         self._lock = threading.Lock()  # guards the next
         self._paid_at = 0.0  # when all work done so far is paid for; monotonic
         self._pause = threading.Event()  # never set: a wait that a signal ends
 
-    def rest(self, urgency: float = 0.0) -> None:
-        """After a piece of work: pause, if requests came meanwhile.
+    def rest(self, urgency: Callable[[], float] = lambda: 0.0) -> None:
+        """After a piece of work, or before the first: pause, if requests came meanwhile.
 
         Args:
-            urgency: From 0, there is time, to 1, others wait for this thread.
+            urgency: Returns from 0, there is time, to 1, others wait for this thread.
         """
         seen, now = self._requests(), time.thread_time()
-        before, since = getattr(self._own, "last", (seen, now))
-        if seen != before and urgency < 1.0:
-            pause_s = min(self._owed(now - since, urgency), LONGEST_S)
-            if pause_s > 0:
-                self._pause.wait(pause_s)
+        before, since = getattr(self._own, "last", (self._begun, now - PIECE_S))
+        if seen != before and urgency() < 1.0:
+            left_s = min(self._owed(now - since, urgency()), LONGEST_S)
+            while left_s > 0 and urgency() < 1.0:
+                self._pause.wait(min(left_s, LOOK_S))
+                left_s -= LOOK_S
+                seen, before = self._requests(), seen
+                if seen == before:
+                    break
         self._own.last = seen, time.thread_time()
 
     def _owed(self, work_s: float, urgency: float = 0.0) -> float:
@@ -120,7 +119,7 @@ class Pace:
             if now >= due:  # two threads at once: the same, twice
                 due = now + ROOM_S
                 cut.allow(room_for_copies(cut, int(cut.fill * cut.side_bytes)))
-            self.rest(urgency_of(cut))
+            self.rest(lambda: urgency_of(cut))
 
         return rest
 

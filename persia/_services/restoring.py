@@ -323,7 +323,8 @@ class Restoring:
                         count += waiting.popleft().result()
             for entered in waiting:
                 count += entered.result()
-        store.end_restore()
+            for _ in pool.map(store.end_restore, range(_RESTORING), [_RESTORING] * _RESTORING):
+                pass
         moved(done, self._num_bytes, count)
         if self._sketch is None:
             return

@@ -49,9 +49,11 @@ if TYPE_CHECKING:
 
 _logger = get_logger("persia.checkpoints")
 
-# Seconds between two questions how far the servers are: short at first, for small tables.
+# Seconds between two questions how far the servers are, and which part of what has passed: what
+# is over is known soon after, and what takes minutes is not asked for all the time.
 _FIRST_ASK_S = 0.005
 _LONGEST_ASK_S = 0.5
+_ASKED_AFTER = 1 / 32
 # What a file of a dense model or optimizer may be.
 MAX_DENSE_BYTES = 1 << 36
 # Where the trainer keeps what no other file holds: generators, scaler, position in the data.
@@ -250,8 +252,8 @@ def _watch(
         CheckpointError: If nothing moves for as long as a call may take.
     """
     patience_s = env.rpc_timeout_s()
-    pause_s = _FIRST_ASK_S
-    moved_at, last = time.monotonic(), -1
+    begun_at = time.monotonic()
+    moved_at, last = begun_at, -1
     pause = threading.Event()  # never set: a wait that Ctrl-C ends
     # None: no bar where nobody watches.
     with tqdm(
@@ -272,8 +274,8 @@ def _watch(
                 raise CheckpointError(
                     f"{what}: the servers have not moved for {patience_s:g} s: {found}"
                 )
-            pause.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_ASK_S)
+            passed_s = time.monotonic() - begun_at
+            pause.wait(min(max(passed_s * _ASKED_AFTER, _FIRST_ASK_S), _LONGEST_ASK_S))
 
 
 def _write_dense(storage: Storage, identity: str, dense: Dense) -> dict[str, File]:

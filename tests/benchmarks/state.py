@@ -10,7 +10,7 @@ dump has read them, or by popularity (``zipf``). The lines:
 
     pauses   over CUTS dumps with ``blocking=False`` in training: the longest step (the call is
              part of its step) and the median one
-    beside   the rate of training while a dump is written, of the rate before it
+    beside   the rate of training while a dump is written, of the rate before and after it
     idle     dumps and loads without training, against dd in the same folder, pair by pair
 """
 
@@ -46,6 +46,8 @@ FILL = 34_000
 GROUP = np.uint64(1 << 56)
 # Steps before anything is timed, and between two dumps.
 WARM, BETWEEN = 20, 12
+# Steps before and after a dump, to compare with: some seconds.
+ALONE = 400
 
 
 class Clicks(IterableDataset):
@@ -87,6 +89,8 @@ class Net(torch.nn.Module):
 
 def job(rows: int) -> TrainCtx:
     torch.manual_seed(0)
+    # As docs/operations.md says of few cores: a second thread of PyTorch's would spin.
+    torch.set_num_threads(1)
     model = Net()
     server = {"capacity": rows + rows // 8, "memory_limit": 0}
     return TrainCtx(
@@ -165,11 +169,12 @@ def pauses(training: Training, folder: str, cuts: int) -> None:
 
 def beside(training: Training, folder: str, pairs: int) -> None:
     ratios, rates = [], []
+    alone = training.run(ALONE)
     for _ in range(pairs):
-        alone = training.run(BETWEEN * 4)
         during = training.while_dumping(folder)
-        rates.append(1 / (sum(during) / len(during)))
-        ratios.append(rates[-1] * sum(alone) / len(alone))
+        before, alone = alone, training.run(ALONE)
+        rates.append(len(during) / sum(during))
+        ratios.append(rates[-1] * (sum(before) + sum(alone)) / (2 * ALONE))
     num_bytes = sum(path.stat().st_size for path in Path(folder).rglob("*.safetensors"))
     print(
         f"beside: {median(rates):.1f} steps/s while {num_bytes / 1e9:.2f} GB are dumped in "

@@ -37,9 +37,12 @@ def test_rows_come_back_bit_for_bit_into_any_number_of_shards(num_shards: int) -
     other = adagrad_store(num_shards=num_shards)
     for block in shuffled(cut(store, 100)):
         assert other.restore(block) == len(block)
-    other.end_restore()
+    for share in range(3):
+        other.end_restore(share, 3)
     other.check()
     assert contents(other) == contents(store)
+    with pytest.raises(DataError, match="got 3 of 3"):
+        other.end_restore(3, 3)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,11 @@ from persia._services import pace
 from persia._services.pace import (
     COPIED,
     LONGEST_S,
+    LOOK_S,
     MOST_PROCESSORS,
+    PIECE_S,
     ROOM_S,
+    SHARE,
     Pace,
     give_room,
     room_for_copies,
@@ -43,6 +47,7 @@ class Clock:
         made = Pace(requests, processors)
         made._pause = self  # type: ignore[assignment]
         made.rest()
+        self.paused.clear()
         return made
 
 
@@ -60,10 +65,10 @@ def test_a_part_of_a_processor_is_taken_beside_requests(clock: Clock) -> None:
         paced.rest()
     assert clock.worked == pytest.approx(0.25 * (clock.now - begin))
     clock.work(0.01)
-    paced.rest(1.0)  # others wait for this thread
+    paced.rest(lambda: 1.0)  # others wait for this thread
     assert len(clock.paused) == 10
     clock.work(0.01)
-    paced.rest(0.5)
+    paced.rest(lambda: 0.5)
     assert clock.paused[-1] == pytest.approx(clock.paused[0] / 2)
 
 
@@ -75,15 +80,43 @@ def test_nobody_pauses_where_no_requests_come(clock: Clock) -> None:
     assert not clock.paused
 
 
-def test_threads_share_what_they_take_and_no_pause_is_long(clock: Clock) -> None:
+def test_threads_take_turns_and_no_pause_is_long(clock: Clock) -> None:
     requests = itertools.count()
     paced = clock.pace(lambda: next(requests), 0.5)
+    clock.work(0.1)
     # Of two threads that work at the same time each pauses for both.
     assert paced._owed(0.1) == pytest.approx(0.1)
     assert paced._owed(0.1) == pytest.approx(0.3)
     clock.work(10.0)
     paced.rest()
-    assert clock.paused == [LONGEST_S]
+    assert sum(clock.paused) == pytest.approx(LONGEST_S)
+    assert max(clock.paused) <= LOOK_S
+
+
+def test_a_thread_takes_its_turn_before_its_first_piece(clock: Clock) -> None:
+    requests = itertools.count()
+    paced = clock.pace(lambda: next(requests), 0.25)
+    for _ in range(3):  # of threads that begin at once
+        paced._own = threading.local()
+        paced.rest()
+    waited = [PIECE_S / 0.25] * 3
+    assert clock.paused == pytest.approx(waited)
+
+
+def test_a_pause_ends_when_nobody_trains_any_more(clock: Clock) -> None:
+    requests = iter([0, 0, 1, 2, 2, 2])
+    paced = clock.pace(lambda: next(requests), 0.25)
+    clock.work(1.0)
+    paced.rest()
+    assert clock.paused == pytest.approx([LOOK_S] * 2)
+
+
+def test_a_pause_ends_when_others_begin_to_wait(clock: Clock) -> None:
+    requests = itertools.count()
+    paced = clock.pace(lambda: next(requests), 0.25)
+    clock.work(1.0)
+    paced.rest(lambda: float(len(clock.paused) >= 2))
+    assert clock.paused == pytest.approx([LOOK_S] * 2)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +146,7 @@ def test_what_was_urgent_is_not_paid_for_later(clock: Clock) -> None:
     paced = clock.pace(lambda: next(requests), 0.25)
     for _ in range(20):
         clock.work(0.01)
-        paced.rest(0.9)
+        paced.rest(lambda: 0.9)
     clock.work(0.01)
     paced.rest()
     assert clock.paused[-1] == pytest.approx(0.03)
@@ -149,7 +182,7 @@ def test_little_is_taken_of_a_small_share_and_of_a_large_machine(
 ) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)
-    for quota, want in ((2.0, 0.2), (float("inf"), MOST_PROCESSORS)):
+    for quota, want in ((2.0, 2 * SHARE), (float("inf"), MOST_PROCESSORS)):
         monkeypatch.setattr(pace, "processor_quota", lambda quota=quota: quota)
         assert Pace(lambda: 0)._processors == pytest.approx(want)
 
