@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from persia.data import DataLoader, StreamingDataset
+from tests.cluster import DEADLINE_S
 from tests.distributed.net import make_ctx, rows
 
 
@@ -28,7 +29,10 @@ def main(directory: Path, options: dict[str, Any]) -> None:
             ctx.load_checkpoint(options["url"])
         losses = []
         loader = DataLoader(
-            StreamingDataset(6), timeout_ms=60_000, reproducible=True, embedding_staleness=1
+            StreamingDataset(6),
+            timeout_ms=int(1000 * DEADLINE_S),  # others may wait for a disk
+            reproducible=True,
+            embedding_staleness=1,
         )
         for number, batch in enumerate(loader, start=1):
             output, labels = ctx.forward(batch)
