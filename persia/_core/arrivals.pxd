@@ -26,4 +26,5 @@ cdef int arrivals_add(
 # Use all rows again, in their order and at their time, and forget them; -1: no memory.
 cdef int arrivals_settle(
     Arrivals *arrivals, Recency *recency, Slabs *slabs, const uint64_t *clocks) noexcept nogil
+cdef int arrivals_expect(Arrivals *arrivals, uint64_t num_rows) noexcept nogil
 cdef void arrivals_free(Arrivals *arrivals) noexcept nogil

@@ -6,8 +6,8 @@ noted; once all are there, they are sorted by the places they had and used again
 each at the time of its last use. A row that was dropped meanwhile is met no more.
 """
 
-from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memset
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
 
 from persia._core.recency cimport (
     OFFSET_BITS, Order, recency_begin, recency_end, recency_settle, recency_touch_at,
@@ -15,7 +15,13 @@ from persia._core.recency cimport (
 )
 from persia._core.slabs cimport NO_POSITION, Row, is_place, persia_prefetch_write, row_at
 
+cdef extern from "portable.h" nogil:
+    void *persia_map(size_t num_bytes, size_t alignment) noexcept
+    void persia_unmap(void *start, size_t num_bytes) noexcept
+    void persia_advise_huge(void *start, size_t num_bytes) noexcept
+
 cdef enum:
+    HUGE_PAGE = 0x200000
     DIGITS = 2048                   # of 11 bits
     AHEAD = 16                      # rows fetched early
 
@@ -25,18 +31,52 @@ cdef inline uint64_t part_of(uint64_t ttl) noexcept nogil:
     return ttl // TTL_PARTS + 1
 
 
+cdef Arrival *new_rows(uint64_t capacity) noexcept nogil:
+    """Room for so many; NULL: no memory. Of many it is on huge pages."""
+    cdef size_t num_bytes = capacity * sizeof(Arrival)
+    cdef void *start
+    if num_bytes < <size_t> HUGE_PAGE:
+        return <Arrival *> malloc(num_bytes)
+    start = persia_map(num_bytes, HUGE_PAGE)
+    if start != NULL:
+        persia_advise_huge(start, num_bytes)
+    return <Arrival *> start
+
+
+cdef void free_rows(Arrival *rows, uint64_t capacity) noexcept nogil:
+    cdef size_t num_bytes = capacity * sizeof(Arrival)
+    if num_bytes < <size_t> HUGE_PAGE:
+        free(rows)
+    else:
+        persia_unmap(rows, num_bytes)
+
+
+cdef int grow(Arrivals *arrivals, uint64_t capacity) noexcept nogil:
+    cdef Arrival *rows = new_rows(capacity)
+    if rows == NULL:
+        return -1
+    if arrivals.count:
+        memcpy(rows, arrivals.rows, arrivals.count * sizeof(Arrival))
+    free_rows(arrivals.rows, arrivals.capacity)
+    arrivals.rows = rows
+    arrivals.capacity = capacity
+    return 0
+
+
+cdef int arrivals_expect(Arrivals *arrivals, uint64_t num_rows) noexcept nogil:
+    """Have room for so many more; pages of it become resident as they are used."""
+    if arrivals.count + num_rows <= arrivals.capacity:
+        return 0
+    return grow(arrivals, arrivals.count + num_rows)
+
+
 cdef int arrivals_add(
     Arrivals *arrivals, row_t row, sign_t sign, uint64_t order, uint64_t age, uint64_t ttl
 ) noexcept nogil:
     cdef Arrival *at
-    cdef uint64_t capacity
-    if arrivals.count == arrivals.capacity:
-        capacity = arrivals.capacity + arrivals.capacity // 2 + 64
-        at = <Arrival *> realloc(arrivals.rows, capacity * sizeof(Arrival))
-        if at == NULL:
-            return -1
-        arrivals.rows = at
-        arrivals.capacity = capacity
+    if arrivals.count == arrivals.capacity and grow(
+            arrivals, arrivals.capacity + arrivals.capacity // 2 + 64) < 0:
+        return -1
     at = &arrivals.rows[arrivals.count]
     arrivals.count += 1
     at.row = row
@@ -47,7 +87,7 @@ cdef int arrivals_add(
 
 
 cdef void arrivals_free(Arrivals *arrivals) noexcept nogil:
-    free(arrivals.rows)
+    free_rows(arrivals.rows, arrivals.capacity)
     memset(arrivals, 0, sizeof(Arrivals))
 
 
@@ -72,7 +112,7 @@ cdef void sort_by_digit(
 
 
 cdef int sort(Arrivals *arrivals) noexcept nogil:
-    cdef Arrival *other = <Arrival *> malloc((arrivals.count + 1) * sizeof(Arrival))
+    cdef Arrival *other = new_rows(arrivals.capacity)
     cdef Arrival *sorted_
     cdef uint32_t shift
     if other == NULL:
@@ -82,8 +122,7 @@ cdef int sort(Arrivals *arrivals) noexcept nogil:
         sorted_ = other
         other = arrivals.rows
         arrivals.rows = sorted_
-    free(other)
-    arrivals.capacity = arrivals.count + 1
+    free_rows(other, arrivals.capacity)
     return 0
 
 
@@ -96,6 +135,9 @@ cdef int arrivals_settle(
     cdef uint64_t i, age, now
     cdef uint32_t number
     cdef int status = 0
+    if arrivals.count == 0:
+        arrivals_free(arrivals)
+        return 0
     if sort(arrivals) < 0:
         return -1
     recency_begin(recency, slabs, clocks)

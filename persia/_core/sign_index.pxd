@@ -127,5 +127,6 @@ cdef int index_init(SignIndex *index, Slabs *slabs) noexcept nogil
 cdef void index_free(SignIndex *index) noexcept nogil
 # The row's sign is set and not in the index yet. -1: no memory, nothing changed.
 cdef int index_insert(SignIndex *index, Slabs *slabs, uint64_t hash, row_t row) noexcept nogil
+cdef int index_expect(SignIndex *index, Slabs *slabs, uint64_t num_rows) noexcept nogil
 cdef void index_remove(SignIndex *index, uint64_t hash, row_t row) noexcept nogil
 cdef uint64_t index_bytes(const SignIndex *index) noexcept nogil

@@ -235,6 +235,27 @@ cdef int index_insert(
     return 0
 
 
+cdef int index_expect(SignIndex *index, Slabs *slabs, uint64_t num_rows) noexcept nogil:
+    """Make an empty index as large as so many rows will make it, so that it need not split.
+
+    No larger: tables split at seven eighths, and nearly all at the same number of rows.
+    """
+    cdef uint32_t number, count
+    if index.num_tables != 1 or index.tables[0].count:
+        return 0
+    while index.tables[0].num_buckets < MAX_BUCKETS and (
+            8 * num_rows > 7 * <uint64_t> BUCKET_SLOTS * index.tables[0].num_buckets):
+        if double_table(index, slabs, 0) < 0:
+            return -1
+    while index.depth < MAX_DEPTH and (
+            8 * num_rows > (7 * <uint64_t> BUCKET_SLOTS * MAX_BUCKETS) << index.depth):
+        count = index.num_tables
+        for number in range(count):
+            if split_table(index, slabs, number) < 0:
+                return -1
+    return 0
+
+
 cdef void index_remove(SignIndex *index, uint64_t hash, row_t row) noexcept nogil:
     """Take out a row that is in the index."""
     cdef Table *table = &index.tables[entry_of(index, hash).table]

@@ -214,6 +214,16 @@ class EmbeddingStore:
         Values of two bytes are rounded to nearest, so what was read is written unchanged.
         """
 
+    def expect(self, num_rows: int) -> None:
+        """Prepare for so many rows that will be restored, which then come faster.
+
+        Args:
+            num_rows: As many as is known; the store may become fuller, or be less full.
+
+        Raises:
+            MemoryError: There is no room for what is noted of them.
+        """
+
     def restore(self, block: RowBlock, optimizer: RowOptimizer | None = None) -> int:
         """Insert or overwrite the rows of a block, bit for bit; returns how many.
 

@@ -26,7 +26,7 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from persia._core.arrivals cimport arrivals_settle
+from persia._core.arrivals cimport arrivals_expect, arrivals_settle
 from persia._core.changes cimport LogBlock, changes_free, note_clear
 from persia._core.crew cimport Crew
 from persia._core.cut cimport Watch
@@ -59,6 +59,7 @@ from persia._core.shard cimport (
     PyThread_acquire_lock, PyThread_release_lock, PyThread_type_lock, shard_bytes, shard_free,
     shard_init, shard_settle,
 )
+from persia._core.sign_index cimport index_expect
 from persia._core.sketch cimport MAX_COUNT
 from persia._core.slabs cimport CACHE_LINE, PLACE_BITS, Row, row_at, row_values
 from persia._core.types cimport NO_ROW, row_t, uint8_t
@@ -87,6 +88,8 @@ cdef enum:
     MIN_THREADED_SIGNS = 2048
     # Rows of a lookup that are more than this leave the cache before they are read.
     STREAMED_BYTES = 1 << 20
+    # Of smaller rows, under a memory limit, more may come than were prepared for.
+    EXPECTED_ROW_BYTES = 128
 
 # Keys the admission draws, so that they are not those of the initial values.
 cdef uint64_t ADMISSION = <uint64_t> 0xAD3175510B5E5EED
@@ -486,6 +489,26 @@ cdef class EmbeddingStore:
         if states is not None and words:
             batch.states = &states[0, 0]
         self.run(batch)
+
+    def expect(self, uint64_t num_rows):
+        cdef uint32_t i
+        cdef int status
+        cdef uint64_t each
+        num_rows = min(num_rows, self.capacity)
+        each = num_rows // self.num_shards
+        if self.memory_limit:
+            # An index for rows that will not fit would take the room of those that do.
+            each = min(each, self.shards[0].byte_limit // EXPECTED_ROW_BYTES)
+        for i in range(self.num_shards):
+            with nogil:
+                PyThread_acquire_lock(self.shards[i].lock, 1)
+                # More than the mean, as signs are spread by a hash.
+                status = arrivals_expect(&self.shards[i].arrivals, each + each // 64)
+                if status == 0:
+                    status = index_expect(&self.shards[i].index, &self.shards[i].slabs, each)
+                PyThread_release_lock(self.shards[i].lock)
+            if status < 0:
+                raise MemoryError(f"{num_rows} rows in {self.num_shards} shards")
 
     def restore(self, block not None, RowOptimizer optimizer=None):
         cdef Batch batch

@@ -116,6 +116,7 @@ class Restoring:
         self._chains: list[_Chain] = []
         self._sketch: Sketch | None = None
         self._num_bytes = 0
+        self._num_rows = 0  # at least, once verified
 
     def verify(self, moved: Moved) -> None:
         """Read everything that commit will read, and check it; changes nothing.
@@ -139,14 +140,14 @@ class Restoring:
             done += num_bytes
             moved(done, self._num_bytes, 0)
 
-        num_rows = 0
+        self._num_rows = 0
         with ThreadPoolExecutor(self._num_threads, "persia-verify") as pool:
             for chain in self._chains:
-                num_rows += max(
+                self._num_rows += max(
                     self._verify_parts(pool, chain, manifest, read)
                     for manifest in chain.manifests
                 )
-        self._check_capacity(num_rows)
+        self._check_capacity(self._num_rows)
         for chain in self._chains:
             for manifest in chain.manifests:
                 for deleted in manifest.deleted:
@@ -313,6 +314,7 @@ class Restoring:
                     total += store.restore(mine)
             return total
 
+        store.expect(self._num_rows)
         # Parts have no rows in common, so any two of them may enter at the same time.
         waiting: deque[Future[int]] = deque()
         with ThreadPoolExecutor(_RESTORING, "persia-restore") as pool:

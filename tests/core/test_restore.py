@@ -30,13 +30,18 @@ def shuffled(blocks: list[RowBlock]) -> list[RowBlock]:
     return [blocks[i] for i in rng.permutation(len(blocks))]
 
 
+@pytest.mark.parametrize("expected", [0, 2000, 1 << 60])
 @pytest.mark.parametrize("num_shards", [1, 4, 7])
-def test_rows_come_back_bit_for_bit_into_any_number_of_shards(num_shards: int) -> None:
+def test_rows_come_back_bit_for_bit_into_any_number_of_shards(
+    num_shards: int, expected: int
+) -> None:
     store = adagrad_store(2000)
     update(store, range(0, 2000, 3))
     other = adagrad_store(num_shards=num_shards)
+    other.expect(expected)
     for block in shuffled(cut(store, 100)):
         assert other.restore(block) == len(block)
+    other.expect(expected)  # of a store that has rows: no matter
     for share in range(3):
         other.end_restore(share, 3)
     other.check()
@@ -246,3 +251,25 @@ def test_w50_foreign_numbers_in_a_block_are_bounded() -> None:
     store = adagrad_store(5)
     with pytest.raises(DimMismatch):
         store.restore(block_with(values=np.zeros((3, 4), np.float32)))
+
+
+@pytest.mark.parametrize("num_rows", [140_000, 190_000])
+def test_a_store_that_was_prepared_takes_no_more_memory(num_rows: int) -> None:
+    signs = np.arange(1, num_rows + 1, dtype=np.uint64)
+    store = EmbeddingStore(200_000, num_shards=1, seed=3)
+    out = np.empty((num_rows, 2), np.float32)
+    hints = np.empty(num_rows, np.uint32)
+    store.lookup_train(signs, UNIFORM, 1.0, 0, out, hints, RowOptimizer("sgd", 0.1, lr=0.1))
+    used = []
+    for expected in (0, num_rows):
+        other = EmbeddingStore(200_000, num_shards=1, seed=3)
+        other.expect(expected)
+        for block in cut(store):
+            other.restore(block)
+        other.end_restore()
+        other.check()
+        found = np.empty_like(out)
+        assert other.lookup_eval(signs, found) == 0
+        np.testing.assert_array_equal(found, out)
+        used.append(other.stats()["bytes"])
+    assert used[1] <= used[0]
