@@ -3,15 +3,17 @@
     persia-launcher top: No such option '--onec'. Did you mean '--once'? Type: persia-launcher
     top --once
 
-What is to be typed is the line that was given, mended, or else the command's example.
+What is to be typed is the line that was given, without its mistake, or else the command's
+example. Words behind ``--`` are not the command's, and stay as they are.
 """
 
 from __future__ import annotations
 
 import difflib
+import io
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import IO, Any
 
 import click
@@ -23,8 +25,8 @@ _EXAMPLE = "Example: "
 _NEAR = 0.85
 # Of a group, and so of its commands.
 HELP = {"help_option_names": ["-h", "--help"]}
-# They are answered as they are read.
-_ANSWERED = {"-h", "--help", "--version"}
+# What is said to a flag that takes no value to have it off.
+_OFF = {"false", "no", "off", "0"}
 
 
 def example(text: str) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def _what_to_type(error: click.UsageError, ctx: click.Context, words: list[str])
     """Return the line as it was meant, or an example; of several commands, what lists them."""
     meant = _meant(error, ctx, words)
     if meant != words and _can_be_read(ctx, meant):
-        return f"{ctx.command_path} {shlex.join(meant)}"
+        return f"{ctx.command_path} {shlex.join(meant)}".rstrip()
     if isinstance(ctx.command, click.Group):
         return f"{ctx.command_path} --help"
     return (ctx.command.epilog or "").partition(_EXAMPLE)[2].strip()
@@ -69,17 +71,19 @@ def _what_to_type(error: click.UsageError, ctx: click.Context, words: list[str])
 def _meant(error: click.UsageError, ctx: click.Context, words: list[str]) -> list[str]:
     """Return the words without this error, or as they are if nobody can say how."""
     command = ctx.command
+    end = words.index("--") if "--" in words else len(words)
+    own, others = words[:end], words[end:]
     if isinstance(error, click.NoSuchOption):
         given = error.option_name
         near = difflib.get_close_matches(given, _options_of(ctx), n=1) or [given]
-        return [near[0] + word[len(given) :] if _names(word, given) else word for word in words]
+        named = [near[0] + word[len(given) :] if _names(word, given) else word for word in own]
+        return named + others
     if isinstance(error, click.BadOptionUsage):  # such as a value of one that takes none
-        given = error.option_name
-        return [given if _names(word, given) else word for word in words]
+        return [*_without_value(error.option_name, own), *others]
     if isinstance(error, click.MissingParameter):
         return [*words, *_missing(ctx, words)] if words else words
     if isinstance(error, click.BadParameter) and error.param is not None:
-        return _chosen(error.param, words)
+        return _chosen(error.param, own) + others
     if isinstance(command, click.Group) and words:
         near = difflib.get_close_matches(words[0], command.commands, n=1) or words
         return [near[0], *words[1:]]
@@ -88,6 +92,15 @@ def _meant(error: click.UsageError, ctx: click.Context, words: list[str]) -> lis
 
 def _names(word: str, option: str) -> bool:
     return word == option or word.startswith(f"{option}=")
+
+
+def _without_value(option: str, words: list[str]) -> Iterator[str]:
+    """Yield the words with a flag that has no value, or without it where that was "no"."""
+    for word in words:
+        if not _names(word, option):
+            yield word
+        elif word.partition("=")[2].lower() not in _OFF:
+            yield option
 
 
 def _options_of(ctx: click.Context) -> list[str]:
@@ -127,11 +140,13 @@ def _chosen(param: click.Parameter, words: list[str]) -> list[str]:
 
 
 def _can_be_read(ctx: click.Context, words: list[str]) -> bool:
-    if _ANSWERED.isdisjoint(words):
-        try:
+    try:
+        with redirect_stdout(io.StringIO()):
             ctx.command.make_context(ctx.info_name, list(words), parent=ctx.parent)
-        except click.ClickException:
-            return False
+    except click.exceptions.Exit:  # help and the version are answered as they are read
+        return True
+    except click.ClickException:
+        return False
     return True
 
 

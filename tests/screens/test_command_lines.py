@@ -104,6 +104,13 @@ def test_each_bad_line_is_answered_by_one_that_can_be_typed(name: str, command: 
     [
         ("persia-launcher doctor --json=1", "persia-launcher doctor --json"),
         ("persia-launcher top --onec", "persia-launcher top --once"),
+        ("persia-launcher top --once=false", "persia-launcher top\n"),
+        ("persia-launcher top --once=0 a:1", "persia-launcher top a:1\n"),
+        ("persia-launcher top --onec -- --onec", "persia-launcher top --once -- --onec"),
+        (
+            "persia-launcher nn-worker a.py --nproc_per_node=2 -- --nproc_per_node=2",
+            "persia-launcher nn-worker a.py --nproc-per-node=2 -- --nproc_per_node=2",
+        ),
         ("persia-launcher top --intervall=5 a:1", "persia-launcher top --interval=5 a:1"),
         ("persia-launcher tpo --once", "persia-launcher top --once"),
         ("persia-launcher --version=1", "persia-launcher --version"),
@@ -119,6 +126,7 @@ def test_each_bad_line_is_answered_by_one_that_can_be_typed(name: str, command: 
         ),
         ("persia-launcher doctor nope.yml", "persia-launcher doctor --embedding-config "),
         ("persia-ckpt verify a --all=yes", "persia-ckpt verify a --all"),
+        ("persia-ckpt inspect --quik /x -hh", "persia-ckpt inspect --quick /x -hh"),
         ("persia-ckpt diff monday", "persia-ckpt diff monday AFTER"),
         ("persia-ckpt convert 'my a'", "persia-ckpt convert 'my a' FOLDER --to parquet"),
         ("persia-ckpt convert a b --to=npy", "persia-ckpt convert a b --to=npz"),
