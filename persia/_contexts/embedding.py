@@ -26,7 +26,6 @@ from persia.errors import (
     CheckpointError,
     ConfigError,
     DataTypeError,
-    ServiceError,
 )
 
 if TYPE_CHECKING:
@@ -530,7 +529,8 @@ class EmbeddingCtx(BaseCtx):
         try:
             with within(_ASK_S):
                 return [one.name for one in self._embeddings.worker.feature_stats()]
-        except ServiceError:
+        except Exception as exc:  # the model's error is what the user must see
+            logger.debug("no slots to compare a batch with: %r", exc)
             return []
 
     def forget_output(self) -> None:

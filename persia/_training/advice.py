@@ -7,6 +7,7 @@ of shapes that do no harm: a loss may do with them what it likes.
 
 from __future__ import annotations
 
+import dis
 import logging
 import os
 from itertools import groupby
@@ -17,6 +18,7 @@ from persia.errors import PersiaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from types import TracebackType
 
     import torch
 
@@ -62,7 +64,7 @@ def explain_model(
         batch: What it was given.
         slots: Asks for the names of the embedding config.
     """
-    if not _is_of_shapes(error):
+    if not _is_of_shapes(error) or not _may_be_torchs(error):
         return
     dense = ", ".join(str(form_of(each)) for each in batch.non_id_type_tensors) or "none"
     embeddings = ", ".join(_embeddings(batch)) or "none"
@@ -116,10 +118,32 @@ def _is_raised_by_torch(error: BaseException) -> bool:
     """Whether it comes from within the torch package: a metric or ``int("x")`` raises alike."""
     import torch
 
-    filename, trace = "", error.__traceback__
-    while trace is not None:
-        filename, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
+    trace = _innermost(error)
+    filename = "" if trace is None else trace.tb_frame.f_code.co_filename
     return filename.startswith(f"{Path(torch.__file__).parent}{os.sep}")
+
+
+def _may_be_torchs(error: BaseException) -> bool:
+    """Whether torch has raised it, or C that the model called: torch's C has no frame.
+
+    Not what a ``raise`` says that is none of torch's, as it knows its matter better, nor what
+    Python has for values and types, such as of ``int("x")``.
+    """
+    if _is_raised_by_torch(error):
+        return True
+    trace = _innermost(error)
+    if trace is None or type(error) not in (RuntimeError, IndexError):
+        return False
+    raised = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
+    return raised != "RAISE_VARARGS"
+
+
+def _innermost(error: BaseException) -> TracebackType | None:
+    """Return where it was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
 
 
 def _embeddings(batch: PersiaTrainingBatch) -> Iterator[str]:

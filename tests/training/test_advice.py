@@ -87,6 +87,43 @@ def test_a_feature_of_the_config_that_the_batch_has_not_is_named(
     assert "(user, tags); the batch has no city of the embedding config: send it in" in note
 
 
+class Refusing(Net):
+    """Raises what torch knows nothing of."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[Any]) -> torch.Tensor:
+        if not self.what:
+            raise RuntimeError("my own words")
+        return torch.zeros(int(self.what))
+
+
+@pytest.mark.parametrize(("what", "says"), [("", "my own words"), ("x", "invalid literal")])
+def test_an_error_that_is_not_torchs_gets_no_advice(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, what: str, says: str
+) -> None:
+    with make_ctx(model=Refusing(what)) as ctx:
+        batch = ctx.get_embedding_from_data(batch_of(DENSE[:, 0], ZEROS))
+        with pytest.raises((RuntimeError, ValueError), match=says) as raised:
+            ctx.forward(batch)
+    assert not said(raised.value, caplog)
+
+
+def test_servers_that_fail_do_not_hide_the_models_error(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("transport closed")
+
+    with make_ctx(num_features=3) as ctx:
+        batch = ctx.get_embedding_from_data(batch_of(DENSE, ZEROS))
+        monkeypatch.setattr(ctx.embedding_worker, "feature_stats", fail, raising=False)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            ctx.forward(batch)
+
+
 class Classes(Net):
     """Three numbers for each sample."""
 
