@@ -282,16 +282,22 @@ class TrainCtx(EmbeddingCtx):
         engine.end_step(self.update_times)
         if self._progress is not None:
             engine.is_between_passes = self._progress.is_between_passes
-        if self.world_size > 1:
-            from persia._training.halts import Halts
+        try:
+            if self.world_size > 1:
+                from persia._training.halts import Halts
 
-            embeddings.halts = Halts.join(
-                self.world_size, self.rank_id, engine, self._rank_state, env.rpc_timeout_s()
-            )
-        engine.start()
+                embeddings.halts = Halts.join(
+                    self.world_size, self.rank_id, engine, self._rank_state, env.rpc_timeout_s()
+                )
+            engine.start()
+            if self.rank_id == 0:
+                self._record(embeddings, engine)
+        except BaseException:
+            self._curves = None
+            self._leave_ranks(embeddings)
+            engine.close()
+            raise
         embeddings.engine, embeddings.folders = engine, JobFolders()
-        if self.rank_id == 0:
-            self._record(embeddings, engine)
 
     def _record(self, embeddings: Embeddings, engine: GradientEngine) -> None:
         """Begin to write the run down, if that was asked for."""
@@ -371,8 +377,6 @@ class TrainCtx(EmbeddingCtx):
             self._finish()
         finally:
             try:
-                if folders is not None:
-                    folders.release()
                 if engine is not None:
                     engine.close()
                 # Servers of their own processes do so when they end.
@@ -383,8 +387,12 @@ class TrainCtx(EmbeddingCtx):
                 try:
                     self._end_recording(embeddings)
                 finally:
-                    self._leave_ranks(embeddings)
-                    self._disconnect()
+                    try:
+                        self._leave_ranks(embeddings)
+                        self._disconnect()
+                    finally:
+                        if folders is not None:
+                            folders.release()
 
     def _leave_ranks(self, embeddings: Embeddings) -> None:
         halts, embeddings.halts = embeddings.halts, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -81,6 +82,54 @@ def test_a_job_keeps_its_folders_until_it_ends(tmp_path: Path) -> None:
     two.release()
     two.release()
     assert not list(tmp_path.rglob(NAME))
+
+
+def test_object_stores_take_no_folders_place(tmp_path: Path) -> None:
+    one = JobFolders()
+    one.take(LocalStorage(tmp_path))
+    for number in range(MOST_FOLDERS + 1):
+        one.take(open_storage(f"memory://job/step{number}"))
+    with pytest.raises(CheckpointError, match="is writing here"):
+        JobFolders().take(LocalStorage(tmp_path))
+    one.release()
+
+
+def test_a_job_that_nobody_knows_any_more_keeps_no_folder(tmp_path: Path) -> None:
+    one, two = JobFolders(), JobFolders()
+    one.take(LocalStorage(tmp_path))
+    with pytest.raises(CheckpointError, match=r"it is this process: if .* not left"):
+        two.take(LocalStorage(tmp_path))
+    del one
+    gc.collect()
+    two.take(LocalStorage(tmp_path))
+    two.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_forked_child_holds_no_folder_of_its_parent(tmp_path: Path) -> None:
+    """Such as a worker of torch's DataLoader, which may outlive a killed trainer."""
+    script = (
+        "import os, sys\n"
+        "from persia._files.storage import LocalStorage\n"
+        "from persia._files.writers import JobFolders\n"
+        "job = JobFolders()\n"
+        "job.take(LocalStorage(sys.argv[1]))\n"
+        "ready, done = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    job.release()\n"
+        "    os.write(done, b'.')\n"
+        "    os.read(0, 1)\n"
+        "    os._exit(0)\n"
+        "os.read(ready, 1)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as parent:
+        assert parent.wait(60) == -9
+        assert (tmp_path / NAME).is_file()  # the child's release was not its parent's
+        lock = WriterLock(LocalStorage(tmp_path))
+        lock.take()
+        lock.release()
 
 
 def test_a_folder_that_was_removed_is_taken_again(tmp_path: Path) -> None:

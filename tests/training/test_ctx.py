@@ -15,6 +15,7 @@ import torch
 import persia.ctx
 from persia import env
 from persia._contexts.shared import embeddings_of
+from persia._files.writers import JobFolders
 from persia._training import ranks
 from persia._training.ranks import Ranks
 from persia.ctx import (
@@ -388,6 +389,36 @@ def test_w13_a_context_that_is_entered_again_repeats_no_update_id(
             for batch in DataLoader([make_batch(0), make_batch(1)]):
                 step(ctx, batch)
     assert len(set(worker.update_ids)) == 4
+
+
+def test_a_context_that_fails_as_it_is_entered_can_be_entered_again(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise NotADirectoryError("tensorboard")
+
+    ctx = make_ctx()
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainCtx, "_record", fail)
+        with pytest.raises(NotADirectoryError), ctx:
+            pass
+    embeddings = embeddings_of(ctx.embedding_worker)
+    assert (embeddings.engine, embeddings.folders) == (None, None)
+    with ctx:
+        step(ctx, ctx.get_embedding_from_data(make_batch(4)))
+
+
+def test_updates_are_sent_though_folders_cannot_be_left(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folders: JobFolders) -> None:
+        raise OSError("stale handle")
+
+    monkeypatch.setattr(JobFolders, "release", fail)
+    with pytest.raises(OSError, match="stale handle"), make_ctx() as ctx:
+        step(ctx, ctx.get_embedding_from_data(make_batch(4)))
+    # That no thread is left is what every test here is looked through for.
+    assert ctx.backward_engine is None
 
 
 def test_ranks_without_rounds_cannot_be_reproducible(
