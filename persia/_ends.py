@@ -190,10 +190,9 @@ def end_with_launcher() -> None:
         pause = threading.Event()
         while is_there():
             pause.wait(_LOOK_S)
-        # Who ignores the signal had its time to unwind, or takes none.
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-            os.kill(os.getpid(), signal.SIGTERM)
-            pause.wait(_END_S)
+        # Who ignores the signal unwinds already, or takes no notice: it has as long to end.
+        os.kill(os.getpid(), signal.SIGTERM)
+        pause.wait(_END_S)
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="persia-launcher-watch", daemon=True).start()

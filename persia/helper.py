@@ -149,8 +149,8 @@ class PersiaServiceCtx:
         """Start every process, and return when all servers answer."""
         try:
             self._start()
-        except BaseException:
-            self._end(1)
+        except BaseException as exc:
+            self._end(1, _time_to_unwind(exc))
             raise
         return self
 
@@ -164,10 +164,10 @@ class PersiaServiceCtx:
         try:
             if error is None and self._nn_worker_func is not None:
                 self.wait()
-        except BaseException:
-            self._end(1)
+        except BaseException as exc:
+            self._end(1, _time_to_unwind(exc))
             raise
-        self._end(0 if error is None else 1)
+        self._end(0 if error is None else 1, _time_to_unwind(error))
         failure = self._failure()
         if failure is None:
             return
@@ -327,7 +327,7 @@ class PersiaServiceCtx:
 
     # --- ending -------------------------------------------------------------------------------
 
-    def _end(self, status: int) -> None:
+    def _end(self, status: int, unwind_s: float) -> None:
         """End every process, and put everything back as it was."""
         with self._changed:
             self._is_ending = True
@@ -337,7 +337,7 @@ class PersiaServiceCtx:
             others = [p for p in self._processes if p.role not in _SERVER_ROLES]
             if status == 0:
                 self._wait_for_end(others, _LEAVE_S)
-            self._stop(others, UNWIND_S)
+            self._stop(others, unwind_s)
             servers = [p for p in self._processes if p.role in _SERVER_ROLES]
             self._stop(servers, _LEAVE_S / 2)
         finally:
@@ -370,6 +370,11 @@ class PersiaServiceCtx:
 def ensure_persia_service(*args: Any, **kwargs: Any) -> PersiaServiceCtx:
     """Return a ``PersiaServiceCtx`` with these arguments."""
     return PersiaServiceCtx(*args, **kwargs)
+
+
+def _time_to_unwind(error: BaseException | None) -> float:
+    """Return the seconds that functions get to end once they are signalled."""
+    return UNWIND_S if isinstance(error, KeyboardInterrupt) else _LEAVE_S / 2
 
 
 def _one_of(name: str, config: Config | None, path: Config | None) -> Config | None:

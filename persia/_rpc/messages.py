@@ -412,15 +412,13 @@ class StreamOpening:
     """A data-loader begins, or meets an nn-worker that was started anew.
 
     ``first_batch_id`` is the lowest id that this rank may still get from it: the oldest batch
-    that it holds unacknowledged, or the next it will send. ``goes_on`` says that another rank
-    has let it go on with the stream of a process before it: its pass is that one's.
+    that it holds unacknowledged, or the next it will send.
     """
 
     loader: int
     num_loaders: int
     incarnation: int  # drawn anew by each DataCtx
     first_batch_id: int
-    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,14 +427,12 @@ class StreamState:
 
     Ids below ``next_batch_id`` have been received, from this incarnation or the one before:
     they are not sent again, but for those in ``wanted``, whose ids nobody holds any more.
-    Those in ``unfinished`` have not ended, and may be wanted yet. ``goes_on`` says that the
-    stream was another process's.
+    Those in ``unfinished`` have not ended, and may be wanted yet.
     """
 
     next_batch_id: int
     wanted: tuple[int, ...]
     unfinished: tuple[int, ...] = ()
-    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ class Feed:
         self.changed = threading.Condition()  # guards all below, and the lanes
         self.next_id = loader  # of the batch that the user sends next
         self.is_ending = False  # no more will be sent
-        self.goes_on = False  # with the streams of a process before this one
         self.status: int | None = None  # of the job, once it has ended
         self.failure: BaseException | None = None  # of a thread
         self.counts: Counter[str] = Counter()

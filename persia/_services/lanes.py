@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from persia._rpc.deadlines import within
 from persia._rpc.messages import (
     IDFeatures,
     NNWorker,
@@ -24,7 +23,6 @@ from persia._rpc.messages import (
     StreamedBatch,
     StreamNews,
     StreamOpening,
-    StreamState,
 )
 from persia._services.feed import Feed
 from persia._services.registrars import Registrars
@@ -46,8 +44,6 @@ T = TypeVar("T")
 NOTHING = -1
 # The ref of ids that are kept only: the rank has one, or learns that no worker knows this one.
 NOWHERE = RemoteRef(0, 0)
-# Seconds of one try to open a stream; the next may have something else to say.
-OPEN_S = 2.0
 
 
 @dataclass(slots=True)
@@ -170,18 +166,22 @@ class Lane:
     def hold(self, kept: Kept) -> None:
         """Keep a batch as the loader before this one did, from which the rank has it."""
         batch_id = kept.message.batch_id
-        kept.was_sent = True
         with self._feed.changed:
             self._check_open()
-            self._keep(kept)
+            is_received = batch_id < self._received_below
             is_wanted = batch_id in self._wanted_later
-            self._wanted_later.discard(batch_id)
-            if not is_wanted:
-                self._feed.counts["dropped"] += 1
-                if batch_id not in self._unfinished:
-                    del self.kept[batch_id]  # acknowledged meanwhile
-            self._unfinished.discard(batch_id)
-        if not is_wanted:
+            if is_received:
+                kept.was_sent = True
+                self._keep(kept)
+                self._wanted_later.discard(batch_id)
+                if not is_wanted:
+                    self._feed.counts["dropped"] += 1
+                    if batch_id not in self._unfinished:
+                        del self.kept[batch_id]  # acknowledged meanwhile
+                self._unfinished.discard(batch_id)
+        if not is_received:  # the rank was started anew since it was asked what to do
+            self.deliver(kept)
+        if not (is_received and is_wanted):
             return
         try:
             if kept.message.ids == NOWHERE:  # wanted since it was asked what to do
@@ -263,11 +263,11 @@ class Lane:
     def _open(self) -> None:
         feed = self._feed
         with self._turn():
-            state = self._ask(self._try_to_open)
+            state = self._ask(partial(self._rank.open_stream, self._opening()))
             with feed.changed:
-                feed.goes_on = feed.goes_on or state.goes_on
                 self._incarnation = self._rank_incarnation()
-                self._received_below = max(self._received_below, state.next_batch_id)
+                # Whatever the rank had not ended it has only if it says so.
+                self._received_below = max(self._first_unfinished(), state.next_batch_id)
                 self._first_needed = min(
                     (state.next_batch_id, *state.wanted, *state.unfinished)
                 )
@@ -276,30 +276,32 @@ class Lane:
                 self._seen = NOTHING
                 self._is_ended = False
                 # Before the user's thread can drop one of them as received.
-                self._wanted_later.update(x for x in state.wanted if x >= feed.next_id)
+                self._wanted_later = {x for x in state.wanted if x >= feed.next_id}
                 self._unfinished = {x for x in state.unfinished if x >= feed.next_id}
                 self._is_open = self._was_open = True
                 feed.changed.notify_all()
         self._relocate_all(state.wanted)
 
-    def _try_to_open(self) -> StreamState:
-        with within(OPEN_S):
-            return self._rank.open_stream(self._opening())
-
     def _opening(self) -> StreamOpening:
-        feed = self._feed
-        loader, incarnation = feed.stream
-        with feed.changed:
+        with self._feed.changed:
             first = min(self.kept, default=self._next_id())
-            return StreamOpening(loader, feed.num_loaders, incarnation, first, feed.goes_on)
+        loader, incarnation = self._feed.stream
+        return StreamOpening(loader, self._feed.num_loaders, incarnation, first)
 
     def _next_id(self) -> int:
         """Return the lowest id that this rank gets from here on, with the lock held."""
         feed = self._feed
-        start = max(feed.next_id, self._received_below)
+        start = max(feed.next_id, self._first_unfinished())
         start += (feed.loader - start) % feed.num_loaders
         ids = range(start, start + feed.num_loaders * feed.num_ranks, feed.num_loaders)
         return next((x for x in ids if x % feed.num_ranks == self._number), start)
+
+    def _first_unfinished(self) -> int:
+        """Return from which id on a rank that was started anew lacks what is still to be read.
+
+        With the lock held.
+        """
+        return min(self._unfinished | self._wanted_later, default=self._received_below)
 
     def _forget(self) -> None:
         with self._feed.changed:
@@ -363,7 +365,8 @@ class Lane:
             self._register_again(kept)
 
     def _register_again(self, kept: Kept) -> None:
-        ref = self._registrars.register(kept.ids, avoid=kept.message.ids.worker)
+        old = kept.message.ids
+        ref = self._registrars.register(kept.ids, None if old == NOWHERE else old.worker)
         with self._feed.changed:
             kept.message = replace(kept.message, ids=ref)
         self._relocate(kept.message)

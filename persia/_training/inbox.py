@@ -151,8 +151,8 @@ class Inbox:
 
         Raises:
             ConfigError: If the data-loaders do not agree on how many they are.
-            ServiceBusy: If this data-loader has ended its stream, nothing of it is wanted and
-                the pass goes on; or the inbox is closed.
+            ServiceBusy: If this data-loader has ended its stream and the pass goes on, unless
+                it may register ids of it again; or the inbox is closed.
         """
         if not 0 <= opening.loader < opening.num_loaders:
             raise ConfigError(
@@ -180,7 +180,6 @@ class Inbox:
                 stream.next_batch_id or 0,
                 tuple(sorted(stream.wanted)),
                 tuple(sorted((*stream.pending, *stream.in_flight))),
-                stream.was_taken_over,
             )
 
     def _new(self, opening: StreamOpening) -> Incoming:
@@ -201,18 +200,21 @@ class Inbox:
 
         Whoever ended its stream may have been killed before all of it was trained. Its
         successor is not asked for, and is taken for the next pass's, until ids are wanted:
-        these nobody else can register.
+        these nobody else can register. Of several ranks each knows its own pass only: were it
+        let in here, another might take it for the next pass's.
         """
         past, now = self._past.get(opening.loader), self._streams.get(opening.loader)
         for stream in (past, now):
             if stream is not None and stream.incarnation == opening.incarnation:
                 # Perhaps after it was answered, and batches came: they have used their credits.
                 return stream
-        if past is not None and (past.wanted or (opening.goes_on and now is None)):
+        is_only_rank = self.replica_size == 1
+        if past is not None and past.wanted and is_only_rank:
             return self._take_over(past, opening)
         if now is None:
             return None
-        if now.ended_at is not None and not (now.failure or now.wanted or opening.goes_on):
+        is_wanted = bool(now.wanted) and is_only_rank
+        if now.ended_at is not None and not (now.failure or is_wanted):
             raise ServiceBusy(
                 f"{LOADER} {opening.loader} has ended its stream and this pass over the "
                 "data goes on; the next one begins after it",
@@ -237,7 +239,7 @@ class Inbox:
         stream.incarnation = opening.incarnation
         stream.acknowledged.clear()
         stream.version = 0
-        stream.knows_end, stream.was_taken_over = False, True
+        stream.knows_end = False
         stream.credits = self._window(opening.num_loaders) - len(stream.pending)
         stream.was_read |= self._is_passing
         stream.news.notify_all()  # a poll of the process before

@@ -62,7 +62,6 @@ class Incoming:
         self.on_drop: Callable[[], None] | None = None
         self.was_read = False  # a pass went on while it was open
         self.knows_end = False  # was told that the inbox is closed
-        self.was_taken_over = False  # by a process that was started anew
         self.heard_at = 0.0
 
     def at_or_after(self, batch_id: int) -> int | None:

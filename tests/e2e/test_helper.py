@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,32 @@ def test_a_function_that_does_not_end_is_killed_before_servers_are_asked(
     assert loader.status == 128 + signal.SIGKILL
     assert all(end is not None and end.status != loader.status for end in ends.values())
     assert_nothing_is_left(str(places[0]))
+
+
+def unwinds(directory: Path) -> None:
+    try:
+        (directory / "begun").touch()
+        while True:
+            signal.pause()
+    finally:
+        (directory / "unwound").touch()
+
+
+@pytest.mark.slow
+def test_after_a_failure_a_function_has_longer_to_unwind_than_after_an_interrupt(
+    monkeypatch: Monkey, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(persia.helper, "UNWIND_S", 0.0)
+    monkeypatch.setattr(persia.helper, "_LEAVE_S", 120.0)
+
+    def fail() -> None:
+        with ensure_persia_service(partial(unwinds, tmp_path), embedding_config=CONFIG):
+            until((tmp_path / "begun").exists)
+            raise ValueError("the body fails")
+
+    with pytest.raises(ValueError, match="the body fails"):
+        fail()
+    assert (tmp_path / "unwound").exists()
 
 
 def test_waiting_has_a_deadline() -> None:

@@ -256,15 +256,40 @@ persia._ends.end_with_launcher()
 BETWEEN = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
 
 
-def test_a_script_that_ignores_the_signal_ends_with_its_launcher(job: Job) -> None:
-    """As one that unwinds already: it has had its time."""
-    text = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOLLOWS + SLEEPS
-    trainer = job.start("nn-worker", job.script("train.py", text))
+UNWINDS = """
+import signal, threading, types
+import persia._ends
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that has had it, and unwinds
+persia._ends._END_S = 1e6
+waits, is_done = threading.Event(), threading.Event()
+
+
+class Pause(threading.Event):
+    def wait(self, timeout):
+        if timeout < 1e6:
+            return super().wait(timeout)
+        waits.set()
+        is_done.wait(60)
+
+
+persia._ends.threading = types.SimpleNamespace(Event=Pause, Thread=threading.Thread)
+persia._ends.end_with_launcher()
+print("running", flush=True)
+waits.wait(60)
+print("unwound", flush=True)
+is_done.set()
+threading.Event().wait(60)
+"""
+
+
+def test_a_script_that_unwinds_has_time_though_its_launcher_is_gone(job: Job) -> None:
+    trainer = job.start("nn-worker", job.script("train.py", UNWINDS))
     trainer.wait_for("running")
     trainer.signal(signal.SIGKILL)
     trainer.wait()
     wait_until_gone(str(job.directory))
-    assert "unwound" not in trainer.printed()
+    assert "unwound" in trainer.printed()
 
 
 def test_a_script_ends_with_its_parent_though_its_launcher_lives(job: Job) -> None:

@@ -79,8 +79,7 @@ class FakeRank:
                 raise ServiceBusy("the pass goes on")
             self.streams[opening.loader] = stream
             self.changed.notify_all()
-            goes_on = old is not None and old.end is None
-            return StreamState(stream.next_batch_id, tuple(stream.wanted), goes_on=goes_on)
+            return StreamState(stream.next_batch_id, tuple(stream.wanted))
 
     def deliver(self, stream: tuple[int, int], batch: StreamedBatch) -> None:
         with self.changed:

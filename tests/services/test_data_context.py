@@ -17,7 +17,7 @@ from persia import env
 from persia._rpc.messages import RemoteRef
 from persia._services import data_context, feed, registrars
 from persia._services.data_context import Feeder
-from persia._services.lanes import Lane
+from persia._services.lanes import Kept, Lane
 from persia.embedding.data import (
     IDTypeFeature,
     PersiaBatch,
@@ -455,18 +455,22 @@ def test_a_loader_that_is_restarted_registers_what_is_wanted(make_feeder: MakeFe
     assert rank.order == [0, 1, 2, 3]
 
 
+class TellingRank(FakeRank):
+    """Says what has not ended."""
+
+    def open_stream(self, opening: Any) -> Any:
+        with self.changed:
+            state = super().open_stream(opening)
+            return replace(state, unfinished=(*self.waiting, *self.taken))
+
+
 @pytest.mark.parametrize("is_too_late", [False, True])
 def test_a_loader_that_is_restarted_holds_what_has_not_ended(
     make_feeder: MakeFeeder, is_too_late: bool
 ) -> None:
     """What is wanted after it was read is lost no more."""
 
-    class Telling(FakeRank):
-        def open_stream(self, opening: Any) -> Any:
-            state = super().open_stream(opening)
-            return replace(state, unfinished=(*self.waiting, *self.taken))
-
-    rank, worker = Telling(credits=4), FakeWorker()
+    rank, worker = TellingRank(credits=4), FakeWorker()
     first = make_feeder([worker], [rank])
     for number in range(3):
         send(first, number)
@@ -494,37 +498,66 @@ def test_a_loader_that_is_restarted_holds_what_has_not_ended(
     assert rank.order == [0, 1, 2]
 
 
-def test_a_rank_that_has_ended_its_pass_is_told_that_another_wants_something(
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_that_is_started_anew_gets_what_a_loader_before_had_sent(
+    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """Of which this one has read a part; it held the last one just then, or had not begun."""
+    rank, worker = TellingRank(credits=6), FakeWorker()
+    first = make_feeder([worker], [rank])
+    for number in range(6):
+        send(first, number)
+    rank.take()
+    rank.acknowledge(0)
+    rank.acknowledge(rank.take().batch_id)
+    first.close()
+    second = make_feeder([worker], [rank])
+    for number in range(3):
+        send(second, number)
+    (lane,) = second._lanes
+    hold = lane.hold
+
+    def restart() -> None:
+        rank.restart()
+        until(lambda: lane._received_below == 3)
+
+    def hold_late(kept: Kept) -> None:
+        monkeypatch.setattr(lane, "hold", hold)
+        restart()
+        hold(kept)
+
+    if is_late:
+        monkeypatch.setattr(lane, "hold", hold_late)
+    else:
+        restart()
+
+    def send_rest() -> None:
+        for number in range(3, 8):
+            send(second, number)
+
+    run = Background(send_rest)
+    trained: list[int] = []
+    while len(trained) < 6:
+        trained += [batch.batch_id for batch in rank.train(1)]
+    run.result()
+    assert trained == [2, 3, 4, 5, 6, 7]
+    # Those that had ended are not trained again.
+    until(lambda: second.stats() == {"dropped": 3, "redelivered": 1, "sent": 5})
+
+
+def test_ids_that_no_worker_has_are_registered_at_the_one_whose_turn_it_is(
     make_feeder: MakeFeeder,
 ) -> None:
-    class Ended(FakeRank):
-        refused = 0
-
-        def open_stream(self, opening: Any) -> Any:
-            if self.streams and not opening.goes_on:
-                self.refused += 1
-                raise ServiceBusy("the pass goes on")
-            return super().open_stream(opening)
-
-    ranks, worker = [FakeRank(0, 2), Ended(1, 2)], FakeWorker()
-    first = make_feeder([worker], ranks)
-    for number in range(2):
-        send(first, number)
-    batch = ranks[0].take()
-    ranks[1].train(1)
+    rank, workers = TellingRank(credits=4), [FakeWorker(), FakeWorker()]
+    first = make_feeder(workers, [rank])
+    send(first, 0)
+    rank.take()
     first.close()
-    worker.restart()
-    ranks[0].want(batch.batch_id)
-    second = make_feeder([worker], ranks)
-    run = Background(lambda: send_all(second, 2))
-    ranks[0].wait_for(lambda: ranks[0].relocations)
-    for rank in ranks:
-        rank.wait_for_end()
-    ranks[0].acknowledge(batch.batch_id)
-    run.result()
-    assert [rank.order for rank in ranks] == [[0], [1]]
-    stats = second.stats()
-    assert stats == {"dropped": 1, "registered_again": stats["registered_again"]}
+    second = make_feeder(workers, [rank])
+    send(second, 0)
+    rank.want(0)
+    rank.wait_for(lambda: rank.relocations)
+    assert [ref.worker for _, ref in rank.relocations] == [0]
 
 
 def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(

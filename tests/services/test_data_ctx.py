@@ -18,19 +18,17 @@ from persia import env
 from persia._rpc.methods import embedding_worker, nn_worker
 from persia._rpc.server import Server, ServerSettings, serve
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services import data_context, lanes, registrars
+from persia._services import data_context, registrars
 from persia.ctx import DataCtx, cnt_ctx
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.errors import (
     ConfigError,
     DataError,
     DataTypeError,
-    JobFinished,
-    ServiceBusy,
     ServiceError,
     ServiceUnavailable,
 )
-from tests.services.streams import PATIENCE_S, Background, FakeRank
+from tests.services.streams import Background, FakeRank
 from tests.services.support import make_servers, make_worker
 
 
@@ -243,42 +241,6 @@ def test_w69_ids_that_a_worker_lost_are_registered_again(job: Job) -> None:
     job.ranks[1].train(1)
     job.ranks[0].train(2)
     assert run.result().stats() == {"sent": 4, "registered_again": 1}
-
-
-def test_a_rank_that_refuses_is_asked_again_with_what_another_has_said(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lanes, "OPEN_S", 0.1)
-    first = DataCtx().__enter__()
-    for number in range(2):
-        first.send_data(batch(number))
-    lost = job.ranks[0].take()
-    job.ranks[1].train(1)
-    assert first._feeder is not None
-    first._feeder.close()  # as if it were killed
-    first.__exit__(JobFinished, JobFinished("it was killed"), None)
-    was_refused, open_streams = threading.Event(), [rank.open_stream for rank in job.ranks]
-
-    def waits_for_the_other(opening: Any) -> Any:
-        assert was_refused.wait(PATIENCE_S)
-        return open_streams[0](opening)
-
-    def has_ended(opening: Any) -> Any:
-        if opening.goes_on:
-            return open_streams[1](opening)
-        was_refused.set()
-        raise ServiceBusy("this pass goes on")
-
-    monkeypatch.setattr(job.ranks[0], "open_stream", waits_for_the_other)
-    monkeypatch.setattr(job.ranks[1], "open_stream", has_ended)
-    job.ranks[0].want(lost.batch_id)
-    run = Background(lambda: send_all(2))
-    job.ranks[0].wait_for(lambda: job.ranks[0].relocations)
-    job.ranks[0].acknowledge(lost.batch_id)
-    # The thread of the lane and the one that sends may both have registered it.
-    stats = run.result().stats()
-    assert stats == {"dropped": 1, "registered_again": stats["registered_again"]}
-    assert {batch_id for batch_id, _ in job.ranks[0].relocations} == {lost.batch_id}
 
 
 # --- how it ends ----------------------------------------------------------------------------
