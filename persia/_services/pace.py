@@ -44,8 +44,9 @@ COPIED = 4
 ROOM_S = 1.0
 # How full that room is when a reader begins to hurry, and when it does not rest any more.
 HURRY = 0.5, 0.75
-# Of one pause, however much is owed.
-LONGEST_S = 1.0
+# Of one pause, however much is owed: more than five threads owe for pieces of 40 ms where a
+# container has half a processor, or they would sleep as long and work at once again.
+LONGEST_S = 10.0
 # How often who pauses looks whether somebody still trains, or waits.
 LOOK_S = 0.25
 # What a thread is taken to have worked at its first look: so it takes its turn.
