@@ -195,13 +195,20 @@ def read_part(storage: Storage, part: Part, memory: Memory | None = None) -> Row
     return block
 
 
-def read_ahead(storage: Storage, parts: Iterable[Part]) -> Iterator[tuple[Part, RowBlock]]:
+def read_ahead(
+    storage: Storage, parts: Iterable[Part], memory: Memory | None = None
+) -> Iterator[tuple[Part, RowBlock]]:
     """Yield parts with their rows; the next ones are read and checked while one is used.
+
+    Args:
+        storage: Where they are.
+        parts: Which.
+        memory: To read them into; its own by default.
 
     Raises:
         CheckpointError: If a file is not what was written, or no such part.
     """
-    memory = Memory()
+    memory = memory or Memory()
     with ThreadPoolExecutor(_AHEAD, thread_name_prefix="persia-read-ahead") as pool:
         reading: deque[tuple[Part, Future[RowBlock]]] = deque()
         try:

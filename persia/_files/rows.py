@@ -55,6 +55,7 @@ def rows_of(
     progress: Progress = no_progress,
     *,
     buckets: tuple[int, int] = (0, NUM_BUCKETS),
+    memory: Memory | None = None,
 ) -> Iterator[tuple[Part, RowBlock]]:
     """Yield every row of a chain once, in its latest state, and the part that it is from.
 
@@ -66,6 +67,7 @@ def rows_of(
         manifests: The chain, the full one first.
         progress: Of reading.
         buckets: First, and one beyond the last, of the rows that are asked for.
+        memory: To read into.
 
     Raises:
         CheckpointError: If a file is not what was written.
@@ -96,7 +98,7 @@ def rows_of(
                 for part in manifest.parts
                 if first < part.buckets[1] and part.buckets[0] < end
             ]
-            for part, block in read_ahead(storage, needed):
+            for part, block in read_ahead(storage, needed, memory):
                 progress(part.file.num_bytes)
                 if part.buckets[0] < first or end < part.buckets[1]:
                     block = _within(block, first, end)

@@ -115,6 +115,7 @@ class Restoring:
         self.notes: list[str] = []
         self._chains: list[_Chain] = []
         self._sketch: Sketch | None = None
+        self._memory = Memory()  # of both steps: new memory costs more than reading into it
         self._num_bytes = 0
         self._num_rows = 0  # at least, once verified
 
@@ -165,14 +166,13 @@ class Restoring:
         """Check the parts of one checkpoint; returns how many rows this server will own."""
         window = Window(f"parts of {chain.storage.at(manifest.id)}")
         count = 0
-        memory = Memory()
         # As many checks ahead as there are threads: what they return are all signs.
         checks: deque[tuple[Part, Future[_Signs]]] = deque()
         left = iter(sorted(manifest.parts, key=lambda part: part.buckets))
         try:
             while True:
                 for part in itertools.islice(left, 1 + self._num_threads - len(checks)):
-                    checks.append((part, pool.submit(_check, chain, part, memory)))
+                    checks.append((part, pool.submit(_check, chain, part, self._memory)))
                 if not checks:
                     break
                 part, check = checks.popleft()
@@ -319,7 +319,8 @@ class Restoring:
         waiting: deque[Future[int]] = deque()
         with ThreadPoolExecutor(_RESTORING, "persia-restore") as pool:
             for chain in self._chains:
-                for part, block in rows_of(chain.storage, chain.manifests, read):
+                rows = rows_of(chain.storage, chain.manifests, read, memory=self._memory)
+                for part, block in rows:
                     waiting.append(pool.submit(restore, chain, part, block))
                     if len(waiting) > _RESTORING:
                         count += waiting.popleft().result()
