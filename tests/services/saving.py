@@ -105,10 +105,10 @@ class Slow:
         self._rows_of = rows_of_parts
         patch.setattr(restoring, "rows_of", self._wait)
 
-    def _wait(self, *arguments: Any) -> Any:
+    def _wait(self, *arguments: Any, **options: Any) -> Any:
         self.is_there.set()
         assert self.may_go.wait(PATIENCE_S)
-        return self._rows_of(*arguments)
+        return self._rows_of(*arguments, **options)
 
 
 @contextmanager
