@@ -66,6 +66,9 @@ class WriterLock:
         folder = Path(self._storage.url)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise failed("make the folder", self._storage.url, exc) from exc
+        try:
             descriptor = None
             while descriptor is None:
                 descriptor = self._locked(folder / NAME)

@@ -135,6 +135,8 @@ class PieceReader(Reader):
         drop_last: bool = False,
         shard: tuple[int, int] | None = None,
     ) -> None:
+        if not isinstance(batch_size, int | np.integer):
+            raise ConfigError(f"batch_size must be an integer, got {batch_size!r}")
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         if shuffle_seed is not None and shuffle_seed < 0:

@@ -60,7 +60,7 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"writer\.lock: cannot lock"):
+    with pytest.raises(CheckpointError, match=r"file/job: cannot make the folder: Not a dir"):
         WriterLock(LocalStorage(tmp_path / "file" / "job")).take()
 
 

@@ -184,6 +184,7 @@ def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"batch_size": "200"}, "batch_size must be an integer, got '200'"),
         ({"batch_size": 1, "shuffle_seed": -1}, "shuffle_seed must be at least 0"),
         ({"batch_size": 1, "shard": (2, 2)}, "expected an index below the size"),
     ],
