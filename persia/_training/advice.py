@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import logging
 import os
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Names of features that are spelled out; more are counted.
 _MOST_NAMES = 4
+_SAYS_DTYPE = re.compile("dtype|scalar type|Double|float64")
 
 
 class Form(NamedTuple):
@@ -74,6 +76,9 @@ def explain_model(
     )
     if any(each.dim() == 1 for each in batch.non_id_type_tensors):
         text += "; give one number a sample as NonIDTypeFeature(x.reshape(-1, 1))"
+    is_double = any(str(each.dtype) == "torch.float64" for each in batch.non_id_type_tensors)
+    if is_double and _SAYS_DTYPE.search(str(error)):
+        text += "; give float64 as NonIDTypeFeature(x.astype(np.float32))"
     lacking = [name for name in slots() if name not in batch.feature_names]
     if lacking:
         text += (

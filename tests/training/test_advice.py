@@ -50,6 +50,11 @@ ZEROS = np.zeros((SIZE, 1), np.float32)
             "float32 [4]",
             "; give one number a sample as NonIDTypeFeature(x.reshape(-1, 1))",
         ),
+        (
+            np.zeros((SIZE, 2)),
+            "float64 [4, 2]",
+            "; give float64 as NonIDTypeFeature(x.astype(np.float32))",
+        ),
         (np.zeros((SIZE, 2), np.int64), "", ""),  # torch.cat makes floats of it
     ],
 )
@@ -63,7 +68,7 @@ def test_a_model_that_fails_says_what_it_was_given(
             return
         with pytest.raises((RuntimeError, IndexError)) as raised:
             ctx.forward(batch)
-    assert said(raised.value, caplog) == [
+    assert said(raised.value, caplog)[-1:] == [
         f"the model was given a batch of 4 samples: non_id_type_tensors {form}; "
         f"embedding_tensors float32 [4, {DIM}] (user, tags){advice}"
     ]
