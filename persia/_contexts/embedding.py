@@ -413,6 +413,7 @@ class EmbeddingCtx(BaseCtx):
             BaseException: What an update of the last epoch raised, or a load in the background.
         """
         from persia._training.prefetch import Prefetcher
+        from persia._training.progress import count_done
         from persia._training.sources import DatasetSource, Source, StreamSource
         from persia._training.stream import check_room
 
@@ -438,7 +439,13 @@ class EmbeddingCtx(BaseCtx):
             stream = embeddings.open_stream(input_capacity, resumed)
             source = StreamSource(stream, converter, reproducible)
         else:
-            source = DatasetSource(dataset, converter, input_capacity, self._resumed("dataset"))
+            resumed = self._resumed("dataset")
+            source = DatasetSource(dataset, converter, input_capacity, resumed)
+        num_resumed = 0 if resumed is None else count_done(resumed)
+        if num_resumed:
+            logger.info(
+                "this pass begins behind batch %d, where the checkpoint was made", num_resumed
+            )
         epoch = Prefetcher(
             source,
             self._lookups,
@@ -449,6 +456,7 @@ class EmbeddingCtx(BaseCtx):
             staleness=staleness,
             timeout_s=timeout_s,
             ranks=self._ranks if keeps_step else None,
+            num_resumed=num_resumed,
         )
         self._epochs = [known for known in self._epochs if known() is not None]
         self._epochs.append(weakref.ref(epoch))

@@ -142,6 +142,7 @@ class Prefetcher:
         staleness: Bound on batches in flight, or None.
         timeout_s: How long ``next`` waits.
         ranks: To keep in step with; None where there is one, or none needs to wait.
+        num_resumed: Batches of the pass that were trained before a checkpoint.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class Prefetcher:
         staleness: int | None,
         timeout_s: float,
         ranks: Agrees | None = None,
+        num_resumed: int = 0,
     ) -> None:
         self._source = source
         self._lookups = lookups
@@ -184,6 +186,8 @@ class Prefetcher:
         self._last: Ticket | None = None  # handed out last
         self._owes_turn = False  # what was handed out last will have no update
         self._num_trained = self._num_abandoned = 0  # batches with and without a backward
+        self._num_resumed = num_resumed
+        self._has_begun = False  # something was handed out
         self._kept: list[Ticket] = []  # handed out and kept, most of them ended since
         self._threads = [
             threading.Thread(target=self._forward, name=f"persia-forward-{number}", daemon=True)
@@ -242,6 +246,7 @@ class Prefetcher:
             timings = self._lookups.book.timings
             timings["get_train_batch_time_cost_more_than_1ms_sec"].add(waited_s)
         batch = self._converter.finish(item) if isinstance(item, StagedBatch) else item
+        self._has_begun = True
         self._last = batch.ticket
         self._owes_turn = batch.ticket is None
         return batch
@@ -259,7 +264,18 @@ class Prefetcher:
                         "was trained; call ctx.backward(loss) for each, or use eval_ctx",
                         self._num_abandoned,
                     )
-                self._lookups.progress.end(self._source, self._source.end_position())
+                had_no_more = self._num_resumed > 0 and not self._has_begun
+                if had_no_more:
+                    logger.warning(
+                        "nothing was trained in this pass: the checkpoint was made behind its "
+                        "batch %d, and the data has no more than that; the next pass begins at "
+                        "the first batch. To go on with other data, load the checkpoint with "
+                        "features=[...] of all features, which leaves the position out",
+                        self._num_resumed,
+                    )
+                self._lookups.progress.end(
+                    self._source, self._source.end_position(), had_no_more=had_no_more
+                )
                 raise
             except ServiceError:
                 raise  # a lookup's, which may be a timeout of its own

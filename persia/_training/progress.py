@@ -89,10 +89,22 @@ class Progress:
             self._source = source
             self._resumed = None
 
-    def end(self, source: HasPosition, position: Plain | None = None) -> None:
-        """Note that a pass has handed out all it had, and where that is."""
+    def end(
+        self,
+        source: HasPosition,
+        position: Plain | None = None,
+        *,
+        had_no_more: bool = False,
+    ) -> None:
+        """Note that a pass has handed out all it had, and where that is.
+
+        Args:
+            source: Of the pass.
+            position: Where it ended.
+            had_no_more: Whether it began behind what was trained of it, and nothing was left.
+        """
         with self._lock:
-            if self._source is source:
+            if self._source is source or (had_no_more and self._source is None):
                 self._source = None
                 self._before = position
                 self._passes += 1

@@ -20,6 +20,7 @@ from persia._files.parts import write_file
 from persia._files.storage import LocalStorage
 from persia._services import restoring
 from persia._training import checkpoints
+from persia._training.progress import Position
 from persia.ctx import InferCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
@@ -161,6 +162,44 @@ def test_a_stopped_run_goes_on_bit_for_bit(
         assert train(ctx, dataset) == whole[0][stop:]
         assert state(ctx) == whole[1]
     assert dataset.begun_at == [stop]
+
+
+def test_a_pass_behind_the_end_of_its_data_is_told_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def dump(number: int) -> None:
+        if number == NUM_BATCHES:
+            ctx.dump_checkpoint(tmp_path)
+
+    seed()
+    with make_ctx() as ctx:
+        train(ctx, Batches(), dump)
+        second = train(ctx, Batches())
+    dataset = Batches()
+    with make_ctx() as ctx, caplog.at_level("INFO", "persia.ctx"):
+        ctx.load_checkpoint(tmp_path)
+        assert train(ctx, dataset) == []
+        assert f"this pass begins behind batch {NUM_BATCHES}, where" in caplog.text
+        assert f"made behind its batch {NUM_BATCHES}, and the data has no more" in caplog.text
+        assert ctx.resume_position == Position(1)
+        assert train(ctx, dataset) == second
+    assert dataset.begun_at == [NUM_BATCHES, 0]
+
+
+def test_other_data_is_trained_from_its_beginning(tmp_path: Path) -> None:
+    def dump(number: int) -> None:
+        if number == NUM_BATCHES:
+            ctx.dump_checkpoint(tmp_path)
+
+    with make_ctx() as ctx:
+        train(ctx, Batches(), dump)
+        before = state(ctx)
+    dataset = Batches()
+    with make_ctx() as ctx:
+        ctx.load_checkpoint(tmp_path, features=SLOTS["slots_config"])
+        assert state(ctx)[:3] == before[:3]  # rows, model and optimizer; it counts steps anew
+        assert len(train(ctx, dataset)) == NUM_BATCHES
+    assert dataset.begun_at == [0]
 
 
 def test_a_dataset_that_cannot_seek_is_read_and_left_out(whole: Whole, tmp_path: Path) -> None:
