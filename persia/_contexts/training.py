@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,7 @@ class TrainCtx(EmbeddingCtx):
         )
         self.embedding_optimizer = embedding_optimizer
         self.dense_optimizer: torch.optim.Optimizer = dense_optimizer
+        _compare(model, dense_optimizer)
         self.grad_scalar_update_factor = grad_scalar_update_factor
         self.backward_buffer_size = backward_buffer_size
         self.backward_workers_size = backward_workers_size
@@ -168,6 +170,9 @@ class TrainCtx(EmbeddingCtx):
         # Each rank computes the mean over its own batch; the worker divides by the scale.
         self._reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
         self._warned_nans = 0
+        self._loss: torch.Tensor | None = None  # of the last step; nobody waits for it
+        self._num_bad_losses = 0  # not finite, of those that were looked at
+        self._has_told_no_gradients = False
         self._random: Plain = {}  # of a rank that others ask, after its last step
         if tensorboard is not None:
             from persia._training.tensorboard import need_tensorboard
@@ -379,6 +384,7 @@ class TrainCtx(EmbeddingCtx):
             try:
                 if engine is not None:
                     engine.close()
+                    self._warn_of_nans(self._own_book(), is_last=True)
                 # Servers of their own processes do so when they end.
                 flush = getattr(embeddings.worker, "flush_changes", None)
                 if flush is not None:
@@ -666,10 +672,17 @@ class TrainCtx(EmbeddingCtx):
         if current.ticket is not None:
             # Afterwards would be too late: the loss's gradients were in the dense model.
             book.check_open(current.ticket)
+        elif not self._has_told_no_gradients:
+            self._has_told_no_gradients = True
+            logger.warning(
+                "batch %d has a backward and was looked up without gradients, so it trains the "
+                "dense net only: made with requires_grad=False, or in an eval_ctx? (said once)",
+                current.batch_id,
+            )
         book.release_orphans()
         scaler = self.grad_scaler
         scale = 1.0
-        unscaled = loss.detach()
+        self._loss = unscaled = loss.detach()
         if scaler is not None:
             loss = scaler.scale(loss)
             scale = scaler.get_scale()
@@ -700,6 +713,7 @@ class TrainCtx(EmbeddingCtx):
                 engine.submit(updates, scale * self._reduction)
             else:
                 engine.skip(updates)
+                self._is_loss_bad(self.update_times + 1)
         self.dense_optimizer.zero_grad()
         self.update_times += 1
         if self.rank_id:
@@ -748,15 +762,49 @@ class TrainCtx(EmbeddingCtx):
         ]
         return not checks or bool(torch.stack(checks).all())
 
-    def _warn_of_nans(self, book: Book) -> None:
+    def _warn_of_nans(self, book: Book, *, is_last: bool = False) -> None:
         total, by_feature = book.nan_counts()
-        if total > self._warned_nans:
-            self._warned_nans = total
+        if total <= self._warned_nans:
+            return
+        if self._is_loss_bad(self.update_times) and not is_last:
+            return  # all gradients of it are: counted at the end
+        self._warned_nans = total
+        logger.warning(
+            "%d embedding gradients were not finite so far and were left out: %s",
+            total,
+            ", ".join(f"{name} {count}" for name, count in sorted(by_feature.items())),
+        )
+
+    def _is_loss_bad(self, step: int) -> bool:
+        """Whether the last loss is not finite; tells the 1st, 10th, 100th... that is not.
+
+        It waits for the device: to be asked only where a gradient is known not to be finite.
+        """
+        value = 0.0 if self._loss is None else self._loss.item()
+        if math.isfinite(value):
+            return False
+        self._num_bad_losses += 1
+        if str(self._num_bad_losses).strip("0") == "1":
             logger.warning(
-                "%d embedding gradients were not finite so far and were left out: %s",
-                total,
-                ", ".join(f"{name} {count}" for name, count in sorted(by_feature.items())),
+                "the loss is %s at step %d: lower the learning rate, or look at the data",
+                value,
+                step,
             )
+        return True
+
+
+def _compare(model: Any, optimizer: Any) -> None:
+    """Warn of an optimizer that cannot train the model; over a part of it one may be."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None or not callable(getattr(model, "parameters", None)):
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    if own and not any(id(one) in own for group in groups for one in group["params"]):
+        logger.warning(
+            "dense_optimizer has none of the model's %d parameters, so the dense net is not "
+            "trained: make it over model.parameters() of the same model",
+            len(own),
+        )
 
 
 def _check_loss(loss: torch.Tensor) -> None:

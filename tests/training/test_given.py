@@ -11,7 +11,7 @@ from persia.data import DataLoader
 from persia.embedding.optim import Adam
 from persia.errors import ConfigError, DataError, DataTypeError
 
-from .conftest import MakeCtx, loss_of
+from .conftest import MakeCtx, Net, loss_of, step
 from .fakes import make_batch
 
 
@@ -46,6 +46,27 @@ def test_a_loss_is_one_number_with_a_graph(make_ctx: MakeCtx, wrong: Any, says: 
             ctx.backward(wrong(loss))
         ctx.backward(loss)  # nothing had changed
         assert ctx.update_times == 1
+
+
+def test_an_optimizer_of_another_model_is_told(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    part, whole = [model.layer.bias], model.parameters()
+    make_ctx(model=model, dense_optimizer=torch.optim.SGD(part, lr=0.1))
+    make_ctx(model=torch.nn.Sequential(model), dense_optimizer=torch.optim.SGD(whole, lr=0.1))
+    assert not caplog.messages
+    make_ctx(model=model, dense_optimizer=torch.optim.SGD(Net().parameters(), lr=0.1))
+    assert "dense_optimizer has none of the model's 2 parameters" in caplog.text
+
+
+def test_a_backward_without_gradients_of_embeddings_is_told_once(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_ctx() as ctx:
+        for number in range(2):
+            step(ctx, ctx.get_embedding_from_data(make_batch(number, requires_grad=False)))
+            assert caplog.text.count("made with requires_grad=False") == 1
 
 
 def test_a_dataset_can_be_iterated() -> None:

@@ -151,6 +151,23 @@ def test_w02_non_finite_rows_are_warned_of_at_the_frequency_not_once(
         assert ctx.stats()["batches"] == 20
 
 
+def test_a_loss_that_is_nan_is_told_at_1_10_100_and_its_rows_at_the_end(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    torch.nn.init.constant_(model.layer.bias, float("nan"))
+    with make_ctx(model=model) as ctx:
+        for batch in DataLoader(batches(14), reproducible=True, embedding_staleness=1):
+            output, labels = ctx.forward(batch)
+            ctx.get_embedding_size()  # the last update is acknowledged
+            ctx.backward(loss_of(output, labels), embedding_gradient_check_frequency=1)
+    said = [text for text in caplog.messages if "finite" in text or "loss is" in text]
+    first, tenth, last = said
+    assert first == "the loss is nan at step 2: lower the learning rate, or look at the data"
+    assert "step 11:" in tenth
+    assert "embedding gradients were not finite so far" in last
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_w04_a_non_finite_row_leaves_the_others_in_place(
     worker: FakeWorker, make_ctx: MakeCtx, value: float
