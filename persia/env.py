@@ -67,6 +67,7 @@ _LOG_LEVELS = {
     "error": logging.ERROR,
 }
 
+_PREFIX = "PERSIA_"
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
 
 
@@ -161,6 +162,8 @@ def _read_place() -> _Place:
         if value is None
     ]
     if missing:
+        if not _has_services():
+            _check_one_rank(world_size or 1)
         raise ConfigError(f"RANK is set to {rank}, so {' and '.join(missing)} must be set too")
     return _Place(world_size=world_size, rank=rank, local_rank=local_rank)
 
@@ -236,16 +239,23 @@ def get_mode() -> Mode:
     Raises:
         ConfigError: If several ranks would each get a private table, which nobody means.
     """
-    if _flag(LAUNCHED_VARIABLE) or any(_text(name) for name in _SERVICES_VARIABLES):
+    if _has_services():
         return "services"
-    world_size = _current().world_size or _integer("WORLD_SIZE") or 1
+    _check_one_rank(_current().world_size or _integer("WORLD_SIZE") or 1)
+    return "embedded"
+
+
+def _has_services() -> bool:
+    return _flag(LAUNCHED_VARIABLE) or any(_text(name) for name in _SERVICES_VARIABLES)
+
+
+def _check_one_rank(world_size: int) -> None:
     if world_size > 1:
         raise ConfigError(
             f"WORLD_SIZE is {world_size}, but embedded mode has one rank: each would train "
             "a table of its own; start servers that the ranks share, and the script with "
             "persia-launcher nn-worker, or name the servers in PERSIA_EMBEDDING_WORKERS"
         )
-    return "embedded"
 
 
 def feeds_parent() -> bool:
@@ -399,6 +409,11 @@ def run_directory() -> Path | None:
 def launcher_pid() -> int | None:
     """Return the process that launched this one, without which it makes no sense."""
     return _integer(LAUNCHER_PID_VARIABLE)
+
+
+def own_names() -> list[str]:
+    """Return the names of what is set that begin as ours do, whether or not they are."""
+    return sorted(name for name, text in os.environ.items() if name[:7] == _PREFIX and text)
 
 
 def of_child(**changes: object) -> dict[str, str]:

@@ -27,7 +27,7 @@ import click
 from persia import env
 from persia._ends import end_with_launcher, note
 from persia._launch.asking import DEADLINE_S
-from persia._launch.doctor import OPTIMIZERS, Question, rows_of, run_doctor
+from persia._launch.doctor import Question, rows_of, run_doctor
 from persia._launch.init import write_project
 from persia._launch.lines import HELP, OneLineGroup, Refused, ScriptCommand, example
 from persia._launch.scripts import Script, run_data_loader, run_nn_worker
@@ -40,6 +40,7 @@ from persia._services.process import (
     run_parameter_server,
     set_up_logging,
 )
+from persia.config._groups import OPTIMIZERS
 from persia.errors import ConfigError, PersiaError
 from persia.logger import get_logger
 from persia.version import __version__
@@ -50,7 +51,12 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _logger = get_logger("persia.launcher")
 
 
-@click.group(cls=OneLineGroup, context_settings=HELP, **example("persia-launcher doctor"))
+@click.group(
+    "persia-launcher",
+    cls=OneLineGroup,
+    context_settings=HELP,
+    **example("persia-launcher doctor"),
+)
 @click.version_option(__version__, prog_name="persia-launcher")
 def cli() -> None:
     """Start one process of a training job, check what it needs, or look at it."""
@@ -305,7 +311,7 @@ def top(address: tuple[str, ...], once: bool, interval: float, timeout: float) -
 )
 @click.option(
     "--optimizer",
-    type=click.Choice(OPTIMIZERS),
+    type=click.Choice(sorted(OPTIMIZERS)),
     default="adagrad",
     show_default=True,
     help="Of the rows, as the script chooses it.",
@@ -320,7 +326,8 @@ def doctor(rows: tuple[str, ...], as_json: bool, **options: Any) -> None:
     Exits with 1 if a job would fail of something.
     """
     try:
-        sys.exit(run_doctor(Question(rows=rows_of(rows), **options), as_json=as_json))
+        question = Question(rows=rows_of(rows), launcher=cli, **options)
+        sys.exit(run_doctor(question, as_json=as_json))
     except ConfigError as error:
         raise Refused(str(error)) from error
 

@@ -60,7 +60,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             line = key_node.start_mark.line + 1
             if key_node.value in seen:
                 raise ConfigError(
-                    f"line {line}: key {key_node.value!r} is already given "
+                    f"{line}: key {key_node.value!r} is already given "
                     f"in line {seen[key_node.value]}"
                 )
             seen[key_node.value] = line
@@ -91,15 +91,16 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
     """
     path = Path(filepath)
     if not path.is_file():
-        raise FileNotFoundError(f"expected a YAML file at {path}, found none")
+        found = "a folder" if path.is_dir() else "none"
+        raise FileNotFoundError(f"expected a YAML file at {path}, found {found}")
     try:
         text = path.read_text(encoding="utf-8")
         return yaml.load(text, Loader=_UniqueKeyLoader)
     except ConfigError as exc:
-        raise ConfigError(f"{path}: {exc}") from None
+        raise ConfigError(f"{path}:{exc}") from None
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
-        place = f"{path}: line {mark.line + 1}" if mark else str(path)
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = " ".join(filter(None, (exc.context, exc.problem, exc.note)))
         # Where PyYAML was when it noticed helps nobody: not even as the cause.
         raise ConfigError(f"{place}: expected YAML: {problem}") from None

@@ -23,8 +23,8 @@ import persia.config._groups
 import persia.config._schema
 import persia.env
 from persia._core import initial
-from persia._core.optim import OPTIONS
 from persia.config import GlobalConfig
+from persia.config._groups import OPTIMIZERS
 from persia.config._schema import _EmbeddingKeys
 
 PAGE = Path(__file__).resolve().parents[1] / "configuration.md"
@@ -67,7 +67,13 @@ TEXTS = (
 MEMBERS = {"slots_config": "slot", "group_settings": "group"}
 
 # Set by PERSIA for its own processes.
-INTERNAL = {"PERSIA_LAUNCHED", "PERSIA_FEEDS", "PERSIA_RUN_DIRECTORY", "PERSIA_LAUNCHER_PID"}
+INTERNAL = {
+    "PERSIA_",
+    "PERSIA_LAUNCHED",
+    "PERSIA_FEEDS",
+    "PERSIA_RUN_DIRECTORY",
+    "PERSIA_LAUNCHER_PID",
+}
 
 
 def kind(hint: object) -> str:
@@ -193,7 +199,7 @@ def page() -> str:
         *table(_EmbeddingKeys, "", 3),
         "A slot outside any group is a group of its own name. See [optimizers](optimizers.md), "
         "[which rows are kept](policies.md) and [rows in half the memory](row-dtypes.md).\n",
-        *options("Optimizers", OPTIONS),
+        *options("Optimizers", OPTIMIZERS),
         *options("Initializations", initial.OPTIONS),
         "## The global config\n",
         "How processes work: `--global-config`, `PERSIA_GLOBAL_CONFIG`, or "

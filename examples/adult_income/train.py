@@ -129,7 +129,7 @@ def train(ctx: TrainCtx, income: Income, options: Options) -> tuple[list[float],
     with tqdm(
         total=num_batches(income) // ctx.world_size,
         unit=" batches",
-        disable=options.quiet or ctx.rank_id > 0,
+        disable=options.quiet or ctx.rank_id > 0 or None,
     ) as bar:
         for batch in loader:
             start = start or time.perf_counter()  # once the data-loader is there

@@ -96,7 +96,7 @@ def train(ctx: TrainCtx, options: Options) -> tuple[list[float], float]:
     loss_fn = torch.nn.BCEWithLogitsLoss()
     losses = []
     num_samples, start = 0, 0.0
-    with tqdm(unit=" batches", disable=options.quiet or ctx.rank_id > 0) as bar:
+    with tqdm(unit=" batches", disable=options.quiet or ctx.rank_id > 0 or None) as bar:
         for batch in loader:
             start = start or time.perf_counter()  # once the data-loader is there
             output, labels = ctx.forward(batch)

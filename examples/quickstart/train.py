@@ -151,7 +151,7 @@ def train(ctx: TrainCtx, log: ClickLog, options: Options) -> tuple[float, float]
     lately = AUC()  # of batches before they are trained on
     start = time.perf_counter()
     with tqdm(
-        total=log.num_train, unit=" samples", unit_scale=True, disable=options.quiet
+        total=log.num_train, unit=" samples", unit_scale=True, disable=options.quiet or None
     ) as bar:
         for batch in loader:
             logits, labels = ctx.forward(batch)

@@ -15,22 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from persia import env
-from persia._core.optim import OPTIONS
 from persia._launch.checks.findings import Finding, error, ok
 from persia._launch.checks.machine import check_machine
 from persia._launch.checks.network import check_network
 from persia._launch.checks.procfile import check_procfile, file_named_in
 from persia._launch.checks.sample import check_sample, read_sample
 from persia._launch.checks.settings import Forecast, check_files, check_memory, forecast
+from persia._launch.checks.variables import check_variables
 from persia._metrics.frame import WIDTH, need_rich
 from persia._services.plan import schema_fingerprint
 from persia.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    import click
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
-
-OPTIMIZERS = sorted([*OPTIONS, "rowwise_adagrad"])
 
 # Where a project has its files, if nothing names them.
 _EMBEDDING = ("embedding_config.yml", "config/embedding_config.yml")
@@ -50,6 +49,7 @@ class Question:
     sample: Path | None = None
     optimizer: str = "adagrad"
     rows: dict[str, int] = field(default_factory=dict)
+    launcher: click.Group | None = None  # that reads the lines of a Procfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,12 @@ def examine(question: Question) -> Report:
     embedding = embedding or _started_with("--embedding-config")
     common = question.global_config or env.global_config_path() or _first(_GLOBAL)
     common = common or _started_with("--global-config")
-    findings = [*check_machine()]
+    findings = [*check_machine(), *check_variables()]
     found, schema, config = check_files(embedding, common)
     findings += found
     forecasts: list[Forecast] = []
+    if any(one.status == "error" and one.check == "variables" for one in findings):
+        return Report(findings, forecasts)  # what follows reads them
     if schema is not None:
         forecasts = forecast(schema, config, question.optimizer, question.rows)
     findings += check_memory(config, forecasts)
@@ -160,7 +162,7 @@ def examine(question: Question) -> Report:
             except DataError as exc:
                 findings.append(error("data", str(exc), "give another --sample, or mend it"))
     if Path(_PROCFILE).is_file():
-        findings += check_procfile(Path(_PROCFILE))
+        findings += check_procfile(Path(_PROCFILE), question.launcher)
     findings += check_network("" if schema is None else schema_fingerprint(schema))
     return Report(findings, forecasts)
 

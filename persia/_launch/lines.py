@@ -221,3 +221,23 @@ class OneLineGroup(click.Group):
                 return super().invoke(ctx)
         except PersiaError as error:
             raise click.ClickException(str(error)) from error
+
+
+def refusal(group: click.Group, words: Sequence[str]) -> str:
+    """Return what a command would say of a line that it cannot use; "" if it can.
+
+    Args:
+        group: Of the command, named as it is typed.
+        words: The command's name, which is one of the group's, and what is behind it.
+    """
+    name, rest = words[0], list(words[1:])
+    # A command keeps its -h as it was when it was first read.
+    parent = click.Context(group, info_name=group.name, **group.context_settings)
+    try:
+        with redirect_stdout(io.StringIO()):  # of --help
+            group.commands[name].make_context(name, rest, parent=parent)
+    except click.exceptions.Exit:
+        return ""
+    except click.ClickException as refused:
+        return refused.format_message()
+    return ""

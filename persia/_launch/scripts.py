@@ -35,6 +35,7 @@ from persia._services.job_end import (
     status_after_job,
     tell_end,
 )
+from persia.config import nearest
 from persia.errors import ConfigError, PersiaError
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,9 @@ class Script:
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
-            raise ConfigError(f"expected a Python script at {self.path}, found none")
+            names = (str(one) for one in self.path.parent.glob("*.py"))
+            hint = nearest(str(self.path), names)
+            raise ConfigError(f"expected a Python script at {self.path}, found none{hint}")
 
     def words(self) -> list[str]:
         """The arguments of Python, or of torchrun."""

@@ -49,6 +49,13 @@ _CONNECT_MS = 5_000
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1_000
 
+# What to do about an address that is taken.
+_IN_USE = (
+    ": another job or process listens there; end it, or give this job other ports: "
+    f"{env.PARAMETER_SERVERS_VARIABLE}, {env.EMBEDDING_WORKERS_VARIABLE} and "
+    f"{env.NN_WORKERS_VARIABLE}, the same for every process"
+)
+
 _IPC = "ipc://"
 _MAX_IPC_PATH = 107  # sockaddr_un holds 108 bytes with the final zero
 
@@ -130,7 +137,8 @@ class ZmqTransport:
             socket.bind(wanted)
         except zmq.ZMQError as exc:
             socket.close(linger=0)
-            raise ConfigError(f"cannot listen at {wanted}: {exc.strerror}") from exc
+            todo = _IN_USE if exc.errno == zmq.EADDRINUSE else ""
+            raise ConfigError(f"cannot listen at {wanted}: {exc.strerror}{todo}") from exc
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         listener = ZmqListener(socket, bound, self._limits)
         self._ends.add(listener)

@@ -216,6 +216,12 @@ class ServerSet:
                 number,
                 recovered,
             )
+        elif configured is None:  # nor has this worker ever been asked for rows to train
+            logger.info(
+                "embedding-parameter-server %d was restarted; no trainer has configured it "
+                "here yet, so no row of a training is lost",
+                number,
+            )
         else:
             logger.error(
                 "embedding-parameter-server %d was restarted and THE ROWS IT HELD ARE LOST: "

@@ -33,6 +33,12 @@ from persia.utils import yaml_number
 # What peers call it: the name and the options that it stands for.
 _ALIASES = {"rowwise_adagrad": ("adagrad", {"vectorwise_shared": True})}
 
+# Every name that a file may say, and the defaults of its options; None is one without.
+OPTIMIZERS: dict[str, dict[str, float | bool | None]] = {
+    **optim.OPTIONS,
+    **{alias: {**optim.OPTIONS[name], **preset} for alias, (name, preset) in _ALIASES.items()},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GroupOptimizer:
@@ -51,6 +57,9 @@ class GroupOptimizer:
 
     def __post_init__(self) -> None:
         if self.name is not None:
+            if self.name not in OPTIMIZERS:
+                hint = optim.nearest(self.name, list(OPTIMIZERS))
+                raise ConfigError(f"optimizer {self.name!r} is not known; {hint}")
             name, preset = _ALIASES.get(self.name, (self.name, {}))
             object.__setattr__(self, "name", name)
             options = optim.complete(name, {**preset, **self.options})
@@ -74,7 +83,7 @@ class GroupOptimizer:
         options = dict(mapping_of(value, where))
         name = options.pop("name", None)
         if name is not None and not isinstance(name, str):
-            raise where.at("name").error(f"expected one of {', '.join(optim.OPTIONS)}")
+            raise where.at("name").error(f"expected one of {', '.join(OPTIMIZERS)}")
         for option, given in options.items():
             if hint := yaml_number(given):
                 raise where.at(option).error(f"expected a number, got str {given!r}{hint}")

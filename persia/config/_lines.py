@@ -25,11 +25,11 @@ def with_line(message: str, file: str) -> str:
     """Put the line behind the file's name in a message that begins with it.
 
     Messages name places by keys, ``file: slots_config.user.dim: expected ...``: the line is
-    that of the deepest key that is there. A message that has a line already stays, and so does
-    one of the file as a whole.
+    that of the deepest key that is there. A message that has a line already stays, as it begins
+    otherwise, and so does one of the file as a whole.
     """
     prefix = f"{file}: "
-    if not message.startswith(prefix) or message.startswith(f"{prefix}line "):
+    if not message.startswith(prefix):
         return message
     rest = message.removeprefix(prefix)
     try:

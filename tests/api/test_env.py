@@ -66,6 +66,7 @@ def test_set_env_wins_and_leaves_the_rest_none(monkeypatch: Monkey) -> None:
     ("rank", "local_rank", "world_size", "message"),
     [
         ("0", "0", "", "RANK is set to 0, so WORLD_SIZE must be set too"),
+        ("0", "", "2", "WORLD_SIZE is 2, but embedded mode has one rank"),
         ("0", "", "", "so LOCAL_RANK and WORLD_SIZE must be set too"),
         ("x", "0", "1", "environment variable RANK must be an integer, got 'x'"),
         ("-1", "0", "1", "RANK must be at least 0, got -1"),

@@ -53,9 +53,9 @@ def test_load_yaml_of_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: 1\nb:\n  c: 1\n  c: 2\n", "line 4: key 'c' is already given in line 3"),
-        (b"a: [1\n", "line 2: expected YAML: while parsing a flow sequence expected"),
-        (b"a: 1\n b: 2\n", "line 2: expected YAML: mapping values are not allowed here"),
+        (b"a: 1\nb:\n  c: 1\n  c: 2\n", ":4: key 'c' is already given in line 3"),
+        (b"a: [1\n", ":2: expected YAML: while parsing a flow sequence expected"),
+        (b"a: 1\n b: 2\n", ":2: expected YAML: mapping values are not allowed here"),
         (b"a: \xff\n", "expected YAML"),
         (b"a: 2021-13-45\n", "expected YAML: month must be in 1..12"),
         (b"[" * 5000, "expected YAML, got collections nested too deep"),
@@ -68,7 +68,7 @@ def test_load_yaml_of_what_is_none(tmp_path: Path, content: bytes, message: str)
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         utils.load_yaml(path)
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith(f"{path}:")
     assert message in str(caught.value)
 
 

@@ -386,7 +386,7 @@ def test_two_files_that_were_swapped_are_said_to_be(tmp_path: Path) -> None:
         ("slots_config: {\n", "expected YAML"),
         (
             "slots_config:\n  a: {dim: 8}\n  a: {dim: 9}\n",
-            "line 3: key 'a' is already given in line 2",
+            ":3: key 'a' is already given in line 2",
         ),
     ],
 )
@@ -395,7 +395,7 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> No
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         EmbeddingSchema.load(str(path))
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith(f"{path}:")
     assert message in str(caught.value)
 
 

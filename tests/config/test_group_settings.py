@@ -64,6 +64,8 @@ def test_a_named_optimizer_stands_for_itself_and_another_changes_the_registered_
 def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
     named = GroupOptimizer("rowwise_adagrad", {"lr": 0.5})
     assert named == GroupOptimizer("adagrad", {"lr": 0.5, "vectorwise_shared": True})
+    with pytest.raises(ConfigError, match=r"did you mean 'rowwise_adagrad'\? \(known: sgd, "):
+        GroupOptimizer("rowise_adagrad", {})
 
 
 @pytest.mark.parametrize(

@@ -381,6 +381,13 @@ def test_an_address_that_is_not_here(zmq_wire: Wire) -> None:
         zmq_wire.transport.listen("ipc:///nowhere/at/all")
 
 
+def test_an_address_that_is_taken(tcp_wire: Wire) -> None:
+    listener = tcp_wire.transport.listen("127.0.0.1:0")
+    with pytest.raises(ConfigError, match="another job or process listens there") as caught:
+        tcp_wire.transport.listen(listener.address)
+    assert "PERSIA_EMBEDDING_WORKERS" in str(caught.value)
+
+
 # --- messages that get lost -------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -11,6 +12,8 @@ from click.testing import CliRunner
 
 from persia import launcher
 from persia._launch import checkpoints
+from persia._launch.scripts import Script
+from persia.errors import ConfigError
 from persia.version import __version__
 
 GROUPS = {"persia-launcher": launcher.cli, "persia-ckpt": checkpoints.cli}
@@ -186,3 +189,9 @@ def test_what_click_cannot_check_is_one_line_too(arguments: list[str], says: str
     assert (status, out) == (2, "")
     assert text.count("\n") == 1
     assert says in text
+
+
+def test_a_script_that_is_not_there_and_one_that_nearly_is(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ConfigError, match=r"found none, did you mean '.*train\.py'\?"):
+        Script(tmp_path / "trai.py")

@@ -16,6 +16,7 @@ from persia._launch.checks import machine, network
 from persia._launch.checks.findings import Finding, ok
 from persia._launch.checks.sample import check_sample, read_sample
 from persia._launch.checks.settings import check_files, check_memory, forecast
+from persia._launch.checks.variables import KNOWN, check_variables
 from persia._rpc.messages import IDFeatures
 from persia._rpc.methods import Hello, Role
 from persia._services.embedded import build_embedding_worker
@@ -78,13 +79,45 @@ def test_what_is_no_yaml_has_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "global.yml"
     path.write_text("common_config:\n  a: [1\n")
     findings, _, config = check_files(None, path)
-    assert [text.partition(": expected")[0] for _, text in bad(findings)[1:]] == [
-        f"{path}: line 3"
-    ]
+    assert [text.partition(": expected")[0] for _, text in bad(findings)[1:]] == [f"{path}:3"]
     assert config == GlobalConfig()
     findings, _, _ = check_files(tmp_path / "nowhere.yml", None)
     assert "found none" in bad(findings)[0][1]
     assert findings[0].todo.startswith("correct the path")
+    (found,), _, _ = check_files(tmp_path, None)
+    assert (found.text.rpartition(", ")[2], found.todo) == (
+        "found a folder",
+        "name the file in it",
+    )
+
+
+def test_the_advice_is_for_what_is_wrong(tmp_path: Path) -> None:
+    slots, empty = tmp_path / "slots.yml", tmp_path / "empty.yml"
+    slots.write_text("slots_config:\n  user: {dim: 0}\n")
+    empty.touch()
+    line, swapped, nothing = (
+        check_files(slots, None)[0][0],
+        check_files(slots, slots)[0][-1],
+        check_files(empty, None)[0][0],
+    )
+    assert line.todo.startswith("correct that line; docs/configuration.md")
+    assert swapped.todo.startswith("swap the two options")
+    assert nothing.todo.startswith("docs/configuration.md")
+
+
+@pytest.mark.usefixtures("_lists")
+def test_variables_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_torch", lambda: ok("torch", "not asked"))
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "abc")
+    monkeypatch.setenv("PERSIA_NN_WORKRS", "a:1")
+    found = [*check_variables()]
+    assert [status for status, _ in bad(found)] == ["error", "warning"]
+    assert "got 'abc'" in found[0].text
+    assert "did you mean PERSIA_NN_WORKERS?" in found[1].text
+    report = doctor.examine(doctor.Question())  # ends there
+    assert report.status == 1
+    assert "addresses" not in {one.check for one in report.findings}
+    assert {"PERSIA_RPC_TIMEOUT", "PERSIA_KEYS", "PERSIA_RUN_ID"} < KNOWN
 
 
 def test_old_spellings_and_keys_without_effect_are_warnings(tmp_path: Path) -> None:
@@ -115,10 +148,13 @@ def test_the_forecast_is_what_rows_take() -> None:
     real = (after["bytes"] - before["bytes"]) / after["rows"]
     assert found["item"].row_bytes == pytest.approx(real, rel=0.1)
     assert found["item"].row_bytes > 3 * 4 * 32
+    small = EmbeddingSchema.load({"slots_config": {"a": {"dim": 16}}})
+    (sgd,) = forecast(small, config, "sgd", {})
+    assert sgd.row_bytes == pytest.approx(92, abs=1)  # as docs/operations.md says
     assert found["item"].fit == int(2**30 / found["item"].row_bytes)
     assert found["user"].row_bytes < found["item"].row_bytes
     assert (found["user"].rows, found["item"].rows) == (10, 0)
-    with pytest.raises(ConfigError, match="usr is no feature"):
+    with pytest.raises(ConfigError, match=r"usr is no feature .* did you mean 'user'\?"):
         forecast(SCHEMA, config, "adam", {"usr": 1})
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from persia import env
+from persia import env, launcher
 from persia._launch.checks.procfile import check_procfile, file_named_in
 from tests.meta.sources import ROOT
 
@@ -31,7 +31,7 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bad(*lines: str) -> list[tuple[str, str]]:
     Path("Procfile").write_text("\n".join(lines))
-    found = [*check_procfile(Path("Procfile"))]
+    found = [*check_procfile(Path("Procfile"), launcher.cli)]
     assert all(one.todo for one in found if one.status != "ok")
     assert [one.status for one in found] == ["ok"] or "ok" not in [one.status for one in found]
     return [(one.status, one.text) for one in found if one.status != "ok"]
@@ -81,13 +81,15 @@ def test_the_first_config_that_servers_are_given() -> None:
         (["w: persia-launcher data-loader nowhere.py"], "w: no such file: nowhere.py"),
         (["w: persia-launcher embedding-worker --global-config no.yml"], "file: no.yml"),
         (["w: sh -c 'a"], "Procfile:1: w: No closing quotation"),
-        ([f"w: {WORKER} --replica-size two"], "w: REPLICA_SIZE is 'two'"),
+        ([f"w: {WORKER} --replica-size two"], "Invalid value for '--replica-size'"),
         ([f"w: {WORKER} --replica-index 1"], "w: replica 1 of REPLICA_SIZE 1"),
         (
             [f"a: {SERVER} --replica-size 2", f"b: REPLICA_SIZE=3 {SERVER} --replica-index 1"],
             "2 lines of embedding-parameter-server: REPLICA_SIZE is 2 and 3",
         ),
         ([f"a: {LOADER}", f"b: {LOADER}"], "b: replica 0 is started twice"),
+        (["w: persia-launcher embedding-worker --embeding-config slots.yml"], "No such option"),
+        ([f"w: PERSIA_RPC_TIMEOUT=3s {WORKER}"], "PERSIA_RPC_TIMEOUT must be a positive"),
         ([f"s: {SERVER}"], "is 1, and PERSIA_EMBEDDING_PARAMETER_SERVERS has 2"),
     ],
 )
@@ -95,6 +97,17 @@ def test_what_a_job_would_fail_of_is_an_error(lines: list[str], says: str) -> No
     ((status, text),) = bad(*lines)
     assert status == "error"
     assert says in text
+
+
+def test_lines_and_variables_that_nothing_reads_are_warnings() -> None:
+    Path(".env").write_text("PERSIA_EMBEDING_WORKERS=a:1\n")
+    assert bad(f"load {LOADER}", f"a: {LOADER}", f"b: {WORKER}") == [
+        ("warning", f"Procfile:1: nothing is started by {f'load {LOADER}'!r}"),
+        (
+            "warning",
+            "PERSIA_EMBEDING_WORKERS: nothing reads it, did you mean PERSIA_EMBEDDING_WORKERS?",
+        ),
+    ]
 
 
 def test_replicas_that_start_elsewhere_are_a_warning() -> None:

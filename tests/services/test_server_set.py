@@ -106,6 +106,18 @@ def test_w17_w30_a_restarted_server_is_configured_again_and_at_once_usable(
     assert "embedding-parameter-server 1 was restarted and THE ROWS IT HELD ARE LOST" in line
 
 
+def test_a_server_restarted_before_training_has_lost_nothing(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cluster.worker.get_embedding_size()
+    cluster.restart(1)
+    with caplog.at_level(logging.INFO):
+        cluster.worker.get_embedding_size()
+    record = caplog.records[-1]
+    assert record.levelname == "INFO"
+    assert "no row of a training is lost" in record.message
+
+
 def test_w17_rows_begin_anew_with_the_same_settings(cluster: Cluster) -> None:
     worker = cluster.worker
     worker.configure(SETTINGS)

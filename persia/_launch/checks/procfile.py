@@ -2,9 +2,10 @@
 
     name: [env] [VARIABLE=value ...] command words ...         .env: VARIABLE=value
 
-Of a command that starts a role more is known than that it is there. The lines of one role on
-this machine are some, or all, of its ``REPLICA_SIZE`` replicas. honcho runs a line by a shell:
-nothing is said of one in which there is anything for it to do, nor of the replicas of its role.
+Of a command that starts a role more is known than that it is there: the launcher reads its
+words, without running it. The lines of one role on this machine are some, or all, of its
+``REPLICA_SIZE`` replicas. honcho runs a line by a shell: nothing is said of one in which there
+is anything for it to do, nor of the replicas of its role.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from persia import env
 from persia._launch.checks.findings import Finding, error, ok, warning
+from persia._launch.checks.variables import unknown, unread
+from persia._launch.lines import refusal
 from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
 from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    import click
 
 _LINE = re.compile(r"([A-Za-z0-9_-]+):\s*(.+)")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -64,12 +71,25 @@ class Line:
         return self.variables.get(variable)
 
 
-def check_procfile(path: Path) -> Iterator[Finding]:
-    """Yield what is found of the commands that honcho would start."""
+def check_procfile(path: Path, launcher: click.Group | None = None) -> Iterator[Finding]:
+    """Yield what is found of the commands that honcho would start.
+
+    Args:
+        path: The file.
+        launcher: Reads the words of its own lines; without it they are not read.
+    """
     lines, shells, bad = _read(path)
-    bad += [finding for line in lines for finding in _check_line(line)]
+    for line in lines:
+        bad += _check_line(line)
+        bad += _of_variables(line, {one.text for one in bad})
+    refused: set[str] = set()  # roles: nothing more is known of their replicas
+    if launcher is not None:
+        for line in lines:
+            found = [*_refused(launcher, line)]
+            refused |= {line.role for _ in found}
+            bad += found
     for role in dict.fromkeys(line.role for line in lines if line.role in _ROLES):
-        if not any(role in text for text in shells):
+        if role not in refused and not any(role in text for text in shells):
             bad += _check_replicas(role, [line for line in lines if line.role == role])
     yield from bad
     if not bad:
@@ -93,8 +113,11 @@ def _read(path: Path) -> tuple[list[Line], list[str], list[Finding]]:
     bad: list[Finding] = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         found = _LINE.fullmatch(text.strip())
-        if found is None:
-            continue  # as honcho does, of comments and of anything else
+        if found is None:  # honcho leaves it out
+            if text.strip() and not text.strip().startswith("#"):
+                what = f"{path}:{number}: nothing is started by {text.strip()!r}"
+                bad.append(warning("procfile", what, "write name: command, or # before it"))
+            continue
         if _SHELLS.search(found[2]):
             shells.append(found[2])
             continue
@@ -153,6 +176,21 @@ def _check_line(line: Line) -> Iterator[Finding]:
     for name in names:
         if name is not None and not Path(name).is_file():
             yield error("procfile", f"{line.where}: no such file: {name}", "correct the path")
+
+
+def _of_variables(line: Line, said: set[str]) -> Iterator[Finding]:
+    with env.changed(**line.variables):
+        found = [*unread(), *unknown(line.variables)]
+    for one in found:  # those of .env are every line's
+        if one.text not in said:
+            yield one
+
+
+def _refused(launcher: click.Group, line: Line) -> Iterator[Finding]:
+    said = refusal(launcher, line.words[1:]) if line.role in _ROLES else ""
+    if said:
+        text, _, example = said.partition(" Type: ")
+        yield error("procfile", f"{line.where}: {text}", example or "persia-launcher --help")
 
 
 def _check_replicas(role: str, lines: Sequence[Line]) -> Iterator[Finding]:
