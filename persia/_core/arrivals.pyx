@@ -114,10 +114,15 @@ cdef void sort_by_digit(
 cdef int sort(Arrivals *arrivals) noexcept nogil:
     cdef Arrival *other = new_rows(arrivals.capacity)
     cdef Arrival *sorted_
-    cdef uint32_t shift
+    cdef uint64_t i
+    cdef uint32_t shift, bits = 0
     if other == NULL:
         return -1
+    for i in range(arrivals.count):
+        bits |= arrivals.rows[i].order
     for shift in range(0, 32, 11):
+        if bits >> shift == 0:      # nor above
+            break
         sort_by_digit(arrivals.rows, other, arrivals.count, shift)
         sorted_ = other
         other = arrivals.rows
