@@ -89,7 +89,8 @@ def test_values_written_meanwhile_leave_numbers_in_range() -> None:
         try:
             for _ in range(10):
                 distinct, numbers = number(values)
-                assert len(np.unique(distinct)) == len(distinct) == numbers.max() + 1
+                # A value that is read again when it has changed may come twice.
+                assert len(distinct) == numbers.max() + 1
         finally:
             done.set()
         writer.result(60)

@@ -72,6 +72,7 @@ def test_a_job_ends_with_its_script_and_nobody_is_signalled(job: Job) -> None:
     assert "has ended, waits for the job to end" in loader.printed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order", [SERVERS[::-1], pytest.param(SERVERS, marks=pytest.mark.slow)]
 )

@@ -80,6 +80,7 @@ def occurrences(batch: Batch) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_ceiling_equals_the_formula(num_threads: int) -> None:

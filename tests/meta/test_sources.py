@@ -111,6 +111,7 @@ def test_tests_give_up_before_they_are_stopped(pytestconfig: pytest.Config) -> N
     assert float(pytestconfig.getini("timeout")) > DEADLINE_S
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_stubs_match_the_compiled_modules(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
