@@ -76,8 +76,9 @@ build: $(VENV)/.dev  ## compile the extensions in place
 	$(COMPILE)
 
 # A worker per core, and one thread of torch in each. A file stays with one worker, because what
-# it sets up once (an sdist, a trained model) would otherwise be set up by each.
-TEST := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
+# it sets up once (an sdist, a trained model) would otherwise be set up by each. Bytecode is kept
+# whatever the shell says: hundreds of processes would compile persia anew, each for 0.3 s.
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 FULL := --hypothesis-profile=full
 
 test: build  ## the fast tier: no GPU, no network, under three minutes on two cores

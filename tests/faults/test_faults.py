@@ -73,7 +73,7 @@ def assert_each_once(ctx: TrainCtx, seen: list[int]) -> None:
     assert ctx.stats()["failed"] == 0
 
 
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("in_order", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("loaders", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_w13_without_faults_each_batch_is_trained_once(
     cluster: Cluster, in_order: bool, loaders: int

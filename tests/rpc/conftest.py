@@ -9,6 +9,16 @@ import pytest
 
 from tests.rpc.support import TRANSPORTS, Wire
 
+# Whoever waits for a deadline does so over one of them in the fast tier.
+WAITING = pytest.mark.parametrize(
+    "wire",
+    [
+        pytest.param(kind, marks=() if kind == "ipc" else pytest.mark.slow)
+        for kind in TRANSPORTS
+    ],
+    indirect=True,
+)
+
 
 @pytest.fixture(params=TRANSPORTS)
 def wire(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wire]:

@@ -29,6 +29,7 @@ from persia.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
+from tests.rpc.conftest import WAITING
 from tests.rpc.support import PATIENCE_S, TOY, ToyService, Wire, same
 from tests.rpc.toys import make_client, toy_server
 
@@ -74,6 +75,7 @@ def test_start_in_any_order(wire: Wire) -> None:
             assert waiting.result(PATIENCE_S) == 5
 
 
+@WAITING
 def test_no_answer_is_a_timeout_and_named(wire: Wire) -> None:
     with toy_server(wire) as (server, service), make_client(wire, server) as client:
         client.hello()
@@ -86,6 +88,7 @@ def test_no_answer_is_a_timeout_and_named(wire: Wire) -> None:
         assert client.call("add", 1) == 1
 
 
+@WAITING
 def test_a_call_whose_caller_is_gone_is_not_begun(wire: Wire) -> None:
     with (
         toy_server(wire, num_threads=1) as (server, service),
@@ -134,6 +137,7 @@ def test_busy_is_tried_again(wire: Wire) -> None:
         assert (held.result(PATIENCE_S), added.result(PATIENCE_S)) == (1, 5)
 
 
+@WAITING
 def test_busy_until_the_deadline_is_raised(wire: Wire) -> None:
     with (
         toy_server(wire, num_threads=1, calls_per_peer=1) as (server, service),
@@ -149,6 +153,7 @@ def test_busy_until_the_deadline_is_raised(wire: Wire) -> None:
         assert held.result(PATIENCE_S) == 1
 
 
+@WAITING
 def test_bytes_that_wait_are_bounded_but_one_call_is_always_taken(wire: Wire) -> None:
     big = [TableSigns(0, np.zeros(1000, np.uint64))]
     with (
@@ -218,6 +223,7 @@ class Between(ToyService):
             raise
 
 
+@WAITING
 def test_a_servers_own_calls_end_with_the_deadline_of_its_caller(wire: Wire) -> None:
     with toy_server(wire) as (behind, service), make_client(wire, behind) as onward:
         onward.hello()

@@ -16,6 +16,7 @@ from persia._rpc.client import Client
 from persia._rpc.frame import Call, UnreadableFrame, decode, encode
 from persia._rpc.server import serve
 from persia.errors import ConfigError, ServiceBusy, WrongReplica
+from tests.rpc.conftest import WAITING
 from tests.rpc.support import PATIENCE_S, TOY, ToyService, Wire
 
 
@@ -35,6 +36,7 @@ def test_a_number_that_is_none_is_refused(number: object) -> None:
         decode([parts[0], encode(bad)[1]])
 
 
+@WAITING
 def test_another_replica_at_the_address_does_nothing(wire: Wire) -> None:
     """Neither what was asked, nor what is done for a server that was started anew."""
     restarts: list[int] = []

@@ -14,6 +14,7 @@ import pytest
 
 from persia._rpc.client import Client
 from persia.errors import DataTypeError, ServiceTimeout, ServiceUnavailable
+from tests.rpc.conftest import WAITING
 from tests.rpc.support import PATIENCE_S, Wire
 from tests.rpc.toys import make_client, toy
 
@@ -70,6 +71,7 @@ def test_a_caller_who_waits_longer_receives_for_the_others(wire: Wire) -> None:
         assert [other.result(PATIENCE_S).signs.size for other in others] == [*range(100)]
 
 
+@WAITING
 def test_a_caller_who_gives_up_leaves_its_turn(wire: Wire) -> None:
     with toy(wire) as (client, service), ThreadPoolExecutor(1) as pool:
         impatient = client.begin("hold", 1, timeout_s=0.3)

@@ -90,6 +90,7 @@ def test_w69_a_dead_worker_costs_its_time_once(
         job.workers.stats()
 
 
+@pytest.mark.slow
 def test_w69_the_batches_of_a_dead_worker_go_to_another(job: Job) -> None:
     first, second = (job.workers.register(features({"sum": [[1]]}, x)) for x in (0, 2))
     result = job.workers.lookup(second, True)
@@ -108,6 +109,7 @@ def test_w69_the_batches_of_a_dead_worker_go_to_another(job: Job) -> None:
     assert time.monotonic() - begin < 20 * TRY_S
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_only_slow_is_waited_for(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +143,7 @@ def test_a_worker_whose_server_is_away_is_waited_for(
     assert job.workers.lookup(handle, True).ref == handle
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_started_anew_and_looks_for_its_servers_is_waited_for(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:

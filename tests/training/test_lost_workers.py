@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from persia._rpc import deadlines
 from persia._rpc.deadlines import Tries
 from persia._rpc.messages import BatchGradients
 from persia._training.gradients import GradientEngine
@@ -58,6 +59,12 @@ def look_up(workers: Any) -> Any:
     return lookups._ask(Item(nothing, ref=0, origin=workers), True)
 
 
+@pytest.fixture
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "_FIRST_PAUSE_S", 0.001)
+
+
+@pytest.mark.usefixtures("_short_pauses")
 def test_an_update_survives_as_many_deaths_as_there_is_time_for() -> None:
     workers = Dying(5)
     assert update(workers) == "update"
@@ -66,6 +73,7 @@ def test_an_update_survives_as_many_deaths_as_there_is_time_for() -> None:
     assert workers.calls[-2:] == [("lookup", 5), ("update", 5)]
 
 
+@pytest.mark.usefixtures("_short_pauses")
 def test_a_lookup_survives_as_many_deaths_as_there_is_time_for() -> None:
     workers = Dying(5)
     assert look_up(workers) == "lookup"
