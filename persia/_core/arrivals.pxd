@@ -23,8 +23,10 @@ cdef struct Arrivals:
 cdef int arrivals_add(
     Arrivals *arrivals, row_t row, sign_t sign, uint64_t order, uint64_t age, uint64_t ttl
 ) noexcept nogil
-# Use all rows again, in their order and at their time, and forget them; -1: no memory.
+# Use all rows again, in their order and at their time, and forget them; -1: no memory. Spare is
+# only room, to put them in order, and is left to the next shard.
 cdef int arrivals_settle(
-    Arrivals *arrivals, Recency *recency, Slabs *slabs, const uint64_t *clocks) noexcept nogil
+    Arrivals *arrivals, Arrivals *spare, Recency *recency, Slabs *slabs, const uint64_t *clocks
+) noexcept nogil
 cdef int arrivals_expect(Arrivals *arrivals, uint64_t num_rows) noexcept nogil
 cdef void arrivals_free(Arrivals *arrivals) noexcept nogil

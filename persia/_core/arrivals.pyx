@@ -2,7 +2,7 @@
 
 Files hold rows by bucket, orders of use are by shard, and the two have no bits in common: a
 file has a few rows of every shard. So a restored row is first the newest of its order, and
-noted; once all are there, they are sorted by the places they had and used again in that order,
+noted; once all are there, they are put in the order they had and used again in that order,
 each at the time of its last use. A row that was dropped meanwhile is met no more.
 """
 
@@ -13,17 +13,14 @@ from persia._core.recency cimport (
     OFFSET_BITS, Order, recency_begin, recency_end, recency_settle, recency_touch_at,
     segment_at,
 )
-from persia._core.slabs cimport NO_POSITION, Row, is_place, persia_prefetch_write, row_at
-
-cdef extern from "portable.h" nogil:
-    void *persia_map(size_t num_bytes, size_t alignment) noexcept
-    void persia_unmap(void *start, size_t num_bytes) noexcept
-    void persia_advise_huge(void *start, size_t num_bytes) noexcept
+from persia._core.slabs cimport (
+    NO_POSITION, Row, is_place, persia_prefetch, persia_prefetch_write, row_at,
+)
 
 cdef enum:
-    HUGE_PAGE = 0x200000
     DIGITS = 2048                   # of 11 bits
     AHEAD = 16                      # rows fetched early
+    NONE = 0xFFFFFFFF
 
 
 cdef inline uint64_t part_of(uint64_t ttl) noexcept nogil:
@@ -31,33 +28,13 @@ cdef inline uint64_t part_of(uint64_t ttl) noexcept nogil:
     return ttl // TTL_PARTS + 1
 
 
-cdef Arrival *new_rows(uint64_t capacity) noexcept nogil:
-    """Room for so many; NULL: no memory. Of many it is on huge pages."""
-    cdef size_t num_bytes = capacity * sizeof(Arrival)
-    cdef void *start
-    if num_bytes < <size_t> HUGE_PAGE:
-        return <Arrival *> malloc(num_bytes)
-    start = persia_map(num_bytes, HUGE_PAGE)
-    if start != NULL:
-        persia_advise_huge(start, num_bytes)
-    return <Arrival *> start
-
-
-cdef void free_rows(Arrival *rows, uint64_t capacity) noexcept nogil:
-    cdef size_t num_bytes = capacity * sizeof(Arrival)
-    if num_bytes < <size_t> HUGE_PAGE:
-        free(rows)
-    else:
-        persia_unmap(rows, num_bytes)
-
-
 cdef int grow(Arrivals *arrivals, uint64_t capacity) noexcept nogil:
-    cdef Arrival *rows = new_rows(capacity)
+    cdef Arrival *rows = <Arrival *> malloc(capacity * sizeof(Arrival))
     if rows == NULL:
         return -1
     if arrivals.count:
         memcpy(rows, arrivals.rows, arrivals.count * sizeof(Arrival))
-    free_rows(arrivals.rows, arrivals.capacity)
+    free(arrivals.rows)
     arrivals.rows = rows
     arrivals.capacity = capacity
     return 0
@@ -87,7 +64,7 @@ cdef int arrivals_add(
 
 
 cdef void arrivals_free(Arrivals *arrivals) noexcept nogil:
-    free_rows(arrivals.rows, arrivals.capacity)
+    free(arrivals.rows)
     memset(arrivals, 0, sizeof(Arrivals))
 
 
@@ -111,61 +88,105 @@ cdef void sort_by_digit(
         ends[digit] += 1
 
 
-cdef int sort(Arrivals *arrivals) noexcept nogil:
-    cdef Arrival *other = new_rows(arrivals.capacity)
-    cdef Arrival *sorted_
-    cdef uint64_t i
-    cdef uint32_t shift, bits = 0
-    if other == NULL:
+cdef int sort(Arrivals *arrivals, Arrivals *spare, uint32_t last) noexcept nogil:
+    cdef Arrivals swapped
+    cdef uint32_t shift
+    if spare.capacity < arrivals.count and grow(spare, arrivals.capacity) < 0:
         return -1
-    for i in range(arrivals.count):
-        bits |= arrivals.rows[i].order
     for shift in range(0, 32, 11):
-        if bits >> shift == 0:      # nor above
+        if last >> shift == 0:      # nor above
             break
-        sort_by_digit(arrivals.rows, other, arrivals.count, shift)
-        sorted_ = other
-        other = arrivals.rows
-        arrivals.rows = sorted_
-    free_rows(other, arrivals.capacity)
+        sort_by_digit(arrivals.rows, spare.rows, arrivals.count, shift)
+        spare.count = arrivals.count
+        arrivals.count = 0
+        swapped = arrivals[0]
+        arrivals[0] = spare[0]
+        spare[0] = swapped
     return 0
 
 
-cdef int arrivals_settle(
-    Arrivals *arrivals, Recency *recency, Slabs *slabs, const uint64_t *clocks
+cdef int settle_row(
+    Recency *recency, Slabs *slabs, const Arrival *at
 ) noexcept nogil:
-    cdef const Arrival *at
     cdef const Order *order
     cdef Row *row
-    cdef uint64_t i, age, now
+    cdef uint64_t age, now
     cdef uint32_t number
+    if not is_place(slabs, at.row):
+        return 0            # its chunk was emptied since, and may hold fewer, larger rows now
+    row = row_at(slabs, at.row)
+    if <uint32_t> row.sign != at.tag or row.position == <uint32_t> NO_POSITION:
+        return 0
+    number = segment_at(recency, row.position >> OFFSET_BITS).order
+    order = &recency.orders[number]
+    now = recency.clocks[order.clock]
+    age = min(at.age * part_of(order.ttl), now)
+    # A tick each, so that policies take turns as they did.
+    recency.tick += 1
+    return recency_touch_at(
+        recency, slabs, at.row, number, now - age if order.ttl else now)
+
+
+cdef int arrivals_settle(
+    Arrivals *arrivals, Arrivals *spare, Recency *recency, Slabs *slabs, const uint64_t *clocks
+) noexcept nogil:
+    cdef Arrivals settled
+    cdef uint64_t i, count
+    cdef uint32_t last = 0
+    cdef uint32_t *numbers
     cdef int status = 0
     if arrivals.count == 0:
         arrivals_free(arrivals)
         return 0
-    if sort(arrivals) < 0:
+    for i in range(arrivals.count):
+        last = max(last, arrivals.rows[i].order)
+    numbers = numbers_by_order(arrivals, spare, last)
+    if numbers == NULL and sort(arrivals, spare, last) < 0:
         return -1
     recency_begin(recency, slabs, clocks)
-    for i in range(arrivals.count):
-        if i + AHEAD < arrivals.count:
-            persia_prefetch_write(row_at(slabs, arrivals.rows[i + AHEAD].row))
-        at = &arrivals.rows[i]
-        if not is_place(slabs, at.row):
-            continue        # its chunk was emptied since, and may hold fewer, larger rows now
-        row = row_at(slabs, at.row)
-        if <uint32_t> row.sign != at.tag or row.position == <uint32_t> NO_POSITION:
-            continue
-        number = segment_at(recency, row.position >> OFFSET_BITS).order
-        order = &recency.orders[number]
-        now = recency.clocks[order.clock]
-        age = min(at.age * part_of(order.ttl), now)
-        # A tick each, so that policies take turns as they did.
-        recency.tick += 1
-        if recency_touch_at(
-                recency, slabs, at.row, number, now - age if order.ttl else now) < 0:
-            status = -1
+    count = arrivals.count if numbers == NULL else <uint64_t> last + 1
+    for i in range(count):
+        if numbers == NULL:
+            if i + AHEAD < count:
+                persia_prefetch_write(row_at(slabs, arrivals.rows[i + AHEAD].row))
+            status = settle_row(recency, slabs, &arrivals.rows[i])
+        else:
+            if i + 2 * AHEAD < count:       # if it is none, of what is not read
+                persia_prefetch(&arrivals.rows[numbers[i + 2 * AHEAD]])
+            if i + AHEAD < count and numbers[i + AHEAD] != NONE:
+                persia_prefetch_write(
+                    row_at(slabs, arrivals.rows[numbers[i + AHEAD]].row))
+            if numbers[i] != NONE:
+                status = settle_row(recency, slabs, &arrivals.rows[numbers[i]])
+        if status < 0:
             break
     recency_end(recency)
     recency_settle(recency)
+    settled = arrivals[0]
+    arrivals[0] = spare[0]
     arrivals_free(arrivals)
+    spare[0] = settled
+    spare.count = 0
     return status
+
+
+cdef uint32_t *numbers_by_order(
+    const Arrivals *arrivals, Arrivals *spare, uint32_t last
+) noexcept nogil:
+    """Which arrival each order up to the last is of, or NONE; NULL unless no two are of one.
+
+    So it is where a shard gets its own rows back; then a sort has nothing to compare.
+    """
+    cdef uint64_t i
+    cdef uint32_t *numbers
+    if last >= 2 * arrivals.count or arrivals.count >= NONE:
+        return NULL
+    if spare.capacity < arrivals.count and grow(spare, arrivals.capacity) < 0:
+        return NULL
+    numbers = <uint32_t *> spare.rows
+    memset(numbers, 0xFF, (<size_t> last + 1) * sizeof(uint32_t))
+    for i in range(arrivals.count):
+        if numbers[arrivals.rows[i].order] != NONE:
+            return NULL
+        numbers[arrivals.rows[i].order] = <uint32_t> i
+    return numbers

@@ -18,7 +18,7 @@ from persia._core.slabs cimport (
 from persia._core.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t
 
 cdef enum:
-    AHEAD = 8               # signs whose line of the index is fetched early
+    AHEAD = 8               # signs whose lines of the block and of the index are fetched early
 
 
 cdef void restore_shard(
@@ -32,6 +32,9 @@ cdef void restore_shard(
     recency_begin(&shard.recency, &shard.slabs, batch.clocks)
     for i in range(begin, <uint64_t> end + AHEAD):
         if i < end:
+            persia_prefetch(values_of(batch, batch.order[i]))
+            if batch.states != NULL:
+                persia_prefetch(states_of(batch, batch.order[i]))
             persia_prefetch(home_bucket(&shard.index, mix64(batch.sorted[i])))
         if i < <uint64_t> begin + AHEAD:
             continue
@@ -91,13 +94,22 @@ cdef row_t restore_row(
     return row
 
 
+cdef inline const char *values_of(Batch batch, uint32_t place) noexcept nogil:
+    return batch.raw_values + <size_t> place * batch.dim * (
+        4 if batch.format.half == NULL else 2)
+
+
+cdef inline const uint32_t *states_of(Batch batch, uint32_t place) noexcept nogil:
+    return batch.states + <size_t> place * batch.state_words
+
+
 cdef inline void fill_row(Batch batch, float *values, uint32_t place) noexcept nogil:
-    cdef size_t value_bytes = <size_t> batch.dim * (4 if batch.format.half == NULL else 2)
-    memcpy(values, batch.raw_values + place * value_bytes, value_bytes)
+    memcpy(
+        values, values_of(batch, place),
+        <size_t> batch.dim * (4 if batch.format.half == NULL else 2))
     if batch.states == NULL:
         batch.optimizer.fill_state(values + batch.format.value_words, batch.dim)
     else:
         memcpy(
-            values + batch.format.value_words,
-            batch.states + <size_t> place * batch.state_words,
+            values + batch.format.value_words, states_of(batch, place),
             batch.state_words * sizeof(float))

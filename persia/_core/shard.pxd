@@ -99,6 +99,8 @@ cdef inline void shard_settle(Shard *shard) noexcept nogil:
 cdef Ahead shard_ahead(Shard *shard) noexcept nogil
 cdef int shard_init(Shard *shard, uint64_t sketch_bytes) noexcept nogil
 cdef void shard_free(Shard *shard) noexcept nogil
+# Drop everything; the memory may stay for rows that come, until slabs_trim. -1: no memory.
+cdef int shard_clear(Shard *shard, uint64_t sketch_bytes, bint is_reused) noexcept nogil
 cdef uint64_t shard_bytes(const Shard *shard) noexcept nogil
 cdef void shard_drop(Shard *shard, row_t row) noexcept nogil
 cdef void shard_expire(Shard *shard, const uint64_t *clocks) noexcept nogil

@@ -3,12 +3,13 @@
 from libc.string cimport memcpy, memset
 
 from persia._core.arrivals cimport arrivals_free
-from persia._core.changes cimport row_drops
+from persia._core.changes cimport note_clear, row_drops
 from persia._core.eviction cimport (
     SWEPT_ROWS, SWEPT_SEGMENTS, eviction_age, eviction_keep, eviction_restart, eviction_sweep,
     eviction_take,
 )
 from persia._core.hashing cimport mix64
+from persia._core.kept cimport kept_clear
 from persia._core.recency cimport (
     NUM_CLOCKS, recency_bytes, recency_end, recency_free, recency_init, recency_remove,
     recency_settle,
@@ -18,8 +19,8 @@ from persia._core.sign_index cimport (
 )
 from persia._core.sketch cimport sketch_free, sketch_init, sketch_keep
 from persia._core.slabs cimport (
-    CHUNK_BYTES, persia_prefetch_write, row_at, slabs_ahead, slabs_drop_row, slabs_free,
-    slabs_init,
+    CHUNK_BYTES, Spare, persia_prefetch_write, row_at, slabs_ahead, slabs_drop_row,
+    slabs_free, slabs_init, slabs_reuse, slabs_spare,
 )
 
 cdef enum:
@@ -58,6 +59,23 @@ cdef void shard_free(Shard *shard) noexcept nogil:
     sketch_free(&shard.sketch)
     arrivals_free(&shard.arrivals)
     slabs_free(&shard.slabs)
+
+
+cdef int shard_clear(Shard *shard, uint64_t sketch_bytes, bint is_reused) noexcept nogil:
+    cdef Spare spare
+    cdef int status
+    shard_settle(shard)
+    note_clear(&shard.changes)
+    is_reused = is_reused and shard.kept == NULL
+    if is_reused:
+        spare = slabs_spare(&shard.slabs)
+    shard_free(shard)
+    if shard.kept != NULL:
+        kept_clear(shard.kept)
+    status = shard_init(shard, sketch_bytes)
+    if is_reused:
+        slabs_reuse(&shard.slabs, &spare)
+    return status
 
 
 cdef Ahead shard_ahead(Shard *shard) noexcept nogil:

@@ -59,7 +59,8 @@ cdef struct Regions:                # address space, taken chunk by chunk
     char **starts
     uint32_t count
     uint32_t capacity
-    uint32_t chunks_left            # of the newest
+    uint32_t num_taken              # chunks, the first ones
+    uint32_t num_used               # chunks that were taken before: resident, and not zeroed
 
 cdef struct Slabs:
     Kept *kept                      # where rows are, so that they outlive the process, or NULL
@@ -75,9 +76,15 @@ cdef struct Slabs:
     char *block_next                # unused rest of the newest block chunk
     uint64_t block_left             # bytes
     bint is_block_small             # that chunk is on small pages
+    bint is_block_used              # that chunk has been taken before
     bint is_room_wanted             # a chunk is nearly full; see slabs_ahead
     uint32_t num_ahead              # chunks of rows made resident, whether taken yet or not
     uint64_t bytes_used             # handed out at least once: what is or will be resident
+
+
+cdef struct Spare:                  # memory of rows that are no more, and of their index
+    Regions rows
+    Regions blocks
 
 
 cdef struct Ahead:                  # a chunk that no row is in yet
@@ -120,6 +127,11 @@ cdef const char *slabs_attach(Slabs *slabs) noexcept nogil
 # all its places.
 cdef uint32_t slabs_scan(Slabs *slabs, uint32_t chunk, row_t *rows) noexcept nogil
 cdef void slabs_free(Slabs *slabs) noexcept nogil
+# Keep the memory, which slabs_free will not give back then, for slabs that have taken none yet
+# and are not kept; and give back what they have not taken of it.
+cdef Spare slabs_spare(Slabs *slabs) noexcept nogil
+cdef void slabs_reuse(Slabs *slabs, const Spare *spare) noexcept nogil
+cdef void slabs_trim(Slabs *slabs) noexcept nogil
 # The slab of that shape, made if there is none; -1: too many shapes, or no memory.
 cdef int slabs_slab(Slabs *slabs, const Format *format) noexcept nogil
 # NO_ROW: no memory. The row is live with NO_POSITION until it enters the order of use.

@@ -79,12 +79,50 @@ cdef void regions_free(Regions *regions) noexcept nogil:
     free(regions.starts)
 
 
+cdef Spare slabs_spare(Slabs *slabs) noexcept nogil:
+    cdef Spare spare
+    spare.rows = slabs.rows
+    spare.blocks = slabs.blocks
+    memset(&slabs.rows, 0, sizeof(Regions))
+    memset(&slabs.blocks, 0, sizeof(Regions))
+    return spare
+
+
+cdef void slabs_reuse(Slabs *slabs, const Spare *spare) noexcept nogil:
+    slabs.rows = used_regions(&spare.rows)
+    slabs.blocks = used_regions(&spare.blocks)
+    slabs.num_ahead = slabs.rows.num_used
+
+
+cdef Regions used_regions(const Regions *regions) noexcept nogil:
+    cdef Regions used = regions[0]
+    used.num_used = max(used.num_used, used.num_taken)
+    used.num_taken = 0
+    return used
+
+
+cdef void slabs_trim(Slabs *slabs) noexcept nogil:
+    regions_trim(&slabs.rows)
+    regions_trim(&slabs.blocks)
+    slabs.num_ahead = min(slabs.num_ahead, slabs.rows.count * <uint32_t> CHUNKS_PER_REGION)
+
+
+cdef void regions_trim(Regions *regions) noexcept nogil:
+    cdef uint32_t count = (
+        regions.num_taken + <uint32_t> CHUNKS_PER_REGION - 1) // <uint32_t> CHUNKS_PER_REGION
+    while regions.count > count:
+        regions.count -= 1
+        persia_unmap(regions.starts[regions.count], REGION_BYTES)
+    regions.num_used = min(regions.num_used, count * <uint32_t> CHUNKS_PER_REGION)
+
+
 cdef char *next_chunk(Regions *regions, Kept *kept) noexcept nogil:
-    """The next 2 MiB of zeroed address space, or of the file; NULL if there is none."""
+    """The next 2 MiB of address space, zeroed if new, or of the file; NULL if there is none."""
     cdef char **starts
     cdef char *region
     cdef uint32_t capacity
-    if regions.chunks_left == 0:
+    cdef uint32_t number = regions.num_taken // CHUNKS_PER_REGION
+    if number == regions.count:
         if regions.count == regions.capacity:
             capacity = regions.capacity * 2 if regions.capacity else 4
             starts = <char **> realloc(regions.starts, capacity * sizeof(char *))
@@ -102,16 +140,20 @@ cdef char *next_chunk(Regions *regions, Kept *kept) noexcept nogil:
             return NULL
         regions.starts[regions.count] = region
         regions.count += 1
-        regions.chunks_left = CHUNKS_PER_REGION
-    return regions.starts[regions.count - 1] + (
-        <size_t> CHUNK_BYTES * (CHUNKS_PER_REGION - regions.chunks_left))
+    return regions.starts[number] + (
+        <size_t> CHUNK_BYTES * (regions.num_taken % CHUNKS_PER_REGION))
+
+
+cdef inline bint is_used(const Regions *regions) noexcept nogil:
+    """Whether the next chunk has been taken before."""
+    return regions.num_taken < regions.num_used
 
 
 cdef char *map_chunk(Slabs *slabs, Regions *regions, Kept *kept) noexcept nogil:
     """Take the next chunk; NULL if there is none."""
     cdef char *chunk = next_chunk(regions, kept)
     if chunk != NULL:
-        regions.chunks_left -= 1
+        regions.num_taken += 1
         slabs.num_mapped += 1
     return chunk
 
@@ -223,7 +265,7 @@ cdef bint add_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
     cdef ChunkState *state
     cdef char *base
     cdef uint32_t chunk = slabs.num_chunks
-    cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS
+    cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS and not is_used(&slabs.rows)
     if chunk == MAX_CHUNKS or not grow_chunks(slabs, chunk + 1):
         return False
     base = map_chunk(slabs, &slabs.rows, slabs.kept)
@@ -443,7 +485,8 @@ cdef uint32_t slabs_scan(Slabs *slabs, uint32_t chunk, row_t *rows) noexcept nog
 
 cdef void *slabs_new_block(Slabs *slabs) noexcept nogil:
     cdef void *block
-    cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS
+    cdef bint is_new = not is_used(&slabs.blocks)
+    cdef bint is_small = is_new and slabs.num_mapped < SMALL_CHUNKS
     if slabs.block_left == 0:
         block = map_chunk(slabs, &slabs.blocks, NULL)
         if block == NULL:
@@ -451,6 +494,7 @@ cdef void *slabs_new_block(Slabs *slabs) noexcept nogil:
         if not is_small:
             persia_advise_huge(block, CHUNK_BYTES)
         slabs.is_block_small = is_small
+        slabs.is_block_used = not is_new
         slabs.block_next = <char *> block
         slabs.block_left = CHUNK_BYTES
     block = slabs.block_next
@@ -459,5 +503,7 @@ cdef void *slabs_new_block(Slabs *slabs) noexcept nogil:
     if slabs.is_block_small and slabs.block_left <= CHUNK_BYTES // 4 * 3:
         persia_collapse(slabs.block_next + slabs.block_left - CHUNK_BYTES, CHUNK_BYTES)
         slabs.is_block_small = False
+    if slabs.is_block_used:
+        memset(block, 0, BLOCK_BYTES)
     slabs.bytes_used += BLOCK_BYTES
     return block

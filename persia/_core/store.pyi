@@ -214,13 +214,16 @@ class EmbeddingStore:
         Values of two bytes are rounded to nearest, so what was read is written unchanged.
         """
 
-    def expect(self, num_rows: int) -> None:
+    def expect(self, num_rows: int, share: int = 0, num_shares: int = 1) -> None:
         """Prepare for so many rows that will be restored, which then come faster.
 
         Args:
             num_rows: As many as is known; the store may become fuller, or be less full.
+            share: Of the shards this call is for; so several threads share the work.
+            num_shares: How many calls are for all shards.
 
         Raises:
+            DataError: If there is no such share.
             MemoryError: There is no room for what is noted of them.
         """
 
@@ -268,8 +271,13 @@ class EmbeddingStore:
     def delete(self, signs: NDArray[np.uint64]) -> int:
         """Drop the rows of these signs; returns how many there were."""
 
-    def clear(self) -> None:
-        """Drop every row and every count of an appearance, and give the memory back."""
+    def clear(self, *, reuse: bool = False) -> None:
+        """Drop every row and every count of an appearance, and give the memory back.
+
+        Args:
+            reuse: Keep it for rows that are restored next; ``end_restore`` gives back what they
+                did not need. That of a state file is given back.
+        """
 
     def open_changes(self, name: str, *, max_bytes: int = ...) -> None:
         """Begin to note changes for a consumer; its first cut has all rows.

@@ -26,8 +26,10 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from persia._core.arrivals cimport arrivals_expect, arrivals_settle
-from persia._core.changes cimport LogBlock, changes_free, note_clear
+from persia._core.arrivals cimport (
+    Arrivals, arrivals_expect, arrivals_free, arrivals_settle,
+)
+from persia._core.changes cimport LogBlock, changes_free
 from persia._core.crew cimport Crew
 from persia._core.cut cimport Watch
 from persia._core.eviction cimport (
@@ -39,8 +41,8 @@ from persia._core.hashing cimport mix64
 from persia._core.initial cimport Initializer
 from persia._core.invariants cimport broken_invariant
 from persia._core.kept cimport (
-    KEPT_HEADER, KEPT_PAGE, KEPT_SHARD, NUM_SLOTS, Kept, kept_clear, kept_free, kept_init,
-    persia_back, persia_map_file,
+    KEPT_HEADER, KEPT_PAGE, KEPT_SHARD, NUM_SLOTS, Kept, kept_free, kept_init, persia_back,
+    persia_map_file,
 )
 from persia._core.recency cimport (
     CLOCK_MS, CLOCK_STEPS, NO_CLOCK, NO_ORDER, NUM_CLOCKS, OFFSET_BITS, recency_expired,
@@ -56,12 +58,14 @@ from persia._core.serve cimport (
     delete_shard, eval_shard, read_shard, train_shard, update_shard, write_shard,
 )
 from persia._core.shard cimport (
-    PyThread_acquire_lock, PyThread_release_lock, PyThread_type_lock, shard_bytes, shard_free,
-    shard_init, shard_settle,
+    PyThread_acquire_lock, PyThread_release_lock, PyThread_type_lock, shard_bytes, shard_clear,
+    shard_free, shard_init, shard_settle,
 )
 from persia._core.sign_index cimport index_expect
 from persia._core.sketch cimport MAX_COUNT
-from persia._core.slabs cimport CACHE_LINE, PLACE_BITS, Row, row_at, row_values
+from persia._core.slabs cimport (
+    CACHE_LINE, PLACE_BITS, Row, row_at, row_values, slabs_trim,
+)
 from persia._core.types cimport NO_ROW, row_t, uint8_t
 
 from persia.errors import (
@@ -490,16 +494,17 @@ cdef class EmbeddingStore:
             batch.states = &states[0, 0]
         self.run(batch)
 
-    def expect(self, uint64_t num_rows):
+    def expect(self, uint64_t num_rows, uint32_t share=0, uint32_t num_shares=1):
         cdef uint32_t i
         cdef int status
         cdef uint64_t each
+        check_share(share, num_shares)
         num_rows = min(num_rows, self.capacity)
         each = num_rows // self.num_shards
         if self.memory_limit:
             # An index for rows that will not fit would take the room of those that do.
             each = min(each, self.shards[0].byte_limit // EXPECTED_ROW_BYTES)
-        for i in range(self.num_shards):
+        for i in range(share, self.num_shards, num_shares):
             with nogil:
                 PyThread_acquire_lock(self.shards[i].lock, 1)
                 # More than the mean, as signs are spread by a hash.
@@ -540,18 +545,25 @@ cdef class EmbeddingStore:
 
     def end_restore(self, uint32_t share=0, uint32_t num_shares=1):
         cdef uint32_t i
-        cdef int status
-        if not share < num_shares:
-            raise DataError(f"share must be in 0..num_shares - 1, got {share} of {num_shares}")
+        cdef int status = 0
+        cdef Shard *shard
+        cdef Arrivals spare
+        check_share(share, num_shares)
+        memset(&spare, 0, sizeof(spare))
         for i in range(share, self.num_shards, num_shares):
+            shard = &self.shards[i]
             with nogil:
-                PyThread_acquire_lock(self.shards[i].lock, 1)
+                PyThread_acquire_lock(shard.lock, 1)
                 status = arrivals_settle(
-                    &self.shards[i].arrivals, &self.shards[i].recency, &self.shards[i].slabs,
-                    self.clocks)
-                PyThread_release_lock(self.shards[i].lock)
+                    &shard.arrivals, &spare, &shard.recency, &shard.slabs, self.clocks)
+                shard_settle(shard)
+                slabs_trim(&shard.slabs)
+                PyThread_release_lock(shard.lock)
             if status < 0:
-                raise MemoryError(f"the order of the rows restored to shard {i}")
+                break
+        arrivals_free(&spare)
+        if status < 0:
+            raise MemoryError(f"the order of the rows restored to shard {i}")
 
     def sketch(self):
         cdef uint32_t i
@@ -608,7 +620,7 @@ cdef class EmbeddingStore:
         batch.held = (signs,)
         return signs.shape[0] - self.run(batch).num_missing
 
-    def clear(self):
+    def clear(self, *, bint reuse=False):
         cdef uint32_t i
         cdef Shard *shard
         cdef uint64_t sketch_bytes = self.shard_sketch_bytes()
@@ -618,12 +630,7 @@ cdef class EmbeddingStore:
             shard = &self.shards[i]
             with nogil:
                 PyThread_acquire_lock(shard.lock, 1)
-                shard_settle(shard)
-                note_clear(&shard.changes)
-                shard_free(shard)
-                if shard.kept != NULL:
-                    kept_clear(shard.kept)
-                status = shard_init(shard, sketch_bytes)
+                status = shard_clear(shard, sketch_bytes, reuse)
                 PyThread_release_lock(shard.lock)
             if status < 0:
                 raise MemoryError(f"shard {i} of {self.num_shards}")
@@ -818,6 +825,12 @@ cdef tuple numbers_of(str kind, clock, ttl):
     if not 0 <= ttl < 2**61:
         raise ConfigError(f"a ttl must be in 0..2**61-1, got {ttl}")
     return kinds[kind], clocks[clock], ttl
+
+
+cdef int check_share(uint32_t share, uint32_t num_shares) except -1:
+    if not share < num_shares:
+        raise DataError(f"share must be in 0..num_shares - 1, got {share} of {num_shares}")
+    return 0
 
 
 cdef int check_length(str name, Py_ssize_t expected, Py_ssize_t got) except -1:

@@ -20,10 +20,10 @@ from persia._files.mapping import Mapping
 from persia._files.memory import Memory
 from persia._files.parts import (
     Window,
+    check_part,
     filter_owned,
     num_owned,
     read_deleted,
-    read_part,
 )
 from persia._files.places import chains
 from persia._files.rows import rows_of
@@ -66,8 +66,7 @@ class _Chain:
 
 def _check(chain: _Chain, part: Part, memory: Memory) -> _Signs:
     """Check a part and whose rows are in it; returns its signs, and those they become here."""
-    # Not those of the file: they let go of its memory. None comes twice: the caller's window.
-    signs = read_part(chain.storage, part, memory).signs.copy()
+    signs = check_part(chain.storage, part, memory)  # none comes twice: the caller's window
     if chain.writer is not None:
         # Servers own different signs, so no two of their chains have one in common.
         count = chain.manifests[-1].num_servers
@@ -282,7 +281,7 @@ class Restoring:
         """Drop all rows, or with some features to load those of their groups."""
         store = self._held.store
         if self._request.features is None:
-            store.clear()
+            store.clear(reuse=True)  # new memory would cost more than what goes into it
             return
         mapping = self._chains[0].mapping
         bits = np.uint64(64 - self._held.schema.prefix_bits)
@@ -314,10 +313,12 @@ class Restoring:
                     total += store.restore(mine)
             return total
 
-        store.expect(self._num_rows)
         # Parts have no rows in common, so any two of them may enter at the same time.
         waiting: deque[Future[int]] = deque()
+        shares = [(share, _RESTORING) for share in range(_RESTORING)]
         with ThreadPoolExecutor(_RESTORING, "persia-restore") as pool:
+            for prepared in [pool.submit(store.expect, self._num_rows, *its) for its in shares]:
+                prepared.result()
             for chain in self._chains:
                 rows = rows_of(chain.storage, chain.manifests, read, memory=self._memory)
                 for part, block in rows:
@@ -326,8 +327,8 @@ class Restoring:
                         count += waiting.popleft().result()
             for entered in waiting:
                 count += entered.result()
-            for _ in pool.map(store.end_restore, range(_RESTORING), [_RESTORING] * _RESTORING):
-                pass
+            for ended in [pool.submit(store.end_restore, *its) for its in shares]:
+                ended.result()
         moved(done, self._num_bytes, count)
         if self._sketch is None:
             return

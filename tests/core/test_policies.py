@@ -147,9 +147,9 @@ class PolicyMachine(RuleBasedStateMachine):
         self.store.delete(array(signs))
         self.model.delete(signs)
 
-    @rule()
-    def clear(self) -> None:
-        self.store.clear()
+    @rule(reuse=st.booleans())
+    def clear(self, reuse: bool) -> None:
+        self.store.clear(reuse=reuse)
         self.model.clear()
 
     @invariant()

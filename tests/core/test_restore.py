@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.core.test_cuts import array, contents, rows_of, train, update
 from tests.core.test_cuts import new_store as adagrad_store
 from tests.core.test_policies import KINDS, held, new_store
 from tests.core.test_policies import train as train_policy
+from tests.core.test_store import resident
 
 UNIFORM = Initializer("uniform")
 
@@ -126,6 +128,66 @@ def test_counts_of_ids_not_admitted_come_back() -> None:
         other.restore_sketch(counts, np.array([[0, 100]], np.uint64))
     with pytest.raises(DataError, match="next line to halve"):  # times 64 it is 0
         other.restore_sketch(counts, np.array([[0, 1 << 58]], np.uint64))
+
+
+@pytest.mark.parametrize(
+    ("step", "first"), [(1, 0), (1, 7), (3, 0), (0, 5), (1 << 31, 0), (1 << 40, 0)]
+)
+def test_rows_stand_as_their_orders_say(step: int, first: int) -> None:
+    """Whether they are of one shard, without gaps, or of several; equal ones as they came."""
+    rng = np.random.default_rng(5)
+    places = rng.permutation(1000).astype(np.uint64)
+    orders = first + step * (places // 2 if first == 7 else places)
+    store = EmbeddingStore(2000, num_shards=1)
+    for some in (slice(0, 600), slice(600, 1000)):
+        n = len(places[some])
+        store.restore(
+            block_with(
+                signs=places[some] + np.uint64(1),
+                values=np.ones((n, 2), np.float32),
+                states=np.zeros((n, 0), np.uint32),
+                orders=orders[some].astype(np.uint64),
+                uses=np.zeros(n, np.uint32),
+                ages=np.zeros(n, np.uint64),
+            )
+        )
+    store.end_restore()
+    store.check()
+    # Notes have room for 32 bits of an order: what is beyond them is equal.
+    noted = np.minimum(orders.astype(np.uint64), np.uint64(2**32 - 1))
+    found = np.concatenate([block[0] for block in store.iterate()])
+    assert found.tolist() == (places[np.argsort(noted, kind="stable")] + 1).tolist()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("num_rows", [1000, 200_000])
+def test_memory_of_cleared_rows_is_used_again_and_given_back(num_rows: int) -> None:
+    def filled(num_rows: int, dim: int, seed: int) -> EmbeddingStore:
+        store = EmbeddingStore(10**6, num_shards=1, seed=seed)
+        store.configure(RowOptimizer("sgd", 0.1, lr=0.1))
+        signs = np.arange(1, num_rows + 1, dtype=np.uint64)
+        out = np.empty((num_rows, dim), np.float32)
+        store.lookup_train(signs, UNIFORM, 1.0, 0, out, np.empty(num_rows, np.uint32))
+        return store
+
+    other = filled(num_rows, 3, seed=4)
+    blocks = cut(other)
+    store = filled(300_000, 64, seed=3)  # 80 MiB
+    full = resident()
+    store.clear(reuse=True)
+    store.check()
+    assert len(store) == 0
+    assert full - resident() < 8 << 20
+    store.expect(num_rows)
+    for block in blocks:
+        store.restore(block)
+    store.end_restore()
+    assert full - resident() > 36 << 20
+    store.check()
+    assert contents(store) == contents(other)
+    assert [block[0].tolist() for block in store.iterate()] == [
+        block[0].tolist() for block in other.iterate()
+    ]
 
 
 def test_another_optimizer_begins_with_its_own_state() -> None:

@@ -179,9 +179,9 @@ class StoreMachine(RuleBasedStateMachine):
     def delete(self, signs: list[int]) -> None:
         assert self.store.delete(array(signs)) == self.model.delete(signs)
 
-    @rule()
-    def clear(self) -> None:
-        self.store.clear()
+    @rule(reuse=st.booleans())
+    def clear(self, reuse: bool) -> None:
+        self.store.clear(reuse=reuse)
         self.model.clear()
 
     @precondition(lambda self: len(self.model) > 0)
