@@ -24,7 +24,9 @@ from persia._files.parts import parts_for, take
 from persia._files.schema import Policy, SavedGroup, SavedSchema
 from persia.errors import CheckpointError, ConfigError
 
+# Instead of the number of a group.
 _DROPPED = -1
+_STRANGE = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +136,16 @@ class Mapping:
         Raises:
             CheckpointError: If a sign is of no group that has this table.
         """
-        shift = np.uint64(64 - self.saved.prefix_bits)
-        old = (signs >> shift).astype(np.int64) - 1
-        known = np.array([group.table == table for group in self.saved.groups])
-        strange = (old < 0) | (old >= len(known))
-        strange |= ~known[np.where(strange, 0, old)]
-        if strange.any():
-            sign = signs[int(strange.argmax())]
+        # By prefix: 0 is no group's, nor is any beyond the last.
+        numbers = np.full(len(self.groups) + 2, _STRANGE, np.int64)
+        for old, new in enumerate(self.groups):
+            if self.saved.groups[old].table == table:
+                numbers[old + 1] = new
+        prefixes = (signs >> np.uint64(64 - self.saved.prefix_bits)).view(np.int64)
+        found: NDArray[np.int64] = np.take(numbers, prefixes, mode="clip")
+        if len(found) and found.min() == _STRANGE:
+            sign = signs[int(found.argmin())]
             raise CheckpointError(f"sign {sign:#018x} is of no group of {table}")
-        found: NDArray[np.int64] = np.array(self.groups, np.int64)[old]
         return found
 
     def signs_of(self, table: str, signs: NDArray[np.uint64]) -> NDArray[np.uint64]:

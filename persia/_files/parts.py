@@ -9,7 +9,7 @@ them. Nothing is taken from a file before its size and checksum were those of th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,12 +24,15 @@ from persia._files.entries import Deleted, File, Part
 from persia._files.fields import Where
 from persia._files.memory import Memory
 from persia._files.storage import AT_ONCE, Buffer, Storage
-from persia._files.tensors import CODES, Column, decode, encode
+from persia._files.tensors import CODES, Column, Glance, decode, encode
 from persia.errors import CheckpointError
 
 # What a reader takes; a writer's parts are a sixteenth of it.
 MAX_PART_BYTES = 1 << 30
 CODE_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_Kind = tuple[str, tuple[int, ...]]  # of an array, as its file has it: dtype and shape
+# What a file need not have: nothing was counted, or nothing expires.
+_OPTIONAL = ("uses", "ages")
 # Parts that are read at the same time: while one waits for the disk, another is checked.
 _AHEAD = 2
 # Of signs of deleted rows in one file.
@@ -120,12 +123,15 @@ def read_file(
     Raises:
         CheckpointError: If size or checksum are not the manifest's.
     """
-    name = storage.at(file.path)
+    _check_size(storage.at(file.path), file, max_bytes)
+    return _stream(storage, file, memory or Memory(), keep=True)
+
+
+def _check_size(name: str, file: File, max_bytes: int) -> None:
     if file.num_bytes > max_bytes:
         raise CheckpointError(
             f"{name}: expected at most {max_bytes} bytes, got {file.num_bytes}"
         )
-    return _stream(storage, file, memory or Memory(), keep=True)
 
 
 def check_file(storage: Storage, file: File) -> None:
@@ -137,8 +143,24 @@ def check_file(storage: Storage, file: File) -> None:
     _stream(storage, file, Memory(), keep=False)
 
 
-def _stream(storage: Storage, file: File, memory: Memory, *, keep: bool) -> NDArray[np.uint8]:
-    """Read and check a file, whole or through a window that is used over and over."""
+def _stream(
+    storage: Storage,
+    file: File,
+    memory: Memory,
+    *,
+    keep: bool,
+    see: Callable[[int, NDArray[np.uint8]], object] | None = None,
+) -> NDArray[np.uint8]:
+    """Read and check a file, whole or through a window that is used over and over.
+
+    Args:
+        storage: Where it is.
+        file: What a manifest says of it.
+        memory: To read it into.
+        keep: Whether all of it is to be there in the end.
+        see: Called with the offset of each piece and the piece, before the file is known to be
+            what was written.
+    """
     name = storage.at(file.path)
     checksum = xxhash.xxh3_128()
     at_once = storage.read_bytes
@@ -152,6 +174,8 @@ def _stream(storage: Storage, file: File, memory: Memory, *, keep: bool) -> NDAr
             piece = data[start : start + min(at_once, file.num_bytes - offset)]
             reader.read_into(piece, offset)
             checksum.update(piece.data)
+            if see is not None:
+                see(offset, piece)
     if checksum.hexdigest() != file.xxh3_128:
         raise CheckpointError(
             f"{name}: expected checksum {file.xxh3_128}, got {checksum.hexdigest()}: "
@@ -173,26 +197,81 @@ def read_part(storage: Storage, part: Part, memory: Memory | None = None) -> Row
     """
     name = storage.at(part.file.path)
     arrays, _ = decode(read_file(storage, part.file, memory=memory), name)
-    found = _Arrays(name, arrays)
-    code = CODE_OF_DTYPE[part.dtype]
+    wanted = _wanted(part)
+    _check_arrays(name, wanted, {key: (code, a.shape) for key, (code, a) in arrays.items()})
     block = RowBlock(
         part.policy,
         part.dtype,
-        found.array("signs", "U64", (part.num_rows,)),
-        found.array("values", code, (part.num_rows, part.dim)),
-        found.array("states", "U32", (part.num_rows, part.state_words)),
-        found.array("orders", "U64", (part.num_rows,)),
-        found.array("uses", "U32", (part.num_rows,), optional=True),
-        found.array("ages", "U64", (part.num_rows,), optional=True),
+        *(
+            arrays[key][1] if key in arrays else np.zeros(shape, CODES[code])
+            for key, (code, shape) in wanted.items()
+        ),
     )
-    found.done()
-    place = find_stranger(block.signs, *part.buckets)
+    _check_buckets(name, part, block.signs)
+    return block
+
+
+def check_part(
+    storage: Storage, part: Part, memory: Memory | None = None
+) -> NDArray[np.uint64]:
+    """Check a part as ``read_part`` does, through a window; returns its signs.
+
+    Args:
+        storage: Where it is.
+        part: What the manifest says.
+        memory: To read it into, piece by piece.
+
+    Raises:
+        CheckpointError: If the file is not what was written, or no such part.
+    """
+    name = storage.at(part.file.path)
+    _check_size(name, part.file, MAX_PART_BYTES)
+    glance = Glance(name, part.file.num_bytes, "signs")
+    _stream(storage, part.file, memory or Memory(), keep=False, see=glance.see)
+    entries, data = glance.seen()
+    _check_arrays(name, _wanted(part), {key: (e.code, e.shape) for key, e in entries.items()})
+    signs: NDArray[np.uint64] = data.view(CODES["U64"])
+    _check_buckets(name, part, signs)
+    return signs
+
+
+def _wanted(part: Part) -> dict[str, _Kind]:
+    """Return the arrays of a part, in the order of ``RowBlock``."""
+    n = part.num_rows
+    return {
+        "signs": ("U64", (n,)),
+        "values": (CODE_OF_DTYPE[part.dtype], (n, part.dim)),
+        "states": ("U32", (n, part.state_words)),
+        "orders": ("U64", (n,)),
+        "uses": ("U32", (n,)),
+        "ages": ("U64", (n,)),
+    }
+
+
+def _check_arrays(name: str, wanted: Mapping[str, _Kind], found: Mapping[str, _Kind]) -> None:
+    for key, kind in wanted.items():
+        where = Where(name, key)
+        if key not in found:
+            if key in _OPTIONAL:
+                continue
+            raise where.error("the array is missing")
+        if found[key] != kind:
+            (code, shape), (its_code, its_shape) = kind, found[key]
+            raise where.error(
+                f"expected {code} {list(shape)}, got {its_code} {list(its_shape)}"
+            )
+    for key in found:
+        if key not in wanted:
+            raise Where(name, key).error("an array that this version does not know")
+
+
+def _check_buckets(name: str, part: Part, signs: NDArray[np.uint64]) -> None:
+    place = find_stranger(signs, *part.buckets)
     if place >= 0:
         raise CheckpointError(
             f"{name}: signs[{place}]: expected buckets {part.buckets[0]}..{part.buckets[1]}, "
-            f"got {block.signs[place]} of bucket {bucket(int(block.signs[place]))}"
+            f"got {signs[place]} of bucket {bucket(int(signs[place]))}"
         )
-    return block
 
 
 def read_ahead(
@@ -228,14 +307,13 @@ def read_ahead(
 def verify_part(
     storage: Storage, part: Part, memory: Memory | None = None
 ) -> NDArray[np.uint64]:
-    """Check a part as ``read_part`` does, and that no sign is in it twice; returns the signs.
+    """Check a part as ``check_part`` does, and that no sign is in it twice; returns the signs.
 
     Raises:
         CheckpointError: If it is not what it should be.
     """
-    block = read_part(storage, part, memory)
-    check_once([block.signs], storage.at(part.file.path))
-    signs: NDArray[np.uint64] = block.signs.copy()  # lets go of the file's memory
+    signs = check_part(storage, part, memory)
+    check_once([signs], storage.at(part.file.path))
     return signs
 
 
@@ -294,37 +372,10 @@ def read_deleted(storage: Storage, deleted: Deleted) -> NDArray[np.uint64]:
     """
     name = storage.at(deleted.file.path)
     arrays, _ = decode(read_file(storage, deleted.file), name)
-    found = _Arrays(name, arrays)
-    signs = found.array("signs", "U64", (deleted.num_signs,))
-    found.done()
+    wanted: dict[str, _Kind] = {"signs": ("U64", (deleted.num_signs,))}
+    _check_arrays(name, wanted, {key: (code, a.shape) for key, (code, a) in arrays.items()})
+    signs: NDArray[np.uint64] = arrays["signs"][1]
     return signs
-
-
-class _Arrays:
-    """The arrays of a file, each taken once and checked."""
-
-    def __init__(self, name: str, arrays: dict[str, tuple[str, NDArray[Any]]]) -> None:
-        self._name = name
-        self._arrays = arrays
-
-    def array(
-        self, name: str, code: str, shape: tuple[int, ...], *, optional: bool = False
-    ) -> NDArray[Any]:
-        where = Where(self._name, name)
-        if name not in self._arrays:
-            if optional:
-                return np.zeros(shape, CODES[code])
-            raise where.error("the array is missing")
-        its_code, array = self._arrays.pop(name)
-        if (its_code, array.shape) != (code, shape):
-            raise where.error(
-                f"expected {code} {list(shape)}, got {its_code} {list(array.shape)}"
-            )
-        return array
-
-    def done(self) -> None:
-        for name in self._arrays:
-            raise Where(self._name, name).error("an array that this version does not know")
 
 
 def parts_for(parts: Sequence[Part], server: int, num_servers: int) -> list[Part]:

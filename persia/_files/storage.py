@@ -72,7 +72,8 @@ class Storage(ABC):
     """Called between pieces of a file that is written, by the thread that writes."""
 
     read_bytes: int = 2 << 20
-    """What is best read at once: a piece is hashed while it is in the cache."""
+    """What is best read at once: a piece is hashed while it is in the cache. No less than the
+    header of a file may have."""
 
     @abstractmethod
     def write(self, path: str, buffers: Iterable[Buffer]) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia._files.fields import Fields, Where, integer, parse
+from persia.errors import CheckpointError
 
 # Of ours a header is some hundred bytes; a foreign one may list thousands of arrays.
 MAX_HEADER_BYTES = 1 << 20
@@ -98,11 +99,45 @@ def encode(columns: Mapping[str, Column], metadata: Mapping[str, str]) -> list[m
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
+    """What a header says of one array."""
+
     code: str
     shape: tuple[int, ...]
     begin: int
+    """Of its bytes in the file."""
+
     end: int
+
+
+def layout(
+    first: NDArray[np.uint8], num_bytes: int, file: str
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return what the header says of each array, and the metadata.
+
+    Args:
+        first: The first bytes of the file, with all of the header.
+        num_bytes: Of the file.
+        file: Its name.
+
+    Raises:
+        CheckpointError: If no such file begins so and is as long.
+    """
+    where = Where(file, "safetensors header")
+    if num_bytes < _LENGTH:
+        raise where.error(f"expected a file of at least {_LENGTH} bytes, got {num_bytes}")
+    length = int.from_bytes(first[:_LENGTH].tobytes(), "little")
+    limit = min(MAX_HEADER_BYTES, num_bytes - _LENGTH)
+    if length > limit:
+        raise where.error(f"expected a length of at most {limit} bytes, got {length}")
+    header = Fields(parse(first[_LENGTH : _LENGTH + length].tobytes(), where), where)
+    entries, metadata = _entries(header, where)
+    start = _LENGTH + length
+    _check_tiled(entries, num_bytes - start, where)
+    return {
+        name: Entry(entry.code, entry.shape, start + entry.begin, start + entry.end)
+        for name, entry in entries.items()
+    }, metadata
 
 
 def decode(
@@ -113,28 +148,62 @@ def decode(
     Raises:
         CheckpointError: If these are not the bytes of such a file, all of them.
     """
-    where = Where(file, "safetensors header")
-    if len(data) < _LENGTH:
-        raise where.error(f"expected a file of at least {_LENGTH} bytes, got {len(data)}")
-    length = int.from_bytes(data[:_LENGTH].tobytes(), "little")
-    limit = min(MAX_HEADER_BYTES, len(data) - _LENGTH)
-    if length > limit:
-        raise where.error(f"expected a length of at most {limit} bytes, got {length}")
-    header = Fields(parse(data[_LENGTH : _LENGTH + length].tobytes(), where), where)
-    entries, metadata = _entries(header, where)
-    start = _LENGTH + length
-    _check_tiled(entries, len(data) - start, where)
+    entries, metadata = layout(data, len(data), file)
     arrays = {}
     for name, entry in entries.items():
         dtype = CODES[entry.code]
-        piece = data[start + entry.begin : start + entry.end]
+        piece = data[entry.begin : entry.end]
         if (piece.ctypes.data % dtype.itemsize) != 0:
             piece = piece.copy()  # a writer that did not pad its header
         arrays[name] = (entry.code, piece.view(dtype).reshape(entry.shape))
     return arrays, metadata
 
 
-def _entries(header: Fields, where: Where) -> tuple[dict[str, _Entry], dict[str, str]]:
+class Glance:
+    """Header and one array of a file that is read piece by piece and not kept.
+
+    Args:
+        file: Its name.
+        num_bytes: Of it.
+        array: The array's name.
+    """
+
+    def __init__(self, file: str, num_bytes: int, array: str) -> None:
+        self._file = file
+        self._num_bytes = num_bytes
+        self._array = array
+        self._entries: dict[str, Entry] | CheckpointError = {}
+        self._data = np.empty(0, np.uint8)
+
+    def see(self, offset: int, piece: NDArray[np.uint8]) -> None:
+        """Take what is needed of a piece; the first one has all of the header."""
+        if offset == 0:
+            try:
+                self._entries, _ = layout(piece, self._num_bytes, self._file)
+            except CheckpointError as exc:
+                self._entries = exc  # of bytes that may turn out not to be the file's
+        if isinstance(self._entries, CheckpointError) or self._array not in self._entries:
+            return
+        entry = self._entries[self._array]
+        if offset == 0:
+            self._data = np.empty(entry.end - entry.begin, np.uint8)
+        begin, end = max(entry.begin, offset), min(entry.end, offset + len(piece))
+        if begin < end:
+            part = piece[begin - offset : end - offset]
+            self._data[begin - entry.begin : end - entry.begin] = part
+
+    def seen(self) -> tuple[dict[str, Entry], NDArray[np.uint8]]:
+        """Return what the header says of each array, and the bytes of the one, if it is there.
+
+        Raises:
+            CheckpointError: If it is no such file.
+        """
+        if isinstance(self._entries, CheckpointError):
+            raise self._entries
+        return self._entries, self._data
+
+
+def _entries(header: Fields, where: Where) -> tuple[dict[str, Entry], dict[str, str]]:
     metadata: dict[str, str] = {}
     entries = {}
     for name in header.names():
@@ -162,11 +231,11 @@ def _entries(header: Fields, where: Where) -> tuple[dict[str, _Entry], dict[str,
         # Where one of them is 0 the others may be anything, and NumPy multiplies them too.
         if math.prod(max(n, 1) for n in dims) * itemsize > largest:
             raise entry.where.at("shape").error(f"expected fewer items, got {list(dims)}")
-        entries[name] = _Entry(code, dims, begin, end)
+        entries[name] = Entry(code, dims, begin, end)
     return entries, metadata
 
 
-def _check_tiled(entries: Mapping[str, _Entry], num_bytes: int, where: Where) -> None:
+def _check_tiled(entries: Mapping[str, Entry], num_bytes: int, where: Where) -> None:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != end:
