@@ -25,9 +25,15 @@ from persia.utils import load_yaml, yaml_number
 T = TypeVar("T")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``", did you mean 'x'?"`` for the known name nearest to ``name``, or ``""``."""
-    found = difflib.get_close_matches(name, list(known), n=1)
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``", did you mean 'x'?"`` for the known name nearest to ``name``, or ``""``.
+
+    Args:
+        name: What was written.
+        known: What could be meant.
+        cutoff: How alike they are at least, from 0 to 1; for names that all begin alike, more.
+    """
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f", did you mean {found[0]!r}?" if found else ""
 
 

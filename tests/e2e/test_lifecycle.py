@@ -240,15 +240,6 @@ def test_a_script_that_does_not_unwind_is_killed_in_time(job: Job) -> None:
     assert not processes_with(str(job.directory))
 
 
-def test_a_script_whose_launcher_is_killed_ends(job: Job) -> None:
-    trainer = job.start("nn-worker", job.script("train.py", SLEEPS))
-    trainer.wait_for("running")
-    trainer.signal(signal.SIGKILL)
-    trainer.wait()
-    wait_until_gone(str(job.directory))
-    assert "unwound by SystemExit 143" in trainer.printed()
-
-
 FOLLOWS = """
 import persia._ends
 persia._ends._END_S = 1e6
@@ -284,13 +275,19 @@ threading.Event().wait(60)
 """
 
 
-def test_a_script_that_unwinds_has_time_though_its_launcher_is_gone(job: Job) -> None:
-    trainer = job.start("nn-worker", job.script("train.py", UNWINDS))
+@pytest.mark.parametrize(
+    ("text", "said"), [(SLEEPS, "unwound by SystemExit 143"), (UNWINDS, "unwound")]
+)
+def test_a_script_whose_launcher_is_killed_ends_and_unwinds(
+    job: Job, text: str, said: str
+) -> None:
+    """Also one that has begun to unwind."""
+    trainer = job.start("nn-worker", job.script("train.py", text))
     trainer.wait_for("running")
     trainer.signal(signal.SIGKILL)
     trainer.wait()
     wait_until_gone(str(job.directory))
-    assert "unwound" in trainer.printed()
+    assert said in trainer.printed()
 
 
 def test_a_script_ends_with_its_parent_though_its_launcher_lives(job: Job) -> None:

@@ -113,7 +113,7 @@ def test_variables_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [*check_variables()]
     assert [status for status, _ in bad(found)] == ["error", "warning"]
     assert "got 'abc'" in found[0].text
-    assert "did you mean PERSIA_NN_WORKERS?" in found[1].text
+    assert "did you mean 'PERSIA_NN_WORKERS'?" in found[1].text
     report = doctor.examine(doctor.Question())  # ends there
     assert report.status == 1
     assert "addresses" not in {one.check for one in report.findings}

@@ -105,7 +105,8 @@ def test_lines_and_variables_that_nothing_reads_are_warnings() -> None:
         ("warning", f"Procfile:1: nothing is started by {f'load {LOADER}'!r}"),
         (
             "warning",
-            "PERSIA_EMBEDING_WORKERS: nothing reads it, did you mean PERSIA_EMBEDDING_WORKERS?",
+            "PERSIA_EMBEDING_WORKERS: nothing reads it, "
+            "did you mean 'PERSIA_EMBEDDING_WORKERS'?",
         ),
     ]
 

@@ -300,17 +300,22 @@ def test_a_loader_that_failed_and_is_started_anew_goes_on(pool: ThreadPoolExecut
         take(inbox)
 
 
-@pytest.mark.parametrize("is_past", [False, True])
-def test_a_loader_killed_after_its_end_is_let_in_once_its_ids_are_wanted(
-    pool: ThreadPoolExecutor, is_past: bool
-) -> None:
-    """Nobody else can register them; what it has ended stays ended."""
+def with_a_stream_that_has_ended() -> tuple[Inbox, tuple[int, int], Any]:
+    """The stream's one batch has been taken, and has not ended."""
     inbox = make_inbox()
     inbox.begin_pass()
     stream = opened(inbox)
     inbox.deliver(stream, batch(0))
     inbox.end_stream(stream, 1, "")
-    last = inbox.take(True, lambda: False)
+    return inbox, stream, inbox.take(True, lambda: False)
+
+
+@pytest.mark.parametrize("is_past", [False, True])
+def test_a_loader_killed_after_its_end_is_let_in_once_its_ids_are_wanted(
+    pool: ThreadPoolExecutor, is_past: bool
+) -> None:
+    """Nobody else can register them; what it has ended stays ended."""
+    inbox, stream, last = with_a_stream_that_has_ended()
     if is_past:
         inbox.end_pass()
     else:
@@ -367,12 +372,7 @@ def test_of_several_ranks_none_lets_a_loader_into_a_stream_that_has_ended(
 
 
 def test_the_next_pass_is_another_stream() -> None:
-    inbox = make_inbox()
-    inbox.begin_pass()
-    first = opened(inbox)
-    inbox.deliver(first, batch(0))
-    inbox.end_stream(first, 1, "")
-    last = inbox.take(True, lambda: False)
+    inbox, first, last = with_a_stream_that_has_ended()
     with pytest.raises(ServiceBusy, match="this pass over the data goes on"):
         opened(inbox, incarnation=8)
     inbox.end_pass()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Iterable, Iterator
 
 from persia import env
 from persia._launch.checks.findings import Finding, error, ok, warning
+from persia.config import nearest
 from persia.errors import ConfigError
 
 # Those that env.py speaks of, and the one of Compose.
@@ -53,8 +53,7 @@ def unknown(names: Iterable[str]) -> Iterator[Finding]:
     """Yield a warning for each name of ours that nobody reads."""
     for name in names:
         if name.startswith("PERSIA_") and name not in KNOWN:
-            near = difflib.get_close_matches(name, sorted(KNOWN), n=1, cutoff=_NEAR)
-            hint = f", did you mean {near[0]}?" if near else ""
+            hint = nearest(name, sorted(KNOWN), _NEAR)
             yield warning(
                 "variables", f"{name}: nothing reads it{hint}", "correct the name, or unset it"
             )
