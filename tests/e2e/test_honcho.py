@@ -50,6 +50,7 @@ def test_a_job_ends_by_itself_with_status_0(job: Job) -> None:
     assert not processes_with(str(job.directory))
 
 
+@pytest.mark.slow
 def test_the_traceback_of_a_failed_script_is_last_and_the_status_not_0(job: Job) -> None:
     ran = honcho(job, FAILS)
     assert ran.returncode == 1, ran.stdout

@@ -146,6 +146,7 @@ def test_w10_a_data_loader_that_has_ended_is_killed_together_with_embedding_work
     assert set(counts) <= {"dropped", "registered_again", "skipped"}
 
 
+@pytest.mark.slow
 def test_w17_w30_a_server_is_killed_and_started_anew(cluster: Cluster) -> None:
     def disturb() -> None:
         cluster.kill("embedding-parameter-server-1")
