@@ -198,6 +198,8 @@ class Glance:
         Raises:
             CheckpointError: If it is no such file.
         """
+        if self._num_bytes == 0:
+            self.see(0, self._data)  # there was nothing to see
         if isinstance(self._entries, CheckpointError):
             raise self._entries
         return self._entries, self._data

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from persia._core.blocks import RowBlock
 from persia._core.hashing import bucket
 from persia._files.entries import Part
 from persia._files.part_writer import PartWriter
 from persia._files.parts import (
+    check_part,
     filter_owned,
     parts_for,
     read_ahead,
     read_deleted,
     read_part,
     verify_part,
+    write_columns,
     write_deleted,
+    write_file,
 )
 from persia._files.storage import Buffer, LocalStorage, open_storage
+from persia._files.tensors import Column
 from persia.errors import CheckpointError, ConfigError
 from tests.files.support import block, rows_of
 
 safetensors = pytest.importorskip("safetensors.numpy")
+
+NAMES = ("signs", "values", "states", "orders", "uses", "ages")
 
 
 @pytest.fixture
@@ -57,8 +65,8 @@ def test_parts_hold_what_was_added(
         parts = writer.finish()
     assert rows_of(read_part(storage, part) for part in parts) == rows_of(blocks)
     for part in parts:
-        verify_part(storage, part)
         held = read_part(storage, part)
+        assert verify_part(storage, part).tolist() == held.signs.tolist()
         assert part.num_rows == len(held) > 0
         assert part.max_order == held.orders.max()
         assert part.file.num_bytes <= part_bytes + 1000 or part.num_rows == 1
@@ -158,7 +166,72 @@ def test_a_part_that_cannot_be_written_is_an_error_at_once_or_at_the_end(
         writer.add("../table", block(range(10)))
 
 
-def test_w50_a_damaged_file_is_an_error(storage: LocalStorage) -> None:
+READS = pytest.mark.parametrize("read", [read_part, check_part], ids=["read", "check"])
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 500, 3000])
+def test_signs_are_found_wherever_windows_end(storage: LocalStorage, num_rows: int) -> None:
+    storage.read_bytes = 4096
+    rows = block(range(max(num_rows, 1)))
+    with PartWriter(storage, "id") as writer:
+        writer.add("table0", rows)
+        (part,) = writer.finish()
+    if num_rows == 0:  # as others may write one
+        empty = {key: np.zeros_like(a)[:0] for key, a in zip(NAMES, rows.arrays, strict=True)}
+        columns = {key: Column.of(a) for key, a in empty.items()}
+        file = write_columns(storage, "id/empty", columns, {})
+        part = dataclasses.replace(part, file=file, num_rows=0)
+    assert check_part(storage, part).tolist() == read_part(storage, part).signs.tolist()
+    assert part.num_rows == num_rows
+
+
+@READS
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"signs": None}, "signs: the array is missing"),
+        ({"ages": None}, None),
+        ({"more": np.zeros(3)}, "more: an array that this version does not know"),
+        ({"signs": np.zeros(100, np.int64)}, r"signs: expected U64 \[100\], got I64 \[100\]"),
+    ],
+)
+def test_w50_other_arrays_than_a_part_has_are_an_error(
+    storage: LocalStorage,
+    read: Callable[[LocalStorage, Part], object],
+    change: dict[str, NDArray[Any] | None],
+    message: str | None,
+) -> None:
+    rows = block(range(100))
+    with PartWriter(storage, "id") as writer:
+        writer.add("table0", rows)
+        (part,) = writer.finish()
+    arrays = dict(zip(NAMES, rows.arrays, strict=True)) | change
+    columns = {key: Column.of(a) for key, a in arrays.items() if a is not None}
+    part = dataclasses.replace(part, file=write_columns(storage, "id/other", columns, {}))
+    if message is None:
+        read(storage, part)
+        return
+    with pytest.raises(CheckpointError, match=f"id/other: {message}"):
+        read(storage, part)
+
+
+@READS
+def test_w50_a_file_that_is_what_was_written_and_no_part_is_an_error(
+    storage: LocalStorage, read: Callable[[LocalStorage, Part], object]
+) -> None:
+    with PartWriter(storage, "id") as writer:
+        writer.add("table0", block(range(100)))
+        (part,) = writer.finish()
+    for number, data in enumerate((b"", b"\xff" * 9, b"\xff" * 7 + b"\0", bytes(100))):
+        file = write_file(storage, f"id/foreign{number}", [memoryview(data)])
+        with pytest.raises(CheckpointError, match=f"id/foreign{number}: safetensors header"):
+            read(storage, dataclasses.replace(part, file=file))
+
+
+@READS
+def test_w50_a_damaged_file_is_an_error(
+    storage: LocalStorage, read: Callable[[LocalStorage, Part], object]
+) -> None:
     with PartWriter(storage, "id") as writer:
         writer.add("table0", block(range(100)))
         (part,) = writer.finish()
@@ -167,16 +240,17 @@ def test_w50_a_damaged_file_is_an_error(storage: LocalStorage) -> None:
     for place in (0, 9, 300, len(whole) - 1):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         with pytest.raises(CheckpointError, match=f"{path}: expected checksum .* damaged"):
-            read_part(storage, part)
+            read(storage, part)
     for other in (whole[:-1], whole + b"x", b""):
         path.write_bytes(other)
         with pytest.raises(CheckpointError, match=f"{path}: expected {len(whole)} bytes, got"):
-            read_part(storage, part)
+            read(storage, part)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{path}: cannot read: No such file"):
-        read_part(storage, part)
+        read(storage, part)
 
 
+@READS
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -188,13 +262,16 @@ def test_w50_a_damaged_file_is_an_error(storage: LocalStorage) -> None:
     ],
 )
 def test_a_part_that_is_not_as_the_manifest_says_is_an_error(
-    storage: LocalStorage, change: dict[str, object], message: str
+    storage: LocalStorage,
+    read: Callable[[LocalStorage, Part], object],
+    change: dict[str, object],
+    message: str,
 ) -> None:
     with PartWriter(storage, "id") as writer:
         writer.add("table0", block(range(100)))
         (part,) = writer.finish()
     with pytest.raises(CheckpointError, match=f"{part.file.path}: {message}"):
-        read_part(storage, dataclasses.replace(part, **change))  # type: ignore[arg-type]
+        read(storage, dataclasses.replace(part, **change))  # type: ignore[arg-type]
 
 
 def test_a_sign_that_comes_twice_is_found(storage: LocalStorage) -> None:
