@@ -17,7 +17,12 @@ from persia._core.slabs cimport (
     NO_POSITION, Row, is_place, persia_prefetch, persia_prefetch_write, row_at,
 )
 
+cdef extern from "portable.h" nogil:
+    void *persia_map(size_t num_bytes, size_t alignment) noexcept
+    void persia_unmap(void *start, size_t num_bytes) noexcept
+
 cdef enum:
+    MAPPED_BYTES = 0x200000
     DIGITS = 2048                   # of 11 bits
     AHEAD = 16                      # rows fetched early
     NONE = 0xFFFFFFFF
@@ -28,13 +33,29 @@ cdef inline uint64_t part_of(uint64_t ttl) noexcept nogil:
     return ttl // TTL_PARTS + 1
 
 
+cdef Arrival *new_rows(uint64_t capacity) noexcept nogil:
+    """Room for so many; NULL: no memory. Of many it is the system's again once it is freed."""
+    cdef size_t num_bytes = capacity * sizeof(Arrival)
+    if num_bytes < <size_t> MAPPED_BYTES:
+        return <Arrival *> malloc(num_bytes)
+    return <Arrival *> persia_map(num_bytes, MAPPED_BYTES)
+
+
+cdef void free_rows(Arrival *rows, uint64_t capacity) noexcept nogil:
+    cdef size_t num_bytes = capacity * sizeof(Arrival)
+    if num_bytes < <size_t> MAPPED_BYTES:
+        free(rows)
+    else:
+        persia_unmap(rows, num_bytes)
+
+
 cdef int grow(Arrivals *arrivals, uint64_t capacity) noexcept nogil:
-    cdef Arrival *rows = <Arrival *> malloc(capacity * sizeof(Arrival))
+    cdef Arrival *rows = new_rows(capacity)
     if rows == NULL:
         return -1
     if arrivals.count:
         memcpy(rows, arrivals.rows, arrivals.count * sizeof(Arrival))
-    free(arrivals.rows)
+    free_rows(arrivals.rows, arrivals.capacity)
     arrivals.rows = rows
     arrivals.capacity = capacity
     return 0
@@ -64,7 +85,7 @@ cdef int arrivals_add(
 
 
 cdef void arrivals_free(Arrivals *arrivals) noexcept nogil:
-    free(arrivals.rows)
+    free_rows(arrivals.rows, arrivals.capacity)
     memset(arrivals, 0, sizeof(Arrivals))
 
 

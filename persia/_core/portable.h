@@ -90,6 +90,18 @@ static inline void *persia_map(size_t bytes, size_t alignment)
 
 static inline void persia_unmap(void *start, size_t bytes) { munmap(start, bytes); }
 
+/* Give back what is in it and keep the addresses, zeroed; -1: it stays as it is. */
+static inline int persia_empty(void *start, size_t bytes)
+{
+#if defined(__linux__)
+    return madvise(start, bytes, MADV_DONTNEED);
+#else
+    (void)start;
+    (void)bytes;
+    return -1;
+#endif
+}
+
 /* TLB misses, not cache lines, bound a large store on small pages. */
 static inline void persia_advise_huge(void *start, size_t bytes)
 {

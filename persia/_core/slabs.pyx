@@ -40,6 +40,7 @@ cdef extern from "portable.h" nogil:
     void persia_unmap(void *start, size_t num_bytes) noexcept
     void persia_advise_huge(void *start, size_t num_bytes) noexcept
     void persia_populate(void *start, size_t num_bytes) noexcept
+    int persia_empty(void *start, size_t num_bytes) noexcept
     int persia_collapse(void *start, size_t num_bytes) noexcept
 
 cdef extern from *:
@@ -104,7 +105,7 @@ cdef Regions used_regions(const Regions *regions) noexcept nogil:
 cdef void slabs_trim(Slabs *slabs) noexcept nogil:
     regions_trim(&slabs.rows)
     regions_trim(&slabs.blocks)
-    slabs.num_ahead = min(slabs.num_ahead, slabs.rows.count * <uint32_t> CHUNKS_PER_REGION)
+    slabs.num_ahead = min(slabs.num_ahead, max(slabs.rows.num_used, slabs.rows.num_taken))
 
 
 cdef void regions_trim(Regions *regions) noexcept nogil:
@@ -114,6 +115,11 @@ cdef void regions_trim(Regions *regions) noexcept nogil:
         regions.count -= 1
         persia_unmap(regions.starts[regions.count], REGION_BYTES)
     regions.num_used = min(regions.num_used, count * <uint32_t> CHUNKS_PER_REGION)
+    if is_used(regions) and persia_empty(
+            regions.starts[count - 1] + (
+                <size_t> CHUNK_BYTES * (regions.num_taken % CHUNKS_PER_REGION)),
+            <size_t> CHUNK_BYTES * (regions.num_used - regions.num_taken)) == 0:
+        regions.num_used = regions.num_taken
 
 
 cdef char *next_chunk(Regions *regions, Kept *kept) noexcept nogil:
@@ -265,7 +271,7 @@ cdef bint add_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
     cdef ChunkState *state
     cdef char *base
     cdef uint32_t chunk = slabs.num_chunks
-    cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS and not is_used(&slabs.rows)
+    cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS
     if chunk == MAX_CHUNKS or not grow_chunks(slabs, chunk + 1):
         return False
     base = map_chunk(slabs, &slabs.rows, slabs.kept)
@@ -486,7 +492,7 @@ cdef uint32_t slabs_scan(Slabs *slabs, uint32_t chunk, row_t *rows) noexcept nog
 cdef void *slabs_new_block(Slabs *slabs) noexcept nogil:
     cdef void *block
     cdef bint is_new = not is_used(&slabs.blocks)
-    cdef bint is_small = is_new and slabs.num_mapped < SMALL_CHUNKS
+    cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS
     if slabs.block_left == 0:
         block = map_chunk(slabs, &slabs.blocks, NULL)
         if block == NULL:

@@ -3,7 +3,7 @@
 A part holds rows of one table, one policy and one range of buckets, with everything that makes
 a row: sign, values, optimizer state, place in the order of eviction, uses, age. A server that
 loads needs the parts of the buckets that it owns, whatever the number of servers that wrote
-them. Nothing is taken from a file before its size and checksum were those of the manifest.
+them. Nothing of a file is given out before its size and checksum were those of the manifest.
 """
 
 from __future__ import annotations

@@ -55,7 +55,6 @@ def rows_of(
     progress: Progress = no_progress,
     *,
     buckets: tuple[int, int] = (0, NUM_BUCKETS),
-    memory: Memory | None = None,
 ) -> Iterator[tuple[Part, RowBlock]]:
     """Yield every row of a chain once, in its latest state, and the part that it is from.
 
@@ -67,7 +66,6 @@ def rows_of(
         manifests: The chain, the full one first.
         progress: Of reading.
         buckets: First, and one beyond the last, of the rows that are asked for.
-        memory: To read into.
 
     Raises:
         CheckpointError: If a file is not what was written.
@@ -83,6 +81,7 @@ def rows_of(
         for manifest in manifests
     ]
     offsets = _offsets(manifests)
+    memory = Memory()
     passes = -(-changed // _REMEMBERED) or 1
     for number in range(passes):
         width = buckets[1] - buckets[0]

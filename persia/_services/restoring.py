@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -114,7 +115,6 @@ class Restoring:
         self.notes: list[str] = []
         self._chains: list[_Chain] = []
         self._sketch: Sketch | None = None
-        self._memory = Memory()  # of both steps: new memory costs more than reading into it
         self._num_bytes = 0
         self._num_rows = 0  # at least, once verified
 
@@ -164,6 +164,7 @@ class Restoring:
     ) -> int:
         """Check the parts of one checkpoint; returns how many rows this server will own."""
         window = Window(f"parts of {chain.storage.at(manifest.id)}")
+        memory = Memory()
         count = 0
         # As many checks ahead as there are threads: what they return are all signs.
         checks: deque[tuple[Part, Future[_Signs]]] = deque()
@@ -171,7 +172,7 @@ class Restoring:
         try:
             while True:
                 for part in itertools.islice(left, 1 + self._num_threads - len(checks)):
-                    checks.append((part, pool.submit(_check, chain, part, self._memory)))
+                    checks.append((part, pool.submit(_check, chain, part, memory)))
                 if not checks:
                     break
                 part, check = checks.popleft()
@@ -267,6 +268,8 @@ class Restoring:
             self._drop_rows()
             self._restore(moved)
         except BaseException as exc:
+            with suppress(Exception):
+                self._held.store.end_restore()  # keeps no memory for rows that did not come
             raise CheckpointError(
                 f"{exc}; rows of parameter server {self._replica} are missing now: load again "
                 "before you train on"
@@ -320,8 +323,7 @@ class Restoring:
             for prepared in [pool.submit(store.expect, self._num_rows, *its) for its in shares]:
                 prepared.result()
             for chain in self._chains:
-                rows = rows_of(chain.storage, chain.manifests, read, memory=self._memory)
-                for part, block in rows:
+                for part, block in rows_of(chain.storage, chain.manifests, read):
                     waiting.append(pool.submit(restore, chain, part, block))
                     if len(waiting) > _RESTORING:
                         count += waiting.popleft().result()
