@@ -745,13 +745,14 @@ class EmbeddingCtx(BaseCtx):
         blocking: bool,
         keep_last: int,
     ) -> None:
+        from persia._files.storage import place_of
         from persia._training import checkpoints
 
         embeddings, saver = self._connected(), self._saver
         if saver is None or (env.get_rank() or 0) > 0:
             return  # rank 0's is for all
-        if keep_last < 1:
-            raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
+        keep_last = checkpoints.check_keep_last(keep_last)
+        url = place_of(dst_dir, "dst_dir")
         saver.wait()
         self.wait_for_load_embedding()  # half of it is no checkpoint
         write_jit = checkpoints.scripted(self.model) if jit_filename else None
@@ -768,7 +769,7 @@ class EmbeddingCtx(BaseCtx):
 
             frozen = saver.begin(step, write)
         job = embeddings.folders
-        saver.finish(frozen, os.fspath(dst_dir), keep_last, blocking=blocking, job=job)
+        saver.finish(frozen, url, keep_last, blocking=blocking, job=job)
 
     def _trainer_state(self, others: list[Plain]) -> Plain | None:
         """Return what a checkpoint keeps beside the model, to continue from it."""
@@ -782,6 +783,7 @@ class EmbeddingCtx(BaseCtx):
         blocking: bool,
         features: Iterable[str] | None,
     ) -> None:
+        from persia._files.storage import place_of
         from persia._training import checkpoints, dense_files
 
         embeddings, loader = self._connected(), self._loader
@@ -789,8 +791,8 @@ class EmbeddingCtx(BaseCtx):
             return
         self._check_between_passes()
         embeddings.flush()
-        url = os.fspath(src_dir)
-        names = None if features is None else tuple(features)
+        url = place_of(src_dir, "src_dir")
+        names = checkpoints.names_of(features)
         speaks = not env.get_rank()  # to the servers, for all ranks
         with self._all_or_none():
             checkpoint = checkpoints.Checkpoint(url)

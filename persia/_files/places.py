@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from persia._files import catalog
 from persia._files.manifest import Manifest
@@ -14,6 +15,18 @@ from persia._files.storage import Storage, open_storage
 from persia.errors import CheckpointError
 
 _FOLDER = re.compile(r"s(0|[1-9]\d{0,4})")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A full checkpoint and deltas to it."""
+
+    storage: Storage
+    manifests: list[Manifest]
+    """The full one first."""
+
+    server: int | None = None
+    """Who wrote it by itself, as others wrote theirs; None if all servers wrote it together."""
 
 
 def folder_of(server: int) -> str:
@@ -26,7 +39,7 @@ def below(url: str, folder: str) -> str:
     return f"{url.rstrip('/')}/{folder}"
 
 
-def chains(url: str, identity: str | None = None) -> list[tuple[Storage, list[Manifest]]]:
+def chains(url: str, identity: str | None = None) -> list[Chain]:
     """Return every chain of checkpoints that together are the rows of a job.
 
     Args:
@@ -38,23 +51,28 @@ def chains(url: str, identity: str | None = None) -> list[tuple[Storage, list[Ma
     """
     storage = open_storage(url)
     if identity is not None or catalog.latest(storage) is not None:
-        return [(storage, catalog.chain(storage, identity))]
+        return [Chain(storage, catalog.chain(storage, identity))]
     folders = [name for name in storage.list() if _FOLDER.fullmatch(name)]
-    own = [open_storage(below(url, name)) for name in folders]
-    found = [(one, catalog.chain(one)) for one in own if catalog.latest(one) is not None]
+    own = [(int(name[1:]), open_storage(below(url, name))) for name in folders]
+    found = [
+        Chain(one, catalog.chain(one), server)
+        for server, one in own
+        if catalog.latest(one) is not None
+    ]
     if not found:
         raise catalog.nothing_in(storage)
-    expected = {folder_of(number) for number in range(found[0][1][-1].num_servers)}
-    for one, chain in found:
-        if chain[-1].num_servers != len(expected):
+    expected = set(range(found[0].manifests[-1].num_servers))
+    for one in found:
+        count = one.manifests[-1].num_servers
+        if count != len(expected):
             raise CheckpointError(
-                f"{one.url}: expected rows of one of {len(expected)} servers, as in "
-                f"{found[0][0].url}, got one of {chain[-1].num_servers}"
+                f"{one.storage.url}: expected rows of one of {len(expected)} servers, as in "
+                f"{found[0].storage.url}, got one of {count}"
             )
-    missing = expected - {one.url.rstrip("/").rpartition("/")[2] for one, _ in found}
+    missing = sorted(map(folder_of, expected - {one.server for one in found}))
     if missing:
         raise CheckpointError(
             f"{url}: expected what {len(expected)} servers wrote, but "
-            f"{', '.join(sorted(missing))} is missing"
+            f"{', '.join(missing)} is missing"
         )
     return found

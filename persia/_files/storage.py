@@ -385,6 +385,22 @@ def failed(verb: str, path: str, exc: Exception) -> CheckpointError:
     return error
 
 
+def place_of(given: object, name: str) -> str:
+    """Return a folder's path or URL as a text.
+
+    Args:
+        given: What a user has given.
+        name: Of the argument.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{name}: expected a folder's path or URL, got {given!r}")
+    return text
+
+
 def open_storage(url: str | os.PathLike[str], **options: Any) -> Storage:
     """Return the storage of a folder.
 

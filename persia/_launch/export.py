@@ -70,12 +70,16 @@ def _whole_or_none(folder: Path) -> Iterator[None]:
     """Make a folder, of which nothing is left if what fills it fails.
 
     Raises:
-        ConfigError: If files are there already.
+        ConfigError: If files are there already, or it cannot be made.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: expected an empty folder, or none")
     is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as exc:
+        raise ConfigError(f"{folder}: cannot be made: {exc.strerror}") from exc
+    if not is_empty:
+        raise ConfigError(f"{folder}: expected an empty folder, or none")
     try:
         yield
     except BaseException:

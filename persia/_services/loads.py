@@ -53,8 +53,8 @@ def settings_of(request: LoadRequest) -> tuple[HyperParameters, OptimizerSetting
     Raises:
         CheckpointError: If there is no checkpoint, or it does not say.
     """
-    storage, manifests = chains(request.url, request.checkpoint or None)[0]
-    manifest = manifests[-1]
+    chain = chains(request.url, request.checkpoint or None)[0]
+    manifest = chain.manifests[-1]
     try:
         told = manifest.extras["servers"]
         hyper, optimizer = dict(told["hyper_parameters"]), told["optimizer"]
@@ -65,8 +65,8 @@ def settings_of(request: LoadRequest) -> tuple[HyperParameters, OptimizerSetting
         )
     except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise CheckpointError(
-            f"{storage.url}: {manifest.id}: extras.servers: expected hyper_parameters and "
-            f"optimizer, as no trainer has configured this server: {exc!r}"
+            f"{chain.storage.url}: {manifest.id}: extras.servers: expected hyper_parameters "
+            f"and optimizer, as no trainer has configured this server: {exc!r}"
         ) from exc
 
 

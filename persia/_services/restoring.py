@@ -26,7 +26,7 @@ from persia._files.parts import (
     num_owned,
     read_deleted,
 )
-from persia._files.places import chains
+from persia._files.places import Chain, chains
 from persia._files.rows import rows_of
 from persia._services.checkpoints import Sketch, read_sketch
 from persia.errors import CheckpointError, ConfigError, DataError
@@ -83,11 +83,6 @@ def _check(chain: _Chain, part: Part, memory: Memory) -> _Signs:
         raise CheckpointError(f"{chain.storage.at(part.file.path)}: {exc}") from exc
 
 
-def _server_of(storage: Storage) -> int:
-    """Return whose folder it is, as ``places.folder_of`` names it."""
-    return int(storage.url.rstrip("/").rpartition("/")[2][1:])
-
-
 class Restoring:
     """One server's share of one load. Its methods run one after the other, in threads.
 
@@ -126,11 +121,8 @@ class Restoring:
             ConfigError: If it does not fit the embedding config; says what differs.
         """
         found = chains(self._request.url, self._request.checkpoint or None)
-        self._chains = [
-            self._read(storage, manifests, None if len(found) == 1 else _server_of(storage))
-            for storage, manifests in found
-        ]
-        latest = found[0][1][-1]
+        self._chains = [self._read(one) for one in found]
+        latest = found[0].manifests[-1]
         self.notes = [*self._chains[0].mapping.notes, *self._differing_settings(latest)]
         self._num_bytes = sum(part.file.num_bytes for c in self._chains for part in c.parts)
         done = 0
@@ -152,8 +144,8 @@ class Restoring:
             for manifest in chain.manifests:
                 for deleted in manifest.deleted:
                     read_deleted(chain.storage, deleted)
-        if len(found) == 1:
-            self._find_sketch(found[0][0], latest)
+        if found[0].server is None:
+            self._find_sketch(found[0].storage, latest)
 
     def _verify_parts(
         self,
@@ -199,10 +191,10 @@ class Restoring:
                 f"more than {self._num_replicas} server{'s' * (self._num_replicas != 1)}"
             )
 
-    def _read(self, storage: Storage, manifests: list[Manifest], writer: int | None) -> _Chain:
+    def _read(self, chain: Chain) -> _Chain:
         """Return a chain as this server reads it."""
         mapping = Mapping.between(
-            manifests[-1].schema, self._held.saved_schema(), only=self._request.features
+            chain.manifests[-1].schema, self._held.saved_schema(), only=self._request.features
         )
         mine = [
             dataclasses.replace(
@@ -211,9 +203,9 @@ class Restoring:
                     mapping.parts_for(manifest.parts, self._replica, self._num_replicas)
                 ),
             )
-            for manifest in manifests
+            for manifest in chain.manifests
         ]
-        return _Chain(storage, mine, mapping, writer)
+        return _Chain(chain.storage, mine, mapping, chain.server)
 
     def _differing_settings(self, manifest: Manifest) -> list[str]:
         """Say what makes new rows other ones than the job before would have had."""

@@ -20,8 +20,9 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -312,7 +313,34 @@ def _manifest(
     )
 
 
+def check_keep_last(given: object) -> int:
+    """Return how many checkpoints are kept.
+
+    Raises:
+        ConfigError: If it is no whole number of at least 1.
+    """
+    if not isinstance(given, Integral) or given < 1:
+        raise ConfigError(f"keep_last: expected a whole number, at least 1, got {given!r}")
+    return int(given)
+
+
 # --- loading --------------------------------------------------------------------------------
+
+
+def names_of(features: Iterable[str] | None) -> tuple[str, ...] | None:
+    """Return the features to load, None for all.
+
+    Raises:
+        ConfigError: If these are no names.
+    """
+    if features is None:
+        return None
+    names = () if isinstance(features, str) else tuple(features)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"features: expected a list of names, or None for all of them, got {features!r}"
+        )
+    return names
 
 
 class Checkpoint:
@@ -320,11 +348,11 @@ class Checkpoint:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        found = chains(url)
-        self._storage, manifests = found[0]
-        self.manifest = manifests[-1]
-        # What servers wrote by themselves are several, of no common moment.
-        self.id = self.manifest.id if len(found) == 1 else ""
+        first = chains(url)[0]
+        self._storage = first.storage
+        self.manifest = first.manifests[-1]
+        # What servers wrote by themselves is of no common moment, and not in this folder.
+        self.id = self.manifest.id if first.server is None else ""
 
     def fitting(self, dense: Mapping[str, Any], map_location: Any) -> dict[str, Any]:
         """Return the states of models and optimizers by file, having changed none of them.

@@ -319,6 +319,54 @@ def test_embeddings_alone(tmp_path: Path) -> None:
         assert ctx.resume_position.passes == 1  # of this run, which goes on
 
 
+@pytest.mark.parametrize("num_servers", [1, 2])
+@pytest.mark.parametrize("how", ["load_embedding", "load_checkpoint"])
+def test_what_servers_wrote_is_loaded_from_the_folder_of_all(
+    tmp_path: Path, how: str, num_servers: int
+) -> None:
+    server = {"enable_incremental_update": True, "incremental_dir": str(tmp_path)}
+    config = {
+        "embedding_parameter_server_config": server,
+        "embedded_config": {"num_servers": num_servers},
+    }
+    with make_ctx(global_config=config) as ctx:
+        train(ctx, Batches())
+        expected = rows(ctx)
+    assert len(list(tmp_path.iterdir())) == num_servers
+    with make_ctx() as ctx:
+        # Of the model there is nothing.
+        (ctx.load_embedding if how == "load_embedding" else ctx.load_checkpoint)(tmp_path)
+        assert rows(ctx) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"keep_last": 1.5}, "keep_last: expected a whole number, at least 1, got 1.5"),
+        ({"keep_last": "3"}, "keep_last: expected .* got '3'"),
+        ({"keep_last": 0}, "keep_last: expected .* got 0"),
+        ({"dst_dir": ""}, "dst_dir: expected a folder's path or URL, got ''"),
+        ({"dst_dir": None}, "dst_dir: expected .* got None"),
+        ({"src_dir": 3}, "src_dir: expected .* got 3"),
+        ({"src_dir": b"folder"}, "src_dir: expected .* got b'folder'"),
+        ({"features": "item"}, "features: expected a list of names, .* got 'item'"),
+        ({"features": [3]}, "features: expected a list of names, .*got .3."),
+        ({"features": []}, "features: expected a list of names"),
+    ],
+)
+def test_w50_bad_arguments_of_a_checkpoint_leave_nothing(
+    tmp_path: Path, given: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    is_load = bool(given.keys() & {"src_dir", "features"})
+    arguments = {"src_dir" if is_load else "dst_dir": tmp_path, **given}
+    with make_ctx() as ctx:
+        call = ctx.load_checkpoint if is_load else ctx.dump_checkpoint
+        with pytest.raises(ConfigError, match=says):
+            call(**arguments)
+    assert not list(tmp_path.iterdir())
+
+
 def test_evaluation_dumps_and_loads_what_it_has(tmp_path: Path) -> None:
     with make_ctx() as ctx:
         train(ctx, Batches())
