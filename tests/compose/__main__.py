@@ -252,6 +252,15 @@ def failure() -> None:
     ended = run(compose("ps", "-a", "--format", "{{.Service}} {{.ExitCode}}")).stdout
     failed = [one for one in ended.splitlines() if not one.endswith(" 0")]
     expect("services that did not end with 0", ["nn_worker 7"], failed, done.stdout)
+    down()
+    done = run(
+        compose("up", "--no-build", "--exit-code-from", "nn_worker", overlay=True),
+        RUN_S,
+        check=False,
+        WORKSPACE=COUNTS,
+        NN_SCRIPT="/workspace/fail.py",
+    )
+    expect("status of up --exit-code-from nn_worker", 7, done.returncode, done.stdout)
     print("failing script: ends with its status, nothing is started again")
 
 
