@@ -15,7 +15,9 @@ everything after ``--``. When the training script ends, every other role ends wi
 
 from __future__ import annotations
 
+import atexit
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -99,7 +101,14 @@ def _run(who: str, run: Callable[[], int]) -> NoReturn:
         sys.stderr.write(text)
         status = 1
         note(status, text)
+    atexit.register(_stay)
     sys.exit(status)
+
+
+def _stay() -> None:
+    """Exit with the status that is known, whoever stops what is left of a job meanwhile."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _script(words: Sequence[str], entry: Path | None, variable: str, line: str) -> Script:

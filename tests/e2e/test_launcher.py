@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +259,16 @@ def test_environment_of_a_child(monkeypatch: Monkey) -> None:
     child = env.of_child(RANK=None, WORLD_SIZE=3)
     assert "RANK" not in child
     assert child["WORLD_SIZE"] == "3"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_is_stopped_while_it_exits_keeps_its_status(number: int) -> None:
+    """As by `docker compose up --exit-code-from`, once the first container has ended."""
+    program = (
+        "import atexit, os\n"
+        "from persia import launcher\n"
+        f"atexit.register(os.kill, os.getpid(), {int(number)})\n"
+        "launcher._run('nn-worker', lambda: 3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert done.returncode == 3
