@@ -144,7 +144,7 @@ class Restoring:
             for manifest in chain.manifests:
                 for deleted in manifest.deleted:
                     read_deleted(chain.storage, deleted)
-        if found[0].server is None:
+        if len(found) == 1:
             self._find_sketch(found[0].storage, latest)
 
     def _verify_parts(
