@@ -259,7 +259,7 @@ def failure() -> None:
         check=False,
         NN_ARGUMENT="--no-such-option",
     )
-    # Not the 0 of the data service, which ends first.
+    # The nn-worker's own, though it is stopped as soon as any other container has ended.
     expect("status of up --exit-code-from nn_worker", 2, done.returncode, done.stdout)
     print("failing script: ends with its status, nothing is started again")
 
