@@ -20,7 +20,8 @@ import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-FOLDERS = (Path("persia/_core"), Path("persia/_rpc"))
+PACKAGE = Path("persia")
+FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.pyx")})
 DEBUG = os.environ.get("PERSIA_DEBUG") == "1"
 NATIVE = os.environ.get("NATIVE") == "1"
 SANITIZERS = os.environ.get("PERSIA_SANITIZE", "")
@@ -75,7 +76,7 @@ def settings() -> str:
 
 def extensions(settings_file: Path) -> list[Extension]:
     """One extension per .pyx; each is rebuilt when a header or the settings change."""
-    headers = sorted(str(path) for folder in FOLDERS for path in folder.glob("*.h"))
+    headers = sorted(map(str, PACKAGE.rglob("*.h")))
     return [
         Extension(
             ".".join(path.with_suffix("").parts),
@@ -86,8 +87,7 @@ def extensions(settings_file: Path) -> list[Extension]:
             extra_compile_args=compile_flags(),
             extra_link_args=[f"-fsanitize={SANITIZERS}"] if SANITIZERS else [],
         )
-        for folder in FOLDERS
-        for path in sorted(folder.glob("*.pyx"))
+        for path in sorted(PACKAGE.rglob("*.pyx"))
     ]
 
 

@@ -9,21 +9,20 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from persia import env
-from persia._contexts.shared import data_loader_script
-from persia._ends import at_the_users
-from persia._older import names_of
-from persia._rpc import session
-from persia._training.channel import Closed, Finished
+from persia import _context_stack, env
+from persia._deprecated import names_of
+from persia._process_exit import at_the_users
+from persia._training.queues import Closed, Finished
 from persia.ctx import EmbeddingCtx
+from persia.ctx.connection import data_loader_script
 from persia.errors import ConfigError, DataTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    from persia._training.prefetch import Prefetcher
-    from persia._training.tensors import PersiaTrainingBatch
+    from persia._training.forward import Prefetcher
+    from persia._training.transfer import PersiaTrainingBatch
     from persia.embedding.data import PersiaBatch
 
 __all__ = ["DataLoader", "IterableDataset", "IterableDatasetBase", "StreamingDataset"]
@@ -195,7 +194,7 @@ class DataLoader:
         Raises:
             ConfigError: If no context is entered that looks embeddings up.
         """
-        ctx = session.current()
+        ctx = _context_stack.current()
         if not isinstance(ctx, EmbeddingCtx):
             what = "none" if ctx is None else type(ctx).__name__
             raise ConfigError(

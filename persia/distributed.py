@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from persia import env
-from persia._training import averaging
+from persia._training import comm_hooks
 from persia.config import nearest
 from persia.errors import ConfigError, ServiceUnavailable
 from persia.logger import get_logger
@@ -302,7 +302,7 @@ class BaguaDistributedOption(DistributedBaseOption):
     _FOR_DDP = ("master_addr", "master_port", "find_unused_parameters")
 
     def __init__(self, algorithm: str, **options: Any) -> None:
-        _check_known("algorithm", algorithm, tuple(averaging.ALGORITHMS))
+        _check_known("algorithm", algorithm, tuple(comm_hooks.ALGORITHMS))
         known = (*self._FOR_DDP, *self._NUMBERS, *self._WITHOUT_EFFECT)
         for name, value in options.items():
             if name not in known:
@@ -312,7 +312,7 @@ class BaguaDistributedOption(DistributedBaseOption):
             least = self._NUMBERS.get(name)
             if least is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name}: expected an int of at least {least}, got {value!r}")
-        chosen = averaging.ALGORITHMS[algorithm]
+        chosen = comm_hooks.ALGORITHMS[algorithm]
         self._algorithm = chosen.tuned(
             options.get("warmup_steps"), options.get("communication_interval")
         )
@@ -367,7 +367,7 @@ class BaguaDistributedOption(DistributedBaseOption):
             model, world_size, rank_id, device_id, master_addr, optimizer
         )
         if isinstance(parallel, torch.nn.parallel.DistributedDataParallel):
-            averaging.apply(self._algorithm, parallel, optimizer)
+            comm_hooks.apply(self._algorithm, parallel, optimizer)
         return parallel, optimizer
 
     def init_with_env_file(self) -> bool:

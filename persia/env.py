@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from persia._replica import own_number
+from persia._replica_index import own_number
 from persia.errors import ConfigError
 
 Mode = Literal["embedded", "services"]
@@ -301,7 +301,7 @@ def data_dir() -> Path | None:
 def isa() -> str | None:
     """Return the instruction-set variant of the kernels that is asked for, if any.
 
-    ``persia._core.cpu.select`` knows the names and refuses what this machine lacks.
+    ``persia._core.base.cpu.select`` knows the names and refuses what this machine lacks.
     """
     return _text("PERSIA_ISA")
 

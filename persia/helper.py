@@ -26,12 +26,12 @@ from types import TracebackType
 from typing import Any
 
 from persia import env
-from persia._ends import RUN, End
-from persia._launch.children import UNWIND_S, Child
-from persia._launch.run import dump_call
+from persia._cli.children import UNWIND_S, Child
+from persia._cli.run import dump_call
+from persia._cluster.connect import connect_embedding_workers, connect_parameter_servers
+from persia._cluster.job import tell_end
+from persia._process_exit import RUN, End
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services.addresses import connect_embedding_workers, connect_parameter_servers
-from persia._services.job_end import tell_end
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.errors import ConfigError, PersiaError, RemoteError, ServiceTimeout
 from persia.utils import dump_yaml

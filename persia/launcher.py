@@ -27,21 +27,21 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from persia import env
-from persia._ends import end_with_launcher, note
-from persia._launch.asking import DEADLINE_S
-from persia._launch.doctor import Question, rows_of, run_doctor
-from persia._launch.init import write_project
-from persia._launch.lines import HELP, OneLineGroup, Refused, ScriptCommand, example
-from persia._launch.scripts import Script, run_data_loader, run_nn_worker
-from persia._launch.top import run_top
-from persia._rpc.keys import CONTROL, DATA, SERVER, make_keys
-from persia._services.addresses import check_lists
-from persia._services.process import (
+from persia._cli.doctor import Question, rows_of, run_doctor
+from persia._cli.errors import HELP, OneLineGroup, Refused, ScriptCommand, example
+from persia._cli.init import write_project
+from persia._cli.scraper import DEADLINE_S
+from persia._cli.scripts import Script, run_data_loader, run_nn_worker
+from persia._cli.top import run_top
+from persia._cluster.connect import check_lists
+from persia._cluster.process import (
     Options,
     run_embedding_worker,
     run_parameter_server,
     set_up_logging,
 )
+from persia._process_exit import end_with_launcher, note
+from persia._rpc.keys import CONTROL, DATA, SERVER, make_keys
 from persia.config._groups import OPTIMIZERS
 from persia.errors import ConfigError, PersiaError
 from persia.logger import get_logger

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from persia._core.hashing import mix64_array
+from persia._core.base.hashing import mix64_array
 from persia.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from persia._older import names_of
+from persia._deprecated import names_of
 from persia.embedding.data import NdarrayDataBase
 from persia.embedding.optim import Optimizer as OptimizerBase
 from persia.errors import DataTypeError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 
 from persia import env as _env
-from persia._older import names_of
+from persia._deprecated import names_of
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import persia.config._global
 import persia.config._groups
 import persia.config._schema
 import persia.env
-from persia._core import initial
+from persia._core.kernels import initial
 from persia.config import GlobalConfig
 from persia.config._groups import OPTIMIZERS
 from persia.config._schema import _EmbeddingKeys

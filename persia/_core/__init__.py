@@ -2,7 +2,7 @@
 
 Importing this package imports none of them. In a source tree, where the ``.pyx`` files lie
 beside it, it first looks whether each has been compiled for this interpreter, because
-``No module named 'persia._core.store'`` would not tell anybody what to do. An installed
+``No module named 'persia._core.store.store'`` would not tell anybody what to do. An installed
 package carries no ``.pyx`` and skips the look.
 """
 
@@ -17,7 +17,7 @@ def _check_built(directory: Path) -> None:
     """Raise ImportError unless every ``.pyx`` in ``directory`` has its extension beside it."""
     missing = sorted(
         source.stem
-        for source in directory.glob("*.pyx")
+        for source in directory.rglob("*.pyx")
         if not any(source.with_suffix(suffix).exists() for suffix in EXTENSION_SUFFIXES)
     )
     if missing:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from persia._core.halves import DTYPES
-from persia._files.fields import Fields
+from persia._core.base.halves import DTYPES
+from persia._files.json_reader import Fields
 
 NUM_BUCKETS = 1 << 14
 # Of files, folders and tables: what every file system and object store takes as it is.

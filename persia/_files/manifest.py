@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import xxhash
 
 from persia._files.entries import NAME, NUM_BUCKETS, Deleted, File, Part
-from persia._files.fields import Fields, Where, parse
+from persia._files.json_reader import Fields, Where, parse
 from persia._files.schema import SavedSchema
 from persia.errors import CheckpointError
 from persia.version import __version__

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.blocks import RowBlock
-from persia._core.optim import RowOptimizer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.blocks import RowBlock
 from persia._files.entries import Part
 from persia._files.parts import parts_for, take
 from persia._files.schema import Policy, SavedGroup, SavedSchema

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.blocks import RowBlock
-from persia._core.hashing import route
-from persia._core.part_rows import copy_rows
+from persia._core.base.hashing import route
+from persia._core.store.blocks import RowBlock
+from persia._core.store.part_rows import copy_rows
+from persia._files.buffer_pool import Memory
 from persia._files.entries import NAME, NUM_BUCKETS, Part
-from persia._files.memory import Memory
 from persia._files.parts import CODE_OF_DTYPE, write_file
 from persia._files.storage import AT_ONCE, Buffer, Storage
 from persia._files.tensors import CODES, head

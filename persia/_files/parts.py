@@ -17,12 +17,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from persia._core.blocks import RowBlock
-from persia._core.hashing import bucket, mix64_array, owners
-from persia._core.part_rows import all_once, find_stranger
+from persia._core.base.hashing import bucket, mix64_array, owners
+from persia._core.store.blocks import RowBlock
+from persia._core.store.part_rows import all_once, find_stranger
+from persia._files.buffer_pool import Memory
 from persia._files.entries import Deleted, File, Part
-from persia._files.fields import Where
-from persia._files.memory import Memory
+from persia._files.json_reader import Where
 from persia._files.storage import AT_ONCE, Buffer, Storage
 from persia._files.tensors import CODES, Column, Glance, decode, encode
 from persia.errors import CheckpointError

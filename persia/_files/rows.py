@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.blocks import RowBlock
-from persia._core.hashing import mix64_array
+from persia._core.base.hashing import mix64_array
+from persia._core.store.blocks import RowBlock
+from persia._files.buffer_pool import Memory
 from persia._files.catalog import Place, chain, discard, new_id, publish, storage_of
 from persia._files.entries import NUM_BUCKETS, File, Part, sketch_name
 from persia._files.manifest import Manifest, now
-from persia._files.memory import Memory
 from persia._files.part_writer import PART_BYTES, PartWriter
 from persia._files.parts import (
     Window,

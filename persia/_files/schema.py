@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from persia._core.halves import DTYPES
-from persia._core.optim import MAX_DIM, RowOptimizer
+from persia._core.base.halves import DTYPES
+from persia._core.kernels.optim import MAX_DIM, RowOptimizer
 from persia._files.entries import NAME
-from persia._files.fields import Fields, Where, integer
+from persia._files.json_reader import Fields, Where, integer
 from persia.config import EmbeddingSchema
 
 Policy = tuple[str, str | None, int]

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._files.memory import BLOCK_BYTES
+from persia._files.buffer_pool import BLOCK_BYTES
 from persia.errors import CheckpointError, ConfigError
 
 Buffer = bytes | memoryview
@@ -417,7 +417,7 @@ def open_storage(url: str | os.PathLike[str], **options: Any) -> Storage:
         return LocalStorage(text)
     if scheme in ("file", "local"):
         return LocalStorage(urllib.parse.unquote(rest) if scheme == "file" else rest)
-    from persia._files.remote import RemoteStorage
+    from persia._files.object_store import RemoteStorage
 
     try:
         return RemoteStorage(text, atomic_put=scheme in _OBJECT_STORES, **options)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.blocks import RowBlock
-from persia._core.halves import widen
+from persia._core.base.halves import widen
+from persia._core.store.blocks import RowBlock
 from persia._files.entries import NUM_BUCKETS
 from persia._files.manifest import Manifest
 from persia._files.rows import Progress, no_progress, rows_of

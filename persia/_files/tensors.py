@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._files.fields import Fields, Where, integer, parse
+from persia._files.json_reader import Fields, Where, integer, parse
 from persia.errors import CheckpointError
 
 # Of ours a header is some hundred bytes; a foreign one may list thousands of arrays.

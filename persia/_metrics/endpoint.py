@@ -35,7 +35,7 @@ from socketserver import TCPServer
 from typing import Any
 
 from persia import env
-from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.push import Pusher, PushSettings
 from persia._metrics.registry import CONTENT_TYPE, Metrics, Sample, Source
 from persia.errors import ConfigError

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from persia._metrics.catalogue import METRICS
+from persia._metrics.definitions import METRICS
 from persia._metrics.timings import BOUNDS, Distribution
 from persia.errors import InternalError
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from persia._metrics.catalogue import SERVER, WORKER
+from persia._metrics.definitions import SERVER, WORKER
 from persia._metrics.registry import Sample, Source
 from persia._metrics.timings import CallTimings, Timings, total
 
@@ -42,7 +42,7 @@ class RpcClient(Protocol):
 
 @runtime_checkable
 class Server(Protocol):
-    """``persia._services.parameter_server.ParameterServer``."""
+    """``persia._server.service.ParameterServer``."""
 
     timings: Timings
 
@@ -55,7 +55,7 @@ class Server(Protocol):
 
 @runtime_checkable
 class Worker(Protocol):
-    """``persia._services.embedding_worker.EmbeddingWorker``."""
+    """``persia._worker.service.EmbeddingWorker``."""
 
     timings: Timings
 
@@ -65,7 +65,7 @@ class Worker(Protocol):
 
 
 class Loader(Protocol):
-    """``persia._services.data_context.Feeder``."""
+    """``persia._loader.sender.Feeder``."""
 
     timings: Timings
 
@@ -74,7 +74,7 @@ class Loader(Protocol):
 
 
 class Book(Protocol):
-    """``persia._training.flight.Book``."""
+    """``persia._training.inflight.Book``."""
 
     timings: Timings
 
@@ -83,7 +83,7 @@ class Book(Protocol):
 
 
 class Inbox(Protocol):
-    """``persia._training.inbox.Inbox``."""
+    """``persia._training.receiver.Inbox``."""
 
     def stats(self) -> Mapping[str, int]: ...
     def num_bytes(self) -> int: ...

@@ -28,10 +28,9 @@ from typing import Any
 
 from persia import env
 from persia._metrics.timings import CallTimings
-from persia._rpc import failures
-from persia._rpc.attempt import Attempt
+from persia._rpc import error_codec
 from persia._rpc.deadlines import caller_deadline
-from persia._rpc.failures import Place
+from persia._rpc.error_codec import Place
 from persia._rpc.frame import (
     LIMITS,
     Call,
@@ -43,6 +42,7 @@ from persia._rpc.frame import (
     encode,
 )
 from persia._rpc.methods import HELLO, Hello, Method, Role
+from persia._rpc.pending_call import Attempt
 from persia._rpc.transport import Channel, Outgoing, Parts, Transport
 from persia.errors import (
     ConfigError,
@@ -357,7 +357,7 @@ class Client:
             return
         if answer.call_id == 0 and isinstance(answer, Failure):
             # It cannot say which call it means, and all are written alike.
-            told = failures.from_body(answer.body, self.place(""))
+            told = error_codec.from_body(answer.body, self.place(""))
             refused = ProtocolError(f"refused there: {told}")
             with self._lock:
                 waiting = list(self._attempts.values())
@@ -482,7 +482,7 @@ class InFlight:
                 if self.settles:
                     client._settle(answer.incarnation)
                 return result
-            error = failures.from_body(answer.body, client.place(method.name))
+            error = error_codec.from_body(answer.body, client.place(method.name))
             if not isinstance(error, WrongReplica):
                 client._settle(answer.incarnation)
             if isinstance(error, ServiceBusy) and pause_s < self._left():

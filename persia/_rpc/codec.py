@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.frame import DTYPES, Array
 from persia.errors import DataError, DataTypeError, InternalError, ProtocolError
 

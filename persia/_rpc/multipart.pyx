@@ -24,7 +24,7 @@ from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.errno cimport EAGAIN, EINTR
 from libc.string cimport memcpy
 
-cdef extern from "lent.h":
+cdef extern from "borrowed_buffers.h":
     ctypedef struct persia_lent:
         Py_buffer buffer
     void persia_give_back(void *data, void *hint) noexcept nogil

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from persia._metrics.timings import CallTimings
-from persia._rpc import failures
+from persia._rpc import error_codec
 from persia._rpc.deadlines import caller_deadline
 from persia._rpc.frame import (
     LIMITS,
@@ -399,7 +399,7 @@ class Server:
         self.timings.add(job.call.method, now - arrived, job.num_bytes, sent, failed=failed)
 
     def _fail(self, peer: bytes, call_id: int, error: BaseException) -> None:
-        self._send(peer, Failure(call_id, self._incarnation, failures.to_body(error)))
+        self._send(peer, Failure(call_id, self._incarnation, error_codec.to_body(error)))
 
     def _send(self, peer: bytes, message: Reply | Failure) -> None:
         self._listener.send(peer, encode(message, self._limits))

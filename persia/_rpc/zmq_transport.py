@@ -26,10 +26,10 @@ from zmq.utils import z85
 
 from persia import env
 from persia._rpc import multipart
-from persia._rpc.doorkeeper import Doorkeeper
+from persia._rpc.curve_auth import Doorkeeper
 from persia._rpc.frame import LIMITS, Limits
 from persia._rpc.keys import Keys
-from persia._rpc.zmq_ends import ZmqChannel, ZmqListener
+from persia._rpc.zmq_endpoints import ZmqChannel, ZmqListener
 from persia.errors import ConfigError
 
 logger = logging.getLogger(__name__)

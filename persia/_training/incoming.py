@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from persia._training.progress import Series
+from persia._training.resume import Series
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

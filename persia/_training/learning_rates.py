@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from persia._core.optim import checked
+from persia._core.kernels.optim import checked
 from persia._rpc.messages import LearningRate
 
 if TYPE_CHECKING:

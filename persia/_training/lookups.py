@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Protocol
 from persia import env
 from persia._rpc.deadlines import Tries
 from persia._rpc.messages import IDFeatures
-from persia._rpc.workers import EmbeddingWorkers
-from persia._training.progress import Progress
+from persia._rpc.worker_pool import EmbeddingWorkers
+from persia._training.resume import Progress
 from persia.errors import InternalError, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from persia._rpc.messages import EmbeddingWorker, LookupResult
-    from persia._training.flight import Book, Reason, Ticket
-    from persia._training.prefetch import Gate
-    from persia._training.tensors import HostBatch
+    from persia._training.forward import Gate
+    from persia._training.inflight import Book, Reason, Ticket
+    from persia._training.transfer import HostBatch
     from persia.errors import ServiceError
 
 logger = logging.getLogger(__name__)

@@ -9,15 +9,15 @@ from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from persia._training.channel import Channel, Closed, Finished
 from persia._training.lookups import Item
-from persia._training.progress import Plain, Series, of_series
+from persia._training.queues import Channel, Closed, Finished
+from persia._training.resume import Plain, Series, of_series
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from persia._training.stream import Stream
-    from persia._training.tensors import Converter, HostBatch, UserBatch
+    from persia._training.transfer import Converter, HostBatch, UserBatch
 
 logger = logging.getLogger(__name__)
 

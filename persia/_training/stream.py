@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from persia import env
-from persia._ends import RUN, first_failure
+from persia._process_exit import RUN, first_failure
 from persia._rpc.methods import embedding_worker, nn_worker
 from persia._rpc.server import ServerSettings, serve
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._training.inbox import LOADER, Inbox, failure_of_loader
+from persia._training.receiver import LOADER, Inbox, failure_of_loader
 from persia.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
     from persia._rpc.messages import EmbeddingWorker
     from persia._rpc.server import Server
-    from persia._training.progress import Plain
+    from persia._training.resume import Plain
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from persia._training.tensors import PersiaTrainingBatch
+    from persia._training.transfer import PersiaTrainingBatch
     from persia.data import DataLoader
 
 __all__ = ["LooseCtx", "OldEmbeddingCtx", "RenamedCtx"]

@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from persia._training.channel import Channel, Closed, Finished
+from persia._training.queues import Channel, Closed, Finished
 from persia.data import DataLoader, IterableDataset, IterableDatasetBase
 from persia.embedding.data import PersiaBatch
 

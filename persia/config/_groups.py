@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from persia._core import optim
+from persia._core.kernels import optim
 from persia.config._reading import (
     Where,
     check_integer,
@@ -49,7 +49,7 @@ class GroupOptimizer:
     """
 
     name: str | None
-    """One of those that ``persia._core.optim`` knows, or ``rowwise_adagrad``, which becomes
+    """One of those that ``persia._core.kernels.optim`` knows, or ``rowwise_adagrad``, which becomes
     ``adagrad`` with ``vectorwise_shared``; None for the registered one."""
 
     options: Mapping[str, float | bool]

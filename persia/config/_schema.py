@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from persia._core import initial
-from persia._core.optim import MAX_DIM
+from persia._core.kernels import initial
+from persia._core.kernels.optim import MAX_DIM
 from persia.config._groups import GroupSettings
 from persia.config._lines import lines_said
 from persia.config._reading import (
@@ -39,7 +39,7 @@ class Initialization:
     """A distribution of initial values: its name and the parameters by name, all of them."""
 
     method: str
-    """One of those that ``persia._core.initial`` knows."""
+    """One of those that ``persia._core.kernels.initial`` knows."""
 
     options: Mapping[str, float]
     """Parameters; those left out get their defaults."""

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from persia._core.optim import number
+from persia._core.kernels.optim import number
 from persia._rpc.messages import HyperParameters, InitializationSettings
 from persia.config import EmbeddingSchema, Initialization, check_probability
 from persia.errors import ConfigError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from persia import env
-from persia._core.feature_batch import FeatureBatch
-from persia._rpc import block
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._rpc import serialization
 from persia.errors import DataError, DataTypeError, ProtocolError
 
 if TYPE_CHECKING:
@@ -631,7 +631,7 @@ class PersiaBatch:
     def to_bytes(self) -> bytes:
         """Return the batch as one run of bytes, for ``from_bytes``.
 
-        The layout is that of ``persia._rpc.block`` with kind ``PRSBAT01``. Its header holds
+        The layout is that of ``persia._rpc.serialization`` with kind ``PRSBAT01``. Its header holds
         ``size``, ``grad``, ``id`` and ``meta`` of the batch; ``features``, a list of [name,
         number of arrays]; and ``dense`` and ``labels``, lists of names or nil. The arrays are,
         per feature, its distinct ids u64 [D], the number of each id among them u32 [N] and,
@@ -654,7 +654,7 @@ class PersiaBatch:
             "labels": [item._name for item in self._labels],
         }
         arrays += [item.data for item in (*self._dense, *self._labels)]
-        return block.pack(_BLOCK_KIND, header, arrays)
+        return serialization.pack(_BLOCK_KIND, header, arrays)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PersiaBatch:
@@ -663,7 +663,7 @@ class PersiaBatch:
         Raises:
             ProtocolError: If the bytes are not such a batch, or are damaged.
         """
-        header, arrays = block.unpack(_BLOCK_KIND, data)
+        header, arrays = serialization.unpack(_BLOCK_KIND, data)
         remaining = arrays[::-1]
 
         def take() -> NDArray[Any]:

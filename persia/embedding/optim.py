@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from persia._core.optim import complete
-from persia._rpc import session
+from persia import _context_stack
+from persia._core.kernels.optim import complete
 from persia._rpc.messages import OptimizerSettings
 from persia.errors import ConfigError
 
@@ -52,8 +52,8 @@ class Optimizer(ABC):
         Raises:
             ConfigError: If there is no current context that trains embeddings.
         """
-        ctx = session.current()
-        if not isinstance(ctx, session.TakesOptimizer):
+        ctx = _context_stack.current()
+        if not isinstance(ctx, _context_stack.TakesOptimizer):
             what = "no context" if ctx is None else type(ctx).__name__
             raise ConfigError(
                 f"{type(self).__name__}.apply() must be called inside a context that trains "

@@ -3,7 +3,7 @@
 column             ids of a sample
 ----------------   --------------------------------------------------------------
 integers           one: signed ones keep their bits (-1 is 2**64 - 1)
-texts, binary      one: the hash of ``persia._core.text_ids``, or what they spell in hex
+texts, binary      one: the hash of ``persia._core.ids.text_ids``, or what they spell in hex
 dictionary         one: by its values, each of which is hashed once
 lists of these     any number
 null               none, in a list too
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from persia._core.text_ids import hash_texts, parse_hex
+from persia._core.ids.text_ids import hash_texts, parse_hex
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
 from persia.errors import ConfigError, DataError, DataTypeError
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from persia._rpc import block
+from persia._rpc import serialization
 from persia.embedding.data import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -340,7 +340,7 @@ def test_bytes_of_another_length(data: bytes) -> None:
         PersiaBatch.from_bytes(data)
 
 
-GOOD_HEADER, GOOD_ARRAYS = block.unpack(b"PRSBAT01", WHOLE)
+GOOD_HEADER, GOOD_ARRAYS = serialization.unpack(b"PRSBAT01", WHOLE)
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.text(max_size=3), st.binary()
 )
@@ -364,24 +364,24 @@ JSON = st.recursive(
 @example("size", 4)
 @example("id", 1.5)
 def test_w39_a_header_that_says_something_else(key: str, value: Any) -> None:
-    data = block.pack(b"PRSBAT01", {**GOOD_HEADER, key: value}, GOOD_ARRAYS)
+    data = serialization.pack(b"PRSBAT01", {**GOOD_HEADER, key: value}, GOOD_ARRAYS)
     try:
         batch = PersiaBatch.from_bytes(data)
     except ProtocolError:
         return
     # What is taken must be a whole batch that says the same of itself.
-    assert block.unpack(b"PRSBAT01", batch.to_bytes())[0][key] == value
+    assert serialization.unpack(b"PRSBAT01", batch.to_bytes())[0][key] == value
 
 
 @pytest.mark.parametrize("key", sorted(GOOD_HEADER))
 def test_a_header_without_a_key(key: str) -> None:
     header = {name: value for name, value in GOOD_HEADER.items() if name != key}
     with pytest.raises(ProtocolError, match=key):
-        PersiaBatch.from_bytes(block.pack(b"PRSBAT01", header, GOOD_ARRAYS))
+        PersiaBatch.from_bytes(serialization.pack(b"PRSBAT01", header, GOOD_ARRAYS))
 
 
 def test_more_arrays_than_the_header_says() -> None:
-    data = block.pack(b"PRSBAT01", GOOD_HEADER, [*GOOD_ARRAYS, np.zeros(1)])
+    data = serialization.pack(b"PRSBAT01", GOOD_HEADER, [*GOOD_ARRAYS, np.zeros(1)])
     with pytest.raises(ProtocolError, match=f"expected {len(GOOD_ARRAYS)} arrays, got more"):
         PersiaBatch.from_bytes(data)
 
@@ -390,4 +390,4 @@ def test_an_inverse_beyond_the_distinct_ids() -> None:
     arrays = list(GOOD_ARRAYS)
     arrays[1] = arrays[1] + np.uint32(7)
     with pytest.raises(ProtocolError, match="'user'"):
-        PersiaBatch.from_bytes(block.pack(b"PRSBAT01", GOOD_HEADER, arrays))
+        PersiaBatch.from_bytes(serialization.pack(b"PRSBAT01", GOOD_HEADER, arrays))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._rpc import block
+from persia._rpc import serialization
 from persia.errors import ProtocolError
 
 KIND = b"TESTKIND"
@@ -31,7 +31,7 @@ def with_specs(specs: object, body: bytes = b"") -> bytes:
 
 
 def test_golden_bytes() -> None:
-    data = block.pack(
+    data = serialization.pack(
         KIND, {"n": 1}, [np.array([1, 2], np.uint16), np.array([[3.0]], np.float32)]
     )
     head = b"\x82\xa1h\x81\xa1n\x01\xa1a\x92\x92\xa3<u2\x91\x02\x92\xa3<f4\x92\x01\x01"
@@ -42,7 +42,7 @@ def test_golden_bytes() -> None:
 
 def test_arrays_begin_at_multiples_of_8_and_are_owned() -> None:
     arrays = [np.arange(n, dtype=np.uint8) for n in range(10)]
-    header, back = block.unpack(KIND, block.pack(KIND, {}, arrays))
+    header, back = serialization.unpack(KIND, serialization.pack(KIND, {}, arrays))
     assert header == {}
     assert [array.tolist() for array in back] == [array.tolist() for array in arrays]
     assert all(array.flags.owndata and array.flags.writeable for array in back)
@@ -75,17 +75,17 @@ def test_arrays_begin_at_multiples_of_8_and_are_owned() -> None:
 )
 def test_headers_that_lie(data: bytes, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        block.unpack(KIND, data)
+        serialization.unpack(KIND, data)
 
 
 @given(st.binary(max_size=60), st.binary(max_size=20))
 def test_any_header_is_read_or_refused(head: bytes, body: bytes) -> None:
     # Anything but a ProtocolError would escape and fail this.
     with contextlib.suppress(ProtocolError):
-        block.unpack(KIND, forged(head, body))
+        serialization.unpack(KIND, forged(head, body))
 
 
 def test_another_kind() -> None:
-    data: Any = block.pack(KIND, {}, [])
+    data: Any = serialization.pack(KIND, {}, [])
     with pytest.raises(ProtocolError, match="begin with b'OTHERS!!', got b'TESTKIND'"):
-        block.unpack(b"OTHERS!!", data)
+        serialization.unpack(b"OTHERS!!", data)

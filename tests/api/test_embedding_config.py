@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from persia import embedding
-from persia._core.initial import OPTIONS
+from persia._core.kernels.initial import OPTIONS
 from persia._rpc.messages import HyperParameters, InitializationSettings
 from persia.config import EmbeddingSchema
 from persia.embedding import (

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, PersiaBatch
 from persia.errors import DataError, DataTypeError
 

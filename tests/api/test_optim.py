@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from persia._core.optim import OPTIONS, RowOptimizer
-from persia._rpc import session
+from persia import _context_stack
+from persia._core.kernels.optim import OPTIONS, RowOptimizer
 from persia._rpc.messages import OptimizerSettings
 from persia.embedding.optim import (
     FTRL,
@@ -100,17 +100,17 @@ class Trainer:
 
 
 def test_apply_registers_with_the_current_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_entered", [])
+    monkeypatch.setattr(_context_stack, "_entered", [])
     optimizer = Adagrad()
     with pytest.raises(
         ConfigError, match=r"Adagrad\.apply\(\) must be called inside.*no context"
     ):
         optimizer.apply()
-    session.push(object())
+    _context_stack.push(object())
     with pytest.raises(ConfigError, match="got object"):
         optimizer.apply()
     trainer = Trainer()
-    session.push(trainer)
+    _context_stack.push(trainer)
     optimizer.apply()
     assert trainer.registered == [optimizer.settings()]
 

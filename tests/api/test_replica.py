@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia import _replica, env
-from persia._replica import name_of, name_server, own_number
+from persia import _replica_index, env
+from persia._replica_index import name_of, name_server, own_number
 from persia.errors import ConfigError
 
 Monkey = pytest.MonkeyPatch
@@ -115,7 +115,7 @@ def test_the_name_of_an_address(answer: bytes, want: str) -> None:
 
 
 def test_a_lost_datagram_is_asked_for_again(monkeypatch: Monkey) -> None:
-    monkeypatch.setattr(_replica, "_ATTEMPT_S", 0.05)
+    monkeypatch.setattr(_replica_index, "_ATTEMPT_S", 0.05)
     left = [[], [b""]]  # the first is lost
 
     def reply(question: bytes) -> list[bytes]:
@@ -126,7 +126,7 @@ def test_a_lost_datagram_is_asked_for_again(monkeypatch: Monkey) -> None:
 
 
 def test_a_name_server_that_is_silent(monkeypatch: Monkey) -> None:
-    monkeypatch.setattr(_replica, "_ATTEMPT_S", 0.01)
+    monkeypatch.setattr(_replica_index, "_ATTEMPT_S", 0.01)
     with answering(lambda _: []) as port, pytest.raises(OSError, match="timed out"):
         name_of("172.18.0.4", "127.0.0.1", port)
 
@@ -134,13 +134,13 @@ def test_a_name_server_that_is_silent(monkeypatch: Monkey) -> None:
 @given(st.binary(max_size=80) | st.integers(0, len(ANSWER)).map(lambda end: ANSWER[:end]))
 def test_any_answer_is_a_name_or_a_value_error(answer: bytes) -> None:
     with contextlib.suppress(ValueError):
-        assert isinstance(_replica._read_answer(b"\0\0" + answer, 0), str)
+        assert isinstance(_replica_index._read_answer(b"\0\0" + answer, 0), str)
 
 
 def test_pointers_in_a_circle_are_refused() -> None:
     circle = b"\0\0\x81\x80\x00\x00\x00\x01\x00\x00\x00\x00" + b"\xc0\x0c" + bytes(10)
     with pytest.raises(ValueError, match="labels"):
-        _replica._read_answer(circle, 0)
+        _replica_index._read_answer(circle, 0)
 
 
 def test_the_first_name_server_is_asked(tmp_path: Path) -> None:
@@ -160,8 +160,8 @@ def test_every_address_of_the_host_is_asked_about(monkeypatch: Monkey) -> None:
 
     hosts = [(0, 0, 0, "", (address, 0)) for address in ("10.0.0.1", "10.0.0.2")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hosts)
-    monkeypatch.setattr(_replica, "name_server", lambda: "127.0.0.11")
-    monkeypatch.setattr(_replica, "name_of", name)
+    monkeypatch.setattr(_replica_index, "name_server", lambda: "127.0.0.11")
+    monkeypatch.setattr(_replica_index, "name_of", name)
     assert own_number("759c68e30f36") == 4
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from persia._core import cpu
+from persia._core.base import cpu
 from tests.benchmarks.ceiling import Ceiling
 from tests.benchmarks.contenders import Persia
 from tests.benchmarks.interleaved import (

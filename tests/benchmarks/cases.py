@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
 from persia.embedding.data import IDTypeFeature
 from tests.benchmarks.ceiling import Ceiling
 from tests.benchmarks.contenders import ADAGRAD, Persia

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import (
     BatchGradients,
     HyperParameters,
@@ -16,8 +16,8 @@ from persia._rpc.messages import (
     OptimizerSettings,
     SlotGradient,
 )
-from persia._services.embedding_worker import EmbeddingWorker
-from persia._services.parameter_server import ParameterServer
+from persia._server.service import ParameterServer
+from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, GlobalConfig
 from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Step, raw_ids
 

@@ -20,10 +20,10 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.cut import Cut
-from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
-from persia._core.store import EmbeddingStore
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.snapshot import Cut
+from persia._core.store.store import EmbeddingStore
 
 DIM = 16
 IDS = 34_000

@@ -50,7 +50,7 @@ def parts() -> Iterator[str]:
     # Imported here: the process that starts valgrind needs none of it.
     import numpy as np
 
-    from persia._core import cpu
+    from persia._core.base import cpu
     from tests.benchmarks.contenders import Persia
     from tests.benchmarks.workload import PATTERNS, Step, batches, raw_ids, sizes
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
-from persia._core.store import EmbeddingStore
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.store import EmbeddingStore
 
 DIM = 16
 CHUNK = 100_000

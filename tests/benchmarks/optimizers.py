@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from persia._core import cpu
-from persia._core.optim import RowOptimizer
+from persia._core.base import cpu
+from persia._core.kernels.optim import RowOptimizer
 
 PAIRS = 21
 KERNELS: dict[str, tuple[str, dict[str, Any]]] = {

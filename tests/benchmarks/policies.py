@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
-from persia._core.store import EmbeddingStore
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.store import EmbeddingStore
 
 PAIRS = 21
 DIM = 16

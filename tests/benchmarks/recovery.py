@@ -28,8 +28,8 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._services.parameter_server import ParameterServer
-from persia._services.state_file import StateFile
+from persia._server.service import ParameterServer
+from persia._server.state_file import StateFile
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from tests.benchmarks.interleaved import Series, ratio
 from tests.benchmarks.policies import DIM, IDS, Signs, cold, new, zipf

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from persia._core.halves import DTYPES
+from persia._core.base.halves import DTYPES
 from tests.benchmarks.contenders import ADAGRAD, Persia
 from tests.benchmarks.workload import LR, Batch, batches, sizes
 

@@ -240,7 +240,7 @@ def test_the_launcher_leaves_word_of_a_failure(tmp_path: Path, end: str) -> None
     say = "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\n"
     script.write_text(say + end)
     ran = subprocess.run(
-        [sys.executable, "-m", "persia._launch.run", "script", str(script)],
+        [sys.executable, "-m", "persia._cli.run", "script", str(script)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from persia import env
-from persia._rpc import session
+from persia import _context_stack, env
 from tests.meta.sources import ROOT
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], int, l
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ran: dict[str, Any] = runpy.run_path(str(folder / "train.py"), run_name="__main__")
-    assert session.current() is None
+    assert _context_stack.current() is None
     assert {each.category for each in caught} == {DeprecationWarning}
     return ran["losses"], ran["rows"], [str(each.message) for each in caught]
 

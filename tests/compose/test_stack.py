@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from persia._replica import own_number
+from persia._replica_index import own_number
 from tests.role_keys import FILES
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_memory_is_limited_above_what_servers_take(role: str) -> None:
 def test_healthchecks_ask_the_role_itself() -> None:
     for role in ROLES:
         module, *options, asked = services()[role]["healthcheck"]["test"][3:]
-        assert (module, asked) == ("persia._launch.health", role.replace("_", "-"))
+        assert (module, asked) == ("persia._cli.health", role.replace("_", "-"))
         assert options == (["--ready"] if role in ("data_loader", "nn_worker") else [])
 
 

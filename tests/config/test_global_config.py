@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from persia._core.hashing import owners
-from persia._core.store import EmbeddingStore
+from persia._core.base.hashing import owners
+from persia._core.store.store import EmbeddingStore
 from persia.config import (
     EmbeddedConfig,
     GlobalConfig,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from persia._core.optim import OPTIONS
-from persia._services.plan import schema_fingerprint, tell_apart
+from persia._core.kernels.optim import OPTIONS
+from persia._worker.batch_plan import schema_fingerprint, tell_apart
 from persia.config import (
     EmbeddingSchema,
     GroupAdmission,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from persia._core.blocks import RowBlock
+from persia._core.store.blocks import RowBlock
 
 
 def test_a_block_counts_its_rows_and_bytes() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._core import cardinality
+from persia._core.ids import cardinality
 from persia.errors import DataError, DataTypeError
 from tests.reference.cardinality import registers_of
 

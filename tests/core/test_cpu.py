@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from persia._core import cpu
+from persia._core.base import cpu
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:

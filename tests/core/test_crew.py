@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from persia._core.crew import Crew
+from persia._core.base.threads import Crew
 from persia.errors import ConfigError
 from tests.waiting import until
 
@@ -94,7 +94,7 @@ def test_crews_share_helpers_that_sleep_when_idle_and_end_with_the_last() -> Non
 def test_a_child_has_no_helpers_and_does_all_itself() -> None:
     script = """
 import os
-from persia._core.crew import Crew
+from persia._core.base.threads import Crew
 crew = Crew(2)
 done = []
 crew.run(done.append, range(4))

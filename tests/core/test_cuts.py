@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from numpy.typing import NDArray
 
-from persia._core.blocks import RowBlock
-from persia._core.cut import Cut
-from persia._core.halves import widen
-from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
-from persia._core.store import EmbeddingStore
+from persia._core.base.halves import widen
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.blocks import RowBlock
+from persia._core.store.snapshot import Cut
+from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError, DataError, StoreError
 from tests.core.test_policies import PolicyMachine
 from tests.core.test_store_machine import ShardedMachine, StoreMachine

@@ -1,4 +1,4 @@
-"""``persia._core.distinct`` against its model."""
+"""``persia._core.ids.numbering`` against its model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._core import cpu
-from persia._core.distinct import number
-from persia._core.hashing import mix64_array
+from persia._core.base import cpu
+from persia._core.base.hashing import mix64_array
+from persia._core.ids.numbering import number
 from persia.errors import DataTypeError
 from tests import strategies as own
 from tests.reference import distinct as model

@@ -1,4 +1,4 @@
-"""``persia._core.feature_batch`` against its model."""
+"""``persia._core.ids.feature_batch`` against its model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from persia._core.crew import Crew
-from persia._core.feature_batch import FeatureBatch, number_all
+from persia._core.base.threads import Crew
+from persia._core.ids.feature_batch import FeatureBatch, number_all
 from persia.errors import DataError, DataTypeError
 from tests import strategies as own
 from tests.reference import feature_batch as model

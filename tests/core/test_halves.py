@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from persia._core import cpu, halves
+from persia._core.base import cpu, halves
 from persia.errors import ConfigError, DataError
 from tests.reference import halves as model
 

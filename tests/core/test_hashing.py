@@ -1,4 +1,4 @@
-"""``persia._core.hashing`` against its model."""
+"""``persia._core.base.hashing`` against its model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._core import hashing
+from persia._core.base import hashing
 from persia.errors import ConfigError, DataError, DataTypeError
 from tests import strategies as own
 from tests.reference import hashing as model

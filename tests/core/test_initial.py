@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._core.initial import MAX_LAM, OPTIONS, Initializer, elementary
-from persia._core.optim import MAX_DIM
+from persia._core.kernels.initial import MAX_LAM, OPTIONS, Initializer, elementary
+from persia._core.kernels.optim import MAX_DIM
 from persia.errors import ConfigError
 from tests.profiles import tries
 from tests.reference import initial as model

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from persia._core import cpu
-from persia._core.initial import Initializer
-from persia._core.optim import MAX_DIM, OPTIONS, RowOptimizer
-from persia._core.store import EmbeddingStore
+from persia._core.base import cpu
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import MAX_DIM, OPTIONS, RowOptimizer
+from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError, DataError
 from tests.reference import optim as model
 

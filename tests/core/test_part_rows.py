@@ -1,4 +1,4 @@
-"""``persia._core.part_rows`` against its model, at every level."""
+"""``persia._core.store.part_rows`` against its model, at every level."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._core import cpu
-from persia._core.part_rows import all_once, copy_rows, find_stranger
+from persia._core.base import cpu
+from persia._core.store.part_rows import all_once, copy_rows, find_stranger
 from persia._files.parts import check_once
 from persia.errors import DataError, DataTypeError
 from tests.core.test_cardinality import inverse_mix64

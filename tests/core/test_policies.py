@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
 
-from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
-from persia._core.store import EmbeddingStore
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError
 from tests.profiles import tries
 from tests.reference.policies import LR, Kind, Shard

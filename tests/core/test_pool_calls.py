@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from persia._core.crew import Crew
-from persia._core.feature_batch import FeatureBatch
-from persia._core.pool_calls import PoolCalls
-from persia._core.pooling import pool, pool_grad, scatter_add
+from persia._core.base.threads import Crew
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._core.kernels.pool_calls import PoolCalls
+from persia._core.kernels.pooling import pool, pool_grad, scatter_add
 from persia.errors import ConfigError, DataError
 
 ROWS, DIM = 500, 8

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._core import cpu, pooling
+from persia._core.base import cpu
+from persia._core.kernels import pooling
 from persia.errors import ConfigError, DataError
 from tests.profiles import tries
 from tests.reference import pooling as model

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._core.blocks import RowBlock
-from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
-from persia._core.store import EmbeddingStore
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.blocks import RowBlock
+from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError, DataError, DimMismatch
 from tests.core.test_cuts import array, contents, rows_of, train, update
 from tests.core.test_cuts import new_store as adagrad_store

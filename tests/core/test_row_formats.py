@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from persia._core import cpu, halves
-from persia._core.initial import Initializer
-from persia._core.optim import OPTIONS, RowOptimizer
-from persia._core.store import EmbeddingStore
+from persia._core.base import cpu, halves
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import OPTIONS, RowOptimizer
+from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError, DimMismatch
 
 Floats = NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""``persia._core.signs`` against its model."""
+"""``persia._core.ids.signs`` against its model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from persia._core import signs
+from persia._core.ids import signs
 from persia.errors import ConfigError, DataError, DataTypeError
 from tests import strategies as own
 from tests.reference import signs as model

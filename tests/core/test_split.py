@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
-from persia._core.request import kept_numbers
-from persia._core.store import EmbeddingStore
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.request import kept_numbers
+from persia._core.store.store import EmbeddingStore
 
 DIM = 16
 UNIFORM = Initializer("uniform")

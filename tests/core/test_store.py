@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from persia._core.hashing import mix64_array
-from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
-from persia._core.store import EmbeddingStore
+from persia._core.base.hashing import mix64_array
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError, DataError, DimMismatch, NotConfigured
 from tests.reference.hashing import mix64, shard
 from tests.reference.store import admits, shard_capacities, unmix64

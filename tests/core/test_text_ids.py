@@ -1,4 +1,4 @@
-"""``persia._core.text_ids`` against its model."""
+"""``persia._core.ids.text_ids`` against its model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from persia._core.text_ids import hash_texts, parse_hex
+from persia._core.ids.text_ids import hash_texts, parse_hex
 from persia.errors import DataError, DataTypeError
 from tests.reference import text_ids as model
 

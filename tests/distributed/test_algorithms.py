@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from persia._training.averaging import ALGORITHMS, BLOCK, decode, encode
+from persia._training.comm_hooks import ALGORITHMS, BLOCK, decode, encode
 from tests.distributed.conftest import Launch
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from persia._rpc.remote import RemoteEmbeddingWorker
+from persia._cluster.connect import connect_embedding_workers
+from persia._rpc.stubs import RemoteEmbeddingWorker
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services.addresses import connect_embedding_workers
 from tests.meta.sources import ROOT
 from tests.services.support import SETTINGS, SGD
 
@@ -30,7 +30,7 @@ slots_config:
 
 # The launcher, but with Python in torchrun's place: torch takes seconds to load.
 WITHOUT_TORCHRUN = (
-    "from persia._launch import scripts; scripts.torchrun = lambda *_: []; "
+    "from persia._cli import scripts; scripts.torchrun = lambda *_: []; "
     "from persia.launcher import cli; cli()"
 )
 

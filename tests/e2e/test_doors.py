@@ -18,10 +18,10 @@ import pytest
 import zmq
 
 from persia import env
-from persia._launch import health
+from persia._cli import health
+from persia._cluster.connect import connect_embedding_workers, connect_parameter_servers
 from persia._rpc.messages import HyperParameters, InitializationSettings
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services.addresses import connect_embedding_workers, connect_parameter_servers
 from persia.errors import NotAllowed
 from tests.cluster import ROOT, Cluster, _children
 from tests.examples.conftest import LOADER

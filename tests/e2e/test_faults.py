@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from persia._rpc.remote import RemoteEmbeddingWorker
+from persia._rpc.stubs import RemoteEmbeddingWorker
 from tests.e2e.support import Job, configured_worker
 from tests.services.support import features, gradient
 from tests.waiting import until

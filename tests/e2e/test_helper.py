@@ -16,7 +16,7 @@ import pytest
 
 import persia.helper
 from persia import env
-from persia._services.addresses import connect_embedding_workers
+from persia._cluster.connect import connect_embedding_workers
 from persia.errors import ConfigError, RemoteError, ServiceTimeout
 from persia.helper import PersiaServiceCtx, ensure_persia_service
 from tests.e2e.support import (

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from persia import env, launcher
-from persia._services.process import Options
+from persia._cluster.process import Options
 from tests.e2e.support import PATIENCE_S, WITHOUT_TORCHRUN, Job, processes_with
 from tests.e2e.test_lifecycle import FAILS, TALKS
 from tests.meta.sources import ROOT

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from persia import env, launcher
-from persia._launch import scripts
-from persia._services.process import Options
+from persia._cli import scripts
+from persia._cluster.process import Options
 from persia.errors import ConfigError
 from persia.launcher import cli
 from tests.e2e.support import Job
@@ -190,7 +190,7 @@ def test_a_script_finds_what_python_would_give_it(job: Job) -> None:
     assert loader.wait() == 4
     _, command, *rest = loader.printed().splitlines()
     assert command.startswith("execute command: ")
-    assert command.endswith(f"-m persia._launch.run script {script} --lr 'a b'")
+    assert command.endswith(f"-m persia._cli.run script {script} --lr 'a b'")
     assert "got ['--lr', 'a b']" in rest
     assert f"from {job.directory} __main__ {script}" in rest
 
@@ -219,7 +219,7 @@ def test_servers_and_loaders_never_load_torch(job: Job) -> None:
 
 
 def test_the_command_of_torchrun(monkeypatch: Monkey) -> None:
-    run = ["-m", "persia._launch.torchrun"]
+    run = ["-m", "persia._cli.torchrun"]
     assert scripts.torchrun(2, 0, 1) == [*run, "--nproc-per-node=2", "--standalone"]
     monkeypatch.setenv("MASTER_ADDR", "node0")
     meet = ["--nnodes=3", "--node-rank=1", "--master-addr=node0"]

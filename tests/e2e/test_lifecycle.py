@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from persia._ends import text_of
-from persia._launch.children import UNWIND_S
-from persia._launch.scripts import _TELL_SOON_S
+from persia._cli.children import UNWIND_S
+from persia._cli.scripts import _TELL_SOON_S
+from persia._process_exit import text_of
 from persia.config import GlobalConfig
 from persia.embedding.data import IDTypeFeature
 from persia.errors import ConfigError
@@ -31,7 +31,7 @@ SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 DONE = "print('trained')\n"
 TALKS = """
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services.addresses import connect_embedding_workers
+from persia._cluster.connect import connect_embedding_workers
 transport = ZmqTransport()
 for worker in connect_embedding_workers(transport):
     print("rows", worker.get_embedding_size())
@@ -241,19 +241,19 @@ def test_a_script_that_does_not_unwind_is_killed_in_time(job: Job) -> None:
 
 
 FOLLOWS = """
-import persia._ends
-persia._ends._END_S = 1e6
-persia._ends.end_with_launcher()
+import persia._process_exit
+persia._process_exit._END_S = 1e6
+persia._process_exit.end_with_launcher()
 """
 BETWEEN = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
 
 
 UNWINDS = """
 import signal, threading, types
-import persia._ends
+import persia._process_exit
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that has had it, and unwinds
-persia._ends._END_S = 1e6
+persia._process_exit._END_S = 1e6
 waits, is_done = threading.Event(), threading.Event()
 
 
@@ -265,8 +265,8 @@ class Pause(threading.Event):
         is_done.wait(60)
 
 
-persia._ends.threading = types.SimpleNamespace(Event=Pause, Thread=threading.Thread)
-persia._ends.end_with_launcher()
+persia._process_exit.threading = types.SimpleNamespace(Event=Pause, Thread=threading.Thread)
+persia._process_exit.end_with_launcher()
 print("running", flush=True)
 waits.wait(60)
 print("unwound", flush=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from persia._launch import scripts
-from persia._launch.children import Child
-from persia._launch.scripts import Script, _until_job_ends, _watch
-from persia._services.events import Event, Events
+from persia._cli import scripts
+from persia._cli.children import Child
+from persia._cli.scripts import Script, _until_job_ends, _watch
+from persia._cluster.events import Event, Events
 
 Monkey = pytest.MonkeyPatch
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from persia._core import cpu
+from persia._core.base import cpu
 from tests.examples.loading import EXAMPLES
 
 LOADER = EXAMPLES / "adult_income" / "data_loader.py"

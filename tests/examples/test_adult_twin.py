@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from persia import env
-from persia._core import cpu
-from persia._core.signs import pack
+from persia._core.base import cpu
+from persia._core.ids.signs import pack
 from persia._rpc.messages import TableEntries
 from persia.config import EmbeddingSchema
 from tests.examples.loading import digest, load

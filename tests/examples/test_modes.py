@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from persia import env
-from persia._core.hashing import owners, route
+from persia._cluster.connect import connect_parameter_servers
+from persia._core.base.hashing import owners, route
 from persia._rpc.messages import TableSigns
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services.addresses import connect_parameter_servers
 from persia.config import EmbeddingSchema
 from persia.data import DataLoader, StreamingDataset
 from tests.cluster import ROOT, Cluster

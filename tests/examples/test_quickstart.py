@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._core import cpu
+from persia._core.base import cpu
 from tests.examples.loading import digest, load
 
 SEEDS = range(1, 6)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from persia import env
-from persia._core import cpu
+from persia._core.base import cpu
 from persia.config import EmbeddingSchema
 from tests.examples.loading import EXAMPLES, digest, load
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._contexts.shared import _known
 from persia.ctx import TrainCtx
+from persia.ctx.connection import _known
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ServiceError, ServiceTimeout
 from tests.cluster import Cluster

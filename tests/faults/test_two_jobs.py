@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from persia import env
+from persia._cluster.job import tell_end
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services.job_end import tell_end
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from tests.cluster import Cluster

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from persia._core.blocks import RowBlock
-from persia._core.optim import RowOptimizer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.blocks import RowBlock
 from persia._files.schema import SavedSchema
 from persia.config import EmbeddingSchema
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from persia._core.blocks import RowBlock
+from persia._core.store.blocks import RowBlock
 from persia._files.catalog import chain, ids, keep_last, latest, load, new_id, publish
 from persia._files.entries import Deleted, Part, sketch_name
 from persia._files.manifest import Manifest

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from persia._cli.ckpt import cli
 from persia._files.catalog import chain, load, new_id, publish
 from persia._files.manifest import Manifest
 from persia._files.part_writer import PartWriter
 from persia._files.rows import rows_of as rows_of_chain
 from persia._files.storage import LocalStorage
-from persia._launch.checkpoints import cli
 from tests.files.support import SETTINGS, block, joined, rows_of, schema
 
 SHIFT = 56

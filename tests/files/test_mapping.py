@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._core.blocks import RowBlock
-from persia._core.optim import RowOptimizer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.blocks import RowBlock
 from persia._files.mapping import Mapping
 from persia._files.part_writer import PartWriter
 from persia._files.schema import SavedSchema

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._files import memory as module
-from persia._files.memory import BLOCK_BYTES, Memory
+from persia._files import buffer_pool as module
+from persia._files.buffer_pool import BLOCK_BYTES, Memory
 from persia.errors import CheckpointError
 
 

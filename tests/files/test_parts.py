@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from persia._core.blocks import RowBlock
-from persia._core.hashing import bucket
+from persia._core.base.hashing import bucket
+from persia._core.store.blocks import RowBlock
 from persia._files.entries import Part
 from persia._files.part_writer import PartWriter
 from persia._files.parts import (

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from persia._files.roots import ANYWHERE, Roots
+from persia._cluster import process
+from persia._files.allowed_roots import ANYWHERE, Roots
 from persia._files.storage import open_storage
 from persia._rpc.messages import LoadRequest, WriteRequest
-from persia._services import process
 from persia.config import ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError
 from tests.services.support import make_servers

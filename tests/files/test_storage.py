@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia._files.buffer_pool import Memory
 from persia._files.catalog import ids, keep_last, latest, load
-from persia._files.memory import Memory
-from persia._files.remote import RemoteStorage
+from persia._files.object_store import RemoteStorage
 from persia._files.rows import compact, verify
 from persia._files.storage import LocalStorage, Storage, open_storage
 from persia.errors import CheckpointError, ConfigError

@@ -15,7 +15,7 @@ import pytest
 from persia._files.catalog import discard, ids
 from persia._files.rows import rewrite
 from persia._files.storage import LocalStorage, open_storage
-from persia._files.writers import MOST_FOLDERS, NAME, JobFolders, WriterLock, sole_writer
+from persia._files.writer_lock import MOST_FOLDERS, NAME, JobFolders, WriterLock, sole_writer
 from persia.errors import CheckpointError
 from tests.files.disk import Disk, PowerFailure
 from tests.files.test_catalog import dump, row
@@ -42,7 +42,7 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     script = (
         "import os, sys\n"
         "from persia._files.storage import LocalStorage\n"
-        "from persia._files.writers import WriterLock\n"
+        "from persia._files.writer_lock import WriterLock\n"
         "WriterLock(LocalStorage(sys.argv[1])).take()\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -111,7 +111,7 @@ def test_a_forked_child_holds_no_folder_of_its_parent(tmp_path: Path) -> None:
     script = (
         "import os, sys\n"
         "from persia._files.storage import LocalStorage\n"
-        "from persia._files.writers import JobFolders\n"
+        "from persia._files.writer_lock import JobFolders\n"
         "job = JobFolders()\n"
         "job.take(LocalStorage(sys.argv[1]))\n"
         "ready, done = os.pipe()\n"

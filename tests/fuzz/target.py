@@ -25,7 +25,7 @@ from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.methods import Method, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.server import ServerSettings, serve
 from persia._rpc.transport import Outgoing, Parts
-from persia._training import inbox
+from persia._training import receiver
 from tests.benchmarks.memory import resident
 from tests.rpc.support import BAD
 from tests.services.support import (
@@ -124,7 +124,7 @@ class Target:
         self._transport = MemoryTransport()
         (store,) = make_servers(1, optimizer=ADAM, capacity=1000)
         self._worker = make_worker(list(make_servers(2, capacity=1000)), forward_buffer_size=50)
-        self._inbox = inbox.Inbox(0, 2, 4, 0.1)
+        self._inbox = receiver.Inbox(0, 2, 4, 0.1)
         self._peers = [
             _Peer(self._transport, role, service)
             for role, service in (
@@ -174,13 +174,13 @@ class Target:
 @contextlib.contextmanager
 def target() -> Iterator[Target]:
     """A target whose polls return at once."""
-    before, inbox.POLL_S = inbox.POLL_S, 0.001
+    before, receiver.POLL_S = receiver.POLL_S, 0.001
     made = Target()
     try:
         yield made
     finally:
         made.close()
-        inbox.POLL_S = before
+        receiver.POLL_S = before
 
 
 # --- inputs -------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import env
-from persia._core.feature_batch import FeatureBatch
+from persia._cluster import connect
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._loader.sender import Feeder
 from persia._rpc.messages import (
     BatchGradients,
     HyperParameters,
@@ -31,10 +33,8 @@ from persia._rpc.messages import (
     PooledOutput,
     SlotGradient,
 )
-from persia._rpc.workers import EmbeddingWorkers
+from persia._rpc.worker_pool import EmbeddingWorkers
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services import addresses
-from persia._services.data_context import Feeder
 
 SLOTS = {"slots_config": {"user": {"dim": 8}, "item": {"dim": 16}}}
 NAMES = ("user", "item")
@@ -51,9 +51,7 @@ def all_workers() -> EmbeddingWorkers:
     transport = ZmqTransport()
     return EmbeddingWorkers(
         transport,
-        lambda on_restart: addresses.connect_embedding_workers(
-            transport, on_restart=on_restart
-        ),
+        lambda on_restart: connect.connect_embedding_workers(transport, on_restart=on_restart),
     )
 
 
@@ -104,7 +102,7 @@ class Rank:
 
     def run(self) -> None:
         """Train until every data-loader has ended its stream."""
-        from persia._training.channel import Finished
+        from persia._training.queues import Finished
 
         inbox = self.stream.inbox
         inbox.begin_pass()
@@ -174,8 +172,8 @@ class Loader:
 
     def __init__(self, transport: ZmqTransport, loader: int, num_loaders: int) -> None:
         self.loader = loader
-        workers = addresses.connect_embedding_workers(transport)
-        ranks = addresses.connect_nn_workers(transport)
+        workers = connect.connect_embedding_workers(transport)
+        ranks = connect.connect_nn_workers(transport)
 
         def disconnect() -> None:
             for link in (*workers, *ranks):

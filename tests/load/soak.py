@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from persia import env
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import IDFeatures, PooledOutput
 from tests.cluster import Cluster
 from tests.load.parts import NAMES, NUM_IDS, SLOTS, all_workers

@@ -51,7 +51,7 @@ CORE_IMPORTS = {"numpy", "cython", "libc", "cpython"}
 
 
 def room(module: str) -> str:
-    """``persia._core.store`` -> ``_core``; the top-level package itself is the empty room."""
+    """``persia._core.store.store`` -> ``_core``; the top-level package itself is the empty room."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 
@@ -227,6 +227,8 @@ def test_the_reader_sees_every_kind_of_import() -> None:
         (5, "msgpack", False),
         (7, "persia.launcher.cli", False),
     ]
-    text = "from persia._core.types cimport sign_t\ncimport numpy as cnp\nimport numpy\n"
-    read = _cython_imports(ROOT / "persia/_core/store.pyx", "persia._core.store", text)
-    assert [i.module for i in read] == ["persia._core.types", "numpy", "numpy"]
+    text = "from persia._core.base.types cimport sign_t\ncimport numpy as cnp\nimport numpy\n"
+    read = _cython_imports(
+        ROOT / "persia/_core/store/store.pyx", "persia._core.store.store", text
+    )
+    assert [i.module for i in read] == ["persia._core.base.types", "numpy", "numpy"]

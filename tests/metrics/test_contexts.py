@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from persia import env
-from persia._services import telling
+from persia._cluster import process_metrics
 from persia.ctx import TrainCtx
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import SGD
@@ -71,17 +71,17 @@ def test_w39_w52_two_contexts_of_a_process_do_not_collide() -> None:
 
 def test_embedded_mode_has_a_port_if_one_is_asked_for() -> None:
     with trained():
-        assert telling.url() == ""
+        assert process_metrics.url() == ""
     with env.changed(PERSIA_METRICS_PORT=0):
         with trained() as one, trained() as other:
             train(one, 1)
             train(other, 2)
-            assert fetch(f"{telling.url()}/readyz") == (200, "ok\n")
-            found = series(fetch(f"{telling.url()}/metrics")[1])
+            assert fetch(f"{process_metrics.url()}/readyz") == (200, "ok\n")
+            found = series(fetch(f"{process_metrics.url()}/metrics")[1])
             names = [dict(labels) for name, labels in found if name == "persia_rows"]
             assert {labels.get("context") for labels in names} == {None, "2"}
-            url = telling.url()
-        assert telling.url() == ""
+            url = process_metrics.url()
+        assert process_metrics.url() == ""
         with pytest.raises(OSError, match="refused"):
             fetch(f"{url}/metrics")
 
@@ -98,12 +98,12 @@ def test_a_context_keeps_its_label_when_the_first_one_ends() -> None:
         train(first.enter_context(trained()), 1)
         with trained() as other:
             train(other, 2)
-            assert samples_of(telling.url()) == {None: SIZE, "2": 2 * SIZE}
+            assert samples_of(process_metrics.url()) == {None: SIZE, "2": 2 * SIZE}
             first.close()
-            assert samples_of(telling.url()) == {"2": 2 * SIZE}
+            assert samples_of(process_metrics.url()) == {"2": 2 * SIZE}
             with trained() as third:
                 train(third, 3)
-                assert samples_of(telling.url()) == {None: 3 * SIZE, "2": 2 * SIZE}
+                assert samples_of(process_metrics.url()) == {None: 3 * SIZE, "2": 2 * SIZE}
 
 
 def test_servers_of_embedded_mode_tell_apart() -> None:

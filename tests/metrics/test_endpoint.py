@@ -12,7 +12,7 @@ import pytest
 
 from persia import env
 from persia._metrics import endpoint as endpoints
-from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.endpoint import Endpoint, default_port
 from persia._metrics.registry import Sample, Source
 from persia.errors import ConfigError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from persia._metrics.catalogue import METRICS
+from persia._metrics.definitions import METRICS
 from tests.metrics.job import StandingJob, fetch, standing_job
 from tests.waiting import until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from persia._metrics.catalogue import EVERY, LOADER, METRICS, SERVER, TRAINER, WORKER
+from persia._metrics.definitions import EVERY, LOADER, METRICS, SERVER, TRAINER, WORKER
 from persia._metrics.endpoint import DEFAULT_PORTS
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"

@@ -9,10 +9,10 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from persia import env
-from persia._metrics.catalogue import SERVER, WORKER
+from persia._cluster.process_metrics import push_settings
+from persia._metrics.definitions import SERVER, WORKER
 from persia._metrics.endpoint import Endpoint
 from persia._metrics.push import PushSettings
-from persia._services.telling import push_settings
 from persia.config import GlobalConfig
 from tests.waiting import until
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from persia._metrics.catalogue import LOADER, METRICS, SERVER, TRAINER, WORKER
+from persia._metrics.definitions import LOADER, METRICS, SERVER, TRAINER, WORKER
 from tests.metrics.job import BATCH_SIZE, NUM_BATCHES, StandingJob, series, standing_job
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
-from persia._core.store import EmbeddingStore
-from persia._services.state_file import StateFile
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.store import EmbeddingStore
+from persia._server.state_file import StateFile
 
 INITIALIZER = Initializer("uniform", lower=-1.0, upper=1.0)
 NUM_SHARDS = 2

@@ -26,7 +26,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.hashing import mix64_array, owners
+from persia._cluster.connect import connect_parameter_servers
+from persia._core.base.hashing import mix64_array, owners
 from persia._rpc.messages import (
     HyperParameters,
     InitializationSettings,
@@ -36,8 +37,7 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._rpc.remote import RemoteParameterServer
-from persia._services.addresses import connect_parameter_servers
+from persia._rpc.stubs import RemoteParameterServer
 from persia.errors import ServiceError
 from tests.e2e.support import PATIENCE_S, Job, Process, short_directory, transport
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from persia._cluster.connect import connect_parameter_servers
 from persia._rpc.messages import TableSigns
-from persia._rpc.remote import RemoteEmbeddingWorker
-from persia._services.addresses import connect_parameter_servers
+from persia._rpc.stubs import RemoteEmbeddingWorker
 from tests.e2e.support import PATIENCE_S, Job, configured_worker, short_directory, transport
 from tests.recovery.soak import soak
 from tests.services.support import features, gradient

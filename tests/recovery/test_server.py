@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from persia._core.store import EmbeddingStore
+from persia._core.store.store import EmbeddingStore
 from persia._rpc.messages import (
     LoadRequest,
     LookupRequest,
@@ -24,9 +24,9 @@ from persia._rpc.messages import (
     UpdateReply,
     UpdateRequest,
 )
-from persia._services import state_file, supervised
-from persia._services.parameter_server import ParameterServer
-from persia._services.state_file import StateFile, path_of, remove_stale
+from persia._server import state_file, supervised
+from persia._server.service import ParameterServer
+from persia._server.state_file import StateFile, path_of, remove_stale
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError, StoreError
 from tests.profiles import tries

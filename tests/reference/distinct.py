@@ -1,4 +1,4 @@
-"""Plain Python model of ``persia._core.distinct``."""
+"""Plain Python model of ``persia._core.ids.numbering``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain Python model of ``persia._core.feature_batch``: a list of lists of ids."""
+"""Plain Python model of ``persia._core.ids.feature_batch``: a list of lists of ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain model of ``persia._core.halves``: one value at a time, as exact fractions.
+"""Plain model of ``persia._core.base.halves``: one value at a time, as exact fractions.
 
 A finite value is cut to a whole number of quanta and a rest of less than one; what is rounded
 up has one quantum more. The code of a positive value is its place in the order of all values,

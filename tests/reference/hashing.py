@@ -1,4 +1,4 @@
-"""Plain Python model of ``persia._core.hashing``."""
+"""Plain Python model of ``persia._core.base.hashing``."""
 
 from __future__ import annotations
 

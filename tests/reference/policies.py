@@ -1,4 +1,4 @@
-"""Plain Python model of one shard with several policies (``persia._core.eviction``).
+"""Plain Python model of one shard with several policies (``persia._core.shard.eviction``).
 
 Times are exact here. In the store they are those of a segment, which are exact too where the
 ttl is below 16 (no two times share a segment). How many rows each policy gives up when the

@@ -1,4 +1,4 @@
-"""Plain Python model of ``persia._core.signs``."""
+"""Plain Python model of ``persia._core.ids.signs``."""
 
 from __future__ import annotations
 

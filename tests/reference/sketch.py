@@ -1,4 +1,4 @@
-"""Plain Python model of ``persia._core.sketch``."""
+"""Plain Python model of ``persia._core.shard.sketch``."""
 
 from __future__ import annotations
 

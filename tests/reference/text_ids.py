@@ -1,4 +1,4 @@
-"""Model of ``persia._core.text_ids``."""
+"""Model of ``persia._core.ids.text_ids``."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.initial import Initializer
-from persia._core.optim import RowOptimizer
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
 from persia._rpc.messages import HyperParameters, OptimizerSettings
 from persia.config import EmbeddingSchema, Slot
 

@@ -14,7 +14,7 @@ import numpy as np
 import zmq
 
 from persia import errors
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.frame import PROTOCOL, Call, Failure, Message, Part, Reply, decode, encode
 from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.messages import TableSigns

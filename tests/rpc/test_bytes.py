@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.frame import Call, Reply, encode
 from persia._rpc.messages import (
     BatchGradients,
@@ -23,7 +23,7 @@ from persia._rpc.messages import (
     UpdateRequest,
 )
 from persia._rpc.methods import Role, embedding_worker, parameter_server
-from persia._services.parameter_server import ParameterServer
+from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema
 from tests.services.support import make_servers, make_worker
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from persia import env
-from persia._rpc import zmq_end
+from persia._rpc import zmq_socket
 from persia._rpc.client import Client
 from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.messages import TableSigns
@@ -245,7 +245,7 @@ def test_a_servers_own_calls_end_with_the_deadline_of_its_caller(wire: Wire) -> 
 @pytest.fixture
 def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who closes an end does not wait for a call that is held."""
-    monkeypatch.setattr(zmq_end, "_WORK_S", 0.05)
+    monkeypatch.setattr(zmq_socket, "_WORK_S", 0.05)
 
 
 @pytest.mark.usefixtures("_short_goodbyes")

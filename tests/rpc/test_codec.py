@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc import messages
 from persia._rpc.codec import ArrayReader, coder_of
 from persia._rpc.frame import DTYPES, Call, Reply, decode, encode

@@ -21,8 +21,8 @@ from persia._rpc.messages import (
     UpdateRequest,
 )
 from persia._rpc.methods import embedding_worker, parameter_server
-from persia._rpc.remote import RemoteEmbeddingWorker, RemoteParameterServer
 from persia._rpc.server import serve
+from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteParameterServer
 from persia.errors import ConfigError, DataError, PersiaError, UnknownRef
 from tests.rpc.support import PATIENCE_S, Wire, same
 from tests.services.support import (

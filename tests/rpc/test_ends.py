@@ -20,7 +20,7 @@ from persia._rpc import multipart
 from persia._rpc.client import Client
 from persia._rpc.server import ServerSettings, serve
 from persia._rpc.transport import Outgoing, Parts
-from persia._rpc.zmq_ends import ZmqChannel
+from persia._rpc.zmq_endpoints import ZmqChannel
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import InternalError, ServiceUnavailable
 from tests.rpc.support import TOY, ToyService

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia import errors
-from persia._rpc.failures import Place, from_body, to_body
+from persia._rpc.error_codec import Place, from_body, to_body
 from persia._rpc.frame import Failure, decode, encode
 from persia._rpc.server import serve
 from persia.errors import (

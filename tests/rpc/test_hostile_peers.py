@@ -21,12 +21,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from persia._rpc.client import Client
-from persia._rpc.failures import Place, from_body
+from persia._rpc.error_codec import Place, from_body
 from persia._rpc.frame import PROTOCOL, Call, Failure, Limits, Part, Reply, encode
 from persia._rpc.messages import TableSigns
 from persia._rpc.methods import parameter_server
-from persia._rpc.remote import RemoteParameterServer
 from persia._rpc.server import Server, serve
+from persia._rpc.stubs import RemoteParameterServer
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import (
     DataTypeError,

@@ -20,7 +20,7 @@ import zmq
 from click.testing import CliRunner
 from zmq.utils import z85
 
-from persia._rpc import zmq_ends, zmq_transport
+from persia._rpc import zmq_endpoints, zmq_transport
 from persia._rpc.client import Client
 from persia._rpc.frame import Call, Failure, Reply, encode
 from persia._rpc.keys import Keys, make_keys
@@ -304,8 +304,8 @@ def test_who_met_the_wrong_server_finds_the_right_one(
     keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client_has_keys: bool
 ) -> None:
     """libzmq gives an address up where the two ends have other mechanisms."""
-    monkeypatch.setattr(zmq_ends, "_ANEW_S", 0.05)
-    monkeypatch.setattr(zmq_ends, "LOOK_S", 0.05)
+    monkeypatch.setattr(zmq_endpoints, "_ANEW_S", 0.05)
+    monkeypatch.setattr(zmq_endpoints, "LOOK_S", 0.05)
     own, other = (keys, None) if client_has_keys else (None, keys)
     address = f"ipc://{tmp_path}/a"
     with serving(other, address) as wrong, connected(own, wrong) as client:
@@ -347,7 +347,7 @@ def test_whose_doorkeeper_has_failed_lets_nobody_in(
     """libzmq would: a server that cannot ask and has no domain takes every key."""
     failed: list[BaseException | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda told: failed.append(told.exc_value))
-    monkeypatch.setattr("persia._rpc.doorkeeper._REFUSED", None)
+    monkeypatch.setattr("persia._rpc.curve_auth._REFUSED", None)
     with serving(keys, "tcp://127.0.0.1:0") as server:
         with connected(keys, server) as client:
             assert client.call("get_embedding_size") == 7

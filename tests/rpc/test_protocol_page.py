@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.frame import DTYPES, PROTOCOL, Call, Failure, Limits, Reply, decode, encode
 from persia._rpc.messages import (
     CutStatus,

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from persia._rpc import workers as workers_module
+from persia._cluster.process import _LateWorker
+from persia._rpc import worker_pool as workers_module
 from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.messages import LookupResult
 from persia._rpc.methods import embedding_worker
-from persia._rpc.remote import RemoteEmbeddingWorker
 from persia._rpc.server import Server, serve
-from persia._rpc.workers import EmbeddingWorkers
-from persia._services.process import _LateWorker
+from persia._rpc.stubs import RemoteEmbeddingWorker
+from persia._rpc.worker_pool import EmbeddingWorkers
 from persia.errors import ServiceBusy, ServiceUnavailable, UnknownRef
 from tests.services.support import features, gradient, make_servers, make_worker, settings
 

@@ -24,10 +24,10 @@ import numpy as np
 import yaml
 from rich.console import Console, RenderableType
 
-from persia._launch.asking import Asker, listed_places
-from persia._launch.doctor import Question, examine
-from persia._launch.top import frame_of
-from persia._metrics.frame import Frame
+from persia._cli.doctor import Question, examine
+from persia._cli.scraper import Asker, listed_places
+from persia._cli.top import frame_of
+from persia._metrics.top_view import Frame
 from persia.config import EmbeddingSchema
 from tests.browser import screenshot
 from tests.cluster import DEADLINE_S, ROOT, Cluster

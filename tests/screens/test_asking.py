@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from persia import env
-from persia._launch.asking import Asker, Place, listed_places
-from persia._launch.top import frame_of
-from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
-from persia._metrics.frame import Watched
+from persia._cli.scraper import Asker, Place, listed_places
+from persia._cli.top import frame_of
+from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.top_view import Watched
 from persia.errors import ConfigError
 from tests.cluster import loopback_host
 from tests.screens.texts import text_of

@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from persia import launcher
-from persia._launch import checkpoints
-from persia._launch.scripts import Script
+from persia._cli import ckpt
+from persia._cli.scripts import Script
 from persia.errors import ConfigError
 from persia.version import __version__
 
-GROUPS = {"persia-launcher": launcher.cli, "persia-ckpt": checkpoints.cli}
+GROUPS = {"persia-launcher": launcher.cli, "persia-ckpt": ckpt.cli}
 COMMANDS = [(name, command) for name, group in GROUPS.items() for command in group.commands]
 
 

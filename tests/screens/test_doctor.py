@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import yaml
 
-from persia._launch import doctor
-from persia._launch.checks import machine, network
-from persia._launch.checks.findings import Finding, ok
-from persia._launch.checks.sample import check_sample, read_sample
-from persia._launch.checks.settings import check_files, check_memory, forecast
-from persia._launch.checks.variables import KNOWN, check_variables
+from persia._cli import doctor
+from persia._cli.checks import machine, network
+from persia._cli.checks.findings import Finding, ok
+from persia._cli.checks.sample import check_sample, read_sample
+from persia._cli.checks.settings import check_files, check_memory, forecast
+from persia._cli.checks.variables import KNOWN, check_variables
+from persia._cluster.embedded import build_embedding_worker
 from persia._rpc.messages import IDFeatures
 from persia._rpc.methods import Hello, Role
-from persia._services.embedded import build_embedding_worker
 from persia._training.stream import Stream
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.embedding import EmbeddingConfig

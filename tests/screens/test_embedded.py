@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from persia._metrics import frame
-from persia._metrics.catalogue import SERVER, TRAINER, WORKER
+from persia._metrics import top_view
+from persia._metrics.definitions import SERVER, TRAINER, WORKER
 from persia.ctx import eval_ctx
 from persia.errors import ConfigError, DataTypeError
 from tests.metrics.test_contexts import SIZE, train, trained
@@ -40,6 +40,6 @@ def test_report_and_top() -> None:
 
 
 def test_without_rich_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame, "find_spec", lambda name: None)
+    monkeypatch.setattr(top_view, "find_spec", lambda name: None)
     with trained() as ctx, pytest.raises(ConfigError, match="pip install rich"):
         ctx.top()

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
-from persia._metrics.frame import Frame, Watched
-from persia._metrics.reading import Reading, Span, read
-from persia._metrics.stages import DATASET, slowest
+from persia._metrics.bottleneck import DATASET, slowest
+from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.scrape import Reading, Span, read
+from persia._metrics.top_view import Frame, Watched
 from persia.errors import DataError
 from tests.screens.texts import span, text_of
 

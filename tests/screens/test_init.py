@@ -14,9 +14,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from persia._launch.checks.sample import check_sample, read_sample
-from persia._launch.checks.settings import check_files
-from persia._launch.init import write_project
+from persia._cli.checks.sample import check_sample, read_sample
+from persia._cli.checks.settings import check_files
+from persia._cli.init import write_project
 from persia.errors import ConfigError
 from persia.launcher import cli
 from tests.cluster import ROOT, loopback_host

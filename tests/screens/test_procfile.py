@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from persia import env, launcher
-from persia._launch.checks.procfile import check_procfile, file_named_in
+from persia._cli.checks.procfile import check_procfile, file_named_in
 from tests.meta.sources import ROOT
 
 LOADER = "persia-launcher data-loader load.py"

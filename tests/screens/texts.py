@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from persia._metrics.catalogue import LOADER, SERVER, TRAINER, WORKER
-from persia._metrics.reading import Reading, Span
+from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.scrape import Reading, Span
 
 NAMES = {"loader": LOADER, "worker": WORKER, "server": SERVER, "trainer": TRAINER}
 

@@ -7,13 +7,13 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
 from persia import env
+from persia._cluster.connect import connect_parameter_servers
 from persia._rpc.methods import embedding_worker, parameter_server
 from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services.addresses import connect_parameter_servers
-from persia._services.embedding_worker import EmbeddingWorker
-from persia._services.parameter_server import ParameterServer
-from persia._services.plan import schema_fingerprint
+from persia._server.service import ParameterServer
+from persia._worker.batch_plan import schema_fingerprint
+from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, ParameterServerConfig
 from tests.faults.batches import SLOTS
 from tests.rpc.support import PATIENCE_S

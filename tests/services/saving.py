@@ -15,10 +15,10 @@ from persia._files.parts import read_part
 from persia._files.rows import rows_of as rows_of_parts
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import LoadRequest
-from persia._services import restoring
-from persia._services.embedding_worker import EmbeddingWorker
-from persia._services.parameter_server import ParameterServer
-from persia._training.checkpoints import Loader, Saver
+from persia._server import restore
+from persia._server.service import ParameterServer
+from persia._training.checkpoint import Loader, Saver
+from persia._worker.service import EmbeddingWorker
 from tests.services.support import (
     ADAGRAD,
     SCHEMA,
@@ -103,7 +103,7 @@ class Slow:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.is_there, self.may_go = threading.Event(), threading.Event()
         self._rows_of = rows_of_parts
-        patch.setattr(restoring, "rows_of", self._wait)
+        patch.setattr(restore, "rows_of", self._wait)
 
     def _wait(self, *arguments: Any, **options: Any) -> Any:
         self.is_there.set()

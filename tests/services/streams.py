@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._loader.sender import Feeder
 from persia._rpc.job import JobState
 from persia._rpc.messages import (
     IDFeatures,
@@ -22,7 +23,6 @@ from persia._rpc.messages import (
     StreamOpening,
     StreamState,
 )
-from persia._services.data_context import Feeder
 from persia.errors import ServiceBusy, ServiceTimeout, ServiceUnavailable, UnknownStream
 
 # Seconds; nothing here takes long unless it is broken.

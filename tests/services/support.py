@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.feature_batch import FeatureBatch
-from persia._core.hashing import owners, route
+from persia._core.base.hashing import owners, route
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import (
     BatchGradients,
     HyperParameters,
@@ -21,8 +21,8 @@ from persia._rpc.messages import (
     SlotGradient,
     TableSigns,
 )
-from persia._services.embedding_worker import EmbeddingWorker
-from persia._services.parameter_server import ParameterServer
+from persia._server.service import ParameterServer
+from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, ParameterServerConfig
 from tests.reference.worker import Weights
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from persia import env
-from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
-from persia._rpc.server import Server
-from persia._rpc.zmq_transport import ZmqTransport
-from persia._services import addresses, follow, names, search
-from persia._services.addresses import (
+from persia._cluster import addresses, connect, discovery, monitor
+from persia._cluster.connect import (
     connect_embedding_workers,
     connect_nn_workers,
     connect_parameter_servers,
     listening_address,
 )
-from persia._services.plan import schema_fingerprint
+from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
+from persia._rpc.server import Server
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._worker.batch_plan import schema_fingerprint
 from persia.config import EmbeddingSchema
 from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
 from tests.waiting import until
@@ -199,7 +199,7 @@ def test_servers_come_by_number(place: Place) -> None:
 
 
 def test_w69_the_set_is_ready_when_all_of_it_is(place: Place, monkeypatch: Monkey) -> None:
-    monkeypatch.setattr(search, "_LINE_S", 0.3)
+    monkeypatch.setattr(discovery, "_LINE_S", 0.3)
     place.serve(0, 2)
     lines: list[str] = []
 
@@ -216,7 +216,7 @@ def test_w69_the_set_is_ready_when_all_of_it_is(place: Place, monkeypatch: Monke
 def test_who_is_missing_is_named_within_seconds(
     place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: Monkey
 ) -> None:
-    monkeypatch.setattr(search, "_LINE_S", 0.1)
+    monkeypatch.setattr(discovery, "_LINE_S", 0.1)
     place.serve(1, 3)
     with pytest.raises(ServiceUnavailable) as raised:
         place.find(*(place.ipc(number) for number in range(3)), timeout_s=0.35)
@@ -238,7 +238,7 @@ def test_nobody_answers(place: Place) -> None:
 def test_w53_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline(
     place: Place, monkeypatch: Monkey
 ) -> None:
-    monkeypatch.setattr(search, "_LINE_S", 0.1)
+    monkeypatch.setattr(discovery, "_LINE_S", 0.1)
     # Listens, and nobody ever reads what comes.
     listener = place.transport.listen(place.ipc("hung"))
     with pytest.raises(ServiceUnavailable, match=r"no answer from .*hung, to which there is a"):
@@ -269,7 +269,7 @@ def test_two_servers_of_one_number(place: Place) -> None:
 
 
 def test_two_that_each_say_that_they_are_alone(place: Place, monkeypatch: Monkey) -> None:
-    monkeypatch.setattr(search, "_LINE_S", 0.1)
+    monkeypatch.setattr(discovery, "_LINE_S", 0.1)
     place.serve(0, 1, place.ipc("a"))
     told: list[str] = []
 
@@ -317,7 +317,7 @@ def test_a_server_that_two_addresses_lead_to_counts_once(
 def test_a_server_that_was_replaced_while_the_set_came_together(
     place: Place, monkeypatch: Monkey
 ) -> None:
-    monkeypatch.setattr(search, "_LINE_S", 0.3)
+    monkeypatch.setattr(discovery, "_LINE_S", 0.3)
     old = place.serve(0, 2)
 
     def replace(line: str) -> None:
@@ -392,8 +392,8 @@ def test_a_name_of_several_hosts_is_several_servers(place: Place, monkeypatch: M
 
 
 def test_hosts_may_join_a_name_later(place: Place, monkeypatch: Monkey) -> None:
-    monkeypatch.setattr(search, "_RESOLVE_S", 0.05)
-    monkeypatch.setattr(search, "_LINE_S", 0.1)
+    monkeypatch.setattr(discovery, "_RESOLVE_S", 0.05)
+    monkeypatch.setattr(discovery, "_LINE_S", 0.1)
     port = int(place.serve(0, 2, "tcp://127.0.0.1:0").address.rpartition(":")[2])
     place.serve(1, 2, f"tcp://127.0.0.2:{port}")
     led: dict[str, list[str]] = {}
@@ -411,7 +411,7 @@ def test_hosts_may_join_a_name_later(place: Place, monkeypatch: Monkey) -> None:
 def test_a_server_that_has_got_the_address_of_another_meanwhile(
     place: Place, monkeypatch: Monkey
 ) -> None:
-    monkeypatch.setattr(search, "_LINE_S", 0.3)
+    monkeypatch.setattr(discovery, "_LINE_S", 0.3)
     before = place.serve(0, 3, "tcp://127.0.0.1:0")
     port = int(before.address.rpartition(":")[2])
     hosts = [f"127.0.0.{number}" for number in (1, 2, 3)]
@@ -429,7 +429,7 @@ def test_a_server_that_has_got_the_address_of_another_meanwhile(
 def test_a_server_that_comes_back_at_another_host_is_found_there(
     place: Place, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
-    monkeypatch.setattr(follow, "_LOOK_S", 0.2)
+    monkeypatch.setattr(monitor, "_LOOK_S", 0.2)
     first = place.serve(0, 2, "tcp://127.0.0.1:0")
     port = int(first.address.rpartition(":")[2])
     before = place.serve(1, 2, f"tcp://127.0.0.2:{port}")
@@ -469,8 +469,8 @@ def test_a_name_of_one_host_is_left_to_the_transport(place: Place) -> None:
 
 def test_a_name_of_both_families_is_asked_once_per_host(monkeypatch: Monkey) -> None:
     hosts_of(monkeypatch, {"both": ["::1", "127.0.0.1", "127.0.0.2"], "six": ["::1", "::2"]})
-    assert names.resolve("tcp://both:5") == ["tcp://127.0.0.1:5", "tcp://127.0.0.2:5"]
-    assert names.resolve("tcp://six:5") == ["tcp://[::1]:5", "tcp://[::2]:5"]
+    assert addresses.resolve("tcp://both:5") == ["tcp://127.0.0.1:5", "tcp://127.0.0.2:5"]
+    assert addresses.resolve("tcp://six:5") == ["tcp://[::1]:5", "tcp://[::2]:5"]
 
 
 def test_a_look_up_that_hangs_does_not_outlast_the_deadline(
@@ -557,7 +557,7 @@ def test_embedding_workers_are_found_by_the_environment(
 def test_nats_is_ignored_with_one_line(
     place: Place, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(addresses, "_told_of_nats", threading.Lock())
+    monkeypatch.setattr(connect, "_told_of_nats", threading.Lock())
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://nowhere:4222")
     place.serve(0, 1)
     with caplog.at_level(logging.WARNING):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from persia._services import aligned
+from persia._worker import aligned
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, 17), (2, 5, 16), (40_000, 16)])

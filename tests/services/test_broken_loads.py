@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from persia._files import catalog
+from persia._files.checkpoint_paths import below
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_part, take
-from persia._files.places import below
 from persia._files.storage import LocalStorage
-from persia._files.writers import sole_writer
+from persia._files.writer_lock import sole_writer
 from persia._rpc.messages import LoadRequest, LookupRequest
-from persia._services import incremental, loads
-from persia._training import checkpoints
-from persia._training.checkpoints import Loader, Saver
+from persia._server import incremental, loads
+from persia._training import checkpoint
+from persia._training.checkpoint import Loader, Saver
 from persia.errors import CheckpointError, ConfigError
 from tests.services.saving import (
     Slow,
@@ -80,7 +80,7 @@ def test_a_failed_dump_leaves_no_files(
         monkeypatch.setattr(PartWriter, "finish", then_fails(PartWriter.finish))
     elif fails_at == "dense":
         name = "_write_dense"
-        monkeypatch.setattr(checkpoints, name, then_fails(checkpoints._write_dense))
+        monkeypatch.setattr(checkpoint, name, then_fails(checkpoint._write_dense))
     else:  # it is there already when its writer hears of a failure
         monkeypatch.setattr(catalog, "publish", then_fails(catalog.publish))
     saver = Saver(worker)

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._core.cut import Cut
+from persia._core.store.snapshot import Cut
 from persia._files import catalog
 from persia._files.part_writer import PartWriter
 from persia._files.parts import take
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import CutRequest, LoadRequest, OptimizerSettings, WriteRequest
-from persia._services import checkpoints, pace
-from persia._services.embedding_worker import EmbeddingWorker
-from persia._services.incremental import IncrementalWriter
-from persia._services.parameter_server import ParameterServer
-from persia._training.checkpoints import Saver
+from persia._server import snapshot, throttle
+from persia._server.incremental import IncrementalWriter
+from persia._server.service import ParameterServer
+from persia._training.checkpoint import Saver
+from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, NotConfigured, PersiaError
 from tests.services.saving import (
@@ -228,7 +228,7 @@ def test_begin_cut_again_is_the_same_cut(trained: Trained) -> None:
 def test_copies_have_room_before_a_cut_is_written(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "room_for_copies", lambda cut: 1 << 40)
+    monkeypatch.setattr(throttle, "room_for_copies", lambda cut: 1 << 40)
     _, (server, *_) = trained
     server.begin_cut(CutRequest(9, None))
     (cut,) = server._cuts._cuts.values()
@@ -247,13 +247,13 @@ def test_a_cut_that_cannot_be_told_of_is_closed(
         if fails == "room":
             raise MemoryError
 
-    def about(held: checkpoints.Held) -> str:
+    def about(held: snapshot.Held) -> str:
         raise MemoryError
 
     _, (server, *_) = trained
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "give_room", give_room)
-        patch.setattr(checkpoints.Held, "about", about)
+        patch.setattr(snapshot, "give_room", give_room)
+        patch.setattr(snapshot.Held, "about", about)
         with pytest.raises(MemoryError):
             server.begin_cut(CutRequest(9, None))
     assert [cut.is_closed for cut in begun] == [True]
@@ -447,7 +447,7 @@ def test_copies_have_room_before_a_packet_is_written(
     monkeypatch.setattr(IncrementalWriter, "_write", note)
     for number in range(2):  # all rows, and changes
         with monkeypatch.context() as patch:
-            patch.setattr(pace, "room_for_copies", lambda cut, copied=0: 1 << 40)
+            patch.setattr(throttle, "room_for_copies", lambda cut, copied=0: 1 << 40)
             train(make_worker(servers), number, 1)
             server.flush_changes()
     assert rooms == [1 << 40] * 2
@@ -456,7 +456,7 @@ def test_copies_have_room_before_a_packet_is_written(
         raise MemoryError
 
     with monkeypatch.context() as patch:  # no cut is left that nobody reads
-        patch.setattr(pace, "room_for_copies", fails)
+        patch.setattr(throttle, "room_for_copies", fails)
         train(make_worker(servers), 2, 1)
         with pytest.raises(MemoryError):
             server.flush_changes()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._services.crew import Crew, shares
+from persia._worker.crew import Crew, shares
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))

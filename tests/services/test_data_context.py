@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from persia import env
+from persia._loader import feed, registrars, sender
+from persia._loader.rank_stream import Kept, Lane
+from persia._loader.sender import Feeder
 from persia._rpc.messages import RemoteRef
-from persia._services import data_context, feed, registrars
-from persia._services.data_context import Feeder
-from persia._services.lanes import Kept, Lane
 from persia.embedding.data import (
     IDTypeFeature,
     PersiaBatch,
@@ -743,7 +743,7 @@ def test_a_failure_reaches_a_rank_whose_stream_is_not_open(make_feeder: MakeFeed
 def test_a_failing_script_does_not_wait_for_a_rank_that_is_gone(
     make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_context, "FAREWELL_S", 0.2)
+    monkeypatch.setattr(sender, "FAREWELL_S", 0.2)
     held = threading.Event()
 
     class Silent(FakeRank):

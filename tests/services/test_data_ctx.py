@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from persia import env
+from persia._loader import registrars, sender
 from persia._rpc.methods import embedding_worker, nn_worker
 from persia._rpc.server import Server, ServerSettings, serve
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services import data_context, registrars
 from persia.ctx import DataCtx, cnt_ctx
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.errors import (
@@ -308,8 +308,8 @@ def test_a_script_that_exits_well_has_ended_its_data(job: Job) -> None:
 
 def test_an_orphan_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_FEEDS", "1")
-    monkeypatch.setattr(data_context, "ORPHAN_S", 0.3)
-    monkeypatch.setattr(data_context, "CHILD_CALL_S", 1.0)
+    monkeypatch.setattr(sender, "ORPHAN_S", 0.3)
+    monkeypatch.setattr(sender, "CHILD_CALL_S", 1.0)
     monkeypatch.setattr(registrars, "TRY_S", 0.2)
     run = Background(lambda: send_all(100))
     job.ranks[0].train(1)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._core.feature_batch import FeatureBatch
-from persia._core.signs import hash_stack
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._core.ids.signs import hash_stack
 from persia._rpc import messages
 from persia._rpc.messages import (
     BatchGradients,
@@ -31,8 +31,8 @@ from persia._rpc.messages import (
     UpdateReply,
     UpdateRequest,
 )
-from persia._services.embedding_worker import EmbeddingWorker
-from persia._services.parameter_server import ParameterServer
+from persia._server.service import ParameterServer
+from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema
 from persia.errors import (
     ConfigError,

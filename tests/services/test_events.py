@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 
-from persia._services.events import Event, watched_process
+from persia._cluster.events import Event, watched_process
 
 
 def test_signals_and_failures_come_one_after_the_other() -> None:

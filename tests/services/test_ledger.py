@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._services.ledger import UpdateLedger
+from persia._server.applied_updates import UpdateLedger
 from persia.errors import StoreError
 
 

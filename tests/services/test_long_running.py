@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia import env
-from persia._rpc import client, session
+from persia import _context_stack, env
+from persia._cluster.connect import connect_embedding_workers
+from persia._rpc import client
 from persia._rpc.messages import IDFeatures
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._services.addresses import connect_embedding_workers
-from persia._training import inbox
+from persia._training import receiver
 from persia.config import EmbeddingWorkerConfig
 from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
@@ -97,7 +97,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr(tempfile, "tempdir", directory)
         env.reload_env()
         yield Path(directory)
-        assert session.current() is None
+        assert _context_stack.current() is None
 
 
 def serve_once(place: Path) -> None:
@@ -206,7 +206,7 @@ def test_w24_w42_after_a_loader_that_failed_the_next_pass_is_whole(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So long the failed one, which is past, waits for news that do not come.
-    monkeypatch.setattr(inbox, "POLL_S", 0.2)
+    monkeypatch.setattr(receiver, "POLL_S", 0.2)
     with local_job(place) as worker, make_ctx() as ctx:
         batches = open_pass()
         sender = Background(lambda: send(2, then=ValueError("no such column")))

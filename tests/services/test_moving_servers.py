@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from persia._launch import health
+from persia._cli import health
+from persia._cluster import job, monitor
+from persia._cluster.connect import connect_parameter_servers
+from persia._cluster.job import status_after_job, tell_end
 from persia._rpc.methods import embedding_worker, nn_worker, parameter_server
-from persia._services import follow, job_end
-from persia._services.addresses import connect_parameter_servers
-from persia._services.job_end import status_after_job, tell_end
 from persia.errors import ConfigError, RemoteError, ServiceBusy, ServiceError
 from tests.services.test_addresses import PATIENCE_S, Place, hosts_of
 from tests.waiting import until
@@ -29,7 +29,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def test_two_servers_that_come_back_with_each_others_addresses(
     place: Place, monkeypatch: Monkey
 ) -> None:
-    monkeypatch.setattr(follow, "_LOOK_S", 0.2)
+    monkeypatch.setattr(monitor, "_LOOK_S", 0.2)
     first = place.serve(0, 2, "tcp://127.0.0.1:0")
     port = first.address.rpartition(":")[2]
     second = place.serve(1, 2, f"tcp://127.0.0.2:{port}")
@@ -62,7 +62,7 @@ def test_two_servers_that_come_back_with_each_others_addresses(
 def test_a_server_that_comes_back_while_the_job_ends_is_told(
     place: Place, monkeypatch: Monkey
 ) -> None:
-    monkeypatch.setattr(job_end, "_ATTEMPT_S", 0.2)
+    monkeypatch.setattr(job, "_ATTEMPT_S", 0.2)
     workers = [place.serve(0, 1, role=embedding_worker())]
     first = place.serve(0, 2, "tcp://127.0.0.1:0")
     port = first.address.rpartition(":")[2]

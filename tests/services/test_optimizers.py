@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from persia._core.optim import RowOptimizer
+from persia._core.kernels.optim import RowOptimizer
 from persia._rpc.messages import (
     LearningRate,
     LookupRequest,
@@ -20,8 +20,8 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._services.optimizers import TableOptimizers, tables_at_rate
-from persia._services.parameter_server import ParameterServer
+from persia._server.optimizers import TableOptimizers, tables_at_rate
+from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema
 from persia.errors import ConfigError, DimMismatch
 from tests.reference import optim as model

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from persia._services import pace
-from persia._services.pace import (
+from persia._server import throttle
+from persia._server.throttle import (
     COPIED,
     LONGEST_S,
     LOOK_S,
@@ -33,7 +33,7 @@ class Clock:
         self.worked = 0.0
         self.paused: list[float] = []
         functions = {"monotonic": lambda: self.now, "thread_time": lambda: self.worked}
-        patch.setattr(pace, "time", SimpleNamespace(**functions))
+        patch.setattr(throttle, "time", SimpleNamespace(**functions))
 
     def work(self, seconds: float) -> None:
         self.now += seconds
@@ -131,7 +131,7 @@ def test_a_pause_ends_when_others_begin_to_wait(clock: Clock) -> None:
 def test_room_for_copies_is_taken_where_there_is_memory(
     monkeypatch: pytest.MonkeyPatch, held: int, free: int, want: int
 ) -> None:
-    monkeypatch.setattr(pace, "free_memory_bytes", lambda: free)
+    monkeypatch.setattr(throttle, "free_memory_bytes", lambda: free)
     cut: Any = SimpleNamespace(copied_bytes=held)
     assert room_for_copies(cut) == want
 
@@ -156,7 +156,7 @@ def test_room_follows_the_memory_that_others_leave(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 16 << 30
-    monkeypatch.setattr(pace, "free_memory_bytes", lambda: free)
+    monkeypatch.setattr(throttle, "free_memory_bytes", lambda: free)
     allowed: list[int] = []
     cut: Any = SimpleNamespace(copied_bytes=8 << 30, fill=0.0, side_bytes=0)
 
@@ -183,7 +183,7 @@ def test_little_is_taken_of_a_small_share_and_of_a_large_machine(
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)
     for quota, want in ((2.0, 2 * SHARE), (float("inf"), MOST_PROCESSORS)):
-        monkeypatch.setattr(pace, "processor_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(throttle, "processor_quota", lambda quota=quota: quota)
         assert Pace(lambda: 0)._processors == pytest.approx(want)
 
 
@@ -196,7 +196,7 @@ def test_a_cut_that_gets_no_room_is_closed(monkeypatch: pytest.MonkeyPatch) -> N
     def fail() -> int:
         raise ValueError("no number")
 
-    monkeypatch.setattr(pace, "free_memory_bytes", fail)
+    monkeypatch.setattr(throttle, "free_memory_bytes", fail)
     with pytest.raises(ValueError, match="no number"):
         give_room(cut)
     assert closed == [True]

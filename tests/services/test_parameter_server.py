@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from persia._core.hashing import owners, route
+from persia._core.base.hashing import owners, route
 from persia._rpc.messages import (
     InitializationSettings,
     LookupReply,
@@ -24,7 +24,7 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._services.parameter_server import ParameterServer
+from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import (
     ConfigError,

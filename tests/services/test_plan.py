@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from persia._services import plan
-from persia._services.plan import Planner, schema_fingerprint, tell_apart
+from persia._worker import batch_plan
+from persia._worker.batch_plan import Planner, schema_fingerprint, tell_apart
 from persia.config import EmbeddingSchema
 from persia.errors import DataError
 from tests.services.support import CONFIG, SCHEMA
@@ -87,7 +87,7 @@ def test_two_configs_are_told_apart_by_what_differs() -> None:
 
 
 def test_fingerprints_that_say_nothing_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_MAX_FINGERPRINT", 10)
+    monkeypatch.setattr(batch_plan, "_MAX_FINGERPRINT", 10)
     digest = schema_fingerprint(SCHEMA)
     assert len(digest) == 32
     for other in ("other", "[" * 5000, '{"slots": 3}', ""):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from persia._services.plan import UNSEEN_AFTER, Planner
+from persia._worker.batch_plan import UNSEEN_AFTER, Planner
 from persia.config import EmbeddingSchema
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._services.parameter_server import ParameterServer
+from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from tests.services.support import SETTINGS, SGD
 

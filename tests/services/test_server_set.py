@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia._cluster.connect import connect_parameter_servers
 from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.messages import (
     HyperParameters,
@@ -20,9 +21,8 @@ from persia._rpc.messages import (
 )
 from persia._rpc.methods import parameter_server
 from persia._rpc.server import Server, serve
-from persia._services.addresses import connect_parameter_servers
-from persia._services.embedding_worker import EmbeddingWorker
-from persia._services.parameter_server import ParameterServer
+from persia._server.service import ParameterServer
+from persia._worker.service import EmbeddingWorker
 from persia.errors import ConfigError, ProtocolError
 from tests.services.support import (
     ADAM,

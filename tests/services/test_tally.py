@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from persia._core import cardinality
-from persia._core.feature_batch import FeatureBatch
+from persia._cluster.embedded import build_embedding_worker
+from persia._core.ids import cardinality
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import IDFeatures
-from persia._services.embedded import build_embedding_worker
 from persia.config import EmbeddingSchema, GlobalConfig
 
 SCHEMA = EmbeddingSchema.load({"slots_config": {"user": {"dim": 4}, "tags": {"dim": 8}}})

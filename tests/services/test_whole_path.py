@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from persia._rpc.messages import BatchGradients, LookupResult, SlotGradient
-from persia._services.embedding_worker import EmbeddingWorker
-from persia._services.parameter_server import ParameterServer
+from persia._server.service import ParameterServer
+from persia._worker.service import EmbeddingWorker
 from tests.profiles import tries
 from tests.reference.worker import ReferenceJob, Samples, Weights, distinct
 from tests.services.support import (

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from persia import env
-from persia._rpc import session
+from persia import _context_stack, env
 from persia.ctx import TrainCtx
 from persia.embedding.optim import SGD
 
@@ -36,7 +35,7 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     env.reload_env()
     yield
-    assert session.current() is None
+    assert _context_stack.current() is None
     # The fan-out threads of several servers live as long as the servers do.
     left = [
         thread

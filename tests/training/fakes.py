@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from persia._core.feature_batch import FeatureBatch
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import (
     BatchGradients,
     CutInfo,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from persia._training.channel import Channel, Closed, Delivery, Finished, join
-from persia._training.prefetch import Gate
+from persia._training.forward import Gate
+from persia._training.queues import Channel, Closed, Delivery, Finished, join
 
 WAIT_S = 20.0
 

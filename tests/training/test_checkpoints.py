@@ -18,9 +18,9 @@ import torch
 from persia._files import catalog
 from persia._files.parts import write_file
 from persia._files.storage import LocalStorage
-from persia._services import restoring
-from persia._training import checkpoints
-from persia._training.progress import Position
+from persia._server import restore
+from persia._training import checkpoint
+from persia._training.resume import Position
 from persia.ctx import InferCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
@@ -450,7 +450,7 @@ def test_a_state_that_is_none_changes_nothing(tmp_path: Path) -> None:
             content = torch.load(tmp_path / manifest.files[name].path, weights_only=True)
             change(content)
             path = f"{manifest.id}/{number}.pt"
-            file = write_file(storage, path, [checkpoints.serialized(content)])
+            file = write_file(storage, path, [checkpoint.serialized(content)])
             files = {**manifest.files, name: file}
             catalog.publish(storage, replace(manifest, files=files))
             with pytest.raises(CheckpointError, match=name):
@@ -585,7 +585,7 @@ def test_a_pass_does_not_begin_on_half_of_the_rows(
     with make_ctx() as ctx:
         train(ctx, Batches())
         ctx.dump_checkpoint(tmp_path)
-        monkeypatch.setattr(restoring, "rows_of", fails)
+        monkeypatch.setattr(restore, "rows_of", fails)
         ctx.load_checkpoint(tmp_path, blocking=False)
         with pytest.raises(CheckpointError, match="load again before you train on"):
             train(ctx, Batches())

@@ -14,8 +14,7 @@ import torch
 
 import persia.ctx
 from persia import env
-from persia._contexts.shared import embeddings_of
-from persia._files.writers import JobFolders
+from persia._files.writer_lock import JobFolders
 from persia._training import ranks
 from persia._training.ranks import Ranks
 from persia.ctx import (
@@ -27,6 +26,7 @@ from persia.ctx import (
     cnt_ctx,
     eval_ctx,
 )
+from persia.ctx.connection import embeddings_of
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad
@@ -211,8 +211,8 @@ def test_context_without_embeddings_says_how_to_get_them() -> None:
 def test_wait_servers_ready_gives_up(
     worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persia._contexts.ready.READY_S", 0.0)
-    monkeypatch.setattr("persia._contexts.ready.ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("persia.ctx.ready.READY_S", 0.0)
+    monkeypatch.setattr("persia.ctx.ready.ASK_AGAIN_S", 0.0)
     ctx = make_ctx()
     with pytest.raises(ServiceTimeout, match="not ready in 0 s"):
         ctx.wait_servers_ready()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from persia._core import cpu
-from persia._services.embedded import build_embedding_worker
+from persia._cluster.embedded import build_embedding_worker
+from persia._core.base import cpu
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.ctx import InferCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader

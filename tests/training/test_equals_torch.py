@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from persia._core.signs import pack
+from persia._core.ids.signs import pack
 from persia._rpc.messages import TableEntries, TableSigns
 from persia.config import EmbeddingSchema
 from persia.ctx import TrainCtx

@@ -412,7 +412,7 @@ def test_w25_a_direct_batch_that_fails_after_its_lookup_is_released(
         raise MemoryError("no room for the tensors")
 
     with make_ctx() as ctx:
-        monkeypatch.setattr("persia._training.tensors.Converter.stage", refuse)
+        monkeypatch.setattr("persia._training.transfer.Converter.stage", refuse)
         with pytest.raises(MemoryError, match="no room"):
             ctx.get_embedding_from_data(make_batch(0))
         assert worker.refs == {}
@@ -593,7 +593,7 @@ def test_reads_see_own_writes(
 def test_full_queue_makes_backward_wait_and_then_says_for_whom(
     worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persia._training.gradients.WAIT_S", 0.05)
+    monkeypatch.setattr("persia._training.backward.WAIT_S", 0.05)
     go = threading.Event()
     worker.before_update = lambda batch_id: wait(go)
     with make_ctx(backward_buffer_size=1, backward_workers_size=1) as ctx:
@@ -612,7 +612,7 @@ def test_full_queue_makes_backward_wait_and_then_says_for_whom(
         with pytest.raises(ServiceTimeout, match="acknowledge"):
             ctx.get_embedding_size()
         go.set()
-        monkeypatch.setattr("persia._training.gradients.WAIT_S", WAIT_S)
+        monkeypatch.setattr("persia._training.backward.WAIT_S", WAIT_S)
     assert ctx.stats()["staleness"] == 0
 
 
@@ -622,8 +622,8 @@ def test_worker_that_outlives_the_deadline_is_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("persia._training.gradients.WAIT_S", 0.05)
-    monkeypatch.setattr("persia._training.gradients.JOIN_S", 0.05)
+    monkeypatch.setattr("persia._training.backward.WAIT_S", 0.05)
+    monkeypatch.setattr("persia._training.backward.JOIN_S", 0.05)
     go = threading.Event()
     worker.before_update = lambda batch_id: wait(go)
     ctx = make_ctx(backward_workers_size=1)
@@ -686,7 +686,7 @@ def test_dense_step_that_raises_under_a_scaler_gives_the_batch_up(
 def test_backward_that_is_interrupted_while_it_waits_leaves_nothing_behind(
     worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persia._training.gradients.WAIT_S", 1.0)
+    monkeypatch.setattr("persia._training.backward.WAIT_S", 1.0)
     with make_ctx() as ctx:
         (batch,) = DataLoader(batches(1))
         batch = ctx.get_embedding_from_data(make_batch(0))
@@ -709,7 +709,7 @@ def test_backward_that_is_interrupted_while_it_waits_leaves_nothing_behind(
 def test_timeout_of_a_full_queue_gives_the_refs_back(
     worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persia._training.gradients.WAIT_S", 0.05)
+    monkeypatch.setattr("persia._training.backward.WAIT_S", 0.05)
     go = threading.Event()
     worker.before_update = lambda batch_id: wait(go)
     with make_ctx(backward_buffer_size=1, backward_workers_size=1) as ctx:
@@ -723,7 +723,7 @@ def test_timeout_of_a_full_queue_gives_the_refs_back(
         num_waiting = ctx.stats()["staleness"]
         assert len(worker.refs) == num_waiting
         go.set()
-        monkeypatch.setattr("persia._training.gradients.WAIT_S", WAIT_S)
+        monkeypatch.setattr("persia._training.backward.WAIT_S", WAIT_S)
     assert worker.refs == {}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from persia._training.halts import Halts
+from persia._training.step_barrier import Halts
 from persia.data import DataLoader
 from persia.errors import ServiceTimeout
 

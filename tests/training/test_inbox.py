@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from persia._rpc.messages import RemoteRef, StreamedBatch, StreamOpening
-from persia._training import inbox as inbox_module
-from persia._training.channel import Closed, Finished
-from persia._training.inbox import Inbox
+from persia._training import receiver as inbox_module
+from persia._training.queues import Closed, Finished
+from persia._training.receiver import Inbox
 from persia.errors import (
     ConfigError,
     DataError,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from persia._training import prefetch
+from persia._training import forward
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.data import (
@@ -161,7 +161,7 @@ def test_a_timeout_that_a_lookup_met_is_raised_itself(
 def test_whom_the_loop_waits_for_is_said_now_and_then(
     make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prefetch, "LINE_S", 0.01)
+    monkeypatch.setattr(forward, "LINE_S", 0.01)
     said = threading.Event()
 
     class Late(IterableDataset):
@@ -699,7 +699,7 @@ def test_threads_that_outlive_the_deadline_are_named(
     make_ctx: MakeCtx,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("persia._training.prefetch.JOIN_S", 0.05)
+    monkeypatch.setattr("persia._training.forward.JOIN_S", 0.05)
     entered, hold = threading.Event(), threading.Event()
 
     class Stuck(IterableDataset):

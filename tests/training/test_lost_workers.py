@@ -11,7 +11,7 @@ import torch
 from persia._rpc import deadlines
 from persia._rpc.deadlines import Tries
 from persia._rpc.messages import BatchGradients
-from persia._training.gradients import GradientEngine
+from persia._training.backward import GradientEngine
 from persia._training.lookups import Item, Lookups
 from persia.errors import PersiaError, ServiceUnavailable, UnknownRef
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia._rpc.messages import StreamOpening
-from persia._training.halts import from_bytes, to_bytes
 from persia._training.incoming import Incoming
-from persia._training.progress import (
+from persia._training.resume import (
     Plain,
     Progress,
     Series,
@@ -25,6 +24,7 @@ from persia._training.progress import (
     random_states,
     set_random_states,
 )
+from persia._training.step_barrier import from_bytes, to_bytes
 from persia.errors import CheckpointError
 
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from persia._training import charts, tensorboard
-from persia._training.curves import MOST, Curve
+from persia._report import charts, tensorboard
+from persia._report.curves import MOST, Curve
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig

@@ -16,9 +16,9 @@ from persia._rpc.messages import (
     RawOutput,
     SlotGradient,
 )
-from persia._training.flight import Book
-from persia._training.gradients import Update
-from persia._training.tensors import Converter, Jagged, PersiaTrainingBatch
+from persia._training.backward import Update
+from persia._training.inflight import Book
+from persia._training.transfer import Converter, Jagged, PersiaTrainingBatch
 from persia.ctx import PreprocessMode, TrainCtx, _prepare_feature, eval_ctx
 from persia.embedding.data import (
     IDTypeFeature,

@@ -1,0 +1,226 @@
+"""``persia-ckpt``: what is in a checkpoint, whether it is whole, and getting it elsewhere."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from persia._cli.errors import HELP, OneLineGroup, example
+from persia._cli.export import FORMATS, export
+from persia._files.catalog import chain, find, ids, load
+from persia._files.manifest import TIME, Manifest, now
+from persia._files.rows import Progress, rewrite, verify
+from persia._files.storage import Storage, open_storage
+from persia._files.summary import compare, summarise
+from persia._files.writer_lock import sole_writer
+from persia.version import __version__
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+which = click.option(
+    "--id", "identity", help="Of the checkpoint, or its number; the latest by default."
+)
+
+
+@click.group(
+    cls=OneLineGroup,
+    context_settings=HELP,
+    **example("persia-ckpt inspect /checkpoints"),
+)
+@click.version_option(__version__, prog_name="persia-ckpt")
+def cli() -> None:
+    """Look at checkpoints, check them, and get them elsewhere.
+
+    URL is the folder that dump_checkpoint was given: a path, s3://bucket/folder, ...
+    """
+
+
+@cli.command("inspect", **example("persia-ckpt inspect /checkpoints --biggest 10"))
+@click.argument("url")
+@which
+@click.option("--quick", is_flag=True, help="Read the manifests only, not the rows.")
+@click.option(
+    "--biggest",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Rows shown of each group.",
+)
+def inspect_command(url: str, identity: str | None, quick: bool, biggest: int) -> None:
+    """Show what a checkpoint holds: rows, features, norms, ages, the biggest rows."""
+    storage = open_storage(url)
+    manifests = _chain(storage, identity)
+    _show(storage, manifests)
+    if quick:
+        return
+    with _bar("reading", manifests, rows_only=True) as progress:
+        groups = summarise(storage, manifests, biggest, progress)
+    last = manifests[-1].schema
+    clocks = {
+        group.name: last.policies[last.tables[group.table].policy][1] for group in last.groups
+    }
+    for name, group in groups.items():
+        click.echo(
+            f"  {name}: {group.rows:,} rows, {_size(group.bytes)}, norm mean "
+            f"{group.norm_mean:.4g} max {group.norm_max:.4g}"
+            + (f", {group.not_finite:,} not finite" if group.not_finite else "")
+            + (f", oldest use {group.oldest:,} {clocks[name]} ago" if clocks[name] else "")
+        )
+        for norm, id_ in group.biggest:
+            click.echo(f"    id {id_}: norm {norm:.4g}")
+
+
+@cli.command("verify", **example("persia-ckpt verify s3://bucket/folder --all"))
+@click.argument("url")
+@which
+@click.option("--all", "everything", is_flag=True, help="Every checkpoint in the folder.")
+def verify_command(url: str, identity: str | None, everything: bool) -> None:
+    """Check every file: size, checksum, dtypes, shapes, that each sign is where it belongs."""
+    storage = open_storage(url)
+    found: list[str | None] = [*ids(storage)] if everything else []
+    # Of an empty folder nothing is whole: then the latest is asked for, and not there.
+    for each in found or [identity]:
+        manifests = _chain(storage, each)
+        with _bar("verifying", manifests) as progress:
+            verify(storage, manifests[-1].id, progress)
+        files = sum(len(manifest.all_files()) for manifest in manifests)
+        whole = "is whole" if files == 1 else "are whole"
+        click.echo(f"{manifests[-1].id}: {_count(files, 'file')} {whole}")
+
+
+@cli.command("diff", **example("persia-ckpt diff /monday /tuesday"))
+@click.argument("before")
+@click.argument("after")
+@click.option("--before-id", help="Of the checkpoint in BEFORE; the latest by default.")
+@click.option("--after-id", help="Of the checkpoint in AFTER; the latest by default.")
+def diff_command(before: str, after: str, before_id: str | None, after_id: str | None) -> None:
+    """Compare two checkpoints row by row; exits with 1 if they differ."""
+    one, two = open_storage(before), open_storage(after)
+    chains = _chain(one, before_id), _chain(two, after_id)
+    first, second = chains[0][-1], chains[1][-1]
+    if differing := first.schema.differences(second.schema):
+        raise click.ClickException(
+            f"their feature groups differ, so their signs mean other ids: {differing}"
+        )
+    with _bar("comparing", [*chains[0], *chains[1]], rows_only=True) as progress:
+        groups = compare((one, chains[0]), (two, chains[1]), progress)
+    click.echo(f"step {first.step} -> {second.step}")
+    is_equal = True
+    for name, group in groups.items():
+        is_equal &= not (group.only_before or group.only_after or group.changed)
+        click.echo(
+            f"  {name}: {group.equal:,} equal, {group.changed:,} changed (by up to "
+            f"{group.largest:.4g}), {group.only_before:,} gone, {group.only_after:,} new"
+        )
+    if not is_equal:
+        raise SystemExit(1)
+
+
+@cli.command("convert", **example("persia-ckpt convert /checkpoints tables/ --to parquet"))
+@click.argument("url")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--to", "form", type=click.Choice(FORMATS), required=True)
+@which
+@click.option("--group", "groups", multiple=True, help="Feature groups; all by default.")
+def convert_command(
+    url: str, folder: Path, form: str, identity: str | None, groups: tuple[str, ...]
+) -> None:
+    """Write rows as plain tables: ids, groups, values as float32, optimizer states."""
+    storage = open_storage(url)
+    manifests = _chain(storage, identity)
+    with _bar("converting", manifests, rows_only=True) as progress:
+        files = export(storage, manifests, folder, form, groups, progress)
+    click.echo(f"{sum(files.values()):,} rows in {_count(len(files), 'file')} in {folder}")
+
+
+@cli.command("reshard", **example("persia-ckpt reshard /checkpoints /smaller --servers 2"))
+@click.argument("url")
+@click.argument("target")
+@click.option("--servers", type=click.IntRange(1), help="As many as before by default.")
+@which
+def reshard_command(url: str, target: str, servers: int | None, identity: str | None) -> None:
+    """Write a checkpoint whole into the folder TARGET, as so many servers would have.
+
+    Any number of servers loads any checkpoint: this makes each read its own part only. Deltas
+    become one full checkpoint, so it also copies and compacts.
+    """
+    storage, out = open_storage(url), open_storage(target)
+    if out.is_same(storage):
+        raise click.ClickException(
+            f"{target}: expected another folder than the checkpoint's own, where it would be "
+            "the latest one and the training that writes there would remove it"
+        )
+    manifests = _chain(storage, identity)
+    own = manifests[-1].id
+    with sole_writer(out), _bar("writing", manifests, rows_only=True) as progress:
+        manifest = rewrite(storage, out, own, num_servers=servers, progress=progress)
+    click.echo(
+        f"{manifest.id}: {manifest.num_rows:,} rows of {_count(manifest.num_servers, 'server')}"
+    )
+
+
+def _chain(storage: Storage, name: str | None) -> list[Manifest]:
+    return chain(storage, None if name is None else find(storage, name))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + "s" * (number != 1)
+
+
+@contextmanager
+def _bar(
+    what: str, manifests: list[Manifest], *, rows_only: bool = False
+) -> Iterator[Progress]:
+    total = sum(
+        sum(part.file.num_bytes for part in manifest.parts) if rows_only else manifest.num_bytes
+        for manifest in manifests
+    )
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None) as bar:
+        update: Callable[[int], object] = bar.update
+        yield update
+
+
+def _show(storage: Storage, manifests: list[Manifest]) -> None:
+    last = manifests[-1]
+    age = datetime.datetime.strptime(now(), TIME) - datetime.datetime.strptime(
+        last.created, TIME
+    )
+    seconds = datetime.timedelta(seconds=int(age.total_seconds()))
+    click.echo(f"checkpoint {last.id} in {storage.url}")
+    click.echo(
+        f"  step {last.step}, by {_count(last.num_servers, 'server')}, PERSIA {last.writer}"
+    )
+    click.echo(f"  created {last.created}, {seconds} ago")
+    for manifest in manifests:
+        deleted = sum(entry.num_signs for entry in manifest.deleted)
+        click.echo(
+            f"  {manifest.kind} {manifest.id}: {manifest.num_rows:,} rows"
+            + (f", {deleted:,} deleted" if manifest.kind == "delta" else "")
+            + f", {_count(len(manifest.all_files()), 'file')}, {_size(manifest.num_bytes)}"
+        )
+    for name, file in sorted(last.files.items()):
+        click.echo(f"  file {name}: {_size(file.num_bytes)}")
+    for number, group in enumerate(last.schema.groups):
+        table = last.schema.tables[group.table]
+        features = [name for name, its in last.schema.features.items() if its == group.name]
+        click.echo(
+            f"  group {number} {group.name}: features {', '.join(features)}; dim {table.dim} "
+            f"{table.dtype}, {table.optimizer} with {table.state_words} words of state"
+        )
+    others = [identity for identity in ids(storage) if identity != last.id]
+    for identity in others:
+        other = load(storage, identity)
+        click.echo(f"  also here: {other.kind} {identity} of step {other.step}")
+
+
+def _size(num_bytes: float) -> str:
+    for unit in _UNITS:
+        if num_bytes < 1024 or unit == _UNITS[-1]:
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

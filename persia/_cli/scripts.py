@@ -1,0 +1,266 @@
+"""Starting a user's script as nn-worker or data-loader, and its end.
+
+    torchrun --standalone --nproc-per-node 2 -m persia._cli.run script train.py ...
+
+The child has a session of its own: a signal to this process's group (Ctrl-C, honcho) reaches
+it once, from here. What does not end within seconds is killed; honcho kills 5 s after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from persia import env
+from persia._cli.children import Child, signal_name
+from persia._cluster.events import Event, Events, watched_process
+from persia._cluster.job import (
+    GRACE_S,
+    POLL_S,
+    JobWatch,
+    status_after_job,
+    tell_end,
+)
+from persia._metrics.definitions import LOADER
+from persia._metrics.endpoint import Endpoint
+from persia._process_exit import RUN, End
+from persia._rpc.zmq_transport import ZmqTransport
+from persia.config import nearest
+from persia.errors import ConfigError, PersiaError
+
+logger = logging.getLogger(__name__)
+
+# Seconds that servers get to hear that the job has ended: by itself, after a signal, and where
+# one that has failed is being started again.
+_TELL_S, _TELL_SOON_S, _TELL_SUPERVISED_S = 3.0, 0.5, 20.0
+# Seconds in which every data-loader has asked whether the job goes on.
+_HEAR_S = 2 * POLL_S
+# Seconds after the end of the job in which a data-loader's script may end by itself.
+_LEAVE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Python file and its arguments."""
+
+    path: Path
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            names = (str(one) for one in self.path.parent.glob("*.py"))
+            hint = nearest(str(self.path), names)
+            raise ConfigError(f"expected a Python script at {self.path}, found none{hint}")
+
+    def words(self) -> list[str]:
+        """The arguments of Python, or of torchrun."""
+        return ["-m", RUN, "script", str(self.path), *self.arguments]
+
+
+def _watch(child: Child, events: Events) -> None:
+    def wait() -> None:
+        child.process.wait()
+        events.put(Event("ended"))
+
+    threading.Thread(target=wait, name="persia-child", daemon=True).start()
+
+
+# --- nn-worker ------------------------------------------------------------------------------
+
+
+def torchrun(nproc_per_node: int, node_rank: int, nnodes: int) -> list[str]:
+    """Return the command that starts the ranks of this node.
+
+    Raises:
+        ConfigError: If there are several nodes, and nothing says where they meet.
+    """
+    command = ["-m", "persia._cli.torchrun", f"--nproc-per-node={nproc_per_node}"]
+    if nnodes == 1:
+        return [*command, "--standalone"]
+    if not 0 <= node_rank < nnodes:
+        raise ConfigError(f"--node-rank must be in 0..{nnodes - 1}, got {node_rank}")
+    host, port = env.master_address(), env.master_port()
+    if host is None:
+        raise ConfigError(
+            f"--nnodes {nnodes}: expected MASTER_ADDR to name the host of node 0, where the "
+            f"ranks meet, and MASTER_PORT its port if other than 29500"
+        )
+    command += [f"--nnodes={nnodes}", f"--node-rank={node_rank}", f"--master-addr={host}"]
+    return command if port is None else [*command, f"--master-port={port}"]
+
+
+def run_nn_worker(
+    script: Script, *, nproc_per_node: int = 1, node_rank: int = 0, nnodes: int = 1
+) -> int:
+    """Run the training script of one node; returns its exit status.
+
+    On node 0 every server is told how it ended. A traceback is the last thing printed.
+    """
+    command = torchrun(nproc_per_node, node_rank, nnodes)
+    logger.info(
+        "runs %s with %d rank(s) on node %d of %d",
+        script.path,
+        nproc_per_node,
+        node_rank,
+        nnodes,
+    )
+    received = 0
+    with watched_process() as events, closing(Child([*command, *script.words()])) as child:
+        _watch(child, events)
+        event = events.get()
+        if event.error is not None:
+            raise event.error
+        if event.kind == "signal":
+            received = event.number
+            logger.info("stops after %s", signal_name(received))
+            child.stop(received)
+        end = child.end()
+        if received:
+            end = End(128 + received)
+        logger.info("%s ended with status %d", script.path, end.status)
+        if node_rank == 0:
+            patience_s = _TELL_SUPERVISED_S if env.is_supervised() else _TELL_S
+            _tell(end.status, _TELL_SOON_S if received else patience_s, child.took_part)
+        if end.status and not received:
+            # Until data-loaders have heard of the end, and say nothing more.
+            with suppress(queue.Empty):
+                while events.get(timeout=_HEAR_S).kind != "signal":
+                    pass
+    _print_last(end)
+    return end.status
+
+
+def _tell(status: int, timeout_s: float, took_part: bool) -> None:
+    with closing(ZmqTransport()) as transport:
+        try:
+            silent = tell_end(transport, status, timeout_s, took_part)
+        except ConfigError as error:
+            # The script has ended; with its status this process ends, not with its own.
+            logger.error("cannot tell the servers that the job has ended: %s", error)
+            return
+    if silent and not status:
+        logger.warning("nobody was told that the job has ended at %s", ", ".join(silent))
+
+
+def _print_last(end: End) -> None:
+    if end.text:
+        sys.stderr.write(end.text)
+        sys.stderr.flush()
+
+
+# --- data-loader ----------------------------------------------------------------------------
+
+
+def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int = 1) -> int:
+    """Run a data-loader's script and stay until the job has ended.
+
+    Returns:
+        The job's exit status; the script's own if it failed.
+    """
+    if not 0 <= replica_index < replica_size:
+        raise ConfigError(
+            f"--replica-index must be in 0..{replica_size - 1} for --replica-size "
+            f"{replica_size}, got {replica_index}"
+        )
+    logger.info("runs %s", script.path)
+    with ExitStack() as stack:
+        events = stack.enter_context(watched_process())
+        transport = stack.enter_context(closing(ZmqTransport()))
+        changes = {"REPLICA_INDEX": replica_index, "REPLICA_SIZE": replica_size, "RANK": None}
+        child = stack.enter_context(closing(Child(script.words(), **changes)))
+        _watch(child, events)
+
+        def on_end(end: int | PersiaError) -> None:
+            if isinstance(end, int):
+                events.put(Event("job", end))
+            else:
+                events.put(Event("job", error=end))
+
+        def stand_in() -> None:
+            # Where the script told how it is, of which nothing but its end is left to tell.
+            endpoint = Endpoint(LOADER, replica_index, list, _is_well, _is_well)
+            stack.callback(endpoint.close)
+
+        watcher = f"data-loader {replica_index} {socket.gethostname()}:{os.getpid()}"
+        stack.enter_context(closing(JobWatch(transport, watcher, on_end, replica_index)))
+        end = _until_job_ends(script, child, events, stand_in)
+    _print_last(end)
+    return end.status
+
+
+def _heard(events: Events) -> int | None:
+    """Return the job's status if its end was why a script failed: the news may come later."""
+    with suppress(queue.Empty):
+        event = events.get(timeout=_HEAR_S)
+        if event.kind == "job" and event.error is None:
+            return event.number
+        events.put(event)
+    return None
+
+
+def _is_well() -> str:
+    return ""
+
+
+def _until_job_ends(
+    script: Script,
+    child: Child,
+    events: Events,
+    on_script_ended: Callable[[], None] = lambda: None,
+) -> End:
+    has_ended = False  # the script, well
+    status: int | None = None  # of the job
+    lost: BaseException | None = None  # the servers that know when the job ends
+    deadline: float | None = None
+    while True:
+        if has_ended and status is not None:
+            with suppress(queue.Empty):
+                events.get(timeout=GRACE_S)
+            return End(status_after_job(status))
+        if has_ended and lost is not None:
+            # Not before: a script that runs waits for the same servers, and says more.
+            raise lost
+        level = logging.DEBUG if status else logging.INFO  # whoever failed speaks last
+        try:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            event = events.get(timeout=left)
+        except queue.Empty:
+            logger.log(level, "%s goes on after the end of the job: stopped", script.path)
+            child.stop(signal.SIGTERM)
+            return End(status_after_job(status or 0))
+        if event.kind == "failure" and event.error is not None:
+            raise event.error
+        if event.kind == "signal":
+            logger.log(level, "stops after %s", signal_name(event.number))
+            child.stop(event.number)
+            return End(128 + event.number if status is None else status_after_job(status))
+        if event.kind == "ended":
+            end = child.end()
+            if end.status and env.is_supervised():
+                status = _heard(events) if status is None else status
+                if status is not None:
+                    return End(status_after_job(status))
+            if end.status and not status:
+                logger.info("%s ended with status %d", script.path, end.status)
+                return end
+            has_ended = True
+            on_script_ended()
+            if status is None:
+                logger.info("%s has ended, waits for the job to end", script.path)
+        elif event.error is not None:
+            lost = event.error
+        else:
+            # Of which the script hears as well.
+            status, deadline = event.number, time.monotonic() + _LEAVE_S
+            level = logging.DEBUG if status else logging.INFO
+            logger.log(level, "the job has ended with status %d", status)

@@ -1,0 +1,208 @@
+"""Which servers there are: static lists of addresses.
+
+    PERSIA_EMBEDDING_PARAMETER_SERVERS, PERSIA_EMBEDDING_WORKERS, PERSIA_NN_WORKERS
+        host:port | tcp://host:port | ipc://path, with commas between them
+
+A name may resolve to several hosts: each is one server. A list of nn-workers names the ranks,
+or the nodes; the ranks of a node listen at consecutive ports.
+
+Nobody needs to be there yet: ``search`` asks until the set is whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from persia import env
+from persia._cluster.addresses import Listed, parsed, resolved, split
+from persia._cluster.discovery import Search
+from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
+from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteNNWorker, RemoteParameterServer
+from persia._rpc.transport import Transport
+from persia.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_told_of_nats = threading.Lock()  # acquired by whoever says it, and never released
+
+
+def connect_parameter_servers(
+    transport: Transport,
+    *,
+    addresses: Sequence[str] | None = None,
+    timeout_s: float | None = None,
+    on_restart: Callable[[int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    on_wait: Callable[[str], None] | None = None,
+) -> list[RemoteParameterServer]:
+    """Connect to every embedding-parameter-server.
+
+    Args:
+        transport: How to get there.
+        addresses: Where they listen; from the environment if not given.
+        timeout_s: Seconds until all must have answered, and of each later call;
+            ``PERSIA_RPC_TIMEOUT`` if not given.
+        on_restart: Called with the replica number when another process answers in its place;
+            see ``Client``.
+        should_stop: Asked now and then whether to wait no longer.
+        on_wait: Called every few seconds with what the log says of who is missing.
+
+    Returns:
+        The servers by replica number.
+
+    Raises:
+        ConfigError: If an address cannot be read, or the servers that answer are not one set.
+        ServiceUnavailable: If some are missing at the deadline.
+        JobFinished: If ``should_stop`` said so.
+    """
+    search = _search(transport, parameter_server(), addresses, timeout_s, on_restart)
+    found = search.run(should_stop, on_wait)
+    return [RemoteParameterServer(client, hello) for client, hello in found]
+
+
+def connect_embedding_workers(
+    transport: Transport,
+    *,
+    addresses: Sequence[str] | None = None,
+    timeout_s: float | None = None,
+    on_restart: Callable[[int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[RemoteEmbeddingWorker]:
+    """Connect to every embedding-worker; as ``connect_parameter_servers``."""
+    search = _search(transport, embedding_worker(), addresses, timeout_s, on_restart)
+    return [RemoteEmbeddingWorker(client, hello) for client, hello in search.run(should_stop)]
+
+
+def connect_nn_workers(
+    transport: Transport,
+    *,
+    addresses: Sequence[str] | None = None,
+    timeout_s: float | None = None,
+    on_restart: Callable[[int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[RemoteNNWorker]:
+    """Connect to every nn-worker, by rank; as ``connect_parameter_servers``."""
+    search = _search(transport, nn_worker(), addresses, timeout_s, on_restart)
+    return [RemoteNNWorker(client, hello) for client, hello in search.run(should_stop)]
+
+
+def _search(
+    transport: Transport,
+    role: Role,
+    addresses: Sequence[str] | None,
+    timeout_s: float | None,
+    on_restart: Callable[[int], None] | None,
+) -> Search:
+    name = env.named_nats_variable()
+    if name is not None and _told_of_nats.acquire(blocking=False):
+        logger.warning("%s is ignored: servers are found by their addresses", name)
+    return Search(
+        transport,
+        role,
+        _listed(role, addresses),
+        env.rpc_timeout_s() if timeout_s is None else timeout_s,
+        on_restart,
+    )
+
+
+def _listed(role: Role, addresses: Sequence[str] | None = None) -> Listed:
+    """Return the addresses of a role, and where they were named."""
+    variable, read = {
+        parameter_server().name: (
+            env.PARAMETER_SERVERS_VARIABLE,
+            env.parameter_server_addresses,
+        ),
+        embedding_worker().name: (
+            env.EMBEDDING_WORKERS_VARIABLE,
+            env.embedding_worker_addresses,
+        ),
+        nn_worker().name: (env.NN_WORKERS_VARIABLE, env.nn_worker_addresses),
+    }[role.name]
+    is_by_node = role.name == nn_worker().name
+    if addresses:
+        variable = f"the list of {role.name}s given"
+    return Listed(variable, parsed(variable, addresses or read()), is_by_node)
+
+
+def check_lists() -> None:
+    """Read the lists of every role, before anything is started that needs one of them.
+
+    Raises:
+        ConfigError: If an address in them cannot be read; names the variable.
+    """
+    for role in (parameter_server(), embedding_worker(), nn_worker()):
+        _listed(role)
+
+
+def current_addresses(role: Role, timeout_s: float) -> list[str]:
+    """Return every address of a role, those of names as they lead now.
+
+    Args:
+        role: Whose.
+        timeout_s: Seconds that names get to be looked up; those that need longer are left out.
+    """
+    return resolved(_listed(role), timeout_s)
+
+
+def listening_address(
+    role: str, index: int, *, port: int | None = None, host: str | None = None
+) -> str:
+    """Return the address at which a server of this process listens.
+
+    What is given comes first, then the entry of the role's list for this server. That says
+    whether it is ``ipc``, and which port it is; its host is how others get here, and this
+    server listens at ``PERSIA_LISTEN_HOST``.
+
+    Args:
+        role: ``embedding-parameter-server``, ``embedding-worker`` or ``nn-worker``.
+        index: Replica number, or rank.
+        port: The port; 0 is one that the kernel chooses.
+        host: The host, if other than ``PERSIA_LISTEN_HOST``.
+
+    Raises:
+        ConfigError: If the role's list cannot be read, or has no entry for this server.
+    """
+    host = host or env.listen_host()
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    if port is not None:
+        return f"tcp://{host}:{port}"
+    roles = {role.name: role for role in (parameter_server(), embedding_worker(), nn_worker())}
+    listed = _listed(roles[role])
+    place, offset = index, 0
+    if listed.is_by_node:
+        place, offset = _node_of(index, len(listed.addresses))
+    elif len(listed.addresses) == 1 and listed.addresses[0].startswith("tcp://"):
+        place = 0  # one name that leads to every replica
+    if place >= len(listed.addresses):
+        raise ConfigError(
+            f"{listed.variable}: expected an address for {role} {index}, "
+            f"got {len(listed.addresses)} addresses"
+        )
+    address = listed.addresses[place]
+    if address.startswith("tcp://"):
+        return f"tcp://{host}:{split(address)[1] + offset}"
+    if offset:
+        raise ConfigError(
+            f"{listed.variable}: expected an address for each rank where they are ipc, "
+            f"got {len(listed.addresses)}, none for rank {index}"
+        )
+    return address
+
+
+def _node_of(rank: int, num_listed: int) -> tuple[int, int]:
+    """Return the place of a rank in the list, and how far its port is from the one there."""
+    world_size = env.get_world_size() or 1
+    if num_listed == world_size:
+        return rank, 0
+    if num_listed == 1:
+        # The name of one node, or of all of them.
+        return 0, env.get_local_rank() or 0
+    if world_size % num_listed:
+        raise ConfigError(
+            f"{env.NN_WORKERS_VARIABLE}: expected an address for each of {world_size} ranks, "
+            f"or for each of the nodes that share them evenly, got {num_listed}"
+        )
+    return divmod(rank, world_size // num_listed)

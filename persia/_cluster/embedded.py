@@ -1,0 +1,64 @@
+"""The servers of embedded mode: the same objects, in this process, without sockets."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+from persia import env
+from persia._core.base import cpu
+from persia._server.service import ParameterServer
+from persia._worker.service import EmbeddingWorker
+
+if TYPE_CHECKING:
+    from persia.config import EmbeddingSchema, GlobalConfig
+
+logger = logging.getLogger(__name__)
+
+# Seconds: a century. Expiry is for trainers that died; here they are this process, which
+# releases what it drops, and a notebook may rest for a day between two cells.
+NEVER = 100 * 366 * 24 * 3600
+
+
+def build_embedding_worker(schema: EmbeddingSchema, config: GlobalConfig) -> EmbeddingWorker:
+    """Build the parameter servers that the configuration asks for, and a worker over them.
+
+    Args:
+        schema: Slots, groups and tables.
+        config: ``embedded_config`` says how many servers, and how many threads each takes
+            for a request.
+
+    Returns:
+        The embedding-worker. Rows live as long as it does.
+
+    Raises:
+        ConfigError: ``PERSIA_ISA`` names kernels that this machine cannot run.
+    """
+    if (name := env.isa()) is not None:
+        cpu.select(name)
+    num_servers = config.embedded_config.num_servers
+    num_threads = config.embedded_config.num_threads
+    servers = [
+        ParameterServer(
+            schema,
+            config.embedding_parameter_server_config,
+            replica_index=number,
+            replica_size=num_servers,
+            num_threads=num_threads,
+            num_checkpoint_threads=config.common_config.checkpointing_config.num_workers,
+        )
+        for number in range(num_servers)
+    ]
+    logger.info(
+        "embedded mode: %d parameter server(s) with %d thread(s) each in this process, "
+        "%d slots in %d groups",
+        num_servers,
+        num_threads,
+        len(schema.slots),
+        len(schema.groups),
+    )
+    settings = dataclasses.replace(
+        config.embedding_worker_config, buffered_data_expired_sec=NEVER
+    )
+    return EmbeddingWorker(schema, settings, servers, num_pooling_threads=num_threads)

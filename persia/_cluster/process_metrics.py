@@ -1,0 +1,142 @@
+"""The metrics of a process that runs a user's script: of the contexts that it has entered.
+
+    persia._cli.run     opens the endpoint before the script begins
+    a context, entered     opens it if nobody has, and closes it when the last one is left
+
+So ``python train.py`` beside servers has one as well. In embedded mode a script has none,
+unless ``PERSIA_METRICS_PORT`` asks for it: nobody expects ports of a notebook. What contexts
+tell is found at each reading, on the stack of those that are entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+from persia import _context_stack, env
+from persia._metrics.definitions import LOADER, TRAINER
+from persia._metrics.endpoint import Endpoint
+from persia._metrics.push import PushSettings
+from persia._metrics.registry import Source
+from persia._rpc.deadlines import within
+from persia.config import GlobalConfig
+from persia.errors import ConfigError
+
+# Seconds that servers get to say whether they are ready.
+ASK_S = 3.0
+
+
+@runtime_checkable
+class Tells(Protocol):
+    """A context."""
+
+    def metric_sources(self) -> Iterable[Source]:
+        """Return what it has to tell."""
+
+    def why_not_ready(self) -> str:
+        """Say why it cannot be used; "" if it can."""
+
+    def why_not_healthy(self) -> str:
+        """Say which of its threads have ended before their time; "" if none."""
+
+
+def soon() -> AbstractContextManager[None]:
+    """Let the calls made inside end in seconds: whoever probes does not wait."""
+    return within(ASK_S)
+
+
+def _told() -> list[Tells]:
+    return [ctx for ctx in _context_stack.entered() if isinstance(ctx, Tells)]
+
+
+def _sources() -> Iterable[Source]:
+    return [source for ctx in _told() for source in ctx.metric_sources()]
+
+
+def _why_not_ready() -> str:
+    told = _told()
+    if not told:
+        return "the script has entered no context"
+    with soon():
+        return "; ".join(filter(None, (ctx.why_not_ready() for ctx in told)))
+
+
+def _why_not_healthy() -> str:
+    return "; ".join(filter(None, (ctx.why_not_healthy() for ctx in _told())))
+
+
+_lock = threading.Lock()  # guards both
+_num_holders = 0
+_endpoint: Endpoint | None = None
+
+
+def hold(role: str | None = None) -> None:
+    """Open the endpoint of this process, if it is to have one; ``release`` undoes it.
+
+    Args:
+        role: Of this process; by whether it has a rank, if not given.
+
+    Raises:
+        ConfigError: If it cannot listen where the environment says.
+    """
+    global _num_holders, _endpoint
+    with _lock:
+        if _num_holders == 0 and _wants_endpoint():
+            _endpoint = _open(role)
+        _num_holders += 1
+
+
+def release() -> None:
+    """Close it, if this was the last who held it."""
+    global _num_holders, _endpoint
+    with _lock:
+        _num_holders -= 1
+        endpoint = None
+        if _num_holders == 0:
+            endpoint, _endpoint = _endpoint, None
+    if endpoint is not None:
+        endpoint.close()
+
+
+def push_settings(config: GlobalConfig) -> PushSettings | None:
+    """Return what a global config says of the push gateway; None if nothing is to be sent."""
+    told = config.common_config.metrics_config
+    if not told.enable_metrics:
+        return None
+    return PushSettings(told.job_name, float(told.push_interval_seconds))
+
+
+def url() -> str:
+    """Return where this process tells its metrics; "" if nowhere."""
+    with _lock:
+        return "" if _endpoint is None else _endpoint.url
+
+
+def _wants_endpoint() -> bool:
+    if env.feeds_parent():
+        return False  # its parent tells what it has received
+    if env.metrics_port() is not None:
+        return True
+    with contextlib.suppress(ConfigError):  # in no mode; a context of no servers may not care
+        return env.get_mode() == "services"
+    return False
+
+
+def _open(role: str | None) -> Endpoint:
+    rank = env.get_rank()
+    if role is None:
+        role = LOADER if rank is None else TRAINER
+    config = env.global_config_path()
+    number = rank if role == TRAINER else env.get_replica_index()
+    return Endpoint(
+        role,
+        number or 0,
+        _sources,
+        _why_not_ready,
+        _why_not_healthy,
+        local_rank=env.get_local_rank() or 0,
+        push=None if config is None else push_settings(GlobalConfig.load(config)),
+    )

@@ -1,1 +1,0 @@
-"""What is behind ``persia.ctx``, which has the names: a module for each context."""

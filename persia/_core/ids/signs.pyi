@@ -1,0 +1,25 @@
+"""Packing of ids into signs, the rows of a hash stack, and one numbering for many slots."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._core.base.threads import Crew
+
+def prefix_of(group: int, prefix_bits: int) -> int: ...
+def pack(
+    ids: NDArray[np.uint64], prefix: int, prefix_bits: int
+) -> tuple[NDArray[np.uint64], int]: ...
+def pack_all(
+    arrays: Iterable[NDArray[np.uint64]],
+    prefixes: Iterable[int],
+    prefix_bits: int,
+    crew: Crew | None = None,
+) -> tuple[NDArray[np.uint64], list[int]]: ...
+def hash_stack(
+    ids: NDArray[np.uint64], rounds: int, embedding_size: int
+) -> NDArray[np.uint64]: ...
+def merge(
+    arrays: Iterable[NDArray[np.uint64]],
+) -> tuple[NDArray[np.uint64], list[NDArray[np.uint32]]]: ...

@@ -1,0 +1,398 @@
+"""Initial values of a row: a pure function of (settings, seed, sign).
+
+    key     = mix64(sign ^ mix64(seed))
+    draw j  = mix64(key + j)                    64 bits for element j of the row
+    draw i of element j = mix64(draw j + i)     gamma and poisson, which use several
+
+So a row that was evicted and comes back starts as it started the first time, whatever the
+order of requests, the number of servers and the machine. For the last, nothing here calls
+libm beyond ``sqrt``, which is exact: its log and exp differ by processor and version in the
+last bit. log, exp and the inverse of the normal distribution are made of + - * / alone, in
+double, and the result is rounded to f32 once.
+
+    uniform            lower + (upper - lower) u, u of 52 bits in [0, 1)
+    normal             inverse distribution function: Wichura, Algorithm AS 241 (PPND16),
+                       Applied Statistics 37 (1988)
+    truncated_normal   the same, u scaled to the probability between -2 and 2 deviations
+    gamma              Marsaglia and Tsang, ACM TOMS 26 (2000)
+    poisson            Knuth's products, in pieces of lambda small enough for exp(-lambda)
+"""
+
+from persia.errors import ConfigError
+
+from libc.math cimport sqrt
+from libc.stdint cimport int64_t
+from libc.string cimport memcpy
+
+import numpy as np
+
+from persia._core.kernels.optim import MAX_DIM, nearest, number
+
+from persia._core.base.hashing cimport mix64
+from persia._core.base.types cimport uint32_t, uint64_t
+
+cdef enum:
+    UNIFORM
+    NORMAL
+    TRUNCATED_NORMAL
+    GAMMA
+    POISSON
+    CONSTANT
+
+METHODS = {
+    "uniform": UNIFORM,
+    "normal": NORMAL,
+    "truncated_normal": TRUNCATED_NORMAL,
+    "gamma": GAMMA,
+    "poisson": POISSON,
+    "zeros": CONSTANT,
+    "constant": CONSTANT,
+}
+
+# method -> option -> default; None is an option without default.
+OPTIONS = {
+    "uniform": {"lower": -0.01, "upper": 0.01},
+    "normal": {"mean": 0.0, "standard_deviation": 0.01},
+    "truncated_normal": {"mean": 0.0, "standard_deviation": 0.01},
+    "gamma": {"shape": None, "scale": None},
+    "poisson": {"lam": None},
+    "zeros": {},
+    "constant": {"value": None},
+}
+
+# A Poisson value costs lam draws; at this lam some 30 microseconds, and a row has many values.
+MAX_LAM = 10_000.0
+
+cdef double TWO_TO_MINUS_52 = 2.0 ** -52
+# ln 2 in two parts. The first ends in 32 zero bits, so its product with |e| < 2^20 is exact.
+cdef double LN2_HIGH = 6.93147180369123816490e-01
+cdef double LN2_LOW = 1.90821492927058770002e-10
+cdef double BELOW_MINUS_2 = 0.022750131948179207    # P(z < -2) of the standard normal
+cdef double POISSON_PIECE = 32.0    # exp(-32) is 1e-14: far from the smallest double
+
+
+cdef inline double natural_log(double x) noexcept nogil:
+    """ln x to about 1 ulp. Needs a positive normal ``x``.
+
+    x = 2^e m with m in [sqrt(1/2), sqrt(2)); ln m = 2 artanh(s), s = (m - 1) / (m + 1).
+    |s| <= 0.1716, so the 11 terms leave less than 1e-17.
+    """
+    cdef uint64_t bits
+    cdef int64_t exponent
+    cdef double m, s, z, tail, e
+    memcpy(&bits, &x, 8)
+    exponent = <int64_t>(bits >> 52) - 1023
+    bits = (bits & <uint64_t>0x000FFFFFFFFFFFFF) | <uint64_t>0x3FF0000000000000
+    memcpy(&m, &bits, 8)
+    if m > 1.4142135623730951:
+        m *= 0.5
+        exponent += 1
+    e = <double>exponent
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    tail = 1.0 / 23.0
+    tail = tail * z + 1.0 / 21.0
+    tail = tail * z + 1.0 / 19.0
+    tail = tail * z + 1.0 / 17.0
+    tail = tail * z + 1.0 / 15.0
+    tail = tail * z + 1.0 / 13.0
+    tail = tail * z + 1.0 / 11.0
+    tail = tail * z + 1.0 / 9.0
+    tail = tail * z + 1.0 / 7.0
+    tail = tail * z + 1.0 / 5.0
+    tail = tail * z + 1.0 / 3.0
+    return e * LN2_HIGH + (2.0 * s + (2.0 * s * z * tail + e * LN2_LOW))
+
+
+cdef inline double exponential(double x) noexcept nogil:
+    """e^x to a few ulp for x in [-700, 700]; 0 below. Needs ``x`` <= 700.
+
+    x = k ln 2 + r with |r| <= 0.35; the Taylor series of e^r up to r^14 leaves 1e-19.
+    """
+    cdef int64_t k
+    cdef uint64_t bits
+    cdef double r, total, scale
+    cdef int i
+    if x < -700.0:
+        return 0.0
+    k = <int64_t>(x * 1.4426950408889634 + (0.5 if x >= 0 else -0.5))
+    r = (x - <double>k * LN2_HIGH) - <double>k * LN2_LOW
+    total = 1.0
+    for i in range(14, 0, -1):
+        total = total * r / i + 1.0
+    bits = <uint64_t>(k + 1023) << 52
+    memcpy(&scale, &bits, 8)
+    return total * scale
+
+
+cdef inline double unit(uint64_t draw) noexcept nogil:
+    """52 bits of ``draw`` as a double in [0, 1)."""
+    return <double>(draw >> 12) * TWO_TO_MINUS_52
+
+
+cdef inline double inner_unit(uint64_t draw) noexcept nogil:
+    """The same, moved by half a step: in (0, 1), symmetric around 1/2, so it has a log."""
+    return (<double>(draw >> 12) + 0.5) * TWO_TO_MINUS_52
+
+
+cdef double normal_quantile(double p) noexcept nogil:
+    """The z with P(Z < z) = ``p``, by AS 241 (PPND16), to about 1e-16. Needs 0 < p < 1."""
+    cdef double q = p - 0.5
+    cdef double r, upper, lower
+    if -0.425 <= q <= 0.425:
+        r = 0.180625 - q * q
+        upper = 2.5090809287301226727e3
+        upper = upper * r + 3.3430575583588128105e4
+        upper = upper * r + 6.7265770927008700853e4
+        upper = upper * r + 4.5921953931549871457e4
+        upper = upper * r + 1.3731693765509461125e4
+        upper = upper * r + 1.9715909503065514427e3
+        upper = upper * r + 1.3314166789178437745e2
+        upper = upper * r + 3.3871328727963666080e0
+        lower = 5.2264952788528545610e3
+        lower = lower * r + 2.8729085735721942674e4
+        lower = lower * r + 3.9307895800092710610e4
+        lower = lower * r + 2.1213794301586595867e4
+        lower = lower * r + 5.3941960214247511077e3
+        lower = lower * r + 6.8718700749205790830e2
+        lower = lower * r + 4.2313330701600911252e1
+        lower = lower * r + 1.0
+        return q * upper / lower
+    r = sqrt(-natural_log(p if q < 0 else 1.0 - p))
+    if r <= 5.0:
+        r -= 1.6
+        upper = 7.74545014278341407640e-4
+        upper = upper * r + 2.27238449892691845833e-2
+        upper = upper * r + 2.41780725177450611770e-1
+        upper = upper * r + 1.27045825245236838258e0
+        upper = upper * r + 3.64784832476320460504e0
+        upper = upper * r + 5.76949722146069140550e0
+        upper = upper * r + 4.63033784615654529590e0
+        upper = upper * r + 1.42343711074968357734e0
+        lower = 1.05075007164441684324e-9
+        lower = lower * r + 5.47593808499534494600e-4
+        lower = lower * r + 1.51986665636164571966e-2
+        lower = lower * r + 1.48103976427480074590e-1
+        lower = lower * r + 6.89767334985100004550e-1
+        lower = lower * r + 1.67638483018380384940e0
+        lower = lower * r + 2.05319162663775882187e0
+        lower = lower * r + 1.0
+    else:
+        r -= 5.0
+        upper = 2.01033439929228813265e-7
+        upper = upper * r + 2.71155556874348757815e-5
+        upper = upper * r + 1.24266094738807843860e-3
+        upper = upper * r + 2.65321895265761230930e-2
+        upper = upper * r + 2.96560571828504891230e-1
+        upper = upper * r + 1.78482653991729133580e0
+        upper = upper * r + 5.46378491116411436990e0
+        upper = upper * r + 6.65790464350110377720e0
+        lower = 2.04426310338993978564e-15
+        lower = lower * r + 1.42151175831644588870e-7
+        lower = lower * r + 1.84631831751005468180e-5
+        lower = lower * r + 7.86869131145613259100e-4
+        lower = lower * r + 1.48753612908506148525e-2
+        lower = lower * r + 1.36929880922735805310e-1
+        lower = lower * r + 5.99832206555887937690e-1
+        lower = lower * r + 1.0
+    return -upper / lower if q < 0 else upper / lower
+
+
+cdef double gamma_value(uint64_t stream, double shape) noexcept nogil:
+    """One gamma variate of ``shape`` > 0 and scale 1 from the draws of ``stream``.
+
+    A shape below 1 is drawn as shape + 1 and multiplied with u^(1 / shape). A round is
+    accepted with probability 0.95 or more, so draws are few.
+    """
+    cdef double boost = 1.0
+    cdef double d, c, x, v, u
+    cdef uint64_t i = 0
+    if shape < 1.0:
+        boost = exponential(natural_log(inner_unit(mix64(stream))) / shape)
+        shape += 1.0
+        i = 1
+    d = shape - 1.0 / 3.0
+    c = 1.0 / sqrt(9.0 * d)
+    while True:
+        x = normal_quantile(inner_unit(mix64(stream + i)))
+        u = inner_unit(mix64(stream + i + 1))
+        i += 2
+        v = 1.0 + c * x
+        if v <= 0.0:
+            continue
+        v = v * v * v
+        if natural_log(u) < 0.5 * x * x + d - d * v + d * natural_log(v):
+            return d * v * boost
+
+
+cdef double poisson_value(
+    uint64_t stream, double pieces, double threshold
+) noexcept nogil:
+    """One Poisson variate: the sum of ``pieces`` ones whose exp(-lambda) is ``threshold``."""
+    cdef double total = 0.0
+    cdef double product
+    cdef uint64_t i = 0
+    while pieces > 0.0:
+        product = inner_unit(mix64(stream + i))
+        i += 1
+        while product > threshold:
+            total += 1.0
+            product *= inner_unit(mix64(stream + i))
+            i += 1
+        pieces -= 1.0
+    return total
+
+
+def complete(method, options):
+    """The options of ``method`` with defaults filled in, each a checked float.
+
+    Raises:
+        ConfigError: If the method or an option is unknown, missing or out of its range.
+    """
+    if method not in OPTIONS:
+        raise ConfigError(
+            f"initialization {method!r} is not known; {nearest(method, list(OPTIONS))}"
+        )
+    defaults = OPTIONS[method]
+    for option in options:
+        if option not in defaults:
+            raise ConfigError(
+                f"initialization {method} has no option {option!r}; "
+                f"{nearest(option, list(defaults))}"
+            )
+    owner = f"initialization {method}"
+    result = {}
+    for option, default in defaults.items():
+        value = options.get(option, default)
+        if value is None:
+            raise ConfigError(f"{owner}: {option} must be a number, it was not given")
+        result[option] = number(owner, option, value)
+        if option in ("standard_deviation", "shape", "scale", "lam") and not result[option] > 0:
+            raise ConfigError(f"{owner}: {option} must be above 0, got {value!r}")
+    if method == "uniform" and not np.float32(result["lower"]) < np.float32(result["upper"]):
+        raise ConfigError(
+            f"{owner}: lower must be below upper in f32, got {result['lower']!r} and "
+            f"{result['upper']!r} (for one value, take constant)"
+        )
+    if method == "gamma" and result["shape"] < 1e-3:
+        raise ConfigError(
+            f"{owner}: shape must be at least 1e-3 (below, nearly every value is 0 in f32), "
+            f"got {result['shape']!r}"
+        )
+    if method == "poisson" and result["lam"] > MAX_LAM:
+        raise ConfigError(f"{owner}: lam must be at most {MAX_LAM}, got {result['lam']!r}")
+    return result
+
+
+cdef class Initializer:
+    """A distribution from which rows take their first values.
+
+    Args:
+        method: A key of ``OPTIONS``.
+        **options: The method's parameters; what is left out takes the default there.
+
+    Attributes:
+        name: The method.
+        options: All options by name, defaults filled in.
+
+    Raises:
+        ConfigError: If the method or an option is unknown, missing or out of its range.
+    """
+
+    def __cinit__(self, method="uniform", **options):
+        self.options = complete(method, options)
+        self.name = method
+        self.method = METHODS[method]
+        self.parameters[:] = [0.0, 0.0, 0.0, 0.0]
+        values = list(self.options.values())
+        if self.method == UNIFORM:
+            # Bounds as f32: a value is compared with what the user can store.
+            values = [float(np.float32(value)) for value in values]
+            values.append(float(np.nextafter(np.float32(values[1]), np.float32("-inf"))))
+        elif self.method == POISSON:
+            pieces = max(1.0, np.ceil(values[0] / POISSON_PIECE))
+            values = [pieces, exponential(-values[0] / pieces)]
+        for i, value in enumerate(values):
+            self.parameters[i] = value
+
+    def __reduce__(self):
+        return _rebuild, (self.name, self.options)
+
+    def __repr__(self):
+        options = "".join(f", {key}={value!r}" for key, value in self.options.items())
+        return f"Initializer({self.name!r}{options})"
+
+    def __eq__(self, other):
+        if not isinstance(other, Initializer):
+            return NotImplemented
+        return self.name == other.name and self.options == other.options
+
+    def __hash__(self):
+        return hash((self.name, tuple(self.options.items())))
+
+    cdef void fill(self, uint64_t seed, uint64_t sign, float *out, uint32_t dim) noexcept nogil:
+        """Write the first values of the row of ``sign``: ``dim`` floats."""
+        cdef uint64_t key = mix64(sign ^ mix64(seed))
+        cdef double a = self.parameters[0]
+        cdef double b = self.parameters[1]
+        cdef double p
+        cdef float last, value
+        cdef uint32_t j
+        if self.method == UNIFORM:
+            last = <float>self.parameters[2]    # the largest f32 below upper
+            b -= a
+            for j in range(dim):
+                value = <float>(a + b * unit(mix64(key + j)))
+                # Rounding to f32 may reach upper itself.
+                out[j] = value if value < last else last
+        elif self.method == NORMAL:
+            for j in range(dim):
+                out[j] = <float>(a + b * normal_quantile(inner_unit(mix64(key + j))))
+        elif self.method == TRUNCATED_NORMAL:
+            for j in range(dim):
+                p = BELOW_MINUS_2 + (1.0 - 2.0 * BELOW_MINUS_2) * inner_unit(mix64(key + j))
+                p = normal_quantile(p)
+                # The quantile's own rounding may leave the interval by an ulp.
+                p = 2.0 if p > 2.0 else (-2.0 if p < -2.0 else p)
+                out[j] = <float>(a + b * p)
+        elif self.method == GAMMA:
+            for j in range(dim):
+                out[j] = <float>(b * gamma_value(mix64(key + j), a))
+        elif self.method == POISSON:
+            for j in range(dim):
+                out[j] = <float>poisson_value(mix64(key + j), a, b)
+        else:
+            for j in range(dim):
+                out[j] = <float>a
+
+    def values(self, seed, sign, dim):
+        """First values f32 [dim] of the row of ``sign`` under ``seed`` (both u64)."""
+        cdef uint64_t seed_word = seed
+        cdef uint64_t sign_word = sign
+        if not 1 <= dim <= MAX_DIM:
+            raise ConfigError(f"dim must be in 1..{MAX_DIM}, got {dim!r}")
+        cdef uint32_t size = dim
+        result = np.empty(size, dtype=np.float32)
+        cdef float[::1] view = result
+        with nogil:
+            self.fill(seed_word, sign_word, &view[0], size)
+        return result
+
+
+def _rebuild(method, options):
+    return Initializer(method, **options)
+
+
+def elementary(double x):
+    """ln, exp and the normal quantile at ``x`` as used here, for tests.
+
+    Returns:
+        ``(ln x, e^x, quantile(x))``; NaN outside ln's x > 0, exp's |x| <= 700 and
+        the quantile's 0 < x < 1.
+    """
+    nan = float("nan")
+    return (
+        natural_log(x) if x > 1e-300 else nan,
+        exponential(x) if -700.0 <= x <= 700.0 else nan,
+        normal_quantile(x) if 0.0 < x < 1.0 else nan,
+    )

@@ -1,0 +1,348 @@
+"""Optimizers that step whole rows: embedding and state lie side by side.
+
+A RowOptimizer is settings plus a kernel; it holds no state of any row, so one object serves
+every thread and shard. The state words of a row (4 bytes each):
+
+    sgd                              0
+    sgd, momentum > 0                dim        velocity, from 0
+    adagrad                          dim        sum of squares, from initial_accumulator_value
+    adagrad, vectorwise_shared       1          the same for the mean square of the whole row
+    adam                             2 dim + 1  m and v, from 0, and the row's own step count
+    rowwise_adam                     dim + 2    m, one v for the row, from 0, and the step count
+    rmsprop                          dim        mean square, from 0
+    rmsprop, momentum > 0            2 dim      and a velocity, from 0
+    ftrl                             2 dim      z (see the kernel) and sum of squares, from 0
+    lion                             dim        m, from 0
+
+Adam's count is a u32 that saturates. The corrections 1 - beta^t come from a table up to the t
+where they stop changing, or up to 65,536; beyond it they are computed by repeated squaring,
+with the same function, so there is no seam.
+"""
+
+import difflib
+import functools
+import math
+
+import numpy as np
+
+from persia.errors import ConfigError, DataError
+
+from libc.math cimport INFINITY
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
+
+from persia._core.base.cpu cimport isa_level
+from persia._core.base.types cimport uint32_t
+
+cdef extern from "optim_kernels.h" nogil:
+    enum:
+        PERSIA_SGD
+        PERSIA_SGD_MOMENTUM
+        PERSIA_ADAGRAD
+        PERSIA_ADAGRAD_ORIGINAL
+        PERSIA_ADAGRAD_SHARED
+        PERSIA_ADAGRAD_SHARED_ORIGINAL
+        PERSIA_ADAM
+        PERSIA_ROWWISE_ADAM
+        PERSIA_RMSPROP
+        PERSIA_RMSPROP_MOMENTUM
+        PERSIA_FTRL
+        PERSIA_LION
+        PERSIA_NUM_KINDS
+        PERSIA_NUM_LEVELS
+
+    ctypedef struct persia_kernel_t:
+        persia_step_t[PERSIA_NUM_LEVELS] steps
+        uint32_t vectors
+        uint32_t words
+
+    const persia_kernel_t[PERSIA_NUM_KINDS] persia_kernels
+    persia_correction_t persia_correction(const persia_optim_t *o, uint32_t t) noexcept
+    double persia_power(double base, uint32_t exponent) noexcept
+
+cdef enum:
+    # 512 KiB of table; the default beta2 of 0.999 stops changing at 37,410 steps.
+    MAX_CORRECTIONS = 65536
+
+# Below half an ulp of 1: from here on 1 - beta^t is 1.
+cdef double NEGLIGIBLE = 2.0 ** -54
+
+# Largest dim, the store's: a row with Adam's state, 768 KiB here, must fit its chunk of 2 MiB.
+MAX_DIM = 1 << 16
+
+# name -> option -> default; None is an option without default.
+OPTIONS = {
+    "sgd": {"lr": None, "momentum": 0.0, "weight_decay": 0.0},
+    "adagrad": {
+        "lr": 1e-2,
+        "initial_accumulator_value": 1e-2,
+        "weight_decay": 0.0,
+        "g_square_momentum": 1.0,
+        "eps": 1e-10,
+        "vectorwise_shared": False,
+        "original_order": False,
+    },
+    "adam": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    "rowwise_adam": {
+        "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0,
+    },
+    "rmsprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0},
+    "ftrl": {"lr": 0.1, "l1": 0.0, "l2": 0.0, "beta": 1.0, "weight_decay": 0.0},
+    "lion": {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0},
+}
+
+# Factors of running means.
+BELOW_ONE = ("beta1", "beta2", "alpha")
+# Their divisor is of running means alone, from 0.
+FADING = ("adam", "rowwise_adam", "rmsprop")
+
+
+def nearest(name, known):
+    """The end of a message about an unknown ``name``: the nearest known one, and all."""
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}(known: {', '.join(known)})"
+
+
+def number(owner, option, value):
+    """``value`` as a finite float that f32 can hold, or a ConfigError naming ``option``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ConfigError(f"{owner}: {option} must be a number, got {value!r}")
+    try:
+        result = float(value)
+    except OverflowError:
+        result = math.inf
+    if not math.isfinite(result) or abs(result) > 3.4e38:
+        raise ConfigError(f"{owner}: {option} must be finite in f32, got {value!r}")
+    return result
+
+
+def checked(owner, option, value, default):
+    """``value`` as the kind of number that ``default`` is, within the option's range."""
+    if isinstance(default, bool):
+        if not isinstance(value, (bool, np.bool_)):
+            raise ConfigError(f"{owner}: {option} must be True or False, got {value!r}")
+        return bool(value)
+    value = number(owner, option, value)
+    if value < 0:
+        raise ConfigError(f"{owner}: {option} must be at least 0, got {value!r}")
+    # Compared as f32, as the kernel uses it: 1 - 1e-9 would be 1 there.
+    if option in BELOW_ONE and np.float32(value) >= 1:
+        raise ConfigError(f"{owner}: {option} must be below 1, got {value!r}")
+    return value
+
+
+def complete(name, options):
+    """The options of optimizer ``name`` with defaults filled in, each checked.
+
+    Raises:
+        ConfigError: If the name or an option is unknown, missing or out of its range.
+    """
+    if name not in OPTIONS:
+        raise ConfigError(f"optimizer {name!r} is not known; {nearest(name, list(OPTIONS))}")
+    defaults = OPTIONS[name]
+    for option in options:
+        if option not in defaults:
+            raise ConfigError(
+                f"{name} has no option {option!r}; {nearest(option, list(defaults))}"
+            )
+    complete_options = {}
+    for option, default in defaults.items():
+        value = options.get(option, default)
+        if value is None:
+            raise ConfigError(f"{name}: {option} must be a number, it was not given")
+        complete_options[option] = checked(name, option, value, default)
+    # A zero gradient on a fresh row would give 0 / 0, and such rows are common here.
+    if name in FADING and np.float32(complete_options["eps"]) == 0:
+        raise ConfigError(
+            f"{name}: eps must be above 0 in f32, got {complete_options['eps']!r}"
+        )
+    if (
+        name == "adagrad"
+        and np.float32(complete_options["eps"]) == 0
+        and np.float32(complete_options["initial_accumulator_value"]) == 0
+    ):
+        raise ConfigError("adagrad: eps and initial_accumulator_value must not both be 0")
+    if (
+        name == "adagrad"
+        and np.float32(complete_options["eps"]) == 0
+        and np.float32(complete_options["g_square_momentum"]) < 1
+    ):
+        raise ConfigError(
+            "adagrad: eps must be above 0 where g_square_momentum is below 1, because the sum "
+            f"may then fade to 0; got {complete_options['eps']!r}"
+        )
+    return complete_options
+
+
+cdef int kind_of(str name, dict options) except -1:
+    if name == "sgd":
+        return PERSIA_SGD_MOMENTUM if np.float32(options["momentum"]) else PERSIA_SGD
+    if name == "rmsprop":
+        return PERSIA_RMSPROP_MOMENTUM if np.float32(options["momentum"]) else PERSIA_RMSPROP
+    if name == "adagrad" and options["vectorwise_shared"]:
+        return PERSIA_ADAGRAD_SHARED_ORIGINAL if options["original_order"] else (
+            PERSIA_ADAGRAD_SHARED)
+    if name == "adagrad":
+        return PERSIA_ADAGRAD_ORIGINAL if options["original_order"] else PERSIA_ADAGRAD
+    return {
+        "adam": PERSIA_ADAM, "rowwise_adam": PERSIA_ROWWISE_ADAM, "ftrl": PERSIA_FTRL,
+        "lion": PERSIA_LION,
+    }[name]
+
+
+@functools.lru_cache(maxsize=16)
+def corrections(double beta1, double beta2):
+    """For step counts from 1, 1 - beta1^t in double, and 1 / sqrt(1 - beta2^t) in f32.
+
+    They are without the learning rate, because another rate may come with every update.
+    """
+    cdef double larger = max(beta1, beta2)
+    cdef uint32_t t, count = 1
+    cdef persia_optim_t settings
+    memset(&settings, 0, sizeof(persia_optim_t))
+    settings.beta2_exact = beta2
+    while count < MAX_CORRECTIONS and persia_power(larger, count) > NEGLIGIBLE:
+        count += 1
+    rests = np.empty(count)
+    inverse_roots = np.empty(count, dtype=np.float32)
+    cdef double[::1] rests_view = rests
+    cdef float[::1] roots_view = inverse_roots
+    for t in range(count):
+        rests_view[t] = 1.0 - persia_power(beta1, t + 1)
+        roots_view[t] = persia_correction(&settings, t + 1).inverse_root
+    return rests, inverse_roots
+
+
+cdef class RowOptimizer:
+    """An optimizer's settings, and the kernel that applies them to rows.
+
+    Args:
+        name: One of ``OPTIONS``.
+        weight_bound: Every value of a row is clamped to [-weight_bound, weight_bound] after
+            its step; 0 or less is no bound.
+        **options: As in ``OPTIONS``; the defaults are the original PERSIA's.
+
+    Attributes:
+        options: All options by name, defaults filled in.
+
+    Raises:
+        ConfigError: If the name or an option is unknown, missing or out of its range.
+    """
+
+    def __cinit__(self, name, weight_bound=0.0, **options):
+        memset(&self.settings, 0, sizeof(persia_optim_t))
+        self.options = complete(name, options)
+        self.name = name
+        self.weight_bound = number(name, "weight_bound", weight_bound)
+        self.settings.weight_bound = self.weight_bound if self.weight_bound > 0 else INFINITY
+        self.settings.kind = kind_of(name, self.options)
+        given = self.options.get
+        self.settings.lr = self.settings.lr_exact = self.options["lr"]
+        self.settings.weight_decay = self.options["weight_decay"]
+        self.settings.momentum = given("momentum", 0.0)
+        self.settings.eps = given("eps", 0.0)
+        self.settings.g_square_momentum = given("g_square_momentum", 0.0)
+        self.settings.initial_accumulator = given("initial_accumulator_value", 0.0)
+        self.settings.beta = given("beta", 0.0)
+        self.settings.l1 = given("l1", 0.0)
+        self.settings.l2 = given("l2", 0.0)
+        cdef double beta1 = given("beta1", 0.0)
+        cdef double beta2 = given("alpha" if name == "rmsprop" else "beta2", 0.0)
+        self.settings.beta1 = beta1
+        self.settings.beta2 = beta2
+        self.settings.beta1_rest = 1.0 - beta1
+        self.settings.beta2_rest = 1.0 - beta2
+        self.settings.beta1_exact = beta1
+        self.settings.beta2_exact = beta2
+        if name in ("adam", "rowwise_adam"):
+            self._fill_corrections(beta1, beta2)
+
+    def _fill_corrections(self, beta1, beta2):
+        rests, inverse_roots = corrections(beta1, beta2)
+        self._tables = np.empty((len(rests), 2), dtype=np.float32)
+        np.divide(self.options["lr"], rests, out=self._tables[:, 0], casting="unsafe")
+        self._tables[:, 1] = inverse_roots
+        cdef float[:, ::1] table = self._tables
+        self.settings.corrections = <const persia_correction_t *> &table[0, 0]
+        self.settings.num_corrections = <uint32_t> table.shape[0]
+
+    def with_lr(self, lr):
+        """The same optimizer with another learning rate; it can be made at each step."""
+        return RowOptimizer(self.name, self.weight_bound, **{**self.options, "lr": lr})
+
+    def __reduce__(self):
+        return _rebuild, (self.name, self.weight_bound, self.options)
+
+    def __repr__(self):
+        options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        return f"RowOptimizer({self.name!r}, weight_bound={self.weight_bound!r}, {options})"
+
+    cdef uint32_t state_width(self, uint32_t dim) noexcept nogil:
+        """Number of 4-byte words of state behind a row of ``dim`` floats."""
+        cdef const persia_kernel_t *kernel = &persia_kernels[self.settings.kind]
+        return kernel.vectors * dim + kernel.words
+
+    cdef void fill_state(self, float *state, uint32_t dim) noexcept nogil:
+        """Write the state of a row that was never stepped: ``state_width(dim)`` words."""
+        cdef uint32_t i
+        # Zero except for Adagrad; a count of 0 and 0.0f have the same bits.
+        for i in range(self.state_width(dim)):
+            state[i] = self.settings.initial_accumulator
+
+    cdef persia_step_t step(self) noexcept nogil:
+        return persia_kernels[self.settings.kind].steps[isa_level()]
+
+    def state_words(self, dim):
+        """Number of 4-byte words of state behind a row of ``dim`` floats."""
+        return self.state_width(checked_dim(dim))
+
+    def new_state(self, dim):
+        """State u32 [state_words(dim)] of a row that was never stepped, as words."""
+        cdef uint32_t size = checked_dim(dim)
+        words = np.empty(self.state_width(size), dtype=np.uint32)
+        cdef uint32_t[::1] view = words
+        if view.shape[0]:
+            self.fill_state(<float *>&view[0], size)
+        return words
+
+    def step_rows(self, float[:, ::1] values not None, const float[:, ::1] grads not None):
+        """Step rows f32 [n, dim + state_words(dim)] in place by gradients f32 [n, dim].
+
+        Raises:
+            DataError: If the two matrices do not fit each other; nothing is changed.
+        """
+        cdef Py_ssize_t n = grads.shape[0]
+        cdef uint32_t dim = checked_dim(grads.shape[1])
+        cdef Py_ssize_t width = <Py_ssize_t>dim + self.state_width(dim)
+        cdef persia_step_t kernel = self.step()
+        cdef float **rows
+        cdef const float **gradients
+        cdef Py_ssize_t i
+        if values.shape[0] != n or values.shape[1] != width:
+            raise DataError(
+                f"{self.name}: expected rows of shape ({n}, {width}) for gradients of shape "
+                f"({n}, {dim}), got ({values.shape[0]}, {values.shape[1]})"
+            )
+        if n == 0:
+            return
+        rows = <float **>malloc(2 * n * sizeof(float *))
+        if rows == NULL:
+            raise MemoryError(f"no memory for {2 * n} row pointers")
+        gradients = <const float **>(rows + n)
+        with nogil:
+            for i in range(n):
+                rows[i] = &values[i, 0]
+                gradients[i] = &grads[i, 0]
+            kernel(rows, NULL, gradients, n, dim, &self.settings)
+            free(rows)
+
+
+def _rebuild(name, weight_bound, options):
+    return RowOptimizer(name, weight_bound, **options)
+
+
+cdef uint32_t checked_dim(object dim) except 0:
+    if not 1 <= dim <= MAX_DIM:
+        raise ConfigError(f"dim must be in 1..{MAX_DIM}, got {dim!r}")
+    return dim

@@ -1,9 +1,0 @@
-"""Whole rows from a file into a shard."""
-
-from persia._core.request cimport Batch, Tally
-from persia._core.shard cimport Shard
-from persia._core.types cimport uint32_t
-
-# A ``serve_t``.
-cdef void restore_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally) noexcept nogil

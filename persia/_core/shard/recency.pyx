@@ -1,0 +1,447 @@
+"""Exact orders of use without a random access at each use.
+
+A linked list costs two more cache misses a touch (the row's neighbours). Here a touch appends
+the row to the newest segment and clears one bit of the segment where the row stood:
+
+    oldest                                             newest
+    +-----------+     +-----------+     +-----------+
+    | r7 .. r2  | <-> | r9 r4     | <-> | r1 r3 ... |   rows, in order of use
+    | live bits |     | live bits |     | live bits |   1: the row stands here still
+    +-----------+     +-----------+     +-----------+
+                          row.position = (segment, offset)
+
+Dead entries are dropped without reading any row:
+
+    tidy   when less than 4/5 of a segment's entries are live, the others are squeezed out. An
+           entry keeps its offset: ``held`` says which offsets are still there, so no row has
+           to learn a new position.
+    free   a segment without live entries goes at once.
+    merge  two neighbours with at most 256 live entries each become one; only this renumbers
+           rows, at most 512 of them, once per 2048 appends.
+
+A shard has several such orders, one for each kind of rows and frequency (see ``eviction``), of
+segments from one pool. A segment knows its order, and so does a row by its position; a touch
+may move the row from any order to any other. A segment also knows the times of its first and
+last use. Where rows expire they do so by the segment, unread, so it is closed before its uses
+are further apart than one grain, a sixteenth of the ttl.
+
+Invariants, true between calls:
+
+    I1  Every live row has exactly one live entry, and it stands at the row's position.
+    I2  num_held is the number of held bits, num_live of live bits; live is a subset of held.
+    I3  In every segment but an open one: 4 * num_held <= 5 * num_live. Between requests also
+        there. So entries are at most 1.25 times the live rows.
+    I4  Order of use = order of segments, then of offsets.
+    I5  Of two neighbours, open ones left out, at least one has more than 256 live entries, or
+        their uses are further apart than one grain (unless memory ran out), so that segments
+        stay few.
+    I6  Only the newest segment of an order is open; first_use <= last_use <= first_use + grain.
+    I7  Between requests num_timed is num_used, so last_use and tick are of the last use.
+
+Not taken: (row, stamp) pairs as queue entries (twice the memory, and a cache miss an entry to
+find out whether it is dead).
+"""
+
+from libc.stdlib cimport free, realloc
+from libc.string cimport memset
+
+from persia._core.shard.persistent_shard cimport Kept, kept_segment, persia_stores_before
+from persia._core.shard.segments cimport (
+    drop_segment, new_segment, segment_link, segment_squeeze, segment_trim, segment_unlink,
+)
+from persia._core.shard.slabs cimport persia_lowest_bit, persia_popcount, persia_prefetch_write
+
+
+cdef void recency_init(Recency *recency) noexcept nogil:
+    """No rows and no orders."""
+    memset(recency, 0, sizeof(Recency))
+    recency.free_segment = NO_SEGMENT
+
+
+cdef void recency_free(Recency *recency) noexcept nogil:
+    cdef uint32_t number, i
+    cdef Kept *kept = recency.kept
+    for number in range(recency.num_segments):
+        free(segment_at(recency, number).rows)
+    for i in range(recency.num_blocks):
+        free(recency.blocks[i])
+    free(recency.blocks)
+    free(recency.orders)
+    recency_init(recency)
+    recency.kept = kept
+
+
+cdef int64_t recency_add_orders(
+    Recency *recency, uint32_t count, uint32_t clock, uint64_t ttl
+) noexcept nogil:
+    cdef uint32_t first = recency.num_orders
+    cdef uint32_t i
+    cdef Order *orders = <Order *> realloc(recency.orders, (first + count) * sizeof(Order))
+    if orders == NULL:
+        return -1
+    recency.orders = orders
+    for i in range(first, first + count):
+        memset(&orders[i], 0, sizeof(Order))
+        orders[i].oldest = NO_SEGMENT
+        orders[i].newest = NO_SEGMENT
+        orders[i].open = NO_SEGMENT
+        orders[i].clock = clock
+        orders[i].ttl = ttl
+        orders[i].grain = ttl // GRAINS
+    recency.num_orders = first + count
+    recency.has_ttl = recency.has_ttl or ttl != 0
+    return first
+
+
+cdef uint64_t recency_bytes(const Recency *recency) noexcept nogil:
+    return (
+        recency.bytes_held
+        + <uint64_t> recency.num_blocks * sizeof(Block)
+        + recency.block_capacity * sizeof(Block *)
+        + recency.num_orders * sizeof(Order))
+
+
+cdef void tidy(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
+    """Restore I3 and I5 for a closed segment after one of its entries died."""
+    cdef Segment *segment = segment_at(recency, number)
+    cdef uint32_t before = segment.num_held
+    if segment.num_live == 0:
+        before = segment.previous
+        drop_segment(recency, number)
+        if before != NO_SEGMENT:
+            join(recency, slabs, before)
+        return
+    if 4 * segment.num_held > 5 * segment.num_live:
+        segment_squeeze(recency, segment)
+        segment_trim(recency, segment, before)
+    join(recency, slabs, number)
+
+
+cdef bint is_thin(const Recency *recency, uint32_t number) noexcept nogil:
+    """Whether the segment may be merged; an open one is still growing and stays out of it."""
+    cdef const Segment *segment
+    if number == NO_SEGMENT:
+        return False
+    segment = segment_at(recency, number)
+    return segment.num_live <= THIN and number != recency.orders[segment.order].open
+
+
+cdef bint recency_mergeable(const Recency *recency, uint32_t number) noexcept nogil:
+    """Whether I5 forbids this segment and the next to be two."""
+    cdef const Segment *segment
+    cdef const Segment *following
+    if not is_thin(recency, number):
+        return False
+    segment = segment_at(recency, number)
+    if not is_thin(recency, segment.next):
+        return False
+    following = segment_at(recency, segment.next)
+    return (
+        max(segment.last_use, following.last_use)
+        - min(segment.first_use, following.first_use)) <= recency.orders[segment.order].grain
+
+
+cdef void join(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
+    """Restore I5 around one segment."""
+    cdef uint32_t before
+    while number != NO_SEGMENT:
+        before = segment_at(recency, number).previous
+        if recency_mergeable(recency, before):
+            number = merge(recency, slabs, before)
+        elif recency_mergeable(recency, number):
+            number = merge(recency, slabs, number)
+        else:
+            return
+
+
+cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
+    """Make one segment of this one and the next; its number, or NO_SEGMENT: no memory."""
+    cdef Segment *segment = segment_at(recency, number)
+    cdef Segment *other = segment_at(recency, segment.next)
+    cdef uint32_t target = new_segment(recency, segment.num_live + other.num_live)
+    cdef Segment *into
+    cdef uint32_t _part, word, taken, following
+    cdef uint64_t held, live
+    if target == NO_SEGMENT:
+        return NO_SEGMENT
+    # Linked in front of the two, which go as soon as they are copied.
+    into = segment_at(recency, target)
+    into.first_use = min(segment.first_use, other.first_use)
+    into.tick = max(segment.tick, other.tick)
+    segment_link(recency, target, segment.order, number)
+    if recency.kept != NULL:
+        # Not before its neighbour, where others may stand: in the place of the two.
+        kept_segment(
+            recency.kept, target, segment.order, recency.kept.segments[number].key)
+    set_last_use(recency, target, max(segment.last_use, other.last_use))
+    for _part in range(2):
+        segment = segment_at(recency, number)
+        following = segment.next
+        taken = 0
+        for word in range((segment.num_used + 63) // 64):
+            held = segment.held[word]
+            live = segment.live[word]
+            while held:
+                if live & held & (0 - held):
+                    into.rows[into.num_used] = segment.rows[taken]
+                    persia_prefetch_write(row_at(slabs, segment.rows[taken]))
+                    into.num_used += 1
+                taken += 1
+                held &= held - 1
+        drop_segment(recency, number)
+        number = following
+    for word in range(into.num_used):
+        row_at(slabs, into.rows[word]).position = (target << OFFSET_BITS) | word
+        into.held[word // 64] |= <uint64_t> 1 << (word % 64)
+    for word in range(<uint32_t> SEGMENT_WORDS):
+        into.live[word] = into.held[word]
+    into.num_held = into.num_used
+    into.num_live = into.num_used
+    recency.num_held += into.num_used
+    return target
+
+
+cdef int open_segment(Recency *recency, Slabs *slabs, uint32_t order) noexcept nogil:
+    """Start another segment and close the one before; -1: no memory."""
+    cdef uint32_t number = new_segment(recency, SEGMENT_ENTRIES)
+    cdef Order *to = &recency.orders[order]
+    cdef uint32_t closed = to.open
+    if number == NO_SEGMENT:
+        return -1
+    segment_link(recency, number, order, NO_SEGMENT)
+    segment_at(recency, number).first_use = recency.clocks[to.clock]
+    set_last_use(recency, number, recency.clocks[to.clock])
+    to.open = number
+    if closed != NO_SEGMENT:
+        note_time(recency, closed)
+        shut(recency, slabs, closed)
+    return 0
+
+
+cdef void set_last_use(Recency *recency, uint32_t number, uint64_t time) noexcept nogil:
+    cdef Segment *segment = segment_at(recency, number)
+    cdef const Order *order = &recency.orders[segment.order]
+    segment.last_use = time
+    expiry_at(recency, number)[0] = NEVER if order.ttl == 0 else (
+        <uint64_t> order.clock << CLOCK_SHIFT | (time + order.ttl))
+    if recency.kept != NULL:
+        recency.kept.segments[number].first_use = segment.first_use
+        recency.kept.segments[number].last_use = time
+        recency.kept.segments[number].tick = segment.tick
+
+
+cdef void note_time(Recency *recency, uint32_t number) noexcept nogil:
+    """Once a request, whose time it is, and not at each use."""
+    cdef Segment *segment = segment_at(recency, number)
+    if segment.num_used != segment.num_timed:
+        segment.num_timed = segment.num_used
+        segment.tick = recency.tick
+        set_last_use(
+            recency, number, recency.clocks[recency.orders[segment.order].clock])
+
+
+cdef void shut(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
+    """Bring a segment that is open no longer under I3 and I5."""
+    cdef Segment *segment = segment_at(recency, number)
+    if 4 * segment.num_held > 5 * segment.num_live:
+        segment_squeeze(recency, segment)
+    if segment.num_held:
+        segment_trim(recency, segment, SEGMENT_ENTRIES)
+        join(recency, slabs, number)
+    else:
+        recency.bytes_held -= SEGMENT_ENTRIES * sizeof(row_t)
+        drop_segment(recency, number)
+
+
+cdef void fetch_open(const Recency *recency) noexcept nogil:
+    """Fetch where uses will be entered; with many orders nobody can guess which comes first."""
+    cdef uint32_t i
+    cdef Segment *segment
+    for i in range(recency.num_orders):
+        if recency.orders[i].open != NO_SEGMENT:
+            persia_prefetch_write(segment_at(recency, recency.orders[i].open))
+    for i in range(recency.num_orders):
+        if recency.orders[i].open != NO_SEGMENT:
+            segment = segment_at(recency, recency.orders[i].open)
+            persia_prefetch_write(&segment.rows[segment.num_held])
+            persia_prefetch_write(&segment.held[(segment.num_used % SEGMENT_ENTRIES) // 64])
+            persia_prefetch_write(&segment.live[(segment.num_used % SEGMENT_ENTRIES) // 64])
+
+
+cdef void recency_begin(
+    Recency *recency, Slabs *slabs, const uint64_t *clocks
+) noexcept nogil:
+    cdef uint32_t i, number
+    cdef Order *order
+    recency.tick += 1
+    if recency.num_orders > 1:
+        fetch_open(recency)
+    if not recency.has_ttl:
+        return
+    for i in range(<uint32_t> NUM_CLOCKS):
+        recency.clocks[i] = max(recency.clocks[i], clocks[i])
+    for i in range(recency.num_orders):
+        order = &recency.orders[i]
+        number = order.open
+        if number != NO_SEGMENT and recency.clocks[order.clock] > (
+                segment_at(recency, number).first_use + order.grain):
+            order.open = NO_SEGMENT
+            shut(recency, slabs, number)
+
+
+cdef void recency_drain(
+    Recency *recency, Slabs *slabs, uint32_t source, uint32_t target, uint32_t count
+) noexcept nogil:
+    cdef Order *from_ = &recency.orders[source]
+    cdef Order *to = &recency.orders[target]
+    cdef uint32_t number
+    cdef Segment *segment
+    while count and from_.newest != NO_SEGMENT:
+        count -= 1
+        number = from_.newest
+        if number == from_.open:
+            from_.open = NO_SEGMENT
+            shut(recency, slabs, number)
+            continue
+        segment = segment_at(recency, number)
+        segment_unlink(recency, segment)
+        segment_link(recency, number, target, to.oldest)
+        from_.num_live -= segment.num_live
+        to.num_live += segment.num_live
+        join(recency, slabs, number)
+
+
+cdef void bury(Recency *recency, Slabs *slabs, position_t position) noexcept nogil:
+    """The entry at this position dies."""
+    cdef uint32_t number = position >> OFFSET_BITS
+    cdef uint32_t offset = position & OFFSET_MASK
+    cdef Segment *segment = segment_at(recency, number)
+    cdef Order *order = &recency.orders[segment.order]
+    segment.live[offset // 64] &= ~(<uint64_t> 1 << (offset % 64))
+    segment.num_live -= 1
+    if number != order.open and (
+            4 * segment.num_held > 5 * segment.num_live or segment.num_live == THIN):
+        tidy(recency, slabs, number)
+
+
+cdef int recency_touch(
+    Recency *recency, Slabs *slabs, row_t row, uint32_t order
+) noexcept nogil:
+    cdef Row *at = row_at(slabs, row)
+    cdef Order *to = &recency.orders[order]
+    cdef position_t old
+    cdef Segment *segment
+    cdef uint32_t offset, before
+    if to.open == NO_SEGMENT or segment_at(recency, to.open).num_used == SEGMENT_ENTRIES:
+        if open_segment(recency, slabs, order) < 0:
+            return -1
+    # Only now: a merge while the open segment was closed may have renumbered this very row.
+    old = at.position
+    segment = segment_at(recency, to.open)
+    offset = segment.num_used
+    segment.num_used += 1
+    segment.rows[segment.num_held] = row
+    segment.num_held += 1
+    segment.num_live += 1
+    segment.held[offset // 64] |= <uint64_t> 1 << (offset % 64)
+    segment.live[offset // 64] |= <uint64_t> 1 << (offset % 64)
+    recency.num_held += 1
+    persia_stores_before()      # what the row holds is there before it is one
+    at.position = (to.open << OFFSET_BITS) | offset
+    persia_stores_before()
+    if old == NO_POSITION:
+        recency.num_live += 1
+        to.num_live += 1
+        return 0
+    before = segment_at(recency, old >> OFFSET_BITS).order
+    if before != order:
+        recency.orders[before].num_live -= 1
+        to.num_live += 1
+    bury(recency, slabs, old)
+    return 0
+
+
+cdef int recency_touch_at(
+    Recency *recency, Slabs *slabs, row_t row, uint32_t order, uint64_t time
+) noexcept nogil:
+    cdef Order *to = &recency.orders[order]
+    cdef uint64_t now = recency.clocks[to.clock]
+    cdef uint32_t open_ = to.open
+    cdef Segment *segment
+    cdef int status
+    if open_ != NO_SEGMENT:
+        segment = segment_at(recency, open_)
+        if not segment.first_use <= time <= segment.first_use + to.grain:
+            to.open = NO_SEGMENT
+            shut(recency, slabs, open_)
+    recency.clocks[to.clock] = time
+    status = recency_touch(recency, slabs, row, order)
+    recency.clocks[to.clock] = now
+    if status == 0:
+        segment = segment_at(recency, to.open)
+        if time > segment.last_use:
+            set_last_use(recency, to.open, time)
+        segment.num_timed = segment.num_used
+        segment.tick = recency.tick
+    return status
+
+
+cdef void recency_remove(Recency *recency, Slabs *slabs, row_t row) noexcept nogil:
+    cdef Row *at = row_at(slabs, row)
+    cdef position_t position = at.position
+    at.position = NO_POSITION
+    persia_stores_before()
+    recency.num_live -= 1
+    recency.orders[segment_at(recency, position >> OFFSET_BITS).order].num_live -= 1
+    bury(recency, slabs, position)
+
+
+cdef void recency_end(Recency *recency) noexcept nogil:
+    cdef uint32_t i
+    for i in range(recency.num_orders):
+        if recency.orders[i].open != NO_SEGMENT:
+            note_time(recency, recency.orders[i].open)
+
+
+cdef void recency_settle(Recency *recency) noexcept nogil:
+    cdef Segment *segment
+    cdef uint32_t i
+    for i in range(recency.num_orders):
+        if recency.orders[i].open != NO_SEGMENT:
+            segment = segment_at(recency, recency.orders[i].open)
+            if 4 * segment.num_held > 5 * segment.num_live:
+                segment_squeeze(recency, segment)
+
+
+cdef uint32_t recency_walk(
+    const Recency *recency, uint32_t *segment, uint32_t *offset, row_t *rows, uint32_t count
+) noexcept nogil:
+    """Continue at (segment, offset), which are moved."""
+    cdef uint32_t written = 0
+    cdef uint32_t word, index, i
+    cdef uint64_t live, below
+    cdef Segment *at
+    while segment[0] != NO_SEGMENT and written < count:
+        at = segment_at(recency, segment[0])
+        word = offset[0] // 64
+        index = 0
+        for i in range(word):
+            index += persia_popcount(at.held[i])
+        while word < SEGMENT_WORDS and written < count:
+            # Offsets below the cursor were given out by an earlier call.
+            live = at.live[word] & ~((<uint64_t> 1 << (offset[0] % 64)) - 1)
+            while live and written < count:
+                i = persia_lowest_bit(live)
+                below = at.held[word] & ((<uint64_t> 1 << i) - 1)
+                rows[written] = at.rows[index + persia_popcount(below)]
+                written += 1
+                live &= live - 1
+                offset[0] = word * 64 + i + 1
+            if live == 0:
+                index += persia_popcount(at.held[word])
+                word += 1
+                offset[0] = word * 64
+        if offset[0] >= SEGMENT_ENTRIES:
+            segment[0] = at.next
+            offset[0] = 0
+    return written

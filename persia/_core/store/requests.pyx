@@ -1,0 +1,670 @@
+"""What each kind of request does in one shard, whose lock is held.
+
+Its signs are pipelined in groups:
+
+    g           fetch the lines of the index where its signs belong
+    g - 1       guess the rows by their tags, fetch them
+    g - 2       compare the signs; fetch where the rows stand in the order of use
+    g - 3       touch or insert, copy out
+    at the end  evict: what has expired, then down to the capacity
+
+Each stage asks for the lines that the next one reads. It finds out first which these are, and
+then asks for all of a group without anything in between: a processor goes on past a fetch only
+once it knows the page, and looks up several pages at once only if their fetches are near each
+other. What a stage has found of a sign is in a ring of as many groups as there are stages.
+"""
+
+from libc.string cimport memcpy, memset
+
+from persia._core.shard.changes cimport row_changes, row_enters
+from persia._core.shard.eviction cimport eviction_note_expired, eviction_order
+from persia._core.base.hashing cimport mix64
+from persia._core.shard.persistent_shard cimport (
+    ALL_DONE, Part, journal_group, journal_hold, journal_release, kept_point, part_begin,
+    part_of,
+)
+from persia._core.kernels.optim cimport persia_step_t
+from persia._core.shard.recency cimport (
+    NO_ORDER, OFFSET_BITS, recency_begin, recency_expired, recency_prefetch, recency_settle,
+    recency_touch,
+)
+from persia._core.store.request cimport (
+    STATUS_DIM, STATUS_NO_MEMORY, STATUS_OK, STATUS_OTHER, STATUS_SHAPES, Batch, Tally,
+)
+from persia._core.shard.row_format cimport (
+    STEP_ROWS, Format, HalfSteps, read_values, run_steps, steps_add, steps_begin, write_values,
+)
+from persia._core.shard.shard cimport Shard, shard_drop, shard_end_request
+from persia._core.shard.sign_index cimport (
+    Bucket, home_bucket, index_find, index_guess, index_insert, index_remove,
+)
+from persia._core.shard.sketch cimport sketch_admits, sketch_key, sketch_prefetch
+from persia._core.shard.slabs cimport (
+    CACHE_LINE, NO_POSITION, PLACE_BITS, Row, Slab, Slabs, has_format, is_place, is_row_of,
+    persia_prefetch, persia_prefetch_write, row_at, row_values, slabs_drop_row, slabs_new_row,
+    slabs_slab,
+)
+from persia._core.base.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t
+
+cdef extern from "portable.h" nogil:
+    void persia_stream_floats(float *out, const float *values, uint32_t count) noexcept
+    void persia_stream_end() noexcept
+
+cdef enum:
+    GROUP = 8               # signs; with 16, a training lookup takes a tenth longer
+    RING = 32               # signs of four groups
+    RING_MASK = 31
+
+cdef struct Ring:
+    uint64_t[RING] hashes
+    row_t[RING] rows
+    Row *at[RING]           # NULL where there is no row
+
+
+cdef inline void prefetch_row(const Row *row, uint32_t num_bytes) noexcept nogil:
+    # From the line's begin: a row of less than a line may still lie in two.
+    cdef const char *end = <const char *> row + num_bytes
+    cdef const char *line = <const char *> (<size_t> row & ~<size_t> (CACHE_LINE - 1))
+    while line < end:
+        persia_prefetch(line)
+        line += CACHE_LINE
+
+
+cdef inline bint is_admitted(Shard *shard, Batch batch, uint64_t hash) noexcept nogil:
+    if batch.admit_at > 1:
+        return sketch_admits(
+            &shard.sketch, sketch_key(hash), batch.admit_at, batch.is_repeated)
+    return batch.admit_all or mix64(batch.admission_key ^ hash) < batch.admission_below
+
+
+cdef inline bint has_expired(Shard *shard, row_t row) noexcept nogil:
+    return shard.recency.has_ttl and recency_expired(
+        &shard.recency, row_at(&shard.slabs, row).position >> OFFSET_BITS,
+        shard.recency.clocks)
+
+
+cdef inline bint is_gone(Shard *shard, Batch batch, row_t row) noexcept nogil:
+    """Whether a read answers as if there were no row: it has expired and is not dropped yet."""
+    return row == NO_ROW or shard.recency.has_ttl and recency_expired(
+        &shard.recency, row_at(&shard.slabs, row).position >> OFFSET_BITS,
+        batch.clocks)
+
+
+cdef inline int use_row(
+    Shard *shard, Batch batch, row_t row, uint64_t hash, bint is_new
+) noexcept nogil:
+    """Make the row the newest of the order where its policy wants it; -1: no memory."""
+    cdef uint32_t order = batch.order_of_use
+    if order == NO_ORDER:
+        order = eviction_order(
+            &shard.eviction, &shard.recency, batch.policy,
+            NO_POSITION if is_new else row_at(&shard.slabs, row).position,
+            batch.admission_key ^ hash)
+    return recency_touch(&shard.recency, &shard.slabs, row, order)
+
+
+cdef void fill_row(Shard *shard, Batch batch, row_t row, Tally *tally) noexcept nogil:
+    """Initial values and state."""
+    cdef Row *at = row_at(&shard.slabs, row)
+    cdef float *values = row_values(at) if tally.scratch == NULL else tally.scratch
+    batch.initializer.fill(batch.seed, at.sign, values, batch.dim)
+    if tally.scratch != NULL:
+        write_values(&batch.format, row_values(at), values)
+    batch.optimizer.fill_state(row_values(at) + batch.format.value_words, batch.dim)
+    shard.num_inserted += 1
+
+
+cdef void renew_row(Shard *shard, Batch batch, row_t row, Tally *tally) noexcept nogil:
+    """A row that has expired begins anew in its place."""
+    row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
+    eviction_note_expired(
+        &shard.eviction, &shard.recency, row_at(&shard.slabs, row).position)
+    hold(shard, batch, row)
+    fill_row(shard, batch, row, tally)
+    release(shard)
+
+
+cdef inline void hold(Shard *shard, Batch batch, row_t row) noexcept nogil:
+    """One row is about to be changed in place; a new process would put it back."""
+    cdef float *values
+    if shard.kept != NULL:
+        values = row_values(row_at(&shard.slabs, row))
+        journal_hold(
+            shard.kept, &row, &values, 1,
+            4 * (batch.format.value_words + batch.format.state_words), NULL)
+
+
+cdef inline void release(Shard *shard) noexcept nogil:
+    if shard.kept != NULL:
+        journal_release(shard.kept, NULL, 0)
+
+
+cdef row_t new_row(
+    Shard *shard, Batch batch, uint64_t hash, sign_t sign, Tally *tally
+) noexcept nogil:
+    cdef int slab = slabs_slab(&shard.slabs, &batch.format)
+    cdef row_t row
+    cdef Row *at
+    if slab < 0:
+        tally.status = STATUS_SHAPES
+        return NO_ROW
+    tally.status = STATUS_NO_MEMORY     # until the row is in
+    row = slabs_new_row(&shard.slabs, <uint32_t> slab)
+    if row == NO_ROW:
+        return NO_ROW
+    at = row_at(&shard.slabs, row)
+    at.sign = sign
+    if index_insert(&shard.index, &shard.slabs, hash, row) < 0:
+        slabs_drop_row(&shard.slabs, row)
+        return NO_ROW
+    return row
+
+
+cdef void drop_new_row(Shard *shard, uint64_t hash, row_t row) noexcept nogil:
+    index_remove(&shard.index, hash, row)
+    slabs_drop_row(&shard.slabs, row)
+
+
+cdef row_t insert(
+    Shard *shard, Batch batch, uint64_t hash, sign_t sign, Tally *tally
+) noexcept nogil:
+    """A new row with initial values and state, the most recent one; NO_ROW: see the tally."""
+    cdef row_t row = new_row(shard, batch, hash, sign, tally)
+    if row == NO_ROW:
+        return NO_ROW
+    # It is one once it stands in the order of use: whole, whoever looks.
+    fill_row(shard, batch, row, tally)
+    if shard.kept != NULL:
+        kept_point(shard.kept)
+    if use_row(shard, batch, row, hash, True) < 0:
+        shard.num_inserted -= 1
+        drop_new_row(shard, hash, row)
+        return NO_ROW
+    if shard.kept != NULL:
+        kept_point(shard.kept)
+    tally.status = STATUS_OK
+    row_enters(&shard.changes, &shard.slabs, row)
+    return row
+
+
+cdef inline uint64_t end_of_group(uint64_t begin, uint64_t end) noexcept nogil:
+    return begin + GROUP if begin + GROUP < end else end
+
+
+cdef inline void fetch_buckets(
+    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end
+) noexcept nogil:
+    cdef const Bucket *buckets[GROUP]
+    cdef const sign_t *sorted = batch.sorted
+    cdef uint64_t i, hash
+    for i in range(begin, end):
+        hash = mix64(sorted[i])
+        ring.hashes[i & RING_MASK] = hash
+        buckets[i - begin] = home_bucket(&shard.index, hash)
+    for i in range(begin, end):
+        persia_prefetch(buckets[i - begin])
+
+
+cdef inline void guess_row(const Shard *shard, Ring *ring, uint64_t i) noexcept nogil:
+    cdef row_t row = index_guess(&shard.index, ring.hashes[i & RING_MASK])
+    ring.rows[i & RING_MASK] = row
+    ring.at[i & RING_MASK] = NULL if row == NO_ROW else row_at(&shard.slabs, row)
+
+
+cdef inline void fetch_rows(
+    const Ring *ring, uint64_t begin, uint64_t end, uint32_t row_bytes
+) noexcept nogil:
+    cdef uint64_t i
+    for i in range(begin, end):
+        if ring.at[i & RING_MASK] != NULL:
+            prefetch_row(ring.at[i & RING_MASK], row_bytes)
+
+
+cdef inline void guess_rows(
+    const Shard *shard, Ring *ring, uint64_t begin, uint64_t end, uint32_t row_bytes
+) noexcept nogil:
+    cdef uint64_t i
+    for i in range(begin, end):
+        guess_row(shard, ring, i)
+    fetch_rows(ring, begin, end, row_bytes)
+
+
+cdef inline row_t find_row(
+    const Shard *shard, Ring *ring, uint64_t i, sign_t sign
+) noexcept nogil:
+    """The row of place i, by its guess if that is right."""
+    cdef Row *at = ring.at[i & RING_MASK]
+    cdef uint64_t hash = ring.hashes[i & RING_MASK]
+    cdef row_t row = NO_ROW
+    if at != NULL and is_row_of(at, sign):
+        return ring.rows[i & RING_MASK]
+    # Without a guess there is no row, unless one went on from a full bucket.
+    if at != NULL or home_bucket(&shard.index, hash).num_passed:
+        row = index_find(&shard.index, &shard.slabs, hash, sign)
+    ring.rows[i & RING_MASK] = row
+    ring.at[i & RING_MASK] = NULL if row == NO_ROW else row_at(&shard.slabs, row)
+    return row
+
+
+cdef inline uint32_t slab_of(const Slabs *slabs, const Format *format) noexcept nogil:
+    """The slab of these rows, or a number that is no slab's."""
+    cdef uint32_t slab = 0
+    while slab < slabs.num_slabs and not has_format(&slabs.slabs[slab], format):
+        slab += 1
+    return slab
+
+
+cdef inline bint has_shape(
+    const Shard *shard, row_t row, Batch batch, sign_t sign, Tally *tally
+) noexcept nogil:
+    """Whether the row is as the request has it; if not, the tally says what it is."""
+    cdef const Slab *slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
+    if has_format(slab, &batch.format):
+        return True
+    note_shape(slab, sign, tally)
+    return False
+
+
+cdef void note_shape(const Slab *slab, sign_t sign, Tally *tally) noexcept nogil:
+    tally.status = STATUS_DIM
+    tally.sign = sign
+    tally.dim = slab.dim
+    tally.dtype = slab.dtype
+    tally.state_words = slab.state_words
+
+
+cdef void train_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Serve one shard's part of a training lookup. The lock is held."""
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.format.value_words
+    cdef uint32_t slab = slab_of(&shard.slabs, &batch.format)
+    cdef Ring ring
+    cdef uint64_t at, i
+    cdef bint is_good = True
+    recency_begin(&shard.recency, &shard.slabs, batch.clocks)
+    at = begin
+    while at < <uint64_t> end + 3 * GROUP:
+        fetch_buckets(shard, batch, &ring, at, end_of_group(at, end))
+        if at >= <uint64_t> begin + GROUP:
+            guess_rows(shard, &ring, at - GROUP, end_of_group(at - GROUP, end), row_bytes)
+        if at >= <uint64_t> begin + 2 * GROUP:
+            find_rows(
+                shard, batch, &ring, at - 2 * GROUP, end_of_group(at - 2 * GROUP, end))
+        if at >= <uint64_t> begin + 3 * GROUP:
+            for i in range(at - 3 * GROUP, end_of_group(at - 3 * GROUP, end)):
+                is_good = train_row(shard, batch, &ring, i, slab, tally)
+                if not is_good:
+                    break
+        if not is_good:
+            break
+        at += GROUP
+    persia_stream_end()
+    shard_end_request(shard, end - begin)
+
+
+cdef inline void find_rows(
+    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end
+) noexcept nogil:
+    """Settle on rows; fetch what a touch changes and where the values go."""
+    cdef uint64_t i
+    cdef const Row *at
+    cdef float *out
+    for i in range(begin, end):
+        find_row(shard, ring, i, batch.sorted[i])
+    for i in range(begin, end):
+        at = ring.at[i & RING_MASK]
+        if at != NULL:
+            recency_prefetch(&shard.recency, at.position)
+        elif batch.admit_at > 1:
+            sketch_prefetch(&shard.sketch, sketch_key(ring.hashes[i & RING_MASK]))
+    if batch.is_streamed:
+        return
+    for i in range(begin, end):
+        out = batch.rows_out + <size_t> batch.order[i] * batch.dim
+        persia_prefetch_write(out)
+        persia_prefetch_write(out + batch.dim - 1)
+
+
+cdef inline void hand_on(Batch batch, float *out, const float *row) noexcept nogil:
+    if batch.is_streamed:
+        persia_stream_floats(out, row, batch.dim)
+    else:
+        read_values(&batch.format, out, row)
+
+
+cdef inline bint train_row(
+    Shard *shard, Batch batch, const Ring *ring, uint64_t i, uint32_t slab, Tally *tally
+) noexcept nogil:
+    """Touch or insert the row of place i and copy it out; False: the tally says why not."""
+    cdef uint32_t place = batch.order[i]
+    cdef uint64_t hash = ring.hashes[i & RING_MASK]
+    cdef row_t row = ring.rows[i & RING_MASK]
+    cdef Row *at = ring.at[i & RING_MASK]
+    cdef float *out = batch.rows_out + <size_t> place * batch.dim
+    cdef bint is_new
+    if row == NO_ROW:
+        # Again, because the sign may have come twice in this request.
+        row = index_find(&shard.index, &shard.slabs, hash, batch.sorted[i])
+    # An id whose row has expired is a new one; refused, it leaves the row to the sweep.
+    is_new = row == NO_ROW or has_expired(shard, row)
+    if is_new and not is_admitted(shard, batch, hash):
+        tally.num_refused += 1
+        shard.num_refused += 1
+        batch.hints_out[place] = NO_ROW
+        memset(out, 0, batch.dim * sizeof(float))
+        return True
+    if row == NO_ROW:
+        row = insert(shard, batch, hash, batch.sorted[i], tally)
+        if row == NO_ROW:
+            return False
+        tally.num_missing += 1
+    else:
+        if shard.slabs.views[row >> PLACE_BITS].slab != slab and not has_shape(
+                shard, row, batch, batch.sorted[i], tally):
+            return False
+        if is_new:
+            renew_row(shard, batch, row, tally)
+            tally.num_missing += 1
+        if use_row(shard, batch, row, hash, is_new) < 0:
+            tally.status = STATUS_NO_MEMORY
+            return False
+    batch.hints_out[place] = row
+    if at == NULL:
+        at = row_at(&shard.slabs, row)
+    hand_on(batch, out, row_values(at))
+    return True
+
+
+cdef void eval_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Serve one shard's part of an evaluation lookup; changes nothing but a count."""
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.format.value_words
+    cdef Ring ring
+    cdef uint64_t at, i
+    at = begin
+    while at < <uint64_t> end + 2 * GROUP:
+        fetch_buckets(shard, batch, &ring, at, end_of_group(at, end))
+        if at >= <uint64_t> begin + GROUP:
+            guess_rows(shard, &ring, at - GROUP, end_of_group(at - GROUP, end), row_bytes)
+        if at >= <uint64_t> begin + 2 * GROUP:
+            for i in range(at - 2 * GROUP, end_of_group(at - 2 * GROUP, end)):
+                if not eval_row(shard, batch, &ring, i, tally):
+                    return
+        at += GROUP
+    persia_stream_end()
+
+
+cdef inline bint eval_row(
+    Shard *shard, Batch batch, Ring *ring, uint64_t i, Tally *tally
+) noexcept nogil:
+    """Copy the row of place i out; False: the tally says why not."""
+    cdef row_t row = find_row(shard, ring, i, batch.sorted[i])
+    cdef float *out = batch.rows_out + <size_t> batch.order[i] * batch.dim
+    cdef const Slab *slab
+    if is_gone(shard, batch, row):
+        tally.num_missing += 1
+        shard.num_missing += 1
+        memset(out, 0, batch.dim * sizeof(float))
+        return True
+    slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
+    if slab.dim != batch.dim or slab.dtype != batch.format.dtype:
+        note_shape(slab, batch.sorted[i], tally)
+        return False
+    hand_on(batch, out, row_values(ring.at[i & RING_MASK]))
+    return True
+
+
+cdef struct Steps:                  # rows and their gradients, for one call of a kernel
+    row_t[STEP_ROWS] numbers
+    float *values[STEP_ROWS]
+    const float *sums[STEP_ROWS]
+    uint32_t count
+    HalfSteps half                  # instead, where rows are not f32
+    persia_step_t step
+    uint32_t group                  # rows for which it is called
+    uint32_t first                  # place where the part of this shard begins
+    uint32_t image                  # bytes of a row that a new process may put back
+    Part *part                      # of an update that goes on if it is cut short, or NULL
+
+
+cdef inline void find_hinted(
+    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end,
+    uint32_t row_bytes
+) noexcept nogil:
+    """Guess rows, unless there are row numbers kept from the lookup: they need no index."""
+    cdef uint64_t i
+    cdef row_t row
+    for i in range(begin, end):
+        row = NO_ROW if batch.hints == NULL else batch.hints[batch.order[i]]
+        if is_place(&shard.slabs, row):
+            ring.rows[i & RING_MASK] = row
+            ring.at[i & RING_MASK] = row_at(&shard.slabs, row)
+        else:
+            guess_row(shard, ring, i)
+    fetch_rows(ring, begin, end, row_bytes)
+    for i in range(begin, end):
+        prefetch_row(
+            <const Row *> (batch.gradients + <size_t> batch.order[i] * batch.dim),
+            4 * batch.dim)
+
+
+cdef void update_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Step one shard's rows. A sign that is gone skips exactly its own gradient."""
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (
+        batch.format.value_words + batch.state_words)
+    cdef uint32_t slab = slab_of(&shard.slabs, &batch.format)
+    cdef Ring ring
+    cdef Steps steps
+    cdef uint64_t at, i
+    cdef bint is_good = True
+    if not steps_init(shard, batch, &steps, &begin, end, tally):
+        return
+    at = begin
+    while at < <uint64_t> end + 2 * GROUP:
+        fetch_unhinted(shard, batch, &ring, at, end_of_group(at, end))
+        if at >= <uint64_t> begin + GROUP:
+            find_hinted(
+                shard, batch, &ring, at - GROUP, end_of_group(at - GROUP, end), row_bytes)
+        if at >= <uint64_t> begin + 2 * GROUP:
+            for i in range(at - 2 * GROUP, end_of_group(at - 2 * GROUP, end)):
+                is_good = update_row(shard, batch, &ring, i, slab, &steps, tally)
+                if not is_good:
+                    break
+        if not is_good:
+            break
+        at += GROUP
+    # Whatever stopped it, it is not run again.
+    step_gathered(shard, batch, &steps, tally, ALL_DONE)
+
+
+cdef bint steps_init(
+    Shard *shard, Batch batch, Steps *steps, uint32_t *begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Nothing is gathered yet. False: there is nothing to be done, or see the tally."""
+    steps.count = 0
+    steps.step = batch.optimizer.step()
+    steps.group = STEP_ROWS
+    steps.first = begin[0]
+    steps.part = NULL
+    steps_begin(&steps.half)
+    if shard.kept == NULL:
+        return True
+    steps.image = 4 * (batch.format.value_words + batch.state_words)
+    steps.group = journal_group(steps.image)
+    steps.part = part_of(shard.kept, batch.slot)
+    if steps.part == NULL:
+        return True
+    if steps.part.tag > batch.tag:
+        # A later part of the same update has begun here, so this one was done.
+        return False
+    if begin_part(batch, steps.part, begin, end):
+        return True
+    tally.status = STATUS_OTHER
+    return False
+
+
+cdef void step_gathered(
+    Shard *shard, Batch batch, Steps *steps, Tally *tally, uint64_t num_done
+) noexcept nogil:
+    """Step the rows gathered; then so many signs of this part are done."""
+    cdef bint is_half = batch.format.half != NULL
+    if shard.kept != NULL:
+        if is_half:
+            journal_hold(
+                shard.kept, steps.half.numbers, steps.half.rows, steps.half.count,
+                steps.image, steps.part)
+        else:
+            journal_hold(
+                shard.kept, steps.numbers, steps.values, steps.count, steps.image, steps.part)
+    if is_half:
+        run_steps(
+            &batch.format, &steps.half, steps.step, &batch.optimizer.settings,
+            batch.rounding_key, tally.scratch)
+    elif steps.count:
+        steps.step(
+            steps.values, NULL, steps.sums, steps.count, batch.dim, &batch.optimizer.settings)
+        steps.count = 0
+    if shard.kept != NULL:
+        journal_release(shard.kept, steps.part, num_done)
+
+
+cdef bint begin_part(Batch batch, Part *part, uint32_t *begin, uint32_t end) noexcept nogil:
+    """Go to where this part of an update was cut short; False: it was another one."""
+    cdef uint32_t count = end - begin[0]
+    cdef uint64_t sum = mix64(
+        batch.sorted[begin[0]] ^ mix64(batch.sorted[end - 1]) ^ count)
+    if not part_begin(part, batch.tag, sum):
+        return False
+    begin[0] += <uint32_t> min(part.num_done, <uint64_t> count)
+    return True
+
+
+cdef inline void fetch_unhinted(
+    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end
+) noexcept nogil:
+    """Fetch lines of the index for signs without a row number; of others nothing is needed."""
+    cdef uint64_t i, hash
+    for i in range(begin, end):
+        if batch.hints == NULL or not is_place(&shard.slabs, batch.hints[batch.order[i]]):
+            hash = mix64(batch.sorted[i])
+            ring.hashes[i & RING_MASK] = hash
+            persia_prefetch(home_bucket(&shard.index, hash))
+
+
+cdef inline bint update_row(
+    Shard *shard, Batch batch, Ring *ring, uint64_t i, uint32_t slab, Steps *steps,
+    Tally *tally
+) noexcept nogil:
+    """Gather the row of place i, or step those gathered; False: the tally says why not."""
+    cdef row_t row
+    cdef float *values
+    cdef const float *sums = batch.gradients + <size_t> batch.order[i] * batch.dim
+    if ring.at[i & RING_MASK] == NULL or not is_row_of(
+            ring.at[i & RING_MASK], batch.sorted[i]):
+        # No row number was kept, or it is another's now.
+        ring.hashes[i & RING_MASK] = mix64(batch.sorted[i])
+    row = find_row(shard, ring, i, batch.sorted[i])
+    if row == NO_ROW:
+        tally.num_missing += 1
+        shard.num_missing += 1
+        return True
+    if shard.slabs.views[row >> PLACE_BITS].slab != slab and not has_shape(
+            shard, row, batch, batch.sorted[i], tally):
+        return False
+    row_changes(&shard.changes, &shard.slabs, row, ring.at[i & RING_MASK])
+    values = row_values(ring.at[i & RING_MASK])
+    if batch.format.half != NULL:
+        while not steps_add(
+                &batch.format, &steps.half, row, values, sums, mix64(batch.sorted[i])):
+            step_gathered(shard, batch, steps, tally, i - steps.first)
+        return True
+    steps.numbers[steps.count] = row
+    steps.values[steps.count] = values
+    steps.sums[steps.count] = sums
+    steps.count += 1
+    if steps.count == steps.group:
+        step_gathered(shard, batch, steps, tally, i + 1 - steps.first)
+    return True
+
+
+cdef void read_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Copy whole rows out; ``found`` says which there are. A row of another shape stops it."""
+    cdef uint32_t i, place
+    cdef const float *values
+    cdef row_t row
+    for i in range(begin, end):
+        place = batch.order[i]
+        row = index_find(&shard.index, &shard.slabs, mix64(batch.sorted[i]), batch.sorted[i])
+        batch.found[place] = not is_gone(shard, batch, row)
+        if not batch.found[place]:
+            continue
+        if not has_shape(shard, row, batch, batch.sorted[i], tally):
+            return
+        values = row_values(row_at(&shard.slabs, row))
+        read_values(&batch.format, batch.rows_out + <size_t> place * batch.dim, values)
+        if batch.state_words:       # otherwise states_out is NULL
+            memcpy(
+                batch.states_out + <size_t> place * batch.state_words,
+                values + batch.format.value_words, batch.state_words * sizeof(float))
+
+
+cdef void write_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    """Insert or overwrite whole rows; each becomes the most recent."""
+    cdef uint32_t i, place
+    cdef float *values
+    cdef row_t row
+    cdef bint is_new
+    recency_begin(&shard.recency, &shard.slabs, batch.clocks)
+    for i in range(begin, end):
+        place = batch.order[i]
+        row = index_find(&shard.index, &shard.slabs, mix64(batch.sorted[i]), batch.sorted[i])
+        if row == NO_ROW:
+            row = insert(shard, batch, mix64(batch.sorted[i]), batch.sorted[i], tally)
+            if row == NO_ROW:
+                break
+        elif not has_shape(shard, row, batch, batch.sorted[i], tally):
+            break
+        else:
+            is_new = has_expired(shard, row)
+            if is_new:
+                renew_row(shard, batch, row, tally)
+            if use_row(shard, batch, row, mix64(batch.sorted[i]), is_new) < 0:
+                tally.status = STATUS_NO_MEMORY
+                break
+            row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
+        values = row_values(row_at(&shard.slabs, row))
+        hold(shard, batch, row)
+        write_values(
+            &batch.format, values, batch.gradients + <size_t> place * batch.dim)
+        if batch.states != NULL:
+            memcpy(
+                values + batch.format.value_words,
+                batch.states + <size_t> place * batch.state_words,
+                batch.state_words * sizeof(float))
+        else:
+            batch.optimizer.fill_state(values + batch.format.value_words, batch.dim)
+        release(shard)
+    shard_end_request(shard, end - begin)
+
+
+cdef void delete_shard(
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+) noexcept nogil:
+    cdef uint32_t i
+    cdef row_t row
+    for i in range(begin, end):
+        row = index_find(
+            &shard.index, &shard.slabs, mix64(batch.sorted[i]), batch.sorted[i])
+        if row == NO_ROW:
+            tally.num_missing += 1
+        else:
+            shard_drop(shard, row)
+    recency_settle(&shard.recency)

@@ -1,0 +1,517 @@
+"""Checkpoints as the trainer makes and loads them.
+
+    the user's thread                       behind it
+    ranks held at the end of a step
+    servers begin their cut                 each server writes its parts
+    dense model, optimizer, generators      wait for all of them, write the dense files
+      as bytes                              publish: one manifest, and with it the checkpoint
+    ranks go on                             end the cut
+
+The pause is the left column. A failure on either side leaves no checkpoint, or the one before.
+
+Loading is two steps as well: everything is verified, on every server and here, before anything
+changes anywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from persia import env
+from persia._files import catalog
+from persia._files.checkpoint_paths import chains
+from persia._files.entries import File, Part
+from persia._files.json_reader import Fields, Where, parse
+from persia._files.manifest import Manifest
+from persia._files.parts import read_file, write_file
+from persia._files.schema import SavedSchema
+from persia._files.storage import Storage, open_storage
+from persia._files.writer_lock import sole_writer
+from persia._rpc.messages import CutRequest, LoadRequest, WriteRequest
+from persia._training import dense_files
+from persia._training.resume import check_trainer
+from persia.errors import CheckpointError, ConfigError, PersiaError
+from persia.logger import get_logger
+
+if TYPE_CHECKING:
+    from persia._files.writer_lock import JobFolders
+    from persia._rpc.messages import CutInfo, CutStatus, EmbeddingWorker, LoadStatus
+
+_logger = get_logger("persia.checkpoints")
+
+# Seconds between two questions how far the servers are, and which part of what has passed: what
+# is over is known soon after, and what takes minutes is not asked for all the time.
+_FIRST_ASK_S = 0.005
+_LONGEST_ASK_S = 0.5
+_ASKED_AFTER = 1 / 32
+# What a file of a dense model or optimizer may be.
+MAX_DENSE_BYTES = 1 << 36
+# Where the trainer keeps what no other file holds: generators, scaler, position in the data.
+TRAINER = "trainer.pt"
+
+Dense = Mapping[str, bytes]
+
+
+def state_of(instance: Any) -> bytes:
+    """Return the state dict of a model, without its wrapper, or of an optimizer."""
+    return serialized(dense_files.unwrap(instance).state_dict())
+
+
+def serialized(state: Any) -> bytes:
+    """Return a state dict as ``torch.save`` writes it."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def scripted(model: Any) -> Callable[[], bytes]:
+    """Compile a model; returns what writes it with the weights it has then.
+
+    Raises:
+        ConfigError: If it is no module, or cannot be scripted.
+    """
+    model = dense_files.unwrap(model)
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"with_jit_model needs a torch.nn.Module, got {type(model).__name__}")
+    try:
+        module = dense_files.script(model)
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"with_jit_model: {type(model).__name__} cannot be scripted: {exc}"
+        ) from exc
+
+    def write() -> bytes:
+        buffer = io.BytesIO()
+        torch.jit.save(module, buffer)
+        return buffer.getvalue()
+
+    return write
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A checkpoint whose moment has passed: what is still to be written."""
+
+    cut_id: int
+    step: int
+    infos: tuple[CutInfo, ...]
+    dense: Dense
+
+
+class Saver:
+    """Dumps of one context; one at a time. The user's thread calls it.
+
+    Args:
+        worker: The embedding-worker.
+    """
+
+    def __init__(self, worker: EmbeddingWorker) -> None:
+        self._worker = worker
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def begin(self, step: int, dense: Callable[[], Dense]) -> Frozen:
+        """Begin a cut on every server and take the dense side, while updates are held.
+
+        Raises:
+            CheckpointError: If the servers have nothing to dump.
+            ServiceError: If a server does not answer.
+        """
+        cut_id = secrets.randbits(63)
+        try:
+            infos = self._worker.begin_cut(CutRequest(cut_id, None))
+            return Frozen(cut_id, step, infos, dense())
+        except BaseException:
+            self._end(cut_id)
+            raise
+
+    def finish(
+        self,
+        frozen: Frozen,
+        url: str,
+        keep_last: int,
+        *,
+        blocking: bool,
+        job: JobFolders | None = None,
+    ) -> None:
+        """Write and publish, here or in a thread.
+
+        Args:
+            frozen: What ``begin`` returned.
+            url: Of the folder.
+            keep_last: How many of its checkpoints stay.
+            blocking: Whether here.
+            job: Keeps others out of the folder afterwards, too.
+
+        Raises:
+            CheckpointError: If a file cannot be written.
+            ServiceError: If a server is gone.
+        """
+        if blocking:
+            self._write(frozen, url, keep_last, job, shows=True)
+            return
+
+        def run() -> None:
+            try:
+                self._write(frozen, url, keep_last, job, shows=False)
+            except BaseException as exc:
+                _logger.error("the checkpoint in %s failed: %s", url, exc)
+                self._failure = exc
+
+        self._thread = threading.Thread(target=run, name="persia-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the dump in the background, if there is one.
+
+        Raises:
+            BaseException: What it raised, once.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()  # it has deadlines of its own
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write(
+        self, frozen: Frozen, url: str, keep_last: int, job: JobFolders | None, *, shows: bool
+    ) -> None:
+        began = time.monotonic()
+        is_gone = True  # no manifest names files of this cut
+        try:
+            storage = open_storage(url)
+            with sole_writer(storage, job):
+                identity = catalog.new_id(storage)
+                try:
+                    self._worker.write_cut(WriteRequest(frozen.cut_id, url, identity))
+                    files = _write_dense(storage, identity, frozen.dense)
+                    statuses = self._await_servers(frozen, shows)
+                    manifest = _manifest(identity, frozen, statuses, files)
+                    catalog.publish(storage, manifest)
+                except BaseException:
+                    is_gone = catalog.discard(storage, identity)
+                    raise
+                is_gone = False
+                for name, data in frozen.dense.items():
+                    if name != TRAINER:
+                        storage.publish(name, data)  # for those who look for it by its name
+                catalog.keep_last(storage, keep_last)
+        finally:
+            self._end(frozen.cut_id, committed=not is_gone)
+        _logger.info(
+            "checkpoint %s of step %d in %s: %d rows, %.1f MB in %.1f s",
+            identity,
+            frozen.step,
+            url,
+            manifest.num_rows,
+            manifest.num_bytes / 1e6,
+            time.monotonic() - began,
+        )
+
+    def _await_servers(self, frozen: Frozen, shows: bool) -> tuple[CutStatus, ...]:
+        total = sum(info.num_rows for info in frozen.infos)
+
+        def ask() -> tuple[bool, int, int, tuple[CutStatus, ...]]:
+            statuses = self._worker.cut_status(frozen.cut_id)
+            for number, status in enumerate(statuses):
+                if status.state == "failed":
+                    raise CheckpointError(
+                        f"parameter server {number} could not write its rows: {status.error}"
+                    )
+            is_over = all(status.state == "written" for status in statuses)
+            return is_over, sum(status.num_rows for status in statuses), total, statuses
+
+        found: tuple[CutStatus, ...] = _watch(ask, "rows", "dump", shows)
+        return found
+
+    def _end(self, cut_id: int, *, committed: bool = False) -> None:
+        """End a cut. What came of it is known by now, whether a server hears this or not."""
+        try:
+            self._worker.end_cut(cut_id, committed)
+        except PersiaError as exc:
+            _logger.warning("a cut was not ended on every server: %s", exc)
+
+
+def _watch(
+    ask: Callable[[], tuple[bool, int, int, Any]], unit: str, what: str, shows: bool
+) -> Any:
+    """Ask until it is over, and return what the last answer brought.
+
+    Raises:
+        CheckpointError: If nothing moves for as long as a call may take.
+    """
+    patience_s = env.rpc_timeout_s()
+    begun_at = time.monotonic()
+    moved_at, last = begun_at, -1
+    pause = threading.Event()  # never set: a wait that Ctrl-C ends
+    # None: no bar where nobody watches.
+    with tqdm(
+        desc=what,
+        unit=f" {unit}",
+        unit_scale=True,
+        delay=1.0,
+        disable=None if shows else True,
+    ) as bar:
+        while True:
+            is_over, done, bar.total, found = ask()
+            if done != last:
+                bar.update(done - max(last, 0))
+                moved_at, last = time.monotonic(), done
+            if is_over:
+                return found
+            if time.monotonic() - moved_at > patience_s:
+                raise CheckpointError(
+                    f"{what}: the servers have not moved for {patience_s:g} s: {found}"
+                )
+            passed_s = time.monotonic() - begun_at
+            pause.wait(min(max(passed_s * _ASKED_AFTER, _FIRST_ASK_S), _LONGEST_ASK_S))
+
+
+def _write_dense(storage: Storage, identity: str, dense: Dense) -> dict[str, File]:
+    files = {
+        name: write_file(storage, f"{identity}/{name}", [memoryview(data)])
+        for name, data in dense.items()
+    }
+    if files:
+        storage.sync(identity)
+    return files
+
+
+def _manifest(
+    identity: str, frozen: Frozen, statuses: tuple[CutStatus, ...], files: dict[str, File]
+) -> Manifest:
+    where = Where("a parameter server's cut")
+    about = json.loads(frozen.infos[0].about)
+    parts: list[Part] = []
+    files = dict(files)
+    for status in statuses:
+        written = Fields(parse(status.meta.tobytes(), where), where)
+        parts += map(Part.from_json, written.objects("parts"))
+        found = written.fields("files")
+        files |= {name: File.from_json(found.fields(name)) for name in found.names()}
+    return Manifest(
+        id=identity,
+        kind="full",
+        step=frozen.step,
+        num_servers=len(statuses),
+        schema=SavedSchema.from_json(Fields(about["schema"], where)),
+        parts=tuple(parts),
+        files=files,
+        extras={"servers": about["settings"]},
+    )
+
+
+def check_keep_last(given: object) -> int:
+    """Return how many checkpoints are kept.
+
+    Raises:
+        ConfigError: If it is no whole number of at least 1.
+    """
+    if not isinstance(given, Integral) or given < 1:
+        raise ConfigError(f"keep_last: expected a whole number, at least 1, got {given!r}")
+    return int(given)
+
+
+# --- loading --------------------------------------------------------------------------------
+
+
+def names_of(features: Iterable[str] | None) -> tuple[str, ...] | None:
+    """Return the features to load, None for all.
+
+    Raises:
+        ConfigError: If these are no names.
+    """
+    if features is None:
+        return None
+    names = () if isinstance(features, str) else tuple(features)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"features: expected a list of names, or None for all of them, got {features!r}"
+        )
+    return names
+
+
+class Checkpoint:
+    """A checkpoint that is there, its dense files verified as they are read."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        first = chains(url)[0]
+        self._storage = first.storage
+        self.manifest = first.manifests[-1]
+        # What servers wrote by themselves is of no common moment, and not in this folder.
+        self.id = self.manifest.id if first.server is None else ""
+
+    def fitting(self, dense: Mapping[str, Any], map_location: Any) -> dict[str, Any]:
+        """Return the states of models and optimizers by file, having changed none of them.
+
+        Raises:
+            CheckpointError: If a file is missing or damaged, or does not fit.
+        """
+        states = {}
+        for name, instance in dense.items():
+            state = self.state(name, map_location)
+            if state is not None:
+                states[name] = dense_files.fitting(instance, state, self._place(name))
+            elif any(name.endswith(".pt") for name in self.manifest.files):
+                there = ", ".join(sorted(self.manifest.files))
+                raise CheckpointError(
+                    f"{self.url}: expected {name} in checkpoint {self.manifest.id}, which has "
+                    f"{there}"
+                )
+            else:
+                _logger.warning("%s has embeddings only: %s stays as it is", self.url, name)
+        return states
+
+    def _place(self, name: str) -> str:
+        return f"{self.url} ({name} of {self.manifest.id})"
+
+    def trainer(self) -> dict[str, Any] | None:
+        """Return what a run goes on from besides, checked; None if it has none.
+
+        Raises:
+            CheckpointError: If the file is damaged, or is no such state.
+        """
+        state: dict[str, Any] | None = self.state(TRAINER)
+        if state is not None:
+            check_trainer(state, self._place(TRAINER))
+        return state
+
+    def state(self, name: str, map_location: Any = None) -> Any:
+        """Return what a file of it holds, or None if it has none of that name.
+
+        Raises:
+            CheckpointError: If the file is damaged, or no file of tensors and plain values.
+        """
+        file = self.manifest.files.get(name)
+        if file is None:
+            return None
+        data = read_file(self._storage, file, MAX_DENSE_BYTES)
+        try:
+            return torch.load(
+                io.BytesIO(data.tobytes()), map_location=map_location, weights_only=True
+            )
+        except Exception as exc:
+            raise CheckpointError(
+                f"{self._storage.at(file.path)} cannot be read as a state dict: {exc}"
+            ) from exc
+
+
+class Loader:
+    """Loads of one context's embeddings; one at a time."""
+
+    def __init__(self, worker: EmbeddingWorker) -> None:
+        self._worker = worker
+        self._request: LoadRequest | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def verify(self, identity: str, url: str, features: tuple[str, ...] | None) -> None:
+        """Have every server check its share; changes nothing.
+
+        Raises:
+            CheckpointError: If something is missing, damaged or does not fit the config.
+        """
+        self.wait()
+        number = secrets.randbits(63)
+        self._request = LoadRequest(number, "verify", url, identity, features)
+        try:
+            self._await("verified")
+        except BaseException:
+            self.drop()
+            raise
+
+    def commit(self, *, blocking: bool) -> list[str]:
+        """Replace the rows that every server holds by those verified.
+
+        Returns:
+            What the user should know of it, which is also in the log; if it is ``blocking``.
+
+        Raises:
+            CheckpointError: If a file has changed since, or cannot be read any more.
+        """
+        request = self._request
+        if request is None:
+            return []
+        self._request = replace(request, step="commit")
+
+        def run() -> list[str]:
+            try:
+                statuses = self._await("loaded")
+                # Only now, as all have theirs, is any server's share whole.
+                self._worker.load(replace(request, step="finish"))
+            finally:
+                self.drop()
+            notes = list(dict.fromkeys(note for status in statuses for note in status.notes))
+            for note in notes:
+                _logger.warning("%s: %s", request.url, note)
+            _logger.info(
+                "loaded %d rows from %s", sum(s.num_rows for s in statuses), request.url
+            )
+            return notes
+
+        if blocking:
+            return run()
+
+        def behind() -> None:
+            try:
+                run()
+            except BaseException as exc:
+                _logger.error("loading from %s failed: %s", request.url, exc)
+                self._failure = exc
+
+        self._thread = threading.Thread(target=behind, name="persia-checkpoint", daemon=True)
+        self._thread.start()
+        return []
+
+    def drop(self) -> None:
+        """Forget a load that is not to be committed."""
+        request, self._request = self._request, None
+        if request is None:
+            return
+        try:
+            self._worker.load(replace(request, step="drop"))
+        except PersiaError as exc:
+            _logger.warning("a load was not ended on every server: %s", exc)
+
+    def wait(self) -> None:
+        """Wait for the load in the background, if there is one.
+
+        Raises:
+            BaseException: What it raised, once.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _await(self, goal: str) -> tuple[LoadStatus, ...]:
+        request = self._request
+        if request is None:
+            raise ConfigError("no load is under way")
+
+        def ask() -> tuple[bool, int, int, tuple[LoadStatus, ...]]:
+            statuses = self._worker.load(request)
+            for number, status in enumerate(statuses):
+                if status.state == "failed":
+                    raise CheckpointError(f"parameter server {number}: {status.error}")
+            is_over = all(status.state == goal for status in statuses)
+            done, total = sum(s.done for s in statuses), sum(s.total for s in statuses)
+            return is_over, done, total, statuses
+
+        found: tuple[LoadStatus, ...] = _watch(ask, "B", request.step, True)
+        return found

@@ -1,0 +1,207 @@
+"""The context of a data-loader's script, which needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from persia import env
+from persia._metrics import roles
+from persia._metrics.definitions import LOADER
+from persia._rpc.messages import NamedArray
+from persia.ctx.base import BaseCtx
+from persia.embedding.data import PersiaBatch
+from persia.errors import (
+    ConfigError,
+    DataTypeError,
+    JobFinished,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from persia._loader.sender import Feeder
+    from persia._metrics.registry import Source as MetricSource
+    from persia.embedding.data import NdarrayDataBase
+
+
+class DataCtx(BaseCtx):
+    """Sends batches from a data-loader's process to the nn-workers.
+
+    The servers are found by the addresses in the environment; which of the data-loaders this
+    is, by ``REPLICA_INDEX`` and ``REPLICA_SIZE``. Leaving the context says that the data has
+    ended, and waits until every batch was trained on, or the job has ended. If the script
+    fails, the nn-workers raise its traceback.
+
+    A job that ends before the data does ends the ``with`` block: silently if it went well,
+    and otherwise with its exit status, as ``SystemExit``.
+
+    Args:
+        threadpool_worker_size: Kept for scripts of the original.
+        device_id: Kept for scripts of the original.
+
+    Example:
+        >>> def send_all(batches):
+        ...     with DataCtx() as ctx:
+        ...         for batch in batches:
+        ...             ctx.send_data(batch)
+    """
+
+    def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
+        super().__init__(threadpool_worker_size, device_id)
+        self._feeder: Feeder | None = None
+        self._last_stats: Mapping[str, int] = {}
+        self._raised: BaseException | None = None  # by the body that is being left
+        self._sources: list[MetricSource] = []
+
+    _role = LOADER
+
+    def metric_sources(self) -> list[MetricSource]:
+        """Return what is to be told of this context, also after it was left."""
+        return self._sources
+
+    def why_not_ready(self) -> str:
+        """Say what keeps batches from being sent; "" if nothing does."""
+        feeder = self._feeder
+        return "it was left" if feeder is None else feeder.why_not_ready()
+
+    def why_not_healthy(self) -> str:
+        """Say what has ended a thread of this context."""
+        feeder = self._feeder
+        return "" if feeder is None else feeder.why_not_healthy()
+
+    def _enter(self) -> None:
+        if env.get_mode() == "embedded":
+            raise ConfigError(
+                "a DataCtx needs servers, and this process runs in embedded mode: name them "
+                "in PERSIA_EMBEDDING_WORKERS and PERSIA_NN_WORKERS, or let a StreamingDataset "
+                "start this script as its data_loader.py, or feed the TrainCtx from a "
+                "persia.data.IterableDataset instead"
+            )
+        from persia._loader import sender
+
+        try:
+            self._feeder = feeder = sender.connect()
+            number = env.get_replica_index() or 0
+            self._sources = [
+                roles.of_loader(LOADER, number, feeder),
+                roles.of_clients(LOADER, number, feeder.clients, feeder.clients),
+            ]
+        except JobFinished as exc:
+            # Nobody will ask for data: this process has nothing to do but to end with the job.
+            raise SystemExit(exc.status or 0) from None
+
+    def send_data(self, persia_batch: PersiaBatch) -> None:
+        """Send one batch, once the nn-worker it goes to has room for it.
+
+        The batch is copied: its arrays may be filled anew afterwards. One thread may send at a
+        time. After an error that is the batch's own (a ``DataError``) the next may be sent.
+
+        Raises:
+            ConfigError: Outside of the ``with`` block.
+            DataTypeError: If it is no ``PersiaBatch``.
+            DataError: If it does not fit the embedding config.
+            JobFinished: If the job has ended; let it end the ``with`` block.
+            ServiceUnavailable: If a server that is needed is gone for too long; names it.
+            ServiceTimeout: If one does not answer for too long; names it.
+        """
+        if not isinstance(persia_batch, PersiaBatch):
+            raise DataTypeError(
+                f"DataCtx.send_data: expected a PersiaBatch, got {type(persia_batch).__name__}"
+            )
+        if self._feeder is None:
+            raise ConfigError("DataCtx.send_data: expected inside `with DataCtx() as ctx`")
+        self._feeder.send(
+            persia_batch.features,
+            _copies(persia_batch.non_id_type_features),
+            _copies(persia_batch.labels),
+            batch_size=persia_batch.batch_size,
+            requires_grad=persia_batch.requires_grad,
+            meta=persia_batch.meta,
+        )
+
+    @property
+    def resume_position(self) -> int:
+        """How many of this data-loader's batches the trainer has no need of.
+
+        It is above 0 where a run continues from a checkpoint, or this data-loader was started
+        anew. They may be sent all the same: they are dropped and counted. A reader that can
+        seek says so with ``seek``, and begins there. Waits until every nn-worker is there.
+
+        Raises:
+            ConfigError: Outside of the ``with`` block.
+            JobFinished: If the job has ended.
+        """
+        if self._feeder is None:
+            raise ConfigError(
+                "DataCtx.resume_position: expected inside `with DataCtx() as ctx`"
+            )
+        return self._feeder.resume_position()
+
+    def seek(self, batch: int) -> None:
+        """Let the next ``send_data`` be for this batch of the data-loader's, counted from 0.
+
+        Args:
+            batch: ``resume_position``, or fewer.
+
+        Raises:
+            ConfigError: Outside of the ``with`` block.
+            DataError: After the first ``send_data``, or if batches before it are needed.
+
+        Example:
+            >>> def send_rest(reader):
+            ...     with DataCtx() as ctx:
+            ...         ctx.seek(ctx.resume_position)
+            ...         for batch in reader.batches_from(ctx.resume_position):
+            ...             ctx.send_data(batch)
+        """
+        if self._feeder is None:
+            raise ConfigError("DataCtx.seek: expected inside `with DataCtx() as ctx`")
+        self._feeder.seek(batch)
+
+    def stats(self) -> Mapping[str, int]:
+        """Return counts of batches since the context was entered; absent ones are zero.
+
+        ``sent``; ``redelivered`` once more to an nn-worker that was started anew;
+        ``registered_again`` whose ids an embedding-worker no longer held; ``dropped`` as they
+        had been received before this data-loader was restarted, or trained before the
+        checkpoint that the run continues from; ``kept`` until they are
+        trained on; ``lost``, which were not when the context was left.
+        """
+        return self._last_stats if self._feeder is None else self._feeder.stats()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        feeder, self._raised = self._feeder, exc
+        super().__exit__(exc_type, exc, traceback)
+        is_end_of_job = isinstance(exc, JobFinished)
+        status = None if feeder is None else feeder.job_status
+        if status and (exc is None or is_end_of_job):
+            # Whoever failed has said why; this process only takes the status over.
+            raise SystemExit(status) from None
+        return is_end_of_job
+
+    def _exit(self) -> None:
+        feeder, self._feeder, raised, self._raised = self._feeder, None, self._raised, None
+        if feeder is None:
+            return
+        is_asked_to_end = isinstance(raised, SystemExit) and not raised.code
+        try:
+            if raised is None or is_asked_to_end or isinstance(raised, JobFinished):
+                feeder.finish()
+            else:
+                feeder.fail(raised)
+        finally:
+            feeder.close()
+            self._last_stats = feeder.stats()
+
+
+def _copies(items: Iterable[NdarrayDataBase]) -> tuple[NamedArray, ...]:
+    return tuple(NamedArray(item.name, np.array(item.data, order="C")) for item in items)

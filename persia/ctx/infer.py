@@ -1,0 +1,64 @@
+"""The context that serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from persia.ctx.base import PreprocessMode
+from persia.ctx.embedding import EmbeddingCtx
+from persia.ctx.ready import wait_until_ready
+from persia.embedding import EmbeddingConfig
+
+if TYPE_CHECKING:
+    from persia._rpc.messages import EmbeddingWorker
+    from persia.ctx.embedding import ConfigSource, SchemaSource
+
+
+class InferCtx(EmbeddingCtx):
+    """Looks embeddings up for serving: no labels, no gradients, nothing configured.
+
+    Args:
+        embedding_worker_address_list: ``host:port`` of embedding-workers. Without any, those
+            of the job, or in embedded mode the context it is entered in.
+        model: As of ``EmbeddingCtx``.
+        embedding_config: As of ``EmbeddingCtx``.
+        threadpool_worker_size: Kept for scripts of the original.
+        device_id: Number of the CUDA device of the model. None, or below 0, is the CPU.
+        global_config: As of ``EmbeddingCtx``.
+        embedding_worker: As of ``EmbeddingCtx``.
+
+    Raises:
+        ConfigError: If a setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        embedding_worker_address_list: list[str] | None = None,
+        model: Any = None,
+        embedding_config: EmbeddingConfig | SchemaSource | None = None,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
+        *,
+        global_config: ConfigSource | None = None,
+        embedding_worker: EmbeddingWorker | None = None,
+    ) -> None:
+        super().__init__(
+            PreprocessMode.INFERENCE,
+            model,
+            embedding_config,
+            threadpool_worker_size,
+            device_id,
+            global_config=global_config,
+            embedding_worker=embedding_worker,
+        )
+        if embedding_worker_address_list:
+            self._addresses = list(embedding_worker_address_list)
+
+    def wait_for_serving(self) -> None:
+        """Wait until all servers are configured and answer.
+
+        Raises:
+            ServiceTimeout: If they are not within 300 s.
+        """
+        if not self._connected().is_untrained:
+            wait_until_ready(self.embedding_worker)
