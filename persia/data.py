@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    from persia._training.forward import Prefetcher
+    from persia._training.forward import ForwardPipeline
     from persia._training.transfer import PersiaTrainingBatch
     from persia.embedding.data import PersiaBatch
 
@@ -186,7 +186,7 @@ class DataLoader:
         self.embedding_staleness = embedding_staleness
         self.drop_last = drop_last
         # Weak: a loader that outlives its context must not keep the rows of the servers.
-        self._epoch: weakref.ref[Prefetcher] | None = None
+        self._epoch: weakref.ref[ForwardPipeline] | None = None
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:
         """Start one pass, in the mode of the current context.
@@ -222,7 +222,7 @@ class DataLoader:
 
 
 def _drain(
-    epoch: Prefetcher,
+    epoch: ForwardPipeline,
     joining: AbstractContextManager[Any],
     context: weakref.ref[EmbeddingCtx],
 ) -> Iterator[PersiaTrainingBatch]:

@@ -29,7 +29,7 @@ from persia import env
 from persia._cli.children import UNWIND_S, Child
 from persia._cli.run import dump_call
 from persia._cluster.connect import connect_embedding_workers, connect_parameter_servers
-from persia._cluster.job import tell_end
+from persia._cluster.job import announce_job_end
 from persia._process_exit import RUN, End
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.config import EmbeddingSchema, GlobalConfig
@@ -352,7 +352,7 @@ class PersiaServiceCtx:
         if not any(p.end is None for p in self._processes):
             return
         with closing(ZmqTransport()) as transport:
-            tell_end(transport, status, _TELL_SOON_S if status else _TELL_S)
+            announce_job_end(transport, status, _TELL_SOON_S if status else _TELL_S)
 
     def _wait_for_end(self, processes: list[_Process], timeout_s: float) -> None:
         with self._changed:

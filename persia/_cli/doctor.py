@@ -23,7 +23,7 @@ from persia._cli.checks.sample import check_sample, read_sample
 from persia._cli.checks.settings import Forecast, check_files, check_memory, forecast
 from persia._cli.checks.variables import check_variables
 from persia._metrics.top_view import WIDTH, need_rich
-from persia._worker.batch_plan import schema_fingerprint
+from persia.config import schema_fingerprint
 from persia.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

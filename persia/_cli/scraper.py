@@ -27,7 +27,7 @@ from persia import env
 from persia._cluster.addresses import TCP, parsed, split
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.endpoint import default_port
-from persia._metrics.scrape import Reading, Span, read
+from persia._metrics.scrape import Delta, Reading, read
 from persia._metrics.top_view import Watched
 from persia.errors import ConfigError, DataError
 
@@ -39,7 +39,7 @@ _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1", "localhost": "12
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ScrapeTarget:
     """Where a process is asked, and who is expected there."""
 
     role: str
@@ -51,12 +51,14 @@ class Place:
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def next(self) -> Place:
+    def next(self) -> ScrapeTarget:
         """Return where the next replica, or rank, is if there is one on the same host."""
-        return Place(self.role, self.index + 1, self.host, self.port + 1, is_listed=False)
+        return ScrapeTarget(
+            self.role, self.index + 1, self.host, self.port + 1, is_listed=False
+        )
 
 
-def listed_places(named: Sequence[str] = ()) -> list[Place]:
+def listed_places(named: Sequence[str] = ()) -> list[ScrapeTarget]:
     """Return where the processes of the job are, of which this one's environment says where.
 
     Args:
@@ -87,18 +89,18 @@ def listed_places(named: Sequence[str] = ()) -> list[Place]:
                 where = port + on_host if role == TRAINER else port
             else:
                 where = default_port(role, on_host if role == TRAINER else index)
-            places.append(Place(role, index, host, where))
+            places.append(ScrapeTarget(role, index, host, where))
     loader = port if isinstance(port, int) else default_port(LOADER, 0)
-    places.append(Place(LOADER, 0, _here(), loader, is_listed=False))
+    places.append(ScrapeTarget(LOADER, 0, _here(), loader, is_listed=False))
     by_address = {(place.host, place.port): place for place in reversed(places)}
     return list(reversed(by_address.values()))
 
 
-def _named(index: int, text: str) -> Place:
+def _named(index: int, text: str) -> ScrapeTarget:
     host, _, port = text.removeprefix("http://").removesuffix("/metrics").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"expected HOST:PORT of a process's metrics, got {text!r}")
-    return Place(LOADER, index, host.strip("[]"), int(port))
+    return ScrapeTarget(LOADER, index, host.strip("[]"), int(port))
 
 
 def _here() -> str:
@@ -120,7 +122,7 @@ def _host(address: str) -> str:
 
 @dataclass(slots=True)
 class _State:
-    """What is known of one place. Guarded by the lock of its ``Asker``."""
+    """What is known of one place. Guarded by the lock of its ``Scraper``."""
 
     asked_at: float | None = None  # while an answer is awaited
     silent_since: float = 0.0
@@ -131,7 +133,7 @@ class _State:
     has_answered: bool = False  # ever
 
 
-class Asker:
+class Scraper:
     """Asks processes, and knows their last answers.
 
     Args:
@@ -139,7 +141,7 @@ class Asker:
         deadline_s: Seconds until one is said not to answer.
     """
 
-    def __init__(self, places: Iterable[Place], deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, places: Iterable[ScrapeTarget], deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
         self._answered = threading.Condition()  # guards what is below
         self._states = {place: _State() for place in places}
@@ -158,17 +160,17 @@ class Asker:
     def _num_awaited(self) -> int:
         return sum(state.asked_at is not None for state in self._states.values())
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: ScrapeTarget) -> None:
         state = self._states.setdefault(place, _State())
         if state.asked_at is None:
             state.asked_at = time.monotonic()
             name = f"persia-asks-{place}"
             threading.Thread(target=self._ask, args=(place,), name=name, daemon=True).start()
 
-    def _ask(self, place: Place) -> None:
+    def _ask(self, place: ScrapeTarget) -> None:
         readings: list[Reading] = []
         problem = remark = ""
-        others: list[Place] = []
+        others: list[ScrapeTarget] = []
         try:
             host, others = _resolved(place)
             readings = read(_get(host, place.port, "/metrics", self._deadline_s))
@@ -214,7 +216,7 @@ class Asker:
                         if began is not None and (one.role, one.replica, began) in shown:
                             continue
                         shown.add((one.role, one.replica, began or 0.0))
-                        span = Span(state.before.get((one.role, one.replica)), one)
+                        span = Delta(state.before.get((one.role, one.replica)), one)
                         found.append(
                             Watched(one.role, one.replica, str(place), span, state.remark)
                         )
@@ -227,13 +229,13 @@ class Asker:
         return found
 
 
-def _resolved(place: Place) -> tuple[str, list[Place]]:
+def _resolved(place: ScrapeTarget) -> tuple[str, list[ScrapeTarget]]:
     """Return the first host to which a place leads, and those of all others."""
     found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     of_family = [str(where[0]) for family, *_, where in found if family == found[0][0]]
     hosts = sorted(set(of_family))
     others = [
-        Place(place.role, place.index + 1 + n, host, place.port, place.is_listed)
+        ScrapeTarget(place.role, place.index + 1 + n, host, place.port, place.is_listed)
         for n, host in enumerate(hosts[1:])
     ]
     return hosts[0], others

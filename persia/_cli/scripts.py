@@ -27,9 +27,9 @@ from persia._cluster.events import Event, Events, watched_process
 from persia._cluster.job import (
     GRACE_S,
     POLL_S,
-    JobWatch,
+    JobMonitor,
+    announce_job_end,
     status_after_job,
-    tell_end,
 )
 from persia._metrics.definitions import LOADER
 from persia._metrics.endpoint import Endpoint
@@ -143,7 +143,7 @@ def run_nn_worker(
 def _tell(status: int, timeout_s: float, took_part: bool) -> None:
     with closing(ZmqTransport()) as transport:
         try:
-            silent = tell_end(transport, status, timeout_s, took_part)
+            silent = announce_job_end(transport, status, timeout_s, took_part)
         except ConfigError as error:
             # The script has ended; with its status this process ends, not with its own.
             logger.error("cannot tell the servers that the job has ended: %s", error)
@@ -192,7 +192,7 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
             stack.callback(endpoint.close)
 
         watcher = f"data-loader {replica_index} {socket.gethostname()}:{os.getpid()}"
-        stack.enter_context(closing(JobWatch(transport, watcher, on_end, replica_index)))
+        stack.enter_context(closing(JobMonitor(transport, watcher, on_end, replica_index)))
         end = _until_job_ends(script, child, events, stand_in)
     _print_last(end)
     return end.status

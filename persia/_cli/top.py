@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from persia import env
-from persia._cli.scraper import Asker, listed_places
+from persia._cli.scraper import Scraper, listed_places
 from persia._metrics.top_view import WIDTH, Frame, Watched, need_rich
 
 NOBODY = (
@@ -27,7 +27,7 @@ def run_top(
         ConfigError: If nothing says where the job is, or rich is not installed.
     """
     need_rich()
-    asker = Asker(listed_places(named), deadline_s)
+    asker = Scraper(listed_places(named), deadline_s)
     if is_once:
         return _show_once(asker, interval_s, deadline_s)
     try:
@@ -37,7 +37,7 @@ def run_top(
     return 0
 
 
-def frame_of(asker: Asker) -> Frame:
+def frame_of(asker: Scraper) -> Frame:
     """Return a frame of what is known now, of the run that ``PERSIA_RUN_ID`` names if one."""
     wanted = env.run_id()
     processes = [_of_run(wanted, one) for one in asker.processes()]
@@ -60,7 +60,7 @@ def _of_run(wanted: str | None, one: Watched) -> Watched:
     return dataclasses.replace(one, span=None, problem=problem)
 
 
-def _show_once(asker: Asker, interval_s: float, deadline_s: float) -> int:
+def _show_once(asker: Scraper, interval_s: float, deadline_s: float) -> int:
     asker.ask()
     asker.wait(deadline_s)
     threading.Event().wait(interval_s)  # rates are of this time
@@ -74,7 +74,7 @@ def _show_once(asker: Asker, interval_s: float, deadline_s: float) -> int:
     return 1
 
 
-def _show(asker: Asker, interval_s: float) -> None:
+def _show(asker: Scraper, interval_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 

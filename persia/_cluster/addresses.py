@@ -17,7 +17,7 @@ TCP = "tcp://"
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class AddressList:
     """The addresses of a role, and where they are named."""
 
     variable: str
@@ -74,7 +74,7 @@ def resolve(name: str) -> list[str]:
     return [f"{TCP}[{one}]:{port}" for one in by_family[socket.AF_INET6]]
 
 
-def resolved(listed: Listed, timeout_s: float) -> list[str]:
+def resolved(listed: AddressList, timeout_s: float) -> list[str]:
     """Return every address, with the hosts of those names that can be looked up in time."""
     found: dict[str, list[str]] = {}
 

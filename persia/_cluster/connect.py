@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from persia import env
-from persia._cluster.addresses import Listed, parsed, resolved, split
-from persia._cluster.discovery import Search
+from persia._cluster.addresses import AddressList, parsed, resolved, split
+from persia._cluster.discovery import Discovery
 from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteNNWorker, RemoteParameterServer
 from persia._rpc.transport import Transport
@@ -94,11 +94,11 @@ def _search(
     addresses: Sequence[str] | None,
     timeout_s: float | None,
     on_restart: Callable[[int], None] | None,
-) -> Search:
+) -> Discovery:
     name = env.named_nats_variable()
     if name is not None and _told_of_nats.acquire(blocking=False):
         logger.warning("%s is ignored: servers are found by their addresses", name)
-    return Search(
+    return Discovery(
         transport,
         role,
         _listed(role, addresses),
@@ -107,7 +107,7 @@ def _search(
     )
 
 
-def _listed(role: Role, addresses: Sequence[str] | None = None) -> Listed:
+def _listed(role: Role, addresses: Sequence[str] | None = None) -> AddressList:
     """Return the addresses of a role, and where they were named."""
     variable, read = {
         parameter_server().name: (
@@ -123,7 +123,7 @@ def _listed(role: Role, addresses: Sequence[str] | None = None) -> Listed:
     is_by_node = role.name == nn_worker().name
     if addresses:
         variable = f"the list of {role.name}s given"
-    return Listed(variable, parsed(variable, addresses or read()), is_by_node)
+    return AddressList(variable, parsed(variable, addresses or read()), is_by_node)
 
 
 def check_lists() -> None:

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from persia._cluster.addresses import TCP, Listed, is_name, resolve, split
+from persia._cluster.addresses import TCP, AddressList, is_name, resolve, split
 from persia._cluster.monitor import follow
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role
 from persia._rpc.transport import Transport
-from persia._worker.batch_plan import SAME_EVERYWHERE, tell_apart
+from persia.config import SAME_EVERYWHERE, describe_differences
 from persia.errors import (
     ConfigError,
     JobFinished,
@@ -70,7 +70,7 @@ class _Answer:
         )
 
 
-class Search:
+class Discovery:
     """Finds the servers of one role, once.
 
     Args:
@@ -86,7 +86,7 @@ class Search:
         self,
         transport: Transport,
         role: Role,
-        listed: Listed,
+        listed: AddressList,
         timeout_s: float,
         on_restart: Callable[[int], None] | None,
     ) -> None:
@@ -397,7 +397,7 @@ def _conflict(answers: Sequence[_Answer]) -> tuple[_Answer, _Answer, str] | None
             places = f"at {one.asked.address}", f"at {answer.asked.address}"
             text = (
                 f"{one} and {answer} have different embedding configs: "
-                f"{tell_apart(*theirs, *places)}; {SAME_EVERYWHERE}"
+                f"{describe_differences(*theirs, *places)}; {SAME_EVERYWHERE}"
             )
             return one, answer, text
         twin = by_number.setdefault(here.replica_index, answer)

@@ -31,7 +31,7 @@ _LINE_S = 10.0
 _ATTEMPT_S = 2.0
 
 
-def tell_end(
+def announce_job_end(
     transport: Transport, status: int, timeout_s: float, took_part: bool = True
 ) -> list[str]:
     """Tell every parameter server and embedding-worker that the job has ended.
@@ -96,7 +96,7 @@ def status_after_job(status: int) -> int:
     return 0 if env.is_supervised() else status
 
 
-class JobWatch:
+class JobMonitor:
     """Asks, in a thread, whether the job has ended.
 
     Args:

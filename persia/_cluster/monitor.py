@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from persia._cluster.addresses import Listed, resolved
+from persia._cluster.addresses import AddressList, resolved
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role
 from persia._rpc.transport import Transport
@@ -27,7 +27,7 @@ _LOOK_S = 3.0
 Found = Sequence[tuple[Client, Hello]]
 
 
-def follow(transport: Transport, role: Role, listed: Listed, found: Found) -> None:
+def follow(transport: Transport, role: Role, listed: AddressList, found: Found) -> None:
     """Watch over servers until their clients are closed."""
     threading.Thread(
         target=_follow,
@@ -37,7 +37,7 @@ def follow(transport: Transport, role: Role, listed: Listed, found: Found) -> No
     ).start()
 
 
-def _follow(transport: Transport, role: Role, listed: Listed, found: Found) -> None:
+def _follow(transport: Transport, role: Role, listed: AddressList, found: Found) -> None:
     # They are closed together, and before their transport is.
     settling: dict[int, threading.Thread] = {}
     while not found[0][0].wait_closed(_LOOK_S):
@@ -51,7 +51,7 @@ def _follow(transport: Transport, role: Role, listed: Listed, found: Found) -> N
 def _look(
     transport: Transport,
     role: Role,
-    listed: Listed,
+    listed: AddressList,
     found: Found,
     settling: dict[int, threading.Thread],
 ) -> None:

@@ -30,7 +30,7 @@ from persia._cluster.events import Event, Events, watched_process
 from persia._cluster.job import GRACE_S, POLL_S, status_after_job
 from persia._cluster.process_metrics import push_settings, soon
 from persia._core.base import cpu
-from persia._files.allowed_roots import ANYWHERE, Roots
+from persia._files.allowed_roots import ANYWHERE, AllowedRoots
 from persia._metrics.endpoint import Endpoint
 from persia._metrics.roles import of_clients, of_rpc_server, of_server, of_worker
 from persia._rpc.job import JobState
@@ -39,9 +39,13 @@ from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport, is_local
 from persia._server.service import ParameterServer
 from persia._server.supervised import open_state
-from persia._worker.batch_plan import schema_fingerprint
 from persia._worker.service import EmbeddingWorker
-from persia.config import EmbeddingSchema, GlobalConfig, ParameterServerConfig
+from persia.config import (
+    EmbeddingSchema,
+    GlobalConfig,
+    ParameterServerConfig,
+    schema_fingerprint,
+)
 from persia.errors import ConfigError, JobFinished, ServiceBusy
 
 logger = logging.getLogger(__name__)
@@ -115,12 +119,12 @@ def run_parameter_server(options: Options) -> int:
         return status
 
 
-def _roots(settings: ParameterServerConfig, address: str) -> Roots:
+def _roots(settings: ParameterServerConfig, address: str) -> AllowedRoots:
     """Return where clients may have checkpoints written: nowhere, if strangers may ask."""
     listed = env.checkpoint_roots()
     if listed is None:
-        return ANYWHERE if is_local(address) else Roots([])
-    roots = Roots(listed)
+        return ANYWHERE if is_local(address) else AllowedRoots([])
+    roots = AllowedRoots(listed)
     if settings.enable_incremental_update:
         roots.check(settings.incremental_dir)
     return roots

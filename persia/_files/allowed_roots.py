@@ -16,7 +16,7 @@ from persia.errors import CheckpointError
 _LOCAL = ("", "file", "local")  # as open_storage takes them
 
 
-class Roots:
+class AllowedRoots:
     """Folders and URLs, with all that is below them.
 
     Args:
@@ -78,4 +78,4 @@ def _is_below(path: str, root: str) -> bool:
     return path == root or path.startswith(root.rstrip("/") + "/")
 
 
-ANYWHERE = Roots()
+ANYWHERE = AllowedRoots()

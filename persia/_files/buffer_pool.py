@@ -24,7 +24,7 @@ BLOCK_BYTES = 4096
 _HUGE_BYTES = 2 << 20
 
 
-class Memory:
+class BufferPool:
     """Gives out memory; any thread may ask. What nobody asks for again is let go of with it."""
 
     def __init__(self) -> None:

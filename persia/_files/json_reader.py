@@ -18,7 +18,7 @@ from persia.errors import CheckpointError
 _TOLD = 80
 
 
-class Where:
+class FieldPath:
     """A place in a file, for messages: the file's path and the field's."""
 
     __slots__ = ("field", "file")
@@ -27,11 +27,11 @@ class Where:
         self.file = file
         self.field = field
 
-    def at(self, step: str | int) -> Where:
+    def at(self, step: str | int) -> FieldPath:
         """Return the place of a field, or of an element, of this one."""
         if isinstance(step, int):
-            return Where(self.file, f"{self.field}[{step}]")
-        return Where(self.file, f"{self.field}.{step}" if self.field else step)
+            return FieldPath(self.file, f"{self.field}[{step}]")
+        return FieldPath(self.file, f"{self.field}.{step}" if self.field else step)
 
     def error(self, message: str) -> CheckpointError:
         """Return an error that names this place."""
@@ -51,7 +51,7 @@ def told(value: object) -> str:
     return text if len(text) <= _TOLD else f"{text[:_TOLD]}..."
 
 
-def parse(data: bytes, where: Where) -> Any:
+def parse(data: bytes, where: FieldPath) -> Any:
     """Return the JSON value that ``data`` is; keys may not repeat, numbers are finite.
 
     Raises:
@@ -94,7 +94,7 @@ class Fields:
         CheckpointError: If it is no object.
     """
 
-    def __init__(self, value: object, where: Where) -> None:
+    def __init__(self, value: object, where: FieldPath) -> None:
         if not isinstance(value, dict):
             raise where.expected("an object", value)
         self.where = where
@@ -165,7 +165,7 @@ class Fields:
             raise self.where.at(name).error("a field that this version does not know")
 
 
-def integer(value: object, where: Where, low: int, high: int) -> int:
+def integer(value: object, where: FieldPath, low: int, high: int) -> int:
     """Return ``value`` if it is an integer in ``low..high``."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise where.expected(f"an integer in {low}..{high}", value)

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import xxhash
 
 from persia._files.entries import NAME, NUM_BUCKETS, Deleted, File, Part
-from persia._files.json_reader import Fields, Where, parse
+from persia._files.json_reader import FieldPath, Fields, parse
 from persia._files.schema import SavedSchema
 from persia.errors import CheckpointError
 from persia.version import __version__
@@ -132,7 +132,7 @@ class Manifest:
         Raises:
             CheckpointError: If it is not one, naming ``path`` and the field.
         """
-        where = Where(path)
+        where = FieldPath(path)
         content = parse(data, where)
         fields = Fields(content, where)
         if (name := fields.text("format")) != FORMAT:
@@ -199,7 +199,7 @@ def _read(fields: Fields) -> Manifest:
     return manifest
 
 
-def _check_agrees(manifest: Manifest, where: Where) -> None:
+def _check_agrees(manifest: Manifest, where: FieldPath) -> None:
     """Check what one field says against the others."""
     for place, part in enumerate(manifest.parts):
         here = where.at("parts").at(place)
@@ -229,7 +229,7 @@ def _check_agrees(manifest: Manifest, where: Where) -> None:
         raise where.error("a path comes twice")
 
 
-def _id(text: str, where: Where) -> str:
+def _id(text: str, where: FieldPath) -> str:
     if not ID.fullmatch(text):
         raise where.expected("a number of 8 to 19 digits, -, 8 hexadecimal digits", text)
     return text

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from persia._core.base.hashing import route
 from persia._core.store.blocks import RowBlock
 from persia._core.store.part_rows import copy_rows
-from persia._files.buffer_pool import Memory
+from persia._files.buffer_pool import BufferPool
 from persia._files.entries import NAME, NUM_BUCKETS, Part
 from persia._files.parts import CODE_OF_DTYPE, write_file
 from persia._files.storage import AT_ONCE, Buffer, Storage
@@ -135,7 +135,7 @@ class PartWriter:
         self._piles: dict[_Kind, _Pile] = {}
         self._gathered = 0
         self._pool = ThreadPoolExecutor(num_threads, "persia-parts", initializer=begin)
-        self._memory = Memory()
+        self._memory = BufferPool()
         # Parts of one pile together: its blocks are held until the last of them is written.
         self._writing: deque[tuple[int, list[Future[Part]]]] = deque()
         self._in_flight = 0

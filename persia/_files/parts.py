@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from persia._core.base.hashing import bucket, mix64_array, owners
 from persia._core.store.blocks import RowBlock
 from persia._core.store.part_rows import all_once, find_stranger
-from persia._files.buffer_pool import Memory
+from persia._files.buffer_pool import BufferPool
 from persia._files.entries import Deleted, File, Part
-from persia._files.json_reader import Where
+from persia._files.json_reader import FieldPath
 from persia._files.storage import AT_ONCE, Buffer, Storage
-from persia._files.tensors import CODES, Column, Glance, decode, encode
+from persia._files.tensors import CODES, Column, HeaderReader, decode, encode
 from persia.errors import CheckpointError
 
 # What a reader takes; a writer's parts are a sixteenth of it.
@@ -110,7 +110,7 @@ def read_file(
     storage: Storage,
     file: File,
     max_bytes: int = MAX_PART_BYTES,
-    memory: Memory | None = None,
+    memory: BufferPool | None = None,
 ) -> NDArray[np.uint8]:
     """Return a file's bytes, which are those that were written.
 
@@ -124,7 +124,7 @@ def read_file(
         CheckpointError: If size or checksum are not the manifest's.
     """
     _check_size(storage.at(file.path), file, max_bytes)
-    return _stream(storage, file, memory or Memory(), keep=True)
+    return _stream(storage, file, memory or BufferPool(), keep=True)
 
 
 def _check_size(name: str, file: File, max_bytes: int) -> None:
@@ -140,13 +140,13 @@ def check_file(storage: Storage, file: File) -> None:
     Raises:
         CheckpointError: If size or checksum are not the manifest's.
     """
-    _stream(storage, file, Memory(), keep=False)
+    _stream(storage, file, BufferPool(), keep=False)
 
 
 def _stream(
     storage: Storage,
     file: File,
-    memory: Memory,
+    memory: BufferPool,
     *,
     keep: bool,
     see: Callable[[int, NDArray[np.uint8]], object] | None = None,
@@ -184,7 +184,7 @@ def _stream(
     return data
 
 
-def read_part(storage: Storage, part: Part, memory: Memory | None = None) -> RowBlock:
+def read_part(storage: Storage, part: Part, memory: BufferPool | None = None) -> RowBlock:
     """Return the rows of a part, checked against what the manifest says of it.
 
     Args:
@@ -212,7 +212,7 @@ def read_part(storage: Storage, part: Part, memory: Memory | None = None) -> Row
 
 
 def check_part(
-    storage: Storage, part: Part, memory: Memory | None = None
+    storage: Storage, part: Part, memory: BufferPool | None = None
 ) -> NDArray[np.uint64]:
     """Check a part as ``read_part`` does, through a window; returns its signs.
 
@@ -226,8 +226,8 @@ def check_part(
     """
     name = storage.at(part.file.path)
     _check_size(name, part.file, MAX_PART_BYTES)
-    glance = Glance(name, part.file.num_bytes, "signs")
-    _stream(storage, part.file, memory or Memory(), keep=False, see=glance.see)
+    glance = HeaderReader(name, part.file.num_bytes, "signs")
+    _stream(storage, part.file, memory or BufferPool(), keep=False, see=glance.see)
     entries, data = glance.seen()
     _check_arrays(name, _wanted(part), {key: (e.code, e.shape) for key, e in entries.items()})
     signs: NDArray[np.uint64] = data.view(CODES["U64"])
@@ -250,7 +250,7 @@ def _wanted(part: Part) -> dict[str, _Kind]:
 
 def _check_arrays(name: str, wanted: Mapping[str, _Kind], found: Mapping[str, _Kind]) -> None:
     for key, kind in wanted.items():
-        where = Where(name, key)
+        where = FieldPath(name, key)
         if key not in found:
             if key in _OPTIONAL:
                 continue
@@ -262,7 +262,7 @@ def _check_arrays(name: str, wanted: Mapping[str, _Kind], found: Mapping[str, _K
             )
     for key in found:
         if key not in wanted:
-            raise Where(name, key).error("an array that this version does not know")
+            raise FieldPath(name, key).error("an array that this version does not know")
 
 
 def _check_buckets(name: str, part: Part, signs: NDArray[np.uint64]) -> None:
@@ -275,7 +275,7 @@ def _check_buckets(name: str, part: Part, signs: NDArray[np.uint64]) -> None:
 
 
 def read_ahead(
-    storage: Storage, parts: Iterable[Part], memory: Memory | None = None
+    storage: Storage, parts: Iterable[Part], memory: BufferPool | None = None
 ) -> Iterator[tuple[Part, RowBlock]]:
     """Yield parts with their rows; the next ones are read and checked while one is used.
 
@@ -287,7 +287,7 @@ def read_ahead(
     Raises:
         CheckpointError: If a file is not what was written, or no such part.
     """
-    memory = memory or Memory()
+    memory = memory or BufferPool()
     with ThreadPoolExecutor(_AHEAD, thread_name_prefix="persia-read-ahead") as pool:
         reading: deque[tuple[Part, Future[RowBlock]]] = deque()
         try:
@@ -305,7 +305,7 @@ def read_ahead(
 
 
 def verify_part(
-    storage: Storage, part: Part, memory: Memory | None = None
+    storage: Storage, part: Part, memory: BufferPool | None = None
 ) -> NDArray[np.uint64]:
     """Check a part as ``check_part`` does, and that no sign is in it twice; returns the signs.
 
@@ -332,7 +332,7 @@ def check_once(arrays: Sequence[NDArray[np.uint64]], name: str) -> None:
         raise CheckpointError(f"{name}: signs: {ordered[twice[0]]} comes twice")
 
 
-class Window:
+class DuplicateFilter:
     """Checks that no two parts of a checkpoint have a row of the same sign.
 
     Parts come sorted by their buckets, so that only the signs of those that overlap are held.

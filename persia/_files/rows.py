@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from persia._core.base.hashing import mix64_array
 from persia._core.store.blocks import RowBlock
-from persia._files.buffer_pool import Memory
+from persia._files.buffer_pool import BufferPool
 from persia._files.catalog import Place, chain, discard, new_id, publish, storage_of
 from persia._files.entries import NUM_BUCKETS, File, Part, sketch_name
 from persia._files.manifest import Manifest, now
 from persia._files.part_writer import PART_BYTES, PartWriter
 from persia._files.parts import (
-    Window,
+    DuplicateFilter,
     check_file,
     filter_owned,
     parts_for,
@@ -81,7 +81,7 @@ def rows_of(
         for manifest in manifests
     ]
     offsets = _offsets(manifests)
-    memory = Memory()
+    memory = BufferPool()
     passes = -(-changed // _REMEMBERED) or 1
     for number in range(passes):
         width = buckets[1] - buckets[0]
@@ -157,8 +157,8 @@ def verify(
 
 def _verify_parts(storage: Storage, manifest: Manifest, progress: Progress) -> None:
     """Check each part, and that no two of them have a row of the same sign."""
-    window = Window(f"parts of {storage.at(manifest.id)}")
-    memory = Memory()
+    window = DuplicateFilter(f"parts of {storage.at(manifest.id)}")
+    memory = BufferPool()
     for part in sorted(manifest.parts, key=lambda part: part.buckets):
         window.add(part, verify_part(storage, part, memory))
         progress(part.file.num_bytes)

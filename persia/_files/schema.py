@@ -13,7 +13,7 @@ from typing import Any
 from persia._core.base.halves import DTYPES
 from persia._core.kernels.optim import MAX_DIM, RowOptimizer
 from persia._files.entries import NAME
-from persia._files.json_reader import Fields, Where, integer
+from persia._files.json_reader import FieldPath, Fields, integer
 from persia.config import EmbeddingSchema
 
 Policy = tuple[str, str | None, int]
@@ -222,7 +222,7 @@ def _group(fields: Fields, tables: Mapping[str, SavedTable]) -> SavedGroup:
     )
 
 
-def _policy(value: object, where: Where) -> Policy:
+def _policy(value: object, where: FieldPath) -> Policy:
     if not isinstance(value, list) or len(value) != 3:
         raise where.expected("[policy, clock, ttl]", value)
     policy, clock, ttl = value

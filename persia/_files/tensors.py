@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._files.json_reader import Fields, Where, integer, parse
+from persia._files.json_reader import FieldPath, Fields, integer, parse
 from persia.errors import CheckpointError
 
 # Of ours a header is some hundred bytes; a foreign one may list thousands of arrays.
@@ -123,7 +123,7 @@ def layout(
     Raises:
         CheckpointError: If no such file begins so and is as long.
     """
-    where = Where(file, "safetensors header")
+    where = FieldPath(file, "safetensors header")
     if num_bytes < _LENGTH:
         raise where.error(f"expected a file of at least {_LENGTH} bytes, got {num_bytes}")
     length = int.from_bytes(first[:_LENGTH].tobytes(), "little")
@@ -159,7 +159,7 @@ def decode(
     return arrays, metadata
 
 
-class Glance:
+class HeaderReader:
     """Header and one array of a file that is read piece by piece and not kept.
 
     Args:
@@ -205,7 +205,7 @@ class Glance:
         return self._entries, self._data
 
 
-def _entries(header: Fields, where: Where) -> tuple[dict[str, Entry], dict[str, str]]:
+def _entries(header: Fields, where: FieldPath) -> tuple[dict[str, Entry], dict[str, str]]:
     metadata: dict[str, str] = {}
     entries = {}
     for name in header.names():
@@ -237,7 +237,7 @@ def _entries(header: Fields, where: Where) -> tuple[dict[str, Entry], dict[str, 
     return entries, metadata
 
 
-def _check_tiled(entries: Mapping[str, Entry], num_bytes: int, where: Where) -> None:
+def _check_tiled(entries: Mapping[str, Entry], num_bytes: int, where: FieldPath) -> None:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != end:

@@ -19,7 +19,7 @@ LINE_S = 10.0
 AGAIN_S = 0.02
 
 
-class Feed:
+class LoaderState:
     """One data-loader's run over its data.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from persia._loader.feed import Feed
+from persia._loader.feed import LoaderState
 from persia._loader.registrars import Registrars
 from persia._rpc.messages import (
     IDFeatures,
@@ -47,7 +47,7 @@ NOWHERE = RemoteRef(0, 0)
 
 
 @dataclass(slots=True)
-class Kept:
+class UnackedBatch:
     """A batch that is not acknowledged."""
 
     ids: IDFeatures
@@ -61,7 +61,7 @@ class Kept:
         return ids + sum(one.array.nbytes for one in arrays)
 
 
-class Lane:
+class RankStream:
     """The way to one rank.
 
     Args:
@@ -71,12 +71,14 @@ class Lane:
         registrars: Where ids are registered again.
     """
 
-    def __init__(self, number: int, rank: NNWorker, feed: Feed, registrars: Registrars) -> None:
+    def __init__(
+        self, number: int, rank: NNWorker, feed: LoaderState, registrars: Registrars
+    ) -> None:
         self._number = number
         self._rank = rank
         self._feed = feed
         self._registrars = registrars
-        self.kept: dict[int, Kept] = {}  # by batch id
+        self.kept: dict[int, UnackedBatch] = {}  # by batch id
         self._backlog: deque[int] = deque()  # kept, to be delivered after a restart
         self._credits = 0  # since the opening, as is the next
         self._num_delivered = 0
@@ -154,7 +156,7 @@ class Lane:
             return None
         return self._first_needed
 
-    def deliver(self, kept: Kept) -> None:
+    def deliver(self, kept: UnackedBatch) -> None:
         """Deliver the next batch, for which there was room."""
         feed = self._feed
         with self._turn(lambda: self.is_closed or self._has_room):
@@ -163,7 +165,7 @@ class Lane:
                 self._keep(kept)
             self._deliver(kept)
 
-    def hold(self, kept: Kept) -> None:
+    def hold(self, kept: UnackedBatch) -> None:
         """Keep a batch as the loader before this one did, from which the rank has it."""
         batch_id = kept.message.batch_id
         with self._feed.changed:
@@ -231,7 +233,7 @@ class Lane:
         self.kept.clear()
         self._backlog.clear()
 
-    def _keep(self, kept: Kept) -> None:
+    def _keep(self, kept: UnackedBatch) -> None:
         self.kept[kept.message.batch_id] = kept
         self._feed.next_id += self._feed.num_loaders
 
@@ -364,7 +366,7 @@ class Lane:
                     continue
             self._register_again(kept)
 
-    def _register_again(self, kept: Kept) -> None:
+    def _register_again(self, kept: UnackedBatch) -> None:
         old = kept.message.ids
         ref = self._registrars.register(kept.ids, None if old == NOWHERE else old.worker)
         with self._feed.changed:
@@ -388,7 +390,7 @@ class Lane:
 
     # --- both -------------------------------------------------------------------------------
 
-    def _deliver(self, kept: Kept) -> None:
+    def _deliver(self, kept: UnackedBatch) -> None:
         """Deliver one batch, in turn. If the stream is not known, it goes to the backlog."""
         try:
             self._ask(partial(self._rank.deliver, self._feed.stream, kept.message))

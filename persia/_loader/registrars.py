@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from persia._loader.feed import LINE_S, Feed
+from persia._loader.feed import LINE_S, LoaderState
 from persia._rpc.messages import IDFeatures, RemoteRef
 from persia.errors import ServiceBusy, ServiceError, ServiceTimeout, ServiceUnavailable
 
@@ -38,7 +38,7 @@ class Registrars:
         feed: Whose ids.
     """
 
-    def __init__(self, workers: Sequence[Registrar], feed: Feed) -> None:
+    def __init__(self, workers: Sequence[Registrar], feed: LoaderState) -> None:
         self._workers = workers
         self._feed = feed
         # Guarded by the lock of the feed.

@@ -39,8 +39,8 @@ import numpy as np
 
 from persia import env
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._loader.feed import Feed, ended, join
-from persia._loader.rank_stream import NOWHERE, Kept, Lane
+from persia._loader.feed import LoaderState, ended, join
+from persia._loader.rank_stream import NOWHERE, RankStream, UnackedBatch
 from persia._loader.registrars import ASK_S, Registrar, Registrars
 from persia._metrics.timings import Timings
 from persia._process_exit import text_of
@@ -61,7 +61,7 @@ CHILD_CALL_S = 10.0
 MAX_FAILURE = 16_384
 
 
-class Feeder:
+class BatchSender:
     """Sends the batches of one data-loader to all ranks.
 
     Args:
@@ -89,10 +89,10 @@ class Feeder:
     ) -> None:
         deadline_s = env.rpc_timeout_s() if deadline_s is None else deadline_s
         gone_s = deadline_s if gone_s is None else gone_s
-        self._feed = Feed(loader, num_loaders, len(ranks), deadline_s, gone_s)
+        self._feed = LoaderState(loader, num_loaders, len(ranks), deadline_s, gone_s)
         self._registrars = Registrars(workers, self._feed)
         self._lanes = [
-            Lane(number, rank, self._feed, self._registrars)
+            RankStream(number, rank, self._feed, self._registrars)
             for number, rank in enumerate(ranks)
         ]
         self._disconnect = disconnect
@@ -189,9 +189,9 @@ class Feeder:
                 None if meta is None else np.frombuffer(meta, np.uint8),
             )
             if what == "deliver":
-                lane.deliver(Kept(ids, message))
+                lane.deliver(UnackedBatch(ids, message))
             else:
-                lane.hold(Kept(ids, message))
+                lane.hold(UnackedBatch(ids, message))
         finally:
             self._sending.release()
 
@@ -304,7 +304,7 @@ class Feeder:
             self._disconnect()
 
 
-def connect() -> Feeder:
+def connect() -> BatchSender:
     """Connect to every server that the environment names, and begin to feed.
 
     Raises:
@@ -349,7 +349,7 @@ def connect() -> Feeder:
             transport, timeout_s=CHILD_CALL_S if is_child else None, should_stop=has_ended
         )
         links += ranks
-        feeder = Feeder(
+        feeder = BatchSender(
             workers,
             ranks,
             loader=loader,

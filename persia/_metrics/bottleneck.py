@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
-from persia._metrics.scrape import Span
+from persia._metrics.scrape import Delta
 
 DATASET = "dataset"  # of a trainer without data-loaders
 
@@ -37,7 +37,7 @@ class Stage(NamedTuple):
     why: str
 
 
-def slowest(spans: Sequence[Span]) -> Stage:
+def slowest(spans: Sequence[Delta]) -> Stage:
     """Return which stage holds the others back."""
     ranks = [span for span in spans if span.now.role == TRAINER and span.seconds > 0]
     if not ranks:
@@ -59,7 +59,7 @@ def slowest(spans: Sequence[Span]) -> Stage:
     return Stage(name, f"{why}, {reason}" if reason else why)
 
 
-def _slow_source(spans: Sequence[Span], ranks: Sequence[Span]) -> Stage | None:
+def _slow_source(spans: Sequence[Delta], ranks: Sequence[Delta]) -> Stage | None:
     loaders = [span for span in spans if span.now.role == LOADER]
     if loaders:
         waiting = sum(span.now.get("persia_inbox_batches") or 0 for span in ranks)
@@ -76,7 +76,7 @@ def _slow_source(spans: Sequence[Span], ranks: Sequence[Span]) -> Stage | None:
     return None
 
 
-def _sparse(spans: Sequence[Span]) -> Stage:
+def _sparse(spans: Sequence[Delta]) -> Stage:
     """Return which of the two server roles takes most of the time of lookups and updates."""
     workers = [span for span in spans if span.now.role == WORKER]
     servers = [span for span in spans if span.now.role == SERVER]

@@ -41,7 +41,7 @@ class RpcClient(Protocol):
 
 
 @runtime_checkable
-class Server(Protocol):
+class ServerStats(Protocol):
     """``persia._server.service.ParameterServer``."""
 
     timings: Timings
@@ -54,7 +54,7 @@ class Server(Protocol):
 
 
 @runtime_checkable
-class Worker(Protocol):
+class WorkerStats(Protocol):
     """``persia._worker.service.EmbeddingWorker``."""
 
     timings: Timings
@@ -64,7 +64,7 @@ class Worker(Protocol):
     def id_counts(self) -> Mapping[str, tuple[int, int, int, int]]: ...
 
 
-class Loader(Protocol):
+class LoaderStats(Protocol):
     """``persia._loader.sender.Feeder``."""
 
     timings: Timings
@@ -73,7 +73,7 @@ class Loader(Protocol):
     def measure(self) -> tuple[int, int, int]: ...
 
 
-class Book(Protocol):
+class InFlightStats(Protocol):
     """``persia._training.inflight.Book``."""
 
     timings: Timings
@@ -82,7 +82,7 @@ class Book(Protocol):
     def totals(self) -> tuple[int, int]: ...
 
 
-class Inbox(Protocol):
+class ReceiverStats(Protocol):
     """``persia._training.receiver.Inbox``."""
 
     def stats(self) -> Mapping[str, int]: ...
@@ -174,7 +174,7 @@ def _calls_to(peer: str, clients: Sequence[RpcClient]) -> Iterator[Sample]:
 # --- roles ------------------------------------------------------------------------------------
 
 
-def of_server(server: Server) -> Source:
+def of_server(server: ServerStats) -> Source:
     """Return what an embedding-parameter-server tells of its rows."""
     misses = _Ratio()
 
@@ -214,7 +214,7 @@ _FATES = (
 _LEFT_OUT = {"nan_samples.": "sample", "nan_rows.": "sum"}
 
 
-def of_worker(replica: int, worker: Worker) -> Source:
+def of_worker(replica: int, worker: WorkerStats) -> Source:
     """Return what an embedding-worker tells of its batches."""
     rates: dict[str, _Ratio] = {}
 
@@ -249,7 +249,7 @@ def of_worker(replica: int, worker: Worker) -> Source:
 _SENT = ("sent", "redelivered", "registered_again", "dropped", "skipped", "lost")
 
 
-def of_loader(role: str, replica: int, loader: Loader) -> Source:
+def of_loader(role: str, replica: int, loader: LoaderStats) -> Source:
     """Return what a data-loader tells of what it sends."""
 
     def read() -> Iterable[Sample]:
@@ -270,7 +270,7 @@ _OUTCOMES = {
 }
 
 
-def of_book(role: str, rank: int, book: Book) -> Source:
+def of_book(role: str, rank: int, book: InFlightStats) -> Source:
     """Return what an nn-worker tells of its batches."""
 
     def read() -> Iterable[Sample]:
@@ -289,7 +289,7 @@ def of_book(role: str, rank: int, book: Book) -> Source:
 _INBOX_NOW = ("pending", "in_flight")
 
 
-def of_inbox(role: str, rank: int, inbox: Inbox) -> Source:
+def of_inbox(role: str, rank: int, inbox: ReceiverStats) -> Source:
     """Return what an nn-worker tells of what data-loaders send it."""
 
     def read() -> Iterable[Sample]:

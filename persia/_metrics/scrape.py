@@ -86,7 +86,7 @@ def read(text: str) -> list[Reading]:
     return [Reading(role, replica, at, found[role, replica]) for role, replica in order]
 
 
-class Span:
+class Delta:
     """One process between two readings; rates are None where there is but one."""
 
     def __init__(self, before: Reading | None, now: Reading) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from persia._metrics.bottleneck import slowest
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.registry import Metrics
-from persia._metrics.scrape import Reading, Span, read
+from persia._metrics.scrape import Delta, Reading, read
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ ORDER = (LOADER, WORKER, SERVER, TRAINER)
 WIDTH = 112
 _NONE = "-"
 
-_Text = Callable[[Span], str]
+_Text = Callable[[Delta], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Watched:
     role: str  # as expected, until it has said so
     replica: int
     place: str  # where it was asked; "" in the same process
-    span: Span | None
+    span: Delta | None
     problem: str = ""  # without a span: why there is none
 
 
@@ -117,7 +117,7 @@ def _took(name: str) -> _Text:
 
 
 def _of(part: str, whole: str) -> _Text:
-    def text(span: Span) -> str:
+    def text(span: Delta) -> str:
         limit = span.now.get(whole)
         return _short(span.now.get(part)) + (f" of {_short(limit)}" if limit else "")
 
@@ -127,7 +127,7 @@ def _of(part: str, whole: str) -> _Text:
 _TRAINED_NOT = ("abandoned", "incomplete", "skipped", "failed")
 
 
-def _not_trained(span: Span) -> str:
+def _not_trained(span: Delta) -> str:
     return _short(
         _sum(span.now.get("persia_batches_total", outcome=name) for name in _TRAINED_NOT)
     )
@@ -186,7 +186,7 @@ class Frame:
         self.clock = time.strftime("%H:%M:%S")
         self.stage = slowest(self._spans())
 
-    def _spans(self, *roles: str) -> list[Span]:
+    def _spans(self, *roles: str) -> list[Delta]:
         return [
             one.span
             for one in self.processes
@@ -200,7 +200,7 @@ class Frame:
         missed = _sum(span.delta("index_miss_count_total") for span in servers)
         misses = missed / looked_up if missed is not None and looked_up else None
 
-        def total(spans: list[Span], name: str) -> float | None:
+        def total(spans: list[Delta], name: str) -> float | None:
             return _sum(span.now.get(name) for span in spans)
 
         found = [
@@ -326,7 +326,7 @@ class View:
         before, self._before = self._before, now
         return Frame(
             [
-                Watched(*who, "", Span(before.get(who, Reading(*who, self._since, {})), one))
+                Watched(*who, "", Delta(before.get(who, Reading(*who, self._since, {})), one))
                 for who, one in now.items()
             ],
             title,

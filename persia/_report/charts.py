@@ -21,7 +21,7 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class ChartSeries:
     """One line of a chart."""
 
     name: str
@@ -36,7 +36,7 @@ class Chart:
     title: str
     unit: str
     across: str  # what the other axis is, with its unit
-    series: tuple[Series, ...]
+    series: tuple[ChartSeries, ...]
     from_zero: bool = False
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from persia._rpc.messages import EmbeddingWorker
-    from persia._training.backward import GradientEngine
-    from persia._training.inflight import Book
+    from persia._training.backward import BackwardPipeline
+    from persia._training.inflight import InFlightTracker
     from persia._training.stream import Stream
 
 
-class Measures:
+class TrainingMetrics:
     """The sources of one context.
 
     Args:
@@ -36,7 +36,7 @@ class Measures:
         # Of the training loop's last step: how many there were, and its loss.
         self._steps = 0
         self._loss: Callable[[], float] | None = None
-        self._engine: GradientEngine | None = None
+        self._engine: BackwardPipeline | None = None
 
     def note_step(self, steps: int, loss: Callable[[], float]) -> None:
         """Note the last step; its loss is computed when somebody asks."""
@@ -46,8 +46,8 @@ class Measures:
     def sources(
         self,
         worker: EmbeddingWorker,
-        book: Book,
-        engine: GradientEngine | None,
+        book: InFlightTracker,
+        engine: BackwardPipeline | None,
         stream: Stream | None,
     ) -> list[Source]:
         """Return what there is to be read now."""
@@ -74,11 +74,11 @@ class Measures:
     @staticmethod
     def _add_own(worker: object, add: Callable[[object, Callable[[], Source]], None]) -> None:
         """Add the servers of embedded mode; what a user wrote tells nothing."""
-        if not isinstance(worker, roles.Worker):
+        if not isinstance(worker, roles.WorkerStats):
             return
         add(worker, partial(roles.of_worker, 0, worker))
         for server in getattr(worker, "servers", ()):
-            if isinstance(server, roles.Server):
+            if isinstance(server, roles.ServerStats):
                 add(server, partial(roles.of_server, server))
 
     def _read(self) -> Iterable[Sample]:

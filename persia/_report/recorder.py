@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from persia._rpc.messages import EmbeddingWorker
-    from persia._training.backward import GradientEngine
-    from persia._training.inflight import Book
+    from persia._training.backward import BackwardPipeline
+    from persia._training.inflight import InFlightTracker
     from persia._training.transfer import PersiaTrainingBatch
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Kept:
+class CurveStore:
     """A sink that keeps curves, of what a step has over steps, of the rest over seconds."""
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class Recorder:
     def __init__(
         self,
         worker: EmbeddingWorker,
-        book: Book,
-        engine: GradientEngine,
+        book: InFlightTracker,
+        engine: BackwardPipeline,
         sinks: Sequence[Sink],
         world_size: int,
     ) -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from persia._core.ids import cardinality
-from persia._report.charts import Chart, Points, Series, short
+from persia._report.charts import Chart, ChartSeries, Points, short
 from persia._report.html import FeatureRow, Page, Warn, render
 from persia.errors import ConfigError, ServiceError
 from persia.version import __version__
 
 if TYPE_CHECKING:
-    from persia._report.recorder import Kept, Recorder
+    from persia._report.recorder import CurveStore, Recorder
     from persia._rpc.messages import EmbeddingWorker, FeatureStats
-    from persia._training.inflight import Book
+    from persia._training.inflight import InFlightTracker
 
 _T = TypeVar("_T")
 
@@ -35,7 +35,7 @@ _NOTE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RunFacts:
     """What the context says of itself."""
 
     title: str
@@ -82,7 +82,11 @@ def write(path: str | os.PathLike[str], page: Page) -> None:
 
 
 def gather(
-    told: Told, recorder: Recorder, kept: Kept, book: Book, worker: EmbeddingWorker
+    told: RunFacts,
+    recorder: Recorder,
+    kept: CurveStore,
+    book: InFlightTracker,
+    worker: EmbeddingWorker,
 ) -> Page:
     """Return what is known of a run now."""
     servers = _asked(worker.server_stats) or []
@@ -108,7 +112,11 @@ def gather(
 
 
 def _tiles(
-    told: Told, recorder: Recorder, kept: Kept, book: Book, servers: Sequence[Mapping[str, int]]
+    told: RunFacts,
+    recorder: Recorder,
+    kept: CurveStore,
+    book: InFlightTracker,
+    servers: Sequence[Mapping[str, int]],
 ) -> list[tuple[str, str]]:
     samples = book.totals()[0] * told.world_size
     losses = kept.by_step.points("loss")
@@ -128,12 +136,12 @@ def _tiles(
     return tiles
 
 
-def _reported(kept: Kept) -> list[str]:
+def _reported(kept: CurveStore) -> list[str]:
     names = [name for name in kept.by_step.names() if name.startswith(_REPORTED)]
     return [name.removeprefix(_REPORTED) for name in names if kept.by_step.points(name)]
 
 
-def _charts(kept: Kept) -> list[Chart]:
+def _charts(kept: CurveStore) -> list[Chart]:
     step, seconds = kept.by_step.points, kept.by_time.points
     losses = step("loss")
     reported = _reported(kept)
@@ -142,14 +150,14 @@ def _charts(kept: Kept) -> list[Chart]:
             "Loss",
             "mean of 16 steps",
             "step",
-            (Series("as it is", losses, True), Series("smoothed", _smoothed(losses)))
+            (ChartSeries("as it is", losses, True), ChartSeries("smoothed", _smoothed(losses)))
             if len(losses) >= _MANY
-            else (Series("loss", losses),),
+            else (ChartSeries("loss", losses),),
         )
     ]
     charts += [
         Chart(name.upper() if name in ("auc", "gauc") else name, "as reported", "step",
-              (Series(name, step(_REPORTED + name)),))
+              (ChartSeries(name, step(_REPORTED + name)),))
         for name in reported
         if len(step(_REPORTED + name)) > 1  # one value is told above, and no curve
     ]  # fmt: skip
@@ -157,19 +165,19 @@ def _charts(kept: Kept) -> list[Chart]:
     return [
         *charts,
         Chart("Throughput", "samples / s, all ranks", time,
-              (Series("samples / s", seconds("samples_per_second")),), True),
+              (ChartSeries("samples / s", seconds("samples_per_second")),), True),
         Chart("Staleness", "batches", time,
-              (Series("between lookup and update", seconds("staleness")),
-               Series("updates that wait", seconds("update_queue"))), True),
-        Chart("Rows", "of all servers", time, (Series("rows", seconds("rows")),), True),
+              (ChartSeries("between lookup and update", seconds("staleness")),
+               ChartSeries("updates that wait", seconds("update_queue"))), True),
+        Chart("Rows", "of all servers", time, (ChartSeries("rows", seconds("rows")),), True),
         Chart("Memory", "B", time,
-              (Series("rows, of all servers", seconds("embedding_bytes")),
-               Series("this process", seconds("process_bytes"))), True),
+              (ChartSeries("rows, of all servers", seconds("embedding_bytes")),
+               ChartSeries("this process", seconds("process_bytes"))), True),
         Chart("Gradients", "norm", "step",
-              (Series("embeddings", step("gradient_norm_embeddings")),
-               Series("dense net", step("gradient_norm_dense"))), True),
+              (ChartSeries("embeddings", step("gradient_norm_embeddings")),
+               ChartSeries("dense net", step("gradient_norm_dense"))), True),
         Chart("Embeddings", "norm of a vector, mean of features", "step",
-              (Series("norm", step("embedding_norm")),), True),
+              (ChartSeries("norm", step("embedding_norm")),), True),
     ]  # fmt: skip
 
 
@@ -236,8 +244,8 @@ _OF_SERVERS = {
 
 def _warnings(
     recorder: Recorder,
-    kept: Kept,
-    book: Book,
+    kept: CurveStore,
+    book: InFlightTracker,
     worker: EmbeddingWorker,
     servers: Sequence[Mapping[str, int]],
 ) -> list[Warn]:

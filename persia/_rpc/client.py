@@ -30,7 +30,7 @@ from persia import env
 from persia._metrics.timings import CallTimings
 from persia._rpc import error_codec
 from persia._rpc.deadlines import caller_deadline
-from persia._rpc.error_codec import Place
+from persia._rpc.error_codec import ErrorOrigin
 from persia._rpc.frame import (
     LIMITS,
     Call,
@@ -42,7 +42,7 @@ from persia._rpc.frame import (
     encode,
 )
 from persia._rpc.methods import HELLO, Hello, Method, Role
-from persia._rpc.pending_call import Attempt
+from persia._rpc.pending_call import PendingCall
 from persia._rpc.transport import Channel, Outgoing, Parts, Transport
 from persia.errors import (
     ConfigError,
@@ -118,7 +118,7 @@ class Client:
         self._num_sent = 0  # bytes, as is the next
         self._num_received = 0
         self._ids = itertools.count(1)
-        self._attempts: dict[int, Attempt] = {}
+        self._attempts: dict[int, PendingCall] = {}
         self._counts: Counter[str] = Counter()
         self._told_at = 0.0  # monotonic; when a line last said that calls wait
         self._closed = threading.Event()
@@ -138,9 +138,9 @@ class Client:
         """The server process that answered last; None before the first answer."""
         return self._settled
 
-    def place(self, method: str) -> Place:
+    def place(self, method: str) -> ErrorOrigin:
         """Who is asked by a call of ``method``."""
-        return Place(self._role.name, self._replica, self.address, method)
+        return ErrorOrigin(self._role.name, self._replica, self.address, method)
 
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start; those that are zero are absent.
@@ -255,7 +255,9 @@ class Client:
         """
         return self.begin(method, *arguments, timeout_s=timeout_s).result()
 
-    def begin(self, method: str, *arguments: Any, timeout_s: float | None = None) -> InFlight:
+    def begin(
+        self, method: str, *arguments: Any, timeout_s: float | None = None
+    ) -> CallInFlight:
         """Begin a call as ``call`` makes it; any number may be in flight at a time.
 
         Returns:
@@ -269,11 +271,11 @@ class Client:
         if known_method is None:
             raise InternalError(f"{self._role.name} has no method {method!r}")
         self._count("calls")
-        return InFlight(self, known_method, arguments, timeout_s)
+        return CallInFlight(self, known_method, arguments, timeout_s)
 
     # --- for calls in flight ----------------------------------------------------------------
 
-    def _enter(self, attempt: Attempt) -> int:
+    def _enter(self, attempt: PendingCall) -> int:
         """Return the id by which its answer comes."""
         with self._lock:
             call_id = next(self._ids)
@@ -284,7 +286,7 @@ class Client:
         with self._lock:
             self._attempts.pop(call_id, None)
 
-    def _channel_for(self, attempt: Attempt, num_bytes: int) -> Channel:
+    def _channel_for(self, attempt: PendingCall, num_bytes: int) -> Channel:
         """Return the channel of now, by which it goes with so many bytes."""
         with self._lock:
             self._num_sent += num_bytes
@@ -381,12 +383,12 @@ class Client:
     def _on_lost(self) -> None:
         with self._lock:
             self._counts["lost"] += 1
-            waiting: Sequence[Attempt] = list(self._attempts.values())
+            waiting: Sequence[PendingCall] = list(self._attempts.values())
         for pending in waiting:
             pending.lose()
 
 
-class InFlight:
+class CallInFlight:
     """A call that was begun; for one thread at a time.
 
     Args:
@@ -419,7 +421,7 @@ class InFlight:
         client = self._client
         self._before = client._settled
         replica = None if self._method is HELLO else client._replica
-        self._attempt = Attempt()
+        self._attempt = PendingCall()
         self._num_sent = 0
         call_id = client._enter(self._attempt)
         self._call = Call(call_id, self._method.name, 0, self._body, self._arrays, replica)

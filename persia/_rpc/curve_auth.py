@@ -31,7 +31,7 @@ _JOIN_S = 2.0
 _OK, _REFUSED = (b"200", b"OK"), (b"400", b"unknown key")
 
 
-class Doorkeeper:
+class CurveAuthenticator:
     """Lets known keys into the listeners of one context, until that is ended.
 
     Args:

@@ -27,7 +27,7 @@ _CLASSES: dict[str, type[PersiaError]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ErrorOrigin:
     """Who was asked what, and where; the parts of a ServiceError beside its message."""
 
     role: str = ""
@@ -56,15 +56,15 @@ def to_body(error: BaseException) -> list[Any]:
     for cls in type(error).__mro__:
         # By identity: another package may have a class of the same name.
         if _CLASSES.get(cls.__name__) is cls:
-            place = Place()
+            place = ErrorOrigin()
             if isinstance(error, ServiceError):
-                place = Place(error.role, error.replica, error.address, error.method)
+                place = ErrorOrigin(error.role, error.replica, error.address, error.method)
             return [cls.__name__, _printable(str(error), _MAX_TEXT), *_list(place), detail]
     text = f"{type(error).__name__}: {error}"
-    return ["RemoteError", _printable(text, _MAX_TEXT), *_list(Place()), detail]
+    return ["RemoteError", _printable(text, _MAX_TEXT), *_list(ErrorOrigin()), detail]
 
 
-def _list(place: Place) -> list[Any]:
+def _list(place: ErrorOrigin) -> list[Any]:
     return [place.role, place.replica, place.address, place.method]
 
 
@@ -73,7 +73,7 @@ def _printable(text: str, limit: int) -> str:
     return text[:limit].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def from_body(body: Any, called: Place) -> PersiaError:
+def from_body(body: Any, called: ErrorOrigin) -> PersiaError:
     """Return the exception to raise, for a call that ``called`` describes.
 
     Its cause is a RemoteError with the traceback over there. What cannot be read gives a
@@ -90,10 +90,10 @@ def from_body(body: Any, called: Place) -> PersiaError:
             **called.fields(),
         )
     name, text, role, replica, address, method, detail = body
-    place = Place(role, replica, address, method) if role else called
+    place = ErrorOrigin(role, replica, address, method) if role else called
     if place.role == called.role and place.replica in (None, called.replica):
         # The peer's own error: it does not know by which address it was called.
-        place = Place(
+        place = ErrorOrigin(
             called.role,
             called.replica,
             place.address or called.address,

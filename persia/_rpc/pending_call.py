@@ -11,7 +11,7 @@ from persia._rpc.transport import Channel, Outgoing
 from persia.errors import ServiceError
 
 
-class Attempt:
+class PendingCall:
     """Implements ``transport.Waiter``: whoever called waits for what others tell."""
 
     __slots__ = ("answer", "channel", "is_lost", "outgoing", "still")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from persia._rpc.client import Client, InFlight
+from persia._rpc.client import CallInFlight, Client
 from persia._rpc.messages import (
     BatchGradients,
     CutInfo,
@@ -105,7 +105,7 @@ class Remote:
         """What the server takes signs and tables to mean."""
         return self._hello.schema_fingerprint
 
-    def begin(self, method: str, *arguments: Any) -> InFlight:
+    def begin(self, method: str, *arguments: Any) -> CallInFlight:
         """Begin a call, whose result is to be asked for, so that others go with it."""
         return self._client.begin(method, *arguments)
 

@@ -59,7 +59,7 @@ class Waiter(Protocol):
         """Wait so long, or until ``still`` is free, and take it."""
 
 
-class Carrier(Protocol):
+class SocketOwner(Protocol):
     """What answers come by, and how one waits for them."""
 
     def wait(self, waiter: Waiter, seconds: float) -> None:
@@ -73,7 +73,7 @@ class Outgoing:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.carrier: Carrier | None = None  # where threads of its own receive: none
+        self.carrier: SocketOwner | None = None  # where threads of its own receive: none
         self._lock = threading.Lock()
         self._state = "waiting"
 

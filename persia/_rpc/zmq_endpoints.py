@@ -26,7 +26,7 @@ from persia._rpc import multipart
 from persia._rpc.frame import Limits, Part
 from persia._rpc.receive_turn import Turns
 from persia._rpc.transport import Outgoing, Parts, Peer, Waiter, Work
-from persia._rpc.zmq_socket import COPIED_BYTES, LOOK_S, OUT, End
+from persia._rpc.zmq_socket import COPIED_BYTES, LOOK_S, OUT, ZmqSocket
 from persia.errors import InternalError
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _ANEW_S = 1.0  # after a handshake that failed, unless libzmq tries again by its
 _REST_S = 0.02  # the own thread leaves receiving to callers, if one came within this time
 
 
-class ZmqListener(End[tuple[bytes, Parts]]):
+class ZmqListener(ZmqSocket[tuple[bytes, Parts]]):
     """Server end."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
@@ -133,7 +133,7 @@ class ZmqListener(End[tuple[bytes, Parts]]):
         monitor.close(linger=0)
 
 
-class ZmqChannel(End[Outgoing]):
+class ZmqChannel(ZmqSocket[Outgoing]):
     """Client end."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:

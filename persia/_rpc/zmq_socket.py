@@ -53,7 +53,7 @@ IN, OUT, NOW = (int(n) for n in (zmq.POLLIN, zmq.POLLOUT, zmq.NOBLOCK))
 _FAILURES = (zmq.ZMQError, MemoryError, BufferError, TypeError)
 
 
-class End(Generic[T]):
+class ZmqSocket(Generic[T]):
     """A socket on which any thread sends ``T``s, and threads of its own receive.
 
     Every use of the socket holds the lock. The threads wait without it, on the socket's

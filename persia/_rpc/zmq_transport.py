@@ -26,7 +26,7 @@ from zmq.utils import z85
 
 from persia import env
 from persia._rpc import multipart
-from persia._rpc.curve_auth import Doorkeeper
+from persia._rpc.curve_auth import CurveAuthenticator
 from persia._rpc.frame import LIMITS, Limits
 from persia._rpc.keys import Keys
 from persia._rpc.zmq_endpoints import ZmqChannel, ZmqListener
@@ -110,7 +110,7 @@ class ZmqTransport:
         directory = env.keys_directory() if keys is None else keys
         self._keys = None if directory is None else Keys(directory)
         self._lock = threading.Lock()  # guards the next
-        self._doorkeeper: Doorkeeper | None = None  # from the first listener on
+        self._doorkeeper: CurveAuthenticator | None = None  # from the first listener on
         # Those still in use; libzmq would wait for ever for one that nobody closes.
         self._ends: weakref.WeakSet[ZmqListener | ZmqChannel] = weakref.WeakSet()
 
@@ -170,10 +170,10 @@ class ZmqTransport:
         self._ends.add(channel)
         return channel
 
-    def _open_door(self) -> Doorkeeper | None:
+    def _open_door(self) -> CurveAuthenticator | None:
         with self._lock:
             if self._doorkeeper is None and self._keys is not None:
-                self._doorkeeper = Doorkeeper(self._context, self._keys)
+                self._doorkeeper = CurveAuthenticator(self._context, self._keys)
             return self._doorkeeper
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:

@@ -40,7 +40,7 @@ class _Client:
     running: set[int] = field(default_factory=set)
 
 
-class UpdateLedger:
+class AppliedUpdates:
     """Runs each update at most once and gives a repeated one its first outcome.
 
     Any thread may call it; updates with different ids run at the same time.

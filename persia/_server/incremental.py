@@ -30,7 +30,7 @@ from persia._files.parts import write_deleted
 from persia._files.storage import Storage, open_storage
 from persia._files.writer_lock import WriterLock
 from persia._server.snapshot import BLOCK_ROWS, by_table
-from persia._server.throttle import Pace, give_room
+from persia._server.throttle import Throttle, give_room
 from persia.errors import StoreError
 from persia.logger import get_logger
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from persia._core.store.snapshot import Cut
     from persia._core.store.store import EmbeddingStore
     from persia._files.schema import SavedSchema
-    from persia._server.snapshot import Held
+    from persia._server.snapshot import ServerState
     from persia.config import ParameterServerConfig
 
 _logger = get_logger("persia.incremental")
@@ -85,11 +85,11 @@ class IncrementalWriter:
         self._sizes = [0, 0]  # bytes of the last full packet, and of the deltas since
         self._changed = threading.Condition()  # guards all below
         self._num_changes = 0  # upper bound, since the last packet
-        self._held: Held | None = None  # as it was at the last change
+        self._held: ServerState | None = None  # as it was at the last change
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def note(self, num_rows: int, held: Callable[[], Held]) -> None:
+    def note(self, num_rows: int, held: Callable[[], ServerState]) -> None:
         """Note that rows have changed."""
         with self._changed:
             self._num_changes += num_rows
@@ -147,7 +147,7 @@ class IncrementalWriter:
                 self._write(storage, held, cut)
             self._is_owed = False
 
-    def _cut(self, held: Held) -> Cut:
+    def _cut(self, held: ServerState) -> Cut:
         store = held.store
         if store is not self._store:  # rows of another store are no delta to those written
             try:
@@ -162,7 +162,7 @@ class IncrementalWriter:
         give_room(cut)
         return cut
 
-    def _write(self, storage: Storage, held: Held, cut: Cut) -> None:
+    def _write(self, storage: Storage, held: ServerState, cut: Cut) -> None:
         identity = catalog.new_id(storage)
         try:
             manifest = self._publish(storage, identity, held, cut)
@@ -184,9 +184,11 @@ class IncrementalWriter:
             sum(deleted.num_signs for deleted in manifest.deleted),
         )
 
-    def _publish(self, storage: Storage, identity: str, held: Held, cut: Cut) -> Manifest:
+    def _publish(
+        self, storage: Storage, identity: str, held: ServerState, cut: Cut
+    ) -> Manifest:
         prefix = f"{identity}/rows"
-        storage.breathe = rest = Pace(self._requests).beside(cut)
+        storage.breathe = rest = Throttle(self._requests).beside(cut)
         with PartWriter(storage, prefix, server=self._replica, begin=rest) as writer:
             for block in cut.blocks(BLOCK_ROWS):
                 for name, piece in by_table(held, block):

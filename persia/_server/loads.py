@@ -32,12 +32,12 @@ from persia._rpc.messages import (
     LoadStatus,
     OptimizerSettings,
 )
-from persia._server.restore import Moved, Restoring
+from persia._server.restore import CheckpointRestore, Moved
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
 
 if TYPE_CHECKING:
-    from persia._server.snapshot import Held
+    from persia._server.snapshot import ServerState
 
 _logger = get_logger("persia.checkpoints")
 
@@ -80,7 +80,7 @@ class _Load:
 
     request: LoadRequest  # of the step last begun
     status: LoadStatus
-    work: Restoring | None = None  # once verify has begun
+    work: CheckpointRestore | None = None  # once verify has begun
     is_dropped: bool = False
     missing_before: Missing | None = None
 
@@ -116,7 +116,7 @@ class Missing:
             return Missing("a checkpoint", None)
 
 
-class Loads:
+class LoadManager:
     """The loads of one server, one at a time; any thread may call it.
 
     Args:
@@ -210,7 +210,7 @@ class Loads:
             self._missing = missing
             self._note(None if missing is None else missing.to_json())
 
-    def load(self, request: LoadRequest, held: Callable[[], Held]) -> LoadStatus:
+    def load(self, request: LoadRequest, held: Callable[[], ServerState]) -> LoadStatus:
         """Begin a step, or return how far it is.
 
         Args:
@@ -243,7 +243,7 @@ class Loads:
             ).start()
             return load.status
 
-    def load_now(self, request: LoadRequest, held: Callable[[], Held]) -> list[str]:
+    def load_now(self, request: LoadRequest, held: Callable[[], ServerState]) -> list[str]:
         """Verify and commit in this thread; returns what the user should know.
 
         Raises:
@@ -264,7 +264,7 @@ class Loads:
                 self._load = None
         return work.notes
 
-    def _begin(self, old: _Load | None, request: LoadRequest, held: Held) -> _Load:
+    def _begin(self, old: _Load | None, request: LoadRequest, held: ServerState) -> _Load:
         if old is not None and old.status.state == "loading":
             raise CheckpointError(
                 f"parameter server {self._replica}: another load is replacing its rows; "
@@ -294,7 +294,11 @@ class Loads:
         return finished
 
     def _commit(
-        self, load: _Load, work: Restoring, moved: Moved, held: Callable[[], Held]
+        self,
+        load: _Load,
+        work: CheckpointRestore,
+        moved: Moved,
+        held: Callable[[], ServerState],
     ) -> None:
         """Replace rows once no request uses them; from here on they are missing."""
         request = load.request
@@ -315,8 +319,10 @@ class Loads:
             self._set_missing(Missing(request.url, names))
         work.commit(moved)
 
-    def _work(self, held: Held, request: LoadRequest) -> Restoring:
-        return Restoring(self._replica, self._num_replicas, held, request, self._num_threads)
+    def _work(self, held: ServerState, request: LoadRequest) -> CheckpointRestore:
+        return CheckpointRestore(
+            self._replica, self._num_replicas, held, request, self._num_threads
+        )
 
     def _go_on(self, load: _Load | None, request: LoadRequest) -> _Load:
         if (
@@ -336,7 +342,7 @@ class Loads:
             "another load took its place"
         )
 
-    def _run(self, load: _Load, request: LoadRequest, held: Callable[[], Held]) -> None:
+    def _run(self, load: _Load, request: LoadRequest, held: Callable[[], ServerState]) -> None:
         work = load.work
         if work is None:
             return

@@ -11,34 +11,8 @@ from __future__ import annotations
 
 from persia._core.kernels.optim import RowOptimizer
 from persia._rpc.messages import OptimizerSettings
-from persia.config import EmbeddingSchema, Table, nearest
+from persia.config import EmbeddingSchema, Table
 from persia.errors import ConfigError
-
-
-def tables_at_rate(schema: EmbeddingSchema, group: str | None) -> tuple[int, ...]:
-    """Return the tables that a learning rate of a group, or of all groups, is for.
-
-    None leaves out those whose learning rate the embedding config says.
-
-    Raises:
-        ConfigError: If there is no such group, or it shares its table with others.
-    """
-    if group is None:
-        return tuple(
-            table.number
-            for table in schema.tables
-            if table.settings.optimizer is None or not table.settings.optimizer.has_own_lr
-        )
-    if group not in schema.groups:
-        raise ConfigError(f"unknown group {group!r}{nearest(group, schema.groups)}")
-    tables = {slot.table for slot in schema.slots.values() if slot.group == group}
-    others = [other for table in tables for other in schema.groups_of(table) if other != group]
-    if others:
-        raise ConfigError(
-            f"group {group!r} steps at one learning rate with {', '.join(map(repr, others))}; "
-            f"for one of its own write `{group}: {{optimizer: {{}}}}` under group_settings"
-        )
-    return tuple(tables)
 
 
 class TableOptimizers:

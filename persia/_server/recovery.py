@@ -7,8 +7,7 @@ from typing import Any
 
 from persia._rpc.messages import HyperParameters, InitializationSettings, OptimizerSettings
 from persia._server.row_policies import RowPolicies
-from persia._worker.batch_plan import schema_fingerprint
-from persia.config import EmbeddingSchema, ParameterServerConfig
+from persia.config import EmbeddingSchema, ParameterServerConfig, schema_fingerprint
 from persia.errors import ConfigError
 
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from persia._files.buffer_pool import Memory
+from persia._files.buffer_pool import BufferPool
 from persia._files.checkpoint_paths import Chain, chains
 from persia._files.entries import sketch_name
 from persia._files.mapping import Mapping
 from persia._files.parts import (
-    Window,
+    DuplicateFilter,
     check_part,
     filter_owned,
     num_owned,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from persia._files.manifest import Manifest
     from persia._files.storage import Storage
     from persia._rpc.messages import LoadRequest
-    from persia._server.snapshot import Held
+    from persia._server.snapshot import ServerState
 
 _Signs = tuple["NDArray[np.uint64]", "NDArray[np.uint64]"]
 Moved = Callable[[int, int, int], None]  # bytes done, of, rows
@@ -65,7 +65,7 @@ class _Chain:
         return [part for manifest in self.manifests for part in manifest.parts]
 
 
-def _check(chain: _Chain, part: Part, memory: Memory) -> _Signs:
+def _check(chain: _Chain, part: Part, memory: BufferPool) -> _Signs:
     """Check a part and whose rows are in it; returns its signs, and those they become here."""
     signs = check_part(chain.storage, part, memory)  # none comes twice: the caller's window
     if chain.writer is not None:
@@ -83,7 +83,7 @@ def _check(chain: _Chain, part: Part, memory: Memory) -> _Signs:
         raise CheckpointError(f"{chain.storage.at(part.file.path)}: {exc}") from exc
 
 
-class Restoring:
+class CheckpointRestore:
     """One server's share of one load. Its methods run one after the other, in threads.
 
     Args:
@@ -98,7 +98,7 @@ class Restoring:
         self,
         replica: int,
         num_replicas: int,
-        held: Held,
+        held: ServerState,
         request: LoadRequest,
         num_threads: int,
     ) -> None:
@@ -155,8 +155,8 @@ class Restoring:
         read: Callable[[int], None],
     ) -> int:
         """Check the parts of one checkpoint; returns how many rows this server will own."""
-        window = Window(f"parts of {chain.storage.at(manifest.id)}")
-        memory = Memory()
+        window = DuplicateFilter(f"parts of {chain.storage.at(manifest.id)}")
+        memory = BufferPool()
         count = 0
         # As many checks ahead as there are threads: what they return are all signs.
         checks: deque[tuple[Part, Future[_Signs]]] = deque()
@@ -234,7 +234,7 @@ class Restoring:
                 "of servers: their counts begin anew"
             )
 
-    def check_fits(self, now: Held) -> None:
+    def check_fits(self, now: ServerState) -> None:
         """Check that what was verified is still what the server holds.
 
         Raises:

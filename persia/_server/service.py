@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._core.base.arrays import empty_floats, zero_floats
 from persia._core.base.hashing import owners, route
 from persia._core.kernels.initial import Initializer
 from persia._core.store.request import kept_numbers
 from persia._core.store.store import EmbeddingStore
-from persia._files.allowed_roots import ANYWHERE, Roots
+from persia._files.allowed_roots import ANYWHERE, AllowedRoots
 from persia._metrics.timings import Timings
 from persia._rpc.messages import (
     CutInfo,
@@ -46,18 +47,16 @@ from persia._rpc.messages import (
     UpdateRequest,
     WriteRequest,
 )
-from persia._server.applied_updates import UpdateLedger
+from persia._server.applied_updates import AppliedUpdates
 from persia._server.incremental import IncrementalWriter
-from persia._server.loads import Loads, settings_of
+from persia._server.loads import LoadManager, settings_of
 from persia._server.optimizers import TableOptimizers
 from persia._server.recovery import check_facts, facts_of, noted_settings
 from persia._server.row_policies import REMEMBERED, RowPolicies, TrainingClock
-from persia._server.snapshot import Cuts, Held
+from persia._server.snapshot import ServerState, Snapshots
 from persia._server.state_file import RECENT, StateFile
 from persia._server.update_record import UpdateRecord
-from persia._worker import aligned
-from persia._worker.batch_plan import schema_fingerprint
-from persia.config import EmbeddingSchema, ParameterServerConfig, Table
+from persia.config import EmbeddingSchema, ParameterServerConfig, Table, schema_fingerprint
 from persia.errors import (
     ConfigError,
     DataTypeError,
@@ -120,7 +119,7 @@ class ParameterServer:
         num_checkpoint_threads: int = 4,
         clock: Callable[[], float] = time.monotonic,
         state: StateFile | None = None,
-        roots: Roots = ANYWHERE,
+        roots: AllowedRoots = ANYWHERE,
     ) -> None:
         if not 0 <= replica_index < replica_size:
             raise ConfigError(
@@ -158,8 +157,8 @@ class ParameterServer:
             "set_embedding_time_cost_sec",
         )
         self._warned_of_memory = False
-        self._cuts = Cuts(replica_index, self._num_requests)
-        self._loads = Loads(
+        self._cuts = Snapshots(replica_index, self._num_requests)
+        self._loads = LoadManager(
             replica_index, replica_size, num_checkpoint_threads, self._note_missing
         )
         self._incremental: IncrementalWriter | None = None
@@ -184,7 +183,7 @@ class ParameterServer:
 
     def _keep_updates(self, state: StateFile | None, clock: Callable[[], float]) -> None:
         self._record = None if state is None else UpdateRecord(state)
-        self._ledger = UpdateLedger(record=self._record)
+        self._ledger = AppliedUpdates(record=self._record)
         recent = None
         if state is not None and state.back(RECENT, 24 * REMEMBERED):
             recent = state.array(RECENT, REMEMBERED, 3)
@@ -386,7 +385,7 @@ class ParameterServer:
         replies = []
         num_misses = 0
         for table, asked in zip(tables, signs, strict=True):
-            rows = aligned.empty(len(asked), table.dim)
+            rows = empty_floats(len(asked), table.dim)
             hints = kept_numbers(len(asked))
             misses = configured.store.lookup_train(
                 asked,
@@ -418,10 +417,10 @@ class ParameterServer:
         num_missing = 0
         for table, asked in zip(tables, signs, strict=True):
             if configured is None:
-                rows = aligned.zeros(len(asked), table.dim)
+                rows = zero_floats(len(asked), table.dim)
                 num_missing += len(asked)
             else:
-                rows = aligned.empty(len(asked), table.dim)
+                rows = empty_floats(len(asked), table.dim)
                 num_missing += configured.store.lookup_eval(asked, rows, dtype=table.dtype)
             replies.append(TableRows(table.number, rows, None))
         self._count(missing=num_missing, misses=num_missing)
@@ -581,14 +580,14 @@ class ParameterServer:
 
     # --- checkpoints ------------------------------------------------------------------------
 
-    def _held(self) -> Held:
+    def _held(self) -> ServerState:
         """Return what is held, and what it means."""
         configured, optimizers = self._for_training("a checkpoint")
         registered = self._registered
         if registered is None:
             raise NotConfigured("a checkpoint was asked for before register_optimizer")
         configured.store.set_clocks(*self._clock.now())
-        return Held(
+        return ServerState(
             configured.store,
             self._schema,
             configured.settings,

@@ -33,7 +33,7 @@ from persia._files.schema import SavedSchema, table_name
 from persia._files.storage import Storage, open_storage
 from persia._files.tensors import Column, decode
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
-from persia._server.throttle import Pace, give_room
+from persia._server.throttle import Throttle, give_room
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
 
@@ -60,7 +60,7 @@ BLOCK_ROWS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ServerState:
     """What a server holds, and what it means."""
 
     store: EmbeddingStore
@@ -108,7 +108,7 @@ class _Cut:
     """One cut; ``lock`` of its owner guards the fields below the first four."""
 
     request: CutRequest
-    held: Held
+    held: ServerState
     cut: Cut
     info: CutInfo
     sketch: Sketch | None  # of ids not admitted yet, at that moment
@@ -127,7 +127,7 @@ class _Cut:
         )
 
 
-def _begun(request: CutRequest, held: Held) -> _Cut:
+def _begun(request: CutRequest, held: ServerState) -> _Cut:
     """Return a cut of this moment, with what has to be of the same one."""
     cut = held.store.begin_cut(request.changes)
     try:
@@ -140,7 +140,7 @@ def _begun(request: CutRequest, held: Held) -> _Cut:
         raise
 
 
-class Cuts:
+class Snapshots:
     """The cuts of one server, one of each consumer at a time; any thread may call it.
 
     Args:
@@ -155,7 +155,7 @@ class Cuts:
         self._cuts: dict[int, _Cut] = {}  # by id
         self.committed_at: float | None = None  # the last cut of all rows that was; monotonic
 
-    def begin(self, request: CutRequest, held_now: Callable[[], Held]) -> CutInfo:
+    def begin(self, request: CutRequest, held_now: Callable[[], ServerState]) -> CutInfo:
         """Begin a cut; the same one again is answered as before.
 
         Args:
@@ -271,7 +271,7 @@ class Cuts:
     def _write(self, cut: _Cut, request: WriteRequest) -> None:
         storage = open_storage(request.url)
         prefix = self._prefix(request)
-        storage.breathe = rest = Pace(self._requests).beside(cut.cut)
+        storage.breathe = rest = Throttle(self._requests).beside(cut.cut)
         with PartWriter(storage, prefix, server=self._replica, begin=rest) as writer:
             for block in cut.cut.blocks(BLOCK_ROWS):
                 for name, piece in by_table(cut.held, block):
@@ -330,7 +330,7 @@ def read_sketch(storage: Storage, file: File) -> Sketch:
     return found[0], found[1]
 
 
-def by_table(held: Held, block: RowBlock) -> Iterator[tuple[str, RowBlock]]:
+def by_table(held: ServerState, block: RowBlock) -> Iterator[tuple[str, RowBlock]]:
     """Yield the rows of each table of the config."""
     tables = held.tables_of(block.signs)
     for number in (np.flatnonzero(np.bincount(tables + 1)) - 1).tolist():

@@ -60,7 +60,7 @@ def num_processors() -> float:
     return os.cpu_count() or 1
 
 
-class Pace:
+class Throttle:
     """Of threads that work beside others, and pause together.
 
     Args:

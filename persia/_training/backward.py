@@ -27,14 +27,14 @@ from persia._rpc.deadlines import Tries
 from persia._rpc.messages import BatchGradients, SlotGradient
 from persia._training.inflight import Reason
 from persia._training.learning_rates import LearningRates
-from persia._training.queues import Channel, Closed, Finished, join
+from persia._training.queues import BoundedQueue, Closed, Finished, join
 from persia.errors import ServiceTimeout, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from persia._rpc.messages import EmbeddingWorker, LearningRate, UpdateReport
-    from persia._training.inflight import Book, Ticket
+    from persia._training.inflight import InFlightBatch, InFlightTracker
     from persia._training.transfer import Leaf, PersiaTrainingBatch
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class TakesTurns(Protocol):
         """Run ``action`` when all lower ranks have, and return when all ranks have."""
 
 
-class Update:
+class GradientBatch:
     """The gradients of one batch on their way.
 
     ``gradients`` are parallel to ``leaves``; None where the loss did not reach. The leaves'
@@ -69,7 +69,7 @@ class Update:
 
     __slots__ = ("_flat", "event", "gradients", "leaves", "number", "rates", "step", "ticket")
 
-    def __init__(self, ticket: Ticket, leaves: list[Leaf]) -> None:
+    def __init__(self, ticket: InFlightBatch, leaves: list[Leaf]) -> None:
         self.ticket = ticket
         self.leaves = leaves
         self.number = -1  # place in the order of submission; set by the engine
@@ -171,7 +171,7 @@ def _sum_per_row(gradient: torch.Tensor, leaf: Leaf) -> torch.Tensor:
     return summed
 
 
-class GradientEngine:
+class BackwardPipeline:
     """Sends updates from a bounded queue.
 
     Args:
@@ -187,7 +187,7 @@ class GradientEngine:
     def __init__(
         self,
         worker: EmbeddingWorker,
-        book: Book,
+        book: InFlightTracker,
         *,
         client: int,
         num_workers: int,
@@ -202,7 +202,7 @@ class GradientEngine:
         # First half of the update ids: one rank, entered once, or gone back once to a
         # checkpoint: then numbers come again, and none of them is a repetition.
         self.client = client
-        self._queue: Channel[tuple[Update, float]] = Channel(capacity)
+        self._queue: BoundedQueue[tuple[GradientBatch, float]] = BoundedQueue(capacity)
         self._changed = threading.Condition()  # guards the six below
         self._pending: dict[int, int] = {}  # submitted and not yet ended: number -> step
         self._next_number = 0
@@ -221,7 +221,7 @@ class GradientEngine:
         ]
 
     @property
-    def queue(self) -> Channel[tuple[Update, float]]:
+    def queue(self) -> BoundedQueue[tuple[GradientBatch, float]]:
         """Updates that no worker has taken yet."""
         return self._queue
 
@@ -250,7 +250,7 @@ class GradientEngine:
 
     def collect(
         self, batches: Sequence[PersiaTrainingBatch], current: PersiaTrainingBatch
-    ) -> list[Update]:
+    ) -> list[GradientBatch]:
         """Take the gradients of the batches that one backward reached.
 
         A batch other than the current one that got no gradient took no part in the loss: it
@@ -259,13 +259,13 @@ class GradientEngine:
         Raises:
             DataError: If the current batch has ended or is submitted already.
         """
-        updates: list[Update] = []
+        updates: list[GradientBatch] = []
         try:
             for batch in batches:
                 ticket = batch.ticket
                 if ticket is None or (batch is not current and not ticket.is_open()):
                     continue
-                update = Update(ticket, batch.leaves)
+                update = GradientBatch(ticket, batch.leaves)
                 if batch is not current and update.is_empty():
                     self._book.release(ticket, Reason.ABANDONED, even_kept=False)
                     continue
@@ -278,7 +278,7 @@ class GradientEngine:
             raise
         return updates
 
-    def _warn_of_missing(self, update: Update) -> None:
+    def _warn_of_missing(self, update: GradientBatch) -> None:
         names = update.names_without_gradient()
         if names and names not in self._warned:
             self._warned.add(names)
@@ -288,7 +288,7 @@ class GradientEngine:
                 ", ".join(names),
             )
 
-    def submit(self, updates: Sequence[Update], scale: float) -> None:
+    def submit(self, updates: Sequence[GradientBatch], scale: float) -> None:
         """Queue updates; waits while the queue is full.
 
         Args:
@@ -305,7 +305,7 @@ class GradientEngine:
                 self.give_up(updates[place:])
                 raise
 
-    def _submit_one(self, update: Update, scale: float) -> None:
+    def _submit_one(self, update: GradientBatch, scale: float) -> None:
         if self._stream is not None:
             update.start_copy(self._stream)
         update.rates = self.learning_rates.current
@@ -333,12 +333,12 @@ class GradientEngine:
                 method="update",
             )
 
-    def give_up(self, updates: Sequence[Update]) -> None:
+    def give_up(self, updates: Sequence[GradientBatch]) -> None:
         """End collected batches that will not be sent: refs and permits come back."""
         for update in updates:
             self._book.fail(update.ticket)
 
-    def skip(self, updates: Sequence[Update]) -> None:
+    def skip(self, updates: Sequence[GradientBatch]) -> None:
         """Release the batches of these updates instead of sending them."""
         for update in updates:
             self._book.skip(update.ticket)
@@ -463,7 +463,7 @@ class GradientEngine:
             self._ended(update.number)
         return True
 
-    def _send(self, update: Update, scale: float) -> None:
+    def _send(self, update: GradientBatch, scale: float) -> None:
         ticket = update.ticket
         with self._changed:
             self._changed.wait_for(
@@ -486,7 +486,7 @@ class GradientEngine:
         self._book.timings["backward_client_time_cost_sec"].add(took_s)
         self._book.acknowledge(ticket, report)
 
-    def _update(self, ticket: Ticket, gradients: BatchGradients) -> UpdateReport:
+    def _update(self, ticket: InFlightBatch, gradients: BatchGradients) -> UpdateReport:
         """Update, if need be by another embedding-worker than the one that looked it up.
 
         The id stays the same, so that servers which applied it already do not do so again.

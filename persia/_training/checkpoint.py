@@ -32,7 +32,7 @@ from persia import env
 from persia._files import catalog
 from persia._files.checkpoint_paths import chains
 from persia._files.entries import File, Part
-from persia._files.json_reader import Fields, Where, parse
+from persia._files.json_reader import FieldPath, Fields, parse
 from persia._files.manifest import Manifest
 from persia._files.parts import read_file, write_file
 from persia._files.schema import SavedSchema
@@ -109,7 +109,7 @@ class Frozen:
     dense: Dense
 
 
-class Saver:
+class CheckpointWriter:
     """Dumps of one context; one at a time. The user's thread calls it.
 
     Args:
@@ -292,7 +292,7 @@ def _write_dense(storage: Storage, identity: str, dense: Dense) -> dict[str, Fil
 def _manifest(
     identity: str, frozen: Frozen, statuses: tuple[CutStatus, ...], files: dict[str, File]
 ) -> Manifest:
-    where = Where("a parameter server's cut")
+    where = FieldPath("a parameter server's cut")
     about = json.loads(frozen.infos[0].about)
     parts: list[Part] = []
     files = dict(files)
@@ -409,7 +409,7 @@ class Checkpoint:
             ) from exc
 
 
-class Loader:
+class CheckpointReader:
     """Loads of one context's embeddings; one at a time."""
 
     def __init__(self, worker: EmbeddingWorker) -> None:

@@ -32,16 +32,16 @@ from typing import TYPE_CHECKING, Protocol
 from persia._rpc.deadlines import within
 from persia._training.backward import SHORT_S, TakesTurns
 from persia._training.inflight import Reason, State
-from persia._training.queues import Closed, Delivery, Finished, join
+from persia._training.queues import Closed, Finished, OrderedQueue, join
 from persia._training.transfer import StagedBatch
 from persia.errors import ConfigError, ServiceError, ServiceTimeout
 
 if TYPE_CHECKING:
     from persia._rpc.messages import LookupResult
-    from persia._training.inflight import Ticket
+    from persia._training.inflight import InFlightBatch
     from persia._training.lookups import Item, Lookups
     from persia._training.sources import Source
-    from persia._training.transfer import Converter, PersiaTrainingBatch
+    from persia._training.transfer import DeviceTransfer, PersiaTrainingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Agrees(TakesTurns, Protocol):
         """Tell all ranks a number and return everyone's, by rank."""
 
 
-class Gate:
+class StalenessLimiter:
     """Decides when the next batch may be taken, and counts permits.
 
     Args:
@@ -129,7 +129,7 @@ class Gate:
             return self.staleness is not None and self._lent >= self.staleness
 
 
-class Prefetcher:
+class ForwardPipeline:
     """One epoch. ``start``, ``next`` and ``close`` belong to the user's thread.
 
     Args:
@@ -149,7 +149,7 @@ class Prefetcher:
         self,
         source: Source,
         lookups: Lookups,
-        converter: Converter,
+        converter: DeviceTransfer,
         *,
         output_capacity: int,
         num_workers: int,
@@ -165,15 +165,17 @@ class Prefetcher:
         self._in_order = reproducible
         self._timeout_s = timeout_s
         # Without updates nothing is stale, and evaluation reads ahead as far as it may.
-        self._gate = Gate(staleness if lookups.trains else None, on_demand=reproducible)
-        self._delivery: Delivery[StagedBatch | PersiaTrainingBatch] = Delivery(
+        self._gate = StalenessLimiter(
+            staleness if lookups.trains else None, on_demand=reproducible
+        )
+        self._delivery: OrderedQueue[StagedBatch | PersiaTrainingBatch] = OrderedQueue(
             output_capacity, reproducible
         )
         # What is handed out: with several ranks, what all have agreed on.
         self._agreed = self._delivery
         self._ranks = ranks
         if ranks is not None:
-            self._agreed = Delivery(1, ordered=True)
+            self._agreed = OrderedQueue(1, ordered=True)
         # Reproducible over ranks: their updates go in the order of the ranks.
         self._takes_turns = ranks is not None and reproducible and staleness == 1
         self._reason_to_drop = Reason.UNUSED
@@ -183,12 +185,12 @@ class Prefetcher:
         self._num_running = num_workers  # workers not yet ended; guarded by _counting
         self._num_looking_up = 0  # for messages only; guarded by _counting
         self._is_agreeing = False  # for messages only
-        self._last: Ticket | None = None  # handed out last
+        self._last: InFlightBatch | None = None  # handed out last
         self._owes_turn = False  # what was handed out last will have no update
         self._num_trained = self._num_abandoned = 0  # batches with and without a backward
         self._num_resumed = num_resumed
         self._has_begun = False  # something was handed out
-        self._kept: list[Ticket] = []  # handed out and kept, most of them ended since
+        self._kept: list[InFlightBatch] = []  # handed out and kept, most of them ended since
         self._threads = [
             threading.Thread(target=self._forward, name=f"persia-forward-{number}", daemon=True)
             for number in range(num_workers)
@@ -344,7 +346,7 @@ class Prefetcher:
             is_answered = time.monotonic() - begun_at < _RELEASE_S
             self._join(threads, JOIN_S if is_answered else _RELEASE_S)
 
-    def _drop(self, ticket: Ticket | None) -> None:
+    def _drop(self, ticket: InFlightBatch | None) -> None:
         if ticket is not None:
             self._lookups.book.release(ticket, self._reason_to_drop)
 
@@ -460,7 +462,7 @@ class Prefetcher:
             self._drop(ticket)
             raise
 
-    def _look_up(self, item: Item) -> tuple[LookupResult, Ticket | None]:
+    def _look_up(self, item: Item) -> tuple[LookupResult, InFlightBatch | None]:
         with self._counting:
             self._num_looking_up += 1
         try:

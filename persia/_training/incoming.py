@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from persia._training.resume import Series
+from persia._training.resume import Watermark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from persia._rpc.messages import RemoteRef, StreamedBatch, StreamOpening
 
 
-class Incoming:
+class LoaderStream:
     """One data-loader's stream to this rank; guarded by the inbox's lock.
 
     Args:
@@ -49,7 +49,7 @@ class Incoming:
         self.next_batch_id = self.at_or_after(max(opening.first_batch_id, floor))
         # Of this rank's batches, those done; in a resumed run some above its beginning are.
         self.left_out = frozenset(place for place in above if self.is_mine(place))
-        self.trained = Series(self.next_batch_id or 0, self.step, set(self.left_out))
+        self.trained = Watermark(self.next_batch_id or 0, self.step, set(self.left_out))
         self.pending: dict[int, StreamedBatch] = {}
         self.in_flight: dict[int, RemoteRef] = {}
         self.wanted: set[int] = set()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from persia._rpc.messages import EmbeddingWorker, UpdateReport
-    from persia._training.lookups import Origin
+    from persia._training.lookups import IdSource
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class ReturnsPermit(Protocol):
         """Take the permit back; called exactly once for each."""
 
 
-class Ticket:
-    """One ref in flight. Only its ``Book`` changes it."""
+class InFlightBatch:
+    """One ref in flight. Only its ``InFlightTracker`` changes it."""
 
     __slots__ = (
         "__weakref__",
@@ -83,7 +83,7 @@ class Ticket:
         in_order: bool,
         in_turn: bool,
         number: int,
-        origin: Origin | None,
+        origin: IdSource | None,
         done: Callable[[], None] | None = None,
         num_samples: int = 0,
     ) -> None:
@@ -104,7 +104,7 @@ class Ticket:
         return self.state in (State.READY, State.KEPT)
 
 
-class Book:
+class InFlightTracker:
     """Tickets and counts of one training context.
 
     Args:
@@ -130,7 +130,7 @@ class Book:
         self._nan_rows: Counter[str] = Counter()
         # Filled by finalizers, which run inside any allocation of any thread and so must
         # not take a lock; append and popleft are atomic.
-        self.orphans: deque[Ticket] = deque()
+        self.orphans: deque[InFlightBatch] = deque()
 
     def open(
         self,
@@ -141,19 +141,19 @@ class Book:
         *,
         in_turn: bool = False,
         number: int,
-        origin: Origin | None = None,
+        origin: IdSource | None = None,
         done: Callable[[], None] | None = None,
         num_samples: int = 0,
-    ) -> Ticket:
+    ) -> InFlightBatch:
         """Note a lookup that left a ref; the ticket now owns the loader's permit."""
-        ticket = Ticket(
+        ticket = InFlightBatch(
             ref, batch_id, gate, in_order, in_turn, number, origin, done, num_samples
         )
         with self._lock:
             self._open += 1
         return ticket
 
-    def keep(self, ticket: Ticket) -> None:
+    def keep(self, ticket: InFlightBatch) -> None:
         """Hold a batch over the next ones.
 
         Raises:
@@ -164,7 +164,7 @@ class Book:
                 raise DataError(self._explain(ticket, "cannot be kept"))
             ticket.state = State.KEPT
 
-    def check_open(self, ticket: Ticket) -> None:
+    def check_open(self, ticket: InFlightBatch) -> None:
         """Check that a batch can take a backward, before anything of it is done.
 
         Raises:
@@ -174,7 +174,7 @@ class Book:
             if not ticket.is_open():
                 raise DataError(self._explain(ticket, "cannot take a backward"))
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: InFlightBatch) -> None:
         """Claim a batch for its update.
 
         Raises:
@@ -186,7 +186,7 @@ class Book:
             ticket.state = State.SUBMITTED
 
     @staticmethod
-    def _explain(ticket: Ticket, what: str) -> str:
+    def _explain(ticket: InFlightBatch, what: str) -> str:
         if ticket.state is State.SUBMITTED:
             return f"batch {ticket.batch_id} {what}: its gradients are sent already"
         return (
@@ -194,7 +194,7 @@ class Book:
             "backward before the loader is asked for the next one, or ctx.keep(batch)"
         )
 
-    def release(self, ticket: Ticket, reason: Reason, *, even_kept: bool = True) -> bool:
+    def release(self, ticket: InFlightBatch, reason: Reason, *, even_kept: bool = True) -> bool:
         """End a batch without an update; False if it had ended or been submitted.
 
         Args:
@@ -222,7 +222,7 @@ class Book:
         with self._lock:
             self._counts[reason.value] += 1
 
-    def skip(self, ticket: Ticket) -> None:
+    def skip(self, ticket: InFlightBatch) -> None:
         """End a submitted batch whose gradients are not to be used."""
         with self._lock:
             self._end(ticket, f"released ({Reason.SKIPPED.value})")
@@ -233,7 +233,7 @@ class Book:
         finally:
             self._give_back(ticket)
 
-    def acknowledge(self, ticket: Ticket, report: UpdateReport) -> None:
+    def acknowledge(self, ticket: InFlightBatch, report: UpdateReport) -> None:
         """End a batch whose update is applied, and add up what it left out."""
         with self._lock:
             if ticket.state is State.ENDED:  # given up by a Ctrl-C that came too late
@@ -248,7 +248,7 @@ class Book:
         self._is_done(ticket)
         self._give_back(ticket)
 
-    def fail(self, ticket: Ticket) -> None:
+    def fail(self, ticket: InFlightBatch) -> None:
         """End a submitted batch whose update raised, or was never sent; once."""
         with self._lock:
             if ticket.state is not State.SUBMITTED:
@@ -263,19 +263,19 @@ class Book:
         finally:
             self._give_back(ticket)
 
-    def _end(self, ticket: Ticket, how: str) -> None:
+    def _end(self, ticket: InFlightBatch, how: str) -> None:
         ticket.state = State.ENDED
         ticket.ended_as = how
         self._open -= 1
 
     @staticmethod
-    def _is_done(ticket: Ticket) -> None:
+    def _is_done(ticket: InFlightBatch) -> None:
         done, ticket.done = ticket.done, None
         if done is not None:
             done()
 
     @staticmethod
-    def _give_back(ticket: Ticket) -> None:
+    def _give_back(ticket: InFlightBatch) -> None:
         gate, ticket.gate = ticket.gate, None
         origin, ticket.origin = ticket.origin, None
         if gate is not None:

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from persia._rpc.messages import EmbeddingWorker, LookupResult
-    from persia._training.forward import Gate
-    from persia._training.inflight import Book, Reason, Ticket
+    from persia._training.forward import StalenessLimiter
+    from persia._training.inflight import InFlightBatch, InFlightTracker, Reason
     from persia._training.transfer import HostBatch
     from persia.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
 
-class Origin(Protocol):
+class IdSource(Protocol):
     """Where the ids of a batch can be had again."""
 
     def register_again(self, why: ServiceError) -> int:
@@ -47,7 +47,7 @@ class Origin(Protocol):
         """Nobody needs them any more."""
 
 
-class KeptIds:
+class LocalIds:
     """The origin of a batch of this process, whose embedding-worker may be another one's."""
 
     def __init__(self, worker: EmbeddingWorker, features: IDFeatures) -> None:
@@ -68,7 +68,7 @@ class Item:
 
     host: HostBatch
     ref: int | None = None  # under which the ids, if not in ``host``, are registered
-    origin: Origin | None = None
+    origin: IdSource | None = None
     # The key of admission draws, from the data-loader or by ``Lookups.number``.
     batch_id: int = -1
     # Running number of the training batches of this context: second half of the update id.
@@ -94,7 +94,7 @@ class Lookups:
     def __init__(
         self,
         worker: EmbeddingWorker,
-        book: Book,
+        book: InFlightTracker,
         trains: bool,
         before_evaluation: Callable[[], None],
         rank: int = 0,
@@ -138,10 +138,10 @@ class Lookups:
     def lookup(
         self,
         item: Item,
-        gate: Gate | None = None,
+        gate: StalenessLimiter | None = None,
         in_order: bool = False,
         in_turn: bool = False,
-    ) -> tuple[LookupResult, Ticket | None]:
+    ) -> tuple[LookupResult, InFlightBatch | None]:
         """Look one batch up; if it has gradients its ticket takes the permit over.
 
         Raises:
@@ -185,7 +185,7 @@ class Lookups:
         if item.ref is None:
             features = IDFeatures(item.host.features, item.batch_id, trains)
             if trains and self._keeps_ids:
-                item.origin = KeptIds(self.worker, features)
+                item.origin = LocalIds(self.worker, features)
             return self.worker.lookup_direct(features)
         tries = Tries(env.rpc_timeout_s())
         while True:

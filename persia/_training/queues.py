@@ -44,7 +44,7 @@ class Finished(Exception):
     """Everything that was put has been taken and nothing more will come."""
 
 
-class Channel(Generic[T]):
+class BoundedQueue(Generic[T]):
     """A bounded first-in first-out queue of one epoch.
 
     Two conditions over one lock, so that an item wakes one worker and not all of them: woken
@@ -125,7 +125,7 @@ class Channel(Generic[T]):
             return left
 
 
-class Delivery(Generic[T]):
+class OrderedQueue(Generic[T]):
     """The last stage: many workers put numbered items, one reader takes them.
 
     Args:

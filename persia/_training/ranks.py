@@ -59,7 +59,7 @@ def _gone(message: str, rank: int | None = None) -> ServiceUnavailable:
     return ServiceUnavailable(message, role="nn-worker", replica=rank)
 
 
-class _Circle:
+class RankGroup:
     """One gloo group: every rank says a code, every rank hears all of them."""
 
     def __init__(self, world_size: int, rank: int, timeout_s: float) -> None:
@@ -165,9 +165,9 @@ class Ranks:
                 )
         self.world_size = world_size
         self.rank = rank
-        self._batches = _Circle(world_size, rank, timeout_s)
-        self._updates = _Circle(world_size, rank, timeout_s)
-        self._steps = _Circle(world_size, rank, timeout_s)
+        self._batches = RankGroup(world_size, rank, timeout_s)
+        self._updates = RankGroup(world_size, rank, timeout_s)
+        self._steps = RankGroup(world_size, rank, timeout_s)
 
     def agree(self, code: int) -> list[int]:
         """Return every rank's code, by rank. For the loader's thread.

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING
 
 from persia._rpc.messages import RemoteRef, StreamedBatch, StreamNews, StreamState
 from persia._rpc.worker_pool import handle_of
-from persia._training.incoming import Incoming
+from persia._training.incoming import LoaderStream
 from persia._training.queues import Closed, Finished
-from persia._training.resume import Series, of_series
+from persia._training.resume import Watermark, of_series
 from persia.errors import (
     ConfigError,
     DataError,
@@ -70,10 +70,12 @@ def failure_of_loader(loader: int, text: str) -> RemoteError:
     )
 
 
-class Delivered:
+class StreamedIds:
     """A batch that was taken; implements ``lookups.Origin``."""
 
-    def __init__(self, inbox: Inbox, stream: Incoming, batch: StreamedBatch) -> None:
+    def __init__(
+        self, inbox: BatchReceiver, stream: LoaderStream, batch: StreamedBatch
+    ) -> None:
         self._inbox = inbox
         self._stream = stream
         self.batch = batch
@@ -102,7 +104,7 @@ class Delivered:
         self._inbox.ended(self._stream, self.batch.batch_id)
 
 
-class Inbox:
+class BatchReceiver:
     """Implements ``messages.NNWorker``; ``take`` and the rest are the trainer's.
 
     Args:
@@ -134,9 +136,9 @@ class Inbox:
         self._changed = threading.Condition(self._lock)
         self._resumed = resumed  # None once the first pass is over
         self._num_loaders: int | None = None  # told by the first that opens a stream
-        self._streams: dict[int, Incoming] = {}  # of this pass, by data-loader
+        self._streams: dict[int, LoaderStream] = {}  # of this pass, by data-loader
         # Of passes before; some of their batches may not have ended.
-        self._past: dict[int, Incoming] = {}
+        self._past: dict[int, LoaderStream] = {}
         self._arrived: deque[tuple[int, int]] = deque()  # (loader, batch id), pending
         self._expected: int | None = None  # next id in order; None before the first
         self._is_passing = False
@@ -182,9 +184,9 @@ class Inbox:
                 tuple(sorted((*stream.pending, *stream.in_flight))),
             )
 
-    def _new(self, opening: StreamOpening) -> Incoming:
+    def _new(self, opening: StreamOpening) -> LoaderStream:
         self._num_loaders = opening.num_loaders
-        stream = self._streams[opening.loader] = Incoming(
+        stream = self._streams[opening.loader] = LoaderStream(
             opening,
             self.replica_index,
             self.replica_size,
@@ -195,7 +197,7 @@ class Inbox:
         stream.credits = self._window(opening.num_loaders)
         return stream
 
-    def _known_to(self, opening: StreamOpening) -> Incoming | None:
+    def _known_to(self, opening: StreamOpening) -> LoaderStream | None:
         """Return the stream that a data-loader goes on with; None if it begins one.
 
         Whoever ended its stream may have been killed before all of it was trained. Its
@@ -224,7 +226,7 @@ class Inbox:
             )
         return self._take_over(now, opening)
 
-    def _take_over(self, stream: Incoming, opening: StreamOpening) -> Incoming:
+    def _take_over(self, stream: LoaderStream, opening: StreamOpening) -> LoaderStream:
         """Let a data-loader that was started anew go on with a stream."""
         if stream.failure:
             # Whoever failed and is there again has ended nothing.
@@ -281,7 +283,7 @@ class Inbox:
             if self._num_loaders is None:
                 return self._resumed
             series = {
-                loader: Series(stream.next_batch_id, stream.step)
+                loader: Watermark(stream.next_batch_id, stream.step)
                 for loader, stream in sorted(self._streams.items())
                 if stream.next_batch_id is not None
             }
@@ -290,7 +292,7 @@ class Inbox:
     def _window(self, num_loaders: int) -> int:
         return max(1, self._capacity // num_loaders)
 
-    def _stream(self, stream: tuple[int, int], method: str) -> Incoming:
+    def _stream(self, stream: tuple[int, int], method: str) -> LoaderStream:
         loader, incarnation = stream
         for found in (self._streams.get(loader), self._past.get(loader)):
             if found is not None and found.incarnation == incarnation:
@@ -300,7 +302,7 @@ class Inbox:
         found.heard_at = self._clock()
         return found
 
-    def _is_known(self, stream: Incoming) -> bool:
+    def _is_known(self, stream: LoaderStream) -> bool:
         return stream in (self._streams.get(stream.loader), self._past.get(stream.loader))
 
     def _unknown(self, stream: tuple[int, int], method: str) -> UnknownStream:
@@ -401,7 +403,7 @@ class Inbox:
                 self._is_closed,
             )
 
-    def _news(self, stream: Incoming) -> None:
+    def _news(self, stream: LoaderStream) -> None:
         stream.version += 1
         stream.news.notify_all()
         self._changed.notify_all()
@@ -460,13 +462,13 @@ class Inbox:
             self._arrived.clear()
             return self._changed.wait_for(lambda: self._is_closed or self._is_over(), timeout_s)
 
-    def _drop(self, stream: Incoming, batch_id: int, on_drop: Callable[[], None]) -> None:
+    def _drop(self, stream: LoaderStream, batch_id: int, on_drop: Callable[[], None]) -> None:
         on_drop()
         stream.credits += 1
         stream.acknowledged.append((stream.version + 1, batch_id))
         self._news(stream)
 
-    def take(self, in_order: bool, is_closed: Callable[[], bool]) -> Delivered:
+    def take(self, in_order: bool, is_closed: Callable[[], bool]) -> StreamedIds:
         """Wait for a batch and take it.
 
         Args:
@@ -493,13 +495,13 @@ class Inbox:
                     raise Finished
                 self._changed.wait()
 
-    def _next_arrived(self) -> tuple[Incoming, int] | None:
+    def _next_arrived(self) -> tuple[LoaderStream, int] | None:
         if not self._arrived:
             return None
         loader, batch_id = self._arrived[0]
         return self._streams[loader], batch_id
 
-    def _next_in_order(self) -> tuple[Incoming, int] | None:
+    def _next_in_order(self) -> tuple[LoaderStream, int] | None:
         if self._num_loaders is None or len(self._streams) < self._num_loaders:
             return None  # whoever is missing may have the first batch
         if self._expected is None:
@@ -521,7 +523,7 @@ class Inbox:
             self._expected += self.replica_size
         return None
 
-    def _hand_out(self, stream: Incoming, batch_id: int) -> Delivered:
+    def _hand_out(self, stream: LoaderStream, batch_id: int) -> StreamedIds:
         batch = stream.pending.pop(batch_id)
         self._arrived.remove((stream.loader, batch_id))
         stream.in_flight[batch_id] = batch.ids
@@ -529,7 +531,7 @@ class Inbox:
         if self._expected is not None:
             self._expected = batch_id + self.replica_size
         self._news(stream)
-        return Delivered(self, stream, batch)
+        return StreamedIds(self, stream, batch)
 
     def _raise_failure_of_loader(self) -> None:
         for stream in self._streams.values():
@@ -568,12 +570,12 @@ class Inbox:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
-    def done(self, stream: Incoming, batch_id: int) -> None:
+    def done(self, stream: LoaderStream, batch_id: int) -> None:
         """Note that a batch was trained, or had no gradients to train with."""
         with self._changed:
             stream.trained.done(batch_id)
 
-    def ended(self, stream: Incoming, batch_id: int) -> None:
+    def ended(self, stream: LoaderStream, batch_id: int) -> None:
         """Note that nobody needs the ids of a batch any more."""
         with self._changed:
             if stream.in_flight.pop(batch_id, None) is None:
@@ -582,7 +584,9 @@ class Inbox:
             stream.acknowledged.append((stream.version + 1, batch_id))
             self._news(stream)
 
-    def register_again(self, stream: Incoming, batch_id: int, why: ServiceError) -> RemoteRef:
+    def register_again(
+        self, stream: LoaderStream, batch_id: int, why: ServiceError
+    ) -> RemoteRef:
         """Ask the data-loader to register the ids of a batch in flight once more, and wait."""
         logger.warning("batch %d is registered again: %s", batch_id, why)
         with self._changed:
@@ -622,7 +626,7 @@ class Inbox:
             ]
             return " and ".join(late) or f"the {LOADER}s"
 
-    def _describe(self, stream: Incoming) -> str:
+    def _describe(self, stream: LoaderStream) -> str:
         silent_s = self._clock() - stream.heard_at
         name = f"{LOADER} {stream.loader} of {stream.num_loaders}"
         if silent_s > SILENT_S:
@@ -669,7 +673,7 @@ class Inbox:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._awaited(), FAREWELL_S)
 
-    def _awaited(self) -> list[Incoming]:
+    def _awaited(self) -> list[LoaderStream]:
         """Streams whose data-loader will still ask, and does not know that it need not."""
         now = self._clock()
         return [

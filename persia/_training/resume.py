@@ -28,7 +28,7 @@ Plain = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Series:
+class Watermark:
     """Places that are done: all below ``floor``, and ``above``. Guarded by its owner's lock."""
 
     floor: int = 0
@@ -173,7 +173,7 @@ def count_done(position: Plain) -> int:
     return above + sum(-(-(floor - int(name)) // step) for name, floor in floors.items())
 
 
-def of_series(kind: str, num_loaders: int, series: Mapping[int, Series]) -> Plain:
+def of_series(kind: str, num_loaders: int, series: Mapping[int, Watermark]) -> Plain:
     """Return a position for a file.
 
     Args:
@@ -212,7 +212,7 @@ def merge(positions: list[Plain | None]) -> Plain | None:
         return None
     world_size = len(positions)
     num_loaders = known[0]["num_loaders"]
-    series: dict[int, Series] = {}
+    series: dict[int, Watermark] = {}
     for loader in range(num_loaders):
         name = str(loader)
         floors = {
@@ -225,7 +225,7 @@ def merge(positions: list[Plain | None]) -> Plain | None:
         above = {place for one in known for place in one["above"].get(name, ())}
         if not floors:
             continue
-        merged = Series(min(floors.values()), num_loaders)
+        merged = Watermark(min(floors.values()), num_loaders)
         for place in range(merged.floor, max(*floors.values(), *above, 0) + 1, num_loaders):
             if place < floors.get(place % world_size, 0) or place in above:
                 merged.done(place)

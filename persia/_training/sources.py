@@ -10,14 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from persia._training.lookups import Item
-from persia._training.queues import Channel, Closed, Finished
-from persia._training.resume import Plain, Series, of_series
+from persia._training.queues import BoundedQueue, Closed, Finished
+from persia._training.resume import Plain, Watermark, of_series
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from persia._training.stream import Stream
-    from persia._training.transfer import Converter, HostBatch, UserBatch
+    from persia._training.transfer import DeviceTransfer, HostBatch, UserBatch
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +77,15 @@ class DatasetSource:
     def __init__(
         self,
         dataset: Iterable[UserBatch],
-        converter: Converter,
+        converter: DeviceTransfer,
         capacity: int,
         resumed: Plain | None = None,
     ) -> None:
         self._dataset = dataset
         self._converter = converter
-        self.channel: Channel[tuple[int, HostBatch]] = Channel(capacity)
+        self.channel: BoundedQueue[tuple[int, HostBatch]] = BoundedQueue(capacity)
         self._lock = threading.Lock()  # guards the series
-        self._series = Series()
+        self._series = Watermark()
         if resumed is not None:
             self._series.floor = resumed["floors"]["0"]
             self._series.above = set(resumed["above"]["0"])
@@ -181,7 +181,7 @@ class StreamSource:
         in_order: Whether by batch id.
     """
 
-    def __init__(self, stream: Stream, converter: Converter, in_order: bool) -> None:
+    def __init__(self, stream: Stream, converter: DeviceTransfer, in_order: bool) -> None:
         self._stream = stream
         self._inbox = stream.inbox
         self._converter = converter

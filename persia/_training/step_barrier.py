@@ -76,7 +76,7 @@ def from_bytes(data: bytes) -> Plain:
     return state
 
 
-class Halts:
+class StepBarrier:
     """One rank's part; all ranks make theirs, in the same order.
 
     Args:
@@ -123,7 +123,7 @@ class Halts:
         engine: Holds,
         state: Callable[[], Plain],
         timeout_s: float,
-    ) -> Halts | None:
+    ) -> StepBarrier | None:
         """Return this rank's part, or None where the ranks have not met."""
         if not dist.is_initialized():
             return None

@@ -17,7 +17,7 @@ from persia._process_exit import RUN, first_failure
 from persia._rpc.methods import embedding_worker, nn_worker
 from persia._rpc.server import ServerSettings, serve
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._training.receiver import LOADER, Inbox, failure_of_loader
+from persia._training.receiver import LOADER, BatchReceiver, failure_of_loader
 from persia.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
@@ -85,7 +85,9 @@ class Stream:
         address: str,
         resumed: Plain | None = None,
     ) -> None:
-        self.inbox = Inbox(rank, world_size, capacity, env.rpc_timeout_s(), resumed=resumed)
+        self.inbox = BatchReceiver(
+            rank, world_size, capacity, env.rpc_timeout_s(), resumed=resumed
+        )
         self._transport = ZmqTransport()
         try:
             self._server = serve(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from persia._core.ids.feature_batch import FeatureBatch
     from persia._rpc.messages import LookupResult, SlotOutput, StreamedBatch
-    from persia._training.inflight import Ticket
+    from persia._training.inflight import InFlightBatch
 
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class PersiaTrainingBatch:
         feature_names: tuple[str, ...],
         embedding_tensors: list[torch.Tensor | Jagged],
         leaves: list[Leaf],
-        ticket: Ticket | None,
+        ticket: InFlightBatch | None,
     ) -> None:
         self.non_id_type_tensors = host.dense
         self.embedding_tensors = embedding_tensors
@@ -166,12 +166,12 @@ class StagedBatch(NamedTuple):
     floats: list[torch.Tensor]  # pooled values or rows, one per output
     indices: list[torch.Tensor]  # index, then offsets, of the outputs that have them
     batch_id: int
-    ticket: Ticket | None
+    ticket: InFlightBatch | None
     event: torch.cuda.Event | None  # recorded behind the copies
     uploaded: list[torch.Tensor]  # one per storage that the side stream allocated
 
 
-class Converter:
+class DeviceTransfer:
     """Brings batches to one device.
 
     Args:
@@ -240,7 +240,7 @@ class Converter:
         return pinned
 
     def stage(
-        self, host: HostBatch, result: LookupResult, batch_id: int, ticket: Ticket | None
+        self, host: HostBatch, result: LookupResult, batch_id: int, ticket: InFlightBatch | None
     ) -> StagedBatch:
         """Start what can be done off the user's thread."""
         floats: list[NDArray[np.float32]] = []
@@ -273,7 +273,7 @@ class Converter:
         floats: list[NDArray[np.float32]],
         indices: list[NDArray[np.int64]],
         batch_id: int,
-        ticket: Ticket | None,
+        ticket: InFlightBatch | None,
     ) -> StagedBatch:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             packed_floats, float_parts = self._pack(floats, torch.float32)

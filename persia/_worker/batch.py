@@ -23,8 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._core.base.arrays import empty_floats
 from persia._core.base.hashing import route
-from persia._core.base.threads import Crew
+from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch, number_all
 from persia._core.ids.signs import hash_stack, merge, pack_all
 from persia._core.kernels.pool_calls import PoolCalls
@@ -39,9 +40,7 @@ from persia._rpc.messages import (
     Signs,
     SlotOutput,
 )
-from persia._worker import aligned
 from persia._worker.batch_plan import BatchPlan, FeaturePlan, TablePlan
-from persia._worker.crew import shares
 from persia.config import EmbeddingSchema
 from persia.errors import DataError
 
@@ -104,13 +103,28 @@ class GradientCounts:
     rows: dict[str, int] = field(default_factory=dict)  # sums that overflowed
 
 
+def shares(weights: Sequence[int], count: int) -> list[list[int]]:
+    """Deal places out so that ``count`` shares weigh about the same; none is empty.
+
+    Heaviest first, each to the lightest share so far (Graham 1969): at most 4/3 of the best.
+    """
+    dealt: list[list[int]] = [[] for _ in range(count)]
+    total = [0] * count
+    for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
+        lightest = total.index(min(total))
+        dealt[lightest].append(place)
+        # Never 0, so that places without weight spread as well.
+        total[lightest] += weights[place] + 1
+    return [places for places in dealt if places]
+
+
 def pack_batch(
     features: Sequence[FeatureBatch],
     plan: BatchPlan,
     schema: EmbeddingSchema,
     owners: NDArray[np.uint16],
     num_servers: int,
-    crew: Crew,
+    crew: ThreadPool,
 ) -> PackedBatch:
     """Number, hash, pack, merge and route the ids of a batch.
 
@@ -175,7 +189,7 @@ def _pack_table(
     plan: BatchPlan,
     schema: EmbeddingSchema,
     num_masked: dict[str, int],
-    crew: Crew,
+    crew: ThreadPool,
 ) -> tuple[Signs, list[int], dict[int, Numbers | None]]:
     """Pack one table; count masked ids in ``num_masked``.
 
@@ -253,7 +267,7 @@ def is_same_batch(one: PackedBatch, other: PackedBatch) -> bool:
 
 
 def pool_outputs(
-    batch: PackedBatch, rows: Sequence[Floats], crew: Crew
+    batch: PackedBatch, rows: Sequence[Floats], crew: ThreadPool
 ) -> tuple[tuple[SlotOutput, ...], tuple[NDArray[np.int32] | None, ...]]:
     """Make the outputs of a batch, in the order of its features.
 
@@ -267,7 +281,7 @@ def pool_outputs(
         feature what ``pool`` says about the maxima.
     """
     pooled = [
-        aligned.empty(table.num_pooled, batch.batch_size, table.dim)
+        empty_floats(table.num_pooled, batch.batch_size, table.dim)
         for table in batch.plan.tables
     ]
     outputs: list[SlotOutput | None] = [None] * len(batch.features)
@@ -344,7 +358,7 @@ def sum_gradients(
     batch: PackedBatch,
     gradients: Sequence[Floats | None],
     maxima: Sequence[NDArray[np.int32] | None],
-    crew: Crew,
+    crew: ThreadPool,
 ) -> tuple[tuple[TableSums, ...], GradientCounts]:
     """Sum the gradients of a batch's outputs per sign, leaving out what is not finite.
 
@@ -360,7 +374,7 @@ def sum_gradients(
     counts = GradientCounts()
     present = {place: g for place, g in enumerate(gradients) if g is not None}
     all_sums = [
-        aligned.empty(len(table.signs), plan.dim)
+        empty_floats(len(table.signs), plan.dim)
         for table, plan in zip(batch.tables, batch.plan.tables, strict=True)
     ]
     # No finite sum has a term that is not: where all sums are finite, so were the gradients,
@@ -391,7 +405,7 @@ def _add(
     maxima: Sequence[NDArray[np.int32] | None],
     skips: Mapping[int, NDArray[np.uint8]],
     all_sums: Sequence[Floats],
-    crew: Crew,
+    crew: ThreadPool,
 ) -> bool:
     """Fill the sums of all tables; return whether they are finite.
 

@@ -28,7 +28,7 @@ class _Seen:
         self.registers = np.zeros(cardinality.NUM_REGISTERS, np.uint8)
 
 
-class Tally:
+class FeatureStatistics:
     """Counts by feature; any thread may add to it.
 
     Args:

@@ -37,14 +37,14 @@ class LookedUp:
 
 
 @dataclass(slots=True)
-class InFlight:
+class BufferedBatch:
     """One ref."""
 
     ref: int
     batch_id: int
     requires_grad: bool
     packed: PackedBatch
-    used_at: float  # monotonic seconds; guarded by the lock of ``Refs``
+    used_at: float  # monotonic seconds; guarded by the lock of ``ForwardBuffer``
     looked_up: LookedUp | None = None
     # One update at a time; the fields below are the update's.
     updating: threading.Lock = field(default_factory=threading.Lock)
@@ -53,7 +53,7 @@ class InFlight:
     report: UpdateReport | None = None  # set when all servers have acknowledged
 
 
-class Refs:
+class ForwardBuffer:
     """Registers, finds and retires refs; any thread may call it.
 
     Args:
@@ -70,14 +70,16 @@ class Refs:
         # Upper bits are this worker's incarnation: a ref of one that died must not mean
         # another batch to its successor.
         self._next_ref = secrets.randbits(31) << 32
-        self._in_flight: OrderedDict[int, InFlight] = OrderedDict()  # least recently used first
+        self._in_flight: OrderedDict[int, BufferedBatch] = (
+            OrderedDict()
+        )  # least recently used first
         self._ref_of_batch: dict[int, int] = {}  # batch id -> latest registered ref
         self._retired: OrderedDict[int, tuple[tuple[int, int], UpdateReport]] = OrderedDict()
         self._counts: Counter[str] = Counter()
 
     def add(
         self, features: IDFeatures, packed: PackedBatch, *, is_repeatable: bool
-    ) -> tuple[InFlight, bool]:
+    ) -> tuple[BufferedBatch, bool]:
         """Take a batch; return it, and whether it is new.
 
         Args:
@@ -111,14 +113,14 @@ class Refs:
                 )
             ref = self._next_ref
             self._next_ref += 1
-            batch = InFlight(ref, features.batch_id, features.requires_grad, packed, now)
+            batch = BufferedBatch(ref, features.batch_id, features.requires_grad, packed, now)
             self._in_flight[ref] = batch
             if is_repeatable:
                 self._ref_of_batch[features.batch_id] = ref
             self._counts["registered"] += 1
         return batch, True
 
-    def find(self, ref: int, method: str) -> InFlight:
+    def find(self, ref: int, method: str) -> BufferedBatch:
         """Return a batch in flight, and count this as a use of it.
 
         Raises:
@@ -127,7 +129,9 @@ class Refs:
         with self._lock:
             return self._find(ref, method)
 
-    def find_for_update(self, ref: int, update_id: tuple[int, int]) -> InFlight | UpdateReport:
+    def find_for_update(
+        self, ref: int, update_id: tuple[int, int]
+    ) -> BufferedBatch | UpdateReport:
         """Return a batch in flight, or what this very update was answered before.
 
         Raises:
@@ -140,7 +144,7 @@ class Refs:
                 return retired[1]
             return self._find(ref, "update")
 
-    def _find(self, ref: int, method: str) -> InFlight:
+    def _find(self, ref: int, method: str) -> BufferedBatch:
         now = self._clock()
         self._expire(now)
         batch = self._in_flight.get(ref)
@@ -166,7 +170,7 @@ class Refs:
                 self._counts["released"] += 1
 
     def acknowledge(
-        self, batch: InFlight, update_id: tuple[int, int], report: UpdateReport
+        self, batch: BufferedBatch, update_id: tuple[int, int], report: UpdateReport
     ) -> None:
         """Retire a batch whose update is applied, and remember its report."""
         with self._lock:
@@ -199,7 +203,7 @@ class Refs:
 
     # --- the lock is held -------------------------------------------------------------------
 
-    def _touch(self, batch: InFlight, now: float) -> None:
+    def _touch(self, batch: BufferedBatch, now: float) -> None:
         batch.used_at = now
         self._in_flight.move_to_end(batch.ref)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from persia._rpc.client import InFlight
+from persia._rpc.client import CallInFlight
 from persia._rpc.messages import (
     HyperParameters,
     LookupReply,
@@ -24,8 +24,12 @@ from persia._rpc.messages import (
     ParameterServer,
 )
 from persia._rpc.stubs import Remote
-from persia._worker.batch_plan import SAME_EVERYWHERE, schema_fingerprint, tell_apart
-from persia.config import EmbeddingSchema
+from persia.config import (
+    SAME_EVERYWHERE,
+    EmbeddingSchema,
+    describe_differences,
+    schema_fingerprint,
+)
 from persia.errors import ConfigError, ProtocolError
 
 S = TypeVar("S")
@@ -111,7 +115,7 @@ class ServerSet:
     def _ask(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call a method of each server with these arguments; returns as ``ask``."""
         begun: dict[int, Callable[[], Any]] = {}
-        flights: list[InFlight] = []
+        flights: list[CallInFlight] = []
         try:
             for number, arguments in calls.items():
                 server = self._servers[number]
@@ -235,7 +239,7 @@ class ServerSet:
 
 
 def _begin(
-    server: Remote, method: str, arguments: tuple[Any, ...], flights: list[InFlight]
+    server: Remote, method: str, arguments: tuple[Any, ...], flights: list[CallInFlight]
 ) -> Callable[[], Any]:
     """Begin a call and append it to ``flights``; returns what gives its result."""
     try:
@@ -281,7 +285,9 @@ def _whole_set(
                 f"{sorted(set(range(size)) - {s.replica_index for s in servers})}"
             )
         if server.schema_fingerprint != fingerprint:
-            theirs = tell_apart(server.schema_fingerprint, fingerprint, "there", "here")
+            theirs = describe_differences(
+                server.schema_fingerprint, fingerprint, "there", "here"
+            )
             raise ConfigError(
                 f"parameter server {index} of {size} has another embedding config: {theirs}; "
                 f"{SAME_EVERYWHERE}"

@@ -24,7 +24,9 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._core.base.arrays import empty_floats
 from persia._core.base.hashing import owners, route
+from persia._core.base.threads import ThreadPool
 from persia._metrics.timings import Timings
 from persia._rpc.messages import (
     BatchGradients,
@@ -49,8 +51,6 @@ from persia._rpc.messages import (
     UpdateRequest,
     WriteRequest,
 )
-from persia._server.optimizers import tables_at_rate
-from persia._worker import aligned
 from persia._worker.batch import (
     GradientCounts,
     PackedBatch,
@@ -59,12 +59,11 @@ from persia._worker.batch import (
     pool_outputs,
     sum_gradients,
 )
-from persia._worker.batch_plan import POOLED, Planner, check_names
-from persia._worker.crew import Crew
-from persia._worker.feature_statistics import Tally
-from persia._worker.forward_buffer import InFlight, LookedUp, Refs
+from persia._worker.batch_plan import POOLED, BatchPlanner, check_names
+from persia._worker.feature_statistics import FeatureStatistics
+from persia._worker.forward_buffer import BufferedBatch, ForwardBuffer, LookedUp
 from persia._worker.server_pool import ServerSet
-from persia.config import EmbeddingSchema, EmbeddingWorkerConfig
+from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, tables_at_rate
 from persia.errors import (
     DataError,
     DataTypeError,
@@ -109,17 +108,17 @@ class EmbeddingWorker:
     ) -> None:
         self._schema = schema
         self._servers = ServerSet(servers, schema, num_threads)
-        self._crew = Crew(num_pooling_threads)
+        self._crew = ThreadPool(num_pooling_threads)
         self._owners = owners(len(self._servers))
-        self._planner = Planner(schema)
-        self._refs = Refs(settings, clock)
+        self._planner = BatchPlanner(schema)
+        self._refs = ForwardBuffer(settings, clock)
         self._lock = threading.Lock()  # guards the counts
         self._counts: Counter[str] = Counter()
         self._masked_ids: Counter[str] = Counter()
         self._ids: Counter[str] = Counter()
         self._distinct_ids: Counter[str] = Counter()
         self._skipped_slots: Counter[str] = Counter()
-        self._tally = Tally(schema)
+        self._tally = FeatureStatistics(schema)
         self.timings = Timings(
             "lookup_preprocess_time_cost_sec",
             "lookup_rpc_time_cost_sec",
@@ -161,7 +160,7 @@ class EmbeddingWorker:
         """
         return self._register(features, is_repeatable=True).ref
 
-    def _register(self, features: IDFeatures, *, is_repeatable: bool) -> InFlight:
+    def _register(self, features: IDFeatures, *, is_repeatable: bool) -> BufferedBatch:
         packed = self._pack(features)
         batch, is_new = self._refs.add(features, packed, is_repeatable=is_repeatable)
         if is_new:
@@ -250,7 +249,7 @@ class EmbeddingWorker:
         return replace(result, ref=batch.ref)
 
     def _lookup(
-        self, packed: PackedBatch, batch_id: int, training: InFlight | None
+        self, packed: PackedBatch, batch_id: int, training: BufferedBatch | None
     ) -> LookupResult:
         is_training = training is not None
         begin = time.perf_counter()
@@ -300,14 +299,14 @@ class EmbeddingWorker:
                     continue
                 if place not in rows:
                     dim = packed.plan.tables[place].dim
-                    rows[place] = aligned.empty(len(table.signs), dim)
+                    rows[place] = empty_floats(len(table.signs), dim)
                     hints[place] = np.empty(len(table.signs), np.uint32)
                 rows[place][start:stop] = part.rows
                 if part.hints is not None:
                     hints[place][start:stop] = part.hints
         for place, plan in enumerate(packed.plan.tables):
             if place not in rows:  # no signs
-                rows[place] = aligned.empty(0, plan.dim)
+                rows[place] = empty_floats(0, plan.dim)
         none = np.empty(0, np.uint32)
         count = len(packed.tables)
         return [rows[at] for at in range(count)], [hints.get(at, none) for at in range(count)]
@@ -343,7 +342,7 @@ class EmbeddingWorker:
             self.timings["update_gradient_time_cost_sec"].add(took_s)
             return report
 
-    def _update(self, batch: InFlight, gradients: BatchGradients) -> UpdateReport:
+    def _update(self, batch: BufferedBatch, gradients: BatchGradients) -> UpdateReport:
         looked_up = batch.looked_up
         if looked_up is None:
             raise DataError(
@@ -385,7 +384,7 @@ class EmbeddingWorker:
 
     def _requests(
         self,
-        batch: InFlight,
+        batch: BufferedBatch,
         gradients: BatchGradients,
         sums: Sequence[TableSums],
         looked_up: LookedUp,

@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from persia._training.queues import Channel, Closed, Finished
+from persia._training.queues import BoundedQueue, Closed, Finished
 from persia.data import DataLoader, IterableDataset, IterableDatasetBase
 from persia.embedding.data import PersiaBatch
 
@@ -26,7 +26,7 @@ class Sender:
         channel: Of the pass.
     """
 
-    def __init__(self, channel: Channel[PersiaBatch]) -> None:
+    def __init__(self, channel: BoundedQueue[PersiaBatch]) -> None:
         self._channel = channel
 
     def send(self, batch: PersiaBatch) -> None:
@@ -51,7 +51,7 @@ class PersiaDataset(IterableDataset):
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield what ``fetch_data`` sends, which runs in a thread of its own."""
-        channel: Channel[PersiaBatch] = Channel(1)
+        channel: BoundedQueue[PersiaBatch] = BoundedQueue(1)
 
         def fetch() -> None:
             try:

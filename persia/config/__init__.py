@@ -5,6 +5,11 @@ there are and which of them share rows; ``GroupSettings`` says how the rows of o
 kept and trained.
 """
 
+from persia.config._compare import (
+    SAME_EVERYWHERE,
+    describe_differences,
+    schema_fingerprint,
+)
 from persia.config._global import (
     CheckpointingConfig,
     CommonConfig,
@@ -26,10 +31,12 @@ from persia.config._schema import (
     Pooling,
     Slot,
     Table,
+    tables_at_rate,
 )
 
 __all__ = [
     "POOLINGS",
+    "SAME_EVERYWHERE",
     "CheckpointingConfig",
     "CommonConfig",
     "EmbeddedConfig",
@@ -48,7 +55,10 @@ __all__ = [
     "Slot",
     "Table",
     "check_probability",
+    "describe_differences",
     "nearest",
     "resolve_memory_limit",
+    "schema_fingerprint",
+    "tables_at_rate",
     "with_line",
 ]

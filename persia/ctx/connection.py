@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from persia._files.writer_lock import JobFolders
     from persia._report.recorder import Recorder
     from persia._rpc.messages import EmbeddingWorker
-    from persia._training.backward import GradientEngine
+    from persia._training.backward import BackwardPipeline
     from persia._training.resume import Plain
-    from persia._training.step_barrier import Halts
+    from persia._training.step_barrier import StepBarrier
     from persia._training.stream import Stream
 
 
@@ -37,8 +37,8 @@ class Embeddings:
     def __init__(self, worker: EmbeddingWorker, is_untrained: bool = False) -> None:
         self.worker = worker
         self.is_untrained = is_untrained  # built for reading only: it needs no optimizer
-        self.engine: GradientEngine | None = None  # while the TrainCtx is entered
-        self.halts: Halts | None = None  # of several ranks, while it is
+        self.engine: BackwardPipeline | None = None  # while the TrainCtx is entered
+        self.halts: StepBarrier | None = None  # of several ranks, while it is
         self.folders: JobFolders | None = None  # that it has dumped into, while it is
         self.stream: Stream | None = None  # of data-loaders, from the first that is read
         self.reported: Mapping[str, float] = {}  # replaced whole: others read it

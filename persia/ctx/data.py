@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-    from persia._loader.sender import Feeder
+    from persia._loader.sender import BatchSender
     from persia._metrics.registry import Source as MetricSource
     from persia.embedding.data import NdarrayDataBase
 
@@ -52,7 +52,7 @@ class DataCtx(BaseCtx):
 
     def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
         super().__init__(threadpool_worker_size, device_id)
-        self._feeder: Feeder | None = None
+        self._feeder: BatchSender | None = None
         self._last_stats: Mapping[str, int] = {}
         self._raised: BaseException | None = None  # by the body that is being left
         self._sources: list[MetricSource] = []

@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
     from persia._metrics.registry import Source as MetricSource
     from persia._metrics.top_view import Frame, View
-    from persia._report.metrics import Measures
+    from persia._report.metrics import TrainingMetrics
     from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
     from persia._rpc.worker_pool import EmbeddingWorkers
-    from persia._training.checkpoint import Loader, Saver
+    from persia._training.checkpoint import CheckpointReader, CheckpointWriter
     from persia._training.error_hints import Form
-    from persia._training.forward import Prefetcher
-    from persia._training.inflight import Book
+    from persia._training.forward import ForwardPipeline
+    from persia._training.inflight import InFlightTracker
     from persia._training.ranks import Ranks
     from persia._training.resume import Plain, Progress
-    from persia._training.transfer import Converter, Jagged, PersiaTrainingBatch
+    from persia._training.transfer import DeviceTransfer, Jagged, PersiaTrainingBatch
     from persia.config import EmbeddingSchema, GlobalConfig
     from persia.ctx.connection import Embeddings
 
@@ -107,9 +107,9 @@ class EmbeddingCtx(BaseCtx):
         self._output: Form | None = None  # of its forward, until its backward
         self._global_config = global_config
         self._embeddings: Embeddings | None = None
-        self._book: Book | None = None
-        self._epochs: list[weakref.ref[Prefetcher]] = []  # may still have threads
-        self._converters: dict[int | None, Converter] = {}
+        self._book: InFlightTracker | None = None
+        self._epochs: list[weakref.ref[ForwardPipeline]] = []  # may still have threads
+        self._converters: dict[int | None, DeviceTransfer] = {}
         # Batches with gradients that were prepared and may take part in the next backward,
         # in that order, by id(). Weak: who prepares and never steps must not fill the memory.
         self._prepared: weakref.WeakValueDictionary[int, PersiaTrainingBatch] = (
@@ -123,11 +123,11 @@ class EmbeddingCtx(BaseCtx):
         )
         self._ranks: Ranks | None = None
         self._progress: Progress | None = None  # of training, from the first connection on
-        self._measures: Measures | None = None  # of what it has used last
+        self._measures: TrainingMetrics | None = None  # of what it has used last
         self._view: View | None = None
         self._used_at = time.monotonic()  # from then on things are counted
-        self._saver: Saver | None = None
-        self._loader: Loader | None = None
+        self._saver: CheckpointWriter | None = None
+        self._loader: CheckpointReader | None = None
         self._owns_stream = False
         if embedding_worker is not None:
             self._use(embeddings_of(embedding_worker))
@@ -143,8 +143,12 @@ class EmbeddingCtx(BaseCtx):
         from persia._cluster.connect import connect_embedding_workers
         from persia._rpc.worker_pool import EmbeddingWorkers
         from persia._rpc.zmq_transport import ZmqTransport
-        from persia._worker.batch_plan import SAME_EVERYWHERE, schema_fingerprint, tell_apart
-        from persia.config import EmbeddingSchema
+        from persia.config import (
+            SAME_EVERYWHERE,
+            EmbeddingSchema,
+            describe_differences,
+            schema_fingerprint,
+        )
 
         expected = None
         if self._schema is not None:
@@ -161,7 +165,7 @@ class EmbeddingCtx(BaseCtx):
             if expected is not None and expected != theirs:
                 raise ConfigError(
                     "embedding_config: the servers have another one: "
-                    f"{tell_apart(theirs, expected, 'there', 'here')}; {SAME_EVERYWHERE}"
+                    f"{describe_differences(theirs, expected, 'there', 'here')}; {SAME_EVERYWHERE}"
                 )
         except BaseException:
             transport.close()
@@ -187,17 +191,17 @@ class EmbeddingCtx(BaseCtx):
         return embeddings
 
     def _use(self, embeddings: Embeddings) -> None:
-        from persia._report.metrics import Measures
-        from persia._training.checkpoint import Loader, Saver
-        from persia._training.inflight import Book
+        from persia._report.metrics import TrainingMetrics
+        from persia._training.checkpoint import CheckpointReader, CheckpointWriter
+        from persia._training.inflight import InFlightTracker
         from persia._training.lookups import Lookups
         from persia._training.resume import Progress
 
         self._progress = Progress()
-        self._measures = Measures(env.get_rank() or 0)
+        self._measures = TrainingMetrics(env.get_rank() or 0)
         self._view, self._used_at = None, time.monotonic()
         self._embeddings = embeddings
-        self._book = Book(embeddings.worker)
+        self._book = InFlightTracker(embeddings.worker)
         self._lookups = Lookups(
             embeddings.worker,
             self._book,
@@ -207,8 +211,8 @@ class EmbeddingCtx(BaseCtx):
             world_size=env.get_world_size() or 1,
             progress=self._progress,
         )
-        self._saver = Saver(embeddings.worker)
-        self._loader = Loader(embeddings.worker)
+        self._saver = CheckpointWriter(embeddings.worker)
+        self._loader = CheckpointReader(embeddings.worker)
 
     def _connected(self) -> Embeddings:
         if self._embeddings is None:
@@ -299,7 +303,7 @@ class EmbeddingCtx(BaseCtx):
         engine = None if self._embeddings is None else self._embeddings.engine
         return "" if engine is None else engine.why_not_healthy()
 
-    def _own_book(self) -> Book:
+    def _own_book(self) -> InFlightTracker:
         self._connected()
         if self._book is None:
             raise ConfigError(f"this {type(self).__name__} has no embeddings yet")
@@ -393,7 +397,7 @@ class EmbeddingCtx(BaseCtx):
         staleness: int | None,
         timeout_s: float,
         keeps_step: bool = True,
-    ) -> Prefetcher:
+    ) -> ForwardPipeline:
         """Prepare the pipeline of one pass over a dataset; for ``DataLoader``.
 
         Args:
@@ -411,7 +415,7 @@ class EmbeddingCtx(BaseCtx):
                 room for what they would.
             BaseException: What an update of the last epoch raised, or a load in the background.
         """
-        from persia._training.forward import Prefetcher
+        from persia._training.forward import ForwardPipeline
         from persia._training.resume import count_done
         from persia._training.sources import DatasetSource, Source, StreamSource
         from persia._training.stream import check_room
@@ -445,7 +449,7 @@ class EmbeddingCtx(BaseCtx):
             logger.info(
                 "this pass begins behind batch %d, where the checkpoint was made", num_resumed
             )
-        epoch = Prefetcher(
+        epoch = ForwardPipeline(
             source,
             self._lookups,
             converter,
@@ -467,11 +471,11 @@ class EmbeddingCtx(BaseCtx):
             return None
         return self._progress.resumed(kind)
 
-    def _converter(self, device_id: int | None) -> Converter:
+    def _converter(self, device_id: int | None) -> DeviceTransfer:
         if device_id not in self._converters:
-            from persia._training.transfer import Converter
+            from persia._training.transfer import DeviceTransfer
 
-            self._converters[device_id] = Converter(torch_device(device_id))
+            self._converters[device_id] = DeviceTransfer(torch_device(device_id))
         return self._converters[device_id]
 
     def join_ranks(self, *, reproducible: bool) -> AbstractContextManager[Any]:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from persia._report.recorder import Kept, Sink
+    from persia._report.recorder import CurveStore, Sink
     from persia._rpc.messages import EmbeddingWorker
-    from persia._training.backward import GradientEngine, Update
-    from persia._training.inflight import Book
-    from persia._training.queues import Channel
+    from persia._training.backward import BackwardPipeline, GradientBatch
+    from persia._training.inflight import InFlightTracker
+    from persia._training.queues import BoundedQueue
     from persia._training.resume import Plain, Position
     from persia._training.transfer import PersiaTrainingBatch
     from persia.ctx.connection import Embeddings
@@ -183,7 +183,9 @@ class TrainCtx(EmbeddingCtx):
 
             check_place(report)
         self._report_path, self._tensorboard = report, tensorboard
-        self._curves: Kept | None = None  # while it is entered, if a report is to be written
+        self._curves: CurveStore | None = (
+            None  # while it is entered, if a report is to be written
+        )
 
     def _join_ranks(self) -> None:
         """Make the model data-parallel, with the option given or the default one."""
@@ -243,12 +245,12 @@ class TrainCtx(EmbeddingCtx):
         return uneven_steps(self.model, self.dense_optimizer)
 
     @property
-    def backward_engine(self) -> GradientEngine | None:
+    def backward_engine(self) -> BackwardPipeline | None:
         """What sends the updates; None outside the ``with`` block."""
         return self._connected().engine
 
     @property
-    def grad_queue(self) -> Channel[tuple[Update, float]] | None:
+    def grad_queue(self) -> BoundedQueue[tuple[GradientBatch, float]] | None:
         """Updates that wait to be sent; None outside the ``with`` block."""
         engine = self.backward_engine
         return None if engine is None else engine.queue
@@ -263,7 +265,7 @@ class TrainCtx(EmbeddingCtx):
 
     def _begin(self) -> None:
         from persia._files.writer_lock import JobFolders
-        from persia._training.backward import GradientEngine
+        from persia._training.backward import BackwardPipeline
 
         embeddings = self._connected()
         if embeddings.engine is not None:
@@ -275,7 +277,7 @@ class TrainCtx(EmbeddingCtx):
             from persia._training.ranks import Ranks
 
             self._ranks = Ranks(self.world_size, self.rank_id)
-        engine = GradientEngine(
+        engine = BackwardPipeline(
             embeddings.worker,
             self._own_book(),
             client=self._new_client(),
@@ -289,9 +291,9 @@ class TrainCtx(EmbeddingCtx):
             engine.is_between_passes = self._progress.is_between_passes
         try:
             if self.world_size > 1:
-                from persia._training.step_barrier import Halts
+                from persia._training.step_barrier import StepBarrier
 
-                embeddings.halts = Halts.join(
+                embeddings.halts = StepBarrier.join(
                     self.world_size, self.rank_id, engine, self._rank_state, env.rpc_timeout_s()
                 )
             engine.start()
@@ -304,14 +306,14 @@ class TrainCtx(EmbeddingCtx):
             raise
         embeddings.engine, embeddings.folders = engine, JobFolders()
 
-    def _record(self, embeddings: Embeddings, engine: GradientEngine) -> None:
+    def _record(self, embeddings: Embeddings, engine: BackwardPipeline) -> None:
         """Begin to write the run down, if that was asked for."""
-        from persia._report.recorder import Kept, Recorder
+        from persia._report.recorder import CurveStore, Recorder
         from persia._report.tensorboard import TensorBoard
 
         sinks: list[Sink] = []
         if self._report_path is not None:
-            self._curves = Kept()
+            self._curves = CurveStore()
             sinks.append(self._curves)
         if self._tensorboard is not None:
             sinks.append(TensorBoard(self._tensorboard))
@@ -343,7 +345,7 @@ class TrainCtx(EmbeddingCtx):
                 "run recorded, and to be called inside its `with`"
             )
         recorder.settle()
-        told = summary.Told(
+        told = summary.RunFacts(
             f"Training report: {type(self._bare_model()).__name__}",
             env.get_mode(),
             self.world_size,
@@ -726,7 +728,7 @@ class TrainCtx(EmbeddingCtx):
         return loss
 
     def _scaled_step(
-        self, scaler: torch.amp.GradScaler, updates: list[Update], scale: float
+        self, scaler: torch.amp.GradScaler, updates: list[GradientBatch], scale: float
     ) -> bool:
         """Step the dense part; False if a gradient, dense or sparse, was not finite."""
         is_finite = all(update.is_finite() for update in updates)
@@ -762,7 +764,7 @@ class TrainCtx(EmbeddingCtx):
         ]
         return not checks or bool(torch.stack(checks).all())
 
-    def _warn_of_nans(self, book: Book, *, is_last: bool = False) -> None:
+    def _warn_of_nans(self, book: InFlightTracker, *, is_last: bool = False) -> None:
         total, by_feature = book.nan_counts()
         if total <= self._warned_nans:
             return

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from persia._core.kernels.optim import OPTIONS
-from persia._worker.batch_plan import schema_fingerprint, tell_apart
 from persia.config import (
     EmbeddingSchema,
     GroupAdmission,
@@ -16,6 +15,8 @@ from persia.config import (
     GroupOptimizer,
     GroupSettings,
     ParameterServerConfig,
+    describe_differences,
+    schema_fingerprint,
 )
 from persia.errors import ConfigError
 
@@ -122,7 +123,9 @@ def test_the_fingerprint_is_of_the_settings_too() -> None:
 
 def test_which_settings_differ_is_told() -> None:
     one, other = load({"g": {"optimizer": {"lr": 0.5}}}), load({"c": {"optimizer": {}}})
-    told = tell_apart(schema_fingerprint(one), schema_fingerprint(other), "here", "there")
+    told = describe_differences(
+        schema_fingerprint(one), schema_fingerprint(other), "here", "there"
+    )
     assert "group_settings.c is absent here and {'optimizer'" in told
     assert "group_settings.g is {'optimizer': {'name': None, 'options': {'lr': 0.5}}}" in told
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from persia._core.base.threads import Crew
+from persia._core.base.threads import ThreadPool
 from persia.errors import ConfigError
 from tests.waiting import until
 
@@ -35,14 +35,14 @@ def states(name: str) -> list[str]:
 @pytest.mark.parametrize("num_threads", [0, 1025])
 def test_a_number_of_threads_out_of_range_is_refused(num_threads: int) -> None:
     with pytest.raises(ConfigError, match=f"num_threads.*{num_threads}"):
-        Crew(num_threads)
+        ThreadPool(num_threads)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_each_part_is_done_once_whoever_else_calls(num_threads: int) -> None:
     callers, rounds, parts = 4, 50, 20
     done = [[0] * parts for _ in range(callers)]
-    with closing(Crew(num_threads)) as crew, ThreadPoolExecutor(callers) as pool:
+    with closing(ThreadPool(num_threads)) as crew, ThreadPoolExecutor(callers) as pool:
 
         def call(caller: int) -> None:
             def count(part: int) -> None:
@@ -57,13 +57,13 @@ def test_each_part_is_done_once_whoever_else_calls(num_threads: int) -> None:
 
 def test_a_part_may_call_its_own_crew() -> None:
     done = []
-    with closing(Crew(2)) as crew:
+    with closing(ThreadPool(2)) as crew:
         crew.run(lambda a: crew.run(lambda b: done.append((a, b)), [0, 1]), [0, 1])
     assert sorted(done) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_a_closed_crew_calls_on_the_callers_thread() -> None:
-    crew = Crew(3)
+    crew = ThreadPool(3)
     crew.close()
     crew.close()
     threads: list[int] = []
@@ -74,7 +74,7 @@ def test_a_closed_crew_calls_on_the_callers_thread() -> None:
 @on_linux
 def test_crews_share_helpers_that_sleep_when_idle_and_end_with_the_last() -> None:
     name = "shared-by-test"
-    one, other = Crew(3, name), Crew(3, name)
+    one, other = ThreadPool(3, name), ThreadPool(3, name)
     until(lambda: states(name) == ["S", "S"])
     met = threading.Barrier(3)
     one.run(lambda _: met.wait(10), range(3))
@@ -94,14 +94,14 @@ def test_crews_share_helpers_that_sleep_when_idle_and_end_with_the_last() -> Non
 def test_a_child_has_no_helpers_and_does_all_itself() -> None:
     script = """
 import os
-from persia._core.base.threads import Crew
-crew = Crew(2)
+from persia._core.base.threads import ThreadPool
+crew = ThreadPool(2)
 done = []
 crew.run(done.append, range(4))
 child = os.fork()
 if child == 0:
     crew.run(done.append, range(4))
-    other = Crew(2)  # has helpers of its own
+    other = ThreadPool(2)  # has helpers of its own
     other.run(done.append, range(4))
     other.close()
     crew.close()

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from persia._core.base.threads import Crew
+from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch, number_all
 from persia.errors import DataError, DataTypeError
 from tests import strategies as own
@@ -351,7 +351,7 @@ def test_features_numbered_together_are_each_numbered_alone(num_threads: int) ->
     batches[3].inverse  # noqa: B018  (numbered already)
     for one in ids:
         one[:] = 7  # the batches have copies
-    with contextlib.closing(Crew(num_threads)) as crew:
+    with contextlib.closing(ThreadPool(num_threads)) as crew:
         number_all(batches, crew)
         number_all(batches, crew)
     for batch, wanted in zip(batches, alone, strict=True):
@@ -367,7 +367,7 @@ def test_threads_that_number_the_same_features_agree() -> None:
     start = threading.Barrier(callers)
     ids = np.random.default_rng(0).integers(0, 5000, 20_000).astype(np.uint64)
     wanted = FeatureBatch.from_single("f", ids)
-    with contextlib.closing(Crew(2)) as crew, ThreadPoolExecutor(callers) as pool:
+    with contextlib.closing(ThreadPool(2)) as crew, ThreadPoolExecutor(callers) as pool:
         for _ in range(10):
             batches = [FeatureBatch.from_single("f", ids) for _ in range(3)]
 

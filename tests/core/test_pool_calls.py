@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from persia._core.base.threads import Crew
+from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._core.kernels.pool_calls import PoolCalls
 from persia._core.kernels.pooling import pool, pool_grad, scatter_add
@@ -60,7 +60,7 @@ def test_all_calls_at_once_are_each_call_alone(num_threads: int) -> None:
         wanted, out = (np.full((size_of(given), DIM), 9, np.float32) for _ in range(2))
         expected.append((wanted, pool(mode, rows, out=wanted, **given)))
         made.append((out, calls.pool(mode, rows, out=out, **given)))
-    with closing(Crew(num_threads)) as crew:
+    with closing(ThreadPool(num_threads)) as crew:
         assert calls.run(crew)
     for (wanted, maxima), (out, own) in zip(expected, made, strict=True):
         assert wanted.tobytes() == out.tobytes()
@@ -96,7 +96,7 @@ def test_sums_are_set_to_zero_added_in_order_and_looked_at(
         one[-1, -1] = bad
         calls.scatter_add(one, None, 1, made[-1])
         expected[-1] += one
-    with closing(Crew(num_threads)) as crew:
+    with closing(ThreadPool(num_threads)) as crew:
         assert calls.run(crew) is (bad is None)
     for wanted, sums in zip(expected, made, strict=True):
         assert wanted.tobytes() == sums.tobytes()
@@ -107,9 +107,9 @@ def test_parts_without_sums_keep_what_is_there() -> None:
     calls = PoolCalls()
     calls.begin_sums(None)
     calls.scatter_add(np.full((2, DIM), np.inf, np.float32), None, 1, sums)
-    assert calls.run(Crew(1))
+    assert calls.run(ThreadPool(1))
     assert np.isinf(sums).all()
-    assert PoolCalls().run(Crew(1))
+    assert PoolCalls().run(ThreadPool(1))
 
 
 def test_what_does_not_fit_is_refused_when_it_is_added() -> None:
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused_when_it_is_added() -> None:
         calls.pool("median", rows, None, 1, ids, None, out)
     with pytest.raises(DataError, match="inverse"):
         calls.pool("sum", rows, None, 1, ids + np.uint32(1), None, out)
-    assert calls.run(Crew(1))
+    assert calls.run(ThreadPool(1))
     assert (out == 1).all()
 
 
@@ -147,7 +147,7 @@ def test_sums_of_one_feature_are_the_same_without_zeros(mode: str, num_threads: 
         calls.pool_grad(mode, grad, None, 1, inverse, offsets, argmax, None, sums)
         expected.append(wanted)
         made.append(sums)
-    with closing(Crew(num_threads)) as crew:
+    with closing(ThreadPool(num_threads)) as crew:
         assert calls.run(crew)
     for wanted, sums in zip(expected, made, strict=True):
         assert wanted.tobytes() == sums.tobytes()
@@ -177,11 +177,11 @@ def test_a_feature_batch_is_its_numbers(mode: str, kind: str) -> None:
                 calls.pool(mode, rows, None, 1, numbers, edges, out, own)
             return
         argmax = calls.pool(mode, rows, None, 1, numbers, edges, out, own)
-        assert calls.run(Crew(1))
+        assert calls.run(ThreadPool(1))
         calls = PoolCalls()
         calls.begin_sums(sums)
         calls.pool_grad(mode, out, None, 1, numbers, edges, argmax, None, sums, own)
-        assert calls.run(Crew(1))
+        assert calls.run(ThreadPool(1))
         found.append(out.tobytes() + sums.tobytes())
     assert found[0] == found[1]
     few, short = rows[:-1].copy(), out[:-1].copy()

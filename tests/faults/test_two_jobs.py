@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from persia import env
-from persia._cluster.job import tell_end
+from persia._cluster.job import announce_job_end
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
@@ -62,7 +62,7 @@ def test_w52_w65_two_jobs_on_one_machine_do_not_disturb_each_other() -> None:
                 seen_two.append(step(two, next(of_two)))
             check(one, seen_one, FEWER)
         with env.changed(**short.variables), closing(ZmqTransport()) as transport:
-            assert tell_end(transport, 0, 10.0) == []
+            assert announce_job_end(transport, 0, 10.0) == []
         assert set(short.wait().values()) == {0}
         assert all(process.poll() is None for process in long.processes.values())
         seen_two += [step(two, batch) for batch in of_two]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from persia._files import buffer_pool as module
-from persia._files.buffer_pool import BLOCK_BYTES, Memory
+from persia._files.buffer_pool import BLOCK_BYTES, BufferPool
 from persia.errors import CheckpointError
 
 
@@ -21,7 +21,7 @@ def address(array: np.ndarray) -> int:
 
 
 def test_memory_is_used_again_once_no_array_has_it() -> None:
-    memory = Memory()
+    memory = BufferPool()
     first = memory.take(100_000)
     assert (len(first), address(first) % BLOCK_BYTES) == (100_000, 0)
     first[:] = 1
@@ -39,7 +39,7 @@ def test_memory_is_used_again_once_no_array_has_it() -> None:
 
 
 def test_memory_of_another_size_is_not_kept() -> None:
-    memory = Memory()
+    memory = BufferPool()
     memory.take(64 << 20)
     for size in (10, 0):
         few = memory.take(size)
@@ -50,7 +50,7 @@ def test_memory_of_another_size_is_not_kept() -> None:
 
 
 def test_memory_outlives_where_it_came_from() -> None:
-    memory = Memory()
+    memory = BufferPool()
     array = memory.take(1000)
     array[:] = 3
     del memory
@@ -72,11 +72,11 @@ def test_memory_of_a_system_without_huge_pages_and_of_one_that_has_none(
         **{**vars(mmap), "mmap": _SmallPages, "MADV_HUGEPAGE": 14}
     )
     monkeypatch.setattr(module, "mmap", stands_for)
-    assert len(Memory().take(10)) == 10
+    assert len(BufferPool().take(10)) == 10
 
     def fail(*_: int, **__: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     stands_for.mmap = fail
     with pytest.raises(CheckpointError, match=r"expected 2097152 bytes .*Cannot allocate"):
-        Memory().take(10)
+        BufferPool().take(10)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from persia._cluster import process
-from persia._files.allowed_roots import ANYWHERE, Roots
+from persia._files.allowed_roots import ANYWHERE, AllowedRoots
 from persia._files.storage import open_storage
 from persia._rpc.messages import LoadRequest, WriteRequest
 from persia.config import ParameterServerConfig
@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> Path:
     ],
 )
 def test_w71_what_is_below_a_root_is_allowed(place: Path, url: str) -> None:
-    roots = Roots([f"{place}/root", "s3://bucket/persia/", "memory://x"])
+    roots = AllowedRoots([f"{place}/root", "s3://bucket/persia/", "memory://x"])
     roots.check(url.format(place))
 
 
@@ -77,7 +77,7 @@ def test_w71_what_is_below_a_root_is_allowed(place: Path, url: str) -> None:
 )
 def test_w71_what_is_outside_is_refused_with_its_name(place: Path, url: str) -> None:
     url = url.format(place)
-    roots = Roots([f"{place}/root", "s3://bucket/persia", "memory://x"])
+    roots = AllowedRoots([f"{place}/root", "s3://bucket/persia", "memory://x"])
     with pytest.raises(CheckpointError, match="PERSIA_CHECKPOINT_ROOTS") as caught:
         roots.check(url)
     assert url in str(caught.value)
@@ -85,21 +85,21 @@ def test_w71_what_is_outside_is_refused_with_its_name(place: Path, url: str) -> 
 
 
 def test_a_root_may_be_a_link_or_everything(place: Path) -> None:
-    Roots([f"{place}/alias"]).check(f"{place}/root/job")
-    Roots(["/"]).check("/etc")
-    Roots(["file:///"]).check("relative")
+    AllowedRoots([f"{place}/alias"]).check(f"{place}/root/job")
+    AllowedRoots(["/"]).check("/etc")
+    AllowedRoots(["file:///"]).check("relative")
     ANYWHERE.check("/etc")
     with pytest.raises(CheckpointError, match="null byte"):
-        Roots(["/"]).check("/etc\0")
+        AllowedRoots(["/"]).check("/etc\0")
     with pytest.raises(CheckpointError, match=r"\(none\)"):
-        Roots([]).check(str(place))
+        AllowedRoots([]).check(str(place))
 
 
 def test_w71_a_server_neither_writes_nor_reads_outside(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (server,) = make_servers(1)
-    server._roots = Roots([f"{place}/root"])
+    server._roots = AllowedRoots([f"{place}/root"])
     for url, prefix in ((f"{place}/roots", "a"), (f"{place}/root", "../roots/a")):
         with pytest.raises(CheckpointError, match="expected a folder below"):
             server.write_cut(WriteRequest(1, url, prefix))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._files.buffer_pool import Memory
+from persia._files.buffer_pool import BufferPool
 from persia._files.catalog import ids, keep_last, latest, load
 from persia._files.object_store import RemoteStorage
 from persia._files.rows import compact, verify
@@ -89,7 +89,7 @@ def test_whoever_writes_may_breathe_between_pieces(storage: Storage) -> None:
 
 def check_large(storage: Storage) -> None:
     """A file that begins with a block in memory, and one that does not, read either way."""
-    memory = Memory()
+    memory = BufferPool()
     data = memory.take(600_123)
     data[:] = np.random.default_rng(1).integers(0, 256, len(data), dtype=np.uint8)
     for first in (0, 1):

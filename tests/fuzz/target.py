@@ -124,7 +124,7 @@ class Target:
         self._transport = MemoryTransport()
         (store,) = make_servers(1, optimizer=ADAM, capacity=1000)
         self._worker = make_worker(list(make_servers(2, capacity=1000)), forward_buffer_size=50)
-        self._inbox = receiver.Inbox(0, 2, 4, 0.1)
+        self._inbox = receiver.BatchReceiver(0, 2, 4, 0.1)
         self._peers = [
             _Peer(self._transport, role, service)
             for role, service in (

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from persia import env
 from persia._cluster import connect
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._loader.sender import Feeder
+from persia._loader.sender import BatchSender
 from persia._rpc.messages import (
     BatchGradients,
     HyperParameters,
@@ -179,7 +179,7 @@ class Loader:
             for link in (*workers, *ranks):
                 link.close()
 
-        self.feeder = Feeder(
+        self.feeder = BatchSender(
             workers, ranks, loader=loader, num_loaders=num_loaders, disconnect=disconnect
         )
         self.feeder.start()

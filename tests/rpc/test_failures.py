@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia import errors
-from persia._rpc.error_codec import Place, from_body, to_body
+from persia._rpc.error_codec import ErrorOrigin, from_body, to_body
 from persia._rpc.frame import Failure, decode, encode
 from persia._rpc.server import serve
 from persia.errors import (
@@ -28,7 +28,7 @@ CLASSES = [
     for cls in vars(errors).values()
     if isinstance(cls, type) and issubclass(cls, PersiaError)
 ]
-CALLED = Place("embedding-worker", 1, "tcp://a:1", "lookup")
+CALLED = ErrorOrigin("embedding-worker", 1, "tcp://a:1", "lookup")
 
 
 def crossed(error: BaseException) -> PersiaError:

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from persia._rpc.client import Client
-from persia._rpc.error_codec import Place, from_body
+from persia._rpc.error_codec import ErrorOrigin, from_body
 from persia._rpc.frame import PROTOCOL, Call, Failure, Limits, Part, Reply, encode
 from persia._rpc.messages import TableSigns
 from persia._rpc.methods import parameter_server
@@ -40,7 +40,7 @@ from tests.rpc.support import BAD, PATIENCE_S, TOY, ToyService, Wire, header, ra
 from tests.rpc.toys import make_client, toy_server
 from tests.services.support import make_servers
 
-ASKED = Place("toy", 0, "here", "add")
+ASKED = ErrorOrigin("toy", 0, "here", "add")
 
 
 def total_of(counts: Any, prefix: str) -> int:

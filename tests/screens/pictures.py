@@ -25,7 +25,7 @@ import yaml
 from rich.console import Console, RenderableType
 
 from persia._cli.doctor import Question, examine
-from persia._cli.scraper import Asker, listed_places
+from persia._cli.scraper import Scraper, listed_places
 from persia._cli.top import frame_of
 from persia._metrics.top_view import Frame
 from persia.config import EmbeddingSchema
@@ -50,7 +50,7 @@ def svg(drawn: RenderableType, title: str, width: int = 112) -> str:
 def whole_frame(cluster: Cluster) -> Frame:
     """Return a frame of a job, between two readings of each of its processes."""
     with patch.dict("os.environ", cluster.environment):
-        asker = Asker(listed_places())
+        asker = Scraper(listed_places())
     pause = threading.Event()  # never set
     deadline = time.monotonic() + START_S
     while True:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from persia import env
-from persia._cli.scraper import Asker, Place, listed_places
+from persia._cli.scraper import Scraper, ScrapeTarget, listed_places
 from persia._cli.top import frame_of
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.top_view import Watched
@@ -47,8 +47,8 @@ def answering(status: int, text: Callable[[str], str], port: int = 0) -> Iterato
             thread.join()
 
 
-def ask(*places: Place, deadline_s: float = LONG_S) -> list[Watched]:
-    asker = Asker(places, deadline_s)
+def ask(*places: ScrapeTarget, deadline_s: float = LONG_S) -> list[Watched]:
+    asker = Scraper(places, deadline_s)
     asker.ask()
     asker.wait(LONG_S)
     return asker.processes()
@@ -60,7 +60,7 @@ def test_whoever_answers_says_who_it_is_and_what_its_neighbour_is() -> None:
         return text_of(SERVER, 3, persia_rows=7.0)
 
     with answering(200, text) as port:
-        found = ask(Place(WORKER, 0, HOST, port))
+        found = ask(ScrapeTarget(WORKER, 0, HOST, port))
     assert [(one.role, one.replica, one.problem) for one in found] == [(SERVER, 3, "")]
     assert found[0].span is not None
     assert found[0].span.now.get("persia_rows") == 7
@@ -72,7 +72,7 @@ def test_rates_are_between_two_answers() -> None:
     with answering(
         200, lambda _: text_of(SERVER, 0, persia_lookups_total=next(counts))
     ) as port:
-        asker = Asker([Place(SERVER, 0, HOST, port)], LONG_S)
+        asker = Scraper([ScrapeTarget(SERVER, 0, HOST, port)], LONG_S)
         for _ in range(2):
             asker.ask()
             asker.wait(LONG_S)
@@ -90,20 +90,20 @@ def test_who_is_not_ready_says_why() -> None:
         )
 
     with answering(200, text) as port:
-        (found,) = ask(Place(WORKER, 0, HOST, port))
+        (found,) = ask(ScrapeTarget(WORKER, 0, HOST, port))
     assert found.span is not None
     assert found.problem == "no embedding-parameter-server answers"
 
 
 def test_another_program_is_not_taken_for_a_process() -> None:
     with answering(404, lambda _: "no such page") as port:
-        (found,) = ask(Place(SERVER, 0, HOST, port))
+        (found,) = ask(ScrapeTarget(SERVER, 0, HOST, port))
     assert (found.span, found.problem) == (
         None,
         "another program answers there: HTTP status 404",
     )
     with answering(200, lambda _: "hello") as port:
-        (found,) = ask(Place(SERVER, 0, HOST, port))
+        (found,) = ask(ScrapeTarget(SERVER, 0, HOST, port))
     assert found.span is None
     assert "metrics of a process of PERSIA" in found.problem
 
@@ -120,7 +120,7 @@ def test_a_process_that_two_addresses_lead_to_is_shown_once() -> None:
         return text_of(TRAINER, 0, process_start_time_seconds=17.5)
 
     with answering(200, text) as port, answering(200, text) as same:
-        found = ask(Place(TRAINER, 0, HOST, port), Place(LOADER, 0, HOST, same))
+        found = ask(ScrapeTarget(TRAINER, 0, HOST, port), ScrapeTarget(LOADER, 0, HOST, same))
     assert [(one.role, one.replica) for one in found] == [(TRAINER, 0)]
 
 
@@ -137,7 +137,7 @@ def test_of_a_name_of_several_hosts_no_port_behind_is_expected(
         ],
     )
     with answering(200, lambda _: text_of(WORKER, 0)) as port:
-        found = ask(Place(WORKER, 0, "workers", port))
+        found = ask(ScrapeTarget(WORKER, 0, "workers", port))
     # The second host does not answer, and is missed; nobody is at the next port of either.
     assert [(one.place, one.span is None) for one in found] == [
         (f"workers:{port}", False),
@@ -147,10 +147,10 @@ def test_of_a_name_of_several_hosts_no_port_behind_is_expected(
 
 def test_who_is_listed_and_gone_is_shown_and_others_are_not() -> None:
     port = _unused()
-    (found,) = ask(Place(SERVER, 1, HOST, port))
+    (found,) = ask(ScrapeTarget(SERVER, 1, HOST, port))
     assert (found.replica, found.problem) == (1, "not there: connection refused")
-    assert ask(Place(LOADER, 0, HOST, port, is_listed=False)) == []
-    (found,) = ask(Place(SERVER, 1, "no-such-host.invalid", port))
+    assert ask(ScrapeTarget(LOADER, 0, HOST, port, is_listed=False)) == []
+    (found,) = ask(ScrapeTarget(SERVER, 1, "no-such-host.invalid", port))
     assert found.problem.startswith("its name leads nowhere")
 
 
@@ -174,12 +174,12 @@ def test_a_silent_process_is_shown_within_its_deadline_and_holds_up_nobody() -> 
         thread.start()
         try:
             places = [
-                Place(SERVER, number, HOST, where)
+                ScrapeTarget(SERVER, number, HOST, where)
                 for number, where in enumerate(
                     (port, silent.getsockname()[1], slow.getsockname()[1])
                 )
             ]
-            asker = Asker(places, SHORT_S)
+            asker = Scraper(places, SHORT_S)
             asker.ask()
             asker.wait(3 * SHORT_S)  # the one that trickles never ends
             found = {one.replica: one for one in asker.processes()}
@@ -241,7 +241,9 @@ def test_a_frame_says_of_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
         answering(200, lambda _: text_of(WORKER, 0, "ours")) as one,
         answering(200, lambda _: text_of(SERVER, 0, "theirs")) as other,
     ):
-        asker = Asker([Place(WORKER, 0, HOST, one), Place(SERVER, 0, HOST, other)], LONG_S)
+        asker = Scraper(
+            [ScrapeTarget(WORKER, 0, HOST, one), ScrapeTarget(SERVER, 0, HOST, other)], LONG_S
+        )
         asker.ask()
         asker.wait(LONG_S)
         both = "run ours, theirs: 2 of 2 processes answer (of one job? PERSIA_RUN_ID names it)"

@@ -9,7 +9,7 @@ import pytest
 
 from persia._metrics.bottleneck import DATASET, slowest
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
-from persia._metrics.scrape import Reading, Span, read
+from persia._metrics.scrape import Delta, Reading, read
 from persia._metrics.top_view import Frame, Watched
 from persia.errors import DataError
 from tests.screens.texts import span, text_of
@@ -21,16 +21,16 @@ BATCH, ROOM = (
 STEPS = {"persia_steps_total": 100.0}
 
 
-def _trainer(batch: float, room: float = 0.0, inbox: float | None = 0.0) -> Span:
+def _trainer(batch: float, room: float = 0.0, inbox: float | None = 0.0) -> Delta:
     now = {} if inbox is None else {"persia_inbox_batches": inbox}
     return span(TRAINER, 10.0, {**STEPS, BATCH: batch, ROOM: room}, now)
 
 
-def _loader(waits: float) -> Span:
+def _loader(waits: float) -> Delta:
     return span(LOADER, 10.0, {"persia_loader_wait_seconds_sum": waits}, {})
 
 
-def _worker(**seconds: float) -> Span:
+def _worker(**seconds: float) -> Delta:
     names = {
         "rpc": "lookup_rpc_time_cost_sec_sum",
         "lookup": "lookup_total_time_cost_sec_sum",
@@ -40,7 +40,7 @@ def _worker(**seconds: float) -> Span:
     return span(WORKER, 10.0, {names[name]: value for name, value in seconds.items()}, {})
 
 
-def _labelled(worker: Span) -> Span:
+def _labelled(worker: Delta) -> Delta:
     """Give calls the labels that they are asked for."""
     labels = {"peer": SERVER, "method": "update"}
     for one in (worker.now, worker._before):
@@ -75,7 +75,7 @@ SERVERS = span(SERVER, 10.0, {"persia_update_rows_seconds_sum": 0.5}, {})
         ),
     ],
 )
-def test_the_slowest_stage(spans: list[Span], expected: str) -> None:
+def test_the_slowest_stage(spans: list[Delta], expected: str) -> None:
     stage = slowest(spans)
     assert stage.name == expected
     assert "nn-worker" not in stage.why
@@ -90,8 +90,8 @@ def test_a_process_that_was_started_anew_begins_at_zero() -> None:
     def at(seconds: float, value: float) -> Reading:
         return Reading(SERVER, 0, seconds, {"persia_lookups_total": [({}, value)]})
 
-    assert Span(at(0, 100), at(2, 10)).rate("persia_lookups_total") == 5
-    assert Span(None, at(2, 10)).rate("persia_lookups_total") is None
+    assert Delta(at(0, 100), at(2, 10)).rate("persia_lookups_total") == 5
+    assert Delta(None, at(2, 10)).rate("persia_lookups_total") is None
 
 
 def test_a_frame_tells_who_is_there_and_who_is_not() -> None:
@@ -104,7 +104,7 @@ def test_a_frame_tells_who_is_there_and_who_is_not() -> None:
             persia_steps_total=math.inf,
         )
     )[0]
-    told = Span(Reading(TRAINER, 0, now.at - 2.0, before.samples), now)
+    told = Delta(Reading(TRAINER, 0, now.at - 2.0, before.samples), now)
     frame = Frame(
         [
             Watched(TRAINER, 0, "127.0.0.1:9700", told),
@@ -129,7 +129,7 @@ def test_a_frame_tells_who_is_there_and_who_is_not() -> None:
 def test_a_narrow_terminal_loses_columns_and_no_digits() -> None:
     from rich.console import Console
 
-    told = Span(None, read(text_of(TRAINER, 0, persia_loss=0.6931))[0])
+    told = Delta(None, read(text_of(TRAINER, 0, persia_loss=0.6931))[0])
     frame = Frame([Watched(TRAINER, 0, "", told)], "a job")
     console = Console(file=io.StringIO(), width=60, record=True)
     console.print(frame)

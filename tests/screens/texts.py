@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
-from persia._metrics.scrape import Reading, Span
+from persia._metrics.scrape import Delta, Reading
 
 NAMES = {"loader": LOADER, "worker": WORKER, "server": SERVER, "trainer": TRAINER}
 
@@ -17,10 +17,10 @@ def text_of(role: str, replica: int, run: str = "", **values: float) -> str:
     return "\n".join([*lines, "process_resident_memory_bytes 1e+08", ""])
 
 
-def span(role: str, seconds: float, grown: dict[str, float], now: dict[str, float]) -> Span:
+def span(role: str, seconds: float, grown: dict[str, float], now: dict[str, float]) -> Delta:
     """Return a process between two readings, of counters that grew from 0."""
 
     def reading(at: float, values: dict[str, float]) -> Reading:
         return Reading(role, 0, at, {name: [({}, value)] for name, value in values.items()})
 
-    return Span(reading(0.0, dict.fromkeys(grown, 0.0)), reading(seconds, {**grown, **now}))
+    return Delta(reading(0.0, dict.fromkeys(grown, 0.0)), reading(seconds, {**grown, **now}))

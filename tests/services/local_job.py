@@ -12,9 +12,13 @@ from persia._rpc.methods import embedding_worker, parameter_server
 from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._server.service import ParameterServer
-from persia._worker.batch_plan import schema_fingerprint
 from persia._worker.service import EmbeddingWorker
-from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, ParameterServerConfig
+from persia.config import (
+    EmbeddingSchema,
+    EmbeddingWorkerConfig,
+    ParameterServerConfig,
+    schema_fingerprint,
+)
 from tests.faults.batches import SLOTS
 from tests.rpc.support import PATIENCE_S
 

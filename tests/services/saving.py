@@ -17,7 +17,7 @@ from persia._files.storage import LocalStorage
 from persia._rpc.messages import LoadRequest
 from persia._server import restore
 from persia._server.service import ParameterServer
-from persia._training.checkpoint import Loader, Saver
+from persia._training.checkpoint import CheckpointReader, CheckpointWriter
 from persia._worker.service import EmbeddingWorker
 from tests.services.support import (
     ADAGRAD,
@@ -69,12 +69,12 @@ def assert_alike(one: Trained, two: Trained, first: int, count: int) -> None:
 
 
 def dump(worker: EmbeddingWorker, url: str | Path, keep_last: int = 1) -> None:
-    saver = Saver(worker)
+    saver = CheckpointWriter(worker)
     saver.finish(saver.begin(3, dict), str(url), keep_last, blocking=True)
 
 
 def load(worker: EmbeddingWorker, url: str | Path, *names: str) -> list[str]:
-    loader = Loader(worker)
+    loader = CheckpointReader(worker)
     identity = catalog.load(LocalStorage(url)).id
     loader.verify(identity, str(url), names or None)
     return loader.commit(blocking=True)
@@ -114,9 +114,9 @@ class Slow:
 @contextmanager
 def held_load(
     worker: EmbeddingWorker, url: Path, patch: pytest.MonkeyPatch
-) -> Iterator[tuple[Slow, Loader]]:
+) -> Iterator[tuple[Slow, CheckpointReader]]:
     """A load that has dropped the rows and restored none; it goes on at the end."""
-    slow, loader = Slow(patch), Loader(worker)
+    slow, loader = Slow(patch), CheckpointReader(worker)
     loader.verify("", str(url), None)  # the newest one
     loader.commit(blocking=False)
     assert slow.is_there.wait(PATIENCE_S)
@@ -145,10 +145,10 @@ def writing_changes(
 
 def load_changes(
     folder: Path, servers: list[ParameterServer]
-) -> tuple[Loader, list[ParameterServer]]:
+) -> tuple[CheckpointReader, list[ParameterServer]]:
     """Load what they have written into others: the same rows; returns loader and others."""
     fresh = make_servers(len(servers) + 1, optimizer=ADAGRAD)
-    loader = Loader(make_worker(fresh))
+    loader = CheckpointReader(make_worker(fresh))
     loader.verify("", str(folder), None)
     loader.commit(blocking=True)
     assert rows_of(fresh) == rows_of(servers)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._loader.sender import Feeder
+from persia._loader.sender import BatchSender
 from persia._rpc.job import JobState
 from persia._rpc.messages import (
     IDFeatures,
@@ -308,7 +308,7 @@ class Line:
 
 def feeder(
     workers: list[Any], ranks: list[Any], *, faults: random.Random | None = None, **options: Any
-) -> Feeder:
+) -> BatchSender:
     """A feeder over plain objects, started."""
     lines = [Line(server, faults) for server in (*workers, *ranks)]
 
@@ -316,7 +316,7 @@ def feeder(
         for line in lines:
             line.cut()
 
-    made = Feeder(
+    made = BatchSender(
         lines[: len(workers)],
         lines[len(workers) :],
         disconnect=disconnect,
@@ -326,7 +326,7 @@ def feeder(
     return made
 
 
-def send(feeder: Feeder, number: int = 0) -> None:
+def send(feeder: BatchSender, number: int = 0) -> None:
     """Send a batch that can be told by its label."""
     feeder.send(
         (FeatureBatch.from_single("user", np.array([number], np.uint64)),),

@@ -22,8 +22,7 @@ from persia._cluster.connect import (
 from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._worker.batch_plan import schema_fingerprint
-from persia.config import EmbeddingSchema
+from persia.config import EmbeddingSchema, schema_fingerprint
 from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
 from tests.waiting import until
 

@@ -21,7 +21,7 @@ from persia._files.writer_lock import sole_writer
 from persia._rpc.messages import LoadRequest, LookupRequest
 from persia._server import incremental, loads
 from persia._training import checkpoint
-from persia._training.checkpoint import Loader, Saver
+from persia._training.checkpoint import CheckpointReader, CheckpointWriter
 from persia.errors import CheckpointError, ConfigError
 from tests.services.saving import (
     Slow,
@@ -83,7 +83,7 @@ def test_a_failed_dump_leaves_no_files(
         monkeypatch.setattr(checkpoint, name, then_fails(checkpoint._write_dense))
     else:  # it is there already when its writer hears of a failure
         monkeypatch.setattr(catalog, "publish", then_fails(catalog.publish))
-    saver = Saver(worker)
+    saver = CheckpointWriter(worker)
     frozen = saver.begin(3, lambda: {"dense.pt": b"x"})
     with pytest.raises(CheckpointError, match="No space left"):
         saver.finish(frozen, str(tmp_path), 1, blocking=True)
@@ -161,7 +161,7 @@ def test_the_end_of_a_server_waits_for_a_packet_so_long(
 @pytest.fixture
 def loading(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Slow, Loader]]:
+) -> Iterator[tuple[Slow, CheckpointReader]]:
     """A load that has dropped the rows and restored none."""
     worker, _ = trained
     dump(worker, tmp_path)
@@ -170,7 +170,7 @@ def loading(
 
 
 def test_training_is_refused_while_a_load_goes_on(
-    trained: Trained, loading: tuple[Slow, Loader]
+    trained: Trained, loading: tuple[Slow, CheckpointReader]
 ) -> None:
     worker, servers = trained
     slow, loader = loading
@@ -337,7 +337,7 @@ def test_rows_of_another_server_in_a_packet_are_found_before_anything_changes(
     train(other, 1, 1)
     before = rows_of(fresh)
     with pytest.raises(CheckpointError, match=r"expected those of server 1 of 2"):
-        Loader(other).verify("", str(tmp_path), None)
+        CheckpointReader(other).verify("", str(tmp_path), None)
     assert rows_of(fresh) == before
 
 

@@ -20,7 +20,7 @@ from persia._rpc.messages import CutRequest, LoadRequest, OptimizerSettings, Wri
 from persia._server import snapshot, throttle
 from persia._server.incremental import IncrementalWriter
 from persia._server.service import ParameterServer
-from persia._training.checkpoint import Saver
+from persia._training.checkpoint import CheckpointWriter
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, NotConfigured, PersiaError
@@ -112,7 +112,7 @@ def test_the_cut_is_of_its_moment_though_training_goes_on(
 ) -> None:
     worker, servers = trained
     before = rows_of(servers)
-    saver = Saver(worker)
+    saver = CheckpointWriter(worker)
     frozen = saver.begin(3, dict)
     train(worker, 3, 3)
     saver.finish(frozen, str(tmp_path), 1, blocking=True)
@@ -133,7 +133,7 @@ def test_w63_lookups_and_updates_go_on_while_rows_are_written(
         real(*arguments)
 
     monkeypatch.setattr(PartWriter, "add", add)
-    saver = Saver(worker)
+    saver = CheckpointWriter(worker)
     saver.finish(saver.begin(3, dict), str(tmp_path), 1, blocking=False)
     train(worker, 3, 3)  # nothing can be written before this has ended
     may_write.set()
@@ -158,7 +158,7 @@ def test_w32_a_failure_is_told_and_the_next_dump_succeeds(
     with pytest.raises(CheckpointError, match=r"server 1 .*No space left"):
         dump(worker, tmp_path / "there")
     assert len(catalog.ids(LocalStorage(tmp_path / "there"))) == 1
-    saver = Saver(worker)
+    saver = CheckpointWriter(worker)
     saver.finish(saver.begin(3, dict), str(tmp_path / "other"), 1, blocking=False)
     with pytest.raises(CheckpointError, match="No space left"):
         saver.wait()
@@ -247,13 +247,13 @@ def test_a_cut_that_cannot_be_told_of_is_closed(
         if fails == "room":
             raise MemoryError
 
-    def about(held: snapshot.Held) -> str:
+    def about(held: snapshot.ServerState) -> str:
         raise MemoryError
 
     _, (server, *_) = trained
     with monkeypatch.context() as patch:
         patch.setattr(snapshot, "give_room", give_room)
-        patch.setattr(snapshot.Held, "about", about)
+        patch.setattr(snapshot.ServerState, "about", about)
         with pytest.raises(MemoryError):
             server.begin_cut(CutRequest(9, None))
     assert [cut.is_closed for cut in begun] == [True]

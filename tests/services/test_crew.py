@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._worker.crew import Crew, shares
+from persia._core.base.threads import ThreadPool
+from persia._worker.batch import shares
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
@@ -30,7 +31,7 @@ def test_the_parts_of_a_call_run_at_the_same_time() -> None:
     def call(part: int) -> None:
         met.wait(10)  # raises if the other two never come
 
-    with contextlib.closing(Crew(3, "crew")) as crew:
+    with contextlib.closing(ThreadPool(3, "crew")) as crew:
         crew.run(call, [0, 1, 2])
 
 
@@ -44,7 +45,7 @@ def test_a_failure_is_raised_when_all_parts_have_ended(failing: int) -> None:
         ended.append(part)
 
     with (
-        contextlib.closing(Crew(2, "crew")) as crew,
+        contextlib.closing(ThreadPool(2, "crew")) as crew,
         pytest.raises(ValueError, match=str(failing)),
     ):
         crew.run(call, [0, 1])

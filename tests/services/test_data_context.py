@@ -15,8 +15,8 @@ import pytest
 
 from persia import env
 from persia._loader import feed, registrars, sender
-from persia._loader.rank_stream import Kept, Lane
-from persia._loader.sender import Feeder
+from persia._loader.rank_stream import RankStream, UnackedBatch
+from persia._loader.sender import BatchSender
 from persia._rpc.messages import RemoteRef
 from persia.embedding.data import (
     IDTypeFeature,
@@ -43,14 +43,14 @@ from tests.services.streams import (
 from tests.services.support import make_servers, make_worker
 from tests.waiting import until
 
-MakeFeeder = Callable[..., Feeder]
+MakeFeeder = Callable[..., BatchSender]
 
 
 @pytest.fixture
 def make_feeder() -> Iterator[MakeFeeder]:
     made = []
 
-    def make(*arguments: Any, **options: Any) -> Feeder:
+    def make(*arguments: Any, **options: Any) -> BatchSender:
         made.append(feeder(*arguments, **options))
         return made[-1]
 
@@ -59,7 +59,7 @@ def make_feeder() -> Iterator[MakeFeeder]:
         one.close()
 
 
-def send_all(feeder: Feeder, num_batches: int) -> None:
+def send_all(feeder: BatchSender, num_batches: int) -> None:
     for number in range(num_batches):
         send(feeder, number)
     feeder.finish()
@@ -521,7 +521,7 @@ def test_a_rank_that_is_started_anew_gets_what_a_loader_before_had_sent(
         rank.restart()
         until(lambda: lane._received_below == 3)
 
-    def hold_late(kept: Kept) -> None:
+    def hold_late(kept: UnackedBatch) -> None:
         monkeypatch.setattr(lane, "hold", hold)
         restart()
         hold(kept)
@@ -573,13 +573,13 @@ def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(
     worker.restart()
     rank.want(0)
     has_sent = threading.Event()
-    relocate_all = Lane._relocate_all
+    relocate_all = RankStream._relocate_all
 
-    def late(lane: Lane, wanted: Sequence[int]) -> None:
+    def late(lane: RankStream, wanted: Sequence[int]) -> None:
         assert has_sent.wait(PATIENCE_S)
         relocate_all(lane, wanted)
 
-    monkeypatch.setattr(Lane, "_relocate_all", late)
+    monkeypatch.setattr(RankStream, "_relocate_all", late)
     second = make_feeder([worker], [rank])
     for number in range(2):
         send(second, number)

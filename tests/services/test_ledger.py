@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._server.applied_updates import UpdateLedger
+from persia._server.applied_updates import AppliedUpdates
 from persia.errors import StoreError
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=80))
 def test_an_id_runs_once_or_is_refused_whatever_the_order(ids: list[tuple[int, int]]) -> None:
-    ledger = UpdateLedger(window=4)
+    ledger = AppliedUpdates(window=4)
     applied: list[tuple[int, int]] = []
     highest: dict[int, int] = {}
     for update_id in ids:
@@ -40,7 +40,7 @@ def test_an_id_runs_once_or_is_refused_whatever_the_order(ids: list[tuple[int, i
 
 
 def test_numbers_may_leave_gaps_and_arrive_late() -> None:
-    ledger = UpdateLedger(window=2)
+    ledger = AppliedUpdates(window=2)
     assert ledger.run((0, 10), lambda: 1) == (1, False)
     assert ledger.run((0, 4), lambda: 2) == (2, False)
     assert ledger.run((0, 4), lambda: 3) == (2, True)
@@ -48,7 +48,7 @@ def test_numbers_may_leave_gaps_and_arrive_late() -> None:
 
 
 def test_a_number_below_the_window_is_refused_by_name() -> None:
-    ledger = UpdateLedger(window=2)
+    ledger = AppliedUpdates(window=2)
     for number in range(5, 10):
         ledger.run((3, number), lambda: 0)
     with pytest.raises(StoreError, match="update 1 of client 3 is not above 7"):
@@ -56,7 +56,7 @@ def test_a_number_below_the_window_is_refused_by_name() -> None:
 
 
 def test_an_update_that_failed_half_way_is_not_run_again() -> None:
-    ledger = UpdateLedger()
+    ledger = AppliedUpdates()
     runs = []
 
     def fail() -> int:
@@ -77,7 +77,7 @@ def test_a_failed_update_keeps_no_request_alive() -> None:
 
     request = Request()
     known = weakref.ref(request)
-    ledger = UpdateLedger()
+    ledger = AppliedUpdates()
 
     def call(request: Request) -> None:
         def fail() -> int:
@@ -93,7 +93,7 @@ def test_a_failed_update_keeps_no_request_alive() -> None:
 
 
 def test_an_interrupted_update_is_not_run_again() -> None:
-    ledger = UpdateLedger()
+    ledger = AppliedUpdates()
 
     def interrupt() -> int:
         raise KeyboardInterrupt
@@ -105,7 +105,7 @@ def test_an_interrupted_update_is_not_run_again() -> None:
 
 
 def test_a_repetition_during_the_first_call_waits_for_its_outcome() -> None:
-    ledger = UpdateLedger()
+    ledger = AppliedUpdates()
     started, may_end = threading.Event(), threading.Event()
     outcomes = []
 

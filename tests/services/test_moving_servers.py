@@ -11,7 +11,7 @@ import pytest
 from persia._cli import health
 from persia._cluster import job, monitor
 from persia._cluster.connect import connect_parameter_servers
-from persia._cluster.job import status_after_job, tell_end
+from persia._cluster.job import announce_job_end, status_after_job
 from persia._rpc.methods import embedding_worker, nn_worker, parameter_server
 from persia.errors import ConfigError, RemoteError, ServiceBusy, ServiceError
 from tests.services.test_addresses import PATIENCE_S, Place, hosts_of
@@ -70,10 +70,10 @@ def test_a_server_that_comes_back_while_the_job_ends_is_told(
     hosts_of(monkeypatch, led)
     monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", f"localhost:{port}")
     monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", workers[0].address)
-    assert tell_end(place.transport, 3, 0.5) == ["embedding-parameter-server 1"]
+    assert announce_job_end(place.transport, 3, 0.5) == ["embedding-parameter-server 1"]
     silent: list[list[str]] = []
     telling = threading.Thread(
-        target=lambda: silent.append(tell_end(place.transport, 3, PATIENCE_S))
+        target=lambda: silent.append(announce_job_end(place.transport, 3, PATIENCE_S))
     )
     telling.start()
     second = place.serve(1, 2, f"tcp://127.0.0.2:{port}")

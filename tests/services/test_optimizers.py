@@ -20,9 +20,9 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._server.optimizers import TableOptimizers, tables_at_rate
+from persia._server.optimizers import TableOptimizers
 from persia._server.service import ParameterServer
-from persia.config import EmbeddingSchema
+from persia.config import EmbeddingSchema, tables_at_rate
 from persia.errors import ConfigError, DimMismatch
 from tests.reference import optim as model
 from tests.services.support import (

@@ -18,7 +18,7 @@ from persia._server.throttle import (
     PIECE_S,
     ROOM_S,
     SHARE,
-    Pace,
+    Throttle,
     give_room,
     room_for_copies,
     urgency_of,
@@ -43,8 +43,8 @@ class Clock:
         self.now += seconds
         self.paused.append(seconds)
 
-    def pace(self, requests: Any, processors: float) -> Pace:
-        made = Pace(requests, processors)
+    def pace(self, requests: Any, processors: float) -> Throttle:
+        made = Throttle(requests, processors)
         made._pause = self  # type: ignore[assignment]
         made.rest()
         self.paused.clear()
@@ -184,7 +184,7 @@ def test_little_is_taken_of_a_small_share_and_of_a_large_machine(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)
     for quota, want in ((2.0, 2 * SHARE), (float("inf"), MOST_PROCESSORS)):
         monkeypatch.setattr(throttle, "processor_quota", lambda quota=quota: quota)
-        assert Pace(lambda: 0)._processors == pytest.approx(want)
+        assert Throttle(lambda: 0)._processors == pytest.approx(want)
 
 
 def test_a_cut_that_gets_no_room_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from persia._worker import batch_plan
-from persia._worker.batch_plan import Planner, schema_fingerprint, tell_apart
-from persia.config import EmbeddingSchema
+from persia._worker.batch_plan import BatchPlanner
+from persia.config import EmbeddingSchema, _compare, describe_differences, schema_fingerprint
 from persia.errors import DataError
 from tests.services.support import CONFIG, SCHEMA
 
 
 def test_groups_of_a_table_stand_in_the_order_of_their_first_feature() -> None:
-    plan = Planner(SCHEMA).plan(("mean", "sum", "raw", "stack", "max"))
+    plan = BatchPlanner(SCHEMA).plan(("mean", "sum", "raw", "stack", "max"))
     assert [table.number for table in plan.tables] == [
         SCHEMA.slots["mean"].table,
         SCHEMA.slots["raw"].table,
@@ -28,7 +27,7 @@ def test_groups_of_a_table_stand_in_the_order_of_their_first_feature() -> None:
 
 
 def test_a_plan_is_made_once_and_only_so_many_are_kept() -> None:
-    planner = Planner(SCHEMA)
+    planner = BatchPlanner(SCHEMA)
     assert planner.plan(("sum", "max")) is planner.plan(("sum", "max"))
     planner.MAX_KEPT = 1
     assert planner.plan(("max", "sum")).names == ("max", "sum")
@@ -37,14 +36,14 @@ def test_a_plan_is_made_once_and_only_so_many_are_kept() -> None:
 
 def test_an_unknown_feature_is_named_with_the_nearest_known() -> None:
     with pytest.raises(DataError, match=r"'mena' .*did you mean 'mean'\?"):
-        Planner(SCHEMA).plan(("sum", "mena"))
+        BatchPlanner(SCHEMA).plan(("sum", "mena"))
     with pytest.raises(DataError, match=r"'zzzz' is not in the embedding config$"):
-        Planner(SCHEMA).plan(("zzzz",))
+        BatchPlanner(SCHEMA).plan(("zzzz",))
 
 
 def test_w22_a_repeated_feature_is_named() -> None:
     with pytest.raises(DataError, match="'sum' comes twice"):
-        Planner(SCHEMA).plan(("sum", "max", "sum"))
+        BatchPlanner(SCHEMA).plan(("sum", "max", "sum"))
 
 
 def test_w07_the_fingerprint_is_of_what_signs_mean() -> None:
@@ -65,7 +64,7 @@ def test_w07_the_fingerprint_is_of_what_signs_mean() -> None:
 
 def told(other: dict[str, Any]) -> str:
     one, two = (schema_fingerprint(EmbeddingSchema.load(config)) for config in (CONFIG, other))
-    return tell_apart(one, two, "there", "here")
+    return describe_differences(one, two, "there", "here")
 
 
 def test_two_configs_are_told_apart_by_what_differs() -> None:
@@ -87,8 +86,11 @@ def test_two_configs_are_told_apart_by_what_differs() -> None:
 
 
 def test_fingerprints_that_say_nothing_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_plan, "_MAX_FINGERPRINT", 10)
+    monkeypatch.setattr(_compare, "_MAX_FINGERPRINT", 10)
     digest = schema_fingerprint(SCHEMA)
     assert len(digest) == 32
     for other in ("other", "[" * 5000, '{"slots": 3}', ""):
-        assert tell_apart(digest, other, "a", "b") == f"fingerprints {digest} and {other:.80}"
+        assert (
+            describe_differences(digest, other, "a", "b")
+            == f"fingerprints {digest} and {other:.80}"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from persia._worker.batch_plan import UNSEEN_AFTER, Planner
+from persia._worker.batch_plan import UNSEEN_AFTER, BatchPlanner
 from persia.config import EmbeddingSchema
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ def test_slots_that_the_first_batch_lacks_are_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     slots = {name: {"dim": 4} for name in ("user", "item", "city")}
-    planner = Planner(EmbeddingSchema.load({"slots_config": slots}))
+    planner = BatchPlanner(EmbeddingSchema.load({"slots_config": slots}))
     with caplog.at_level(logging.INFO):
         planner.plan(("user",))
         planner.plan(("item",))
@@ -28,7 +28,7 @@ def test_slots_that_the_first_batch_lacks_are_named_once(
 
 def test_slots_that_no_batch_has_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     slots = {name: {"dim": 4} for name in ("user", "item", "city")}
-    planner = Planner(EmbeddingSchema.load({"slots_config": slots}))
+    planner = BatchPlanner(EmbeddingSchema.load({"slots_config": slots}))
     planner.plan(("user",))
     planner.plan(("item",))  # of another data-loader
     for _ in range(2 * UNSEEN_AFTER):

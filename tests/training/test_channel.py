@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from persia._training.forward import Gate
-from persia._training.queues import Channel, Closed, Delivery, Finished, join
+from persia._training.forward import StalenessLimiter
+from persia._training.queues import BoundedQueue, Closed, Finished, OrderedQueue, join
 
 WAIT_S = 20.0
 
@@ -36,7 +36,7 @@ class Runs:
 
 
 def test_channel_keeps_order_and_ends_with_what_it_holds() -> None:
-    channel: Channel[int] = Channel(3)
+    channel: BoundedQueue[int] = BoundedQueue(3)
     for number in range(3):
         assert channel.put(number)
     assert len(channel) == 3
@@ -51,7 +51,7 @@ def test_channel_keeps_order_and_ends_with_what_it_holds() -> None:
 
 @pytest.mark.parametrize("call", ["put", "get"])
 def test_close_wakes_whoever_waits(call: str) -> None:
-    channel: Channel[int] = Channel(1)
+    channel: BoundedQueue[int] = BoundedQueue(1)
     if call == "put":
         channel.put(0)
     waiting = [Runs(channel.get if call == "get" else lambda: channel.put(1)) for _ in range(3)]
@@ -64,7 +64,7 @@ def test_close_wakes_whoever_waits(call: str) -> None:
 
 
 def test_many_threads_lose_and_repeat_nothing() -> None:
-    channel: Channel[int] = Channel(2)
+    channel: BoundedQueue[int] = BoundedQueue(2)
 
     def drain() -> list[int]:
         got = []
@@ -91,7 +91,7 @@ def test_many_threads_lose_and_repeat_nothing() -> None:
 
 
 def test_delivery_in_order_admits_the_next_beyond_its_capacity() -> None:
-    delivery: Delivery[str] = Delivery(2, ordered=True)
+    delivery: OrderedQueue[str] = OrderedQueue(2, ordered=True)
     delivery.put(2, "two")
     delivery.put(1, "one")
     late = Runs(lambda: delivery.put(3, "three"))
@@ -103,7 +103,7 @@ def test_delivery_in_order_admits_the_next_beyond_its_capacity() -> None:
 
 
 def test_delivery_out_of_order_gives_what_came_first() -> None:
-    delivery: Delivery[str] = Delivery(2, ordered=False)
+    delivery: OrderedQueue[str] = OrderedQueue(2, ordered=False)
     delivery.put(5, "five")
     delivery.put(1, "one")
     assert [delivery.get(WAIT_S) for _ in range(2)] == ["five", "one"]
@@ -113,13 +113,13 @@ def test_delivery_out_of_order_gives_what_came_first() -> None:
 
 
 def test_delivery_raises_a_failure_at_once_and_an_end_after_its_items() -> None:
-    ended: Delivery[int] = Delivery(2, ordered=True)
+    ended: OrderedQueue[int] = OrderedQueue(2, ordered=True)
     ended.put(0, 10)
     ended.finish(KeyError("end"))
     assert ended.get(WAIT_S) == 10
     with pytest.raises(KeyError, match="end"):
         ended.get(WAIT_S)
-    failed: Delivery[int] = Delivery(2, ordered=True)
+    failed: OrderedQueue[int] = OrderedQueue(2, ordered=True)
     failed.put(0, 10)
     failed.fail(KeyError("now"))
     with pytest.raises(KeyError, match="now"):
@@ -130,7 +130,7 @@ def test_delivery_raises_a_failure_at_once_and_an_end_after_its_items() -> None:
 
 
 def test_gate_lends_up_to_its_bound_and_wakes_on_return_and_close() -> None:
-    gate = Gate(2, on_demand=False)
+    gate = StalenessLimiter(2, on_demand=False)
     gate.enter(True)
     gate.enter(True)
     assert gate.is_exhausted()
@@ -144,7 +144,7 @@ def test_gate_lends_up_to_its_bound_and_wakes_on_return_and_close() -> None:
 
 
 def test_gate_on_demand_stays_staleness_behind_the_user() -> None:
-    gate = Gate(1, on_demand=True)
+    gate = StalenessLimiter(1, on_demand=True)
     waiting = Runs(lambda: gate.enter(True))
     assert waiting.thread.is_alive()
     gate.ask()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from persia._training.step_barrier import Halts
+from persia._training.step_barrier import StepBarrier
 from persia.data import DataLoader
 from persia.errors import ServiceTimeout
 
@@ -32,18 +32,18 @@ class Engine:
         self.went_on.set()
 
 
-def ranks(*steps: int, timeout_s: float = 30.0) -> list[tuple[Halts, Engine]]:
+def ranks(*steps: int, timeout_s: float = 30.0) -> list[tuple[StepBarrier, Engine]]:
     store: Any = HashStore()
     found = []
     for rank, count in enumerate(steps):
         engine = Engine(count)
         state: Any = {"rank": rank}
-        halts = Halts(len(steps), rank, engine, state.copy, timeout_s, store, 0)
+        halts = StepBarrier(len(steps), rank, engine, state.copy, timeout_s, store, 0)
         found.append((halts, engine))
     return found
 
 
-def close(found: list[tuple[Halts, Engine]]) -> None:
+def close(found: list[tuple[StepBarrier, Engine]]) -> None:
     for halts, _ in reversed(found):
         halts.close()
 

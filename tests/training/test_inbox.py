@@ -12,7 +12,7 @@ import pytest
 from persia._rpc.messages import RemoteRef, StreamedBatch, StreamOpening
 from persia._training import receiver as inbox_module
 from persia._training.queues import Closed, Finished
-from persia._training.receiver import Inbox
+from persia._training.receiver import BatchReceiver
 from persia.errors import (
     ConfigError,
     DataError,
@@ -49,8 +49,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def make_inbox(
     rank: int = 0, world_size: int = 1, capacity: int = 4, patience_s: float = WAIT_S
-) -> Inbox:
-    return Inbox(rank, world_size, capacity, patience_s)
+) -> BatchReceiver:
+    return BatchReceiver(rank, world_size, capacity, patience_s)
 
 
 def batch(batch_id: int, ref: int = 0) -> StreamedBatch:
@@ -58,17 +58,21 @@ def batch(batch_id: int, ref: int = 0) -> StreamedBatch:
 
 
 def opened(
-    inbox: Inbox, loader: int = 0, num_loaders: int = 1, incarnation: int = 7, first: int = 0
+    inbox: BatchReceiver,
+    loader: int = 0,
+    num_loaders: int = 1,
+    incarnation: int = 7,
+    first: int = 0,
 ) -> Stream:
     inbox.open_stream(StreamOpening(loader, num_loaders, incarnation, first))
     return loader, incarnation
 
 
-def take(inbox: Inbox, in_order: bool = True) -> int:
+def take(inbox: BatchReceiver, in_order: bool = True) -> int:
     return inbox.take(in_order, lambda: False).batch.batch_id
 
 
-def credits_of(inbox: Inbox, stream: Stream) -> int:
+def credits_of(inbox: BatchReceiver, stream: Stream) -> int:
     return inbox.poll(stream, -1).credits
 
 
@@ -201,7 +205,9 @@ def test_a_poll_without_news_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inbox.poll(stream, news.version).acknowledged == ()
 
 
-def in_the_background(pool: ThreadPoolExecutor, inbox: Inbox) -> tuple[Stream, Future[int]]:
+def in_the_background(
+    pool: ThreadPoolExecutor, inbox: BatchReceiver
+) -> tuple[Stream, Future[int]]:
     """Take batch 0 and ask for its ids again; returns when the data-loader could know."""
     stream = opened(inbox)
     inbox.deliver(stream, batch(0))
@@ -300,7 +306,7 @@ def test_a_loader_that_failed_and_is_started_anew_goes_on(pool: ThreadPoolExecut
         take(inbox)
 
 
-def with_a_stream_that_has_ended() -> tuple[Inbox, tuple[int, int], Any]:
+def with_a_stream_that_has_ended() -> tuple[BatchReceiver, tuple[int, int], Any]:
     """The stream's one batch has been taken, and has not ended."""
     inbox = make_inbox()
     inbox.begin_pass()
@@ -500,7 +506,7 @@ def test_a_pass_that_is_closed_leaves_what_is_pending() -> None:
 
 def test_whom_it_waits_for_is_named() -> None:
     clock = Clock()
-    inbox = Inbox(0, 1, 4, WAIT_S, clock)
+    inbox = BatchReceiver(0, 1, 4, WAIT_S, clock)
     assert inbox.describe_wait() == "a data-loader to connect; none has"
     opened(inbox, 1, 3)
     assert inbox.describe_wait() == "data-loader 0, 2 of 3 to connect"

@@ -11,7 +11,7 @@ import torch
 from persia._rpc import deadlines
 from persia._rpc.deadlines import Tries
 from persia._rpc.messages import BatchGradients
-from persia._training.backward import GradientEngine
+from persia._training.backward import BackwardPipeline
 from persia._training.lookups import Item, Lookups
 from persia.errors import PersiaError, ServiceUnavailable, UnknownRef
 
@@ -46,7 +46,7 @@ class Dying:
 
 def update(workers: Any) -> Any:
     book: Any = None
-    engine = GradientEngine(
+    engine = BackwardPipeline(
         workers, book, client=1, num_workers=1, capacity=1, device=torch.device("cpu")
     )
     ticket: Any = SimpleNamespace(ref=0, origin=workers)

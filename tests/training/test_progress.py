@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia._rpc.messages import StreamOpening
-from persia._training.incoming import Incoming
+from persia._training.incoming import LoaderStream
 from persia._training.resume import (
     Plain,
     Progress,
-    Series,
+    Watermark,
     count_done,
     merge,
     of_one_pass,
@@ -30,7 +30,7 @@ from persia.errors import CheckpointError
 
 @given(st.permutations(list(range(12))), st.integers(0, 12), st.integers(1, 4))
 def test_a_series_knows_what_is_done(order: list[int], count: int, step: int) -> None:
-    series = Series(0, step)
+    series = Watermark(0, step)
     done = {place * step for place in order[:count]}
     for place in done:
         series.done(place)
@@ -52,7 +52,7 @@ def test_a_series_knows_what_is_done(order: list[int], count: int, step: int) ->
 def test_ranks_together_know_what_is_done_of_every_data_loader(
     num_loaders: int, world_size: int, new_size: int, done: set[int], data: st.DataObject
 ) -> None:
-    def streams(size: int, position: dict[str, object] | None) -> list[list[Incoming]]:
+    def streams(size: int, position: dict[str, object] | None) -> list[list[LoaderStream]]:
         found = []
         for rank in range(size):
             of_rank = []
@@ -62,7 +62,7 @@ def test_ranks_together_know_what_is_done_of_every_data_loader(
                 above: dict[str, list[int]] = {} if position is None else position["above"]  # type: ignore[assignment]
                 name = str(loader)
                 at = floors.get(name, 0), above.get(name, [])
-                of_rank.append(Incoming(opening, rank, size, *at))
+                of_rank.append(LoaderStream(opening, rank, size, *at))
             found.append(of_rank)
         return found
 
@@ -93,7 +93,7 @@ def test_ranks_together_know_what_is_done_of_every_data_loader(
 
 def test_ranks_that_have_found_the_end_of_a_pass_have_done_all_of_it() -> None:
     def at(place: int) -> Plain:
-        return of_series("stream", 1, {0: Series(place, 2)})
+        return of_series("stream", 1, {0: Watermark(place, 2)})
 
     def done(*ranks: Progress) -> int:
         passes, positions = of_one_pass([rank.snapshot() for rank in ranks])
@@ -125,7 +125,7 @@ class Source:
         self.floor = floor
 
     def position(self) -> dict[str, object]:
-        return of_series("dataset", 0, {0: Series(self.floor)})
+        return of_series("dataset", 0, {0: Watermark(self.floor)})
 
 
 def test_passes_are_counted_as_they_end_or_are_left() -> None:

@@ -259,9 +259,11 @@ def test_numbers_are_short() -> None:
 
 
 def test_a_chart_of_nothing_says_so_and_names_are_escaped() -> None:
-    empty = charts.draw(charts.Chart("<b>", "", "step", (charts.Series("x", ()),)))
+    empty = charts.draw(charts.Chart("<b>", "", "step", (charts.ChartSeries("x", ()),)))
     assert "nothing was recorded" in empty
     assert "<b>" not in empty
-    one = charts.draw(charts.Chart("t", "", "step", (charts.Series("<i>", ((3.0, 2.0),)),)))
+    one = charts.draw(
+        charts.Chart("t", "", "step", (charts.ChartSeries("<i>", ((3.0, 2.0),)),))
+    )
     assert "<circle" in one
     assert "<i>:" not in one

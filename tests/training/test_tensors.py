@@ -16,9 +16,9 @@ from persia._rpc.messages import (
     RawOutput,
     SlotGradient,
 )
-from persia._training.backward import Update
-from persia._training.inflight import Book
-from persia._training.transfer import Converter, Jagged, PersiaTrainingBatch
+from persia._training.backward import GradientBatch
+from persia._training.inflight import InFlightTracker
+from persia._training.transfer import DeviceTransfer, Jagged, PersiaTrainingBatch
 from persia.ctx import PreprocessMode, TrainCtx, _prepare_feature, eval_ctx
 from persia.embedding.data import (
     IDTypeFeature,
@@ -214,7 +214,7 @@ def test_w37_tensors_outlive_their_batch(make_ctx: MakeCtx) -> None:
 
 def test_w37_received_bytes_are_copied_and_own_arrays_are_not() -> None:
     features = make_batch(0, size=2, names=("user",))
-    converter = Converter(torch.device("cpu"))
+    converter = DeviceTransfer(torch.device("cpu"))
     received = np.ones((2, DIM), np.float32)
     received.flags.writeable = False
     fresh = np.ones((2, DIM), np.float32)
@@ -296,7 +296,7 @@ def test_w38_an_output_of_more_than_256_mib_moves_whole(device: str) -> None:
     values = np.zeros(((256 << 20) // (4 * DIM) + 1, DIM), np.float32)
     values[-1] = 7.0
     result = LookupResult((PooledOutput("user", values),), None)
-    converter = Converter(torch.device(device))
+    converter = DeviceTransfer(torch.device(device))
     ids = IDTypeFeatureWithSingleID("user", u64(0))
     host = converter.host(PersiaBatch([ids], requires_grad=False))
     batch = converter.finish(converter.stage(host, result, 0, None))
@@ -367,8 +367,8 @@ def test_cuda_trains_what_the_cpu_trains(make_ctx: MakeCtx) -> None:
 
 def test_update_takes_the_gradients_away() -> None:
     fake = FakeWorker()
-    book = Book(fake)
-    converter = Converter(torch.device("cpu"))
+    book = InFlightTracker(fake)
+    converter = DeviceTransfer(torch.device("cpu"))
     host = converter.host(make_batch(0, size=2, names=("user", "seq", "jag")))
     outputs = (
         PooledOutput("user", np.ones((2, DIM), np.float32)),
@@ -384,7 +384,7 @@ def test_update_takes_the_gradients_away() -> None:
     assert isinstance(seq, torch.Tensor)
     assert isinstance(jag, Jagged)
     (2 * user.sum() + 3 * seq[:, :, :DIM].sum()).backward()  # type: ignore[no-untyped-call]
-    update = Update(ticket, batch.leaves)
+    update = GradientBatch(ticket, batch.leaves)
     assert user.grad is None
     assert update.is_finite()
     assert not update.is_empty()

@@ -18,7 +18,7 @@ from persia._metrics.endpoint import default_port
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._worker.batch_plan import tell_apart
+from persia.config import describe_differences
 from persia.errors import ConfigError, PersiaError
 from persia.version import __version__
 
@@ -112,7 +112,7 @@ def _address(role: Role, variable: str, address: str, fingerprint: str) -> Findi
         return error(
             "versions",
             f"{who} has another embedding config: "
-            f"{tell_apart(fingerprint, theirs, 'here', 'there')}",
+            f"{describe_differences(fingerprint, theirs, 'here', 'there')}",
             "start it with the same --embedding-config",
         )
     replica = f"replica {hello.replica_index} of {hello.replica_size}"

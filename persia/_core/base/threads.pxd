@@ -13,7 +13,7 @@ cdef class Helpers:
     cdef object __weakref__
 
 
-cdef class Crew:
+cdef class ThreadPool:
     cdef readonly uint32_t num_threads
     cdef Helpers helpers        # None: the caller is alone
 

@@ -8,7 +8,7 @@ from typing_extensions import Self
 _T = TypeVar("_T")
 
 @final
-class Crew:
+class ThreadPool:
     """Runs the parts of a call at the same time; several callers may share one.
 
     Args:

@@ -76,7 +76,7 @@ cdef void make_call(void *context, uint32_t part, uint32_t worker) noexcept nogi
 
 
 @final
-cdef class Crew:
+cdef class ThreadPool:
     def __cinit__(self, num_threads, str name="persia-crew"):
         if not 1 <= num_threads <= MOST_THREADS:
             raise ConfigError(f"num_threads must be in 1..{MOST_THREADS}, got {num_threads}")

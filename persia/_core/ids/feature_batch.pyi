@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from persia._core.base.threads import Crew
+from persia._core.base.threads import ThreadPool
 
 @final
 class FeatureBatch:
@@ -57,7 +57,7 @@ class FeatureBatch:
     def lengths(self) -> NDArray[np.int64]: ...
     def truncated(self, limit: int) -> FeatureBatch: ...
 
-def number_all(batches: Sequence[FeatureBatch], crew: Crew) -> None: ...
+def number_all(batches: Sequence[FeatureBatch], crew: ThreadPool) -> None: ...
 
 @final
 class Features:

@@ -57,7 +57,7 @@ from persia._core.base.arrays cimport (
     to_list,
     to_u64,
 )
-from persia._core.base.threads cimport Crew, persia_work_t
+from persia._core.base.threads cimport ThreadPool, persia_work_t
 from persia._core.ids.numbering cimport (
     Numbering, begin, distinct_of, finish, give_back, restart, take,
 )
@@ -732,7 +732,7 @@ cdef void number_part(Features features, uint32_t part, uint32_t worker) noexcep
     memcpy(one.distinct, block.values, one.num_distinct * sizeof(uint64_t))
 
 
-def number_all(batches, Crew crew not None):
+def number_all(batches, ThreadPool crew not None):
     """Number the ids of those that are not numbered yet, some by each thread of the crew.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.base.threads import Crew
+from persia._core.base.threads import ThreadPool
 
 def prefix_of(group: int, prefix_bits: int) -> int: ...
 def pack(
@@ -15,7 +15,7 @@ def pack_all(
     arrays: Iterable[NDArray[np.uint64]],
     prefixes: Iterable[int],
     prefix_bits: int,
-    crew: Crew | None = None,
+    crew: ThreadPool | None = None,
 ) -> tuple[NDArray[np.uint64], list[int]]: ...
 def hash_stack(
     ids: NDArray[np.uint64], rounds: int, embedding_size: int

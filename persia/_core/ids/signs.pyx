@@ -15,14 +15,14 @@ from libc.stdlib cimport free, malloc
 from numpy cimport PyArray_DATA, PyArray_SIZE, ndarray
 
 from persia._core.base.arrays cimport MAX_IDS, as_ids, new_u32, new_u64
-from persia._core.base.threads cimport Crew
+from persia._core.base.threads cimport ThreadPool
 from persia._core.ids.numbering cimport Numbering, begin, distinct_values, finish, give_back, take
 from persia._core.base.hashing cimport mix64
 from persia._core.base.types cimport uint32_t, uint64_t
 
 from persia.errors import ConfigError, DataError
 
-cdef Crew ALONE = Crew(1)
+cdef ThreadPool ALONE = ThreadPool(1)
 
 
 cdef size_t pack_signs(
@@ -109,7 +109,7 @@ cdef void pack_part(void *context, uint32_t part, uint32_t worker) noexcept nogi
     one.num_masked = pack_signs(one.ids, one.n, one.prefix, one.prefix_bits, one.signs)
 
 
-def pack_all(arrays, prefixes, prefix_bits, Crew crew=None):
+def pack_all(arrays, prefixes, prefix_bits, ThreadPool crew=None):
     """Return the signs of several features in one array, feature after feature.
 
     Args:
@@ -129,7 +129,7 @@ def pack_all(arrays, prefixes, prefix_bits, Crew crew=None):
     """
     _check_prefix_bits(prefix_bits)
     cdef int bits = prefix_bits
-    cdef Crew chosen = ALONE if crew is None else crew
+    cdef ThreadPool chosen = ALONE if crew is None else crew
     cdef list sources = [as_ids(ids, "ids") for ids in arrays]
     total = sum([source.size for source in sources])
     if total > MAX_IDS:

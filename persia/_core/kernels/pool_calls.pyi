@@ -5,7 +5,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.base.threads import Crew
+from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
 
 @final
@@ -71,5 +71,5 @@ class PoolCalls:
             DataError: If none was begun.
         """
 
-    def run(self, crew: Crew) -> bool:
+    def run(self, crew: ThreadPool) -> bool:
         """Make all calls; return whether all sums are finite."""

@@ -20,7 +20,7 @@ from numpy cimport (
     PyArray_NDIM, PyArray_TYPE, import_array, ndarray,
 )
 
-from persia._core.base.threads cimport Crew, persia_work_t
+from persia._core.base.threads cimport ThreadPool, persia_work_t
 from persia._core.ids.feature_batch cimport FeatureBatch
 from persia._core.kernels.pooling cimport (
     PERSIA_MAX, PERSIA_SUM, POOL, POOL_GRAD, Call, fill_pool, fill_pool_grad,
@@ -253,7 +253,7 @@ cdef class PoolCalls:
             raise DataError("begin_sums must come before the gradients that add to them")
         return 0
 
-    def run(self, Crew crew not None):
+    def run(self, ThreadPool crew not None):
         cdef size_t i
         if self.num_parts == 0:
             return True

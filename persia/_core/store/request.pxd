@@ -1,6 +1,6 @@
 """One request to the store, and what it finds."""
 
-from persia._core.base.threads cimport Crew
+from persia._core.base.threads cimport ThreadPool
 from persia._core.kernels.initial cimport Initializer
 from persia._core.kernels.optim cimport RowOptimizer
 from persia._core.shard.recency cimport NUM_CLOCKS
@@ -16,7 +16,7 @@ cdef enum:
     STATUS_SHAPES = 3
     STATUS_OTHER = 4            # not the update that was cut short
 
-cdef struct Tally:              # what a request found in a shard, or in all
+cdef struct RequestResult:              # what a request found in a shard, or in all
     uint64_t num_missing
     uint64_t num_refused
     int status
@@ -52,7 +52,7 @@ cdef Split split_of(object numbers)
 cdef class Batch                # below; the two types name each other
 
 ctypedef void (*serve_t)(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally) noexcept nogil
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally) noexcept nogil
 
 
 cdef class Batch:
@@ -65,10 +65,10 @@ cdef class Batch:
     cdef size_t num_places      # that there is room for
     cdef uint32_t num_shards
     cdef uint32_t num_parts     # of the split
-    cdef Tally *tallies         # of each shard
+    cdef RequestResult *tallies         # of each shard
     cdef Shard *shards
     cdef serve_t serve_shard
-    cdef Crew crew
+    cdef ThreadPool crew
     cdef bint has_failed        # a shard has; those that were not begun yet are left alone
     # Arguments; which of them are set depends on the kind of request.
     cdef const sign_t *signs
@@ -109,4 +109,4 @@ cdef class Batch:
     # Order the signs by shard, into this split or the batch's own.
     cdef int split(self, Split into) except -1
     # Serve each shard, under its lock, until one fails.
-    cdef Tally serve(self) except *
+    cdef RequestResult serve(self) except *

@@ -115,7 +115,7 @@ cdef class Batch:
         self.num_signs = num_signs
         if num_shards > self.num_shards:
             free(self.tallies)
-            self.tallies = <Tally *> malloc(num_shards * sizeof(Tally))
+            self.tallies = <RequestResult *> malloc(num_shards * sizeof(RequestResult))
             if self.tallies == NULL:
                 self.num_shards = 0
                 raise MemoryError(f"scratch for {num_shards} shards")
@@ -149,13 +149,13 @@ cdef class Batch:
         self.crew.work(<persia_work_t> put_part, <void *> self, self.num_parts)
         return 0
 
-    cdef Tally serve(self) except *:
+    cdef RequestResult serve(self) except *:
         """Serve all shards."""
-        cdef Tally total
+        cdef RequestResult total
         cdef uint32_t i
         self.has_failed = False
         self.crew.work(<persia_work_t> serve_part, <void *> self, self.num_shards)
-        memset(&total, 0, sizeof(Tally))
+        memset(&total, 0, sizeof(RequestResult))
         for i in range(self.num_shards):
             add_tally(&total, &self.tallies[i])
         return total
@@ -215,10 +215,10 @@ cdef void serve_part(Batch batch, uint32_t number, uint32_t worker) noexcept nog
     """Serve one shard, under its lock."""
     cdef uint32_t begin = batch.starts[number], end = batch.starts[number + 1]
     cdef uint32_t floats = scratch_size(&batch.format)
-    cdef Tally *tally = &batch.tallies[number]
+    cdef RequestResult *tally = &batch.tallies[number]
     cdef Shard *shard = &batch.shards[number]
     cdef Ahead ahead
-    memset(tally, 0, sizeof(Tally))
+    memset(tally, 0, sizeof(RequestResult))
     if begin == end or batch.has_failed:
         return
     if floats:
@@ -241,7 +241,7 @@ cdef void serve_part(Batch batch, uint32_t number, uint32_t worker) noexcept nog
         batch.has_failed = True
 
 
-cdef inline void add_tally(Tally *total, const Tally *part) noexcept nogil:
+cdef inline void add_tally(RequestResult *total, const RequestResult *part) noexcept nogil:
     total.num_missing += part.num_missing
     total.num_refused += part.num_refused
     if total.status == STATUS_OK and part.status != STATUS_OK:

@@ -29,7 +29,7 @@ from persia._core.shard.recency cimport (
     recency_touch,
 )
 from persia._core.store.request cimport (
-    STATUS_DIM, STATUS_NO_MEMORY, STATUS_OK, STATUS_OTHER, STATUS_SHAPES, Batch, Tally,
+    STATUS_DIM, STATUS_NO_MEMORY, STATUS_OK, STATUS_OTHER, STATUS_SHAPES, Batch, RequestResult,
 )
 from persia._core.shard.row_format cimport (
     STEP_ROWS, Format, HalfSteps, read_values, run_steps, steps_add, steps_begin, write_values,
@@ -103,7 +103,7 @@ cdef inline int use_row(
     return recency_touch(&shard.recency, &shard.slabs, row, order)
 
 
-cdef void fill_row(Shard *shard, Batch batch, row_t row, Tally *tally) noexcept nogil:
+cdef void fill_row(Shard *shard, Batch batch, row_t row, RequestResult *tally) noexcept nogil:
     """Initial values and state."""
     cdef Row *at = row_at(&shard.slabs, row)
     cdef float *values = row_values(at) if tally.scratch == NULL else tally.scratch
@@ -114,7 +114,7 @@ cdef void fill_row(Shard *shard, Batch batch, row_t row, Tally *tally) noexcept 
     shard.num_inserted += 1
 
 
-cdef void renew_row(Shard *shard, Batch batch, row_t row, Tally *tally) noexcept nogil:
+cdef void renew_row(Shard *shard, Batch batch, row_t row, RequestResult *tally) noexcept nogil:
     """A row that has expired begins anew in its place."""
     row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
     eviction_note_expired(
@@ -140,7 +140,7 @@ cdef inline void release(Shard *shard) noexcept nogil:
 
 
 cdef row_t new_row(
-    Shard *shard, Batch batch, uint64_t hash, sign_t sign, Tally *tally
+    Shard *shard, Batch batch, uint64_t hash, sign_t sign, RequestResult *tally
 ) noexcept nogil:
     cdef int slab = slabs_slab(&shard.slabs, &batch.format)
     cdef row_t row
@@ -166,7 +166,7 @@ cdef void drop_new_row(Shard *shard, uint64_t hash, row_t row) noexcept nogil:
 
 
 cdef row_t insert(
-    Shard *shard, Batch batch, uint64_t hash, sign_t sign, Tally *tally
+    Shard *shard, Batch batch, uint64_t hash, sign_t sign, RequestResult *tally
 ) noexcept nogil:
     """A new row with initial values and state, the most recent one; NO_ROW: see the tally."""
     cdef row_t row = new_row(shard, batch, hash, sign, tally)
@@ -255,7 +255,7 @@ cdef inline uint32_t slab_of(const Slabs *slabs, const Format *format) noexcept 
 
 
 cdef inline bint has_shape(
-    const Shard *shard, row_t row, Batch batch, sign_t sign, Tally *tally
+    const Shard *shard, row_t row, Batch batch, sign_t sign, RequestResult *tally
 ) noexcept nogil:
     """Whether the row is as the request has it; if not, the tally says what it is."""
     cdef const Slab *slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
@@ -265,7 +265,7 @@ cdef inline bint has_shape(
     return False
 
 
-cdef void note_shape(const Slab *slab, sign_t sign, Tally *tally) noexcept nogil:
+cdef void note_shape(const Slab *slab, sign_t sign, RequestResult *tally) noexcept nogil:
     tally.status = STATUS_DIM
     tally.sign = sign
     tally.dim = slab.dim
@@ -274,7 +274,7 @@ cdef void note_shape(const Slab *slab, sign_t sign, Tally *tally) noexcept nogil
 
 
 cdef void train_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
 ) noexcept nogil:
     """Serve one shard's part of a training lookup. The lock is held."""
     cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.format.value_words
@@ -334,7 +334,7 @@ cdef inline void hand_on(Batch batch, float *out, const float *row) noexcept nog
 
 
 cdef inline bint train_row(
-    Shard *shard, Batch batch, const Ring *ring, uint64_t i, uint32_t slab, Tally *tally
+    Shard *shard, Batch batch, const Ring *ring, uint64_t i, uint32_t slab, RequestResult *tally
 ) noexcept nogil:
     """Touch or insert the row of place i and copy it out; False: the tally says why not."""
     cdef uint32_t place = batch.order[i]
@@ -377,7 +377,7 @@ cdef inline bint train_row(
 
 
 cdef void eval_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
 ) noexcept nogil:
     """Serve one shard's part of an evaluation lookup; changes nothing but a count."""
     cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.format.value_words
@@ -397,7 +397,7 @@ cdef void eval_shard(
 
 
 cdef inline bint eval_row(
-    Shard *shard, Batch batch, Ring *ring, uint64_t i, Tally *tally
+    Shard *shard, Batch batch, Ring *ring, uint64_t i, RequestResult *tally
 ) noexcept nogil:
     """Copy the row of place i out; False: the tally says why not."""
     cdef row_t row = find_row(shard, ring, i, batch.sorted[i])
@@ -451,7 +451,7 @@ cdef inline void find_hinted(
 
 
 cdef void update_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
 ) noexcept nogil:
     """Step one shard's rows. A sign that is gone skips exactly its own gradient."""
     cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (
@@ -482,7 +482,7 @@ cdef void update_shard(
 
 
 cdef bint steps_init(
-    Shard *shard, Batch batch, Steps *steps, uint32_t *begin, uint32_t end, Tally *tally
+    Shard *shard, Batch batch, Steps *steps, uint32_t *begin, uint32_t end, RequestResult *tally
 ) noexcept nogil:
     """Nothing is gathered yet. False: there is nothing to be done, or see the tally."""
     steps.count = 0
@@ -508,7 +508,7 @@ cdef bint steps_init(
 
 
 cdef void step_gathered(
-    Shard *shard, Batch batch, Steps *steps, Tally *tally, uint64_t num_done
+    Shard *shard, Batch batch, Steps *steps, RequestResult *tally, uint64_t num_done
 ) noexcept nogil:
     """Step the rows gathered; then so many signs of this part are done."""
     cdef bint is_half = batch.format.half != NULL
@@ -557,7 +557,7 @@ cdef inline void fetch_unhinted(
 
 cdef inline bint update_row(
     Shard *shard, Batch batch, Ring *ring, uint64_t i, uint32_t slab, Steps *steps,
-    Tally *tally
+    RequestResult *tally
 ) noexcept nogil:
     """Gather the row of place i, or step those gathered; False: the tally says why not."""
     cdef row_t row
@@ -592,7 +592,7 @@ cdef inline bint update_row(
 
 
 cdef void read_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
 ) noexcept nogil:
     """Copy whole rows out; ``found`` says which there are. A row of another shape stops it."""
     cdef uint32_t i, place
@@ -615,7 +615,7 @@ cdef void read_shard(
 
 
 cdef void write_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
 ) noexcept nogil:
     """Insert or overwrite whole rows; each becomes the most recent."""
     cdef uint32_t i, place
@@ -656,7 +656,7 @@ cdef void write_shard(
 
 
 cdef void delete_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
 ) noexcept nogil:
     cdef uint32_t i
     cdef row_t row

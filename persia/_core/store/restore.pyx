@@ -8,7 +8,7 @@ from persia._core.shard.eviction cimport LFU_CLASSES, Policy, policy_order
 from persia._core.base.hashing cimport mix64
 from persia._core.shard.persistent_shard cimport journal_hold, journal_release
 from persia._core.shard.recency cimport recency_begin, recency_touch
-from persia._core.store.request cimport STATUS_NO_MEMORY, STATUS_OK, Batch, Tally
+from persia._core.store.request cimport STATUS_NO_MEMORY, STATUS_OK, Batch, RequestResult
 from persia._core.store.requests cimport drop_new_row, new_row, note_shape
 from persia._core.shard.shard cimport Shard, shard_end_request
 from persia._core.shard.sign_index cimport home_bucket, index_find
@@ -22,7 +22,7 @@ cdef enum:
 
 
 cdef void restore_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, Tally *tally
+    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
 ) noexcept nogil:
     """Insert or overwrite whole rows, bit for bit; where they stood is noted for later."""
     cdef const Policy *policy = &shard.eviction.policies[batch.policy]
@@ -51,7 +51,7 @@ cdef void restore_shard(
 
 
 cdef row_t restore_row(
-    Shard *shard, Batch batch, sign_t sign, uint32_t place, Tally *tally
+    Shard *shard, Batch batch, sign_t sign, uint32_t place, RequestResult *tally
 ) noexcept nogil:
     """NO_ROW: see the tally."""
     cdef uint64_t hash = mix64(sign)

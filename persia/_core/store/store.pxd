@@ -1,10 +1,10 @@
 """One server's rows, in shards."""
 
-from persia._core.base.threads cimport Crew
+from persia._core.base.threads cimport ThreadPool
 from persia._core.store.snapshot cimport Watch
 from persia._core.kernels.optim cimport RowOptimizer
 from persia._core.shard.recency cimport NUM_CLOCKS
-from persia._core.store.request cimport Batch, Split, Tally, serve_t
+from persia._core.store.request cimport Batch, Split, RequestResult, serve_t
 from persia._core.shard.shard cimport Shard
 from persia._core.base.types cimport uint32_t, uint64_t
 
@@ -24,13 +24,13 @@ cdef class EmbeddingStore:
     cdef list batches           # scratch, reused
     cdef uint64_t *control      # a page of the state file, or NULL
     cdef uint64_t crash_in
-    cdef Crew crew              # serves large requests
-    cdef Crew alone             # the caller's thread
+    cdef ThreadPool crew              # serves large requests
+    cdef ThreadPool alone             # the caller's thread
 
     cdef Batch begin(
         self, const uint64_t[::1] signs, serve_t serve_shard, uint32_t dim,
         RowOptimizer optimizer, uint32_t dtype, Split split=*)
-    cdef Tally run(self, Batch batch) except *
+    cdef RequestResult run(self, Batch batch) except *
     cdef int open_state(self, int file) except -1
     cdef int attach_rows(self) except -1
     cdef uint64_t shard_sketch_bytes(self) noexcept

@@ -30,7 +30,7 @@ from persia._core.shard.restore_order cimport (
     Arrivals, arrivals_expect, arrivals_free, arrivals_settle,
 )
 from persia._core.shard.changes cimport LogBlock, changes_free
-from persia._core.base.threads cimport Crew
+from persia._core.base.threads cimport ThreadPool
 from persia._core.store.snapshot cimport Watch
 from persia._core.shard.eviction cimport (
     LFU, LRU, MAX_POLICIES, Policy, eviction_free, eviction_nth_order, eviction_policy,
@@ -171,8 +171,8 @@ cdef class EmbeddingStore:
                     raise MemoryError(f"policy {number} of shard {i}")
         if attach:
             self.attach_rows()
-        self.crew = Crew(self.num_threads)
-        self.alone = Crew(1)
+        self.crew = ThreadPool(self.num_threads)
+        self.alone = ThreadPool(1)
 
     def __dealloc__(self):
         cdef uint32_t i
@@ -315,9 +315,9 @@ cdef class EmbeddingStore:
             batch.split(split)
         return batch
 
-    cdef Tally run(self, Batch batch) except *:
+    cdef RequestResult run(self, Batch batch) except *:
         """Serve the request on all threads, give its scratch back, raise what it met."""
-        cdef Tally tally = batch.serve()
+        cdef RequestResult tally = batch.serve()
         dim = batch.dim
         dtype = dtype_name(batch.format.dtype)
         batch.held = None
@@ -350,7 +350,7 @@ cdef class EmbeddingStore:
     ):
         cdef Batch batch
         cdef Split split
-        cdef Tally tally
+        cdef RequestResult tally
         cdef uint32_t number = dtype_number(dtype)
         optimizer = self.chosen(optimizer, "a training lookup")
         check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])

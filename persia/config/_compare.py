@@ -1,0 +1,123 @@
+"""Whether two processes mean the same by a sign: the fingerprint of an embedding config.
+
+Peers compare fingerprints when they connect. A fingerprint is readable, so that of two which
+differ it can be said in what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from persia.config._groups import GroupSettings
+from persia.config._schema import EmbeddingSchema
+
+# Characters of a fingerprint, which is in every ``hello``; thousands of slots take fewer.
+_MAX_FINGERPRINT = 1 << 18
+# Differences that a text lists; the first is what has to be changed, and others often follow.
+_MAX_LISTED = 3
+SAME_EVERYWHERE = (
+    "slots, groups and their settings, dims and feature_index_prefix_bit must be the same "
+    "everywhere"
+)
+
+
+def schema_fingerprint(schema: EmbeddingSchema) -> str:
+    """All that gives a sign and a table number their meaning, as canonical JSON.
+
+    Two processes with equal fingerprints agree on which group, table and dim a sign belongs
+    to, and on the group's settings. What a slot does with its rows afterwards (pooling) is not
+    part of it, nor is what only concerns new rows. Of unequal ones ``describe_differences`` says what
+    differs, except where one would be so long that it is a digest.
+    """
+    slots = {
+        name: [slot.dim, slot.group, slot.table, slot.hash_stack_rounds, slot.hash_stack_size]
+        for name, slot in schema.slots.items()
+    }
+    meaning = {
+        "feature_index_prefix_bit": schema.prefix_bits,
+        "groups": sorted(schema.groups, key=schema.groups.__getitem__),
+        "slots": slots,
+        "settings": _differing_settings(schema),
+    }
+    text = json.dumps(meaning, sort_keys=True, separators=(",", ":"))
+    if len(text) <= _MAX_FINGERPRINT:
+        return text
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _differing_settings(schema: EmbeddingSchema) -> dict[str, dict[str, object]]:
+    """Return by group those of its settings that are not the defaults, if there are any."""
+    usual = dataclasses.asdict(GroupSettings())
+    found = {}
+    for slot in schema.slots.values():
+        plain = dataclasses.asdict(schema.tables[slot.table].settings)
+        differing = {key: plain[key] for key in plain if plain[key] != usual[key]}
+        if differing:
+            found[slot.group] = differing
+    return found
+
+
+def describe_differences(one: str, other: str, at_one: str, at_other: str) -> str:
+    """Say what differs between two fingerprints, with both values.
+
+    Args:
+        one: A fingerprint.
+        other: Another one.
+        at_one: Where the first is from, such as ``here``.
+        at_other: Where the second is from.
+    """
+    try:
+        found = list(_differences(json.loads(one), json.loads(other)))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        found = []  # a digest, or from another version
+    if not found:
+        return f"fingerprints {one:.80} and {other:.80}"
+    listed = [
+        f"{what} is {x} {at_one} and {y} {at_other}" for what, x, y in found[:_MAX_LISTED]
+    ]
+    more = len(found) - len(listed)
+    return "; ".join(listed) + (f"; and {more} more differ" if more else "")
+
+
+def _differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
+    """Yield what differs and both values; what may follow from something else comes later."""
+    key = "feature_index_prefix_bit"
+    if one[key] != other[key]:
+        yield key, one[key], other[key]
+    slots, others = one["slots"], other["slots"]
+    for name in sorted(slots.keys() ^ others.keys()):
+        is_in_one = name in slots
+        words = ("present", "absent") if is_in_one else ("absent", "present")
+        yield f"slots_config.{name}", *words
+    both = sorted(slots.keys() & others.keys())
+    for name in both:
+        (dim, group, _, *stack), (its_dim, its_group, _, *its_stack) = slots[name], others[name]
+        for what, x, y in (
+            (f"slots_config.{name}.dim", dim, its_dim),
+            (f"the feature group of slot {name!r}", group, its_group),
+            (f"slots_config.{name}.hash_stack_config", _rows(*stack), _rows(*its_stack)),
+        ):
+            if x != y:
+                yield what, x, y
+    for number, (x, y) in enumerate(zip(one["groups"], other["groups"], strict=False)):
+        if x != y:
+            yield f"feature group {number}, in the order of the file,", x, y
+            break
+    settings, its_settings = one["settings"], other["settings"]
+    for group in sorted(settings.keys() | its_settings.keys()):
+        x, y = settings.get(group, "absent"), its_settings.get(group, "absent")
+        if x != y:
+            yield f"group_settings.{group}", x, y
+    for name in both:
+        x, y = slots[name][2], others[name][2]
+        if x != y:
+            what = f"the number of slot {name!r}'s dim, initialization and admit_probability"
+            yield what, x, y
+
+
+def _rows(rounds: int, size: int) -> str:
+    return f"{rounds} rounds of {size} rows" if rounds else "none"
