@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import profiles
+from tests.support import profiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

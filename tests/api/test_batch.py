@@ -20,7 +20,7 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.errors import DataError, DataTypeError, ProtocolError
-from tests.profiles import tries
+from tests.support.profiles import tries
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

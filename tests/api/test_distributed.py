@@ -20,7 +20,7 @@ from persia.distributed import (
     get_default_distributed_option,
 )
 from persia.errors import ConfigError
-from tests.cluster import DEADLINE_S
+from tests.support.processes import DEADLINE_S
 
 
 @pytest.fixture

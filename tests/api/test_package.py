@@ -22,9 +22,9 @@ TORCH_FREE = (
     "prelude",
     "service",
     "utils",
-    "_rpc.block",
+    "_rpc.serialization",
     "_rpc.messages",
-    "_rpc.session",
+    "_context_stack",
 )
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from persia._replica_index import own_number
-from tests.role_keys import FILES
+from tests.support.role_keys import FILES
 
 ROOT = Path(__file__).parents[2]
 STACK = ROOT / "compose/stack.yml"

@@ -14,7 +14,7 @@ import pytest
 
 from persia._core.base.threads import ThreadPool
 from persia.errors import ConfigError
-from tests.waiting import until
+from tests.support.waiting import until
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

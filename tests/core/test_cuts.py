@@ -23,8 +23,8 @@ from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError, DataError, StoreError
 from tests.core.test_policies import PolicyMachine
 from tests.core.test_store_machine import ShardedMachine, StoreMachine
-from tests.profiles import tries
-from tests.waiting import until
+from tests.support.profiles import tries
+from tests.support.waiting import until
 
 Rows = dict[int, tuple[Any, ...]]
 

@@ -15,8 +15,8 @@ from persia._core.base import cpu
 from persia._core.base.hashing import mix64_array
 from persia._core.ids.numbering import number
 from persia.errors import DataTypeError
-from tests import strategies as own
 from tests.reference import distinct as model
+from tests.support import strategies as own
 
 
 @given(st.data(), own.id_lists(max_size=200))

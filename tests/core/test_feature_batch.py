@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch, number_all
 from persia.errors import DataError, DataTypeError
-from tests import strategies as own
 from tests.reference import feature_batch as model
+from tests.support import strategies as own
 
 
 def build(samples: list[list[int]]) -> FeatureBatch:

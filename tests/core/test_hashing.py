@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from persia._core.base import hashing
 from persia.errors import ConfigError, DataError, DataTypeError
-from tests import strategies as own
 from tests.reference import hashing as model
+from tests.support import strategies as own
 
 # SplitMix64 as published: https://prng.di.unimi.it/splitmix64.c. The first value of the stream
 # seeded with each x; those of seed 0 after the first are mix64 of multiples of the increment.

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from persia._core.kernels.initial import MAX_LAM, OPTIONS, Initializer, elementary
 from persia._core.kernels.optim import MAX_DIM
 from persia.errors import ConfigError
-from tests.profiles import tries
 from tests.reference import initial as model
+from tests.support.profiles import tries
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError
-from tests.profiles import tries
 from tests.reference.policies import LR, Kind, Shard
+from tests.support.profiles import tries
 
 Floats = NDArray[np.float32]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from persia._core.base import cpu
 from persia._core.kernels import pooling
 from persia.errors import ConfigError, DataError
-from tests.profiles import tries
 from tests.reference import pooling as model
+from tests.support.profiles import tries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

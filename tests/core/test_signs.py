@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from persia._core.ids import signs
 from persia.errors import ConfigError, DataError, DataTypeError
-from tests import strategies as own
 from tests.reference import signs as model
+from tests.support import strategies as own
 
 MAX_ID = own.MAX_ID
 

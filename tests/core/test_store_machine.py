@@ -15,8 +15,8 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia.errors import DimMismatch
-from tests.profiles import tries
 from tests.reference.store import Row, Store, unmix64
+from tests.support.profiles import tries
 
 Floats = NDArray[np.float32]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import DEADLINE_S, ROOT
+from tests.support.processes import DEADLINE_S, ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FORKED = SCRIPTS / "forked.py"

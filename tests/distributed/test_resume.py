@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import Cluster
 from tests.distributed.batches import SLOTS
+from tests.support.processes import Cluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NUM_BATCHES = 40

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from persia.data import DataLoader
-from tests.cluster import DEADLINE_S, Cluster
 from tests.distributed.batches import SLOTS, make_batch
 from tests.distributed.net import make_ctx, rows
 from tests.distributed.scripts.phases_loader import COUNTS
+from tests.support.processes import DEADLINE_S, Cluster
 
 pytestmark = pytest.mark.slow  # one job of two ranks, half a minute
 

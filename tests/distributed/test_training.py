@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cluster import Cluster
 from tests.faults.batches import SLOTS
+from tests.support.processes import Cluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
 IN_ORDER = {"reproducible": True, "embedding_staleness": 1}

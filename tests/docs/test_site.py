@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import pixels, screenshot
+from tests.support.browser import pixels, screenshot
 
 ROOT = Path(__file__).resolve().parents[2]
 

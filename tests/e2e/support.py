@@ -18,7 +18,7 @@ from persia._cluster.connect import connect_embedding_workers
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from persia._rpc.zmq_transport import ZmqTransport
 from tests.meta.sources import ROOT
-from tests.services.support import SETTINGS, SGD
+from tests.support.services import SETTINGS, SGD
 
 # Seconds; nothing here takes long unless it is broken.
 PATIENCE_S = 60.0

@@ -23,11 +23,11 @@ from persia._cluster.connect import connect_embedding_workers, connect_parameter
 from persia._rpc.messages import HyperParameters, InitializationSettings
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import NotAllowed
-from tests.cluster import ROOT, Cluster, _children
 from tests.examples.conftest import LOADER
-from tests.role_keys import keys_of_roles
 from tests.rpc.support import PATIENCE_S, raw_peer
-from tests.waiting import until
+from tests.support.processes import ROOT, Cluster, _children
+from tests.support.role_keys import keys_of_roles
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -10,8 +10,8 @@ import pytest
 
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from tests.e2e.support import Job, configured_worker
-from tests.services.support import features, gradient
-from tests.waiting import until
+from tests.support.services import features, gradient
+from tests.support.waiting import until
 
 SERVER, WORKER = "embedding-parameter-server", "embedding-worker"
 

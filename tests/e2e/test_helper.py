@@ -27,7 +27,7 @@ from tests.e2e.support import (
     wait_until_gone,
 )
 from tests.meta.sources import ROOT
-from tests.waiting import until
+from tests.support.waiting import until
 
 Monkey = pytest.MonkeyPatch
 

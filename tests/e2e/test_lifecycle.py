@@ -339,7 +339,7 @@ def test_two_jobs_on_one_machine_do_not_disturb_each_other(job: Job) -> None:
 def test_a_thread_that_fails_ends_a_server(job: Job) -> None:
     text = (
         "import threading\n"
-        "from persia._services import process\n"
+        "from persia._cluster import process\n"
         "from persia.launcher import cli\n"
         "def fail(): raise ValueError('lost my mind')\n"
         "start = process._Serving._watch_job\n"

@@ -27,12 +27,12 @@ from persia._rpc.messages import TableSigns
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.config import EmbeddingSchema
 from persia.data import DataLoader, StreamingDataset
-from tests.cluster import ROOT, Cluster
 from tests.distributed import net
 from tests.distributed.batches import SLOTS
 from tests.distributed.batches import make_batch as net_batch
 from tests.examples.conftest import LOADER
 from tests.examples.loading import digest_of, load
+from tests.support.processes import ROOT, Cluster
 from tests.training.test_checkpoints import step
 
 SCRIPTS = Path(__file__).parent / "scripts"

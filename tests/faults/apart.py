@@ -27,9 +27,9 @@ import numpy as np
 
 from persia import env
 from persia.data import DataLoader, StreamingDataset
-from tests.cluster import Cluster
 from tests.faults.batches import SLOTS, occurrences
 from tests.faults.job import make_ctx, trained
+from tests.support.processes import Cluster
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"
 COUNT, CUT_AT = 400, 100

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from persia.data import DataLoader, StreamingDataset
-from tests.cluster import Cluster
 from tests.faults.batches import NUM_IDS, SLOTS
 from tests.faults.job import make_ctx, trained
+from tests.support.processes import Cluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
 COUNT, LARGE = 24, 9

@@ -22,10 +22,10 @@ from persia.ctx import TrainCtx
 from persia.ctx.connection import _known
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ServiceError, ServiceTimeout
-from tests.cluster import Cluster
 from tests.faults.batches import SLOTS, occurrences
 from tests.faults.job import make_ctx, trained
-from tests.waiting import until
+from tests.support.processes import Cluster
+from tests.support.waiting import until
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"
 COUNT = 120

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.cluster import ROOT
 from tests.faults.apart import can_be_laid
+from tests.support.processes import ROOT
 
 CUTS_S = (5, 30, 120)
 

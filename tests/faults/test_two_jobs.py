@@ -15,10 +15,10 @@ from persia._cluster.job import announce_job_end
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
-from tests.cluster import Cluster
 from tests.faults.batches import SLOTS, occurrences
 from tests.faults.job import make_ctx, trained
-from tests.waiting import PATIENCE_S
+from tests.support.processes import Cluster
+from tests.support.waiting import PATIENCE_S
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"
 FEWER, MORE = 30, 60

@@ -16,10 +16,10 @@ import pytest
 from persia import env
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
-from tests.cluster import Cluster
 from tests.faults.batches import SLOTS, occurrences
 from tests.faults.job import make_ctx, trained
 from tests.rpc.proxies import MessageProxy, TcpProxy
+from tests.support.processes import Cluster
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"
 COUNT = 120

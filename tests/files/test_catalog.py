@@ -28,7 +28,7 @@ from persia._files.storage import LocalStorage, Storage, open_storage
 from persia.errors import CheckpointError, ConfigError
 from tests.files.disk import Disk, PowerFailure
 from tests.files.support import block, joined, rows_of, schema
-from tests.profiles import tries
+from tests.support.profiles import tries
 
 Rows = dict[int, tuple[bytes, ...]]
 SCHEMA = schema()

@@ -12,7 +12,7 @@ from persia._files.storage import open_storage
 from persia._rpc.messages import LoadRequest, WriteRequest
 from persia.config import ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError
-from tests.services.support import make_servers
+from tests.support.services import make_servers
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from persia._files.tensors import Column, decode, encode
 from persia.errors import CheckpointError
-from tests.profiles import tries
+from tests.support.profiles import tries
 
 safetensors = pytest.importorskip("safetensors")
 safetensors_numpy = pytest.importorskip("safetensors.numpy")

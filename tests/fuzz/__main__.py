@@ -20,7 +20,13 @@ import atheris
 import msgpack  # type: ignore[import-untyped]
 
 with atheris.instrument_imports(
-    include=["persia._rpc", "persia._services", "persia._training"]
+    include=[
+        "persia._rpc",
+        "persia._server",
+        "persia._worker",
+        "persia._loader",
+        "persia._training",
+    ]
 ):
     from tests.fuzz import target as fuzzed
 

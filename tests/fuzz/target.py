@@ -28,7 +28,7 @@ from persia._rpc.transport import Outgoing, Parts
 from persia._training import receiver
 from tests.benchmarks.memory import resident
 from tests.rpc.support import BAD
-from tests.services.support import (
+from tests.support.services import (
     ADAM,
     CONFIG,
     SCHEMA,

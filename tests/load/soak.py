@@ -27,8 +27,8 @@ import numpy as np
 from persia import env
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import IDFeatures, PooledOutput
-from tests.cluster import Cluster
 from tests.load.parts import NAMES, NUM_IDS, SLOTS, all_workers
+from tests.support.processes import Cluster
 
 NUM_LOADERS, NUM_RANKS, PER_PROCESS = 50, 8, 10
 SAMPLE_S = 0.5

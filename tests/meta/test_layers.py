@@ -1,4 +1,7 @@
-"""The import direction of docs/decisions/0002: a module imports from its own row or below."""
+"""The layers of docs/design.md: a module imports from its own row or below.
+
+Imports inside functions and under ``TYPE_CHECKING`` count as all others do.
+"""
 
 from __future__ import annotations
 
@@ -18,40 +21,33 @@ from tests.meta.sources import (
     python_files,
 )
 
-ROWS = [
-    {"errors", "env", "_ends", "_older", "_replica", "logger", "utils", "version"},
-    {"config", "_core", "_files", "_metrics"},
-    {"_rpc"},
-    {"_services"},
-    {"_training"},
-    {
-        *("embedding", "service", "distributed", "metrics", "data", "ctx", "prelude"),
-        *("_contexts", "readers"),
-    },
-    {"_launch", "helper", "launcher", "compat", "backend", "error", "sparse", "wrapper"},
-]
+# From the bottom up.
+ROWS = (
+    {"errors", "logger", "version", "_deprecated", "_replica_index"},
+    {"_core"},
+    {"_metrics", "env", "utils", "_process_exit"},
+    {"_rpc", "config"},
+    {"_files", "embedding", "_context_stack"},
+    {"_server", "_worker", "_training"},
+    {"_loader", "_cluster", "_report", "distributed", "metrics", "service"},
+    {"data", "readers", "ctx", "prelude"},
+    {"launcher", "helper", "_cli", "compat", "backend", "error", "sparse", "wrapper"},
+)
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
-ROW_OF_RPC = ROW["_rpc"]
-# Inside the row of public names the order is this; prelude only passes their names on.
-PUBLIC_ORDER = {
-    "embedding": 0,
-    "service": 0,
-    "distributed": 0,
-    "metrics": 0,
-    "_contexts": 1,
-    "ctx": 2,
-    "data": 3,
-    "readers": 3,
-    "prelude": 4,
-}
+# Rooms of one row that do not import each other: roles meet in the messages.
+ROLES = {"_server", "_worker", "_training"}
+# The only modules that name a role's class, to make a process of it.
+COMPOSERS = {"persia._cluster.embedded", "persia._cluster.process"}
+# Folders of the core, from the bottom up.
+CORE_FOLDERS = ("base", "ids", "kernels", "shard", "store")
 # Rooms in which torch may be imported when a module is loaded. Elsewhere only inside functions.
-TORCH_ROOMS = {"_training", "_contexts", "ctx", "data", "distributed", "metrics"}
+TORCH_ROOMS = {"_training", "_report", "ctx", "data", "distributed", "metrics"}
 # What the compiled core may use beside the standard library.
 CORE_IMPORTS = {"numpy", "cython", "libc", "cpython"}
 
 
 def room(module: str) -> str:
-    """``persia._core.store.store`` -> ``_core``; the top-level package itself is the empty room."""
+    """Of ``persia._core.base.cpu`` it is ``_core``; of the package itself the empty string."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 
@@ -75,23 +71,76 @@ def internal_imports() -> Iterator[Import]:
 
 def test_every_module_has_a_row() -> None:
     unknown = {name for name in module_names() if room(name) and room(name) not in ROW}
-    assert not unknown, "give these a row in docs/decisions/0002 and here"
+    assert not unknown, "give these a row in docs/design.md and here"
 
 
 def test_imports_point_down() -> None:
     wrong = []
     for found in internal_imports():
         here, there = room(found.importer), room(found.module)
-        if here == there or not here or not there:
-            continue
-        upwards = ROW[there] > ROW[here]
-        siblings = ROW[there] == ROW[here] and PUBLIC_ORDER.get(there, 0) > PUBLIC_ORDER.get(
-            here, 0
-        )
-        past_rpc = here == "embedding" and ROW[there] > ROW_OF_RPC
-        if upwards or siblings or past_rpc:
+        if here and there and here != there and ROW[there] > ROW[here]:
             wrong.append(str(found))
     assert not wrong
+
+
+def test_roles_do_not_import_each_other() -> None:
+    wrong = []
+    for found in internal_imports():
+        here, there = room(found.importer), room(found.module)
+        if here != there and {here, there} <= ROLES:
+            wrong.append(str(found))
+    assert not wrong
+
+
+def test_only_composers_name_the_servers() -> None:
+    wrong = [
+        str(found)
+        for found in internal_imports()
+        if found.module in {"persia._server.service", "persia._worker.service"}
+        and room(found.importer) != room(found.module)
+        and found.importer not in COMPOSERS
+    ]
+    assert not wrong
+
+
+def test_folders_of_the_core_import_leftwards() -> None:
+    wrong = []
+    for found in internal_imports():
+        here, there = found.importer.split("."), found.module.split(".")
+        if len(here) < 4 or len(there) < 4 or {here[1], there[1]} != {"_core"}:
+            continue
+        if CORE_FOLDERS.index(there[2]) > CORE_FOLDERS.index(here[2]):
+            wrong.append(str(found))
+    assert not wrong
+
+
+def test_no_circle_of_imports() -> None:
+    graph: dict[str, set[str]] = {}
+    for found in internal_imports():
+        if found.module != found.importer:
+            graph.setdefault(found.importer, set()).add(found.module)
+    assert not circles(graph)
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Return one circle for each module that a depth-first search finds on its own path."""
+    done: set[str] = set()
+    found: list[str] = []
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append(" -> ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            for target in sorted(graph.get(name, ())):
+                # A package's own imports of its modules make no circle with theirs of it:
+                # Python has loaded the package's name by then.
+                if not name.startswith(f"{target}."):
+                    visit(target, [*path, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    return found
 
 
 def test_the_package_itself_loads_only_its_version() -> None:
@@ -99,16 +148,6 @@ def test_the_package_itself_loads_only_its_version() -> None:
         str(found)
         for found in internal_imports()
         if found.importer == "persia" and found.at_load and found.module != "persia.version"
-    ]
-    assert not wrong
-
-
-def test_services_and_training_meet_only_in_messages() -> None:
-    pair = {"_services", "_training"}
-    wrong = [
-        str(found)
-        for found in internal_imports()
-        if {room(found.importer), room(found.module)} == pair
     ]
     assert not wrong
 
@@ -125,14 +164,18 @@ def test_core_imports_only_numpy_and_errors() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("library", ["zmq", "msgpack", "click", "cloudpickle"])
-def test_libraries_stay_in_their_rooms(library: str) -> None:
-    rooms = {
-        "zmq": {"_rpc"},
-        "msgpack": {"_rpc"},
-        "click": {"launcher", "_launch"},
-        "cloudpickle": {"_launch", "helper"},
-    }[library]
+@pytest.mark.parametrize(
+    ("library", "rooms"),
+    [
+        ("zmq", {"_rpc"}),
+        ("msgpack", {"_rpc"}),
+        ("pydantic", {"config", "_files"}),
+        ("jinja2", {"_report"}),
+        ("click", {"launcher", "_cli"}),
+        ("cloudpickle", {"_cli", "helper"}),
+    ],
+)
+def test_libraries_stay_in_their_rooms(library: str, rooms: set[str]) -> None:
     wrong = [
         str(found)
         for found in all_imports()
@@ -168,29 +211,15 @@ for loading in sys.argv[1:]:
 
 
 def test_servers_and_loaders_start_without_torch() -> None:
-    free = {
-        "",
-        "errors",
-        "env",
-        "_older",
-        "logger",
-        "utils",
-        "version",
-        "config",
-        "_core",
-        "_files",
-        "_rpc",
-    }
-    free |= {"_services", "embedding", "service", "_launch", "launcher", "helper"}
-    free |= {"backend", "error", "sparse", "wrapper", "readers"}
+    above = TORCH_ROOMS | {"prelude", "compat"}
     modules = [
         module_name(path)
         for path in [*python_files(), *(p for p in cython_files() if p.suffix == ".pyx")]
-        if room(module_name(path)) in free
+        if room(module_name(path)) not in above
     ]
-    assert "persia._services" in modules
-    # A data-loader of a test is to start as fast as a user's.
-    modules += ["tests.faults.batches", "tests.distributed.batches"]
+    assert "persia._worker.service" in modules
+    # ``from persia.ctx import DataCtx`` is a data-loader's, and its tests' start as fast.
+    modules += ["persia.ctx", "tests.faults.batches", "tests.distributed.batches"]
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *modules],
         cwd=ROOT,
@@ -228,7 +257,11 @@ def test_the_reader_sees_every_kind_of_import() -> None:
         (7, "persia.launcher.cli", False),
     ]
     text = "from persia._core.base.types cimport sign_t\ncimport numpy as cnp\nimport numpy\n"
-    read = _cython_imports(
-        ROOT / "persia/_core/store/store.pyx", "persia._core.store.store", text
-    )
+    module = "persia._core.store.store"
+    read = _cython_imports(ROOT / "persia/_core/store/store.pyx", module, text)
     assert [i.module for i in read] == ["persia._core.base.types", "numpy", "numpy"]
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b -> c -> b"]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}})

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import DEADLINE_S
 from tests.meta.sources import CORE, PACKAGE, ROOT, cython_files, module_name, python_files
+from tests.support.processes import DEADLINE_S
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

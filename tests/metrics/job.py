@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster import DEADLINE_S, Cluster
+from tests.support.processes import DEADLINE_S, Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ LOADER = f"""
 import sys, os
 import numpy as np
 from persia.ctx import DataCtx
-from persia._services import telling
+from persia._cluster import process_metrics
 from persia.embedding.data import (
     IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch,
 )
@@ -41,7 +41,7 @@ from persia.embedding.data import (
 place = sys.argv[1]
 with DataCtx() as ctx:
     with open(f"{{place}}/loader-says", "w") as pipe:
-        pipe.write(telling.url())
+        pipe.write(process_metrics.url())
     for number in range(2 * {NUM_BATCHES}):
         rng = np.random.default_rng(number)
         ids = [rng.integers(0, 1000, {BATCH_SIZE}, dtype=np.uint64) for _ in range(2)]
@@ -57,7 +57,7 @@ TRAINER = f"""
 import sys
 import numpy as np
 import torch
-from persia._services import telling
+from persia._cluster import process_metrics
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
@@ -91,7 +91,7 @@ with TrainCtx(
 
     def stand():
         with open(f"{{place}}/trainer-says", "w") as pipe:
-            pipe.write(telling.url())
+            pipe.write(process_metrics.url())
         open(f"{{place}}/trainer-waits").read()
 
     train()

@@ -16,7 +16,7 @@ import yaml
 
 from persia._metrics.definitions import METRICS
 from tests.metrics.job import StandingJob, fetch, standing_job
-from tests.waiting import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from persia._metrics.definitions import SERVER, WORKER
 from persia._metrics.endpoint import Endpoint
 from persia._metrics.push import PushSettings
 from persia.config import GlobalConfig
-from tests.waiting import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from persia._rpc.messages import TableSigns
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from tests.e2e.support import PATIENCE_S, Job, configured_worker, short_directory, transport
 from tests.recovery.soak import soak
-from tests.services.support import features, gradient
+from tests.support.services import features, gradient
 
 SERVER = "embedding-parameter-server"
 LIMIT = "embedding_parameter_server_config: {memory_limit: 16MiB}"

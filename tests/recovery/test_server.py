@@ -29,11 +29,11 @@ from persia._server.service import ParameterServer
 from persia._server.state_file import StateFile, path_of, remove_stale
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError, StoreError
-from tests.profiles import tries
-from tests.services.saving import dump, is_in, load
-from tests.services.support import ADAGRAD, SETTINGS, SGD, make_worker
-from tests.services.support import settings as other_settings
-from tests.waiting import until
+from tests.support.profiles import tries
+from tests.support.saving import dump, is_in, load
+from tests.support.services import ADAGRAD, SETTINGS, SGD, make_worker
+from tests.support.services import settings as other_settings
+from tests.support.waiting import until
 
 CONFIG: dict[str, Any] = {
     "slots_config": {

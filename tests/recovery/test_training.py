@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster
 from tests.faults.batches import SLOTS
 from tests.faults.job import make_ctx
 from tests.faults.test_faults import COUNT, LOADER, assert_each_once, train
+from tests.support.processes import Cluster
 
 SETTINGS = {"embedding_parameter_server_config": {"memory_limit": "16MiB"}}
 

@@ -12,7 +12,7 @@ import sys
 from persia._rpc.methods import parameter_server
 from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
-from tests.services.support import make_servers
+from tests.support.services import make_servers
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from persia._rpc.messages import (
 from persia._rpc.methods import Role, embedding_worker, parameter_server
 from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema
-from tests.services.support import make_servers, make_worker
+from tests.support.services import make_servers, make_worker
 
 B, F, DIM, HINT, SIGN = 4096, 26, 16, 4, 8
 SCHEMA = EmbeddingSchema.load({"slots_config": {f"slot{n}": {"dim": DIM} for n in range(F)}})

@@ -34,9 +34,9 @@ from persia._rpc.messages import (
 )
 from persia._rpc.methods import Hello, embedding_worker, nn_worker, parameter_server
 from persia.errors import DataTypeError, InternalError, ProtocolError
-from tests.profiles import tries
 from tests.rpc.support import same
-from tests.strategies import ids, samples
+from tests.support.profiles import tries
+from tests.support.strategies import ids, samples
 
 MESSAGES = [
     cls

@@ -25,7 +25,7 @@ from persia._rpc.server import serve
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteParameterServer
 from persia.errors import ConfigError, DataError, PersiaError, UnknownRef
 from tests.rpc.support import PATIENCE_S, Wire, same
-from tests.services.support import (
+from tests.support.services import (
     ADAM,
     CONFIG,
     SCHEMA,

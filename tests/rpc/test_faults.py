@@ -30,7 +30,7 @@ from tests.rpc.proxies import MessageProxy, TcpProxy
 from tests.rpc.server_process import __name__ as SERVER_MODULE
 from tests.rpc.support import PATIENCE_S, TOY, Wire
 from tests.rpc.toys import make_client, toy_server
-from tests.services.support import SCHEMA, make_servers, sign
+from tests.support.services import SCHEMA, make_servers, sign
 
 SLOT = SCHEMA.slots["sum"]
 NUM_SIGNS = 2000

@@ -35,10 +35,10 @@ from persia.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
-from tests.profiles import tries
 from tests.rpc.support import BAD, PATIENCE_S, TOY, ToyService, Wire, header, raw_peer
 from tests.rpc.toys import make_client, toy_server
-from tests.services.support import make_servers
+from tests.support.profiles import tries
+from tests.support.services import make_servers
 
 ASKED = ErrorOrigin("toy", 0, "here", "add")
 

@@ -32,7 +32,7 @@ from persia.errors import ConfigError, NotAllowed, ServiceUnavailable
 from persia.launcher import cli
 from tests.rpc.support import PATIENCE_S, Wire, raw_peer
 from tests.rpc.toys import toy_server
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 class Guarded(Protocol):

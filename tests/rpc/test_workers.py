@@ -18,7 +18,7 @@ from persia._rpc.server import Server, serve
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from persia._rpc.worker_pool import EmbeddingWorkers
 from persia.errors import ServiceBusy, ServiceUnavailable, UnknownRef
-from tests.services.support import features, gradient, make_servers, make_worker, settings
+from tests.support.services import features, gradient, make_servers, make_worker, settings
 
 # Of one call that is in vain; all others take far less, and PERSIA_RPC_TIMEOUT far more.
 TRY_S = 0.5

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.cluster import ROOT, Cluster
+from tests.support.processes import ROOT, Cluster
 
 SLOTS = {
     "feature_index_prefix_bit": 8,

@@ -29,9 +29,9 @@ from persia._cli.scraper import Scraper, listed_places
 from persia._cli.top import frame_of
 from persia._metrics.top_view import Frame
 from persia.config import EmbeddingSchema
-from tests.browser import screenshot
-from tests.cluster import DEADLINE_S, ROOT, Cluster
 from tests.screens.job import training_job
+from tests.support.browser import screenshot
+from tests.support.processes import DEADLINE_S, ROOT, Cluster
 
 # Seconds over which the rates of a picture are.
 WINDOW_S = 2.0

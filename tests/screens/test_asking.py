@@ -17,8 +17,8 @@ from persia._cli.top import frame_of
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.top_view import Watched
 from persia.errors import ConfigError
-from tests.cluster import loopback_host
 from tests.screens.texts import text_of
+from tests.support.processes import loopback_host
 
 HOST = loopback_host()
 SHORT_S, LONG_S = 0.2, 30.0

@@ -33,7 +33,7 @@ from persia.embedding.optim import Adam
 from persia.errors import ConfigError, DataError
 from persia.utils import total_memory_bytes
 from persia.version import __version__
-from tests.cluster import loopback_host
+from tests.support.processes import loopback_host
 
 SCHEMA = EmbeddingSchema.load({"slots_config": {"user": {"dim": 8}, "item": {"dim": 32}}})
 

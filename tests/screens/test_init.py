@@ -19,7 +19,7 @@ from persia._cli.checks.settings import check_files
 from persia._cli.init import write_project
 from persia.errors import ConfigError
 from persia.launcher import cli
-from tests.cluster import ROOT, loopback_host
+from tests.support.processes import ROOT, loopback_host
 
 NAMES = {
     *("README.md", "train.py", "data_loader.py", "model.py", "clicks.py", "Procfile"),

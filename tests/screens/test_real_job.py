@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.cluster import ROOT
 from tests.screens.job import ask, training_job
 from tests.screens.pictures import draw_doctor, draw_top, whole_frame
+from tests.support.processes import ROOT
 
 # PyTorch takes seconds to load, and on a busy machine minutes.
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import screenshot
-from tests.cluster import ROOT
+from tests.support.browser import screenshot
+from tests.support.processes import ROOT
 
 # A blank page has a handful of values.
 FEWEST_VALUES = 100

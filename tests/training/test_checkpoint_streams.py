@@ -9,8 +9,8 @@ import pytest
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import CheckpointError, ConfigError
-from tests.cluster import ROOT
 from tests.distributed.net import make_ctx, rows
+from tests.support.processes import ROOT
 from tests.training.test_checkpoints import step
 
 COUNT = 8

@@ -27,9 +27,9 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import CheckpointError, ConfigError
-from tests.cluster import ROOT
 from tests.distributed.batches import SLOTS, make_batch
 from tests.distributed.net import Net, rows
+from tests.support.processes import ROOT
 
 NUM_BATCHES = 10
 
@@ -525,7 +525,7 @@ def test_a_failed_dump_behind_is_raised_at_the_exit(tmp_path: Path) -> None:
 
 DIES = """
 import os, sys
-from persia._services import checkpoints
+from persia._server import snapshot
 from tests.training.test_checkpoints import Batches, make_ctx, seed, train
 
 def dies(*_):
@@ -533,7 +533,7 @@ def dies(*_):
 
 def after(number):
     if number == 6:
-        setattr(checkpoints.PartWriter, sys.argv[2], dies)
+        setattr(snapshot.PartWriter, sys.argv[2], dies)
     if number in (3, 6):
         ctx.dump_checkpoint(sys.argv[1])
 

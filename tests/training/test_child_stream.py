@@ -15,9 +15,9 @@ from persia._training.stream import ChildStream
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ConfigError, RemoteError, ServiceError
-from tests.cluster import ROOT
 from tests.faults.batches import occurrences
 from tests.faults.job import make_ctx, trained
+from tests.support.processes import ROOT
 
 SENDS = """
 from persia.ctx import DataCtx

@@ -412,7 +412,7 @@ def test_w25_a_direct_batch_that_fails_after_its_lookup_is_released(
         raise MemoryError("no room for the tensors")
 
     with make_ctx() as ctx:
-        monkeypatch.setattr("persia._training.transfer.Converter.stage", refuse)
+        monkeypatch.setattr("persia._training.transfer.DeviceTransfer.stage", refuse)
         with pytest.raises(MemoryError, match="no room"):
             ctx.get_embedding_from_data(make_batch(0))
         assert worker.refs == {}

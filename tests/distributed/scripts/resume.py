@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from persia.data import DataLoader, StreamingDataset
-from tests.cluster import DEADLINE_S
 from tests.distributed.net import make_ctx, rows
+from tests.support.processes import DEADLINE_S
 
 
 def main(directory: Path, options: dict[str, Any]) -> None:

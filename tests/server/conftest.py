@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.services.saving import Trained, train
-from tests.services.support import ADAGRAD, make_servers, make_worker
+from tests.support.saving import Trained, train
+from tests.support.services import ADAGRAD, make_servers, make_worker
 
 
 @pytest.fixture

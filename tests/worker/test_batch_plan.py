@@ -10,7 +10,7 @@ import pytest
 from persia._worker.batch_plan import BatchPlanner
 from persia.config import EmbeddingSchema, _compare, describe_differences, schema_fingerprint
 from persia.errors import DataError
-from tests.services.support import CONFIG, SCHEMA
+from tests.support.services import CONFIG, SCHEMA
 
 
 def test_groups_of_a_table_stand_in_the_order_of_their_first_feature() -> None:

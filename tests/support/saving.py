@@ -19,7 +19,7 @@ from persia._server import restore
 from persia._server.service import ParameterServer
 from persia._training.checkpoint import CheckpointReader, CheckpointWriter
 from persia._worker.service import EmbeddingWorker
-from tests.services.support import (
+from tests.support.services import (
     ADAGRAD,
     SCHEMA,
     features,
@@ -29,7 +29,7 @@ from tests.services.support import (
     read_rows,
     sign,
 )
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     import pytest

@@ -25,7 +25,7 @@ from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema, tables_at_rate
 from persia.errors import ConfigError, DimMismatch
 from tests.reference import optim as model
-from tests.services.support import (
+from tests.support.services import (
     ADAGRAD,
     ADAM,
     SETTINGS,

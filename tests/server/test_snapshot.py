@@ -24,7 +24,7 @@ from persia._training.checkpoint import CheckpointWriter
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, NotConfigured, PersiaError
-from tests.services.saving import (
+from tests.support.saving import (
     Slow,
     Trained,
     add_part,
@@ -38,7 +38,7 @@ from tests.services.saving import (
     train,
     writing_changes,
 )
-from tests.services.support import (
+from tests.support.services import (
     ADAGRAD,
     ADAM,
     CONFIG,
@@ -51,7 +51,7 @@ from tests.services.support import (
     settings,
     sign,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -16,7 +16,7 @@ from persia._rpc.messages import (
 )
 from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema, ParameterServerConfig
-from tests.services.support import SETTINGS, SGD
+from tests.support.services import SETTINGS, SGD
 
 DIM = 4
 

@@ -31,8 +31,8 @@ from persia.helper import PersiaServiceCtx
 from tests.faults.batches import SLOTS, make_batch, occurrences
 from tests.faults.job import make_ctx, trained
 from tests.rpc.support import PATIENCE_S
-from tests.services.local_job import local_job
-from tests.services.streams import Background
+from tests.support.local_job import local_job
+from tests.support.streams import Background
 
 # What malloc may keep of what is free, in arenas of many threads; a hundred rounds need half.
 SLACK_MIB = 32

@@ -28,8 +28,8 @@ from persia.errors import (
     ServiceError,
     ServiceUnavailable,
 )
-from tests.services.streams import Background, FakeRank
-from tests.services.support import make_servers, make_worker
+from tests.support.services import make_servers, make_worker
+from tests.support.streams import Background, FakeRank
 
 
 class Job:

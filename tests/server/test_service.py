@@ -33,7 +33,7 @@ from persia.errors import (
     NotConfigured,
     StoreError,
 )
-from tests.services.support import ADAGRAD, ADAM, SCHEMA, SETTINGS, SGD, make_servers, settings
+from tests.support.services import ADAGRAD, ADAM, SCHEMA, SETTINGS, SGD, make_servers, settings
 
 ROOT = Path(__file__).parents[2]
 TABLE = SCHEMA.slots["mean"].table
@@ -532,7 +532,7 @@ def test_w60_an_empty_server_of_a_large_capacity_is_small() -> None:
     # VmHWM: ru_maxrss would still hold the peak of the process that forked this one.
     code = """
 from pathlib import Path
-from tests.services.support import make_servers
+from tests.support.services import make_servers
 (server,) = make_servers(1, capacity=1_000_000_000)
 lines = Path("/proc/self/status").read_text().splitlines()
 (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from persia._rpc.messages import BatchGradients, LookupResult, SlotGradient
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
-from tests.profiles import tries
 from tests.reference.worker import ReferenceJob, Samples, Weights, distinct
-from tests.services.support import (
+from tests.support.profiles import tries
+from tests.support.services import (
     ADAGRAD,
     ADAM,
     SCHEMA,

@@ -46,7 +46,7 @@ from persia.errors import (
     StoreError,
     UnknownRef,
 )
-from tests.services.support import (
+from tests.support.services import (
     ADAGRAD,
     ADAM,
     CONFIG,

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Seconds. PyTorch takes long to load where many tests run, and some jobs load it four times.
 # Below pytest's timeout, in pyproject.toml, which says nothing of what a job has printed.
 DEADLINE_S = 240.0

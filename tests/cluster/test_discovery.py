@@ -24,7 +24,7 @@ from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.config import EmbeddingSchema, schema_fingerprint
 from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
-from tests.waiting import until
+from tests.support.waiting import until
 
 Monkey = pytest.MonkeyPatch
 # Seconds; nothing here takes long unless it is broken.

@@ -31,7 +31,8 @@ from persia.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
-from tests.services.streams import (
+from tests.support.services import make_servers, make_worker
+from tests.support.streams import (
     PATIENCE_S,
     Background,
     FakeRank,
@@ -40,8 +41,7 @@ from tests.services.streams import (
     number_of,
     send,
 )
-from tests.services.support import make_servers, make_worker
-from tests.waiting import until
+from tests.support.waiting import until
 
 MakeFeeder = Callable[..., BatchSender]
 

@@ -10,7 +10,7 @@ from persia.embedding.optim import SGD
 from persia.errors import ConfigError
 from tests.e2e.support import short_directory
 from tests.faults.batches import DIM, SLOTS
-from tests.services.local_job import local_job
+from tests.support.local_job import local_job
 
 
 def test_it_is_told_which_slot_differs() -> None:

@@ -14,7 +14,7 @@ from persia.embedding.optim import SGD
 from tests.e2e.support import short_directory
 from tests.faults.batches import SLOTS, make_batch
 from tests.faults.job import Sum
-from tests.services.local_job import local_job
+from tests.support.local_job import local_job
 
 COUNT = 40
 

@@ -14,8 +14,8 @@ from persia._cluster.connect import connect_parameter_servers
 from persia._cluster.job import announce_job_end, status_after_job
 from persia._rpc.methods import embedding_worker, nn_worker, parameter_server
 from persia.errors import ConfigError, RemoteError, ServiceBusy, ServiceError
-from tests.services.test_addresses import PATIENCE_S, Place, hosts_of
-from tests.waiting import until
+from tests.cluster.test_discovery import PATIENCE_S, Place, hosts_of
+from tests.support.waiting import until
 
 Monkey = pytest.MonkeyPatch
 

@@ -23,7 +23,7 @@ from persia._server import incremental, loads
 from persia._training import checkpoint
 from persia._training.checkpoint import CheckpointReader, CheckpointWriter
 from persia.errors import CheckpointError, ConfigError
-from tests.services.saving import (
+from tests.support.saving import (
     Slow,
     Trained,
     add_part,
@@ -36,7 +36,7 @@ from tests.services.saving import (
     train,
     writing_changes,
 )
-from tests.services.support import (
+from tests.support.services import (
     ADAGRAD,
     ADAM,
     features,
@@ -45,7 +45,7 @@ from tests.services.support import (
     make_worker,
     settings,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from persia._rpc.server import Server, serve
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.errors import ConfigError, ProtocolError
-from tests.services.support import (
+from tests.support.services import (
     ADAM,
     SETTINGS,
     SGD,
