@@ -705,7 +705,7 @@ def test_the_failure_of_the_script_is_told(make_feeder: MakeFeeder) -> None:
         assert rank.streams[0].end == 1
         (failure,) = rank.failures
         assert failure.startswith("Traceback")
-        assert "test_data_context.py" in failure
+        assert "test_sender.py" in failure
         assert failure.rstrip().endswith("KeyError: 'no such file \\ud800'")
         failure.encode()
 

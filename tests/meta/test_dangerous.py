@@ -24,7 +24,7 @@ CALLS = {
 }
 # PersiaServiceCtx hands functions to processes that it starts, through files of its own in a
 # directory that only its user can enter. No socket and no file of anybody else's leads there.
-FUNCTIONS_OF_THE_USER = PACKAGE / "_launch/run.py"
+FUNCTIONS_OF_THE_USER = PACKAGE / "_cli/run.py"
 
 
 def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:

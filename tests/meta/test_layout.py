@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.meta.sources import CORE, ROOT
+from tests.meta.sources import CORE, ROOT, module_name
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def environment(folder: Path) -> Path:
 
 def layout(python: Path, where: Path) -> set[str]:
     """Files of the persia that ``python`` imports, after importing all of its core."""
-    modules = [f"persia._core.{source.stem}" for source in sorted(CORE.glob("*.pyx"))]
+    modules = [module_name(source) for source in sorted(CORE.rglob("*.pyx"))]
     code = "\n".join([*(f"import {module}" for module in modules), "print(persia.__file__)"])
     package = Path(run(python, "-c", code, cwd=where).strip()).parent
     return {
@@ -108,9 +108,11 @@ def layout(python: Path, where: Path) -> set[str]:
 def test_wheel_from_sdist_has_everything(wheel_files: set[str]) -> None:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     wanted = {"persia/py.typed", "persia/_core/__init__.pxd"}
-    wanted |= {f"persia/_core/{header.name}" for header in CORE.glob("*.h")}
-    for source in CORE.glob("*.pyx"):
-        wanted |= {f"persia/_core/{source.stem}{end}" for end in (suffix, ".pyi", ".pxd")}
+    wanted |= {str(header.relative_to(ROOT)) for header in CORE.rglob("*.h")}
+    for source in CORE.rglob("*.pyx"):
+        name = str(source.relative_to(ROOT).with_suffix(""))
+        wanted |= {f"{name}{end}" for end in (suffix, ".pxd")}
+    wanted |= {str(stub.relative_to(ROOT)) for stub in CORE.rglob("*.pyi")}
     assert wanted <= wheel_files
     assert not {name for name in wheel_files if Path(name).suffix in SOURCE_ONLY}
 
@@ -154,6 +156,6 @@ def test_sdist_carries_sources_and_nothing_generated(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "Makefile", "constraints.txt", "pyproject.toml", "setup.py"} <= names
-    assert {f"persia/_core/{source.name}" for source in CORE.glob("*.pyx")} <= names
+    assert {str(source.relative_to(ROOT)) for source in CORE.rglob("*.pyx")} <= names
     assert {f"tests/meta/{path.name}" for path in Path(__file__).parent.glob("*.py")} <= names
     assert not {name for name in names if Path(name).suffix in SOURCE_ONLY - {".pyx"} | {".so"}}

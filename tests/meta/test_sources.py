@@ -65,7 +65,7 @@ def test_sources_are_ascii() -> None:
 def test_every_extension_has_declarations_and_a_stub() -> None:
     missing = [
         str(source.with_suffix(suffix).relative_to(ROOT))
-        for source in sorted(CORE.glob("*.pyx"))
+        for source in sorted(CORE.rglob("*.pyx"))
         for suffix in (".pxd", ".pyi")
         if not source.with_suffix(suffix).exists()
     ]
@@ -73,7 +73,7 @@ def test_every_extension_has_declarations_and_a_stub() -> None:
 
 
 def test_no_stub_without_its_extension() -> None:
-    alone = [path.name for path in CORE.glob("*.pyi") if not path.with_suffix(".pyx").exists()]
+    alone = [path.name for path in CORE.rglob("*.pyi") if not path.with_suffix(".pyx").exists()]
     assert not alone
 
 
@@ -115,7 +115,7 @@ def test_tests_give_up_before_they_are_stopped(pytestconfig: pytest.Config) -> N
 @pytest.mark.timeout(300)
 def test_stubs_match_the_compiled_modules(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    modules = [module_name(source) for source in sorted(CORE.glob("*.pyx"))]
+    modules = [module_name(source) for source in sorted(CORE.rglob("*.pyx"))]
     allowlist = tmp_path / "allowlist"
     allowlist.write_text(CYTHON_NAMES, encoding="utf-8")
     command = [sys.executable, "-m", "mypy.stubtest", *modules]
@@ -148,7 +148,7 @@ def run_in(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 def test_unbuilt_checkout_names_the_command(tmp_path: Path) -> None:
     copy_of_sources(tmp_path)
-    module = module_name(next(CORE.glob("*.pyx")))
+    module = module_name(next(CORE.rglob("*.pyx")))
     ran = run_in(tmp_path, f"import {module}")
     assert ran.returncode == 1
     last = ran.stderr.strip().splitlines()[-1]
@@ -160,8 +160,8 @@ def test_unbuilt_checkout_names_the_command(tmp_path: Path) -> None:
 
 def test_half_built_checkout_names_what_is_missing(tmp_path: Path) -> None:
     copy_of_sources(tmp_path)
-    for built in CORE.glob("*.so"):
-        shutil.copy2(built, tmp_path / "persia" / "_core")
+    for built in CORE.rglob("*.so"):
+        shutil.copy2(built, tmp_path / built.relative_to(ROOT))
     (tmp_path / "persia" / "_core" / "later.pyx").touch()
     ran = run_in(tmp_path, "import persia._core")
     assert "no extension for later in" in ran.stderr
