@@ -1,0 +1,52 @@
+"""The records: text files, and the comparison with them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORDS = Path(__file__).parent / "records"
+_MAX_LINES = 120  # of a difference that is shown
+
+
+def as_text(content: Any) -> str:
+    """Write JSON with a line for each value, lists of numbers apart."""
+    return json.dumps(content, indent=1, ensure_ascii=True) + "\n"
+
+
+def read(name: str) -> str:
+    return (RECORDS / name).read_text("utf-8")
+
+
+def check(found: Mapping[str, str]) -> None:
+    """Compare texts with the records of these names; a failure shows what differs."""
+    said = []
+    for name, text in found.items():
+        path = RECORDS / name
+        wanted = path.read_text("utf-8") if path.exists() else ""
+        if text != wanted:
+            lines = difflib.unified_diff(
+                *(one.splitlines() for one in (wanted, text)), f"records/{name}", "now", n=2
+            )
+            said += [line[:400] for line in lines]
+    if said:
+        left = len(said) - _MAX_LINES
+        more = [f"... and {left} lines more"] if left > 0 else []
+        pytest.fail("\n".join([*said[:_MAX_LINES], *more]), pytrace=False)
+
+
+def write(found: Mapping[str, str]) -> list[str]:
+    """Make these texts the records; returns the names of those that changed."""
+    changed = []
+    for name, text in found.items():
+        path = RECORDS / name
+        if not path.exists() or path.read_text("utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+            changed.append(name)
+    return changed

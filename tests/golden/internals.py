@@ -1,0 +1,43 @@
+"""Every name that the records need beside the public ones: a rename is followed here."""
+
+from __future__ import annotations
+
+from persia._core.feature_batch import FeatureBatch
+from persia._rpc.failures import Place, from_body, to_body
+from persia._rpc.frame import PROTOCOL, Call, Failure, Reply, decode, encode
+from persia._rpc.messages import EmbeddingWorker, Job, NNWorker, ParameterServer
+from persia._rpc.methods import (
+    HELLO,
+    Hello,
+    Method,
+    embedding_worker,
+    nn_worker,
+    parameter_server,
+    schema_text,
+)
+from persia._services.plan import schema_fingerprint
+
+__all__ = [
+    "HELLO",
+    "PROTOCOL",
+    "Call",
+    "EmbeddingWorker",
+    "Failure",
+    "FeatureBatch",
+    "Hello",
+    "Job",
+    "Method",
+    "NNWorker",
+    "ParameterServer",
+    "Place",
+    "Reply",
+    "decode",
+    "embedding_worker",
+    "encode",
+    "from_body",
+    "nn_worker",
+    "parameter_server",
+    "schema_fingerprint",
+    "schema_text",
+    "to_body",
+]
