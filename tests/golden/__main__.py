@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from tests.golden.book import write
+from tests.golden.book import as_text, makers, write
 
-PARTS = ("wire",)
+PARTS = ("wire", "help", "files", "examples")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    write({"made-with.json": as_text(makers())})
     for part in parser.parse_args().only.split(","):
         if part not in PARTS:
             parser.error(f"--only: expected some of {', '.join(PARTS)}, got {part!r}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import platform
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,30 @@ def read(name: str) -> str:
     return (RECORDS / name).read_text("utf-8")
 
 
-def check(found: Mapping[str, str]) -> None:
-    """Compare texts with the records of these names; a failure shows what differs."""
+def makers() -> dict[str, str]:
+    """Return what else than this code the records depend on."""
+    import torch
+
+    found = {name: metadata.version(name).partition("+")[0] for name in ("click", "torch")}
+    # By which torch chooses how it computes.
+    return {
+        **found,
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
+def check(found: Mapping[str, str], *depends_on: str) -> None:
+    """Compare texts with the records of these names; a failure shows what differs.
+
+    Args:
+        found: Texts by the name of their record.
+        depends_on: Of ``makers``: with others than the records were made with, it is skipped.
+    """
+    now, then = makers(), json.loads(read("made-with.json"))
+    if others := [
+        f"{one} {then[one]}, not {now[one]}" for one in depends_on if now[one] != then[one]
+    ]:
+        pytest.skip(f"recorded with {', '.join(others)}")
     said = []
     for name, text in found.items():
         path = RECORDS / name
