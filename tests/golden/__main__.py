@@ -7,7 +7,7 @@ import importlib
 
 from tests.golden.book import as_text, makers, write
 
-PARTS = ("wire", "help", "files", "examples")
+PARTS = ("wire", "help", "files", "examples", "job")
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from tests.golden.commands import invoke
 from tests.golden.surroundings import quiet_surroundings
 
 SMALL = 6_000  # samples that touch every feature, in a second
+COLUMNS = ("group", "id", "states", "values")
 SHOWN = 3  # rows of each table
 
 
@@ -31,12 +32,13 @@ def rows_of(ctx: Any) -> dict[str, Any]:
         by_table: dict[str, list[dict[str, Any]]] = {}
         for path in sorted((place / "to").iterdir()):
             with np.load(path) as arrays:
-                by_table.setdefault(path.name.partition("-")[0], []).append(dict(arrays))
+                columns = {name: arrays[name] for name in COLUMNS}
+            by_table.setdefault(path.name.partition("-")[0], []).append(columns)
     for table, parts in sorted(by_table.items()):
-        rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        rows = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
         order = np.lexsort((rows["id"], rows["group"]))
         total = hashlib.sha256()
-        for name in sorted(rows):
+        for name in COLUMNS:
             rows[name] = np.ascontiguousarray(rows[name][order])
             total.update(rows[name].tobytes())
         first = [
@@ -80,11 +82,13 @@ def adult_income() -> str:
 
 def record() -> dict[str, str]:
     """Return the records of this module."""
-    return {
+    found = {
         "examples/quickstart-small.json": quickstart(samples=SMALL),
         "examples/quickstart.json": quickstart(),
-        "examples/adult_income.json": adult_income(),
     }
+    if env.data_dir() is not None:
+        found["examples/adult_income.json"] = adult_income()
+    return found
 
 
 def test_quickstart_small() -> None:

@@ -31,7 +31,7 @@ SLOTS = {
     "group_settings": {"item": {"dtype": "float16"}},
 }
 NUM_BATCHES = 4
-CAPACITY = 24
+CAPACITY = 14
 
 
 class Net(torch.nn.Module):
@@ -46,15 +46,16 @@ class Net(torch.nn.Module):
 
 
 def make_batch(number: int) -> PersiaBatch:
-    ids = (np.arange(5, dtype=np.uint64) * np.uint64(number + 1)) % np.uint64(11)
-    tags = [ids[:place] + np.uint64(1 << 40) for place in range(5)]
+    # The first fills the server; those after it are few, and drive the oldest out.
+    ids = np.arange(3 if number else 5, dtype=np.uint64) * np.uint64(2) + np.uint64(3 * number)
+    tags = [ids[:place] + np.uint64(1 << 40) for place in range(len(ids))]
     return PersiaBatch(
         [
             IDTypeFeatureWithSingleID("user", ids),
             IDTypeFeatureWithSingleID("item", ids + np.uint64(3)),
             IDTypeFeature("tags", tags),
         ],
-        labels=[Label(np.zeros((5, 1), np.float32))],
+        labels=[Label(np.zeros((len(ids), 1), np.float32))],
     )
 
 
