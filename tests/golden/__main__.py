@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from tests.golden.book import as_text, makers, write
+from tests.golden.book import MAKERS, as_text, write
 
 PARTS = ("wire", "help", "files", "examples", "job")
 
@@ -13,7 +13,7 @@ PARTS = ("wire", "help", "files", "examples", "job")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
-    write({"made-with.json": as_text(makers())})
+    write({"made-with.json": as_text({name: make() for name, make in MAKERS.items()})})
     for part in parser.parse_args().only.split(","):
         if part not in PARTS:
             parser.error(f"--only: expected some of {', '.join(PARTS)}, got {part!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,22 @@ def read(name: str) -> str:
     return (RECORDS / name).read_text("utf-8")
 
 
-def makers() -> dict[str, str]:
-    """Return what else than this code the records depend on."""
-    import torch
+def _processor() -> str:
+    import torch  # by its capability torch chooses how it computes
 
-    found = {name: metadata.version(name).partition("+")[0] for name in ("click", "torch")}
-    # By which torch chooses how it computes.
-    return {
-        **found,
-        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-    }
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _version(of: str) -> Callable[[], str]:
+    return lambda: metadata.version(of).partition("+")[0]
+
+
+# What else than this code the records depend on.
+MAKERS: dict[str, Callable[[], str]] = {
+    "click": _version("click"),
+    "torch": _version("torch"),
+    "processor": _processor,
+}
 
 
 def check(found: Mapping[str, str], *depends_on: str) -> None:
@@ -42,21 +48,19 @@ def check(found: Mapping[str, str], *depends_on: str) -> None:
 
     Args:
         found: Texts by the name of their record.
-        depends_on: Of ``makers``: with others than the records were made with, it is skipped.
+        depends_on: Of ``MAKERS``: with others than the records were made with, it is skipped.
     """
-    now, then = makers(), json.loads(read("made-with.json"))
-    if others := [
-        f"{one} {then[one]}, not {now[one]}" for one in depends_on if now[one] != then[one]
-    ]:
-        pytest.skip(f"recorded with {', '.join(others)}")
+    then = json.loads(read("made-with.json"))
+    for name in depends_on:
+        if (now := MAKERS[name]()) != then[name]:
+            pytest.skip(f"recorded with {name} {then[name]}, not {now}")
     said = []
     for name, text in found.items():
         path = RECORDS / name
         wanted = path.read_text("utf-8") if path.exists() else ""
         if text != wanted:
-            lines = difflib.unified_diff(
-                *(one.splitlines() for one in (wanted, text)), f"records/{name}", "now", n=2
-            )
+            old, new = wanted.splitlines(), text.splitlines()
+            lines = difflib.unified_diff(old, new, f"records/{name}", "now", n=2)
             said += [line[:400] for line in lines]
     if said:
         left = len(said) - _MAX_LINES

@@ -50,13 +50,13 @@ def record() -> dict[str, str]:
                 ran = invoke(*words, "--help")
                 pages.append(f"$ {' '.join(words)} --help\n{ran.output}")
     refused: dict[str, Any] = {}
-    for words in LINES:
-        ran = invoke(*words)
-        refused[" ".join(words)] = [ran.exit_code, *ran.output.splitlines()]
-    for words in ROLE_LINES:
-        status, text = run(*words)
+    for line in LINES:
+        ran = invoke(*line)
+        refused[" ".join(line)] = [ran.exit_code, *ran.output.splitlines()]
+    for line in ROLE_LINES:
+        status, text = run(*line)
         text = re.sub(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d([.,]\d+)?", "TIME", text)
-        refused[" ".join(words)] = [status, *text.splitlines()]
+        refused[" ".join(line)] = [status, *text.splitlines()]
     return {"help/help.txt": "\n".join(pages), "help/refused.json": as_text(refused)}
 
 

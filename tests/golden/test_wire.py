@@ -38,13 +38,13 @@ class Maker:
     def value(self, hint: Any, name: str) -> Any:
         origin, arguments = get_origin(hint), get_args(hint)
         number = next(self._numbers)
-        plain = {int: number, float: number / 4, bool: self._is_full, str: f"{name} {number}"}
+        plain = {int: number, float: number / 4, bool: self._is_full, str: f"text {number}"}
         if hint in plain:
             return plain[hint]
         if hint is type(None):
             return None
         if hint is own.FeatureBatch:
-            return self._feature(name, number)
+            return self._feature(number)
         if dataclasses.is_dataclass(hint):
             hints = get_type_hints(hint)
             fields = [field.name for field in dataclasses.fields(hint)]
@@ -59,7 +59,7 @@ class Maker:
         inner = arguments[1] if origin is Mapping else arguments[0]
         values = self._all_of(inner, name) + self._all_of(inner, name) if self._is_full else []
         if origin is Mapping:
-            return {f"{name} {place}": value for place, value in enumerate(values)}
+            return {f"key {place}": value for place, value in enumerate(values)}
         return values if origin in (list, Sequence) else tuple(values)
 
     def _all_of(self, hint: Any, name: str) -> list[Any]:
@@ -71,12 +71,12 @@ class Maker:
             return [None]
         return [self.value(one, name) for one in options if one is not type(None)]
 
-    def _feature(self, name: str, number: int) -> Any:
+    def _feature(self, number: int) -> Any:
         samples = [[number, 9], [], [9, number, 1 << 63]]
         ids = [np.array(one, np.uint64) for one in samples]
         weights = [np.array([1, 0.5, 0.25][: len(one)], np.float32) for one in samples]
         return own.FeatureBatch.from_list(
-            f"{name} {number}", ids, weights if number % 2 else None
+            f"text {number}", ids, weights if number % 2 else None
         )
 
     def _array(self, scalar: Any, name: str, number: int) -> Any:
