@@ -60,7 +60,7 @@ def check(found: Mapping[str, str], *depends_on: str) -> None:
         wanted = path.read_text("utf-8") if path.exists() else ""
         if text != wanted:
             old, new = wanted.splitlines(), text.splitlines()
-            lines = difflib.unified_diff(old, new, f"records/{name}", "now", n=2)
+            lines = difflib.unified_diff(old, new, f"records/{name}", "now", n=2, lineterm="")
             said += [line[:400] for line in lines]
     if said:
         left = len(said) - _MAX_LINES

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 
@@ -125,10 +126,10 @@ def failures() -> dict[str, Any]:
 
 def page(message: Any) -> dict[str, Any]:
     """The parts in hexadecimal, and beside them what the header says."""
-    parts = [bytes(part).hex() for part in own.encode(message)]
-    assert bytes.fromhex(parts[0]) == own.PROTOCOL
-    said = json.dumps([message.body, [str(a.dtype) for a in message.arrays]])
-    return {"body and dtypes": said, "parts": parts[1:]}
+    protocol, header, *arrays = map(bytes, own.encode(message))
+    assert protocol == own.PROTOCOL
+    said = json.dumps(msgpack.unpackb(header))
+    return {"header": said, "parts": [header.hex(), *(one.hex() for one in arrays)]}
 
 
 def record() -> dict[str, str]:
