@@ -7,7 +7,7 @@ Five variables choose another build than the portable one:
     PERSIA_SANITIZE=a,b      sanitizers by the compiler's names, for example address,undefined
     PERSIA_ANNOTATE=1        Cython's HTML beside each .pyx: a yellow line touches Python
     PERSIA_COMPILED=1        no compiling: `build_ext --inplace` was run, and an editable
-                             install, which would begin anew elsewhere, takes what it made
+                             install, which would compile again elsewhere, takes what it made
 """
 
 import os

@@ -2,7 +2,7 @@
 
 Importing this package imports none of them. In a source tree, where the ``.pyx`` files lie
 beside it, it first looks whether each has been compiled for this interpreter, because
-``No module named 'persia._core.store.store'`` would not tell anybody what to do. An installed
+``No module named 'persia._core.store.store'`` does not say what to do. An installed
 package carries no ``.pyx`` and skips the look.
 """
 

@@ -1,4 +1,4 @@
-"""Plain model of ``persia._core.kernels.initial``, with Python's own log, exp and normal quantile.
+"""Plain model of the initializers, with Python's own log, exp and normal quantile.
 
 Those differ from the core's in the last bit of a double, so values agree to one f32 rounding;
 uniform, poisson and constant values agree exactly.

@@ -1,4 +1,4 @@
-"""Plain model of ``persia._core.kernels.optim``: one row in numpy's f32, operation by operation.
+"""Plain model of the row optimizers: one row in numpy's f32, operation by operation.
 
 Numpy rounds every f32 operation on its own, as the kernels must, so results are compared bit
 for bit.

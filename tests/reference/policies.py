@@ -2,7 +2,7 @@
 
 Times are exact here. In the store they are those of a segment, which are exact too where the
 ttl is below 16 (no two times share a segment). How many rows each policy gives up when the
-shard is full depends on segments; the model is told.
+shard is full depends on segments; the model is given the counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plain model of ``persia._core.kernels.pooling``: f32 additions one row at a time, in order."""
+"""Plain model of pooling: f32 additions one row at a time, in order."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def prefix_of(group: int, prefix_bits: int) -> int:
-    """Groups count from 0, prefixes from 1: an all-zero prefix belongs to nobody."""
+    """Groups count from 0, prefixes from 1: an all-zero prefix belongs to no group."""
     if group + 1 >= 1 << prefix_bits:
         raise ValueError(group)
     return (group + 1) << (64 - prefix_bits)

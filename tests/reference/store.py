@@ -1,4 +1,4 @@
-"""Plain Python model of ``persia._core.store.store``: an OrderedDict per shard, oldest row first."""
+"""Plain Python model of the embedding store: an OrderedDict per shard, oldest row first."""
 
 from __future__ import annotations
 

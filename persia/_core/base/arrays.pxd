@@ -24,3 +24,8 @@ cdef ndarray new_u64(Py_ssize_t size)
 cdef ndarray new_u32(Py_ssize_t size)
 cdef ndarray new_i64(Py_ssize_t size)
 cdef ndarray frozen(ndarray array)
+
+# DataError names the array that does not fit the number of signs.
+cdef int check_length(str name, Py_ssize_t expected, Py_ssize_t got) except -1
+cdef int check_rows(
+    str name, Py_ssize_t num_signs, Py_ssize_t num_rows, Py_ssize_t dim) except -1

@@ -2,43 +2,19 @@
 
 A kernel reads a bare pointer, so the array behind it must be one-dimensional, contiguous,
 aligned and in the byte order of the machine. The dtype has to be right, because reading an
-i64 or an f64 as ids would train rows that nobody asked for; the layout need not be, and what
+i64 or an f64 as ids would train other rows; the layout need not be, and what
 is strided, reversed or unaligned is copied.
-
-NumPy's C interface rather than typed memoryviews: a memoryview costs some 0.4 us to take,
-a batch of single ids arrives as thousands of arrays, and the error of a memoryview cannot
-name the feature.
 """
 
 from numpy cimport (
-    NPY_ARRAY_ALIGNED,
-    NPY_ARRAY_C_CONTIGUOUS,
-    NPY_ARRAY_NOTSWAPPED,
-    NPY_ARRAY_WRITEABLE,
-    NPY_FLOAT32,
-    NPY_INT64,
-    NPY_UINT8,
-    NPY_UINT32,
-    NPY_UINT64,
-    PyArray_CHKFLAGS,
-    PyArray_Check,
-    PyArray_CheckExact,
-    PyArray_CLEARFLAGS,
-    PyArray_DATA,
-    PyArray_DESCR,
-    PyArray_FROM_OF,
-    PyArray_ISNOTSWAPPED,
-    PyArray_ITEMSIZE,
-    PyArray_NDIM,
-    PyArray_SIZE,
-    PyArray_SimpleNew,
-    PyArray_SimpleNewFromData,
-    dtype,
-    import_array,
-    ndarray,
-    npy_intp,
-    set_array_base,
+    NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_NOTSWAPPED, NPY_ARRAY_WRITEABLE,
+    NPY_FLOAT32, NPY_INT64, NPY_UINT8, NPY_UINT32, NPY_UINT64, PyArray_CHKFLAGS, PyArray_Check,
+    PyArray_CheckExact, PyArray_CLEARFLAGS, PyArray_DATA, PyArray_DESCR, PyArray_FROM_OF,
+    PyArray_ISNOTSWAPPED, PyArray_ITEMSIZE, PyArray_NDIM, PyArray_SIZE, PyArray_SimpleNew,
+    PyArray_SimpleNewFromData, dtype, import_array, ndarray, npy_intp, set_array_base,
 )
+
+from persia._core.base.types cimport MAX_DIM
 
 import numpy as np
 from numpy.ma import MaskedArray
@@ -157,6 +133,9 @@ cdef bint is_vector(object value, char kind, int itemsize) noexcept:
     )
 
 
+# NumPy's C interface rather than typed memoryviews: a memoryview costs some 0.4 us to take,
+# a batch of single ids arrives as thousands of arrays, and the error of a memoryview cannot
+# name the feature.
 cdef ndarray as_vector(object value, char kind, int itemsize, str what):
     """Return ``value``, or a copy that is contiguous and aligned.
 
@@ -186,6 +165,22 @@ cdef ndarray as_vector(object value, char kind, int itemsize, str what):
 cdef ndarray as_ids(object value, str what):
     """Return ``value`` as contiguous u64; see ``as_vector``."""
     return as_vector(value, c"u", 8, what)
+
+
+cdef int check_length(str name, Py_ssize_t expected, Py_ssize_t got) except -1:
+    if expected != got:
+        raise DataError(f"{name} must have one element a sign, {expected}, got {got}")
+    return 0
+
+
+cdef int check_rows(
+    str name, Py_ssize_t num_signs, Py_ssize_t num_rows, Py_ssize_t dim
+) except -1:
+    if num_rows != num_signs:
+        raise DataError(f"{name} must have one row a sign, {num_signs}, got {num_rows}")
+    if not 1 <= dim <= MAX_DIM:
+        raise DataError(f"{name} must have 1..{MAX_DIM} columns (the dim), got {dim}")
+    return 0
 
 
 cdef ndarray new_u64(Py_ssize_t size):

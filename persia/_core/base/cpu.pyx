@@ -7,7 +7,7 @@ for ``PERSIA_ISA``. All levels give the same bytes, so a change in mid-training 
 
 from persia.errors import ConfigError
 
-cdef extern from "isa.h" nogil:
+cdef extern from "kernels.h" nogil:
     int persia_best_level() noexcept
 
 NAMES = ("baseline", "avx2", "avx512")
@@ -39,6 +39,7 @@ def select(name):
     Raises:
         ConfigError: If ``name`` is not available here; the level stays as it was.
     """
+    # All levels give the same bytes, so a call that is under way may see either.
     global level
     if name is None:
         level = best_level

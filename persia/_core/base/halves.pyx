@@ -5,10 +5,6 @@ The kernels say how a value is converted; here are the names, and what chance de
     key of an update   mix64(mix64(seed ^ ROUNDING) ^ number of the update)
     key of its row     mix64(key of the update ^ mix64(sign))
     draw of element j  persia_draw(key of the row, j)
-
-So the order of rows, threads, shards and servers does not show. The number has to change from
-update to update: drawn from the row's own bits alone, the chance of a step too small to be
-seen would repeat itself, and the row could stand still for ever.
 """
 
 import numpy as np
@@ -45,6 +41,9 @@ cdef const persia_half_t *half_kernels(uint32_t dtype) noexcept nogil:
     return &persia_halves[dtype - 1][isa_level()]
 
 
+# So the order of rows, threads, shards and servers does not show. The number has to change from
+# update to update: drawn from the row's own bits alone, the chance of a step too small to be
+# seen would repeat itself, and the row could stand still for ever.
 cdef uint64_t rounding_key(uint64_t seed, uint64_t number) noexcept nogil:
     return mix64(mix64(seed ^ ROUNDING) ^ number)
 
@@ -92,6 +91,7 @@ def round_rows(
         raise DataError(f"expected one sign a row, {rows.shape[0]}, got {signs.shape[0]}")
     out = np.empty((rows.shape[0], rows.shape[1]), dtype=np.uint16)
     cdef uint16_t[:, ::1] view = out
+    # A copy, because the kernel rounds in place on its way.
     cdef float[:, ::1] matrix = np.array(rows)
     if rows.shape[1]:
         with nogil:

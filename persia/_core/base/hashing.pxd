@@ -1,9 +1,13 @@
-"""mix64 and the fields that are cut from it (design: 63..50 bucket, 49..40 shard)."""
+"""mix64 and the fields of it (design: 63..50 bucket, 49..40 shard)."""
 
 from persia._core.base.types cimport uint32_t, uint64_t
 
+# The bucket says which server owns a sign: 16,384 of them, fixed for ever, because files are
+# split by bucket; a table maps bucket to server and may change. The fields are disjoint. Were
+# they not, the signs of a server, which share bucket bits, would share index bits too and
+# cluster there.
 cdef enum:
-    NUM_BUCKETS = 16384     # fixed for ever: files are cut by it
+    NUM_BUCKETS = 16384     # u14
     NUM_SHARD_VALUES = 1024
 
 

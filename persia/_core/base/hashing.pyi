@@ -1,4 +1,4 @@
-"""mix64, the one hash of PERSIA, and what is cut from it."""
+"""mix64, the one hash of PERSIA, and the fields of a hash."""
 
 import numpy as np
 from numpy.typing import NDArray

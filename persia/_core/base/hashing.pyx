@@ -1,13 +1,9 @@
-"""mix64, the one hash of PERSIA, and what is cut from it.
+"""mix64, the one hash of PERSIA, and the fields of a hash.
 
              63          50 49      40 39                              0
             +--------------+----------+---------------------------------+
     hash =  |    bucket    |  shard   |  place and tag in the index     |
             +--------------+----------+---------------------------------+
-
-The bucket says which server owns a sign: 16,384 of them, fixed for ever, because files are cut
-by bucket; a table maps bucket to server and may change. The fields are disjoint. Were they not,
-the signs of a server, which share bucket bits, would share index bits too and cluster there.
 
 mix64 is the first output of SplitMix64 seeded with the sign: a bijection, so two signs never
 share all bits. Vectors: 0 gives 0xe220a8397b1dcdaf, 1234567 gives 6457827717110365317.
@@ -149,6 +145,7 @@ def route(signs, owner, num_servers):
     cdef ndarray table = as_vector(owner, c"u", 2, "owner")
     if table.size != NUM_BUCKETS:
         raise ConfigError(f"owner must have {NUM_BUCKETS} buckets, got {table.size}")
+    # An owner beyond the servers would be counted past the end of ``starts``.
     if table.max() >= num_servers:
         raise ConfigError(
             f"owner must name servers below {num_servers}, got {table.max()} "

@@ -1,26 +1,26 @@
 /* Threads that share the parts of a job, without the interpreter and its lock.
  *
  *     job     work(context, part, worker) for part = 0 .. num_parts - 1
- *     taken   the next part: whoever is free takes it, so that a late thread holds nobody up
+ *     taken   the next part: a free thread takes it, so that a late thread delays no other
  *
- * A caller puts its job on the crew's list, takes parts like any helper, and leaves when the
+ * A caller puts its job on the pool's list, takes parts like any helper, and leaves when the
  * last helper has left the job. Several callers may have jobs on the list; helpers take parts
  * of the first that has any. A job needs no helper: a caller alone does all of it.
  *
  *   C1  Who works on a job holds a worker's number of its own: the caller 0, helper i i + 1.
- *   C2  A job is on the list only while its caller is in persia_crew_run, and num_helping > 0
+ *   C2  A job is on the list only while its caller is in persia_threads_run, and num_helping > 0
  *       only while a helper may touch it. So it may live on the caller's stack.
- *   C3  All that the parts wrote is seen by the caller when persia_crew_run returns.
+ *   C3  All that the parts wrote is seen by the caller when persia_threads_run returns.
  *
  * A thread in the kernel's sleep takes 50 us or more to come back, on a virtual machine; one
  * that looks takes 1. So who waits looks for SPIN_NS, then sleeps: stages of a batch follow
- * each other within that time, batches do not have to, and an idle crew takes no processor.
+ * each other within that time, batches do not have to, and an idle pool takes no processor.
  * While it looks it yields, so that a thread with work to do gets the core.
  *
  * After a fork the child has none of the helpers: its callers do their jobs alone.
  */
-#ifndef PERSIA_CREW_H
-#define PERSIA_CREW_H
+#ifndef PERSIA_THREADS_H
+#define PERSIA_THREADS_H
 
 #include <pthread.h>
 #include <sched.h>
@@ -40,7 +40,7 @@ typedef struct persia_job {
     void *context;
     uint32_t num_parts;
     atomic_uint taken;       /* above num_parts: as many came too late */
-    atomic_uint num_helping; /* written under the crew's mutex */
+    atomic_uint num_helping; /* written under the pool's mutex */
     struct persia_job *next;
 } persia_job_t;
 
@@ -57,7 +57,7 @@ typedef struct {
     char name[16]; /* of the threads, for those who watch them; ends with 0 */
     pid_t owner; /* the process that has the helpers */
     pthread_t *threads;
-} persia_crew_t;
+} persia_threads_t;
 
 static inline void persia_relax(void)
 {
@@ -97,103 +97,103 @@ static inline void persia_take_parts(persia_job_t *job, uint32_t worker)
 }
 
 /* The first job with parts left; the mutex is held. */
-static inline persia_job_t *persia_open_job(const persia_crew_t *crew)
+static inline persia_job_t *persia_open_job(const persia_threads_t *pool)
 {
-    persia_job_t *job = crew->jobs;
+    persia_job_t *job = pool->jobs;
     while (job != NULL && atomic_load(&job->taken) >= job->num_parts)
         job = job->next;
     return job;
 }
 
-static inline void persia_help_with(persia_crew_t *crew, persia_job_t *job, uint32_t worker)
+static inline void persia_help_with(persia_threads_t *pool, persia_job_t *job, uint32_t worker)
 {
     atomic_fetch_add(&job->num_helping, 1);
-    pthread_mutex_unlock(&crew->mutex);
+    pthread_mutex_unlock(&pool->mutex);
     persia_take_parts(job, worker);
-    pthread_mutex_lock(&crew->mutex);
+    pthread_mutex_lock(&pool->mutex);
     /* The caller may see it without the mutex and be gone: the job is not touched again. */
     atomic_fetch_sub(&job->num_helping, 1);
-    pthread_cond_broadcast(&crew->left);
+    pthread_cond_broadcast(&pool->left);
 }
 
 static inline void *persia_help(void *argument)
 {
-    persia_crew_t *crew = (persia_crew_t *)argument;
+    persia_threads_t *pool = (persia_threads_t *)argument;
 #if defined(__linux__)
-    pthread_setname_np(pthread_self(), crew->name);
+    pthread_setname_np(pthread_self(), pool->name);
 #endif
-    pthread_mutex_lock(&crew->mutex);
-    const uint32_t worker = ++crew->num_started;
-    while (!atomic_load(&crew->stop)) {
-        persia_job_t *job = persia_open_job(crew);
+    pthread_mutex_lock(&pool->mutex);
+    const uint32_t worker = ++pool->num_started;
+    while (!atomic_load(&pool->stop)) {
+        persia_job_t *job = persia_open_job(pool);
         if (job != NULL) {
-            persia_help_with(crew, job, worker);
+            persia_help_with(pool, job, worker);
             continue;
         }
-        const unsigned seen = atomic_load(&crew->published);
-        pthread_mutex_unlock(&crew->mutex);
-        persia_look(&crew->published, seen);
-        pthread_mutex_lock(&crew->mutex);
-        while (atomic_load(&crew->published) == seen && !atomic_load(&crew->stop)) {
-            crew->num_asleep++;
-            pthread_cond_wait(&crew->wake, &crew->mutex);
-            crew->num_asleep--;
+        const unsigned seen = atomic_load(&pool->published);
+        pthread_mutex_unlock(&pool->mutex);
+        persia_look(&pool->published, seen);
+        pthread_mutex_lock(&pool->mutex);
+        while (atomic_load(&pool->published) == seen && !atomic_load(&pool->stop)) {
+            pool->num_asleep++;
+            pthread_cond_wait(&pool->wake, &pool->mutex);
+            pool->num_asleep--;
         }
     }
-    pthread_mutex_unlock(&crew->mutex);
+    pthread_mutex_unlock(&pool->mutex);
     return NULL;
 }
 
-/* Ends the helpers and frees all. No caller may be in persia_crew_run. */
-static inline void persia_crew_free(persia_crew_t *crew)
+/* Ends the helpers and frees all. No caller may be in persia_threads_run. */
+static inline void persia_threads_free(persia_threads_t *pool)
 {
-    if (crew->owner == getpid()) { /* else the helpers never were, and the mutex may be held */
-        pthread_mutex_lock(&crew->mutex);
-        atomic_store(&crew->stop, 1);
-        atomic_fetch_add(&crew->published, 1);
-        pthread_cond_broadcast(&crew->wake);
-        pthread_mutex_unlock(&crew->mutex);
-        for (uint32_t i = 0; i < crew->num_helpers; i++)
-            pthread_join(crew->threads[i], NULL);
-        pthread_cond_destroy(&crew->left);
-        pthread_cond_destroy(&crew->wake);
-        pthread_mutex_destroy(&crew->mutex);
+    if (pool->owner == getpid()) { /* else the helpers never were, and the mutex may be held */
+        pthread_mutex_lock(&pool->mutex);
+        atomic_store(&pool->stop, 1);
+        atomic_fetch_add(&pool->published, 1);
+        pthread_cond_broadcast(&pool->wake);
+        pthread_mutex_unlock(&pool->mutex);
+        for (uint32_t i = 0; i < pool->num_helpers; i++)
+            pthread_join(pool->threads[i], NULL);
+        pthread_cond_destroy(&pool->left);
+        pthread_cond_destroy(&pool->wake);
+        pthread_mutex_destroy(&pool->mutex);
     }
-    free(crew->threads);
-    free(crew);
+    free(pool->threads);
+    free(pool);
 }
 
-/* A crew with this many helpers, or as many as could be started; NULL: no memory. */
-static inline persia_crew_t *persia_crew_new(uint32_t num_helpers, const char *name)
+/* A pool with this many helpers, or as many as could be started; NULL: no memory. */
+static inline persia_threads_t *persia_threads_new(uint32_t num_helpers, const char *name)
 {
-    persia_crew_t *crew = (persia_crew_t *)calloc(1, sizeof *crew);
-    if (crew == NULL)
+    persia_threads_t *pool = (persia_threads_t *)calloc(1, sizeof *pool);
+    if (pool == NULL)
         return NULL;
-    crew->threads = (pthread_t *)calloc(num_helpers ? num_helpers : 1, sizeof *crew->threads);
-    if (crew->threads == NULL) {
-        free(crew);
+    pool->threads = (pthread_t *)calloc(num_helpers ? num_helpers : 1, sizeof *pool->threads);
+    if (pool->threads == NULL) {
+        free(pool);
         return NULL;
     }
-    strncpy(crew->name, name, sizeof crew->name - 1);
-    pthread_mutex_init(&crew->mutex, NULL);
-    pthread_cond_init(&crew->wake, NULL);
-    pthread_cond_init(&crew->left, NULL);
-    crew->owner = getpid();
-    while (crew->num_helpers < num_helpers &&
-           pthread_create(&crew->threads[crew->num_helpers], NULL, persia_help, crew) == 0)
-        crew->num_helpers++;
-    return crew;
+    strncpy(pool->name, name, sizeof pool->name - 1);
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->wake, NULL);
+    pthread_cond_init(&pool->left, NULL);
+    pool->owner = getpid();
+    while (pool->num_helpers < num_helpers &&
+           pthread_create(&pool->threads[pool->num_helpers], NULL, persia_help, pool) == 0)
+        pool->num_helpers++;
+    return pool;
 }
 
-/* Takes a job off the list and waits until nobody helps with it. */
-static inline void persia_end_job(persia_crew_t *crew, persia_job_t *job)
+/* Takes a job off the list and waits until no helper is left in it. */
+static inline void persia_end_job(persia_threads_t *pool, persia_job_t *job)
 {
-    pthread_mutex_lock(&crew->mutex);
-    persia_job_t **at = &crew->jobs;
+    pthread_mutex_lock(&pool->mutex);
+    persia_job_t **at = &pool->jobs;
     while (*at != job)
         at = &(*at)->next;
     *at = job->next;
-    pthread_mutex_unlock(&crew->mutex);
+    pthread_mutex_unlock(&pool->mutex);
     unsigned helping;
     const int64_t end = persia_nanoseconds() + PERSIA_SPIN_NS;
     while ((helping = atomic_load(&job->num_helping)) > 0) {
@@ -201,33 +201,33 @@ static inline void persia_end_job(persia_crew_t *crew, persia_job_t *job)
             persia_look(&job->num_helping, helping);
             continue;
         }
-        pthread_mutex_lock(&crew->mutex);
+        pthread_mutex_lock(&pool->mutex);
         while (atomic_load(&job->num_helping) > 0)
-            pthread_cond_wait(&crew->left, &crew->mutex);
-        pthread_mutex_unlock(&crew->mutex);
+            pthread_cond_wait(&pool->left, &pool->mutex);
+        pthread_mutex_unlock(&pool->mutex);
     }
 }
 
 /* Does all parts, each once, and returns when the last has ended. */
-static inline void persia_crew_run(persia_crew_t *crew, persia_work_t work, void *context,
+static inline void persia_threads_run(persia_threads_t *pool, persia_work_t work, void *context,
                             uint32_t num_parts)
 {
     persia_job_t job = {.work = work, .context = context, .num_parts = num_parts};
-    if (crew == NULL || num_parts < 2 || crew->owner != getpid()) {
+    if (pool == NULL || num_parts < 2 || pool->owner != getpid()) {
         persia_take_parts(&job, 0);
         return;
     }
-    pthread_mutex_lock(&crew->mutex);
-    persia_job_t **last = &crew->jobs;
+    pthread_mutex_lock(&pool->mutex);
+    persia_job_t **last = &pool->jobs;
     while (*last != NULL)
         last = &(*last)->next;
     *last = &job;
-    atomic_fetch_add(&crew->published, 1);
-    if (crew->num_asleep > 0)
-        pthread_cond_broadcast(&crew->wake);
-    pthread_mutex_unlock(&crew->mutex);
+    atomic_fetch_add(&pool->published, 1);
+    if (pool->num_asleep > 0)
+        pthread_cond_broadcast(&pool->wake);
+    pthread_mutex_unlock(&pool->mutex);
     persia_take_parts(&job, 0);
-    persia_end_job(crew, &job);
+    persia_end_job(pool, &job);
 }
 
 #endif

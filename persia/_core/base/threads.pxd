@@ -1,15 +1,15 @@
-"""Threads that share the work of one call; see crew.h."""
+"""Threads that share the work of one call; see threads.h."""
 
 from persia._core.base.types cimport uint32_t
 
 cdef extern from "threads.h" nogil:
     ctypedef void (*persia_work_t)(void *context, uint32_t part, uint32_t worker) noexcept
-    ctypedef struct persia_crew_t:
+    ctypedef struct persia_threads_t:
         pass
 
 
 cdef class Helpers:
-    cdef persia_crew_t *crew
+    cdef persia_threads_t *pool
     cdef object __weakref__
 
 

@@ -13,7 +13,7 @@ class ThreadPool:
 
     Args:
         num_threads: Threads of a call, the caller's own included.
-        name: Of the others, which are those of all crews with this name and number.
+        name: Of the others, which are those of all pools with this name and number.
 
     Raises:
         ConfigError: If ``num_threads`` is not in 1..1024.
@@ -21,7 +21,7 @@ class ThreadPool:
 
     num_threads: int
 
-    def __new__(cls, num_threads: int, name: str = "persia-crew") -> Self: ...
+    def __new__(cls, num_threads: int, name: str = "persia-threads") -> Self: ...
     def run(self, call: Callable[[_T], Any], parts: Sequence[_T]) -> None:
         """Call ``call`` with each part and return when all have ended.
 
@@ -34,7 +34,7 @@ class ThreadPool:
 
 @final
 class Helpers:
-    """The threads of crews beside their callers."""
+    """The threads of pools beside their callers."""
 
     def __new__(cls, count: int, name: bytes) -> Self: ...
 

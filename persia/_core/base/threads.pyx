@@ -1,10 +1,4 @@
-"""Threads that share the work of one call.
-
-A crew is a handle. All crews of a process with the same name and as many threads share the
-helpers, because a stage of a batch follows the one before: were there helpers for each, those
-that look for their next job would stand in the way of those that have one. The helpers end with
-the last handle.
-"""
+"""Threads that share the work of one call; the C side is threads.h."""
 
 import contextvars
 import os
@@ -16,10 +10,10 @@ from cython cimport auto_pickle, final
 from persia.errors import ConfigError
 
 cdef extern from "threads.h" nogil:
-    persia_crew_t *persia_crew_new(uint32_t num_helpers, const char *name)
-    void persia_crew_free(persia_crew_t *crew)
-    void persia_crew_run(
-        persia_crew_t *crew, persia_work_t work, void *context, uint32_t num_parts)
+    persia_threads_t *persia_threads_new(uint32_t num_helpers, const char *name)
+    void persia_threads_free(persia_threads_t *pool)
+    void persia_threads_run(
+        persia_threads_t *pool, persia_work_t work, void *context, uint32_t num_parts)
 
 cdef enum:
     MOST_THREADS = 1024
@@ -31,20 +25,24 @@ _shared_lock = threading.Lock()
 
 @final
 cdef class Helpers:
-    """The threads of crews beside their callers."""
+    """The threads of pools beside their callers."""
 
     def __cinit__(self, uint32_t count, bytes name):
-        self.crew = persia_crew_new(count, name)
-        if self.crew == NULL:
+        self.pool = persia_threads_new(count, name)
+        if self.pool == NULL:
             raise MemoryError(f"{count} helpers")
 
     def __dealloc__(self):
-        if self.crew != NULL:
+        if self.pool != NULL:
             # A helper on its way out needs nothing of the interpreter's.
             with nogil:
-                persia_crew_free(self.crew)
+                persia_threads_free(self.pool)
 
 
+# A pool is a handle. All pools of a process with the same name and as many threads share the
+# helpers, because a stage of a batch follows the one before: were there helpers for each, those
+# that look for their next job would stand in the way of those that have one. The helpers end
+# with the last handle.
 cdef Helpers shared_helpers(uint32_t count, str name):
     key = os.getpid(), name, count
     with _shared_lock:
@@ -77,17 +75,17 @@ cdef void make_call(void *context, uint32_t part, uint32_t worker) noexcept nogi
 
 @final
 cdef class ThreadPool:
-    def __cinit__(self, num_threads, str name="persia-crew"):
+    def __cinit__(self, num_threads, str name="persia-threads"):
         if not 1 <= num_threads <= MOST_THREADS:
             raise ConfigError(f"num_threads must be in 1..{MOST_THREADS}, got {num_threads}")
         self.num_threads = num_threads
         self.helpers = shared_helpers(num_threads - 1, name) if num_threads > 1 else None
 
     cdef int work(self, persia_work_t work, void *context, uint32_t num_parts) except -1:
-        cdef Helpers helpers = self.helpers     # kept, should another thread close the crew
-        cdef persia_crew_t *crew = NULL if helpers is None else helpers.crew
+        cdef Helpers helpers = self.helpers     # kept, should another thread close the pool
+        cdef persia_threads_t *pool = NULL if helpers is None else helpers.pool
         with nogil:
-            persia_crew_run(crew, work, context, num_parts)
+            persia_threads_run(pool, work, context, num_parts)
         return 0
 
     def run(self, call, parts):
@@ -98,6 +96,7 @@ cdef class ThreadPool:
         # In copies of this context, for the deadline of the call served here.
         calls.contexts = [contextvars.copy_context() for _ in range(count)]
         calls.failures = [None] * count
+        # ``calls`` lives until every part has ended, which ``work`` waits for.
         self.work(make_call, <void *> calls, count)
         for failure in calls.failures:
             if failure is not None:

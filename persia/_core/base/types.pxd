@@ -9,3 +9,5 @@ ctypedef uint32_t position_t    # place of a row in its shard's order of use
 cdef enum:
     # Also "not admitted" where a lookup returns hints.
     NO_ROW = 0xFFFFFFFF
+    # Values of a row: with Adam's state, 768 KiB, it must fit its chunk of 2 MiB.
+    MAX_DIM = 65536

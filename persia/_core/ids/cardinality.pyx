@@ -5,12 +5,6 @@
                   | register | xxxxx10...000   rank = 1 + its trailing zeros |
                   +----------+-----------------------------------------------+
 
-A register keeps the highest rank of the ids that fell to it (Flajolet, Fusy, Gandouet, Meunier
-2007). The same id again changes nothing, so it is enough to add each batch's distinct ids; the
-sketch of two streams together is the greater of each two registers. The count is estimated from
-how many registers have each rank (Ertl 2017, the corrected raw estimator): no bias, no tables,
-and below some thousands as good as exact. The standard error is 1.04 / sqrt(4096) = 1.6 %.
-
 Not taken: the k least hashes, which give a sample of ids as well, but need 8 bytes for each,
 and a search for every id among them, over and over for those that come often.
 """
@@ -19,7 +13,7 @@ from numpy cimport PyArray_DATA, PyArray_SIZE, ndarray
 
 from persia._core.base.arrays cimport as_ids, as_vector
 from persia._core.base.hashing cimport mix64
-from persia._core.base.types cimport uint8_t, uint32_t, uint64_t
+from persia._core.base.types cimport uint32_t, uint64_t, uint8_t
 
 import math
 
@@ -30,11 +24,17 @@ from persia.errors import DataError
 cdef extern from "portable.h" nogil:
     uint32_t persia_lowest_bit(uint64_t bits) noexcept
 
+cdef enum:
+    REGISTER_BITS = 12
+
 NUM_REGISTERS = 1 << REGISTER_BITS
 # Of hashes; a register holds at most one more.
 _MAX_RANK = 64 - REGISTER_BITS
 
 
+# A register keeps the highest rank of the ids that fell to it (Flajolet, Fusy, Gandouet,
+# Meunier 2007). The same id again changes nothing, so it is enough to add each batch's distinct
+# ids; the sketch of two streams together is the greater of each two registers.
 cdef void add_ids(const uint64_t *ids, size_t n, uint8_t *registers) noexcept nogil:
     cdef size_t i
     cdef uint64_t hash
@@ -72,6 +72,8 @@ def add(registers, ids):
         add_ids(of_ids, n, data)
 
 
+# From how many registers have each rank (Ertl 2017, the corrected raw estimator): no bias, no
+# tables, and below some thousands as good as exact. The standard error is 1.04 / sqrt(4096).
 def estimate(registers):
     """Return about how many distinct ids a sketch has seen."""
     size = float(NUM_REGISTERS)

@@ -9,8 +9,8 @@
 
 Everything behind this class works on distinct ids: a row is looked up once and stepped once per
 batch, however often its id occurs. The ids are copied when the object is built, and numbered
-when somebody asks for ``distinct`` or ``inverse``; ``number_all`` does so for all features of a
-batch, on several threads. Then the values are dropped. Nobody sees the difference.
+at the first use of ``distinct`` or ``inverse``; ``number_all`` does so for all features of a
+batch, on several threads. Then the values are dropped.
 
 Invariants, true from construction on:
 
@@ -19,12 +19,9 @@ Invariants, true from construction on:
     I3  ``offsets`` starts at 0, never decreases and ends at N; it is None if and only if each
         sample has exactly one id.
     I4  ``weights`` are finite, one for each entry of ``inverse``, or None.
-    I5  The arrays belong to the object: nobody else holds the memory, and nobody may write it.
+    I5  The arrays belong to the object: no other code holds the memory or may write it.
     I6  Either ``pending`` is None or the two numbered arrays are. Two threads may number at a
         time; both come to the same arrays, and each reads what it holds itself.
-
-Any u64 is an id, 0 and 2**64 - 1 included. There is no limit of 65,535 on samples or ids;
-positions are u32, which ends at 2**32 - 2 ids of one feature in one batch.
 
 Not taken: sorting, which loses the first-seen order that the reproducible mode needs; and one
 table for all features, which would leave the cache and allow no threads.
@@ -34,34 +31,17 @@ from cython cimport final
 from libc.math cimport isfinite
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
-from numpy cimport (
-    PyArray_DATA,
-    PyArray_DIM,
-    PyArray_SIZE,
-    PyArray_STRIDE,
-    ndarray,
-    npy_intp,
-)
+from numpy cimport PyArray_DATA, PyArray_DIM, PyArray_SIZE, PyArray_STRIDE, ndarray, npy_intp
 
 from persia._core.base.arrays cimport (
-    MAX_IDS,
-    as_ids,
-    as_vector,
-    describe,
-    frozen,
-    is_vector,
-    new_i64,
-    new_u32,
-    new_u64,
-    of_floats,
-    to_list,
-    to_u64,
+    MAX_IDS, as_ids, as_vector, describe, frozen, is_vector, new_i64, new_u32, new_u64,
+    of_floats, to_list, to_u64,
 )
 from persia._core.base.threads cimport ThreadPool, persia_work_t
+from persia._core.base.types cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 from persia._core.ids.numbering cimport (
     Numbering, begin, distinct_of, finish, give_back, restart, take,
 )
-from persia._core.base.types cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 import numpy as np
 
@@ -106,7 +86,7 @@ cdef size_t renumber(
     const uint32_t *inverse, const uint32_t *edges, size_t num_samples, size_t limit,
     uint32_t *kept_inverse, uint32_t *kept_edges, uint32_t *new_numbers, uint32_t *old_numbers
 ) noexcept nogil:
-    """Copy the first ``limit`` ids of each sample and number them anew; return how many differ.
+    """Copy the first ``limit`` ids of each sample, numbered again; return how many differ.
 
     Needs every entry of ``new_numbers`` [D] to be the maximum. ``old_numbers`` [D] receives the
     old number of each new one. Numbers are given by first position again, which moves when an
@@ -237,7 +217,7 @@ cdef class FeatureBatch:
         return PyArray_SIZE(<ndarray>self.numbered_distinct)
 
     cdef int number(self) except -1:
-        """Number the ids if nobody has."""
+        """Number the ids unless that is done."""
         cdef object ids = self.pending      # held: another thread may come first
         cdef ndarray inverse
         if ids is None:
@@ -411,7 +391,7 @@ cdef class FeatureBatch:
         # One block for both directions of the numbering.
         cdef uint32_t *numbers = <uint32_t *>malloc(2 * num_distinct * sizeof(uint32_t))
         if numbers == NULL:
-            raise MemoryError(f"feature {self.name!r}: cannot number {num_distinct} ids anew")
+            raise MemoryError(f"feature {self.name!r}: cannot number {num_distinct} ids again")
         try:
             with nogil:
                 memset(numbers, 0xFF, num_distinct * sizeof(uint32_t))
@@ -446,6 +426,8 @@ cdef class FeatureBatch:
         )
 
 
+# Any u64 is an id, 0 and 2**64 - 1 included. There is no limit of 65,535 on samples or ids;
+# positions are u32, which ends at 2**32 - 2 ids of one feature in one batch.
 cdef struct Gathered:
     uint64_t *ids           # from realloc; the caller frees it
     size_t count
@@ -732,12 +714,12 @@ cdef void number_part(Features features, uint32_t part, uint32_t worker) noexcep
     memcpy(one.distinct, block.values, one.num_distinct * sizeof(uint64_t))
 
 
-def number_all(batches, ThreadPool crew not None):
-    """Number the ids of those that are not numbered yet, some by each thread of the crew.
+def number_all(batches, ThreadPool threads not None):
+    """Number the ids of those that are not numbered yet, some by each thread.
 
     Args:
         batches: FeatureBatches.
-        crew: Threads.
+        threads: Threads.
     """
     cdef FeatureBatch batch
     cdef Features features
@@ -750,9 +732,10 @@ def number_all(batches, ThreadPool crew not None):
             pending.append((batch, batch.pending))  # held: another thread may come first
     if not pending:
         return
+    # Threads take parts in this order: the longest must not be begun last.
     pending.sort(key=_num_ids_of, reverse=True)      # the last parts are small ones
-    features = Features(len(pending), crew.num_threads)
-    for worker in range(crew.num_threads):
+    features = Features(len(pending), threads.num_threads)
+    for worker in range(threads.num_threads):
         begin(&features.blocks[worker], _num_ids_of(pending[0]))
     arrays = []
     for place, (batch, ids) in enumerate(pending):
@@ -763,8 +746,9 @@ def number_all(batches, ThreadPool crew not None):
         one.num_ids = batch.num_ids
         one.inverse = <uint32_t *>PyArray_DATA(inverse)
         one.distinct = <uint64_t *>PyArray_DATA(distinct)
-    crew.work(<persia_work_t>number_part, <void *>features, <uint32_t>len(pending))
+    threads.work(<persia_work_t>number_part, <void *>features, <uint32_t>len(pending))
     for place, (batch, distinct, inverse) in enumerate(arrays):
+        # In place, so that the memory beyond the distinct ids goes back.
         distinct.resize(<object>features.all[<size_t>place].num_distinct, refcheck=False)
         batch.take_numbers(distinct, inverse)
 

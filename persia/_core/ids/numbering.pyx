@@ -8,32 +8,46 @@
                                     and is asked again with another hash, among those left over
     number       0  1  0  2  1      how many first positions stand before the first one
 
-Each line is a pass over all values, and none has a branch that depends on one: a probe that
-ends at an id's own luck costs a misprediction for every third id, more than all of its work.
-The table is written backwards, so that the first position of a slot stays. It is written before
-it is read and therefore never cleared, and correct at any size; at twice the values, 5 of 100
-ids are left over for a second round, and one in a thousand for a third.
-
-Invariants, true after each round, whatever the values are and whoever writes them meanwhile:
+Invariants, true after each round, whatever the values are, even if they are written meanwhile:
 
     I1  first[i] <= i, and first[first[i]] == first[i].
     I2  Of the values left over, the first one of each slot is not left over again: rounds end.
-
-Memory: 20 to 40 bytes a value. Blocks are kept from call to call, because fresh pages cost more
-than the passes: one for each thread that numbers while others do, up to KEPT_BLOCKS.
 """
 
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
-from numpy cimport PyArray_DATA, PyArray_SIZE, ndarray
+from numpy cimport PyArray_DATA, ndarray
 
-from persia._core.base.arrays cimport as_ids, new_u32, new_u64
+from persia._core.base.arrays cimport new_u64
 from persia._core.base.cpu cimport isa_level
 from persia._core.base.hashing cimport mix64
 from persia._core.base.types cimport uint32_t, uint64_t
 
 
-cdef extern from "numbering_kernels.h" nogil:
+cdef extern from * nogil:
+    """
+    #include "kernels.h"
+
+    /* Copies n values, and writes the top 64 - shift (at most 32) bits of each one's hash. */
+    PERSIA_INLINE void persia_take_body(const uint64_t *restrict values, size_t n, int shift,
+                                        uint64_t *restrict own, uint32_t *restrict slots)
+    {
+        for (size_t i = 0; i < n; i++) {
+            const uint64_t value = values[i];
+            own[i] = value;
+            slots[i] = (uint32_t)(persia_mix64(value) >> shift);
+        }
+    }
+
+    PERSIA_VARIANTS(void, persia_take,
+                    (const uint64_t *values, size_t n, int shift, uint64_t *own,
+                     uint32_t *slots),
+                    (values, n, shift, own, slots))
+
+    typedef void (*persia_take_t)(const uint64_t *, size_t, int, uint64_t *, uint32_t *);
+
+    static const persia_take_t persia_take[PERSIA_NUM_LEVELS] = PERSIA_LEVELS(persia_take);
+    """
     ctypedef void (*persia_take_t)(
         const uint64_t *values, size_t n, int shift, uint64_t *own, uint32_t *slots) noexcept
     const persia_take_t *persia_take
@@ -45,7 +59,9 @@ cdef enum:
     KEPT_ROOM = 1 << 20     # values; a block of up to 20 MiB is kept
     KEPT_BLOCKS = 16
 
-# Taken and given back under the GIL, the last one first.
+# Of 20 to 40 bytes a value. Blocks are kept from call to call, because fresh pages cost more
+# than the passes: one for each thread that numbers while others do. Taken and given back under
+# the GIL, the last one first.
 cdef Numbering[KEPT_BLOCKS] spares
 cdef int num_spares = 0
 
@@ -84,7 +100,7 @@ cdef int begin(Numbering *self, size_t most) except -1:
 
 
 cdef void restart(Numbering *self, size_t most) noexcept nogil:
-    """Begin anew in the same block; see the .pxd."""
+    """Begin again in the same block; see the .pxd."""
     self.num_taken = 0
     self.shift = 64 - bits_of(most)
 
@@ -148,6 +164,11 @@ cdef void find_first(
         num_left = kept
 
 
+# Each pass is over all values, and none has a branch that depends on one: a probe that ends at
+# an id's own luck costs a misprediction for every third id, more than all of its work. The
+# table is written backwards, so that the first position of a slot stays. It is written before
+# it is read and therefore never cleared, and correct at any size; at twice the values, 5 of 100
+# ids are left over for a second round, and one in a thousand for a third.
 cdef size_t finish(Numbering *self, uint32_t *numbers) noexcept nogil:
     """Number what was taken; see the .pxd."""
     cdef uint64_t *values = self.values
@@ -195,23 +216,3 @@ cdef ndarray distinct_of(const uint64_t *values, size_t n, uint32_t *numbers):
         return distinct_values(&numbering, count)
     finally:
         give_back(&numbering)
-
-
-def number(values):
-    """Number the distinct values of an array in first-seen order.
-
-    Args:
-        values: u64 [n], any layout.
-
-    Returns:
-        The distinct values, u64 [U], and the number of each value among them, u32 [n].
-
-    Raises:
-        DataTypeError: If ``values`` is not a 1-D array of uint64.
-    """
-    cdef ndarray source = as_ids(values, "values")
-    cdef size_t n = PyArray_SIZE(source)
-    cdef ndarray numbers = new_u32(n)
-    cdef const uint64_t *source_data = <const uint64_t *>PyArray_DATA(source)
-    cdef uint32_t *numbers_data = <uint32_t *>PyArray_DATA(numbers)
-    return distinct_of(source_data, n, numbers_data), numbers

@@ -15,7 +15,7 @@ def pack_all(
     arrays: Iterable[NDArray[np.uint64]],
     prefixes: Iterable[int],
     prefix_bits: int,
-    crew: ThreadPool | None = None,
+    threads: ThreadPool | None = None,
 ) -> tuple[NDArray[np.uint64], list[int]]: ...
 def hash_stack(
     ids: NDArray[np.uint64], rounds: int, embedding_size: int

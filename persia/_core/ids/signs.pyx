@@ -4,31 +4,37 @@
             +-----------------+-----------------------------------+
     sign =  |    group + 1    |        id & (2**(64-b) - 1)       |
             +-----------------+-----------------------------------+
-
-``b`` is ``feature_index_prefix_bit``. A mask, not the original's modulus by 2**(64-b) - 1: no
-division, and the last id is not folded onto 0. Ids that lose bits to the mask are counted,
-because two ids of the user may now share a row. Groups count from 1 in a sign, so a prefix of
-zero belongs to nobody and marks a number that did not fit.
 """
 
 from libc.stdlib cimport free, malloc
 from numpy cimport PyArray_DATA, PyArray_SIZE, ndarray
 
 from persia._core.base.arrays cimport MAX_IDS, as_ids, new_u32, new_u64
-from persia._core.base.threads cimport ThreadPool
-from persia._core.ids.numbering cimport Numbering, begin, distinct_values, finish, give_back, take
 from persia._core.base.hashing cimport mix64
+from persia._core.base.threads cimport ThreadPool
 from persia._core.base.types cimport uint32_t, uint64_t
+from persia._core.ids.numbering cimport (
+    Numbering, begin, distinct_values, finish, give_back, take,
+)
 
 from persia.errors import ConfigError, DataError
 
 cdef ThreadPool ALONE = ThreadPool(1)
 
 
+cdef inline uint64_t id_mask(int prefix_bits) noexcept nogil:
+    """The ids of one feature are 0..2^(64 - prefix_bits) - 1. Needs 1 <= prefix_bits <= 63."""
+    return (<uint64_t>1 << (64 - prefix_bits)) - 1
+
+
+# A mask, not the original's modulus by 2**(64-b) - 1: no division, and the last id is not
+# folded onto 0. Ids that lose bits to the mask are counted, because two ids of the user may now
+# share a row. Groups count from 1 in a sign, so a prefix of zero is no group's and marks a
+# number that did not fit.
 cdef size_t pack_signs(
     const uint64_t *ids, size_t n, uint64_t prefix, int prefix_bits, uint64_t *signs
 ) noexcept nogil:
-    """Fill ``signs`` from ``ids``; see the .pxd."""
+    """Fill ``signs``, which may be ``ids``; return how many ids lost bits to the mask."""
     cdef uint64_t mask = id_mask(prefix_bits)
     cdef size_t num_masked = 0
     cdef size_t i
@@ -109,14 +115,14 @@ cdef void pack_part(void *context, uint32_t part, uint32_t worker) noexcept nogi
     one.num_masked = pack_signs(one.ids, one.n, one.prefix, one.prefix_bits, one.signs)
 
 
-def pack_all(arrays, prefixes, prefix_bits, ThreadPool crew=None):
+def pack_all(arrays, prefixes, prefix_bits, ThreadPool threads=None):
     """Return the signs of several features in one array, feature after feature.
 
     Args:
         arrays: The ids of each feature, u64 [n], any value.
         prefixes: The prefix of each, as ``prefix_of`` returns it.
         prefix_bits: Width of the prefix field, 1..63.
-        crew: Threads; None for the caller's alone.
+        threads: Threads; None for the caller's alone.
 
     Returns:
         The signs, u64 [sum of n], and how many ids of each feature were masked.
@@ -129,7 +135,7 @@ def pack_all(arrays, prefixes, prefix_bits, ThreadPool crew=None):
     """
     _check_prefix_bits(prefix_bits)
     cdef int bits = prefix_bits
-    cdef ThreadPool chosen = ALONE if crew is None else crew
+    cdef ThreadPool chosen = ALONE if threads is None else threads
     cdef list sources = [as_ids(ids, "ids") for ids in arrays]
     total = sum([source.size for source in sources])
     if total > MAX_IDS:
@@ -157,6 +163,7 @@ def pack_all(arrays, prefixes, prefix_bits, ThreadPool crew=None):
             one.signs = signs_data
             signs_data += one.n
             one += 1
+        # Each feature has its own part of ``signs``, so the parts need no order.
         chosen.work(pack_part, features, <uint32_t>count)
         return signs, [features[i].num_masked for i in range(count)]
     finally:
@@ -211,7 +218,7 @@ def merge(arrays):
     """Number the distinct values over several arrays at once.
 
     The slots of a group share rows, and so do the ids of a hash stack that collide: a row must
-    be looked up once and step once, whoever names it.
+    be looked up once and step once, however many slots name it.
 
     Args:
         arrays: A sequence of u64 arrays.

@@ -8,16 +8,13 @@ This is how Arrow holds texts, so whole columns are taken without a copy.
 The hash reads a text as words of eight bytes, little-endian, the last one filled with zeros:
 
     h = mix64(length);   for each word: h = mix64(h ^ word)
-
-It begins with the length, so that zeros at the end count. It is published (docs/readers.md) and
-does not change: an id that is a hash must be the same in every run, and in serving.
 """
 
 from numpy cimport PyArray_DATA, PyArray_SIZE, ndarray
 
 from persia._core.base.arrays cimport as_vector, new_u64
 from persia._core.base.hashing cimport mix64
-from persia._core.base.types cimport int64_t, uint8_t, uint64_t
+from persia._core.base.types cimport int64_t, uint64_t, uint8_t
 
 from persia.errors import DataError
 
@@ -30,7 +27,7 @@ cdef struct Texts:
 
 
 cdef bint are_in_order(const int64_t *offsets, size_t n, size_t num_bytes) noexcept nogil:
-    """Whether ``n`` texts lie one after the other in so many bytes."""
+    """Whether ``n`` texts lie one after the other in ``num_bytes`` bytes."""
     cdef size_t i
     if offsets[0] < 0 or <uint64_t>offsets[n] > num_bytes:
         return False
@@ -49,6 +46,8 @@ cdef inline uint64_t word_of(const uint8_t *text, size_t length) noexcept nogil:
     return word
 
 
+# It begins with the length, so that zeros at the end count. It is published (docs/readers.md)
+# and does not change: an id that is a hash must be the same in every run, and in serving.
 cdef inline uint64_t hash_text(const uint8_t *text, size_t length) noexcept nogil:
     cdef uint64_t h = mix64(length)
     while length >= 8:
@@ -99,6 +98,7 @@ cdef size_t parse_all(const Texts *texts) noexcept nogil:
 
 cdef tuple checked(object data, object offsets, Texts *texts):
     """Fill ``texts``; return the ids, not yet filled, and what else it points into."""
+    # Either may be a copy; the caller holds both while ``texts`` points into them.
     cdef ndarray bytes_ = as_vector(data, c"u", 1, "texts")
     cdef ndarray edges = as_vector(offsets, c"i", 8, "offsets")
     cdef Py_ssize_t n = PyArray_SIZE(edges) - 1

@@ -4,12 +4,6 @@
     draw j  = mix64(key + j)                    64 bits for element j of the row
     draw i of element j = mix64(draw j + i)     gamma and poisson, which use several
 
-So a row that was evicted and comes back starts as it started the first time, whatever the
-order of requests, the number of servers and the machine. For the last, nothing here calls
-libm beyond ``sqrt``, which is exact: its log and exp differ by processor and version in the
-last bit. log, exp and the inverse of the normal distribution are made of + - * / alone, in
-double, and the result is rounded to f32 once.
-
     uniform            lower + (upper - lower) u, u of 52 bits in [0, 1)
     normal             inverse distribution function: Wichura, Algorithm AS 241 (PPND16),
                        Applied Statistics 37 (1988)
@@ -63,12 +57,69 @@ OPTIONS = {
 # A Poisson value costs lam draws; at this lam some 30 microseconds, and a row has many values.
 MAX_LAM = 10_000.0
 
+# A row that was evicted and comes back starts as it started the first time, whatever the order
+# of requests, the number of servers and the machine. For the last, nothing here calls libm
+# beyond ``sqrt``, which is exact: its log and exp differ by processor and version in the last
+# bit. log, exp and the inverse of the normal distribution are made of + - * / alone, in double,
+# and the result is rounded to f32 once.
 cdef double TWO_TO_MINUS_52 = 2.0 ** -52
 # ln 2 in two parts. The first ends in 32 zero bits, so its product with |e| < 2^20 is exact.
 cdef double LN2_HIGH = 6.93147180369123816490e-01
 cdef double LN2_LOW = 1.90821492927058770002e-10
 cdef double BELOW_MINUS_2 = 0.022750131948179207    # P(z < -2) of the standard normal
 cdef double POISSON_PIECE = 32.0    # exp(-32) is 1e-14: far from the smallest double
+
+
+cdef extern from *:
+    """
+    /* Highest power first. Of AS 241: numerator, then denominator, near 1/2, near the ends,
+     * and beyond r = 5. */
+    static const double PERSIA_CENTRAL[2][8] = {
+        {2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4,
+         4.5921953931549871457e4, 1.3731693765509461125e4, 1.9715909503065514427e3,
+         1.3314166789178437745e2, 3.3871328727963666080e0},
+        {5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4,
+         2.1213794301586595867e4, 5.3941960214247511077e3, 6.8718700749205790830e2,
+         4.2313330701600911252e1, 1.0},
+    };
+    static const double PERSIA_MIDDLE[2][8] = {
+        {7.74545014278341407640e-4, 2.27238449892691845833e-2,
+         2.41780725177450611770e-1, 1.27045825245236838258e0, 3.64784832476320460504e0,
+         5.76949722146069140550e0, 4.63033784615654529590e0, 1.42343711074968357734e0},
+        {1.05075007164441684324e-9, 5.47593808499534494600e-4,
+         1.51986665636164571966e-2, 1.48103976427480074590e-1,
+         6.89767334985100004550e-1, 1.67638483018380384940e0, 2.05319162663775882187e0,
+         1.0},
+    };
+    static const double PERSIA_TAIL[2][8] = {
+        {2.01033439929228813265e-7, 2.71155556874348757815e-5,
+         1.24266094738807843860e-3, 2.65321895265761230930e-2,
+         2.96560571828504891230e-1, 1.78482653991729133580e0, 5.46378491116411436990e0,
+         6.65790464350110377720e0},
+        {2.04426310338993978564e-15, 1.42151175831644588870e-7,
+         1.84631831751005468180e-5, 7.86869131145613259100e-4,
+         1.48753612908506148525e-2, 1.36929880922735805310e-1,
+         5.99832206555887937690e-1, 1.0},
+    };
+    /* Of artanh(s) / s - 1, in s^2. */
+    static const double PERSIA_ARTANH[11] = {
+        1.0 / 23.0, 1.0 / 21.0, 1.0 / 19.0, 1.0 / 17.0, 1.0 / 15.0, 1.0 / 13.0, 1.0 / 11.0,
+        1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0,
+    };
+    /* By Horner's rule, whose order of operations is part of the result. */
+    static inline double persia_polynomial(const double *coefficients, int n, double x)
+    {
+        double value = coefficients[0];
+        for (int i = 1; i < n; i++)
+            value = value * x + coefficients[i];
+        return value;
+    }
+    """
+    const double[2][8] CENTRAL "PERSIA_CENTRAL"
+    const double[2][8] MIDDLE "PERSIA_MIDDLE"
+    const double[2][8] TAIL "PERSIA_TAIL"
+    const double[11] ARTANH "PERSIA_ARTANH"
+    double persia_polynomial(const double *coefficients, int n, double x) noexcept nogil
 
 
 cdef inline double natural_log(double x) noexcept nogil:
@@ -90,17 +141,7 @@ cdef inline double natural_log(double x) noexcept nogil:
     e = <double>exponent
     s = (m - 1.0) / (m + 1.0)
     z = s * s
-    tail = 1.0 / 23.0
-    tail = tail * z + 1.0 / 21.0
-    tail = tail * z + 1.0 / 19.0
-    tail = tail * z + 1.0 / 17.0
-    tail = tail * z + 1.0 / 15.0
-    tail = tail * z + 1.0 / 13.0
-    tail = tail * z + 1.0 / 11.0
-    tail = tail * z + 1.0 / 9.0
-    tail = tail * z + 1.0 / 7.0
-    tail = tail * z + 1.0 / 5.0
-    tail = tail * z + 1.0 / 3.0
+    tail = persia_polynomial(ARTANH, 11, z)
     return e * LN2_HIGH + (2.0 * s + (2.0 * s * z * tail + e * LN2_LOW))
 
 
@@ -141,60 +182,17 @@ cdef double normal_quantile(double p) noexcept nogil:
     cdef double r, upper, lower
     if -0.425 <= q <= 0.425:
         r = 0.180625 - q * q
-        upper = 2.5090809287301226727e3
-        upper = upper * r + 3.3430575583588128105e4
-        upper = upper * r + 6.7265770927008700853e4
-        upper = upper * r + 4.5921953931549871457e4
-        upper = upper * r + 1.3731693765509461125e4
-        upper = upper * r + 1.9715909503065514427e3
-        upper = upper * r + 1.3314166789178437745e2
-        upper = upper * r + 3.3871328727963666080e0
-        lower = 5.2264952788528545610e3
-        lower = lower * r + 2.8729085735721942674e4
-        lower = lower * r + 3.9307895800092710610e4
-        lower = lower * r + 2.1213794301586595867e4
-        lower = lower * r + 5.3941960214247511077e3
-        lower = lower * r + 6.8718700749205790830e2
-        lower = lower * r + 4.2313330701600911252e1
-        lower = lower * r + 1.0
-        return q * upper / lower
+        upper = persia_polynomial(CENTRAL[0], 8, r)
+        return q * upper / persia_polynomial(CENTRAL[1], 8, r)
     r = sqrt(-natural_log(p if q < 0 else 1.0 - p))
     if r <= 5.0:
         r -= 1.6
-        upper = 7.74545014278341407640e-4
-        upper = upper * r + 2.27238449892691845833e-2
-        upper = upper * r + 2.41780725177450611770e-1
-        upper = upper * r + 1.27045825245236838258e0
-        upper = upper * r + 3.64784832476320460504e0
-        upper = upper * r + 5.76949722146069140550e0
-        upper = upper * r + 4.63033784615654529590e0
-        upper = upper * r + 1.42343711074968357734e0
-        lower = 1.05075007164441684324e-9
-        lower = lower * r + 5.47593808499534494600e-4
-        lower = lower * r + 1.51986665636164571966e-2
-        lower = lower * r + 1.48103976427480074590e-1
-        lower = lower * r + 6.89767334985100004550e-1
-        lower = lower * r + 1.67638483018380384940e0
-        lower = lower * r + 2.05319162663775882187e0
-        lower = lower * r + 1.0
+        upper = persia_polynomial(MIDDLE[0], 8, r)
+        lower = persia_polynomial(MIDDLE[1], 8, r)
     else:
         r -= 5.0
-        upper = 2.01033439929228813265e-7
-        upper = upper * r + 2.71155556874348757815e-5
-        upper = upper * r + 1.24266094738807843860e-3
-        upper = upper * r + 2.65321895265761230930e-2
-        upper = upper * r + 2.96560571828504891230e-1
-        upper = upper * r + 1.78482653991729133580e0
-        upper = upper * r + 5.46378491116411436990e0
-        upper = upper * r + 6.65790464350110377720e0
-        lower = 2.04426310338993978564e-15
-        lower = lower * r + 1.42151175831644588870e-7
-        lower = lower * r + 1.84631831751005468180e-5
-        lower = lower * r + 7.86869131145613259100e-4
-        lower = lower * r + 1.48753612908506148525e-2
-        lower = lower * r + 1.36929880922735805310e-1
-        lower = lower * r + 5.99832206555887937690e-1
-        lower = lower * r + 1.0
+        upper = persia_polynomial(TAIL[0], 8, r)
+        lower = persia_polynomial(TAIL[1], 8, r)
     return -upper / lower if q < 0 else upper / lower
 
 

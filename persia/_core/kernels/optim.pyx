@@ -13,10 +13,6 @@ every thread and shard. The state words of a row (4 bytes each):
     rmsprop, momentum > 0            2 dim      and a velocity, from 0
     ftrl                             2 dim      z (see the kernel) and sum of squares, from 0
     lion                             dim        m, from 0
-
-Adam's count is a u32 that saturates. The corrections 1 - beta^t come from a table up to the t
-where they stop changing, or up to 65,536; beyond it they are computed by repeated squaring,
-with the same function, so there is no seam.
 """
 
 import difflib
@@ -191,6 +187,9 @@ cdef int kind_of(str name, dict options) except -1:
     }[name]
 
 
+# Adam's count is a u32 that saturates. The corrections 1 - beta^t come from a table up to the t
+# where they stop changing, or up to 65,536; beyond it they are computed by repeated squaring,
+# with the same function, so there is no seam.
 @functools.lru_cache(maxsize=16)
 def corrections(double beta1, double beta2):
     """For step counts from 1, 1 - beta1^t in double, and 1 / sqrt(1 - beta2^t) in f32.
@@ -259,6 +258,8 @@ cdef class RowOptimizer:
             self._fill_corrections(beta1, beta2)
 
     def _fill_corrections(self, beta1, beta2):
+        # The table is this object's: ``settings`` points into it for as long as the object
+        # lives.
         rests, inverse_roots = corrections(beta1, beta2)
         self._tables = np.empty((len(rests), 2), dtype=np.float32)
         np.divide(self.options["lr"], rests, out=self._tables[:, 0], casting="unsafe")
@@ -326,6 +327,7 @@ cdef class RowOptimizer:
             )
         if n == 0:
             return
+        # One block for both arrays of pointers.
         rows = <float **>malloc(2 * n * sizeof(float *))
         if rows == NULL:
             raise MemoryError(f"no memory for {2 * n} row pointers")

@@ -1,4 +1,4 @@
-"""Pooling of all features of a batch: each call is checked, then all are made on a crew."""
+"""Pooling of all features of a batch: each call is checked, then all are made by threads."""
 
 from typing import final
 
@@ -71,5 +71,5 @@ class PoolCalls:
             DataError: If none was begun.
         """
 
-    def run(self, crew: ThreadPool) -> bool:
+    def run(self, threads: ThreadPool) -> bool:
         """Make all calls; return whether all sums are finite."""

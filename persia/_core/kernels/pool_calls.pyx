@@ -1,14 +1,7 @@
-"""Pooling of all features of a batch: each call is checked, then all are made on a crew.
+"""Pooling of all features of a batch: each call is checked, then all are made by threads.
 
     call    one feature's rows to its outputs, or its gradient to the sums of its rows
     part    calls that one thread makes, in their order
-
-Outputs of different calls lie apart, and so may calls be parts of their own; a large one is cut
-by samples. The gradients of a group add to the same sums: they are one part, which first sets
-its sums to zero, and at the end, while they are still in the cache, looks for what is not
-finite. So the order of additions, and with it the result, does not depend on the threads. Where
-a part is one feature in which most ids come once, its first gradients are written instead of
-added to zeros; see ``pooling.begin_grad``.
 """
 
 from cython cimport final
@@ -21,19 +14,26 @@ from numpy cimport (
 )
 
 from persia._core.base.threads cimport ThreadPool, persia_work_t
+from persia._core.base.types cimport uint32_t
 from persia._core.ids.feature_batch cimport FeatureBatch
 from persia._core.kernels.pooling cimport (
-    PERSIA_MAX, PERSIA_SUM, POOL, POOL_GRAD, Call, fill_pool, fill_pool_grad,
-    fill_scatter_add, first_out, kernels, make, mode_number, persia_bags_t,
+    PERSIA_MAX, PERSIA_SUM, POOL, POOL_GRAD, Call, fill_pool, fill_pool_grad, fill_scatter_add,
+    first_out, kernels, make, mode_number, persia_bags_t,
 )
-from persia._core.base.types cimport uint32_t
 
 from persia.errors import DataError
 
 import_array()
 
 cdef enum:
-    PIECE_IDS = 16384       # of a call that is cut
+    PIECE_IDS = 16384       # of a call that is split
+
+cdef struct Part:
+    uint32_t first
+    uint32_t end
+    float *sums             # NULL: none to set and look at
+    size_t num_sums         # floats
+    bint is_finite
 
 
 # Most calls are of a FeatureBatch, whose numbers are right by its invariants and are not looked
@@ -91,6 +91,11 @@ cdef bint begin_sums(const Part *part, const Call *call) noexcept nogil:
         kernels().grad_fresh(call.mode, bags, call.source, call.out) == num_rows)
 
 
+# The gradients of a group add to the same sums: they are one part, which first sets its sums to
+# zero, and at the end, while they are still in the cache, looks for what is not finite. So the
+# order of additions, and with it the result, does not depend on the threads. Where a part is
+# one feature in which most ids come once, its first gradients are written instead of added to
+# zeros; see ``pooling.begin_grad``.
 cdef void make_part(PoolCalls calls, uint32_t number, uint32_t worker) noexcept nogil:
     cdef Part *part = &calls.parts[number]
     cdef uint32_t i
@@ -108,6 +113,15 @@ cdef void make_part(PoolCalls calls, uint32_t number, uint32_t worker) noexcept 
 @final
 cdef class PoolCalls:
     """See the stub for the contract of each method."""
+
+    cdef Call *calls
+    cdef Part *parts
+    cdef float *scratch         # two rows of each call, as long as the longest
+    cdef size_t num_calls
+    cdef size_t num_parts
+    cdef size_t room            # of calls, and of parts
+    cdef size_t most_dim
+    cdef list held              # the arrays that the pointers point into, not their views
 
     def __cinit__(self):
         self.calls = NULL
@@ -163,6 +177,7 @@ cdef class PoolCalls:
         self.most_dim = max(self.most_dim, call.bags.dim)
         return 0
 
+    # Outputs of different calls lie apart, and so may calls be parts of their own.
     cdef int append_pieces(self, const Call *whole) except -1:
         """Add a call of POOL, cut by samples into parts of about PIECE_IDS ids."""
         cdef size_t num_pieces = whole.bags.num_ids // PIECE_IDS + 1
@@ -171,6 +186,7 @@ cdef class PoolCalls:
         for piece in range(num_pieces):
             first = whole.bags.num_samples * piece // num_pieces
             end = whole.bags.num_samples * (piece + 1) // num_pieces
+            # A struct copy: the pieces share the arrays and differ in where they begin.
             call = whole[0]
             call.bags.num_samples = end - first
             if call.bags.offsets != NULL:
@@ -253,7 +269,7 @@ cdef class PoolCalls:
             raise DataError("begin_sums must come before the gradients that add to them")
         return 0
 
-    def run(self, ThreadPool crew not None):
+    def run(self, ThreadPool threads not None):
         cdef size_t i
         if self.num_parts == 0:
             return True
@@ -264,7 +280,7 @@ cdef class PoolCalls:
             raise MemoryError(f"no memory for {self.num_calls} rows of {self.most_dim} floats")
         for i in range(self.num_calls):
             self.calls[i].bags.scratch = self.scratch + 2 * i * self.most_dim
-        crew.work(<persia_work_t> make_part, <void *> self, <uint32_t> self.num_parts)
+        threads.work(<persia_work_t> make_part, <void *> self, <uint32_t> self.num_parts)
         for i in range(self.num_parts):
             if not self.parts[i].is_finite:
                 return False

@@ -1,6 +1,6 @@
 """Rows to pooled outputs and back: the kernels of one instruction-set level as a table."""
 
-from persia._core.base.types cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from persia._core.base.types cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
 
 cdef extern from "pooling_kernels.h" nogil:
     enum:

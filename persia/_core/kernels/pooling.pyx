@@ -16,8 +16,7 @@ The vector of a distinct id is the sum of its rounds, in every mode. Then a samp
     max                       elementwise; of equal values the first id's
 
 and zeros without ids. Sums run in f32 in the order (sample, position, round), which is part of
-the result. The checks are made once per call, before anything is written: the numbers come
-over the wire, and one out of range would write into foreign memory.
+the result.
 """
 
 import numpy as np
@@ -58,6 +57,8 @@ cdef float *first_out(float[:, ::1] matrix) noexcept:
     return &matrix[0, 0] if matrix.shape[0] and matrix.shape[1] else NULL
 
 
+# The checks are made once per call, before anything is written: the numbers come over the wire,
+# and one out of range would write into foreign memory.
 cdef Py_ssize_t check_slots(
     const uint32_t[::1] slots, Py_ssize_t rounds, Py_ssize_t num_rows
 ) except -1:
@@ -80,13 +81,9 @@ cdef Py_ssize_t check_slots(
 
 
 cdef int fill_bags(
-    persia_bags_t *bags,
-    const uint32_t[::1] slots,
-    Py_ssize_t rounds,
-    const uint32_t[::1] inverse,
-    const uint32_t[::1] offsets,
-    Py_ssize_t num_rows,
-    Py_ssize_t dim,
+    persia_bags_t *bags, const uint32_t[::1] slots, Py_ssize_t rounds,
+    const uint32_t[::1] inverse, const uint32_t[::1] offsets, Py_ssize_t num_rows,
+    Py_ssize_t dim
 ) except -1:
     """Check the numbers of one feature and describe it in ``bags``."""
     cdef Py_ssize_t num_distinct = check_slots(slots, rounds, num_rows)
@@ -186,15 +183,9 @@ cdef float *new_scratch(size_t dim) except NULL:
 
 
 cdef object fill_pool(
-    Call *call,
-    object mode,
-    const float[:, ::1] rows,
-    const uint32_t[::1] slots,
-    Py_ssize_t rounds,
-    const uint32_t[::1] inverse,
-    const uint32_t[::1] offsets,
-    float[:, ::1] out,
-    const float[::1] weights,
+    Call *call, object mode, const float[:, ::1] rows, const uint32_t[::1] slots,
+    Py_ssize_t rounds, const uint32_t[::1] inverse, const uint32_t[::1] offsets,
+    float[:, ::1] out, const float[::1] weights
 ):
     """Check a call of ``pool`` and describe it in ``call``; return where its maxima will be."""
     cdef int32_t[:, ::1] winners
@@ -209,6 +200,7 @@ cdef object fill_pool(
     call.skip = NULL
     if call.mode != PERSIA_MAX:
         return None
+    # Distinct ids, not rows: with a hash stack one id has several rows.
     argmax = np.empty((out.shape[0], out.shape[1]), dtype=np.int32)
     winners = argmax
     call.argmax = &winners[0, 0] if winners.shape[0] else NULL
@@ -216,17 +208,10 @@ cdef object fill_pool(
 
 
 cdef int fill_pool_grad(
-    Call *call,
-    object mode,
-    const float[:, ::1] grad,
-    const uint32_t[::1] slots,
-    Py_ssize_t rounds,
-    const uint32_t[::1] inverse,
-    const uint32_t[::1] offsets,
-    const int32_t[:, ::1] argmax,
-    const uint8_t[::1] skip,
-    float[:, ::1] out,
-    const float[::1] weights,
+    Call *call, object mode, const float[:, ::1] grad, const uint32_t[::1] slots,
+    Py_ssize_t rounds, const uint32_t[::1] inverse, const uint32_t[::1] offsets,
+    const int32_t[:, ::1] argmax, const uint8_t[::1] skip, float[:, ::1] out,
+    const float[::1] weights
 ) except -1:
     """Check a call of ``pool_grad`` and describe it in ``call``."""
     call.kind = POOL_GRAD
@@ -251,11 +236,8 @@ cdef int fill_pool_grad(
 
 
 cdef int fill_scatter_add(
-    Call *call,
-    const float[:, ::1] grad,
-    const uint32_t[::1] slots,
-    Py_ssize_t rounds,
-    float[:, ::1] out,
+    Call *call, const float[:, ::1] grad, const uint32_t[::1] slots, Py_ssize_t rounds,
+    float[:, ::1] out
 ) except -1:
     """Check a call of ``scatter_add`` and describe it in ``call``."""
     cdef Py_ssize_t num_distinct = check_slots(slots, rounds, out.shape[0])
@@ -285,14 +267,9 @@ cdef void make(const Call *call) noexcept nogil:
 
 
 def pool(
-    mode,
-    const float[:, ::1] rows not None,
-    const uint32_t[::1] slots,
-    Py_ssize_t rounds,
-    const uint32_t[::1] inverse not None,
-    const uint32_t[::1] offsets,
-    float[:, ::1] out not None,
-    const float[::1] weights=None,
+    mode, const float[:, ::1] rows not None, const uint32_t[::1] slots, Py_ssize_t rounds,
+    const uint32_t[::1] inverse not None, const uint32_t[::1] offsets,
+    float[:, ::1] out not None, const float[::1] weights=None
 ):
     """Pool a feature's rows into one vector per sample.
 
@@ -324,16 +301,10 @@ def pool(
 
 
 def pool_grad(
-    mode,
-    const float[:, ::1] grad not None,
-    const uint32_t[::1] slots,
-    Py_ssize_t rounds,
-    const uint32_t[::1] inverse not None,
-    const uint32_t[::1] offsets,
-    const int32_t[:, ::1] argmax,
-    const uint8_t[::1] skip,
-    float[:, ::1] out not None,
-    const float[::1] weights=None,
+    mode, const float[:, ::1] grad not None, const uint32_t[::1] slots, Py_ssize_t rounds,
+    const uint32_t[::1] inverse not None, const uint32_t[::1] offsets,
+    const int32_t[:, ::1] argmax, const uint8_t[::1] skip, float[:, ::1] out not None,
+    const float[::1] weights=None
 ):
     """Add the gradient of ``pool`` to the gradients of the rows.
 
@@ -363,11 +334,8 @@ def pool_grad(
 
 
 def begin_grad(
-    mode,
-    const float[:, ::1] grad not None,
-    const uint32_t[::1] inverse not None,
-    const uint32_t[::1] offsets,
-    float[:, ::1] out not None,
+    mode, const float[:, ::1] grad not None, const uint32_t[::1] inverse not None,
+    const uint32_t[::1] offsets, float[:, ::1] out not None
 ):
     """Write what ``pool_grad`` adds, for ids in the order in which they were numbered.
 
@@ -397,6 +365,8 @@ def begin_grad(
     check_shape("grad", grad.shape[0], grad.shape[1], bags.num_samples, bags.dim)
     cdef const float *grad_at = first_f32(grad)
     cdef float *out_at = first_out(out)
+    # The kernel sums in the first row; the second is the zeros that a first gradient is added
+    # to.
     bags.scratch = new_scratch(2 * bags.dim)
     with nogil:
         for i in range(bags.dim, 2 * bags.dim):
@@ -407,10 +377,8 @@ def begin_grad(
 
 
 def gather(
-    const float[:, ::1] rows not None,
-    const uint32_t[::1] slots,
-    Py_ssize_t rounds,
-    float[:, ::1] out not None,
+    const float[:, ::1] rows not None, const uint32_t[::1] slots, Py_ssize_t rounds,
+    float[:, ::1] out not None
 ):
     """Write the vector of each distinct id: f32 [U, dim] to ``out`` f32 [D, dim].
 
@@ -428,10 +396,8 @@ def gather(
 
 
 def scatter_add(
-    const float[:, ::1] grad not None,
-    const uint32_t[::1] slots,
-    Py_ssize_t rounds,
-    float[:, ::1] out not None,
+    const float[:, ::1] grad not None, const uint32_t[::1] slots, Py_ssize_t rounds,
+    float[:, ::1] out not None
 ):
     """Add the gradient of ``gather``, f32 [D, dim], to the rows' gradients f32 [U, dim].
 
@@ -445,9 +411,8 @@ def scatter_add(
 
 
 def index_add(
-    const float[:, ::1] grad not None,
-    const int64_t[::1] index not None,
-    float[:, ::1] out not None,
+    const float[:, ::1] grad not None, const int64_t[::1] index not None,
+    float[:, ::1] out not None
 ):
     """Add row i of ``grad`` f32 [M, dim] to row ``index[i]`` of ``out`` f32 [K, dim].
 
@@ -457,6 +422,7 @@ def index_add(
     cdef Py_ssize_t n = index.shape[0]
     cdef uint64_t largest
     check_shape("grad", grad.shape[0], grad.shape[1], n, out.shape[1])
+    # A negative index is a large number as u64, so one comparison finds both kinds.
     if n == 0 or out.shape[1] == 0:
         return
     with nogil:

@@ -1,8 +1,8 @@
-"""What is noted of a shard's rows before they change: for cuts under way and for the log."""
+"""Notes of rows that change: images for snapshots under way, entries for the change log."""
 
+from persia._core.base.types cimport row_t, sign_t, uint32_t, uint64_t
 from persia._core.shard.recency_copy cimport Entries
 from persia._core.shard.slabs cimport Row, Slabs, row_at
-from persia._core.base.types cimport row_t, sign_t, uint32_t, uint64_t
 
 cdef enum:
     LOG_BYTES = 4080                # of a block's entries, so that a block is a page
@@ -21,7 +21,7 @@ cdef struct LogList:
 cdef struct ChangeLog:
     LogList rows                    # row numbers that changed, each once an epoch
     LogList signs                   # of rows that were dropped
-    bint is_on                      # somebody reads it
+    bint is_on                      # it has a consumer
     uint32_t lost                   # changes of this epoch and before are not all here
     uint64_t num_bytes
     uint64_t max_bytes
@@ -40,18 +40,18 @@ cdef struct Images:
     ImageBlock *last
     uint64_t num_bytes              # of images and their headers
 
-cdef struct Watcher:                # one cut's eye on one shard
+cdef struct Watcher:                # one snapshot's eye on one shard
     Watcher *next
-    uint32_t since                  # the cut has rows with a stamp in since..last
+    uint32_t since                  # the snapshot has rows with a stamp in since..last
     uint32_t last
-    uint32_t num_chunks             # at the moment of the cut
+    uint32_t num_chunks             # at the moment of the snapshot
     uint32_t *starts                # places of the chunks before each chunk; num_chunks + 1
     uint64_t *done                  # a bit per place: the row is read or an image kept
     Images images
     bint is_lost                    # there was no memory for an image, or the rows are gone
 
 cdef struct Changes:
-    uint32_t epoch                  # 0: nobody watches
+    uint32_t epoch                  # 0: changes are not noted
     Watcher *watchers
     ChangeLog log
     Entries spare                   # memory for the next copy of the order
@@ -73,18 +73,19 @@ cdef void note_insert(Changes *changes, row_t row) noexcept nogil
 cdef void note_clear(Changes *changes) noexcept nogil
 # Forget the changes of this epoch and before.
 cdef void log_trim(ChangeLog *log, uint32_t epoch) noexcept nogil
-# No cut is under way.
+# No snapshot is under way.
 cdef void changes_free(Changes *changes) noexcept nogil
 cdef void images_free(Images *images) noexcept nogil
 
 
 # What the store calls. A stamp is never above the epoch, so one comparison finds out whether
-# anything is to be done: not if nobody watches, and not if the row changed before.
+# anything is to be done: not if the epoch is 0, and not if the row changed before in it. (A
+# process that attaches to a state file sets all stamps to 0.)
 
 cdef inline void row_changes(
     Changes *changes, const Slabs *slabs, row_t row, const Row *at
 ) noexcept nogil:
-    """Before values or state change. A use alone is none: a cut has copied the order."""
+    """Before values or state change. A use alone is none: a snapshot has copied the order."""
     if at.stamp < changes.epoch:
         note_change(changes, slabs, row)
 

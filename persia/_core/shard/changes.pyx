@@ -1,33 +1,19 @@
-"""How a shard's changes are noticed: a stamp in each row, and an epoch that somebody set.
+"""Which rows of a shard have changed: a stamp in each row, and an epoch for each snapshot.
 
-    epoch      1 ---------- cut ---- 2 ------------------ cut ---- 3 ----------
+    epoch      1 ------ snapshot ---- 2 -------------- snapshot ---- 3 ----------
     row a      changed: stamp 1, logged          (2 begins: nothing)
     row b      stamp 0      |        changed: image kept, stamp 2, logged
                             |        changed again: nothing
-                            +-- the cut reads rows whose stamp is at most 1
-
-Every cut begins an epoch. A row's stamp is the epoch of its last change, so a change costs a
-comparison, and only the first one in an epoch costs more. (A process that takes rows over sets
-their stamps to 0.)
-
-    images  A cut under way has not read all its rows yet. A row of it that changes or goes is
-            copied first; ``done`` says that this happened, or that the row was read.
-    log     Somebody asks for changes later: the row's number goes to the log of the epoch, the
-            sign of a dropped row to another. An entry whose epoch is not the row's stamp is
-            out of date, for the row changed again later or has become another.
+                            +-- the snapshot reads rows whose stamp is at most 1
 
 Invariants, true between calls:
 
-    I1  A row's stamp is at most the epoch, unless nobody watches.
-    I2  A row that was live when a cut began and has a stamp in since..last of its watcher is
-        as it was then, or done.
-    I3  While somebody reads the log: a row with a stamp above ``lost`` is in the log of the
-        epoch that is its stamp; so is the sign of each row dropped in such an epoch.
+    I1  A row's stamp is at most the epoch, unless the epoch is 0: changes are not noted.
+    I2  A row that was live when a snapshot began and has a stamp in since..last of its watcher
+        is as it was then, or done.
+    I3  While the log is on: a row with a stamp above ``lost`` is in the log of the epoch that
+        is its stamp; so is the sign of each row dropped in such an epoch.
     I4  Blocks of the log are in the order of their epochs, and one block is of one epoch.
-
-Both are bounded. The log gives its oldest epochs up where it would outgrow ``max_bytes``; who
-needs those takes all rows instead. Images are bounded by whoever begins a request (see
-``cut``): here a copy is never refused.
 
 Not taken: a list of changes without stamps in the rows (a row used in every batch would be in
 it as often); a scan of all stamps in place of the log (a megabyte read for a kilobyte of
@@ -40,8 +26,12 @@ from libc.string cimport memcpy
 from persia._core.shard.slabs cimport PLACE_BITS, PLACE_MASK
 
 
+# --- images: rows that change or go before a snapshot has read them --------------------------
+#
+# The bytes are bounded before a request begins (see ``snapshot``): here a copy is never
+# refused. ``done`` says that the snapshot has the row, read or copied.
 cdef void keep_image(Watcher *watcher, const Slabs *slabs, row_t row) noexcept nogil:
-    """Copy the row unless the cut has it."""
+    """Copy the row unless the snapshot has it."""
     cdef uint64_t place = watcher.starts[row >> PLACE_BITS] + (row & PLACE_MASK)
     cdef uint32_t num_bytes = slabs.views[row >> PLACE_BITS].stride
     cdef size_t needed = sizeof(Image) + num_bytes
@@ -52,6 +42,7 @@ cdef void keep_image(Watcher *watcher, const Slabs *slabs, row_t row) noexcept n
     if block == NULL or block.num_used + needed > block.num_bytes:
         block = add_image_block(&watcher.images, needed)
         if block == NULL:
+            # The reader gets an error; the request that changes the row goes on.
             watcher.is_lost = True
             return
     image = <Image *> (<char *> (block + 1) + block.num_used)
@@ -125,6 +116,10 @@ cdef void note_clear(Changes *changes) noexcept nogil:
     log_lose(&changes.log, changes.epoch)
 
 
+# --- the log: what changed in each epoch, for consumers that ask later ------------------
+#
+# An entry whose epoch is not the row's stamp is out of date: the row changed again later, or
+# its place has another row now. Readers skip it.
 cdef void log_row(ChangeLog *log, uint32_t epoch, row_t row) noexcept nogil:
     cdef LogBlock *block = room(log, &log.rows, epoch, sizeof(row_t))
     if block != NULL:
@@ -139,6 +134,8 @@ cdef void log_sign(ChangeLog *log, uint32_t epoch, sign_t sign) noexcept nogil:
         block.count += 1
 
 
+# Where the log would outgrow ``max_bytes``, its oldest epoch is given up. A consumer that needs
+# that epoch gets all rows instead.
 cdef LogBlock *room(
     ChangeLog *log, LogList *entries, uint32_t epoch, size_t entry_bytes
 ) noexcept nogil:

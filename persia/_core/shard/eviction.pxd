@@ -1,9 +1,9 @@
 """Eviction policies of one shard: which order of use a row enters, and which rows go next."""
 
-from persia._core.shard.persistent_shard cimport Kept
+from persia._core.base.types cimport position_t, row_t, uint16_t, uint32_t, uint64_t, uint8_t
+from persia._core.shard.persistent_shard cimport ShardFile
 from persia._core.shard.recency cimport OFFSET_BITS, Recency, segment_at
 from persia._core.shard.slabs cimport NO_POSITION, Slabs
-from persia._core.base.types cimport position_t, row_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef enum:                      # kinds
     LRU = 0
@@ -39,6 +39,10 @@ cdef struct Eviction:
     uint32_t swept              # segment where the next look for expired rows begins
 
 
+# Frequency is an approximate count (Morris 1978, as in Redis): a use moves a row from class c
+# to class c + 1 once in 2**c times, otherwise to the newest end of its class, so that class c
+# means about 2**c uses. Draws are bits of mix64(sign) against bits of the request's key: the
+# same request draws the same.
 cdef inline uint32_t eviction_order(
     Eviction *eviction, const Recency *recency, uint32_t number, position_t position,
     uint64_t draw
@@ -55,7 +59,7 @@ cdef inline uint32_t eviction_order(
     place = segment_at(recency, position >> OFFSET_BITS).order - policy.first
     if place >= LFU_ORDERS:
         return policy.first + policy.lowest
-    # One of two loaded values and no branch, since nobody can predict the draw.
+    # One of two loaded values and no branch, since a draw cannot be predicted.
     return policy.first + (
         policy.stays[place] if draw & policy.masks[place] else policy.ups[place])
 
@@ -70,8 +74,8 @@ cdef inline uint32_t policy_order(const Policy *policy, uint32_t grade) noexcept
 
 cdef void eviction_free(Eviction *eviction) noexcept nogil
 # Write down what the orders do not say, and take it up again; False: it is out of range.
-cdef void eviction_keep(const Eviction *eviction, Kept *kept) noexcept nogil
-cdef bint eviction_attach(Eviction *eviction, const Kept *kept) noexcept nogil
+cdef void eviction_save(const Eviction *eviction, ShardFile *file) noexcept nogil
+cdef bint eviction_attach(Eviction *eviction, const ShardFile *file) noexcept nogil
 # The number of the policy, made if there is none; -1: no memory, or too many.
 cdef int eviction_policy(
     Eviction *eviction, Recency *recency, uint32_t kind, uint32_t clock, uint64_t ttl
@@ -87,7 +91,7 @@ cdef uint32_t eviction_sweep(
     Eviction *eviction, const Recency *recency, row_t *rows, uint32_t count,
     uint32_t *num_looks
 ) noexcept nogil
-# A row expired and begins anew in its place.
+# A row expired and begins again in its place.
 cdef void eviction_note_expired(
     Eviction *eviction, const Recency *recency, position_t position) noexcept nogil
 # After the uses of a request: halve counts when it is time, a bounded number of steps a call.

@@ -12,39 +12,17 @@ stands, so no policy costs a byte in a row or a read of one:
 
     going next: the oldest row of the lowest class that has one
 
-Frequency is an approximate count (Morris 1978, as in Redis): a use moves a row from class c
-to class c + 1 once in 2**c times, otherwise to the newest end of its class, so that class c
-means about 2**c uses. Draws are bits of mix64(sign) against bits of the batch's key: the same
-request draws the same.
-
-Counts are halved (as by TinyLFU, Einziger, Friedman and Manes 2017) once there were ten uses
-for each row of the policy. Halving takes every row to the class below. So the ring of orders
-is turned by one place, which moves nothing:
-
-    orders     a  b  c  d ... q         a b c ... are the orders, one letter each
-    before     0  1  2  3 ... drained
-    after      dr 0  1  2 ... 15        q is empty then
-
-and what was class 0 goes, a few segments a request, to the old end of what was class 1. A
-touch in the meantime takes it for class 0, and eviction takes it first: nobody can tell that
-it is not done yet. Until it is done counts are not halved again.
-
-Policies share a shard's capacity. Each names the row it would give; the one whose segment was
-used least recently goes, so that rows of different policies live equally long unless LFU has
-counted more than one use. A segment's time is that of its newest entry, at most 2048 uses of
-its order later.
-
 Expiry is by segments, which a sweep looks at in turn (see ``recency``).
 """
 
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
+from persia._core.base.types cimport int64_t
 from persia._core.shard.recency cimport (
     NO_ORDER, NO_SEGMENT, Order, Segment, recency_add_orders, recency_drain, recency_expired,
     recency_walk,
 )
-from persia._core.base.types cimport int64_t
 
 
 cdef void eviction_free(Eviction *eviction) noexcept nogil:
@@ -52,20 +30,20 @@ cdef void eviction_free(Eviction *eviction) noexcept nogil:
     memset(eviction, 0, sizeof(Eviction))
 
 
-cdef void eviction_keep(const Eviction *eviction, Kept *kept) noexcept nogil:
+cdef void eviction_save(const Eviction *eviction, ShardFile *file) noexcept nogil:
     cdef uint32_t i
     for i in range(eviction.num_policies):
-        kept.shard.policies[i].lowest = eviction.policies[i].lowest
-        kept.shard.policies[i].num_uses = eviction.policies[i].num_uses
+        file.shard.policies[i].lowest = eviction.policies[i].lowest
+        file.shard.policies[i].num_uses = eviction.policies[i].num_uses
 
 
-cdef bint eviction_attach(Eviction *eviction, const Kept *kept) noexcept nogil:
+cdef bint eviction_attach(Eviction *eviction, const ShardFile *file) noexcept nogil:
     cdef uint32_t i
     for i in range(eviction.num_policies):
-        if kept.shard.policies[i].lowest >= LFU_ORDERS:
+        if file.shard.policies[i].lowest >= LFU_ORDERS:
             return False
-        turn(&eviction.policies[i], <uint32_t> kept.shard.policies[i].lowest)
-        eviction.policies[i].num_uses = kept.shard.policies[i].num_uses
+        turn(&eviction.policies[i], <uint32_t> file.shard.policies[i].lowest)
+        eviction.policies[i].num_uses = file.shard.policies[i].num_uses
     return True
 
 
@@ -79,6 +57,17 @@ cdef int add_orders(Policy *policy, Recency *recency) noexcept nogil:
     return 0
 
 
+# Counts are halved (as by TinyLFU, Einziger, Friedman and Manes 2017) once there were ten uses
+# for each row of the policy. Halving takes every row to the class below. So the ring of orders
+# is turned by one place, which moves nothing:
+#
+#     orders     a  b  c  d ... q         a b c ... are the orders, one letter each
+#     before     0  1  2  3 ... drained
+#     after      dr 0  1  2 ... 15        q is empty then
+#
+# and what was class 0 goes, a few segments a request, to the old end of what was class 1. A
+# touch in the meantime takes it for class 0, and eviction takes it first, so that it does not
+# show. Until it is done counts are not halved again.
 cdef void turn(Policy *policy, uint32_t lowest) noexcept nogil:
     """Make this place of the ring class 0; nothing is counted yet since."""
     cdef uint32_t grade, place, known
@@ -123,6 +112,7 @@ cdef int eviction_policy(
 
 cdef int eviction_restart(Eviction *eviction, Recency *recency) noexcept nogil:
     cdef uint32_t i
+    # Numbers of policies stay what requests have, though their orders are new.
     eviction.swept = 0
     for i in range(eviction.num_policies):
         if add_orders(&eviction.policies[i], recency) < 0:
@@ -175,6 +165,10 @@ cdef uint32_t next_segment(const Policy *policy, const Recency *recency) noexcep
     return NO_SEGMENT
 
 
+# Policies share a shard's capacity. Each names the row it would give; the one whose segment was
+# used least recently goes, so that rows of different policies live equally long unless LFU has
+# counted more than one use. A segment's time is that of its newest entry, at most 2048 uses of
+# its order later.
 cdef uint32_t eviction_take(
     Eviction *eviction, const Recency *recency, row_t *rows, uint32_t count
 ) noexcept nogil:

@@ -3,9 +3,9 @@
     position u32   | segment (21 bits) | offset in the segment (11 bits) |
 """
 
-from persia._core.shard.persistent_shard cimport Kept
-from persia._core.shard.slabs cimport NO_POSITION, Row, Slabs, persia_prefetch_write, row_at
 from persia._core.base.types cimport int64_t, position_t, row_t, uint32_t, uint64_t
+from persia._core.shard.persistent_shard cimport ShardFile
+from persia._core.shard.slabs cimport NO_POSITION, Row, Slabs, persia_prefetch_write, row_at
 
 cdef enum:
     OFFSET_BITS = 11
@@ -58,7 +58,7 @@ cdef struct Order:
     uint64_t num_live
 
 cdef struct Recency:
-    Kept *kept                      # where a new process reads it all, or NULL
+    ShardFile *file                      # where a new process reads it all, or NULL
     Block **blocks
     uint32_t num_blocks
     uint32_t block_capacity
@@ -134,3 +134,16 @@ cdef uint32_t recency_walk(
 # Whether invariant I5 forbids this segment and the next to be two.
 cdef bint recency_mergeable(const Recency *recency, uint32_t number) noexcept nogil
 cdef uint64_t recency_bytes(const Recency *recency) noexcept nogil
+
+# Of segments, for ``recovery``.
+
+# Give all numbers below this a segment that is free but not in the list of free ones; -1: no
+# memory.
+cdef int number_segments(Recency *recency, uint32_t count) noexcept nogil
+cdef void list_free_segment(Recency *recency, uint32_t number) noexcept nogil
+# Enter an unlinked segment into an order before another; NO_SEGMENT: as the newest.
+cdef void segment_link(
+    Recency *recency, uint32_t number, uint32_t order, uint32_t following) noexcept nogil
+# Give back the array's unused end. ``capacity`` is what it had; num_held is not 0.
+cdef void segment_trim(
+    Recency *recency, Segment *segment, uint32_t capacity) noexcept nogil

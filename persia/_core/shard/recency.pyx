@@ -10,20 +10,9 @@ the row to the newest segment and clears one bit of the segment where the row st
     +-----------+     +-----------+     +-----------+
                           row.position = (segment, offset)
 
-Dead entries are dropped without reading any row:
-
-    tidy   when less than 4/5 of a segment's entries are live, the others are squeezed out. An
-           entry keeps its offset: ``held`` says which offsets are still there, so no row has
-           to learn a new position.
-    free   a segment without live entries goes at once.
-    merge  two neighbours with at most 256 live entries each become one; only this renumbers
-           rows, at most 512 of them, once per 2048 appends.
-
 A shard has several such orders, one for each kind of rows and frequency (see ``eviction``), of
 segments from one pool. A segment knows its order, and so does a row by its position; a touch
-may move the row from any order to any other. A segment also knows the times of its first and
-last use. Where rows expire they do so by the segment, unread, so it is closed before its uses
-are further apart than one grain, a sixteenth of the ttl.
+may move the row from any order to any other.
 
 Invariants, true between calls:
 
@@ -42,14 +31,203 @@ Not taken: (row, stamp) pairs as queue entries (twice the memory, and a cache mi
 find out whether it is dead).
 """
 
-from libc.stdlib cimport free, realloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
 
-from persia._core.shard.persistent_shard cimport Kept, kept_segment, persia_stores_before
-from persia._core.shard.segments cimport (
-    drop_segment, new_segment, segment_link, segment_squeeze, segment_trim, segment_unlink,
+from persia._core.shard.persistent_shard cimport (
+    FILE_SEGMENTS, KEY_STEP, SavedSegment, ShardFile, file_back, file_segment,
+    persia_stores_before,
 )
-from persia._core.shard.slabs cimport persia_lowest_bit, persia_popcount, persia_prefetch_write
+from persia._core.shard.slabs cimport (
+    CACHE_LINE, persia_lowest_bit, persia_popcount, persia_prefetch_write,
+)
+
+cdef extern from "stdlib.h" nogil:
+    int posix_memalign(void **block, size_t alignment, size_t num_bytes) noexcept
+
+# --- segments: their memory, their links, what leaves them
+# ---------------------------------------
+
+# Segments are numbered, and come from blocks that never move; a free one keeps its number and
+# has no array.
+
+
+cdef Block *new_block() noexcept nogil:
+    """Zeroed, and from the begin of a line, so that a segment's counts lie in one."""
+    cdef void *block = NULL
+    if posix_memalign(&block, CACHE_LINE, sizeof(Block)) != 0:
+        return NULL
+    memset(block, 0, sizeof(Block))
+    return <Block *> block
+
+
+cdef uint32_t new_segment(Recency *recency, uint32_t num_entries) noexcept nogil:
+    """An unlinked empty segment with room for ``num_entries``; NO_SEGMENT: no memory."""
+    cdef uint32_t number = recency.free_segment
+    cdef Segment *segment
+    if number == NO_SEGMENT:
+        if recency.num_segments == MAX_SEGMENTS:
+            return NO_SEGMENT
+        if recency.num_segments == recency.num_blocks * SEGMENT_BLOCK and (
+                add_block(recency) < 0):
+            return NO_SEGMENT
+        number = recency.num_segments
+        segment = segment_at(recency, number)
+        segment.rows = <row_t *> malloc(num_entries * sizeof(row_t))
+        if segment.rows == NULL:
+            return NO_SEGMENT
+        recency.num_segments += 1
+        if recency.file != NULL:
+            recency.file.shard.num_segments = recency.num_segments
+            persia_stores_before()
+    else:
+        segment = segment_at(recency, number)
+        segment.rows = <row_t *> malloc(num_entries * sizeof(row_t))
+        if segment.rows == NULL:
+            return NO_SEGMENT
+        recency.free_segment = segment.next
+    recency.bytes_held += num_entries * sizeof(row_t)
+    segment.num_held = 0
+    segment.num_live = 0
+    segment.num_used = 0
+    segment.num_timed = 0
+    memset(segment.held, 0, sizeof(segment.held))
+    memset(segment.live, 0, sizeof(segment.live))
+    return number
+
+
+cdef int add_block(Recency *recency) noexcept nogil:
+    cdef uint32_t capacity
+    cdef uint64_t place
+    cdef Block **blocks
+    cdef Block *block
+    if recency.num_blocks == recency.block_capacity:
+        capacity = recency.block_capacity * 2 if recency.block_capacity else 4
+        blocks = <Block **> realloc(recency.blocks, capacity * sizeof(Block *))
+        if blocks == NULL:
+            return -1
+        recency.blocks = blocks
+        recency.block_capacity = capacity
+    if recency.file != NULL:
+        place = <uint64_t> recency.num_blocks * SEGMENT_BLOCK * sizeof(SavedSegment)
+        if file_back(
+                recency.file, <char *> recency.file.segments + place, FILE_SEGMENTS + place,
+                SEGMENT_BLOCK * sizeof(SavedSegment)) < 0:
+            return -1
+    block = new_block()
+    if block == NULL:
+        return -1
+    recency.blocks[recency.num_blocks] = block
+    recency.num_blocks += 1
+    return 0
+
+
+cdef int number_segments(Recency *recency, uint32_t count) noexcept nogil:
+    while recency.num_segments < count:
+        if recency.num_segments == recency.num_blocks * SEGMENT_BLOCK and (
+                add_block(recency) < 0):
+            return -1
+        segment_at(recency, recency.num_segments).order = NO_ORDER
+        expiry_at(recency, recency.num_segments)[0] = NEVER
+        recency.num_segments += 1
+    return 0
+
+
+cdef void list_free_segment(Recency *recency, uint32_t number) noexcept nogil:
+    segment_at(recency, number).next = recency.free_segment
+    recency.free_segment = number
+
+
+cdef uint32_t segment_capacity(const Recency *recency, uint32_t number) noexcept nogil:
+    """Entries that its array has room for: all while it is open, then exact."""
+    cdef Segment *segment = segment_at(recency, number)
+    if number == recency.orders[segment.order].open:
+        return SEGMENT_ENTRIES
+    return segment.num_held
+
+
+cdef void segment_unlink(Recency *recency, Segment *segment) noexcept nogil:
+    cdef Order *order = &recency.orders[segment.order]
+    if segment.previous != NO_SEGMENT:
+        segment_at(recency, segment.previous).next = segment.next
+    else:
+        order.oldest = segment.next
+    if segment.next != NO_SEGMENT:
+        segment_at(recency, segment.next).previous = segment.previous
+    else:
+        order.newest = segment.previous
+
+
+cdef void segment_link(
+    Recency *recency, uint32_t number, uint32_t order, uint32_t following
+) noexcept nogil:
+    cdef Segment *segment = segment_at(recency, number)
+    cdef Order *to = &recency.orders[order]
+    cdef uint32_t before = to.newest if following == NO_SEGMENT else (
+        segment_at(recency, following).previous)
+    if recency.file != NULL:
+        # Before a row stands in it. Keys of other segments stay what they are.
+        if following == NO_SEGMENT:
+            recency.file.newest_key += KEY_STEP
+            file_segment(recency.file, number, order, recency.file.newest_key)
+        else:
+            file_segment(
+                recency.file, number, order,
+                recency.file.segments[following].key - KEY_STEP)
+    segment.order = order
+    segment.previous = before
+    segment.next = following
+    if before != NO_SEGMENT:
+        segment_at(recency, before).next = number
+    else:
+        to.oldest = number
+    if following != NO_SEGMENT:
+        segment_at(recency, following).previous = number
+    else:
+        to.newest = number
+
+
+cdef void drop_segment(Recency *recency, uint32_t number) noexcept nogil:
+    """Unlink and free a segment without live entries."""
+    cdef Segment *segment = segment_at(recency, number)
+    recency.bytes_held -= segment_capacity(recency, number) * sizeof(row_t)
+    recency.num_held -= segment.num_held
+    segment_unlink(recency, segment)
+    free(segment.rows)
+    segment.rows = NULL
+    segment.num_held = 0
+    segment.order = NO_ORDER
+    expiry_at(recency, number)[0] = NEVER
+    list_free_segment(recency, number)
+
+
+cdef void segment_squeeze(Recency *recency, Segment *segment) noexcept nogil:
+    """Drop dead entries; the array keeps its size."""
+    cdef uint32_t word, taken = 0, num_kept = 0
+    cdef uint64_t held, live
+    for word in range((segment.num_used + 63) // 64):
+        held = segment.held[word]
+        live = segment.live[word]
+        while held:
+            # Written whether it lives or not: which entries died, no branch predictor knows.
+            segment.rows[num_kept] = segment.rows[taken]
+            num_kept += (live & held & (0 - held)) != 0
+            taken += 1
+            held &= held - 1
+        segment.held[word] = live
+    recency.num_held -= segment.num_held - num_kept
+    segment.num_held = num_kept
+
+
+cdef void segment_trim(Recency *recency, Segment *segment, uint32_t capacity) noexcept nogil:
+    cdef row_t *rows = <row_t *> realloc(segment.rows, segment.num_held * sizeof(row_t))
+    if rows != NULL:        # otherwise the longer array serves as well
+        segment.rows = rows
+    recency.bytes_held -= (capacity - segment.num_held) * sizeof(row_t)
+
+
+# --- orders
+# -------------------------------------------------------------------------------------
 
 
 cdef void recency_init(Recency *recency) noexcept nogil:
@@ -60,7 +238,7 @@ cdef void recency_init(Recency *recency) noexcept nogil:
 
 cdef void recency_free(Recency *recency) noexcept nogil:
     cdef uint32_t number, i
-    cdef Kept *kept = recency.kept
+    cdef ShardFile *file = recency.file
     for number in range(recency.num_segments):
         free(segment_at(recency, number).rows)
     for i in range(recency.num_blocks):
@@ -68,7 +246,7 @@ cdef void recency_free(Recency *recency) noexcept nogil:
     free(recency.blocks)
     free(recency.orders)
     recency_init(recency)
-    recency.kept = kept
+    recency.file = file
 
 
 cdef int64_t recency_add_orders(
@@ -101,6 +279,9 @@ cdef uint64_t recency_bytes(const Recency *recency) noexcept nogil:
         + recency.num_orders * sizeof(Order))
 
 
+# Dead entries are dropped without a look at any row. When less than 4/5 of a segment's entries
+# live, the others are squeezed out: an entry keeps its offset, and ``held`` says which offsets
+# are still there, so no row learns a new position. A segment without live entries is freed.
 cdef void tidy(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
     """Restore I3 and I5 for a closed segment after one of its entries died."""
     cdef Segment *segment = segment_at(recency, number)
@@ -154,6 +335,7 @@ cdef void join(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
             return
 
 
+# Only this renumbers rows: at most 512 of them, once per 2048 appends.
 cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
     """Make one segment of this one and the next; its number, or NO_SEGMENT: no memory."""
     cdef Segment *segment = segment_at(recency, number)
@@ -169,10 +351,10 @@ cdef uint32_t merge(Recency *recency, Slabs *slabs, uint32_t number) noexcept no
     into.first_use = min(segment.first_use, other.first_use)
     into.tick = max(segment.tick, other.tick)
     segment_link(recency, target, segment.order, number)
-    if recency.kept != NULL:
+    if recency.file != NULL:
         # Not before its neighbour, where others may stand: in the place of the two.
-        kept_segment(
-            recency.kept, target, segment.order, recency.kept.segments[number].key)
+        file_segment(
+            recency.file, target, segment.order, recency.file.segments[number].key)
     set_last_use(recency, target, max(segment.last_use, other.last_use))
     for _part in range(2):
         segment = segment_at(recency, number)
@@ -211,6 +393,7 @@ cdef int open_segment(Recency *recency, Slabs *slabs, uint32_t order) noexcept n
     segment_link(recency, number, order, NO_SEGMENT)
     segment_at(recency, number).first_use = recency.clocks[to.clock]
     set_last_use(recency, number, recency.clocks[to.clock])
+    # Before the old one is shut: a merge must not take the open segment for a closed one.
     to.open = number
     if closed != NO_SEGMENT:
         note_time(recency, closed)
@@ -218,16 +401,18 @@ cdef int open_segment(Recency *recency, Slabs *slabs, uint32_t order) noexcept n
     return 0
 
 
+# Rows expire by the segment, unread. So a segment is closed before its uses are further apart
+# than one grain, a sixteenth of the ttl.
 cdef void set_last_use(Recency *recency, uint32_t number, uint64_t time) noexcept nogil:
     cdef Segment *segment = segment_at(recency, number)
     cdef const Order *order = &recency.orders[segment.order]
     segment.last_use = time
     expiry_at(recency, number)[0] = NEVER if order.ttl == 0 else (
         <uint64_t> order.clock << CLOCK_SHIFT | (time + order.ttl))
-    if recency.kept != NULL:
-        recency.kept.segments[number].first_use = segment.first_use
-        recency.kept.segments[number].last_use = time
-        recency.kept.segments[number].tick = segment.tick
+    if recency.file != NULL:
+        recency.file.segments[number].first_use = segment.first_use
+        recency.file.segments[number].last_use = time
+        recency.file.segments[number].tick = segment.tick
 
 
 cdef void note_time(Recency *recency, uint32_t number) noexcept nogil:
@@ -254,7 +439,7 @@ cdef void shut(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
 
 
 cdef void fetch_open(const Recency *recency) noexcept nogil:
-    """Fetch where uses will be entered; with many orders nobody can guess which comes first."""
+    """Fetch where uses will be entered, of all orders: the first use may be of any."""
     cdef uint32_t i
     cdef Segment *segment
     for i in range(recency.num_orders):

@@ -1,9 +1,9 @@
 """The orders of use of one shard as they were at a moment, and where a row stood in them."""
 
+from persia._core.base.types cimport position_t, row_t, uint32_t, uint64_t
 from persia._core.shard.eviction cimport Eviction
 from persia._core.shard.recency cimport SEGMENT_WORDS, Recency
 from persia._core.shard.slabs cimport Slabs
-from persia._core.base.types cimport position_t, row_t, uint32_t, uint64_t
 
 cdef struct Entries:
     row_t *rows

@@ -6,9 +6,6 @@
 The copy costs four bytes an entry and no look at any row. Its memory is kept for the next one:
 fresh pages would cost more than the copying. Afterwards it is turned round once,
 so that rows can be read in the order of memory and still know their places.
-
-A row's rank is its place in the order in which rows would be evicted if nothing else happened:
-policies take turns by the ticks of their next segments, as ``eviction`` does it.
 """
 
 from libc.stdlib cimport free, malloc
@@ -58,6 +55,8 @@ cdef int allocate(OrderCopy *copy, const Recency *recency, Entries *spare) noexc
     return -1 if copy.segments == NULL or copy.entries.capacity < recency.num_held else 0
 
 
+# A row's rank is its place in the order in which rows would be evicted if nothing else
+# happened: policies take turns by the ticks of their next segments, as in ``eviction_take``.
 cdef int order_copy(
     OrderCopy *copy, const Recency *recency, const Eviction *eviction, const uint64_t *clocks,
     Entries *spare

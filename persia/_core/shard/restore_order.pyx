@@ -1,9 +1,7 @@
 """How restored rows get their places back.
 
 Files hold rows by bucket, orders of use are by shard, and the two have no bits in common: a
-file has a few rows of every shard. So a restored row is first the newest of its order, and
-noted; once all are there, they are put in the order they had and used again in that order,
-each at the time of its last use. A row that was dropped meanwhile is met no more.
+file has a few rows of every shard.
 """
 
 from libc.stdlib cimport free, malloc
@@ -33,50 +31,51 @@ cdef inline uint64_t part_of(uint64_t ttl) noexcept nogil:
     return ttl // TTL_PARTS + 1
 
 
-cdef Arrival *new_rows(uint64_t capacity) noexcept nogil:
-    """Room for so many; NULL: no memory. Of many it is the system's again once it is freed."""
-    cdef size_t num_bytes = capacity * sizeof(Arrival)
+cdef RestoredRow *new_rows(uint64_t capacity) noexcept nogil:
+    """NULL: no memory. A large array is mapped, so that its pages go back once it is freed."""
+    cdef size_t num_bytes = capacity * sizeof(RestoredRow)
     if num_bytes < <size_t> MAPPED_BYTES:
-        return <Arrival *> malloc(num_bytes)
-    return <Arrival *> persia_map(num_bytes, MAPPED_BYTES)
+        return <RestoredRow *> malloc(num_bytes)
+    return <RestoredRow *> persia_map(num_bytes, MAPPED_BYTES)
 
 
-cdef void free_rows(Arrival *rows, uint64_t capacity) noexcept nogil:
-    cdef size_t num_bytes = capacity * sizeof(Arrival)
+cdef void free_rows(RestoredRow *rows, uint64_t capacity) noexcept nogil:
+    cdef size_t num_bytes = capacity * sizeof(RestoredRow)
     if num_bytes < <size_t> MAPPED_BYTES:
         free(rows)
     else:
         persia_unmap(rows, num_bytes)
 
 
-cdef int grow(Arrivals *arrivals, uint64_t capacity) noexcept nogil:
-    cdef Arrival *rows = new_rows(capacity)
+cdef int grow(RestoredRows *restored, uint64_t capacity) noexcept nogil:
+    cdef RestoredRow *rows = new_rows(capacity)
     if rows == NULL:
         return -1
-    if arrivals.count:
-        memcpy(rows, arrivals.rows, arrivals.count * sizeof(Arrival))
-    free_rows(arrivals.rows, arrivals.capacity)
-    arrivals.rows = rows
-    arrivals.capacity = capacity
+    if restored.count:
+        memcpy(rows, restored.rows, restored.count * sizeof(RestoredRow))
+    free_rows(restored.rows, restored.capacity)
+    restored.rows = rows
+    restored.capacity = capacity
     return 0
 
 
-cdef int arrivals_expect(Arrivals *arrivals, uint64_t num_rows) noexcept nogil:
-    """Have room for so many more; pages of it become resident as they are used."""
-    if arrivals.count + num_rows <= arrivals.capacity:
+cdef int restored_expect(RestoredRows *restored, uint64_t num_rows) noexcept nogil:
+    """Make room for ``num_rows`` more; its pages become resident as they are used."""
+    if restored.count + num_rows <= restored.capacity:
         return 0
-    return grow(arrivals, arrivals.count + num_rows)
+    return grow(restored, restored.count + num_rows)
 
 
-cdef int arrivals_add(
-    Arrivals *arrivals, row_t row, sign_t sign, uint64_t order, uint64_t age, uint64_t ttl
+# A restored row is first the newest of its order, and noted here with its place of then.
+cdef int restored_add(
+    RestoredRows *restored, row_t row, sign_t sign, uint64_t order, uint64_t age, uint64_t ttl
 ) noexcept nogil:
-    cdef Arrival *at
-    if arrivals.count == arrivals.capacity and grow(
-            arrivals, arrivals.capacity + arrivals.capacity // 2 + 64) < 0:
+    cdef RestoredRow *at
+    if restored.count == restored.capacity and grow(
+            restored, restored.capacity + restored.capacity // 2 + 64) < 0:
         return -1
-    at = &arrivals.rows[arrivals.count]
-    arrivals.count += 1
+    at = &restored.rows[restored.count]
+    restored.count += 1
     at.row = row
     at.tag = <uint32_t> sign
     at.order = <uint32_t> min(order, <uint64_t> 0xFFFFFFFF)
@@ -84,13 +83,13 @@ cdef int arrivals_add(
     return 0
 
 
-cdef void arrivals_free(Arrivals *arrivals) noexcept nogil:
-    free_rows(arrivals.rows, arrivals.capacity)
-    memset(arrivals, 0, sizeof(Arrivals))
+cdef void restored_free(RestoredRows *restored) noexcept nogil:
+    free_rows(restored.rows, restored.capacity)
+    memset(restored, 0, sizeof(RestoredRows))
 
 
 cdef void sort_by_digit(
-    const Arrival *rows, Arrival *out, uint64_t count, uint32_t shift
+    const RestoredRow *rows, RestoredRow *out, uint64_t count, uint32_t shift
 ) noexcept nogil:
     """A stable pass of a radix sort."""
     cdef uint64_t[DIGITS] ends
@@ -109,25 +108,25 @@ cdef void sort_by_digit(
         ends[digit] += 1
 
 
-cdef int sort(Arrivals *arrivals, Arrivals *spare, uint32_t last) noexcept nogil:
-    cdef Arrivals swapped
+cdef int sort(RestoredRows *restored, RestoredRows *spare, uint32_t last) noexcept nogil:
+    cdef RestoredRows swapped
     cdef uint32_t shift
-    if spare.capacity < arrivals.count and grow(spare, arrivals.capacity) < 0:
+    if spare.capacity < restored.count and grow(spare, restored.capacity) < 0:
         return -1
     for shift in range(0, 32, 11):
         if last >> shift == 0:      # nor above
             break
-        sort_by_digit(arrivals.rows, spare.rows, arrivals.count, shift)
-        spare.count = arrivals.count
-        arrivals.count = 0
-        swapped = arrivals[0]
-        arrivals[0] = spare[0]
+        sort_by_digit(restored.rows, spare.rows, restored.count, shift)
+        spare.count = restored.count
+        restored.count = 0
+        swapped = restored[0]
+        restored[0] = spare[0]
         spare[0] = swapped
     return 0
 
 
 cdef int settle_row(
-    Recency *recency, Slabs *slabs, const Arrival *at
+    Recency *recency, Slabs *slabs, const RestoredRow *at
 ) noexcept nogil:
     cdef const Order *order
     cdef Row *row
@@ -148,51 +147,54 @@ cdef int settle_row(
         recency, slabs, at.row, number, now - age if order.ttl else now)
 
 
-cdef int arrivals_settle(
-    Arrivals *arrivals, Arrivals *spare, Recency *recency, Slabs *slabs, const uint64_t *clocks
+# Once all rows are there, they are put in the order they had and used again in that order, each
+# at the time of its last use. A row that was dropped meanwhile is left out.
+cdef int restored_settle(
+    RestoredRows *restored, RestoredRows *spare, Recency *recency, Slabs *slabs,
+    const uint64_t *clocks
 ) noexcept nogil:
-    cdef Arrivals settled
+    cdef RestoredRows settled
     cdef uint64_t i, count
     cdef uint32_t last = 0
     cdef uint32_t *numbers
     cdef int status = 0
-    if arrivals.count == 0:
-        arrivals_free(arrivals)
+    if restored.count == 0:
+        restored_free(restored)
         return 0
-    for i in range(arrivals.count):
-        last = max(last, arrivals.rows[i].order)
-    numbers = numbers_by_order(arrivals, spare, last)
-    if numbers == NULL and sort(arrivals, spare, last) < 0:
+    for i in range(restored.count):
+        last = max(last, restored.rows[i].order)
+    numbers = numbers_by_order(restored, spare, last)
+    if numbers == NULL and sort(restored, spare, last) < 0:
         return -1
     recency_begin(recency, slabs, clocks)
-    count = arrivals.count if numbers == NULL else <uint64_t> last + 1
+    count = restored.count if numbers == NULL else <uint64_t> last + 1
     for i in range(count):
         if numbers == NULL:
             if i + AHEAD < count:
-                persia_prefetch_write(row_at(slabs, arrivals.rows[i + AHEAD].row))
-            status = settle_row(recency, slabs, &arrivals.rows[i])
+                persia_prefetch_write(row_at(slabs, restored.rows[i + AHEAD].row))
+            status = settle_row(recency, slabs, &restored.rows[i])
         else:
             if i + 2 * AHEAD < count:       # if it is none, of what is not read
-                persia_prefetch(&arrivals.rows[numbers[i + 2 * AHEAD]])
+                persia_prefetch(&restored.rows[numbers[i + 2 * AHEAD]])
             if i + AHEAD < count and numbers[i + AHEAD] != NONE:
                 persia_prefetch_write(
-                    row_at(slabs, arrivals.rows[numbers[i + AHEAD]].row))
+                    row_at(slabs, restored.rows[numbers[i + AHEAD]].row))
             if numbers[i] != NONE:
-                status = settle_row(recency, slabs, &arrivals.rows[numbers[i]])
+                status = settle_row(recency, slabs, &restored.rows[numbers[i]])
         if status < 0:
             break
     recency_end(recency)
     recency_settle(recency)
-    settled = arrivals[0]
-    arrivals[0] = spare[0]
-    arrivals_free(arrivals)
+    settled = restored[0]
+    restored[0] = spare[0]
+    restored_free(restored)
     spare[0] = settled
     spare.count = 0
     return status
 
 
 cdef uint32_t *numbers_by_order(
-    const Arrivals *arrivals, Arrivals *spare, uint32_t last
+    const RestoredRows *restored, RestoredRows *spare, uint32_t last
 ) noexcept nogil:
     """Which arrival each order up to the last is of, or NONE; NULL unless no two are of one.
 
@@ -200,14 +202,14 @@ cdef uint32_t *numbers_by_order(
     """
     cdef uint64_t i
     cdef uint32_t *numbers
-    if last >= 2 * arrivals.count or arrivals.count >= NONE:
+    if last >= 2 * restored.count or restored.count >= NONE:
         return NULL
-    if spare.capacity < arrivals.count and grow(spare, arrivals.capacity) < 0:
+    if spare.capacity < restored.count and grow(spare, restored.capacity) < 0:
         return NULL
     numbers = <uint32_t *> spare.rows
     memset(numbers, 0xFF, (<size_t> last + 1) * sizeof(uint32_t))
-    for i in range(arrivals.count):
-        if numbers[arrivals.rows[i].order] != NONE:
+    for i in range(restored.count):
+        if numbers[restored.rows[i].order] != NONE:
             return NULL
-        numbers[arrivals.rows[i].order] = <uint32_t> i
+        numbers[restored.rows[i].order] = <uint32_t> i
     return numbers

@@ -6,8 +6,8 @@
 from libc.string cimport memcpy
 
 from persia._core.base.halves cimport persia_half_t
-from persia._core.kernels.optim cimport persia_optim_t, persia_step_t
 from persia._core.base.types cimport row_t, uint16_t, uint32_t, uint64_t
+from persia._core.kernels.optim cimport persia_optim_t, persia_step_t
 
 cdef enum:
     STEP_ROWS = 32                  # rows handed to an optimizer kernel at once
@@ -73,12 +73,16 @@ cdef void set_format(
 # Floats that ``run_steps`` and initial values need to work in; 0 for f32 rows.
 cdef uint32_t scratch_size(const Format *format) noexcept nogil
 cdef void steps_begin(HalfSteps *steps) noexcept nogil
-# Step the rows gathered, and gather anew. ``key`` is of the update, for rounding.
+# Step the rows gathered, and begin to gather again. ``key`` is of the update, for rounding.
 cdef void run_steps(
     const Format *format, HalfSteps *steps, persia_step_t step, const persia_optim_t *settings,
     uint64_t key, float *scratch) noexcept nogil
 
 
+# Some rows are converted at once, so that their copies are in the cache when the kernel reads
+# them, and not still on their way there. A row must not be among them twice, or its first step
+# would be lost: ``met`` has a bit for each row number modulo 1024, and a bit that is taken
+# sends the rows gathered off first, rightly or by chance.
 cdef inline bint steps_add(
     const Format *format, HalfSteps *steps, row_t number, float *row, const float *sums,
     uint64_t hash

@@ -3,11 +3,6 @@
 A lookup widens on the way out. An update widens values into scratch memory, lets the
 optimizer's one kernel step them, with the state where it is, and rounds them on the way back.
 Weight bounds are the kernel's, so they come before the rounding.
-
-Some rows are converted at once, so that their copies are in the cache when the kernel reads
-them, and not still on their way there. A row must not be among them twice, or its first step
-would be lost: ``met`` has a bit for each row number modulo 1024, and a bit that is taken sends
-the rows gathered off first, rightly or by chance.
 """
 
 from libc.string cimport memset

@@ -1,14 +1,14 @@
 """A part of a server's rows that one lock guards: index, order of use and slabs."""
 
-from persia._core.shard.restore_order cimport Arrivals
+from persia._core.base.types cimport row_t, uint32_t, uint64_t
 from persia._core.shard.changes cimport Changes
 from persia._core.shard.eviction cimport Eviction
-from persia._core.shard.persistent_shard cimport Kept
+from persia._core.shard.persistent_shard cimport ShardFile
 from persia._core.shard.recency cimport Recency
+from persia._core.shard.restore_order cimport RestoredRows
 from persia._core.shard.sign_index cimport SignIndex
 from persia._core.shard.sketch cimport Sketch
 from persia._core.shard.slabs cimport Ahead, Slabs
-from persia._core.base.types cimport row_t, uint32_t, uint64_t
 
 cdef extern from "pythread.h" nogil:
     ctypedef void *PyThread_type_lock
@@ -52,9 +52,9 @@ cdef struct Shard:
     Recency recency
     Eviction eviction
     Sketch sketch               # of ids without a row; no lines: nothing is admitted by count
-    Changes changes             # noted for cuts and consumers
-    Arrivals arrivals           # restored, and not in their order yet
-    Kept *kept                  # in the state file; NULL: rows end with the process
+    Changes changes             # noted for snapshots and consumers
+    RestoredRows restored           # restored, and not in their order yet
+    ShardFile *file                  # in the state file; NULL: rows end with the process
     PyThread_type_lock lock     # held for every access to the fields of this struct
     uint32_t num_waiting        # requests that wait for the lock; counted atomically
     uint32_t num_backing        # of requests that make a chunk resident; counted atomically
@@ -77,9 +77,9 @@ cdef inline void shard_acquire(Shard *shard) noexcept nogil:
 
 
 cdef inline void shard_leave(Shard *shard) noexcept nogil:
-    """After a release by somebody who wants the lock again: let requests have it first.
+    """After a release by a thread that wants the lock again: let requests have it first.
 
-    The lock is not fair: whoever waits has to wake up, and would find it taken again.
+    The lock is not fair: a waiting thread has to wake up, and would find it taken again.
     """
     cdef uint32_t _try
     for _try in range(<uint32_t> MAX_YIELDS):

@@ -2,25 +2,25 @@
 
 from libc.string cimport memcpy, memset
 
-from persia._core.shard.restore_order cimport arrivals_free
+from persia._core.base.hashing cimport mix64
 from persia._core.shard.changes cimport note_clear, row_drops
 from persia._core.shard.eviction cimport (
-    SWEPT_ROWS, SWEPT_SEGMENTS, eviction_age, eviction_keep, eviction_restart, eviction_sweep,
+    SWEPT_ROWS, SWEPT_SEGMENTS, eviction_age, eviction_restart, eviction_save, eviction_sweep,
     eviction_take,
 )
-from persia._core.base.hashing cimport mix64
-from persia._core.shard.persistent_shard cimport kept_clear
+from persia._core.shard.persistent_shard cimport file_clear
 from persia._core.shard.recency cimport (
     NUM_CLOCKS, recency_bytes, recency_end, recency_free, recency_init, recency_remove,
     recency_settle,
 )
+from persia._core.shard.restore_order cimport restored_free
 from persia._core.shard.sign_index cimport (
     home_bucket, index_bytes, index_free, index_init, index_remove,
 )
-from persia._core.shard.sketch cimport sketch_free, sketch_init, sketch_keep
+from persia._core.shard.sketch cimport sketch_free, sketch_init, sketch_map
 from persia._core.shard.slabs cimport (
-    CHUNK_BYTES, Spare, persia_prefetch_write, row_at, slabs_ahead, slabs_drop_row,
-    slabs_free, slabs_init, slabs_reuse, slabs_spare,
+    CHUNK_BYTES, Spare, persia_prefetch_write, row_at, slabs_ahead, slabs_drop_row, slabs_free,
+    slabs_init, slabs_reuse, slabs_spare,
 )
 
 cdef enum:
@@ -36,14 +36,14 @@ cdef uint64_t shard_bytes(const Shard *shard) noexcept nogil:
 
 cdef int shard_init(Shard *shard, uint64_t sketch_bytes) noexcept nogil:
     slabs_init(&shard.slabs)
-    shard.slabs.kept = shard.kept
+    shard.slabs.file = shard.file
     recency_init(&shard.recency)
-    shard.recency.kept = shard.kept
+    shard.recency.file = shard.file
     memset(&shard.sketch, 0, sizeof(shard.sketch))
     if eviction_restart(&shard.eviction, &shard.recency) < 0:
         return -1
-    if sketch_bytes and shard.kept != NULL:
-        if sketch_keep(&shard.sketch, sketch_bytes, shard.kept) < 0:
+    if sketch_bytes and shard.file != NULL:
+        if sketch_map(&shard.sketch, sketch_bytes, shard.file) < 0:
             return -1
     elif sketch_bytes and sketch_init(&shard.sketch, sketch_bytes) < 0:
         return -1
@@ -57,21 +57,23 @@ cdef void shard_free(Shard *shard) noexcept nogil:
     index_free(&shard.index)
     recency_free(&shard.recency)
     sketch_free(&shard.sketch)
-    arrivals_free(&shard.arrivals)
+    restored_free(&shard.restored)
     slabs_free(&shard.slabs)
 
 
 cdef int shard_clear(Shard *shard, uint64_t sketch_bytes, bint is_reused) noexcept nogil:
     cdef Spare spare
     cdef int status
+    # A chunk is made resident without the lock: its memory must not go meanwhile.
     shard_settle(shard)
     note_clear(&shard.changes)
-    is_reused = is_reused and shard.kept == NULL
+    is_reused = is_reused and shard.file == NULL
     if is_reused:
         spare = slabs_spare(&shard.slabs)
     shard_free(shard)
-    if shard.kept != NULL:
-        kept_clear(shard.kept)
+    # The file forgets its rows before the shard begins again in it.
+    if shard.file != NULL:
+        file_clear(shard.file)
     status = shard_init(shard, sketch_bytes)
     if is_reused:
         slabs_reuse(&shard.slabs, &spare)
@@ -100,6 +102,8 @@ cdef void shard_drop(Shard *shard, row_t row) noexcept nogil:
 
 cdef void drop_rows(Shard *shard, const row_t *rows, uint32_t count) noexcept nogil:
     cdef uint32_t i
+    # Rows, then the buckets of their signs, then the work: each pass meets what the one before
+    # has fetched.
     for i in range(count):
         persia_prefetch_write(row_at(&shard.slabs, rows[i]))
     for i in range(count):
@@ -181,14 +185,16 @@ cdef void shard_end_request(Shard *shard, uint32_t num_signs) noexcept nogil:
     evict(shard)
     eviction_age(&shard.eviction, &shard.recency, &shard.slabs)
     recency_settle(&shard.recency)
-    if shard.kept != NULL:
+    if shard.file != NULL:
         keep(shard)
 
 
 cdef void keep(Shard *shard) noexcept nogil:
     """Write down what rows and segments do not say."""
-    eviction_keep(&shard.eviction, shard.kept)
-    shard.kept.shard.tick = shard.recency.tick
-    memcpy(shard.kept.shard.clocks, shard.recency.clocks, sizeof(shard.recency.clocks))
-    shard.kept.shard.num_counted = shard.sketch.num_counted
-    shard.kept.shard.next_halved = shard.sketch.next_halved
+    # Plain stores: after a kill in between, these are of this request or the one before, and
+    # either will do.
+    eviction_save(&shard.eviction, shard.file)
+    shard.file.shard.tick = shard.recency.tick
+    memcpy(shard.file.shard.clocks, shard.recency.clocks, sizeof(shard.recency.clocks))
+    shard.file.shard.num_counted = shard.sketch.num_counted
+    shard.file.shard.next_halved = shard.sketch.next_halved

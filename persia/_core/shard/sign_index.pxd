@@ -3,8 +3,10 @@
     bits of mix64(sign):   39..32 tag    31..9 directory, low bits first    8..0 bucket
 """
 
+from persia._core.base.types cimport (
+    NO_ROW, row_t, sign_t, uint16_t, uint32_t, uint64_t, uint8_t,
+)
 from persia._core.shard.slabs cimport Row, Slabs, persia_lowest_bit, row_at
-from persia._core.base.types cimport NO_ROW, row_t, sign_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef enum:
     BUCKET_SLOTS = 12

@@ -5,9 +5,8 @@
     | 0 | 1 | 0 | 2 |   -- entry -->      | 12 tags | passed | 12 row numbers    |  one line
     +---+---+---+---+                     +--------------------------------------+
 
-A table of 512 buckets splits by its next directory bit, so an insertion pays for at most one
-table of 6144 places and nothing stops the world. A place holds an 8-bit tag and the row
-number; the sign itself stands in the row, which a lookup reads anyway.
+A place holds an 8-bit tag and the row number; the sign itself stands in the row, which a lookup
+reads anyway.
 
 Invariants, true between calls:
 
@@ -17,10 +16,8 @@ Invariants, true between calls:
         an insertion finds a place.
     I3  Every directory entry whose low table.depth bits are table.pattern points at the table.
 
-A search stops at the first bucket that nobody passed; removal subtracts from the same counts,
-so there are no tombstones. Cost: 5.3 bytes a place, 6 to 12 bytes a row. Not taken: the sign in
-the index (8 more bytes a row, and the row's line is needed all the same); one big table that is
-rehashed as a whole.
+Cost: 5.3 bytes a place, 6 to 12 bytes a row. Not taken: the sign in the index (8 more bytes a
+row, and the row's line is needed all the same); one big table that is rehashed as a whole.
 """
 
 from libc.stdlib cimport free, malloc, realloc
@@ -70,7 +67,7 @@ cdef uint64_t index_bytes(const SignIndex *index) noexcept nogil:
 
 
 cdef Bucket *new_buckets(Slabs *slabs, uint32_t count) noexcept nogil:
-    """So many empty buckets; NULL: no memory.
+    """Empty buckets; NULL: no memory.
 
     Only a shard's first table is ever smaller than a block, and then comes from malloc:
     little tables in a chunk would leave the last one of a big shard almost unused.
@@ -85,7 +82,7 @@ cdef Bucket *new_buckets(Slabs *slabs, uint32_t count) noexcept nogil:
 
 
 cdef int add_table(SignIndex *index, Slabs *slabs, uint32_t num_buckets) noexcept nogil:
-    """Append a table of so many empty buckets; -1: no memory."""
+    """Append a table of empty buckets; -1: no memory."""
     cdef Table *tables
     cdef Table *table
     cdef uint32_t capacity
@@ -171,6 +168,8 @@ cdef int double_table(SignIndex *index, Slabs *slabs, uint32_t number) noexcept 
     return 0
 
 
+# By the table's next directory bit. An insertion pays for at most one table of 6144 places, so
+# no request waits for the whole index.
 cdef int split_table(SignIndex *index, Slabs *slabs, uint32_t number) noexcept nogil:
     """Send the rows whose next directory bit is 1 to a new table."""
     cdef Table *table
@@ -211,6 +210,7 @@ cdef int split_table(SignIndex *index, Slabs *slabs, uint32_t number) noexcept n
             place(other, hash, index.scratch[i])
         else:
             place(table, hash, index.scratch[i])
+    # Only now do searches reach the new table; the lock is held, so none came between.
     point_entries(index, number)
     point_entries(index, index.num_tables - 1)
     return 0
@@ -236,7 +236,7 @@ cdef int index_insert(
 
 
 cdef int index_expect(SignIndex *index, Slabs *slabs, uint64_t num_rows) noexcept nogil:
-    """Make an empty index as large as so many rows will make it, so that it need not split.
+    """Make an empty index as large as ``num_rows`` will make it, so that it need not split.
 
     No larger: tables split at seven eighths, and nearly all at the same number of rows.
     """
@@ -256,6 +256,8 @@ cdef int index_expect(SignIndex *index, Slabs *slabs, uint64_t num_rows) noexcep
     return 0
 
 
+# A search stops at the first bucket that no entry passed. Removal subtracts from the counts
+# that insertion added to, so there are no tombstones.
 cdef void index_remove(SignIndex *index, uint64_t hash, row_t row) noexcept nogil:
     """Take out a row that is in the index."""
     cdef Table *table = &index.tables[entry_of(index, hash).table]

@@ -1,8 +1,8 @@
 """How often ids without a row appeared, approximately, in a fixed number of bytes."""
 
-from persia._core.shard.persistent_shard cimport Kept
+from persia._core.base.types cimport uint32_t, uint64_t, uint8_t
+from persia._core.shard.persistent_shard cimport ShardFile
 from persia._core.shard.slabs cimport CACHE_LINE, persia_prefetch_write
-from persia._core.base.types cimport uint8_t, uint32_t, uint64_t
 
 cdef enum:
     SKETCH_ROWS = 4             # counters of a sign, all in one line
@@ -29,7 +29,7 @@ cdef inline void sketch_prefetch(const Sketch *sketch, uint64_t key) noexcept no
 # Zeroed, of at least one line; -1: no memory.
 cdef int sketch_init(Sketch *sketch, uint64_t num_bytes) noexcept nogil
 # The same in a shard's file.
-cdef int sketch_keep(Sketch *sketch, uint64_t num_bytes, Kept *kept) noexcept nogil
+cdef int sketch_map(Sketch *sketch, uint64_t num_bytes, ShardFile *file) noexcept nogil
 cdef void sketch_free(Sketch *sketch) noexcept nogil
 # The sign of that hash appears: whether this is at least its ``threshold``-th time. A repeated
 # appearance was counted before.

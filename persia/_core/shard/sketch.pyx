@@ -7,16 +7,6 @@
     line 64 x u8  | row 0          | row 1          | row 2          | row 3          |
                   +----------------+----------------+----------------+----------------+
 
-A sign's count is the least of its four counters; an appearance adds one to those that are the
-least (conservative update, Estan and Varghese 2002). So it is never too low, and too high only
-if all four are shared with others (Cormode and Muthukrishnan 2005, kept to one line as in
-blocked Bloom filters, Putze, Sanders and Singler 2007).
-
-Old appearances are forgotten: every eighth one that is counted halves the next line in turn.
-An id that appears once in a round, eight appearances a line, is forgotten before the next; so
-are those that were admitted, and evicted, and no longer come. Nothing is ever done to all lines
-at once.
-
 Not taken: 4-bit counters (half the bytes, but thresholds end at 15), counters of a sign all
 over the sketch (four cache misses).
 """
@@ -24,7 +14,7 @@ over the sketch (four cache misses).
 from libc.string cimport memset
 
 from persia._core.base.hashing cimport mix64
-from persia._core.shard.persistent_shard cimport KEPT_SKETCH, kept_back, persia_map_file
+from persia._core.shard.persistent_shard cimport FILE_SKETCH, file_back, persia_map_file
 
 cdef extern from "portable.h" nogil:
     void *persia_map(size_t num_bytes, size_t alignment) noexcept
@@ -50,14 +40,14 @@ cdef int sketch_init(Sketch *sketch, uint64_t num_bytes) noexcept nogil:
     return 0
 
 
-cdef int sketch_keep(Sketch *sketch, uint64_t num_bytes, Kept *kept) noexcept nogil:
+cdef int sketch_map(Sketch *sketch, uint64_t num_bytes, ShardFile *file) noexcept nogil:
     set_size(sketch, num_bytes)
     sketch.lines = <uint8_t *> persia_map_file(
-        kept.file, kept.offset + KEPT_SKETCH, sketch.num_bytes, HUGE_PAGE)
+        file.fd, file.offset + FILE_SKETCH, sketch.num_bytes, HUGE_PAGE)
     if sketch.lines == NULL:
         memset(sketch, 0, sizeof(Sketch))
         return -1
-    if kept_back(kept, sketch.lines, KEPT_SKETCH, sketch.num_bytes) < 0:
+    if file_back(file, sketch.lines, FILE_SKETCH, sketch.num_bytes) < 0:
         sketch_free(sketch)
         return -1
     return 0
@@ -87,6 +77,15 @@ cdef void halve(uint8_t *line) noexcept nogil:
         line[i] >>= 1
 
 
+# A sign's count is the least of its four counters; an appearance adds one to those that are the
+# least (conservative update, Estan and Varghese 2002). So it is never too low, and too high
+# only if all four are shared with others (Cormode and Muthukrishnan 2005, kept to one line as
+# in blocked Bloom filters, Putze, Sanders and Singler 2007).
+#
+# Old appearances are forgotten: every eighth one that is counted halves the next line in turn.
+# An id that appears once in a round, eight appearances a line, is forgotten before the next; so
+# are those that were admitted, evicted, and no longer come. Nothing is ever done to all lines
+# at once.
 cdef bint sketch_admits(
     Sketch *sketch, uint64_t key, uint32_t threshold, bint repeated
 ) noexcept nogil:

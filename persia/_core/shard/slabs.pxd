@@ -4,9 +4,9 @@
     row          | sign u64 | position u32 | stamp u32 | values x dim | state u32 x w |
 """
 
-from persia._core.shard.persistent_shard cimport Kept
+from persia._core.base.types cimport position_t, row_t, sign_t, uint32_t, uint64_t, uint8_t
+from persia._core.shard.persistent_shard cimport ShardFile
 from persia._core.shard.row_format cimport Format
-from persia._core.base.types cimport position_t, row_t, sign_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "portable.h" nogil:
     void persia_prefetch(const void *address) noexcept
@@ -63,7 +63,8 @@ cdef struct Regions:                # address space, taken chunk by chunk
     uint32_t num_used               # chunks that were taken before: resident, and not zeroed
 
 cdef struct Slabs:
-    Kept *kept                      # where rows are, so that they outlive the process, or NULL
+    # where rows are, so that they outlive the process, or NULL
+    ShardFile *file
     ChunkView *views
     ChunkState *states
     uint32_t num_chunks
@@ -89,7 +90,7 @@ cdef struct Spare:                  # memory of rows that are no more, and of th
 
 cdef struct Ahead:                  # a chunk that no row is in yet
     char *base                      # NULL: none
-    Kept *kept
+    ShardFile *file
     uint64_t offset                 # of the chunk in its file, where it has one
 
 
@@ -120,7 +121,7 @@ cdef inline bint is_row_of(const Row *row, sign_t sign) noexcept nogil:
 
 
 cdef void slabs_init(Slabs *slabs) noexcept nogil
-# Take the chunks and formats of a shard's file, places free and rows still to be told apart;
+# Take the chunks and formats of a shard's file, before it is known which places are free;
 # NULL, or what is wrong with it.
 cdef const char *slabs_attach(Slabs *slabs) noexcept nogil
 # Sort the places of an attached chunk out; rows of it are at rows[0..count], which has room for

@@ -11,16 +11,6 @@ Invariants, true between calls:
     I3  bytes_used counts places touched since their chunk was last empty, times their stride,
         and index blocks.
 
-The first chunks of a shard start on small pages, because a huge page is resident as a whole
-and many small shards would pay 2 MiB for a few rows. One of rows moves to a huge page once it
-is full, so that nothing is wasted: the rows that came first are often those used most. One of
-index tables moves once a quarter of it is used: then the shard has a hundred thousand rows. So
-at most SMALL_CHUNKS times in the life of a shard 2 MiB are copied, half a millisecond each.
-
-The first touch of a huge page waits until the system has found and cleared it: 0.1 ms to some
-ms. So when an eighth of a chunk is left, the next one is made resident by whoever asked for
-rows, after it has let go of the shard's lock: others are served meanwhile.
-
 Not taken: one malloc per row (48 bytes of overhead in the original), and slabs that grow by
 moving (they stop the world).
 """
@@ -28,12 +18,12 @@ moving (they stop the world).
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
 
+from persia._core.base.types cimport MAX_DIM, NO_ROW
 from persia._core.shard.persistent_shard cimport (
-    KEPT_FORMATS, KEPT_PAGE, KEPT_ROWS, KeptFormat, kept_back, kept_point, persia_back,
+    FILE_FORMATS, FILE_PAGE, FILE_ROWS, SavedFormat, crash_point, file_back, persia_back,
     persia_map_file, persia_stores_before,
 )
 from persia._core.shard.row_format cimport set_format
-from persia._core.base.types cimport NO_ROW
 
 cdef extern from "portable.h" nogil:
     void *persia_map(size_t num_bytes, size_t alignment) noexcept
@@ -50,9 +40,8 @@ cdef extern from *:
     const size_t REGION_BYTES "PERSIA_REGION_BYTES"
 
 cdef enum:
-    # What a format that was read may have; see ``store`` and ``optim``.
+    # What a format that was read may have; see ``optim``.
     NUM_DTYPES = 3
-    MAX_DIM = 65536
     MAX_STATE_WORDS = 2 * MAX_DIM + 1
 
 cdef const char *NO_MEMORY = b"no memory"
@@ -64,13 +53,13 @@ cdef void slabs_init(Slabs *slabs) noexcept nogil:
 
 cdef void slabs_free(Slabs *slabs) noexcept nogil:
     """Give everything back; the struct is as after ``slabs_init``."""
-    cdef Kept *kept = slabs.kept
+    cdef ShardFile *file = slabs.file
     regions_free(&slabs.rows)
     regions_free(&slabs.blocks)
     free(slabs.views)
     free(slabs.states)
     slabs_init(slabs)
-    slabs.kept = kept
+    slabs.file = file
 
 
 cdef void regions_free(Regions *regions) noexcept nogil:
@@ -122,7 +111,7 @@ cdef void regions_trim(Regions *regions) noexcept nogil:
         regions.num_used = regions.num_taken
 
 
-cdef char *next_chunk(Regions *regions, Kept *kept) noexcept nogil:
+cdef char *next_chunk(Regions *regions, ShardFile *file) noexcept nogil:
     """The next 2 MiB of address space, zeroed if new, or of the file; NULL if there is none."""
     cdef char **starts
     cdef char *region
@@ -136,11 +125,11 @@ cdef char *next_chunk(Regions *regions, Kept *kept) noexcept nogil:
                 return NULL
             regions.starts = starts
             regions.capacity = capacity
-        if kept == NULL:
+        if file == NULL:
             region = <char *> persia_map(REGION_BYTES, CHUNK_BYTES)
         else:
             region = <char *> persia_map_file(
-                kept.file, kept.offset + KEPT_ROWS + regions.count * REGION_BYTES,
+                file.fd, file.offset + FILE_ROWS + regions.count * REGION_BYTES,
                 REGION_BYTES, CHUNK_BYTES)
         if region == NULL:
             return NULL
@@ -155,9 +144,9 @@ cdef inline bint is_used(const Regions *regions) noexcept nogil:
     return regions.num_taken < regions.num_used
 
 
-cdef char *map_chunk(Slabs *slabs, Regions *regions, Kept *kept) noexcept nogil:
+cdef char *map_chunk(Slabs *slabs, Regions *regions, ShardFile *file) noexcept nogil:
     """Take the next chunk; NULL if there is none."""
-    cdef char *chunk = next_chunk(regions, kept)
+    cdef char *chunk = next_chunk(regions, file)
     if chunk != NULL:
         regions.num_taken += 1
         slabs.num_mapped += 1
@@ -168,9 +157,9 @@ cdef int back_rows(Slabs *slabs, uint32_t chunk, uint32_t num_bytes) noexcept no
     """Have memory for the next bytes of a kept chunk."""
     cdef uint32_t backed = slabs.states[chunk].bytes_backed
     num_bytes = min(num_bytes, CHUNK_BYTES - backed)
-    if num_bytes and kept_back(
-            slabs.kept, slabs.views[chunk].base + backed,
-            KEPT_ROWS + <uint64_t> chunk * CHUNK_BYTES + backed, num_bytes) < 0:
+    if num_bytes and file_back(
+            slabs.file, slabs.views[chunk].base + backed,
+            FILE_ROWS + <uint64_t> chunk * CHUNK_BYTES + backed, num_bytes) < 0:
         return -1
     slabs.states[chunk].bytes_backed += num_bytes
     return 0
@@ -195,19 +184,19 @@ cdef int slabs_slab(Slabs *slabs, const Format *format) noexcept nogil:
         <uint32_t> sizeof(Row) + 4 * (format.value_words + format.state_words) + 7)
     slab.open = NO_CHUNK
     slab.num_live = 0
-    if slabs.kept != NULL:
-        note_format(slabs.kept, slabs.num_slabs, format)
+    if slabs.file != NULL:
+        note_format(slabs.file, slabs.num_slabs, format)
     slabs.num_slabs += 1
     return <int> (slabs.num_slabs - 1)
 
 
-cdef void note_format(Kept *kept, uint32_t number, const Format *format) noexcept nogil:
-    cdef KeptFormat *at = &kept.shard.formats[number]
+cdef void note_format(ShardFile *file, uint32_t number, const Format *format) noexcept nogil:
+    cdef SavedFormat *at = &file.shard.formats[number]
     at.dim = format.dim
     at.dtype = format.dtype
     at.state_words = format.state_words
     persia_stores_before()
-    kept.shard.num_formats = number + 1
+    file.shard.num_formats = number + 1
     persia_stores_before()
 
 
@@ -239,15 +228,15 @@ cdef void cut_chunk(Slabs *slabs, uint32_t chunk, uint32_t slab) noexcept nogil:
     slabs.states[chunk].num_touched = 0
     slabs.states[chunk].num_live = 0
     slabs.states[chunk].freed = NO_ROW
-    if slabs.kept != NULL:
+    if slabs.file != NULL:
         # One store: what the places were cut for, and that none of them is anything yet.
-        slabs.kept.shard.chunks[chunk] = slab
+        slabs.file.shard.chunks[chunk] = slab
         persia_stores_before()
     open_chunk(slabs, chunk)
 
 
 cdef bint grow_chunks(Slabs *slabs, uint32_t count) noexcept nogil:
-    """Have room to know so many chunks."""
+    """Make room for the descriptions of ``count`` chunks."""
     cdef ChunkView *views
     cdef ChunkState *states
     cdef uint32_t capacity = slabs.chunk_capacity if slabs.chunk_capacity else 8
@@ -267,6 +256,12 @@ cdef bint grow_chunks(Slabs *slabs, uint32_t count) noexcept nogil:
     return True
 
 
+# The first chunks of a shard start on small pages, because a huge page is resident as a whole
+# and many small shards would pay 2 MiB for a few rows. One of rows moves to a huge page once it
+# is full, so that nothing is wasted: the rows that came first are often those used most. One of
+# index tables moves once a quarter of it is used: then the shard has a hundred thousand rows.
+# So at most SMALL_CHUNKS times in the life of a shard 2 MiB are copied, half a millisecond
+# each.
 cdef bint add_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
     cdef ChunkState *state
     cdef char *base
@@ -274,39 +269,39 @@ cdef bint add_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
     cdef bint is_small = slabs.num_mapped < SMALL_CHUNKS
     if chunk == MAX_CHUNKS or not grow_chunks(slabs, chunk + 1):
         return False
-    base = map_chunk(slabs, &slabs.rows, slabs.kept)
+    base = map_chunk(slabs, &slabs.rows, slabs.file)
     if base == NULL:
         return False
     slabs.views[chunk].base = base
     state = &slabs.states[chunk]
     state.is_small = is_small
     state.bytes_backed = CHUNK_BYTES
-    if slabs.kept == NULL:
+    if slabs.file == NULL:
         if not is_small:
             persia_advise_huge(base, CHUNK_BYTES)
     elif not back_chunk(slabs, chunk):
         return False
     slabs.num_chunks += 1
     cut_chunk(slabs, chunk, slab)
-    if slabs.kept != NULL:
-        slabs.kept.shard.num_chunks = slabs.num_chunks
+    if slabs.file != NULL:
+        slabs.file.shard.num_chunks = slabs.num_chunks
         persia_stores_before()
-        kept_point(slabs.kept)
+        crash_point(slabs.file)
     return True
 
 
 cdef bint back_chunk(Slabs *slabs, uint32_t chunk) noexcept nogil:
     """Memory for a chunk that is new, as one huge page if it can be had, and for its entry."""
     cdef ChunkState *state = &slabs.states[chunk]
-    cdef char *entry = <char *> &slabs.kept.shard.chunks[chunk]
-    if kept_back(
-            slabs.kept, entry, entry - <char *> slabs.kept.shard, sizeof(uint64_t)) < 0:
+    cdef char *entry = <char *> &slabs.file.shard.chunks[chunk]
+    if file_back(
+            slabs.file, entry, entry - <char *> slabs.file.shard, sizeof(uint64_t)) < 0:
         return False
     state.bytes_backed = 0
     if state.is_small:
         return back_rows(slabs, chunk, SMALL_BACKED) == 0
     # A huge page is made of what is there, and of an empty range none is.
-    if back_rows(slabs, chunk, KEPT_PAGE) < 0:
+    if back_rows(slabs, chunk, FILE_PAGE) < 0:
         return False
     if chunk < slabs.num_ahead:
         pass            # it is one
@@ -315,29 +310,32 @@ cdef bint back_chunk(Slabs *slabs, uint32_t chunk) noexcept nogil:
     return back_rows(slabs, chunk, CHUNK_BYTES) == 0
 
 
+# The first touch of a huge page waits until the system has found and cleared it: 0.1 ms to some
+# ms. So when an eighth of a chunk is left, the request that wanted rows makes the next one
+# resident, after it has released the shard's lock: other requests are served meanwhile.
 cdef Ahead slabs_ahead(Slabs *slabs) noexcept nogil:
     cdef Ahead ahead
     ahead.base = NULL
-    ahead.kept = NULL
+    ahead.file = NULL
     ahead.offset = 0
     if slabs.num_ahead <= slabs.num_chunks < MAX_CHUNKS:
-        ahead.base = next_chunk(&slabs.rows, slabs.kept)
-        ahead.kept = slabs.kept
-        if slabs.kept != NULL:
+        ahead.base = next_chunk(&slabs.rows, slabs.file)
+        ahead.file = slabs.file
+        if slabs.file != NULL:
             ahead.offset = (
-                slabs.kept.offset + KEPT_ROWS + <uint64_t> slabs.num_chunks * CHUNK_BYTES)
+                slabs.file.offset + FILE_ROWS + <uint64_t> slabs.num_chunks * CHUNK_BYTES)
         slabs.num_ahead = slabs.num_chunks + 1
     return ahead
 
 
 cdef void back_ahead(const Ahead *ahead) noexcept nogil:
-    if ahead.kept == NULL:
+    if ahead.file == NULL:
         persia_populate(ahead.base, CHUNK_BYTES)
-    elif not ahead.kept.is_void[0] and (
-            persia_back(ahead.kept.file, ahead.offset, KEPT_PAGE) == 0):
+    elif not ahead.file.is_void[0] and (
+            persia_back(ahead.file.fd, ahead.offset, FILE_PAGE) == 0):
         # What cannot be had is asked for again when it is needed, and then said.
         persia_collapse(ahead.base, CHUNK_BYTES)
-        persia_back(ahead.kept.file, ahead.offset, CHUNK_BYTES)
+        persia_back(ahead.file.fd, ahead.offset, CHUNK_BYTES)
 
 
 cdef bint take_empty_chunk(Slabs *slabs, uint32_t slab) noexcept nogil:
@@ -372,10 +370,10 @@ cdef row_t slabs_new_row(Slabs *slabs, uint32_t slab) noexcept nogil:
                     slabs, chunk, max(<uint32_t> SMALL_BACKED, slabs.views[chunk].stride)) < 0):
             return NO_ROW
         row = row_at(slabs, (chunk << PLACE_BITS) | place)
-        if slabs.kept != NULL:
+        if slabs.file != NULL:
             row.position = NO_POSITION
             persia_stores_before()
-            slabs.kept.shard.chunks[chunk] += <uint64_t> 1 << 32
+            slabs.file.shard.chunks[chunk] += <uint64_t> 1 << 32
             persia_stores_before()
         state.num_touched += 1
         slabs.bytes_used += slabs.views[chunk].stride
@@ -400,56 +398,57 @@ cdef void slabs_drop_row(Slabs *slabs, row_t row) noexcept nogil:
     cdef bint was_full = state.freed == NO_ROW and state.num_touched == state.num_places
     at.sign = state.freed
     at.position = NO_POSITION
+    # The freed place is the next to be given out: its line is likely in the cache.
     state.freed = row & PLACE_MASK
     state.num_live -= 1
     slabs.slabs[slabs.views[chunk].slab].num_live -= 1
     if was_full:
         open_chunk(slabs, chunk)
     if state.num_live == 0:
-        # Anybody's memory now, so nobody's bytes: otherwise a store whose rows change their
-        # shape would be over its memory limit with empty chunks.
+        # The chunk may go to another slab, so its bytes count for none: otherwise a store whose
+        # rows change their shape would be over its memory limit with empty chunks.
         slabs.bytes_used -= <uint64_t> state.num_touched * slabs.views[chunk].stride
         state.num_touched = 0
         state.freed = NO_ROW
-        if slabs.kept != NULL:
-            slabs.kept.shard.chunks[chunk] = slabs.views[chunk].slab
+        if slabs.file != NULL:
+            slabs.file.shard.chunks[chunk] = slabs.views[chunk].slab
             persia_stores_before()
 
 
 cdef const char *slabs_attach(Slabs *slabs) noexcept nogil:
-    cdef Kept *kept = slabs.kept
+    cdef ShardFile *file = slabs.file
     cdef const char *broken
     # What is read is not written meanwhile: this process may be killed too.
-    slabs.kept = NULL
-    broken = attach_chunks(slabs, kept)
-    slabs.kept = kept
+    slabs.file = NULL
+    broken = attach_chunks(slabs, file)
+    slabs.file = file
     return broken
 
 
-cdef const char *attach_chunks(Slabs *slabs, Kept *kept) noexcept nogil:
+cdef const char *attach_chunks(Slabs *slabs, ShardFile *file) noexcept nogil:
     cdef uint32_t i, slab
     cdef uint64_t num_touched
     cdef Format format
-    if kept.shard.num_formats > KEPT_FORMATS or kept.shard.num_chunks > MAX_CHUNKS:
+    if file.shard.num_formats > FILE_FORMATS or file.shard.num_chunks > MAX_CHUNKS:
         return b"more formats or chunks than there can be"
-    for i in range(<uint32_t> kept.shard.num_formats):
-        format.dtype = kept.shard.formats[i].dtype
+    for i in range(<uint32_t> file.shard.num_formats):
+        format.dtype = file.shard.formats[i].dtype
         if format.dtype >= NUM_DTYPES:
             return b"a format has a dtype that is unknown"
         set_format(
-            &format, format.dtype, kept.shard.formats[i].dim, kept.shard.formats[i].state_words)
+            &format, format.dtype, file.shard.formats[i].dim, file.shard.formats[i].state_words)
         if not 1 <= format.dim <= MAX_DIM or format.state_words > MAX_STATE_WORDS:
             return b"a format has a dim or a state that no row has"
         if slabs_slab(slabs, &format) != <int> i:
             return b"a format comes twice"
-    if not grow_chunks(slabs, <uint32_t> kept.shard.num_chunks):
+    if not grow_chunks(slabs, <uint32_t> file.shard.num_chunks):
         return NO_MEMORY
-    for i in range(<uint32_t> kept.shard.num_chunks):
-        slab = <uint32_t> kept.shard.chunks[i]
-        num_touched = kept.shard.chunks[i] >> 32
+    for i in range(<uint32_t> file.shard.num_chunks):
+        slab = <uint32_t> file.shard.chunks[i]
+        num_touched = file.shard.chunks[i] >> 32
         if slab >= slabs.num_slabs:
             return b"a chunk is of a format that there is not"
-        slabs.views[i].base = map_chunk(slabs, &slabs.rows, kept)
+        slabs.views[i].base = map_chunk(slabs, &slabs.rows, file)
         if slabs.views[i].base == NULL:
             return NO_MEMORY
         slabs.num_chunks = i + 1
@@ -483,7 +482,7 @@ cdef uint32_t slabs_scan(Slabs *slabs, uint32_t chunk, row_t *rows) noexcept nog
         slabs.bytes_used -= <uint64_t> state.num_touched * slabs.views[chunk].stride
         state.num_touched = 0
         state.freed = NO_ROW
-        slabs.kept.shard.chunks[chunk] = slabs.views[chunk].slab
+        slabs.file.shard.chunks[chunk] = slabs.views[chunk].slab
     elif state.freed == NO_ROW and state.num_touched == state.num_places:
         close_chunk(slabs, chunk)
     return count

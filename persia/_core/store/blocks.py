@@ -1,6 +1,6 @@
 """Rows as arrays, on their way out of a store or into one.
 
-    store --cut--> RowBlock --> files --> RowBlock --restore--> store
+    store --snapshot--> RowBlock --> files --> RowBlock --restore--> store
 
 A block holds whole rows: a value never travels without its optimizer state. Values are as the
 row keeps them, so that nothing is rounded on the way.
@@ -32,7 +32,7 @@ class RowBlock:
         values: [n, dim] of f32; with another dtype the bits of its values, as u16.
         states: [n, words] of optimizer state; its type is the optimizer's affair.
         orders: [n], places in the order of eviction: a larger one goes later. Comparable
-            inside one shard of one server of one cut.
+            inside one shard of one server of one snapshot.
         uses: [n], the frequency class of LFU (about 2**class uses); 0 for LRU.
         ages: [n], time since the last use by the policy's clock, in milliseconds or steps; 0
             without a ttl.

@@ -9,9 +9,23 @@ from numpy cimport PyArray_DATA, PyArray_SIZE, ndarray
 from persia._core.base.arrays cimport as_ids, as_vector
 from persia._core.base.cpu cimport isa_level
 from persia._core.base.hashing cimport NUM_BUCKETS, bucket_of, mix64
-from persia._core.base.types cimport uint8_t, uint32_t, uint64_t
+from persia._core.base.types cimport uint32_t, uint64_t, uint8_t
 
 from persia.errors import DataError
+
+cdef extern from "part_rows.h" nogil:
+    enum:
+        PERSIA_NUM_LEVELS
+
+    ctypedef void (*persia_copy_rows_t)(
+        char *out, const char *rows, size_t width, const uint32_t *places, size_t n
+    ) noexcept nogil
+    ctypedef size_t (*persia_strangers_t)(
+        const uint64_t *signs, size_t n, uint64_t first, uint64_t count) noexcept nogil
+
+    int persia_all_once(const uint64_t *signs, size_t n) noexcept nogil
+    const persia_copy_rows_t[PERSIA_NUM_LEVELS] persia_copy_rows
+    const persia_strangers_t[PERSIA_NUM_LEVELS] persia_strangers
 
 
 def copy_rows(const uint8_t[:, ::1] rows not None, places, uint8_t[::1] out not None):

@@ -1,14 +1,13 @@
-"""A shard made whole again from what a killed process left in its server's file."""
+"""Shards made whole again from what a killed process left in its server's state file."""
 
-from persia._core.shard.eviction cimport Eviction
-from persia._core.shard.persistent_shard cimport Kept
-from persia._core.shard.recency cimport Recency
-from persia._core.shard.sign_index cimport SignIndex
-from persia._core.shard.slabs cimport Slabs
-from persia._core.base.types cimport uint32_t
+from persia._core.base.types cimport uint32_t, uint64_t
+from persia._core.shard.shard cimport Shard
 
-# Into a shard that is empty and has its policies; NULL, or what is wrong with the file. What
-# was wrong is found before anything in the file is changed, but for places that hold no row.
-cdef const char *recovery_attach(
-    Slabs *slabs, SignIndex *index, Recency *recency, Eviction *eviction, Kept *kept,
-    uint32_t number, uint32_t num_shards) noexcept nogil
+# Map the control page, and give each shard its part of the file.
+cdef int map_state(
+    Shard *shards, uint32_t num_shards, int fd, uint64_t **control, uint64_t *crash_in
+) except -1
+# Fill shards that are empty and have their policies; the clocks go on from the latest of them.
+cdef int attach_shards(
+    Shard *shards, uint32_t num_shards, const uint64_t *control, uint64_t *clocks
+) except -1

@@ -1,42 +1,35 @@
-# Nothing of this module is seen from Python; its C interface is in the .pxd.
-"""What a killed process left, read once from front to back, becomes a shard again.
+"""What a killed process left, read once from front to back, becomes a shard again."""
 
-    undo      rows in hand get their old images, unless the update had got beyond them
-    scan      every place of every chunk: free, or a row, whose position names its segment
-    index     sixteen signs at a time, so that their lines are on their way
-    orders    segments sorted by what was written down of each; the entries that are missing
-              between two of a segment's are those that had died
-
-Rows are not written, but for stamps of a change log that ended with the process. Nothing in the
-file is believed: numbers that lead out of a table, two rows in one place, a sign twice or in
-the wrong shard end the attempt.
-"""
+import os
 
 from libc.stdlib cimport free, malloc, qsort
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset, strcmp
 
-from persia._core.shard.eviction cimport eviction_attach
 from persia._core.base.hashing cimport mix64, shard_of
+from persia._core.base.threads cimport ThreadPool, persia_work_t
+from persia._core.base.types cimport NO_ROW, position_t, row_t
+from persia._core.shard.eviction cimport Eviction, eviction_attach
 from persia._core.shard.persistent_shard cimport (
-    IMAGE_BYTES, Journal, KeptSegment, Part, persia_stores_before,
+    FILE_HEADER, FILE_PAGE, FILE_SHARD, IMAGE_BYTES, Journal, Part, SavedSegment, ShardFile,
+    file_init, persia_back, persia_map_file, persia_stores_before,
 )
 from persia._core.shard.recency cimport (
-    MAX_SEGMENTS, NO_ORDER, NO_SEGMENT, OFFSET_BITS, OFFSET_MASK, SEGMENT_ENTRIES,
-    SEGMENT_WORDS, Segment, join, segment_at, set_last_use,
+    MAX_SEGMENTS, NO_ORDER, NO_SEGMENT, NUM_CLOCKS, OFFSET_BITS, OFFSET_MASK, SEGMENT_ENTRIES,
+    SEGMENT_WORDS, Recency, Segment, join, list_free_segment, number_segments, segment_at,
+    segment_link, segment_trim, set_last_use,
 )
 from persia._core.shard.row_format cimport STEP_ROWS, width_of_values
-from persia._core.shard.segments cimport (
-    list_free_segment, number_segments, segment_link, segment_trim,
-)
-from persia._core.shard.sign_index cimport home_bucket, index_find, index_insert
+from persia._core.shard.sign_index cimport SignIndex, home_bucket, index_find, index_insert
 from persia._core.shard.slabs cimport (
-    CHUNK_BYTES, PLACE_BITS, Row, Slab, is_place, persia_lowest_bit,
+    CHUNK_BYTES, PLACE_BITS, Row, Slab, Slabs, is_place, persia_lowest_bit,
     persia_prefetch_write, row_at, row_values, slabs_attach, slabs_scan,
 )
-from persia._core.base.types cimport NO_ROW, position_t, row_t, uint64_t
+from persia._core.store.request cimport MAX_SHARDS
+
+from persia.errors import StoreError
 
 cdef enum:
-    AHEAD = 16
+    AHEAD = 16      # rows fetched early
 
 cdef struct Ranked:
     uint64_t order
@@ -45,20 +38,87 @@ cdef struct Ranked:
 
 cdef const char *NO_MEMORY = b"no memory"
 
+cdef struct Attaching:
+    Shard *shards
+    uint32_t num_shards
+    const char *broken[MAX_SHARDS]  # of each shard; NULL: it is whole
 
-cdef const char *recovery_attach(
-    Slabs *slabs, SignIndex *index, Recency *recency, Eviction *eviction, Kept *kept,
+
+cdef int map_state(
+    Shard *shards, uint32_t num_shards, int fd, uint64_t **control, uint64_t *crash_in
+) except -1:
+    cdef uint32_t i
+    if os.fstat(fd).st_size < FILE_HEADER + num_shards * FILE_SHARD:
+        raise StoreError(f"the state file is too short for {num_shards} shards")
+    # The file's second page; the first is of the process that made the file.
+    control[0] = <uint64_t *> persia_map_file(fd, FILE_PAGE, FILE_PAGE, FILE_PAGE)
+    if control[0] == NULL or persia_back(fd, FILE_PAGE, FILE_PAGE) < 0:
+        raise MemoryError("the state file cannot be mapped")
+    for i in range(num_shards):
+        shards[i].file = <ShardFile *> malloc(sizeof(ShardFile))
+        if shards[i].file == NULL:
+            raise MemoryError(f"shard {i} of {num_shards}")
+        memset(shards[i].file, 0, sizeof(ShardFile))
+        if file_init(shards[i].file, fd, i, control[0], crash_in) < 0:
+            raise MemoryError(f"shard {i} of the state file cannot be mapped")
+    return 0
+
+
+cdef int attach_shards(
+    Shard *shards, uint32_t num_shards, const uint64_t *control, uint64_t *clocks
+) except -1:
+    cdef Attaching attaching
+    cdef ThreadPool threads
+    cdef uint32_t i, clock
+    if control[0]:
+        raise StoreError("the state file is void: it ran out of memory before the end")
+    attaching.shards = shards
+    attaching.num_shards = num_shards
+    threads = ThreadPool(min(num_shards, os.cpu_count() or 1), "persia-recovery")
+    threads.work(<persia_work_t> attach_part, &attaching, num_shards)
+    for i in range(num_shards):
+        # By their characters: other modules have this text at an address of their own.
+        if attaching.broken[i] != NULL and strcmp(attaching.broken[i], NO_MEMORY) == 0:
+            # The file is as it was: the attempt may be repeated.
+            raise MemoryError(f"shard {i}: {NO_MEMORY.decode()}")
+        if attaching.broken[i] != NULL:
+            raise StoreError(f"shard {i}: {attaching.broken[i].decode()}")
+        for clock in range(<uint32_t> NUM_CLOCKS):
+            clocks[clock] = max(clocks[clock], shards[i].recency.clocks[clock])
+    return 0
+
+
+cdef void attach_part(Attaching *attaching, uint32_t number, uint32_t worker) noexcept nogil:
+    cdef Shard *shard = &attaching.shards[number]
+    attaching.broken[number] = attach_shard(
+        &shard.slabs, &shard.index, &shard.recency, &shard.eviction, shard.file, number,
+        attaching.num_shards)
+    shard.sketch.num_counted = shard.file.shard.num_counted
+    shard.sketch.next_halved = shard.file.shard.next_halved
+    if shard.sketch.next_halved >= max(shard.sketch.num_lines, <uint64_t> 1):
+        shard.sketch.next_halved = 0
+
+
+# Rows are not written, but for stamps of a change log that ended with the process. Nothing in
+# the file is trusted: numbers that lead out of a table, two rows in one place, a sign twice or
+# in the wrong shard end the attempt.
+cdef const char *attach_shard(
+    Slabs *slabs, SignIndex *index, Recency *recency, Eviction *eviction, ShardFile *file,
     uint32_t number, uint32_t num_shards
 ) noexcept nogil:
+    """Into a shard that is empty and has its policies; NULL, or what is wrong with the file.
+
+    What is wrong is found before the file is changed, but for places that hold no row.
+    """
     cdef const char *broken = slabs_attach(slabs)
     cdef row_t *rows
     cdef uint32_t chunk, count
     if broken == NULL:
-        broken = broken_journal(slabs, kept)
-    if broken == NULL and not eviction_attach(eviction, kept):
+        broken = broken_journal(slabs, file)
+    if broken == NULL and not eviction_attach(eviction, file):
         broken = b"a policy begins with a class that there is not"
     if broken == NULL:
-        broken = attach_segments(recency, kept)
+        broken = attach_segments(recency, file)
     if broken != NULL:
         return broken
     rows = <row_t *> malloc(CHUNK_BYTES // sizeof(Row) * sizeof(row_t))
@@ -71,20 +131,20 @@ cdef const char *recovery_attach(
             break
     free(rows)
     if broken == NULL:
-        broken = link_segments(recency, slabs, kept)
+        broken = link_segments(recency, slabs, file)
     if broken == NULL:
-        undo(slabs, kept)
+        undo(slabs, file)
     return broken
 
 
 # --- the rows in hand -----------------------------------------------------------------------
 
 
-cdef const char *broken_journal(const Slabs *slabs, const Kept *kept) noexcept nogil:
-    cdef const Journal *journal = &kept.shard.journal
+cdef const char *broken_journal(const Slabs *slabs, const ShardFile *file) noexcept nogil:
+    cdef const Journal *journal = &file.shard.journal
     cdef const Slab *slab
     cdef uint64_t i
-    if journal.num_held > STEP_ROWS or journal.part > sizeof(kept.shard.parts) // sizeof(Part):
+    if journal.num_held > STEP_ROWS or journal.part > sizeof(file.shard.parts) // sizeof(Part):
         return b"the journal holds more than it can"
     for i in range(journal.num_held):
         if not is_place(slabs, journal.rows[i]):
@@ -97,19 +157,21 @@ cdef const char *broken_journal(const Slabs *slabs, const Kept *kept) noexcept n
     return NULL
 
 
-cdef void undo(Slabs *slabs, Kept *kept) noexcept nogil:
+# A process may have been killed in the middle of a step. The rows in hand get their old images,
+# unless the update had got beyond them: then the step was whole, and the images are of before.
+cdef void undo(Slabs *slabs, ShardFile *file) noexcept nogil:
     """Put back the rows in hand; done twice, it is done."""
-    cdef Journal *journal = &kept.shard.journal
+    cdef Journal *journal = &file.shard.journal
     cdef const Part *part
     cdef uint64_t i
     if journal.part and journal.num_held:
-        part = &kept.shard.parts[journal.part - 1]
+        part = &file.shard.parts[journal.part - 1]
         if part.tag != journal.tag or part.num_done != journal.num_done:
             journal.num_held = 0
     for i in range(journal.num_held, 0, -1):
         memcpy(
             row_values(row_at(slabs, journal.rows[i - 1])),
-            kept.images + (i - 1) * journal.row_bytes, journal.row_bytes)
+            file.images + (i - 1) * journal.row_bytes, journal.row_bytes)
     persia_stores_before()
     journal.num_held = 0
     persia_stores_before()
@@ -118,6 +180,8 @@ cdef void undo(Slabs *slabs, Kept *kept) noexcept nogil:
 # --- rows -----------------------------------------------------------------------------------
 
 
+# Every place of every chunk is free or a row, whose position names its segment. Rows enter the
+# index AHEAD at a time, so that their lines are on their way.
 cdef const char *enter_rows(
     Slabs *slabs, SignIndex *index, Recency *recency, const row_t *rows, uint32_t count,
     uint32_t number, uint32_t num_shards
@@ -187,18 +251,18 @@ cdef const char *enter(Recency *recency, row_t row, position_t position) noexcep
 # --- orders of use --------------------------------------------------------------------------
 
 
-cdef const char *attach_segments(Recency *recency, Kept *kept) noexcept nogil:
+cdef const char *attach_segments(Recency *recency, ShardFile *file) noexcept nogil:
     """Make the segments; what is in them is still to come."""
-    cdef uint64_t count = kept.shard.num_segments
+    cdef uint64_t count = file.shard.num_segments
     cdef uint32_t i
     cdef int made
     if count > MAX_SEGMENTS:
         return b"more segments than there can be"
     for i in range(3):
-        recency.clocks[i] = kept.shard.clocks[i]
+        recency.clocks[i] = file.shard.clocks[i]
         if recency.clocks[i] >> 61:
             return b"a clock shows a time that there is not"
-    recency.tick = kept.shard.tick
+    recency.tick = file.shard.tick
     made = number_segments(recency, <uint32_t> count)
     return NO_MEMORY if made < 0 else NULL
 
@@ -213,11 +277,13 @@ cdef int compare(const void *one, const void *other) noexcept nogil:
     return 0
 
 
-cdef const char *link_segments(Recency *recency, Slabs *slabs, Kept *kept) noexcept nogil:
+# Segments are sorted by the order and the key that were written down of each. The entries that
+# are missing between two of a segment's are those that had died.
+cdef const char *link_segments(Recency *recency, Slabs *slabs, ShardFile *file) noexcept nogil:
     """Make lists of the segments that have rows, and bring them within the invariants."""
     cdef Ranked *ranked = <Ranked *> malloc((recency.num_segments + 1) * sizeof(Ranked))
     cdef uint32_t i, count = 0
-    cdef KeptSegment *at
+    cdef SavedSegment *at
     cdef const char *broken = NULL
     if ranked == NULL:
         return NO_MEMORY
@@ -225,8 +291,8 @@ cdef const char *link_segments(Recency *recency, Slabs *slabs, Kept *kept) noexc
         if segment_at(recency, i - 1).num_live == 0:
             list_free_segment(recency, i - 1)
             continue
-        at = &kept.segments[i - 1]
-        kept.newest_key = max(kept.newest_key, at.key)
+        at = &file.segments[i - 1]
+        file.newest_key = max(file.newest_key, at.key)
         recency.tick = max(recency.tick, at.tick)
         ranked[count].order = at.order
         ranked[count].key = at.key
@@ -239,10 +305,10 @@ cdef const char *link_segments(Recency *recency, Slabs *slabs, Kept *kept) noexc
     if broken == NULL:
         qsort(ranked, count, sizeof(Ranked), compare)
         # With their old keys: another process may have to read them again.
-        recency.kept = NULL
+        recency.file = NULL
         for i in range(count):
-            link(recency, slabs, ranked[i].number, &kept.segments[ranked[i].number])
-        recency.kept = kept
+            link(recency, slabs, ranked[i].number, &file.segments[ranked[i].number])
+        recency.file = file
         for i in range(count):
             # Unless it has become part of another.
             if segment_at(recency, ranked[i].number).order != NO_ORDER:
@@ -252,11 +318,11 @@ cdef const char *link_segments(Recency *recency, Slabs *slabs, Kept *kept) noexc
 
 
 cdef void link(
-    Recency *recency, Slabs *slabs, uint32_t number, const KeptSegment *kept
+    Recency *recency, Slabs *slabs, uint32_t number, const SavedSegment *saved
 ) noexcept nogil:
     cdef Segment *segment = segment_at(recency, number)
     cdef uint32_t word, taken = 0
-    cdef uint64_t live, grain = recency.orders[kept.order].grain
+    cdef uint64_t live, grain = recency.orders[saved.order].grain
     for word in range(<uint32_t> SEGMENT_WORDS):
         live = segment.live[word]
         segment.held[word] = live
@@ -268,11 +334,11 @@ cdef void link(
     segment.num_used = SEGMENT_ENTRIES
     segment.num_timed = SEGMENT_ENTRIES
     segment.first_use = min(
-        max(kept.first_use, kept.last_use - min(grain, kept.last_use)), kept.last_use)
-    segment.tick = kept.tick
+        max(saved.first_use, saved.last_use - min(grain, saved.last_use)), saved.last_use)
+    segment.tick = saved.tick
     segment_trim(recency, segment, SEGMENT_ENTRIES)
-    segment_link(recency, number, <uint32_t> kept.order, NO_SEGMENT)
-    set_last_use(recency, number, kept.last_use)
+    segment_link(recency, number, <uint32_t> saved.order, NO_SEGMENT)
+    set_last_use(recency, number, saved.last_use)
     recency.num_held += taken
     recency.num_live += taken
-    recency.orders[kept.order].num_live += taken
+    recency.orders[saved.order].num_live += taken

@@ -1,12 +1,12 @@
 """One request to the store, and what it finds."""
 
 from persia._core.base.threads cimport ThreadPool
+from persia._core.base.types cimport row_t, sign_t, uint32_t, uint64_t, uint8_t
 from persia._core.kernels.initial cimport Initializer
 from persia._core.kernels.optim cimport RowOptimizer
 from persia._core.shard.recency cimport NUM_CLOCKS
 from persia._core.shard.row_format cimport Format
 from persia._core.shard.shard cimport Shard
-from persia._core.base.types cimport row_t, sign_t, uint8_t, uint32_t, uint64_t
 
 cdef enum:
     MAX_SHARDS = 1024           # as many as ten bits of a hash can tell apart
@@ -49,13 +49,14 @@ cdef class Split:
 cdef Split split_of(object numbers)
 
 
-cdef class Batch                # below; the two types name each other
+cdef class Request                # below; the two types name each other
 
-ctypedef void (*serve_t)(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally) noexcept nogil
+ctypedef void (*handler_t)(
+    Shard *shard, Request request, uint32_t begin, uint32_t end,
+    RequestResult *result) noexcept nogil
 
 
-cdef class Batch:
+cdef class Request:
     cdef uint32_t num_signs
     cdef Split own              # where no other is given
     cdef sign_t *sorted         # of the split of this request
@@ -65,10 +66,10 @@ cdef class Batch:
     cdef size_t num_places      # that there is room for
     cdef uint32_t num_shards
     cdef uint32_t num_parts     # of the split
-    cdef RequestResult *tallies         # of each shard
+    cdef RequestResult *results         # of each shard
     cdef Shard *shards
-    cdef serve_t serve_shard
-    cdef ThreadPool crew
+    cdef handler_t handler
+    cdef ThreadPool threads
     cdef bint has_failed        # a shard has; those that were not begun yet are left alone
     # Arguments; which of them are set depends on the kind of request.
     cdef const sign_t *signs

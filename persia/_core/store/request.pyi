@@ -8,7 +8,7 @@ class Split:
     """A request's signs by shard."""
 
 @final
-class Batch:
+class Request:
     """One request: its arguments, and its signs in shard order."""
 
 def kept_numbers(count: int) -> NDArray[np.uint32]:

@@ -10,10 +10,12 @@ from numpy cimport (
 )
 
 from persia._core.base.arrays cimport new_u32
-from persia._core.base.threads cimport persia_work_t
 from persia._core.base.hashing cimport mix64, shard_of
+from persia._core.base.threads cimport persia_work_t
 from persia._core.shard.row_format cimport scratch_size
-from persia._core.shard.shard cimport PyThread_type_lock, persia_done, shard_acquire, shard_ahead
+from persia._core.shard.shard cimport (
+    PyThread_type_lock, persia_done, shard_acquire, shard_ahead,
+)
 from persia._core.shard.slabs cimport Ahead, back_ahead
 
 import_array()
@@ -69,7 +71,7 @@ cdef class Split:
         return 0
 
     cdef bint is_of(self, const sign_t *signs, uint32_t count, uint32_t num_shards) noexcept:
-        # The same memory, which nobody else can have had: it is held.
+        # The same memory: ``signs`` is held, so no other array can have taken its place.
         return (
             self.signs is not None and self.signs_at == signs
             and self.num_signs == count and self.num_shards == num_shards)
@@ -81,6 +83,7 @@ def kept_numbers(count):
     cdef ndarray numbers
     split.numbers = new_u32(count)
     length = split.numbers.size
+    # The array's base is the split, whose ``numbers`` own the memory: they end together.
     numbers = PyArray_SimpleNewFromData(
         1, &length, NPY_UINT32, PyArray_DATA(<ndarray> split.numbers))
     set_array_base(numbers, split)
@@ -96,7 +99,7 @@ cdef Split split_of(object numbers):
 
 
 @cython.final
-cdef class Batch:
+cdef class Request:
     """One request: its arguments, and its signs in shard order. Reused."""
 
     def __cinit__(self):
@@ -105,18 +108,19 @@ cdef class Batch:
         self.own = Split()
         self.places = NULL
         self.num_places = 0
-        self.tallies = NULL
+        self.results = NULL
 
     def __dealloc__(self):
         free(self.places)
-        free(self.tallies)
+        free(self.results)
 
     cdef int reserve(self, uint32_t num_signs, uint32_t num_shards) except -1:
         self.num_signs = num_signs
+        # A request object serves one call after another; its scratch only grows.
         if num_shards > self.num_shards:
-            free(self.tallies)
-            self.tallies = <RequestResult *> malloc(num_shards * sizeof(RequestResult))
-            if self.tallies == NULL:
+            free(self.results)
+            self.results = <RequestResult *> malloc(num_shards * sizeof(RequestResult))
+            if self.results == NULL:
                 self.num_shards = 0
                 raise MemoryError(f"scratch for {num_shards} shards")
         self.num_shards = num_shards
@@ -133,7 +137,7 @@ cdef class Batch:
         cdef size_t num_places
         cdef void *places
         self.num_parts = 1
-        if self.crew.num_threads > 1:
+        if self.threads.num_threads > 1:
             self.num_parts = self.num_signs // SPLIT_SIGNS + 1
         num_places = <size_t> self.num_parts * self.num_shards
         if num_places > self.num_places:
@@ -144,9 +148,9 @@ cdef class Batch:
             self.num_places = num_places
         split.reserve(self.num_signs, self.num_shards)
         self.use(split)
-        self.crew.work(<persia_work_t> count_part, <void *> self, self.num_parts)
+        self.threads.work(<persia_work_t> count_part, <void *> self, self.num_parts)
         begin_shards(self)
-        self.crew.work(<persia_work_t> put_part, <void *> self, self.num_parts)
+        self.threads.work(<persia_work_t> put_part, <void *> self, self.num_parts)
         return 0
 
     cdef RequestResult serve(self) except *:
@@ -154,16 +158,16 @@ cdef class Batch:
         cdef RequestResult total
         cdef uint32_t i
         self.has_failed = False
-        self.crew.work(<persia_work_t> serve_part, <void *> self, self.num_shards)
+        self.threads.work(<persia_work_t> handle_part, <void *> self, self.num_shards)
         memset(&total, 0, sizeof(RequestResult))
         for i in range(self.num_shards):
-            add_tally(&total, &self.tallies[i])
+            add_result(&total, &self.results[i])
         return total
 
 
-cdef inline uint32_t part_begin(Batch batch, uint32_t part) noexcept nogil:
+cdef inline uint32_t part_begin(Request request, uint32_t part) noexcept nogil:
     """The first sign of a part of the split."""
-    return <uint32_t> (<uint64_t> batch.num_signs * part // batch.num_parts)
+    return <uint32_t> (<uint64_t> request.num_signs * part // request.num_parts)
 
 
 # The split by shard. Each part counts its signs of each shard; then the counts become places,
@@ -174,74 +178,77 @@ cdef inline uint32_t part_begin(Batch batch, uint32_t part) noexcept nogil:
 # Hashing twice is cheaper than keeping the hashes.
 
 
-cdef void count_part(Batch batch, uint32_t part, uint32_t worker) noexcept nogil:
+cdef void count_part(Request request, uint32_t part, uint32_t worker) noexcept nogil:
     cdef uint32_t[MAX_SHARDS] counts    # its own lines
     cdef uint32_t i, shard
-    memset(counts, 0, batch.num_shards * sizeof(uint32_t))
-    for i in range(part_begin(batch, part), part_begin(batch, part + 1)):
-        counts[shard_of(mix64(batch.signs[i]), batch.num_shards)] += 1
-    for shard in range(batch.num_shards):
-        batch.places[shard * batch.num_parts + part] = counts[shard]
+    memset(counts, 0, request.num_shards * sizeof(uint32_t))
+    for i in range(part_begin(request, part), part_begin(request, part + 1)):
+        counts[shard_of(mix64(request.signs[i]), request.num_shards)] += 1
+    for shard in range(request.num_shards):
+        request.places[shard * request.num_parts + part] = counts[shard]
 
 
-cdef void put_part(Batch batch, uint32_t part, uint32_t worker) noexcept nogil:
+cdef void put_part(Request request, uint32_t part, uint32_t worker) noexcept nogil:
     cdef uint32_t[MAX_SHARDS] places
     cdef uint32_t i, shard
-    for shard in range(batch.num_shards):
-        places[shard] = batch.places[shard * batch.num_parts + part]
-    for i in range(part_begin(batch, part), part_begin(batch, part + 1)):
-        shard = shard_of(mix64(batch.signs[i]), batch.num_shards)
-        batch.sorted[places[shard]] = batch.signs[i]
-        batch.order[places[shard]] = i
+    for shard in range(request.num_shards):
+        places[shard] = request.places[shard * request.num_parts + part]
+    for i in range(part_begin(request, part), part_begin(request, part + 1)):
+        shard = shard_of(mix64(request.signs[i]), request.num_shards)
+        request.sorted[places[shard]] = request.signs[i]
+        request.order[places[shard]] = i
         places[shard] += 1
 
 
-cdef void begin_shards(Batch batch) noexcept nogil:
+cdef void begin_shards(Request request) noexcept nogil:
     """Turn counts into places, and say where each shard begins."""
     cdef uint32_t shard, count
     cdef uint32_t at = 0
-    cdef uint32_t *places = batch.places
-    for shard in range(batch.num_shards):
-        batch.starts[shard] = at
-        for _ in range(batch.num_parts):
+    cdef uint32_t *places = request.places
+    for shard in range(request.num_shards):
+        request.starts[shard] = at
+        for _ in range(request.num_parts):
             count = places[0]
             places[0] = at
             places += 1
             at += count
-    batch.starts[batch.num_shards] = at
+    request.starts[request.num_shards] = at
 
 
-cdef void serve_part(Batch batch, uint32_t number, uint32_t worker) noexcept nogil:
+cdef void handle_part(Request request, uint32_t number, uint32_t worker) noexcept nogil:
     """Serve one shard, under its lock."""
-    cdef uint32_t begin = batch.starts[number], end = batch.starts[number + 1]
-    cdef uint32_t floats = scratch_size(&batch.format)
-    cdef RequestResult *tally = &batch.tallies[number]
-    cdef Shard *shard = &batch.shards[number]
+    cdef uint32_t begin = request.starts[number], end = request.starts[number + 1]
+    cdef uint32_t floats = scratch_size(&request.format)
+    cdef RequestResult *result = &request.results[number]
+    cdef Shard *shard = &request.shards[number]
     cdef Ahead ahead
-    memset(tally, 0, sizeof(RequestResult))
-    if begin == end or batch.has_failed:
+    memset(result, 0, sizeof(RequestResult))
+    # ``has_failed`` is read without the lock: it only saves work, the results say what
+    # happened.
+    if begin == end or request.has_failed:
         return
     if floats:
-        tally.scratch = <float *> malloc(floats * sizeof(float))
-        if tally.scratch == NULL:
-            tally.status = STATUS_NO_MEMORY
-            batch.has_failed = True
+        result.scratch = <float *> malloc(floats * sizeof(float))
+        if result.scratch == NULL:
+            result.status = STATUS_NO_MEMORY
+            request.has_failed = True
             return
     shard_acquire(shard)
-    batch.serve_shard(shard, batch, begin, end, tally)
+    request.handler(shard, request, begin, end, result)
     ahead.base = NULL
     if shard.slabs.is_room_wanted:
         ahead = shard_ahead(shard)
     PyThread_release_lock(shard.lock)
     if ahead.base != NULL:
+        # Outside the lock; num_backing keeps the chunk mapped until it is done.
         back_ahead(&ahead)
         persia_done(&shard.num_backing)
-    free(tally.scratch)
-    if tally.status != STATUS_OK:
-        batch.has_failed = True
+    free(result.scratch)
+    if result.status != STATUS_OK:
+        request.has_failed = True
 
 
-cdef inline void add_tally(RequestResult *total, const RequestResult *part) noexcept nogil:
+cdef inline void add_result(RequestResult *total, const RequestResult *part) noexcept nogil:
     total.num_missing += part.num_missing
     total.num_refused += part.num_refused
     if total.status == STATUS_OK and part.status != STATUS_OK:

@@ -1,35 +1,19 @@
-"""What each kind of request does in one shard, whose lock is held.
-
-Its signs are pipelined in groups:
-
-    g           fetch the lines of the index where its signs belong
-    g - 1       guess the rows by their tags, fetch them
-    g - 2       compare the signs; fetch where the rows stand in the order of use
-    g - 3       touch or insert, copy out
-    at the end  evict: what has expired, then down to the capacity
-
-Each stage asks for the lines that the next one reads. It finds out first which these are, and
-then asks for all of a group without anything in between: a processor goes on past a fetch only
-once it knows the page, and looks up several pages at once only if their fetches are near each
-other. What a stage has found of a sign is in a ring of as many groups as there are stages.
-"""
+"""What each kind of request does in one shard, whose lock is held."""
 
 from libc.string cimport memcpy, memset
 
+from persia._core.base.hashing cimport mix64
+from persia._core.base.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t
+from persia._core.kernels.optim cimport persia_step_t
 from persia._core.shard.changes cimport row_changes, row_enters
 from persia._core.shard.eviction cimport eviction_note_expired, eviction_order
-from persia._core.base.hashing cimport mix64
 from persia._core.shard.persistent_shard cimport (
-    ALL_DONE, Part, journal_group, journal_hold, journal_release, kept_point, part_begin,
+    ALL_DONE, Part, crash_point, journal_group, journal_hold, journal_release, part_begin,
     part_of,
 )
-from persia._core.kernels.optim cimport persia_step_t
 from persia._core.shard.recency cimport (
     NO_ORDER, OFFSET_BITS, recency_begin, recency_expired, recency_prefetch, recency_settle,
     recency_touch,
-)
-from persia._core.store.request cimport (
-    STATUS_DIM, STATUS_NO_MEMORY, STATUS_OK, STATUS_OTHER, STATUS_SHAPES, Batch, RequestResult,
 )
 from persia._core.shard.row_format cimport (
     STEP_ROWS, Format, HalfSteps, read_values, run_steps, steps_add, steps_begin, write_values,
@@ -44,7 +28,10 @@ from persia._core.shard.slabs cimport (
     persia_prefetch, persia_prefetch_write, row_at, row_values, slabs_drop_row, slabs_new_row,
     slabs_slab,
 )
-from persia._core.base.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t
+from persia._core.store.request cimport (
+    STATUS_DIM, STATUS_NO_MEMORY, STATUS_OK, STATUS_OTHER, STATUS_SHAPES, Request,
+    RequestResult,
+)
 
 cdef extern from "portable.h" nogil:
     void persia_stream_floats(float *out, const float *values, uint32_t count) noexcept
@@ -55,6 +42,19 @@ cdef enum:
     RING = 32               # signs of four groups
     RING_MASK = 31
 
+# The signs of a lookup or an update are pipelined in groups:
+#
+#     g           fetch the lines of the index where its signs belong
+#     g - 1       guess the rows by their tags, fetch them
+#     g - 2       compare the signs; fetch where the rows stand in the order of use
+#     g - 3       touch or insert, copy out
+#     at the end  evict: what has expired, then down to the capacity
+#
+# Each stage asks for the lines that the next one reads. It finds out first which these are, and
+# then asks for all of a group without anything in between: a processor goes on past a fetch
+# only once it knows the page, and looks up several pages at once only if their fetches are near
+# each other. What a stage has found of a sign is in a ring of as many groups as there are
+# stages.
 cdef struct Ring:
     uint64_t[RING] hashes
     row_t[RING] rows
@@ -70,11 +70,11 @@ cdef inline void prefetch_row(const Row *row, uint32_t num_bytes) noexcept nogil
         line += CACHE_LINE
 
 
-cdef inline bint is_admitted(Shard *shard, Batch batch, uint64_t hash) noexcept nogil:
-    if batch.admit_at > 1:
+cdef inline bint is_admitted(Shard *shard, Request request, uint64_t hash) noexcept nogil:
+    if request.admit_at > 1:
         return sketch_admits(
-            &shard.sketch, sketch_key(hash), batch.admit_at, batch.is_repeated)
-    return batch.admit_all or mix64(batch.admission_key ^ hash) < batch.admission_below
+            &shard.sketch, sketch_key(hash), request.admit_at, request.is_repeated)
+    return request.admit_all or mix64(request.admission_key ^ hash) < request.admission_below
 
 
 cdef inline bint has_expired(Shard *shard, row_t row) noexcept nogil:
@@ -83,72 +83,76 @@ cdef inline bint has_expired(Shard *shard, row_t row) noexcept nogil:
         shard.recency.clocks)
 
 
-cdef inline bint is_gone(Shard *shard, Batch batch, row_t row) noexcept nogil:
+cdef inline bint is_gone(Shard *shard, Request request, row_t row) noexcept nogil:
     """Whether a read answers as if there were no row: it has expired and is not dropped yet."""
     return row == NO_ROW or shard.recency.has_ttl and recency_expired(
         &shard.recency, row_at(&shard.slabs, row).position >> OFFSET_BITS,
-        batch.clocks)
+        request.clocks)
 
 
 cdef inline int use_row(
-    Shard *shard, Batch batch, row_t row, uint64_t hash, bint is_new
+    Shard *shard, Request request, row_t row, uint64_t hash, bint is_new
 ) noexcept nogil:
     """Make the row the newest of the order where its policy wants it; -1: no memory."""
-    cdef uint32_t order = batch.order_of_use
+    cdef uint32_t order = request.order_of_use
     if order == NO_ORDER:
         order = eviction_order(
-            &shard.eviction, &shard.recency, batch.policy,
+            &shard.eviction, &shard.recency, request.policy,
             NO_POSITION if is_new else row_at(&shard.slabs, row).position,
-            batch.admission_key ^ hash)
+            request.admission_key ^ hash)
     return recency_touch(&shard.recency, &shard.slabs, row, order)
 
 
-cdef void fill_row(Shard *shard, Batch batch, row_t row, RequestResult *tally) noexcept nogil:
+cdef void fill_row(
+    Shard *shard, Request request, row_t row, RequestResult *result
+) noexcept nogil:
     """Initial values and state."""
     cdef Row *at = row_at(&shard.slabs, row)
-    cdef float *values = row_values(at) if tally.scratch == NULL else tally.scratch
-    batch.initializer.fill(batch.seed, at.sign, values, batch.dim)
-    if tally.scratch != NULL:
-        write_values(&batch.format, row_values(at), values)
-    batch.optimizer.fill_state(row_values(at) + batch.format.value_words, batch.dim)
+    cdef float *values = row_values(at) if result.scratch == NULL else result.scratch
+    request.initializer.fill(request.seed, at.sign, values, request.dim)
+    if result.scratch != NULL:
+        write_values(&request.format, row_values(at), values)
+    request.optimizer.fill_state(row_values(at) + request.format.value_words, request.dim)
     shard.num_inserted += 1
 
 
-cdef void renew_row(Shard *shard, Batch batch, row_t row, RequestResult *tally) noexcept nogil:
-    """A row that has expired begins anew in its place."""
+cdef void renew_row(
+    Shard *shard, Request request, row_t row, RequestResult *result
+) noexcept nogil:
+    """A row that has expired begins again in its place."""
     row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
     eviction_note_expired(
         &shard.eviction, &shard.recency, row_at(&shard.slabs, row).position)
-    hold(shard, batch, row)
-    fill_row(shard, batch, row, tally)
+    hold(shard, request, row)
+    fill_row(shard, request, row, result)
     release(shard)
 
 
-cdef inline void hold(Shard *shard, Batch batch, row_t row) noexcept nogil:
+cdef inline void hold(Shard *shard, Request request, row_t row) noexcept nogil:
     """One row is about to be changed in place; a new process would put it back."""
     cdef float *values
-    if shard.kept != NULL:
+    if shard.file != NULL:
         values = row_values(row_at(&shard.slabs, row))
         journal_hold(
-            shard.kept, &row, &values, 1,
-            4 * (batch.format.value_words + batch.format.state_words), NULL)
+            shard.file, &row, &values, 1,
+            4 * (request.format.value_words + request.format.state_words), NULL)
 
 
 cdef inline void release(Shard *shard) noexcept nogil:
-    if shard.kept != NULL:
-        journal_release(shard.kept, NULL, 0)
+    if shard.file != NULL:
+        journal_release(shard.file, NULL, 0)
 
 
 cdef row_t new_row(
-    Shard *shard, Batch batch, uint64_t hash, sign_t sign, RequestResult *tally
+    Shard *shard, Request request, uint64_t hash, sign_t sign, RequestResult *result
 ) noexcept nogil:
-    cdef int slab = slabs_slab(&shard.slabs, &batch.format)
+    cdef int slab = slabs_slab(&shard.slabs, &request.format)
     cdef row_t row
     cdef Row *at
     if slab < 0:
-        tally.status = STATUS_SHAPES
+        result.status = STATUS_SHAPES
         return NO_ROW
-    tally.status = STATUS_NO_MEMORY     # until the row is in
+    result.status = STATUS_NO_MEMORY     # until the row is in
     row = slabs_new_row(&shard.slabs, <uint32_t> slab)
     if row == NO_ROW:
         return NO_ROW
@@ -166,23 +170,23 @@ cdef void drop_new_row(Shard *shard, uint64_t hash, row_t row) noexcept nogil:
 
 
 cdef row_t insert(
-    Shard *shard, Batch batch, uint64_t hash, sign_t sign, RequestResult *tally
+    Shard *shard, Request request, uint64_t hash, sign_t sign, RequestResult *result
 ) noexcept nogil:
-    """A new row with initial values and state, the most recent one; NO_ROW: see the tally."""
-    cdef row_t row = new_row(shard, batch, hash, sign, tally)
+    """A new row with initial values and state, the most recent one; NO_ROW: see the result."""
+    cdef row_t row = new_row(shard, request, hash, sign, result)
     if row == NO_ROW:
         return NO_ROW
-    # It is one once it stands in the order of use: whole, whoever looks.
-    fill_row(shard, batch, row, tally)
-    if shard.kept != NULL:
-        kept_point(shard.kept)
-    if use_row(shard, batch, row, hash, True) < 0:
+    # It is a row once it stands in the order of use, so it is filled before.
+    fill_row(shard, request, row, result)
+    if shard.file != NULL:
+        crash_point(shard.file)
+    if use_row(shard, request, row, hash, True) < 0:
         shard.num_inserted -= 1
         drop_new_row(shard, hash, row)
         return NO_ROW
-    if shard.kept != NULL:
-        kept_point(shard.kept)
-    tally.status = STATUS_OK
+    if shard.file != NULL:
+        crash_point(shard.file)
+    result.status = STATUS_OK
     row_enters(&shard.changes, &shard.slabs, row)
     return row
 
@@ -192,10 +196,10 @@ cdef inline uint64_t end_of_group(uint64_t begin, uint64_t end) noexcept nogil:
 
 
 cdef inline void fetch_buckets(
-    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end
+    const Shard *shard, Request request, Ring *ring, uint64_t begin, uint64_t end
 ) noexcept nogil:
     cdef const Bucket *buckets[GROUP]
-    cdef const sign_t *sorted = batch.sorted
+    cdef const sign_t *sorted = request.sorted
     cdef uint64_t i, hash
     for i in range(begin, end):
         hash = mix64(sorted[i])
@@ -255,164 +259,166 @@ cdef inline uint32_t slab_of(const Slabs *slabs, const Format *format) noexcept 
 
 
 cdef inline bint has_shape(
-    const Shard *shard, row_t row, Batch batch, sign_t sign, RequestResult *tally
+    const Shard *shard, row_t row, Request request, sign_t sign, RequestResult *result
 ) noexcept nogil:
-    """Whether the row is as the request has it; if not, the tally says what it is."""
+    """Whether the row is as the request has it; if not, the result says what it is."""
     cdef const Slab *slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
-    if has_format(slab, &batch.format):
+    if has_format(slab, &request.format):
         return True
-    note_shape(slab, sign, tally)
+    note_shape(slab, sign, result)
     return False
 
 
-cdef void note_shape(const Slab *slab, sign_t sign, RequestResult *tally) noexcept nogil:
-    tally.status = STATUS_DIM
-    tally.sign = sign
-    tally.dim = slab.dim
-    tally.dtype = slab.dtype
-    tally.state_words = slab.state_words
+cdef void note_shape(const Slab *slab, sign_t sign, RequestResult *result) noexcept nogil:
+    result.status = STATUS_DIM
+    result.sign = sign
+    result.dim = slab.dim
+    result.dtype = slab.dtype
+    result.state_words = slab.state_words
 
 
 cdef void train_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
+    Shard *shard, Request request, uint32_t begin, uint32_t end, RequestResult *result
 ) noexcept nogil:
     """Serve one shard's part of a training lookup. The lock is held."""
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.format.value_words
-    cdef uint32_t slab = slab_of(&shard.slabs, &batch.format)
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * request.format.value_words
+    cdef uint32_t slab = slab_of(&shard.slabs, &request.format)
     cdef Ring ring
     cdef uint64_t at, i
     cdef bint is_good = True
-    recency_begin(&shard.recency, &shard.slabs, batch.clocks)
+    recency_begin(&shard.recency, &shard.slabs, request.clocks)
     at = begin
     while at < <uint64_t> end + 3 * GROUP:
-        fetch_buckets(shard, batch, &ring, at, end_of_group(at, end))
+        fetch_buckets(shard, request, &ring, at, end_of_group(at, end))
         if at >= <uint64_t> begin + GROUP:
             guess_rows(shard, &ring, at - GROUP, end_of_group(at - GROUP, end), row_bytes)
         if at >= <uint64_t> begin + 2 * GROUP:
             find_rows(
-                shard, batch, &ring, at - 2 * GROUP, end_of_group(at - 2 * GROUP, end))
+                shard, request, &ring, at - 2 * GROUP, end_of_group(at - 2 * GROUP, end))
         if at >= <uint64_t> begin + 3 * GROUP:
             for i in range(at - 3 * GROUP, end_of_group(at - 3 * GROUP, end)):
-                is_good = train_row(shard, batch, &ring, i, slab, tally)
+                is_good = train_row(shard, request, &ring, i, slab, result)
                 if not is_good:
                     break
         if not is_good:
             break
         at += GROUP
+    # Stores past the caches are weakly ordered: the fence comes before the lock is released.
     persia_stream_end()
     shard_end_request(shard, end - begin)
 
 
 cdef inline void find_rows(
-    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end
+    const Shard *shard, Request request, Ring *ring, uint64_t begin, uint64_t end
 ) noexcept nogil:
     """Settle on rows; fetch what a touch changes and where the values go."""
     cdef uint64_t i
     cdef const Row *at
     cdef float *out
     for i in range(begin, end):
-        find_row(shard, ring, i, batch.sorted[i])
+        find_row(shard, ring, i, request.sorted[i])
     for i in range(begin, end):
         at = ring.at[i & RING_MASK]
         if at != NULL:
             recency_prefetch(&shard.recency, at.position)
-        elif batch.admit_at > 1:
+        elif request.admit_at > 1:
             sketch_prefetch(&shard.sketch, sketch_key(ring.hashes[i & RING_MASK]))
-    if batch.is_streamed:
+    if request.is_streamed:
         return
     for i in range(begin, end):
-        out = batch.rows_out + <size_t> batch.order[i] * batch.dim
+        out = request.rows_out + <size_t> request.order[i] * request.dim
         persia_prefetch_write(out)
-        persia_prefetch_write(out + batch.dim - 1)
+        persia_prefetch_write(out + request.dim - 1)
 
 
-cdef inline void hand_on(Batch batch, float *out, const float *row) noexcept nogil:
-    if batch.is_streamed:
-        persia_stream_floats(out, row, batch.dim)
+cdef inline void hand_on(Request request, float *out, const float *row) noexcept nogil:
+    if request.is_streamed:
+        persia_stream_floats(out, row, request.dim)
     else:
-        read_values(&batch.format, out, row)
+        read_values(&request.format, out, row)
 
 
 cdef inline bint train_row(
-    Shard *shard, Batch batch, const Ring *ring, uint64_t i, uint32_t slab, RequestResult *tally
+    Shard *shard, Request request, const Ring *ring, uint64_t i, uint32_t slab,
+    RequestResult *result
 ) noexcept nogil:
-    """Touch or insert the row of place i and copy it out; False: the tally says why not."""
-    cdef uint32_t place = batch.order[i]
+    """Touch or insert the row of place i and copy it out; False: the result says why not."""
+    cdef uint32_t place = request.order[i]
     cdef uint64_t hash = ring.hashes[i & RING_MASK]
     cdef row_t row = ring.rows[i & RING_MASK]
     cdef Row *at = ring.at[i & RING_MASK]
-    cdef float *out = batch.rows_out + <size_t> place * batch.dim
+    cdef float *out = request.rows_out + <size_t> place * request.dim
     cdef bint is_new
     if row == NO_ROW:
         # Again, because the sign may have come twice in this request.
-        row = index_find(&shard.index, &shard.slabs, hash, batch.sorted[i])
+        row = index_find(&shard.index, &shard.slabs, hash, request.sorted[i])
     # An id whose row has expired is a new one; refused, it leaves the row to the sweep.
     is_new = row == NO_ROW or has_expired(shard, row)
-    if is_new and not is_admitted(shard, batch, hash):
-        tally.num_refused += 1
+    if is_new and not is_admitted(shard, request, hash):
+        result.num_refused += 1
         shard.num_refused += 1
-        batch.hints_out[place] = NO_ROW
-        memset(out, 0, batch.dim * sizeof(float))
+        request.hints_out[place] = NO_ROW
+        memset(out, 0, request.dim * sizeof(float))
         return True
     if row == NO_ROW:
-        row = insert(shard, batch, hash, batch.sorted[i], tally)
+        row = insert(shard, request, hash, request.sorted[i], result)
         if row == NO_ROW:
             return False
-        tally.num_missing += 1
+        result.num_missing += 1
     else:
         if shard.slabs.views[row >> PLACE_BITS].slab != slab and not has_shape(
-                shard, row, batch, batch.sorted[i], tally):
+                shard, row, request, request.sorted[i], result):
             return False
         if is_new:
-            renew_row(shard, batch, row, tally)
-            tally.num_missing += 1
-        if use_row(shard, batch, row, hash, is_new) < 0:
-            tally.status = STATUS_NO_MEMORY
+            renew_row(shard, request, row, result)
+            result.num_missing += 1
+        if use_row(shard, request, row, hash, is_new) < 0:
+            result.status = STATUS_NO_MEMORY
             return False
-    batch.hints_out[place] = row
+    request.hints_out[place] = row
     if at == NULL:
         at = row_at(&shard.slabs, row)
-    hand_on(batch, out, row_values(at))
+    hand_on(request, out, row_values(at))
     return True
 
 
 cdef void eval_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
+    Shard *shard, Request request, uint32_t begin, uint32_t end, RequestResult *result
 ) noexcept nogil:
     """Serve one shard's part of an evaluation lookup; changes nothing but a count."""
-    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * batch.format.value_words
+    cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * request.format.value_words
     cdef Ring ring
     cdef uint64_t at, i
     at = begin
     while at < <uint64_t> end + 2 * GROUP:
-        fetch_buckets(shard, batch, &ring, at, end_of_group(at, end))
+        fetch_buckets(shard, request, &ring, at, end_of_group(at, end))
         if at >= <uint64_t> begin + GROUP:
             guess_rows(shard, &ring, at - GROUP, end_of_group(at - GROUP, end), row_bytes)
         if at >= <uint64_t> begin + 2 * GROUP:
             for i in range(at - 2 * GROUP, end_of_group(at - 2 * GROUP, end)):
-                if not eval_row(shard, batch, &ring, i, tally):
+                if not eval_row(shard, request, &ring, i, result):
                     return
         at += GROUP
     persia_stream_end()
 
 
 cdef inline bint eval_row(
-    Shard *shard, Batch batch, Ring *ring, uint64_t i, RequestResult *tally
+    Shard *shard, Request request, Ring *ring, uint64_t i, RequestResult *result
 ) noexcept nogil:
-    """Copy the row of place i out; False: the tally says why not."""
-    cdef row_t row = find_row(shard, ring, i, batch.sorted[i])
-    cdef float *out = batch.rows_out + <size_t> batch.order[i] * batch.dim
+    """Copy the row of place i out; False: the result says why not."""
+    cdef row_t row = find_row(shard, ring, i, request.sorted[i])
+    cdef float *out = request.rows_out + <size_t> request.order[i] * request.dim
     cdef const Slab *slab
-    if is_gone(shard, batch, row):
-        tally.num_missing += 1
+    if is_gone(shard, request, row):
+        result.num_missing += 1
         shard.num_missing += 1
-        memset(out, 0, batch.dim * sizeof(float))
+        memset(out, 0, request.dim * sizeof(float))
         return True
     slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
-    if slab.dim != batch.dim or slab.dtype != batch.format.dtype:
-        note_shape(slab, batch.sorted[i], tally)
+    if slab.dim != request.dim or slab.dtype != request.format.dtype:
+        note_shape(slab, request.sorted[i], result)
         return False
-    hand_on(batch, out, row_values(ring.at[i & RING_MASK]))
+    hand_on(request, out, row_values(ring.at[i & RING_MASK]))
     return True
 
 
@@ -430,14 +436,14 @@ cdef struct Steps:                  # rows and their gradients, for one call of 
 
 
 cdef inline void find_hinted(
-    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end,
+    const Shard *shard, Request request, Ring *ring, uint64_t begin, uint64_t end,
     uint32_t row_bytes
 ) noexcept nogil:
     """Guess rows, unless there are row numbers kept from the lookup: they need no index."""
     cdef uint64_t i
     cdef row_t row
     for i in range(begin, end):
-        row = NO_ROW if batch.hints == NULL else batch.hints[batch.order[i]]
+        row = NO_ROW if request.hints == NULL else request.hints[request.order[i]]
         if is_place(&shard.slabs, row):
             ring.rows[i & RING_MASK] = row
             ring.at[i & RING_MASK] = row_at(&shard.slabs, row)
@@ -446,225 +452,230 @@ cdef inline void find_hinted(
     fetch_rows(ring, begin, end, row_bytes)
     for i in range(begin, end):
         prefetch_row(
-            <const Row *> (batch.gradients + <size_t> batch.order[i] * batch.dim),
-            4 * batch.dim)
+            <const Row *> (request.gradients + <size_t> request.order[i] * request.dim),
+            4 * request.dim)
 
 
 cdef void update_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
+    Shard *shard, Request request, uint32_t begin, uint32_t end, RequestResult *result
 ) noexcept nogil:
     """Step one shard's rows. A sign that is gone skips exactly its own gradient."""
     cdef uint32_t row_bytes = <uint32_t> sizeof(Row) + 4 * (
-        batch.format.value_words + batch.state_words)
-    cdef uint32_t slab = slab_of(&shard.slabs, &batch.format)
+        request.format.value_words + request.state_words)
+    cdef uint32_t slab = slab_of(&shard.slabs, &request.format)
     cdef Ring ring
     cdef Steps steps
     cdef uint64_t at, i
     cdef bint is_good = True
-    if not steps_init(shard, batch, &steps, &begin, end, tally):
+    if not steps_init(shard, request, &steps, &begin, end, result):
         return
     at = begin
     while at < <uint64_t> end + 2 * GROUP:
-        fetch_unhinted(shard, batch, &ring, at, end_of_group(at, end))
+        fetch_unhinted(shard, request, &ring, at, end_of_group(at, end))
         if at >= <uint64_t> begin + GROUP:
             find_hinted(
-                shard, batch, &ring, at - GROUP, end_of_group(at - GROUP, end), row_bytes)
+                shard, request, &ring, at - GROUP, end_of_group(at - GROUP, end), row_bytes)
         if at >= <uint64_t> begin + 2 * GROUP:
             for i in range(at - 2 * GROUP, end_of_group(at - 2 * GROUP, end)):
-                is_good = update_row(shard, batch, &ring, i, slab, &steps, tally)
+                is_good = update_row(shard, request, &ring, i, slab, &steps, result)
                 if not is_good:
                     break
         if not is_good:
             break
         at += GROUP
     # Whatever stopped it, it is not run again.
-    step_gathered(shard, batch, &steps, tally, ALL_DONE)
+    step_gathered(shard, request, &steps, result, ALL_DONE)
 
 
 cdef bint steps_init(
-    Shard *shard, Batch batch, Steps *steps, uint32_t *begin, uint32_t end, RequestResult *tally
+    Shard *shard, Request request, Steps *steps, uint32_t *begin, uint32_t end,
+    RequestResult *result
 ) noexcept nogil:
-    """Nothing is gathered yet. False: there is nothing to be done, or see the tally."""
+    """Nothing is gathered yet. False: there is nothing to be done, or see the result."""
     steps.count = 0
-    steps.step = batch.optimizer.step()
+    steps.step = request.optimizer.step()
     steps.group = STEP_ROWS
     steps.first = begin[0]
     steps.part = NULL
     steps_begin(&steps.half)
-    if shard.kept == NULL:
+    if shard.file == NULL:
         return True
-    steps.image = 4 * (batch.format.value_words + batch.state_words)
+    steps.image = 4 * (request.format.value_words + request.state_words)
     steps.group = journal_group(steps.image)
-    steps.part = part_of(shard.kept, batch.slot)
+    steps.part = part_of(shard.file, request.slot)
     if steps.part == NULL:
         return True
-    if steps.part.tag > batch.tag:
+    if steps.part.tag > request.tag:
         # A later part of the same update has begun here, so this one was done.
         return False
-    if begin_part(batch, steps.part, begin, end):
+    if begin_part(request, steps.part, begin, end):
         return True
-    tally.status = STATUS_OTHER
+    result.status = STATUS_OTHER
     return False
 
 
 cdef void step_gathered(
-    Shard *shard, Batch batch, Steps *steps, RequestResult *tally, uint64_t num_done
+    Shard *shard, Request request, Steps *steps, RequestResult *result, uint64_t num_done
 ) noexcept nogil:
-    """Step the rows gathered; then so many signs of this part are done."""
-    cdef bint is_half = batch.format.half != NULL
-    if shard.kept != NULL:
+    """Step the rows gathered; then ``num_done`` signs of this part are done."""
+    cdef bint is_half = request.format.half != NULL
+    if shard.file != NULL:
         if is_half:
             journal_hold(
-                shard.kept, steps.half.numbers, steps.half.rows, steps.half.count,
+                shard.file, steps.half.numbers, steps.half.rows, steps.half.count,
                 steps.image, steps.part)
         else:
             journal_hold(
-                shard.kept, steps.numbers, steps.values, steps.count, steps.image, steps.part)
+                shard.file, steps.numbers, steps.values, steps.count, steps.image, steps.part)
     if is_half:
         run_steps(
-            &batch.format, &steps.half, steps.step, &batch.optimizer.settings,
-            batch.rounding_key, tally.scratch)
+            &request.format, &steps.half, steps.step, &request.optimizer.settings,
+            request.rounding_key, result.scratch)
     elif steps.count:
         steps.step(
-            steps.values, NULL, steps.sums, steps.count, batch.dim, &batch.optimizer.settings)
+            steps.values, NULL, steps.sums, steps.count, request.dim,
+            &request.optimizer.settings)
         steps.count = 0
-    if shard.kept != NULL:
-        journal_release(shard.kept, steps.part, num_done)
+    if shard.file != NULL:
+        journal_release(shard.file, steps.part, num_done)
 
 
-cdef bint begin_part(Batch batch, Part *part, uint32_t *begin, uint32_t end) noexcept nogil:
+cdef bint begin_part(Request request, Part *part, uint32_t *begin, uint32_t end) noexcept nogil:
     """Go to where this part of an update was cut short; False: it was another one."""
     cdef uint32_t count = end - begin[0]
     cdef uint64_t sum = mix64(
-        batch.sorted[begin[0]] ^ mix64(batch.sorted[end - 1]) ^ count)
-    if not part_begin(part, batch.tag, sum):
+        request.sorted[begin[0]] ^ mix64(request.sorted[end - 1]) ^ count)
+    if not part_begin(part, request.tag, sum):
         return False
     begin[0] += <uint32_t> min(part.num_done, <uint64_t> count)
     return True
 
 
 cdef inline void fetch_unhinted(
-    const Shard *shard, Batch batch, Ring *ring, uint64_t begin, uint64_t end
+    const Shard *shard, Request request, Ring *ring, uint64_t begin, uint64_t end
 ) noexcept nogil:
     """Fetch lines of the index for signs without a row number; of others nothing is needed."""
     cdef uint64_t i, hash
     for i in range(begin, end):
-        if batch.hints == NULL or not is_place(&shard.slabs, batch.hints[batch.order[i]]):
-            hash = mix64(batch.sorted[i])
+        if request.hints == NULL or not is_place(&shard.slabs, request.hints[request.order[i]]):
+            hash = mix64(request.sorted[i])
             ring.hashes[i & RING_MASK] = hash
             persia_prefetch(home_bucket(&shard.index, hash))
 
 
 cdef inline bint update_row(
-    Shard *shard, Batch batch, Ring *ring, uint64_t i, uint32_t slab, Steps *steps,
-    RequestResult *tally
+    Shard *shard, Request request, Ring *ring, uint64_t i, uint32_t slab, Steps *steps,
+    RequestResult *result
 ) noexcept nogil:
-    """Gather the row of place i, or step those gathered; False: the tally says why not."""
+    """Gather the row of place i, or step those gathered; False: the result says why not."""
     cdef row_t row
     cdef float *values
-    cdef const float *sums = batch.gradients + <size_t> batch.order[i] * batch.dim
+    cdef const float *sums = request.gradients + <size_t> request.order[i] * request.dim
     if ring.at[i & RING_MASK] == NULL or not is_row_of(
-            ring.at[i & RING_MASK], batch.sorted[i]):
+            ring.at[i & RING_MASK], request.sorted[i]):
         # No row number was kept, or it is another's now.
-        ring.hashes[i & RING_MASK] = mix64(batch.sorted[i])
-    row = find_row(shard, ring, i, batch.sorted[i])
+        ring.hashes[i & RING_MASK] = mix64(request.sorted[i])
+    row = find_row(shard, ring, i, request.sorted[i])
     if row == NO_ROW:
-        tally.num_missing += 1
+        result.num_missing += 1
         shard.num_missing += 1
         return True
     if shard.slabs.views[row >> PLACE_BITS].slab != slab and not has_shape(
-            shard, row, batch, batch.sorted[i], tally):
+            shard, row, request, request.sorted[i], result):
         return False
     row_changes(&shard.changes, &shard.slabs, row, ring.at[i & RING_MASK])
     values = row_values(ring.at[i & RING_MASK])
-    if batch.format.half != NULL:
+    if request.format.half != NULL:
         while not steps_add(
-                &batch.format, &steps.half, row, values, sums, mix64(batch.sorted[i])):
-            step_gathered(shard, batch, steps, tally, i - steps.first)
+                &request.format, &steps.half, row, values, sums, mix64(request.sorted[i])):
+            step_gathered(shard, request, steps, result, i - steps.first)
         return True
     steps.numbers[steps.count] = row
     steps.values[steps.count] = values
     steps.sums[steps.count] = sums
     steps.count += 1
     if steps.count == steps.group:
-        step_gathered(shard, batch, steps, tally, i + 1 - steps.first)
+        step_gathered(shard, request, steps, result, i + 1 - steps.first)
     return True
 
 
 cdef void read_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
+    Shard *shard, Request request, uint32_t begin, uint32_t end, RequestResult *result
 ) noexcept nogil:
     """Copy whole rows out; ``found`` says which there are. A row of another shape stops it."""
     cdef uint32_t i, place
     cdef const float *values
     cdef row_t row
     for i in range(begin, end):
-        place = batch.order[i]
-        row = index_find(&shard.index, &shard.slabs, mix64(batch.sorted[i]), batch.sorted[i])
-        batch.found[place] = not is_gone(shard, batch, row)
-        if not batch.found[place]:
+        place = request.order[i]
+        row = index_find(
+            &shard.index, &shard.slabs, mix64(request.sorted[i]), request.sorted[i])
+        # Of an expired row that is not dropped yet there is nothing to read.
+        request.found[place] = not is_gone(shard, request, row)
+        if not request.found[place]:
             continue
-        if not has_shape(shard, row, batch, batch.sorted[i], tally):
+        if not has_shape(shard, row, request, request.sorted[i], result):
             return
         values = row_values(row_at(&shard.slabs, row))
-        read_values(&batch.format, batch.rows_out + <size_t> place * batch.dim, values)
-        if batch.state_words:       # otherwise states_out is NULL
+        read_values(&request.format, request.rows_out + <size_t> place * request.dim, values)
+        if request.state_words:       # otherwise states_out is NULL
             memcpy(
-                batch.states_out + <size_t> place * batch.state_words,
-                values + batch.format.value_words, batch.state_words * sizeof(float))
+                request.states_out + <size_t> place * request.state_words,
+                values + request.format.value_words, request.state_words * sizeof(float))
 
 
 cdef void write_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
+    Shard *shard, Request request, uint32_t begin, uint32_t end, RequestResult *result
 ) noexcept nogil:
     """Insert or overwrite whole rows; each becomes the most recent."""
     cdef uint32_t i, place
     cdef float *values
     cdef row_t row
     cdef bint is_new
-    recency_begin(&shard.recency, &shard.slabs, batch.clocks)
+    recency_begin(&shard.recency, &shard.slabs, request.clocks)
     for i in range(begin, end):
-        place = batch.order[i]
-        row = index_find(&shard.index, &shard.slabs, mix64(batch.sorted[i]), batch.sorted[i])
+        place = request.order[i]
+        row = index_find(
+            &shard.index, &shard.slabs, mix64(request.sorted[i]), request.sorted[i])
         if row == NO_ROW:
-            row = insert(shard, batch, mix64(batch.sorted[i]), batch.sorted[i], tally)
+            row = insert(shard, request, mix64(request.sorted[i]), request.sorted[i], result)
             if row == NO_ROW:
                 break
-        elif not has_shape(shard, row, batch, batch.sorted[i], tally):
+        elif not has_shape(shard, row, request, request.sorted[i], result):
             break
         else:
             is_new = has_expired(shard, row)
             if is_new:
-                renew_row(shard, batch, row, tally)
-            if use_row(shard, batch, row, mix64(batch.sorted[i]), is_new) < 0:
-                tally.status = STATUS_NO_MEMORY
+                renew_row(shard, request, row, result)
+            if use_row(shard, request, row, mix64(request.sorted[i]), is_new) < 0:
+                result.status = STATUS_NO_MEMORY
                 break
             row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
         values = row_values(row_at(&shard.slabs, row))
-        hold(shard, batch, row)
+        hold(shard, request, row)
         write_values(
-            &batch.format, values, batch.gradients + <size_t> place * batch.dim)
-        if batch.states != NULL:
+            &request.format, values, request.gradients + <size_t> place * request.dim)
+        if request.states != NULL:
             memcpy(
-                values + batch.format.value_words,
-                batch.states + <size_t> place * batch.state_words,
-                batch.state_words * sizeof(float))
+                values + request.format.value_words,
+                request.states + <size_t> place * request.state_words,
+                request.state_words * sizeof(float))
         else:
-            batch.optimizer.fill_state(values + batch.format.value_words, batch.dim)
+            request.optimizer.fill_state(values + request.format.value_words, request.dim)
         release(shard)
     shard_end_request(shard, end - begin)
 
 
 cdef void delete_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
+    Shard *shard, Request request, uint32_t begin, uint32_t end, RequestResult *result
 ) noexcept nogil:
     cdef uint32_t i
     cdef row_t row
     for i in range(begin, end):
         row = index_find(
-            &shard.index, &shard.slabs, mix64(batch.sorted[i]), batch.sorted[i])
+            &shard.index, &shard.slabs, mix64(request.sorted[i]), request.sorted[i])
         if row == NO_ROW:
-            tally.num_missing += 1
+            result.num_missing += 1
         else:
             shard_drop(shard, row)
     recency_settle(&shard.recency)

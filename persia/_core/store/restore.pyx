@@ -1,115 +1,228 @@
-"""Rows that come back into a shard, whose lock is held."""
+"""Rows and counts that come back into a store from a file."""
 
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
-from persia._core.shard.restore_order cimport arrivals_add
+import numpy as np
+
+from persia._core.base.hashing cimport mix64
+from persia._core.base.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t, uint8_t
 from persia._core.shard.changes cimport row_changes, row_enters
 from persia._core.shard.eviction cimport LFU_CLASSES, Policy, policy_order
-from persia._core.base.hashing cimport mix64
 from persia._core.shard.persistent_shard cimport journal_hold, journal_release
 from persia._core.shard.recency cimport recency_begin, recency_touch
-from persia._core.store.request cimport STATUS_NO_MEMORY, STATUS_OK, Batch, RequestResult
-from persia._core.store.requests cimport drop_new_row, new_row, note_shape
-from persia._core.shard.shard cimport Shard, shard_end_request
-from persia._core.shard.sign_index cimport home_bucket, index_find
-from persia._core.shard.slabs cimport (
-    PLACE_BITS, Slab, has_format, persia_prefetch, row_at, row_values,
+from persia._core.shard.restore_order cimport (
+    RestoredRows, restored_add, restored_expect, restored_free, restored_settle,
 )
-from persia._core.base.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t
+from persia._core.shard.shard cimport (
+    PyThread_acquire_lock, PyThread_release_lock, Shard, shard_end_request, shard_settle,
+)
+from persia._core.shard.sign_index cimport home_bucket, index_expect, index_find
+from persia._core.shard.slabs cimport (
+    CACHE_LINE, PLACE_BITS, Slab, has_format, persia_prefetch, row_at, row_values, slabs_trim,
+)
+from persia._core.store.request cimport STATUS_NO_MEMORY, STATUS_OK, Request, RequestResult
+from persia._core.store.requests cimport drop_new_row, new_row, note_shape
+
+from persia.errors import DataError
 
 cdef enum:
+    # Of smaller rows, under a memory limit, more may come than were prepared for.
+    EXPECTED_ROW_BYTES = 128
     AHEAD = 8               # signs whose lines of the block and of the index are fetched early
 
 
 cdef void restore_shard(
-    Shard *shard, Batch batch, uint32_t begin, uint32_t end, RequestResult *tally
+    Shard *shard, Request request, uint32_t begin, uint32_t end, RequestResult *result
 ) noexcept nogil:
     """Insert or overwrite whole rows, bit for bit; where they stood is noted for later."""
-    cdef const Policy *policy = &shard.eviction.policies[batch.policy]
+    cdef const Policy *policy = &shard.eviction.policies[request.policy]
     cdef uint64_t i
     cdef uint32_t place
     cdef row_t row
-    recency_begin(&shard.recency, &shard.slabs, batch.clocks)
+    recency_begin(&shard.recency, &shard.slabs, request.clocks)
     for i in range(begin, <uint64_t> end + AHEAD):
         if i < end:
-            persia_prefetch(values_of(batch, batch.order[i]))
-            if batch.states != NULL:
-                persia_prefetch(states_of(batch, batch.order[i]))
-            persia_prefetch(home_bucket(&shard.index, mix64(batch.sorted[i])))
+            persia_prefetch(values_of(request, request.order[i]))
+            if request.states != NULL:
+                persia_prefetch(states_of(request, request.order[i]))
+            persia_prefetch(home_bucket(&shard.index, mix64(request.sorted[i])))
         if i < <uint64_t> begin + AHEAD:
             continue
-        place = batch.order[i - AHEAD]
-        row = restore_row(shard, batch, batch.sorted[i - AHEAD], place, tally)
+        place = request.order[i - AHEAD]
+        row = restore_row(shard, request, request.sorted[i - AHEAD], place, result)
         if row == NO_ROW:
             break
-        if arrivals_add(
-                &shard.arrivals, row, batch.sorted[i - AHEAD], batch.orders[place],
-                batch.ages[place], policy.ttl) < 0:
-            tally.status = STATUS_NO_MEMORY
+        if restored_add(
+                &shard.restored, row, request.sorted[i - AHEAD], request.orders[place],
+                request.ages[place], policy.ttl) < 0:
+            result.status = STATUS_NO_MEMORY
             break
     shard_end_request(shard, end - begin)
 
 
 cdef row_t restore_row(
-    Shard *shard, Batch batch, sign_t sign, uint32_t place, RequestResult *tally
+    Shard *shard, Request request, sign_t sign, uint32_t place, RequestResult *result
 ) noexcept nogil:
-    """NO_ROW: see the tally."""
+    """NO_ROW: see the result."""
     cdef uint64_t hash = mix64(sign)
     cdef uint32_t order = policy_order(
-        &shard.eviction.policies[batch.policy],
-        min(batch.uses[place], <uint32_t> LFU_CLASSES - 1))
+        &shard.eviction.policies[request.policy],
+        min(request.uses[place], <uint32_t> LFU_CLASSES - 1))
     cdef row_t row = index_find(&shard.index, &shard.slabs, hash, sign)
     cdef bint is_new = row == NO_ROW
     cdef float *values
     cdef const Slab *slab
     if is_new:
-        row = new_row(shard, batch, hash, sign, tally)
+        row = new_row(shard, request, hash, sign, result)
         if row == NO_ROW:
             return NO_ROW
     else:
         slab = &shard.slabs.slabs[shard.slabs.views[row >> PLACE_BITS].slab]
-        if not has_format(slab, &batch.format):
-            note_shape(slab, sign, tally)
+        if not has_format(slab, &request.format):
+            note_shape(slab, sign, result)
             return NO_ROW
     values = row_values(row_at(&shard.slabs, row))
     if is_new:
-        fill_row(batch, values, place)      # whole, before it is a row
+        fill_row(request, values, place)      # whole, before it is a row
     if recency_touch(&shard.recency, &shard.slabs, row, order) < 0:
-        tally.status = STATUS_NO_MEMORY
+        result.status = STATUS_NO_MEMORY
         if is_new:
             drop_new_row(shard, hash, row)
         return NO_ROW
-    tally.status = STATUS_OK
+    result.status = STATUS_OK
     if is_new:
         row_enters(&shard.changes, &shard.slabs, row)
     else:
         row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
-        if shard.kept != NULL:
+        if shard.file != NULL:
             journal_hold(
-                shard.kept, &row, &values, 1,
-                4 * (batch.format.value_words + batch.format.state_words), NULL)
-        fill_row(batch, values, place)
-        if shard.kept != NULL:
-            journal_release(shard.kept, NULL, 0)
+                shard.file, &row, &values, 1,
+                4 * (request.format.value_words + request.format.state_words), NULL)
+        fill_row(request, values, place)
+        if shard.file != NULL:
+            journal_release(shard.file, NULL, 0)
     return row
 
 
-cdef inline const char *values_of(Batch batch, uint32_t place) noexcept nogil:
-    return batch.raw_values + <size_t> place * batch.dim * (
-        4 if batch.format.half == NULL else 2)
+cdef inline const char *values_of(Request request, uint32_t place) noexcept nogil:
+    return request.raw_values + <size_t> place * request.dim * (
+        4 if request.format.half == NULL else 2)
 
 
-cdef inline const uint32_t *states_of(Batch batch, uint32_t place) noexcept nogil:
-    return batch.states + <size_t> place * batch.state_words
+cdef inline const uint32_t *states_of(Request request, uint32_t place) noexcept nogil:
+    return request.states + <size_t> place * request.state_words
 
 
-cdef inline void fill_row(Batch batch, float *values, uint32_t place) noexcept nogil:
+cdef inline void fill_row(Request request, float *values, uint32_t place) noexcept nogil:
     memcpy(
-        values, values_of(batch, place),
-        <size_t> batch.dim * (4 if batch.format.half == NULL else 2))
-    if batch.states == NULL:
-        batch.optimizer.fill_state(values + batch.format.value_words, batch.dim)
+        values, values_of(request, place),
+        <size_t> request.dim * (4 if request.format.half == NULL else 2))
+    if request.states == NULL:
+        request.optimizer.fill_state(values + request.format.value_words, request.dim)
     else:
         memcpy(
-            values + batch.format.value_words, states_of(batch, place),
-            batch.state_words * sizeof(float))
+            values + request.format.value_words, states_of(request, place),
+            request.state_words * sizeof(float))
+
+
+# --- all shards
+# -----------------------------------------------------------------------------------
+
+
+cdef int expect_rows(
+    Shard *shards, uint32_t num_shards, uint64_t num_rows, uint32_t share, uint32_t num_shares
+) except -1:
+    cdef uint32_t i
+    cdef int status
+    cdef uint64_t each = num_rows // num_shards
+    if shards[0].byte_limit:
+        # An index for rows that will not fit would take the room of those that do.
+        each = min(each, shards[0].byte_limit // EXPECTED_ROW_BYTES)
+    for i in range(share, num_shards, num_shares):
+        with nogil:
+            PyThread_acquire_lock(shards[i].lock, 1)
+            # More than the mean, as signs are spread by a hash.
+            status = restored_expect(&shards[i].restored, each + each // 64)
+            if status == 0:
+                status = index_expect(&shards[i].index, &shards[i].slabs, each)
+            PyThread_release_lock(shards[i].lock)
+        if status < 0:
+            raise MemoryError(f"{num_rows} rows in {num_shards} shards")
+    return 0
+
+
+cdef int settle_rows(
+    Shard *shards, uint32_t num_shards, const uint64_t *clocks, uint32_t share,
+    uint32_t num_shares
+) except -1:
+    cdef uint32_t i
+    cdef int status = 0
+    cdef Shard *shard
+    cdef RestoredRows spare
+    memset(&spare, 0, sizeof(spare))
+    for i in range(share, num_shards, num_shares):
+        shard = &shards[i]
+        with nogil:
+            PyThread_acquire_lock(shard.lock, 1)
+            # ``spare`` is memory of the shard before: it is swapped, not allocated, for each.
+            status = restored_settle(
+                &shard.restored, &spare, &shard.recency, &shard.slabs, clocks)
+            shard_settle(shard)
+            slabs_trim(&shard.slabs)
+            PyThread_release_lock(shard.lock)
+        if status < 0:
+            break
+    restored_free(&spare)
+    if status < 0:
+        raise MemoryError(f"the order of the rows restored to shard {i}")
+    return 0
+
+
+cdef inline uint64_t counter_bytes(const Shard *shard) noexcept nogil:
+    return shard.sketch.num_lines * CACHE_LINE
+
+
+cdef tuple read_sketch(Shard *shards, uint32_t num_shards):
+    cdef uint32_t i
+    counts = np.zeros((num_shards, counter_bytes(&shards[0])), np.uint8)
+    numbers = np.zeros((num_shards, 2), np.uint64)
+    cdef uint8_t[:, ::1] view = counts
+    if view.shape[1]:
+        for i in range(num_shards):
+            with nogil:
+                PyThread_acquire_lock(shards[i].lock, 1)
+                memcpy(&view[i, 0], shards[i].sketch.lines, view.shape[1])
+                PyThread_release_lock(shards[i].lock)
+            numbers[i] = shards[i].sketch.num_counted, shards[i].sketch.next_halved
+    return counts, numbers
+
+
+cdef int write_sketch(
+    Shard *shards, uint32_t num_shards, const uint8_t[:, ::1] counts,
+    const uint64_t[:, ::1] numbers
+) except -1:
+    cdef uint32_t i
+    cdef uint64_t num_bytes = counter_bytes(&shards[0])
+    if (counts.shape[0], counts.shape[1]) != (num_shards, num_bytes) or (
+            (numbers.shape[0], numbers.shape[1]) != (num_shards, 2)):
+        raise DataError(
+            f"counts of ids not admitted must be [{num_shards}, {num_bytes}] and "
+            f"[{num_shards}, 2] for this store, got "
+            f"[{counts.shape[0]}, {counts.shape[1]}] and "
+            f"[{numbers.shape[0]}, {numbers.shape[1]}]")
+    if num_bytes == 0:
+        return 0
+    # All numbers are checked before anything is written.
+    for i in range(num_shards):
+        if numbers[i, 1] >= num_bytes // CACHE_LINE:
+            raise DataError(
+                f"next line to halve must be below {num_bytes // CACHE_LINE}, "
+                f"got {numbers[i, 1]} for shard {i}")
+    for i in range(num_shards):
+        with nogil:
+            PyThread_acquire_lock(shards[i].lock, 1)
+            memcpy(shards[i].sketch.lines, &counts[i, 0], num_bytes)
+            shards[i].sketch.num_counted = numbers[i, 0]
+            shards[i].sketch.next_halved = numbers[i, 1]
+            PyThread_release_lock(shards[i].lock)
+    return 0

@@ -1,15 +1,9 @@
-"""A cut of a store, and who watches its changes.
+"""A snapshot of a store, and the consumers of its changes.
 
-    begin_cut   every shard: copy the order, begin an epoch        training waits, 10 ns a row
-    blocks      shard after shard: rows, and images of those       beside training
-                that changed meanwhile
-    commit      the consumer's cursor goes on to this epoch
-
-Images are bounded without anything waiting inside a shard: a request that may make images asks
-for room before it begins, while it holds no lock, and is then served whole. So there are at
-most ``side_bytes`` of images, and those of the requests that are being served. Where the reader
-makes no room for ``wait_seconds``, the cut is given up and training goes on: a checkpoint can
-be taken again.
+    begin_snapshot  every shard: copy the order, begin an epoch    training waits, 10 ns a row
+    blocks          shard after shard: rows, and images of those   beside training
+                    that changed meanwhile
+    commit          the consumer's cursor goes on to this epoch
 """
 
 import threading
@@ -23,16 +17,16 @@ from libc.string cimport memcpy, memset
 
 from persia._core.store.blocks import RowBlock
 
+from persia._core.base.halves cimport dtype_name
+from persia._core.base.types cimport int64_t, sign_t, uint8_t
 from persia._core.shard.changes cimport images_free, log_trim
+from persia._core.shard.recency cimport NUM_CLOCKS
+from persia._core.shard.shard cimport PyThread_acquire_lock, PyThread_release_lock
+from persia._core.shard.slabs cimport MAX_SLABS, Slab
 from persia._core.store.snapshot_part cimport (
     Columns, images_count, images_read, part_begin, part_copied_bytes, part_end, part_prepare,
     part_read, part_take_images,
 )
-from persia._core.base.halves cimport dtype_name
-from persia._core.shard.recency cimport NUM_CLOCKS
-from persia._core.shard.shard cimport PyThread_acquire_lock, PyThread_release_lock
-from persia._core.shard.slabs cimport MAX_SLABS, Slab
-from persia._core.base.types cimport int64_t, sign_t, uint8_t
 
 from persia.errors import DataError, InternalError, StoreError
 
@@ -77,7 +71,7 @@ cdef class Arrays:
 
 @cython.final
 @cython.no_gc_clear     # the end of the parts needs the store
-cdef class Cut:
+cdef class Snapshot:
     """See the stub for the contract of each method."""
 
     def __cinit__(self, store, watch, consumer, uint64_t side_bytes, double wait_seconds):
@@ -97,6 +91,7 @@ cdef class Cut:
 
     def __dealloc__(self):
         cdef uint32_t i
+        # ``deleted`` may be asked for after the end, so the dropped signs stay until now.
         self.end_parts()
         for i in range(self.num_parts):
             free(self.parts[i].dropped)
@@ -116,9 +111,9 @@ cdef class Cut:
         cdef uint32_t i
         cdef bint is_partial = False
         cdef bint sweeps = self.consumer is not None
-        self.parts = <CutPart *> calloc(num_shards, sizeof(CutPart))
+        self.parts = <SnapshotPart *> calloc(num_shards, sizeof(SnapshotPart))
         if self.parts == NULL:
-            raise MemoryError(f"a cut of {num_shards} shards")
+            raise MemoryError(f"a snapshot of {num_shards} shards")
         self.num_parts = num_shards
         for i in range(num_shards):
             self.parts[i].shard = shards[i]
@@ -139,7 +134,7 @@ cdef class Cut:
         if self.failure is not None:
             raise StoreError(self.failure)
         if self.is_closed:
-            raise StoreError("the cut is closed")
+            raise StoreError("the snapshot is closed")
         return 0
 
     cdef uint64_t image_bytes(self) noexcept:
@@ -171,7 +166,7 @@ cdef class Cut:
         with self.lock:
             self.check()
             if self.is_begun:
-                raise StoreError("the blocks of a cut are given out once")
+                raise StoreError("the blocks of a snapshot are given out once")
             self.is_begun = True
         return self._all_blocks(max_rows)
 
@@ -201,7 +196,7 @@ cdef class Cut:
 
     def _groups(self, uint32_t number):
         """The (slab, policy) of the rows of a shard."""
-        cdef CutPart *part = &self.parts[number]
+        cdef SnapshotPart *part = &self.parts[number]
         cdef uint32_t slab, policy
         cdef int status
         with self.lock:
@@ -216,8 +211,8 @@ cdef class Cut:
                 if part.left[slab * part.num_policies + policy]]
 
     cdef object read_block(self, uint32_t number, Cursor *cursor, uint32_t max_rows):
-        """Up to so many rows of the cursor's slab and policy; None: there are no more."""
-        cdef CutPart *part = &self.parts[number]
+        """Up to ``max_rows`` rows of the cursor's slab and policy; None: there are no more."""
+        cdef SnapshotPart *part = &self.parts[number]
         cdef const Slab *slab
         cdef Arrays arrays
         cdef int64_t written = 0
@@ -239,7 +234,7 @@ cdef class Cut:
 
     def _images(self, uint32_t number, uint32_t max_rows):
         """Yield what changed in a shard before it was read."""
-        cdef CutPart *part = &self.parts[number]
+        cdef SnapshotPart *part = &self.parts[number]
         cdef ImageCursor at
         cdef uint32_t slab, policy
         cdef int status
@@ -266,14 +261,14 @@ cdef class Cut:
                 images_free(&self.taken)
         self._notify()
 
-    cdef void count_images(self, CutPart *part, uint64_t[:, ::1] counts) noexcept:
+    cdef void count_images(self, SnapshotPart *part, uint64_t[:, ::1] counts) noexcept:
         with nogil:
             images_count(part, &self.taken, &counts[0, 0])
 
     cdef object image_block(
         self, uint32_t number, uint32_t slab, uint32_t policy, ImageCursor *at, uint32_t count
     ):
-        cdef CutPart *part = &self.parts[number]
+        cdef SnapshotPart *part = &self.parts[number]
         cdef Arrays arrays
         with self.lock:
             self.check()
@@ -286,7 +281,7 @@ cdef class Cut:
 
     def _end_part(self, uint32_t number):
         """The shard was read; it need not be watched any more."""
-        cdef CutPart *part = &self.parts[number]
+        cdef SnapshotPart *part = &self.parts[number]
         cdef uint32_t i
         cdef uint64_t left = 0
         with self.lock:
@@ -295,13 +290,13 @@ cdef class Cut:
                 left += part.left[i]
             if left:
                 raise InternalError(
-                    f"cut: {left} rows of shard {number} were neither read nor kept")
+                    f"snapshot: {left} rows of shard {number} were neither read nor kept")
             with nogil:
                 part_end(part)
 
     def _lose(self, number):
         self.give_up(
-            f"the cut has lost rows of shard {number}: they were cleared before they were "
+            f"the snapshot has lost rows of shard {number}: they were cleared before they were "
             f"read, or there was no memory for copies")
         self.check()
 
@@ -323,7 +318,7 @@ cdef class Cut:
         with self.lock:
             self.check()
             if not self.is_read:
-                raise StoreError("a cut is committed once all its blocks were read")
+                raise StoreError("a snapshot is committed once all its blocks were read")
         self._end(True)
 
     def close(self):
@@ -335,12 +330,14 @@ cdef class Cut:
                 return
             self.is_closed = True
             self.end_parts()
+        # Not under ``lock``: the watch takes its own lock.
         self.watch.ended(self, committed)
         self._notify()
 
     def give_up(self, why):
-        """End the cut; its reader learns why."""
+        """End the snapshot; its reader learns why."""
         with self.lock:
+            # The first reason stays: a later one is often its consequence.
             if self.failure is None and not self.is_closed:
                 self.failure = why
         self._end(False)
@@ -351,7 +348,7 @@ cdef class Cut:
                 lambda: self.is_closed or self.is_read, self.wait_seconds)
         if not is_over:
             self.give_up(
-                f"the cut was given up: all rows were cleared, and it was not read for "
+                f"the snapshot was given up: all rows were cleared, and it was not read for "
                 f"{self.wait_seconds} seconds")
 
     def make_room(self):
@@ -361,14 +358,14 @@ cdef class Cut:
                 self.wait_seconds)
         if not has_room:
             self.give_up(
-                f"the cut was given up: copies of rows that changed before they were read took "
-                f"{self.image_bytes()} bytes, {self.side_bytes} are allowed, and nobody read "
+                f"the snapshot was given up: copies of rows that changed before they were read "
+                f"take {self.image_bytes()} bytes of {self.side_bytes}, and nothing was read "
                 f"for {self.wait_seconds} seconds")
 
 
 @cython.final
 cdef class Watch:
-    """Epochs, consumers and cuts of one store."""
+    """Epochs, consumers and snapshots of one store."""
 
     def __cinit__(self, uint32_t num_shards):
         self.shards = <Shard **> calloc(num_shards, sizeof(Shard *))
@@ -377,16 +374,16 @@ cdef class Watch:
         self.num_shards = num_shards
         self.epoch = 1
         self.cursors = {}
-        self.cuts = ()
+        self.snapshots = ()
         self.lock = threading.Lock()
 
     def __dealloc__(self):
         free(self.shards)
 
     cdef void set_epochs(self) noexcept:
-        """Without anybody who watches the epoch is 0, and changes cost nothing."""
+        """Without snapshots and consumers the epoch is 0, and changes cost nothing."""
         cdef uint32_t i
-        cdef uint32_t epoch = self.epoch if self.cuts or self.cursors else 0
+        cdef uint32_t epoch = self.epoch if self.snapshots or self.cursors else 0
         cdef bint is_on = len(self.cursors) > 0
         with nogil:
             for i in range(self.num_shards):
@@ -396,11 +393,11 @@ cdef class Watch:
                 PyThread_release_lock(self.shards[i].lock)
 
     cdef void trim_logs(self) noexcept:
-        """Forget what every consumer has."""
+        """Drop what every consumer has committed."""
         cdef uint32_t i, epoch
         needed = [cursor for cursor in self.cursors.values() if cursor is not None]
-        needed += [cut.last for cut in self.cuts if cut.consumer is not None]
-        epoch = min(needed, default=0)      # 0: nobody has had anything yet
+        needed += [one.last for one in self.snapshots if one.consumer is not None]
+        epoch = min(needed, default=0)      # 0: no consumer has committed yet
         with nogil:
             for i in range(self.num_shards):
                 PyThread_acquire_lock(self.shards[i].lock, 1)
@@ -413,11 +410,11 @@ cdef class Watch:
             for i in range(self.num_shards):
                 log_trim(&self.shards[i].changes.log, <uint32_t> 0xFFFFFFFF)
 
-    cdef Cut begin(
+    cdef Snapshot begin(
         self, store, consumer, bint full, uint64_t side_bytes, double wait_seconds,
         const uint64_t *clocks
     ):
-        cdef Cut cut
+        cdef Snapshot snapshot
         cdef uint32_t since = 0
         cdef uint64_t[NUM_CLOCKS] now
         memcpy(now, clocks, sizeof(now))    # of all shards, whatever requests say meanwhile
@@ -428,22 +425,25 @@ cdef class Watch:
                 if not full and self.cursors[consumer] is not None:
                     since = self.cursors[consumer] + 1
             try:
-                cut = Cut(store, self, consumer, side_bytes, wait_seconds)
-                if self.begin_epoch(cut, since, now):
+                snapshot = Snapshot(store, self, consumer, side_bytes, wait_seconds)
+                # Two epochs are used up then; numbers of epochs have no other meaning.
+                if self.begin_epoch(snapshot, since, now):
                     # The log was too short: everything is given out instead.
-                    cut.end_parts()
-                    cut = Cut(store, self, consumer, side_bytes, wait_seconds)
-                    self.begin_epoch(cut, 0, now)
-                self.cuts = (*self.cuts, cut)
+                    snapshot.end_parts()
+                    snapshot = Snapshot(store, self, consumer, side_bytes, wait_seconds)
+                    self.begin_epoch(snapshot, 0, now)
+                self.snapshots = (*self.snapshots, snapshot)
             finally:
                 self.set_epochs()
-        return cut
+        return snapshot
 
-    cdef int begin_epoch(self, Cut cut, uint32_t since, const uint64_t *clocks) except -1:
-        cut.last = self.epoch
-        cut.is_full = since == 0
+    cdef int begin_epoch(
+        self, Snapshot snapshot, uint32_t since, const uint64_t *clocks
+    ) except -1:
+        snapshot.last = self.epoch
+        snapshot.is_full = since == 0
         self.epoch += 1
-        return cut.begin(self.shards, self.num_shards, since, clocks)
+        return snapshot.begin(self.shards, self.num_shards, since, clocks)
 
     cdef int check_consumer(self, consumer) except -1:
         if consumer not in self.cursors:
@@ -453,23 +453,23 @@ cdef class Watch:
         return 0
 
     cdef int before_changes(self, consumer) except -1:
-        """Before a cut that drops what has expired."""
+        """Before a snapshot that drops what has expired."""
         with self.lock:
             self.check_consumer(consumer)
             self.check_idle(consumer)
         return self.make_room()
 
     cdef int check_idle(self, consumer) except -1:
-        if any(other.consumer == consumer for other in self.cuts):
-            raise StoreError(f"consumer {consumer!r} has a cut under way; end it first")
+        if any(other.consumer == consumer for other in self.snapshots):
+            raise StoreError(f"consumer {consumer!r} has a snapshot under way; end it first")
         return 0
 
-    def ended(self, cut, committed):
-        """A cut is over."""
+    def ended(self, snapshot, committed):
+        """A snapshot is over."""
         with self.lock:
-            self.cuts = tuple(other for other in self.cuts if other is not cut)
-            if committed and cut.consumer in self.cursors:
-                self.cursors[cut.consumer] = cut.last
+            self.snapshots = tuple(other for other in self.snapshots if other is not snapshot)
+            if committed and snapshot.consumer in self.cursors:
+                self.cursors[snapshot.consumer] = snapshot.last
                 self.trim_logs()
             self.set_epochs()
 
@@ -485,15 +485,15 @@ cdef class Watch:
         return 0
 
     cdef int close(self, str name) except -1:
-        cdef Cut cut
+        cdef Snapshot snapshot
         with self.lock:
             self.check_consumer(name)
             del self.cursors[name]
-            for cut in self.cuts:
-                # Changes go unnoticed from here: no later consumer of this name goes on
-                # from it.
-                if cut.consumer == name:
-                    cut.consumer = None
+            for snapshot in self.snapshots:
+                # From here changes are not noted for it: a later consumer of this name
+                # must not go on from it.
+                if snapshot.consumer == name:
+                    snapshot.consumer = None
             self.set_epochs()
             if self.cursors:
                 self.trim_logs()
@@ -501,14 +501,19 @@ cdef class Watch:
                 self.drop_logs()
         return 0
 
+    # Images are bounded without anything waiting inside a shard: a request that may make images
+    # asks for room before it begins, while it holds no lock, and is then run whole. So there
+    # are at most ``side_bytes`` of images, and those of the requests under way. Where the
+    # reader makes no room for ``wait_seconds``, the snapshot is given up and training goes on:
+    # a checkpoint can be taken again.
     cdef int make_room(self) except -1:
         """Before a request that may change rows."""
-        for cut in self.cuts:
-            cut.make_room()
+        for snapshot in self.snapshots:
+            snapshot.make_room()
         return 0
 
     cdef int before_clear(self) except -1:
-        """Let every reader finish, or give its cut up."""
-        for cut in self.cuts:
-            cut.wait_until_read()
+        """Let every reader finish, or give its snapshot up."""
+        for snapshot in self.snapshots:
+            snapshot.wait_until_read()
         return 0

@@ -1,18 +1,18 @@
-"""A cut's part of one shard: begun in a moment, then read piece by piece."""
+"""A snapshot's part of one shard: begun in a moment, then read piece by piece."""
 
+from persia._core.base.types cimport (
+    int64_t, position_t, row_t, sign_t, uint32_t, uint64_t, uint8_t,
+)
 from persia._core.shard.changes cimport ImageBlock, Images, Watcher
 from persia._core.shard.recency_copy cimport OrderCopy
 from persia._core.shard.shard cimport Shard
 from persia._core.shard.slabs cimport MAX_SLABS, Slab
-from persia._core.base.types cimport (
-    int64_t, position_t, row_t, sign_t, uint8_t, uint32_t, uint64_t,
-)
 
 cdef enum:
     HELD_ROWS = 1024                # copied under one hold of a shard's lock
     HELD_PLACES = 65536             # looked at
 
-cdef struct CutPart:
+cdef struct SnapshotPart:
     Shard *shard
     Watcher watcher
     OrderCopy order
@@ -51,22 +51,22 @@ cdef struct Columns:                # where rows go
 # Copy what will be gone, and watch the rest. ``since`` 0 is all rows. -1: no memory, and
 # ``part_end`` is safe.
 cdef int part_begin(
-    CutPart *part, uint32_t since, uint32_t last, const uint64_t *clocks,
+    SnapshotPart *part, uint32_t since, uint32_t last, const uint64_t *clocks,
     bint sweeps) noexcept nogil
 # Bytes of copies of all rows that were there.
-cdef uint64_t part_copied_bytes(const CutPart *part, uint64_t most_rows) noexcept nogil
+cdef uint64_t part_copied_bytes(const SnapshotPart *part, uint64_t most_rows) noexcept nogil
 # Before the first read; -1: no memory.
-cdef int part_prepare(CutPart *part) noexcept nogil
+cdef int part_prepare(SnapshotPart *part) noexcept nogil
 # Up to ``count`` rows from where the cursor is; fewer is the end. -1: the part is lost.
 cdef int64_t part_read(
-    CutPart *part, Cursor *cursor, Columns *columns, uint32_t count) noexcept nogil
+    SnapshotPart *part, Cursor *cursor, Columns *columns, uint32_t count) noexcept nogil
 # Take the images kept so far; -1: the part is lost.
-cdef int part_take_images(CutPart *part, Images *images) noexcept nogil
+cdef int part_take_images(SnapshotPart *part, Images *images) noexcept nogil
 # Add how many rows of each slab and policy there are.
 cdef void images_count(
-    const CutPart *part, const Images *images, uint64_t *counts) noexcept nogil
+    const SnapshotPart *part, const Images *images, uint64_t *counts) noexcept nogil
 cdef uint32_t images_read(
-    CutPart *part, ImageCursor *at, uint32_t slab, uint32_t policy, Columns *columns,
+    SnapshotPart *part, ImageCursor *at, uint32_t slab, uint32_t policy, Columns *columns,
     uint32_t count) noexcept nogil
 # Watch no longer, and give everything but ``dropped`` back; what was never begun is fine.
-cdef void part_end(CutPart *part) noexcept nogil
+cdef void part_end(SnapshotPart *part) noexcept nogil

@@ -1,16 +1,4 @@
-"""How one shard's rows of a moment are read while they go on changing.
-
-    begin     copy the order (4 bytes a row), link the watcher        under the lock, a pause
-    prepare   turn the copy round: place -> order                     no lock
-    read      for each place in the order of memory:                  under the lock, a
-                  not of the cut, or done    skip                     thousand rows at a time
-                  else                       copy out, done
-    images    rows that changed before they were read                 taken under the lock
-
-Rows are read in the order of memory, since that is what memory is fast at; their places in the
-order of eviction come out beside them. A row is given out once: either as it is read, or as an
-image, whichever comes first sets ``done``.
-"""
+"""How one shard's rows of a moment are read while they go on changing."""
 
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
@@ -18,10 +6,10 @@ from libc.string cimport memcpy, memset
 from persia._core.shard.changes cimport (
     Changes, Image, LogBlock, LogList, images_free, is_done, set_done,
 )
+from persia._core.shard.recency cimport OFFSET_BITS, OFFSET_MASK
 from persia._core.shard.recency_copy cimport (
     Entries, SegmentCopy, order_copy, order_free, order_invert,
 )
-from persia._core.shard.recency cimport OFFSET_BITS, OFFSET_MASK
 from persia._core.shard.row_format cimport width_of_values
 from persia._core.shard.shard cimport (
     PyThread_acquire_lock, PyThread_release_lock, shard_expire, shard_leave,
@@ -31,14 +19,16 @@ from persia._core.shard.slabs cimport (
 )
 
 
+# begin: copy the order (4 bytes a row) and link the watcher, under the lock. Training waits for
+# this and for nothing else.
 cdef int part_begin(
-    CutPart *part, uint32_t since, uint32_t last, const uint64_t *clocks, bint sweeps
+    SnapshotPart *part, uint32_t since, uint32_t last, const uint64_t *clocks, bint sweeps
 ) noexcept nogil:
     cdef int status
     PyThread_acquire_lock(part.shard.lock, 1)
     if sweeps:
         # In the epoch that ends: what has expired is deleted for who reads changes, as it is
-        # in no cut of all rows.
+        # in no snapshot of all rows.
         shard_expire(part.shard, clocks)
     status = begin(part, since, last, clocks)
     PyThread_release_lock(part.shard.lock)
@@ -47,7 +37,7 @@ cdef int part_begin(
 
 
 cdef int begin(
-    CutPart *part, uint32_t since, uint32_t last, const uint64_t *clocks
+    SnapshotPart *part, uint32_t since, uint32_t last, const uint64_t *clocks
 ) noexcept nogil:
     cdef Changes *changes = &part.shard.changes
     changes.epoch = last + 1
@@ -68,7 +58,7 @@ cdef int begin(
     return 0
 
 
-cdef int copy_places(CutPart *part) noexcept nogil:
+cdef int copy_places(SnapshotPart *part) noexcept nogil:
     """Number the places of all chunks, and make a bit for each."""
     cdef const Slabs *slabs = &part.shard.slabs
     cdef Watcher *watcher = &part.watcher
@@ -87,7 +77,7 @@ cdef int copy_places(CutPart *part) noexcept nogil:
     return -1 if watcher.done == NULL else 0
 
 
-cdef uint64_t part_copied_bytes(const CutPart *part, uint64_t most_rows) noexcept nogil:
+cdef uint64_t part_copied_bytes(const SnapshotPart *part, uint64_t most_rows) noexcept nogil:
     cdef const uint32_t *starts = part.watcher.starts
     cdef uint64_t total = 0, num_rows = 0, largest = 0, count, size
     cdef uint32_t i
@@ -124,7 +114,7 @@ cdef void *copy_entries(
     return copied
 
 
-cdef int copy_log(CutPart *part) noexcept nogil:
+cdef int copy_log(SnapshotPart *part) noexcept nogil:
     cdef uint32_t since = part.watcher.since
     part.changed = <row_t *> copy_entries(
         &part.shard.changes.log.rows, since, sizeof(row_t), &part.num_changed)
@@ -133,7 +123,7 @@ cdef int copy_log(CutPart *part) noexcept nogil:
     return -1 if part.changed == NULL or part.dropped == NULL else 0
 
 
-cdef uint64_t *listed_places(const CutPart *part) noexcept nogil:
+cdef uint64_t *listed_places(const SnapshotPart *part) noexcept nogil:
     """A bit for each place that the log names; NULL: no memory."""
     cdef const uint32_t *starts = part.watcher.starts
     cdef uint64_t *listed = <uint64_t *> calloc(
@@ -151,7 +141,8 @@ cdef uint64_t *listed_places(const CutPart *part) noexcept nogil:
     return listed
 
 
-cdef int part_prepare(CutPart *part) noexcept nogil:
+# prepare: turn the copy round, place -> order, without the lock.
+cdef int part_prepare(SnapshotPart *part) noexcept nogil:
     cdef uint32_t num_places = part.watcher.starts[part.watcher.num_chunks]
     cdef uint64_t *listed = NULL
     if part.where != NULL:
@@ -172,8 +163,8 @@ cdef int part_prepare(CutPart *part) noexcept nogil:
     return -1 if part.left == NULL or part.where == NULL else 0
 
 
-cdef void give_back(CutPart *part) noexcept nogil:
-    """Leave the memory of the copy to the next cut."""
+cdef void give_back(SnapshotPart *part) noexcept nogil:
+    """Leave the memory of the copy to the next snapshot."""
     cdef Entries *spare = &part.shard.changes.spare
     PyThread_acquire_lock(part.shard.lock, 1)
     if spare.capacity == 0:
@@ -183,12 +174,12 @@ cdef void give_back(CutPart *part) noexcept nogil:
 
 
 cdef inline uint64_t *left_of(
-    const CutPart *part, uint32_t slab, uint32_t policy
+    const SnapshotPart *part, uint32_t slab, uint32_t policy
 ) noexcept nogil:
     return &part.left[slab * part.num_policies + policy]
 
 
-cdef void count_rows(CutPart *part) noexcept nogil:
+cdef void count_rows(SnapshotPart *part) noexcept nogil:
     cdef uint32_t chunk, i
     for chunk in range(part.watcher.num_chunks):
         for i in range(part.watcher.starts[chunk], part.watcher.starts[chunk + 1]):
@@ -199,7 +190,7 @@ cdef void count_rows(CutPart *part) noexcept nogil:
 
 
 cdef inline void put_row(
-    const CutPart *part, const Slab *slab, position_t where, Row *row, Columns *columns,
+    const SnapshotPart *part, const Slab *slab, position_t where, Row *row, Columns *columns,
     uint32_t at
 ) noexcept nogil:
     cdef const SegmentCopy *segment = &part.order.segments[where >> OFFSET_BITS]
@@ -216,8 +207,12 @@ cdef inline void put_row(
             slab.state_words * sizeof(uint32_t))
 
 
+# read: rows come in the order of memory, since that is what memory is fast at; their places in
+# the order of eviction come out beside them. A row is given out once: either as it is read, or
+# as an image, whichever comes first sets ``done``. The lock is held for a thousand rows at a
+# time.
 cdef int64_t part_read(
-    CutPart *part, Cursor *cursor, Columns *columns, uint32_t count
+    SnapshotPart *part, Cursor *cursor, Columns *columns, uint32_t count
 ) noexcept nogil:
     cdef uint32_t written = 0
     cdef bint is_lost = False
@@ -234,7 +229,7 @@ cdef int64_t part_read(
 
 
 cdef uint32_t read_held(
-    CutPart *part, Cursor *cursor, Columns *columns, uint32_t written, uint32_t end
+    SnapshotPart *part, Cursor *cursor, Columns *columns, uint32_t written, uint32_t end
 ) noexcept nogil:
     """Go on until the columns are full up to ``end`` or enough was looked at."""
     cdef Watcher *watcher = &part.watcher
@@ -265,7 +260,8 @@ cdef uint32_t read_held(
     return written
 
 
-cdef int part_take_images(CutPart *part, Images *images) noexcept nogil:
+# images: rows that changed before they were read, taken under the lock and read without it.
+cdef int part_take_images(SnapshotPart *part, Images *images) noexcept nogil:
     cdef bint is_lost
     PyThread_acquire_lock(part.shard.lock, 1)
     is_lost = part.watcher.is_lost
@@ -288,12 +284,12 @@ cdef inline Image *next_image(ImageCursor *at) noexcept nogil:
     return image
 
 
-cdef inline position_t where_of(const CutPart *part, row_t row) noexcept nogil:
+cdef inline position_t where_of(const SnapshotPart *part, row_t row) noexcept nogil:
     return part.where[part.watcher.starts[row >> PLACE_BITS] + (row & PLACE_MASK)]
 
 
 cdef void images_count(
-    const CutPart *part, const Images *images, uint64_t *counts
+    const SnapshotPart *part, const Images *images, uint64_t *counts
 ) noexcept nogil:
     cdef ImageCursor at
     cdef Image *image
@@ -305,7 +301,7 @@ cdef void images_count(
         if image == NULL:
             return
         where = where_of(part, image.row)
-        # A row that had expired by then is none of the cut's.
+        # A row that had expired by then is none of the snapshot's.
         if where != <position_t> NO_POSITION:
             counts[
                 part.chunk_slabs[image.row >> PLACE_BITS] * part.num_policies
@@ -313,7 +309,7 @@ cdef void images_count(
 
 
 cdef uint32_t images_read(
-    CutPart *part, ImageCursor *at, uint32_t slab, uint32_t policy, Columns *columns,
+    SnapshotPart *part, ImageCursor *at, uint32_t slab, uint32_t policy, Columns *columns,
     uint32_t count
 ) noexcept nogil:
     cdef uint32_t written = 0
@@ -333,7 +329,7 @@ cdef uint32_t images_read(
     return written
 
 
-cdef void unlink(CutPart *part) noexcept nogil:
+cdef void unlink(SnapshotPart *part) noexcept nogil:
     cdef Watcher **link = &part.shard.changes.watchers
     while link[0] != &part.watcher:
         link = &link[0].next
@@ -341,7 +337,7 @@ cdef void unlink(CutPart *part) noexcept nogil:
     part.is_watching = False
 
 
-cdef void part_end(CutPart *part) noexcept nogil:
+cdef void part_end(SnapshotPart *part) noexcept nogil:
     if part.is_watching:
         PyThread_acquire_lock(part.shard.lock, 1)
         unlink(part)

@@ -8,7 +8,7 @@ from typing_extensions import Self
 from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.blocks import RowBlock
-from persia._core.store.snapshot import Cut, Watch
+from persia._core.store.snapshot import Snapshot, Watch
 
 MAX_SIDE_BYTES: int
 MAX_LOG_BYTES: int
@@ -71,10 +71,10 @@ class EmbeddingStore:
         """Let the store's threads go; a later request runs on its caller's."""
 
     def state_is_void(self) -> bool:
-        """Whether the state file ran out of memory, so that nobody can take it up."""
+        """Whether the state file ran out of memory, so that no process can take it up."""
 
     def clock_times(self) -> tuple[int, int]:
-        """Milliseconds and steps, as last told."""
+        """Milliseconds and steps, as last set."""
 
     def reseed(self, seed: int) -> None:
         """Have rows begin with another seed.
@@ -84,7 +84,7 @@ class EmbeddingStore:
         """
 
     def crash_after(self, points: int) -> None:
-        """For tests: end the process at the so-manieth point where it writes to its file."""
+        """For tests: end the process at that point, counted where it writes to its file."""
 
     def configure(self, optimizer: RowOptimizer) -> None:
         """Set the optimizer of calls that are given none.
@@ -116,14 +116,14 @@ class EmbeddingStore:
         expired is a missing one.
 
         Args:
-            signs: Signs, each once.
-            initializer: Values of new rows.
-            admit_probability: In 0..1; not asked where ``admit_at`` is above 1.
+            signs: Each once.
+            initializer: Gives the values of new rows.
+            admit_probability: In 0..1; without effect where ``admit_at`` is above 1.
             batch_id: Keys the draws.
-            rows_out: Embeddings.
-            hints_out: Row numbers; of a refused sign 2**32 - 1.
+            rows_out: Filled with embeddings.
+            hints_out: Filled with row numbers; of a refused sign 2**32 - 1.
             optimizer: Of these rows; None takes the store's own.
-            policy: Number of the one that evicts these rows from now on.
+            policy: Number of the policy that evicts these rows from now on.
             admit_at: A missing sign is admitted at this appearance, or before if it shares its
                 counters; 2..255 need ``sketch_bytes``.
             repeated: The same request came before, so that its appearances were counted.
@@ -215,15 +215,13 @@ class EmbeddingStore:
         """
 
     def expect(self, num_rows: int, share: int = 0, num_shares: int = 1) -> None:
-        """Prepare for so many rows that will be restored, which then come faster.
+        """Prepare for rows that will be restored, which then come faster.
 
-        Args:
-            num_rows: As many as is known; the store may become fuller, or be less full.
-            share: Of the shards this call is for; so several threads share the work.
-            num_shares: How many calls are for all shards.
+        It may be more or fewer in the end. Of n calls, each with its own ``share`` in 0..n - 1,
+        each is for every n-th shard, so that threads may divide the work.
 
         Raises:
-            DataError: If there is no such share.
+            DataError: There is no such share.
             MemoryError: There is no room for what is noted of them.
         """
 
@@ -231,11 +229,8 @@ class EmbeddingStore:
         """Insert or overwrite the rows of a block, bit for bit; returns how many.
 
         Blocks may come in any sequence. Until ``end_restore`` their rows stand in the order in
-        which they came; if not all fit, those that came first go.
-
-        Args:
-            block: Rows of any format and of a policy that the store has.
-            optimizer: Its initial states take the place of the block's; None keeps those.
+        which they came; if not all fit, those that came first go. Initial states of
+        ``optimizer`` take the place of the block's, if it is given.
 
         Raises:
             DataError: An array has another dtype or length than its block says.
@@ -249,12 +244,8 @@ class EmbeddingStore:
         They become the most recently used ones of the store: changes are restored after what
         they changed, with a call in between.
 
-        Args:
-            share: Of the shards this call is for; so several threads share the work.
-            num_shares: How many calls are for all shards.
-
         Raises:
-            DataError: If there is no such share.
+            DataError: There is no such share; see ``expect``.
         """
 
     def sketch(self) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
@@ -265,7 +256,7 @@ class EmbeddingStore:
 
         Raises:
             DataError: They are of a store with another number of shards or another
-                ``sketch_bytes``. Counts cannot be divided anew.
+                ``sketch_bytes``. Counts cannot be divided again.
         """
 
     def delete(self, signs: NDArray[np.uint64]) -> int:
@@ -274,18 +265,15 @@ class EmbeddingStore:
     def clear(self, *, reuse: bool = False) -> None:
         """Drop every row and every count of an appearance, and give the memory back.
 
-        Args:
-            reuse: Keep it for rows that are restored next; ``end_restore`` gives back what they
-                did not need. That of a state file is given back.
+        With ``reuse`` it is kept for rows that are restored next, and ``end_restore`` gives
+        back what they did not need; that of a state file is given back at once.
         """
 
     def open_changes(self, name: str, *, max_bytes: int = ...) -> None:
-        """Begin to note changes for a consumer; its first cut has all rows.
+        """Begin to note changes for a consumer; its first snapshot has all rows.
 
-        Args:
-            name: Of the consumer.
-            max_bytes: Of the log of all consumers, divided over shards. A consumer that asks
-                for changes which the log had to give up gets all rows instead.
+        The log of all consumers takes at most ``max_bytes``, divided over shards. A consumer
+        that asks for changes which it had to give up gets all rows instead.
 
         Raises:
             ConfigError: ``max_bytes`` is less than two pages a shard.
@@ -299,30 +287,30 @@ class EmbeddingStore:
             StoreError: There is no such consumer.
         """
 
-    def begin_cut(
+    def begin_snapshot(
         self,
         changes: str | None = None,
         *,
         full: bool = False,
         side_bytes: int = ...,
         wait_seconds: float = 10.0,
-    ) -> Cut:
+    ) -> Snapshot:
         """Keep the rows of this moment for a reader, who comes later.
 
         Of one moment across shards only if the caller holds requests back meanwhile. Takes
         about 10 ns a row. Rows that have expired are not in it; a
-        cut of changes drops them first and has them among the deleted.
+        snapshot of changes drops them first and has them among the deleted.
 
         Args:
-            changes: A consumer: only what changed since its last committed cut. None: all
-                rows, for nobody in particular.
+            changes: A consumer: only what changed since its last committed snapshot. None: all
+                rows.
             full: All rows all the same; the consumer goes on from here.
             side_bytes: Copies of rows that change before they are read may take so much,
                 beside those of requests being served; then requests wait for the reader.
-            wait_seconds: How long a request waits for it before the cut is given up.
+            wait_seconds: How long a request waits for it before the snapshot is given up.
 
         Raises:
-            StoreError: There is no such consumer, or it has a cut under way.
+            StoreError: There is no such consumer, or it has a snapshot under way.
             ConfigError: An argument is out of its range.
         """
 

@@ -1,1 +1,0 @@
-"""Ids of texts; nothing is offered to other kernels."""

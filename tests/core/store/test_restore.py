@@ -1,0 +1,202 @@
+"""Rows and counts on their way back into a store."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.store import EmbeddingStore
+from persia.errors import ConfigError, DataError, DimMismatch
+from tests.core.policies import KINDS, held, new_store, train
+from tests.core.stores import (
+    UNIFORM,
+    adagrad_store,
+    add,
+    block_with,
+    blocks_of,
+    contents,
+    resident,
+    rows_of,
+    shuffled,
+    u64,
+    update,
+)
+
+
+@pytest.mark.parametrize("expected", [0, 2000, 1 << 60])
+@pytest.mark.parametrize("num_shards", [1, 4, 7])
+def test_rows_come_back_bit_for_bit_into_any_number_of_shards(
+    num_shards: int, expected: int
+) -> None:
+    store = adagrad_store(2000)
+    update(store, range(0, 2000, 3))
+    other = adagrad_store(num_shards=num_shards)
+    other.expect(expected)
+    for block in shuffled(blocks_of(store, 100)):
+        assert other.restore(block) == len(block)
+    other.expect(expected)  # of a store that has rows: no matter
+    for share in range(3):
+        other.end_restore(share, 3)
+    other.check()
+    assert contents(other) == contents(store)
+    with pytest.raises(DataError, match="got 3 of 3"):
+        other.end_restore(3, 3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_two_byte_values_are_not_rounded_again(dtype: str) -> None:
+    store = adagrad_store()
+    add(store, range(500), dtype=dtype)
+    other = adagrad_store()
+    for block in blocks_of(store):
+        assert block.values.dtype == np.uint16
+        other.restore(block)
+    other.end_restore()
+    assert rows_of(blocks_of(other)) == rows_of(blocks_of(store))
+
+
+def test_counts_of_ids_not_admitted_come_back() -> None:
+    store, other = (new_store(1000, sketch_bytes=6400) for _ in range(2))
+    for turn in range(3):
+        train(store, range(turn, 40), turn, admit_at=5)
+    counts, numbers = store.sketch()
+    other.restore_sketch(counts, numbers)
+    for turn in range(3, 6):
+        for one in (store, other):
+            train(one, range(40), turn, admit_at=5)
+        assert sorted(held(one)) == sorted(held(store))
+    assert held(store)
+    with pytest.raises(DataError, match=r"must be \[1, 6400\]"):
+        other.restore_sketch(counts[:, :64].copy(), numbers)
+    with pytest.raises(DataError, match="next line to halve"):
+        other.restore_sketch(counts, np.array([[0, 100]], np.uint64))
+    with pytest.raises(DataError, match="next line to halve"):  # times 64 it is 0
+        other.restore_sketch(counts, np.array([[0, 1 << 58]], np.uint64))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("num_rows", "num_shards"), [(1000, 1), (1000, 4), (200_000, 1)])
+def test_memory_of_cleared_rows_is_used_again_and_given_back(
+    num_rows: int, num_shards: int
+) -> None:
+    def filled(num_rows: int, dim: int, seed: int) -> EmbeddingStore:
+        store = EmbeddingStore(10**6, num_shards=num_shards, seed=seed)
+        store.configure(RowOptimizer("sgd", 0.1, lr=0.1))
+        signs = np.arange(1, num_rows + 1, dtype=np.uint64)
+        out = np.empty((num_rows, dim), np.float32)
+        store.lookup_train(signs, UNIFORM, 1.0, 0, out, np.empty(num_rows, np.uint32))
+        return store
+
+    other = filled(num_rows, 3, seed=4)
+    blocks = blocks_of(other)
+    store = filled(300_000, 64, seed=3)  # 80 MiB
+    full = resident()
+    store.clear(reuse=True)
+    store.check()
+    assert len(store) == 0
+    assert full - resident() < 8 << 20
+    store.expect(num_rows)
+    for block in blocks:
+        store.restore(block)
+    store.end_restore()
+    assert full - resident() > 60 << 20
+    store.check()
+    assert contents(store) == contents(other)
+    assert [block[0].tolist() for block in store.iterate()] == [
+        block[0].tolist() for block in other.iterate()
+    ]
+
+
+def test_another_optimizer_begins_with_its_own_state() -> None:
+    store = adagrad_store(50)
+    other = EmbeddingStore(1000, num_shards=1)
+    adam = RowOptimizer("rowwise_adam", lr=0.1)
+    other.configure(adam)
+    for block in blocks_of(store):
+        other.restore(block, adam)
+    other.end_restore()
+    found, values, states = other.read(u64(range(50)), 5)
+    assert found.all()
+    assert (
+        states.shape[1] == adam.state_words(5) != RowOptimizer("adagrad", lr=0.1).state_words(5)
+    )
+    assert values.tobytes() == store.read(u64(range(50)), 5)[1].tobytes()
+
+
+def test_rows_that_do_not_fit_are_evicted() -> None:
+    store = adagrad_store(1000, num_shards=1)
+    other = adagrad_store(capacity=100, num_shards=1)
+    for block in blocks_of(store, 64):
+        other.restore(block)
+        assert len(other) <= 100
+    other.end_restore()
+    other.check()
+    assert len(other) == 100
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"values": np.zeros((3, 5), np.float64)}, "values must be float32"),
+        ({"values": np.zeros((2, 5), np.float32)}, "values must be float32"),
+        ({"dtype": "float16"}, "values must be uint16"),
+        ({"states": np.zeros(3, np.uint32)}, "states must be uint32 with 2 dimensions"),
+        ({"ages": np.zeros(4, np.uint64)}, "ages must be uint64 .* got uint64 .4."),
+        ({"uses": np.zeros(6, np.uint32)[::2]}, "uses must be C-contiguous"),
+        ({"values": np.zeros((3, 0), np.float32)}, "1..65536 columns"),
+    ],
+)
+def test_w50_a_block_that_does_not_fit_together_changes_nothing(
+    changed: dict[str, Any], says: str
+) -> None:
+    store = adagrad_store(5)
+    before = contents(store)
+    with pytest.raises(DataError, match=says):
+        store.restore(block_with(**changed))
+    assert contents(store) == before
+
+
+def test_w50_foreign_numbers_in_a_block_are_bounded() -> None:
+    largest = np.full(3, 2**64 - 1, np.uint64)
+    store = new_store(1000, *KINDS)
+    for policy in range(5):
+        signs = np.arange(3, dtype=np.uint64) + np.uint64(10 * policy)
+        uses = np.full(3, 2**32 - 1, np.uint32)
+        store.restore(
+            block_with(signs=signs, policy=policy, orders=largest, uses=uses, ages=largest)
+        )
+    store.end_restore()
+    store.check()
+    with pytest.raises(ConfigError, match=r"policy must be in 0\.\.4, got 5"):
+        store.restore(block_with(policy=5))
+    with pytest.raises(ConfigError, match="dtype"):
+        store.restore(block_with(dtype="float8"))
+    store = adagrad_store(5)
+    with pytest.raises(DimMismatch):
+        store.restore(block_with(values=np.zeros((3, 4), np.float32)))
+
+
+@pytest.mark.parametrize("num_rows", [140_000, 190_000])
+def test_a_store_that_was_prepared_takes_no_more_memory(num_rows: int) -> None:
+    signs = np.arange(1, num_rows + 1, dtype=np.uint64)
+    store = EmbeddingStore(200_000, num_shards=1, seed=3)
+    out = np.empty((num_rows, 2), np.float32)
+    hints = np.empty(num_rows, np.uint32)
+    store.lookup_train(signs, UNIFORM, 1.0, 0, out, hints, RowOptimizer("sgd", 0.1, lr=0.1))
+    used = []
+    for expected in (0, num_rows):
+        other = EmbeddingStore(200_000, num_shards=1, seed=3)
+        other.expect(expected)
+        for block in blocks_of(store):
+            other.restore(block)
+        other.end_restore()
+        other.check()
+        found = np.empty_like(out)
+        assert other.lookup_eval(signs, found) == 0
+        np.testing.assert_array_equal(found, out)
+        used.append(other.stats()["bytes"])
+    assert used[1] <= used[0]

@@ -1,0 +1,302 @@
+"""Snapshots against the models of the store: what comes out is of their moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from persia._core.store.blocks import RowBlock
+from persia._core.store.snapshot import Snapshot
+from persia._core.store.store import EmbeddingStore
+from persia.errors import ConfigError, DataError, StoreError
+from tests.core.machine import ShardedMachine, StoreMachine
+from tests.core.policies import PolicyMachine
+from tests.core.stores import (
+    Rows,
+    adagrad_store,
+    add,
+    contents,
+    contents_of,
+    in_order,
+    rows_of,
+    u64,
+    update,
+)
+from tests.support.profiles import tries
+
+NAMES = (None, "delta", "feed")
+LARGE = 1 << 30
+
+
+@dataclass
+class Reader:
+    """A snapshot that is being read, and what it should come to."""
+
+    snapshot: Snapshot
+    expected: Rows
+    orders: list[list[int]]  # of signs, by shard; expired ones are in none
+    before: Rows | None  # what the consumer had; None: nothing
+    iterator: Iterator[RowBlock]
+    blocks: list[RowBlock] = field(default_factory=list)
+
+    def read(self, count: int | None = None) -> bool:
+        """Whether the snapshot lives; it may have been given up."""
+        try:
+            while count is None or count > 0:
+                block = next(self.iterator, None)
+                if block is None:
+                    break
+                self.blocks.append(block)
+                count = None if count is None else count - 1
+        except StoreError as error:
+            if "the snapshot was given up" not in str(error):
+                raise
+            return False
+        return True
+
+
+class SnapshotRules:
+    """Rules for a machine that has ``store``, ``model`` and the two methods below."""
+
+    store: EmbeddingStore
+    readers: list[Reader]
+    replicas: dict[str, Rows | None]
+
+    def state(self) -> tuple[Rows, list[list[int]]]:
+        raise NotImplementedError
+
+    def shard_of(self, sign: int) -> int:
+        return 0
+
+    def sweep(self) -> None:
+        """A snapshot of changes drops what has expired."""
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        full=st.booleans(),
+        max_rows=st.sampled_from([1, 7, 65536]),
+        side_bytes=st.sampled_from([0, LARGE, LARGE]),
+    )
+    def begin(self, name: str | None, full: bool, max_rows: int, side_bytes: int) -> None:
+        if not hasattr(self, "readers"):
+            self.readers, self.replicas = [], {}
+        if name is not None and name not in self.replicas:
+            self.store.open_changes(name, max_bytes=self.store.num_shards * 8192)
+            self.replicas[name] = None
+        arguments: dict[str, Any] = {"side_bytes": side_bytes, "wait_seconds": 0.0}
+        if name is not None and any(
+            snapshot.consumer == name for snapshot in self.store.watch.snapshots
+        ):
+            with pytest.raises(StoreError, match="has a snapshot under way"):
+                self.store.begin_snapshot(name, **arguments)
+            return
+        snapshot = self.store.begin_snapshot(name, full=full, **arguments)
+        if name is not None:
+            self.sweep()
+        rows, orders = self.state()
+        before = self.replicas[name] if name is not None else None
+        assert snapshot.is_full or not (name is None or full or before is None)
+        if snapshot.is_full:
+            assert snapshot.num_rows == len(rows)
+            before = None
+        self.readers.append(Reader(snapshot, rows, orders, before, snapshot.blocks(max_rows)))
+
+    @precondition(lambda self: bool(getattr(self, "readers", [])))
+    @rule(data=st.data(), count=st.integers(1, 40))
+    def read(self, data: st.DataObject, count: int) -> None:
+        at = data.draw(st.integers(0, len(self.readers) - 1), "reader")
+        if not self.readers[at].read(count):
+            self.readers.pop(at).snapshot.close()
+
+    @precondition(lambda self: bool(getattr(self, "readers", [])))
+    @rule(data=st.data(), commits=st.booleans())
+    def finish(self, data: st.DataObject, commits: bool) -> None:
+        at = data.draw(st.integers(0, len(self.readers) - 1), "reader")
+        self._finish(self.readers.pop(at), commits)
+
+    def _finish(self, reader: Reader, commits: bool) -> None:
+        snapshot = reader.snapshot
+        if reader.read():
+            assert snapshot.is_read
+            self.compare(reader)
+            if commits:
+                snapshot.commit()
+                if snapshot.consumer is not None:
+                    self.replicas[snapshot.consumer] = reader.expected
+        snapshot.close()
+
+    @rule(name=st.sampled_from(NAMES[1:]), side_bytes=st.sampled_from([0, LARGE]))
+    def take_changes(self, name: str, side_bytes: int) -> None:
+        """From begin to commit, so that there is something for the next one to build on."""
+        num_readers = len(getattr(self, "readers", []))
+        self.begin(name, False, 65536, side_bytes)
+        if len(self.readers) > num_readers:
+            self._finish(self.readers.pop(), True)
+
+    def compare(self, reader: Reader) -> None:
+        rows = rows_of(reader.blocks)
+        deleted = reader.snapshot.deleted().tolist()
+        assert len(rows) <= reader.snapshot.num_rows
+        if reader.before is None:
+            assert (rows, deleted) == (reader.expected, [])
+        else:
+            assert deleted == sorted(set(deleted))
+            merged = {sign: row for sign, row in reader.before.items() if sign not in deleted}
+            # A use alone may change class and policy, and is no change of the row.
+            merged = {**merged, **rows}
+            assert {sign: row[1:4] for sign, row in merged.items()} == {
+                sign: row[1:4] for sign, row in reader.expected.items()
+            }
+            assert all(reader.expected[sign] == row for sign, row in rows.items())
+        by_shard: dict[int, list[RowBlock]] = {}
+        for block in reader.blocks:
+            (shard,) = {self.shard_of(sign) for sign in block.signs.tolist()}
+            by_shard.setdefault(shard, []).append(block)
+        for shard, blocks in by_shard.items():
+            wanted = [sign for sign in reader.orders[shard] if sign in rows]
+            assert self.sorted_like(in_order(blocks), reader) == wanted
+
+    def sorted_like(self, signs: list[int], reader: Reader) -> list[int]:
+        return signs
+
+    def teardown(self) -> None:
+        for reader in getattr(self, "readers", []):
+            reader.snapshot.close()
+        assert self.store.watch.snapshots == ()
+
+
+class StoreSnapshots(SnapshotRules, StoreMachine):
+    def state(self) -> tuple[Rows, list[list[int]]]:
+        rows = {
+            sign: (
+                0,
+                self.dtypes[len(row.values)],
+                row.values.tobytes(),
+                row.state.tobytes(),
+                0,
+            )
+            for shard in self.model.shards
+            for sign, row in shard.items()
+        }
+        return rows, [list(shard) for shard in self.model.shards]
+
+    def shard_of(self, sign: int) -> int:
+        return next(
+            i for i, shard in enumerate(self.model.shards) if self.model.shard(sign) is shard
+        )
+
+
+class ShardedSnapshots(StoreSnapshots):
+    capacities = ShardedMachine.capacities
+    num_shards = ShardedMachine.num_shards
+    dtypes: ClassVar[dict[int, str]] = {1: "float16", 5: "bfloat16", 8: "float32"}
+
+
+class PolicySnapshots(SnapshotRules, PolicyMachine):
+    def state(self) -> tuple[Rows, list[list[int]]]:
+        rows: Rows = {}
+        for policy, order in enumerate(self.model.orders):
+            for uses, signs in enumerate(order.classes):
+                for sign in signs:
+                    values = self.model.values[sign].tobytes()
+                    rows[sign] = (policy, "float32", values, b"", uses)
+        rows = {sign: row for sign, row in rows.items() if not self.model.has_expired(sign)}
+        return rows, [self.model.order()]
+
+    def sweep(self) -> None:
+        self.model.sweep()
+
+    def sorted_like(self, signs: list[int], reader: Reader) -> list[int]:
+        """The model has policy after policy; here they take turns."""
+        return sorted(signs, key=lambda sign: reader.expected[sign][0])
+
+
+few_examples = tries(8, stateful_step_count=25)
+TestOneShard = StoreSnapshots.TestCase
+TestOneShard.settings = few_examples
+TestManyShards = ShardedSnapshots.TestCase
+TestManyShards.settings = few_examples
+TestPolicies = PolicySnapshots.TestCase
+TestPolicies.settings = few_examples
+
+
+def test_two_snapshots_at_once_are_each_of_its_own_moment() -> None:
+    store = adagrad_store(1000)
+    store.open_changes("feed")
+    snapshots, expected = [], []
+    for first, name in ((0, "feed"), (300, None), (600, None)):
+        snapshots.append(store.begin_snapshot(name))
+        expected.append(contents(store))
+        update(store, range(first, first + 400))
+        store.delete(u64(range(first, first + 400, 50)))
+    add(store, range(0, 1200, 25))  # some of them are back
+    closed = snapshots.pop(1)
+    next(closed.blocks(max_rows=10))
+    closed.close()  # half read: the others go on
+    update(store, range(1000))
+    for snapshot, rows in zip(snapshots, expected[::2], strict=True):
+        assert contents_of(list(snapshot.blocks(max_rows=100))) == rows
+        snapshot.commit()
+    with store.begin_snapshot("feed") as snapshot:
+        assert not snapshot.is_full
+        after = {**expected[0]}
+        for sign in snapshot.deleted().tolist():
+            del after[sign]
+        assert after | contents_of(list(snapshot.blocks())) == contents(store)
+
+
+def test_a_snapshot_that_is_not_read_is_given_up_and_training_goes_on() -> None:
+    store = adagrad_store(1000)
+    snapshot = store.begin_snapshot(side_bytes=1000, wait_seconds=0.01)
+    blocks = snapshot.blocks(max_rows=10)
+    next(blocks)
+    update(store, range(1000))
+    update(store, range(1000))
+    with pytest.raises(StoreError, match=r"given up: copies of rows that changed .* of 1000"):
+        next(blocks)
+    with pytest.raises(StoreError, match="given up"):
+        snapshot.commit()
+    assert store.watch.snapshots == ()
+
+
+def test_what_is_asked_for_wrongly_is_refused_and_named() -> None:
+    store = adagrad_store(10)
+    with pytest.raises(StoreError, match=r"among \[\], got 'unknown'"):
+        store.begin_snapshot("unknown")
+    with pytest.raises(StoreError, match="got 'unknown'"):
+        store.close_changes("unknown")
+    store.open_changes("feed")
+    with pytest.raises(StoreError, match="'feed' of changes is open already"):
+        store.open_changes("feed")
+    with pytest.raises(ConfigError, match="max_bytes of the change log"):
+        store.open_changes("other", max_bytes=1)
+    with pytest.raises(ConfigError, match="side_bytes"):
+        store.begin_snapshot(side_bytes=-1)
+    with pytest.raises(ConfigError, match="wait_seconds"):
+        store.begin_snapshot(wait_seconds=-1.0)
+    snapshot = store.begin_snapshot()
+    with pytest.raises(DataError, match="max_rows"):
+        snapshot.blocks(0)
+    blocks = snapshot.blocks()
+    with pytest.raises(StoreError, match="given out once"):
+        snapshot.blocks()
+    with pytest.raises(StoreError, match="committed once all its blocks"):
+        snapshot.commit()
+    snapshot.close()
+    with pytest.raises(StoreError, match="is closed"):
+        next(blocks)
+    store.close_changes("feed")
+    assert store.watch.cursors == {}
+
+
+def test_w60_a_snapshot_of_an_empty_store_costs_nothing_whatever_its_capacity() -> None:
+    store = EmbeddingStore(10**12, num_shards=1024)
+    with store.begin_snapshot() as snapshot:
+        assert snapshot.num_rows == 0
+        assert list(snapshot.blocks()) == []
+        snapshot.commit()

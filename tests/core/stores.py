@@ -1,0 +1,168 @@
+"""Stores for the tests of this folder, requests to them, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._core.base.halves import widen
+from persia._core.kernels.initial import Initializer
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.blocks import RowBlock
+from persia._core.store.store import EmbeddingStore
+
+Floats = NDArray[np.float32]
+Words = NDArray[np.uint32]
+Signs = Sequence[int] | NDArray[np.int64] | NDArray[np.uint64]
+UNIFORM = Initializer("uniform")
+ZEROS = Initializer("zeros")
+ADAGRAD = RowOptimizer("adagrad", lr=0.1)
+NO_ROW = 2**32 - 1
+
+
+def u64(signs: Iterable[int] | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    if isinstance(signs, np.ndarray):
+        return np.ascontiguousarray(signs, np.uint64)
+    return np.array(list(signs), dtype=np.uint64)
+
+
+def new_store(
+    capacity: int,
+    optimizer: RowOptimizer | None = None,
+    *,
+    num_shards: int = 1,
+    seed: int = 0,
+    memory_limit: int = 0,
+    num_threads: int = 1,
+) -> EmbeddingStore:
+    store = EmbeddingStore(
+        capacity,
+        num_shards=num_shards,
+        seed=seed,
+        memory_limit=memory_limit,
+        num_threads=num_threads,
+    )
+    store.configure(optimizer or RowOptimizer("sgd", lr=0.5))
+    return store
+
+
+def train(
+    store: EmbeddingStore,
+    signs: Signs,
+    dim: int = 4,
+    *,
+    admit: float = 1.0,
+    batch_id: int = 0,
+    initializer: Initializer = UNIFORM,
+) -> tuple[Floats, Words, int, int]:
+    """Rows, hints, and how many were inserted and refused."""
+    array = u64(signs)
+    rows = np.full((len(array), dim), np.nan, np.float32)
+    hints = np.full(len(array), 7, np.uint32)
+    inserted, refused = store.lookup_train(array, initializer, admit, batch_id, rows, hints)
+    return rows, hints, inserted, refused
+
+
+def evaluate(store: EmbeddingStore, signs: Signs, dim: int = 4) -> tuple[Floats, int]:
+    array = u64(signs)
+    rows = np.full((len(array), dim), np.nan, np.float32)
+    return rows, store.lookup_eval(array, rows)
+
+
+def held(store: EmbeddingStore, shard: int = 0) -> list[int]:
+    """Signs of a shard that holds one shape, oldest first."""
+    return [int(sign) for signs, _, _ in store.shard_entries(shard) for sign in signs]
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * 4096
+
+
+Rows = dict[int, tuple[Any, ...]]
+DIM = 5
+
+
+def adagrad_store(num_rows: int = 0, **arguments: Any) -> EmbeddingStore:
+    store = EmbeddingStore(**({"capacity": 100_000, "num_shards": 4, "seed": 3} | arguments))
+    store.configure(RowOptimizer("adagrad", lr=0.1))
+    add(store, range(num_rows))
+    return store
+
+
+def add(store: EmbeddingStore, signs: Any, **arguments: Any) -> None:
+    signs = u64(signs)
+    rows = np.empty((len(signs), DIM), np.float32)
+    hints = np.empty(len(signs), np.uint32)
+    store.lookup_train(signs, UNIFORM, 1.0, 0, rows, hints, **arguments)
+
+
+def update(store: EmbeddingStore, signs: Any) -> None:
+    signs = u64(signs)
+    store.update(signs, None, np.ones((len(signs), DIM), np.float32))
+
+
+def contents(store: EmbeddingStore) -> dict[int, tuple[bytes, bytes]]:
+    return {
+        int(signs[i]): (values[i].tobytes(), states[i].tobytes())
+        for signs, values, states in store.iterate()
+        for i in range(len(signs))
+    }
+
+
+def rows_of(blocks: list[RowBlock]) -> Rows:
+    """Policy, dtype, values, state and class of each sign, which must come once."""
+    rows: Rows = {}
+    for block in blocks:
+        assert {len(array) for array in block.arrays} == {len(block)} != {0}
+        values = block.values if block.dtype == "float32" else None
+        for i, sign in enumerate(block.signs.tolist()):
+            kept = (
+                block.values[i] if values is not None else widen(block.values[i], block.dtype)
+            )
+            assert sign not in rows
+            rows[sign] = (
+                block.policy,
+                block.dtype,
+                kept.tobytes(),
+                block.states[i].tobytes(),
+                int(block.uses[i]),
+            )
+    return rows
+
+
+def contents_of(blocks: list[RowBlock]) -> dict[int, tuple[bytes, bytes]]:
+    return {sign: (row[2], row[3]) for sign, row in rows_of(blocks).items()}
+
+
+def in_order(blocks: list[RowBlock]) -> list[int]:
+    """Signs by their orders, which must be comparable: of one shard."""
+    pairs = [pair for block in blocks for pair in zip(block.orders, block.signs, strict=True)]
+    assert len({order for order, _ in pairs}) == len(pairs)
+    return [int(sign) for _, sign in sorted(pairs)]
+
+
+def blocks_of(store: EmbeddingStore, max_rows: int = 65536) -> list[RowBlock]:
+    with store.begin_snapshot() as one:
+        return list(one.blocks(max_rows))
+
+
+def shuffled(blocks: list[RowBlock]) -> list[RowBlock]:
+    rng = np.random.default_rng(7)
+    return [blocks[i] for i in rng.permutation(len(blocks))]
+
+
+def block_with(**changed: Any) -> RowBlock:
+    arrays: dict[str, Any] = {
+        "signs": np.arange(3, dtype=np.uint64),
+        "values": np.zeros((3, 5), np.float32),
+        "states": np.zeros((3, 5), np.uint32),
+        "orders": np.zeros(3, np.uint64),
+        "uses": np.zeros(3, np.uint32),
+        "ages": np.zeros(3, np.uint64),
+    }
+    arguments: dict[str, Any] = {"policy": 0, "dtype": "float32", **arrays, **changed}
+    return RowBlock(**arguments)
