@@ -1,7 +1,7 @@
 """The contexts this process has entered, innermost last.
 
 ``cnt_ctx``, the data loader and ``Optimizer.apply`` find the current context here. It is a
-stack, so contexts nest and two can live in one process; it belongs to the process and not to
+stack, so contexts nest and two can live in one process. It belongs to the process and not to
 a thread, because a dataset's thread sends to the context that the main thread entered.
 """
 
@@ -34,10 +34,10 @@ def push(ctx: object) -> None:
 
 
 def pop(ctx: object) -> None:
-    """Take ``ctx`` off; the context entered before it becomes current again.
+    """Remove ``ctx``; the context entered before it becomes current again.
 
-    Contexts of two threads may leave in another order than they entered, so it is ``ctx``
-    that goes, wherever it stands.
+    Contexts of two threads may leave in another order than they entered, so ``ctx`` may stand
+    anywhere in the stack.
 
     Raises:
         InternalError: If ``ctx`` was never pushed.

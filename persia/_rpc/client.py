@@ -1,18 +1,18 @@
-"""Calling a server: deadlines, repetitions, and typed errors with the callee's name.
+"""Calls of a server's methods: deadlines, repetition, and typed errors that name the server.
 
 A call has a deadline, ``PERSIA_RPC_TIMEOUT`` seconds if none is given, and never later than
-that of the call on whose behalf it is made. Within it:
+that of the call on whose behalf it is made. Until then:
 
-    nobody is connected        it waits; what was not sent may be sent later, whatever it is
-    connection breaks          sent again at once if the method may be repeated, else
-                               ServiceUnavailable: nobody knows whether it was executed
-    no answer for 10 s         sent again if the method may be repeated; with the same id, so
-                               that a server that still works on it does not begin anew
-    ServiceBusy                tried again, a little later each time
+    no connection              it waits; a message that was not sent may be sent later
+    connection breaks          sent again at once if the method is repeatable, else
+                               ServiceUnavailable: it may or may not have been executed
+    no answer for 10 s         sent again if the method is repeatable, with the same id: a
+                               server that still works on it does not begin a second time
+    ServiceBusy                tried again, after a growing pause
     another replica answers    tried again in the same way, until ``move`` leads elsewhere
-    the deadline passes        ServiceUnavailable if it never left, else ServiceTimeout
+    the deadline passes        ServiceUnavailable if it was never sent, else ServiceTimeout
 
-One channel carries any number of calls at a time; each waits in its own thread.
+One channel carries any number of calls at a time; each is awaited in its own thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from persia import env
@@ -42,8 +42,7 @@ from persia._rpc.frame import (
     encode,
 )
 from persia._rpc.methods import HELLO, Hello, Method, Role
-from persia._rpc.pending_call import PendingCall
-from persia._rpc.transport import Channel, Outgoing, Parts, Transport
+from persia._rpc.transport import Channel, Outgoing, Parts, Transport, Waiter
 from persia.errors import (
     ConfigError,
     InternalError,
@@ -58,37 +57,37 @@ from persia.errors import (
 
 logger = logging.getLogger(__name__)
 
-# Seconds after which a call that may be repeated is, and a line says whom it waits for.
+# Seconds after which a repeatable call is sent again, and a line names the server waited for.
 ATTEMPT_S = 10.0
 
-# Seconds between tries at a busy server: doubled each time, then drawn from its upper half,
-# so that those who were refused together do not come back together.
+# Seconds between tries at a busy server: doubled each time, then drawn from the upper half,
+# so that callers that were refused together do not come back together.
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.5
 
-# Of its own: a script's draws must not depend on how busy a server is.
+# A generator of its own: a script's draws must not depend on how busy a server is.
 _jitter = random.Random()
 
 _MAX_TIMEOUT_MS = (1 << 32) - 1
 
-# Seconds that a message may take to a busy process, of calls that have time.
-_WAY_S = 0.02
+# Seconds that a message may take to a busy process.
+_TRANSIT_S = 0.02
 
 
 class Client:
     """Calls one server; any thread may call it.
 
     Args:
-        transport: How to get there.
-        address: Where it listens.
-        role: What it can be asked.
-        replica: Its number, if known; else that of whoever answers ``hello``.
+        transport: Makes the connection.
+        address: Where the server listens.
+        role: The methods.
+        replica: The server's index if known; else taken from the first ``hello``.
         timeout_s: Seconds of a call; ``PERSIA_RPC_TIMEOUT`` if not given.
         attempt_s: Seconds of one attempt.
-        on_restart: Called when another process than before answers at the address, by one
-            thread that called it, before any call that found out goes on. It may call this
-            client. A call that was refused with NotConfigured is then made once more.
-        limits: What a message may be.
+        on_restart: Called when a new process answers at the address, by one thread that called
+            it, before any call that noticed goes on. It may call this client. A call that the
+            new process refused with NotConfigured is then made once more.
+        limits: Bounds of a message.
 
     Raises:
         ConfigError: If the address cannot be read.
@@ -114,17 +113,20 @@ class Client:
         self._on_restart = on_restart
         self._limits = limits
         self.timings = CallTimings()
-        self._lock = threading.Lock()  # guards the next six
-        self._num_sent = 0  # bytes, as is the next
-        self._num_received = 0
+        self._lock = threading.Lock()  # guards the next six, and a pending call's state
+        self._sent_bytes = 0
+        self._received_bytes = 0
+        # Never reused on a channel: a late answer must not resolve another call.
         self._ids = itertools.count(1)
-        self._attempts: dict[int, PendingCall] = {}
+        # The calling thread adds and removes its call; other threads only set its answer.
+        self._pending: dict[int, PendingCall] = {}  # by call id
         self._counts: Counter[str] = Counter()
-        self._told_at = 0.0  # monotonic; when a line last said that calls wait
+        self._logged_at = 0.0  # monotonic; when a line last named the server waited for
         self._closed = threading.Event()
+        # Reentrant: on_restart calls this client, whose answers come from the new process too.
         self._restart_lock = threading.RLock()  # guards the next two
-        self._settled: int | None = None  # incarnation that on_restart has dealt with
-        self._settling: int | None = None
+        self._incarnation: int | None = None  # that on_restart has been called for
+        self._new_incarnation: int | None = None  # that it is being called for
         self._channel = transport.connect(address)
         self._channel.start(self._on_message, self._on_lost)
 
@@ -136,10 +138,20 @@ class Client:
     @property
     def incarnation(self) -> int | None:
         """The server process that answered last; None before the first answer."""
-        return self._settled
+        return self._incarnation
 
-    def place(self, method: str) -> ErrorOrigin:
-        """Who is asked by a call of ``method``."""
+    @property
+    def role(self) -> str:
+        """The server's role."""
+        return self._role.name
+
+    @property
+    def replica(self) -> int | None:
+        """The server's index; None before it has answered."""
+        return self._replica
+
+    def origin(self, method: str) -> ErrorOrigin:
+        """Return the server as errors of a call of ``method`` name it."""
         return ErrorOrigin(self._role.name, self._replica, self.address, method)
 
     def stats(self) -> Mapping[str, int]:
@@ -151,36 +163,24 @@ class Client:
         with self._lock:
             return dict(self._counts)
 
-    @property
-    def role(self) -> str:
-        """What it calls."""
-        return self._role.name
-
-    @property
-    def replica(self) -> int | None:
-        """Which of them; None before one has answered."""
-        return self._replica
-
     def traffic(self) -> tuple[int, int]:
         """Return how many bytes of calls were sent, and of answers received."""
         with self._lock:
-            return self._num_sent, self._num_received
+            return self._sent_bytes, self._received_bytes
 
     def close(self) -> None:
         """End the connection; calls in flight raise ServiceUnavailable."""
+        # Set first: a call that begins after the snapshot below sees it.
         self._closed.set()
         self._channel.close()
-        with self._lock:
-            waiting = list(self._attempts.values())
-        for pending in waiting:
-            pending.resolve(ServiceUnavailable("the client was closed"))
+        self._resolve_all(ServiceUnavailable("the client was closed"))
 
     def wait_closed(self, timeout_s: float) -> bool:
         """Wait until it is closed; False if not in time."""
         return self._closed.wait(timeout_s)
 
     def move(self, address: str) -> None:
-        """Go on with the same server at another address, calls that wait included.
+        """Go on with the same server at another address, calls in flight included.
 
         Raises:
             ConfigError: If the address cannot be read.
@@ -189,41 +189,40 @@ class Client:
         channel.start(self._on_message, self._on_lost)
         with self._lock:
             before, self._channel = self._channel, channel
-            # Not those that go by the new one already: they would be executed twice.
-            waiting = [one for one in self._attempts.values() if one.channel is before]
+        # Outside the lock: closing waits for threads that may be in _resolve.
         before.close()
         if self._closed.is_set():
             channel.close()
-        for pending in waiting:
-            pending.move()
+        # Not those that use the new channel already: they would be executed twice.
+        self._mark_lost(lambda pending: pending.channel is before)
 
     # --- calls ------------------------------------------------------------------------------
 
     def hello(self, timeout_s: float | None = None) -> Hello:
-        """Ask the server who it is; answered however busy it is.
+        """Ask the server for its identity, which it answers however busy it is.
 
         Raises:
-            ConfigError: If another role, or another replica, answers at the address.
-            ServiceUnavailable: If nobody is there in time.
-            ServiceTimeout: If who is there does not answer in time.
+            ConfigError: If another role or replica answers at the address.
+            ServiceUnavailable: If there is no connection in time.
+            ServiceTimeout: If the server does not answer in time.
         """
         hello: Hello = self.call("hello", timeout_s=timeout_s)
+        # From here on calls carry the index, and another replica at the address refuses them.
         self._replica = hello.replica_index
         return hello
 
-    def who(self, timeout_s: float) -> Hello:
-        """Ask as ``hello``; another process than before is left to the next call.
+    def probe(self, timeout_s: float) -> Hello:
+        """Ask as ``hello``, but leave a restarted server to the next call.
 
-        To deal with one may take as long as a call, and it may be gone again meanwhile: whoever
-        looks for it elsewhere asks this.
+        ``on_restart`` may take as long as a call, and the server may be gone again meanwhile: a
+        thread that searches for the server elsewhere must not wait for that.
         """
-        flight = self.begin("hello", timeout_s=timeout_s)
-        flight.settles = False
-        hello: Hello = flight.result()
+        pending = self.begin("hello", timeout_s=timeout_s)
+        pending.handles_restart = False
+        hello: Hello = pending.result()
         return hello
 
-    def _check(self, hello: Hello) -> None:
-        """Refuse who is not the server that this client is for."""
+    def _check_identity(self, hello: Hello) -> None:
         if hello.role != self._role.name:
             raise ConfigError(f"{self.address}: expected {self._role.name}, found {hello.role}")
         if self._replica is not None and hello.replica_index != self._replica:
@@ -236,7 +235,7 @@ class Client:
         """Call a method and return its result.
 
         Arrays among the arguments are sent from where they are. After an error they may still
-        be on their way: leave them alone, or copy them before.
+        be on their way: do not change them, or pass copies.
 
         Args:
             method: One of the role's.
@@ -245,8 +244,8 @@ class Client:
 
         Raises:
             DataTypeError: If an argument is not what the Protocol declares.
-            ServiceUnavailable: If there is no connection, or it broke in a call that may not
-                be repeated.
+            ServiceUnavailable: If there is no connection, or it broke in a call that is not
+                repeatable.
             ServiceTimeout: If no answer came in time.
             ServiceBusy: If the server refused until the deadline.
             ProtocolError: If one side cannot read the other.
@@ -257,84 +256,94 @@ class Client:
 
     def begin(
         self, method: str, *arguments: Any, timeout_s: float | None = None
-    ) -> CallInFlight:
+    ) -> PendingCall:
         """Begin a call as ``call`` makes it; any number may be in flight at a time.
 
         Returns:
-            Where to ask for its result or to cancel it, one of which has to be done.
+            The call, which must be asked for its result or cancelled.
 
         Raises:
             DataTypeError: If an argument is not what the Protocol declares.
             ProtocolError: If it exceeds what a message can carry.
         """
+        # Of this version's table; the server may have another, and then answers ProtocolError.
         known_method = self._role.methods.get(method)
         if known_method is None:
             raise InternalError(f"{self._role.name} has no method {method!r}")
         self._count("calls")
-        return CallInFlight(self, known_method, arguments, timeout_s)
+        return PendingCall(self, known_method, arguments, timeout_s)
 
-    # --- for calls in flight ----------------------------------------------------------------
+    # --- for pending calls ------------------------------------------------------------------
 
-    def _enter(self, attempt: PendingCall) -> int:
-        """Return the id by which its answer comes."""
+    def _enter(self, pending: PendingCall) -> int:
+        """Return the id by which the answer comes."""
         with self._lock:
             call_id = next(self._ids)
-            self._attempts[call_id] = attempt
+            self._pending[call_id] = pending
+            pending.answer = pending.outgoing = pending.channel = None
+            pending.is_lost = False
         return call_id
 
     def _leave(self, call_id: int) -> None:
         with self._lock:
-            self._attempts.pop(call_id, None)
+            self._pending.pop(call_id, None)
 
-    def _channel_for(self, attempt: PendingCall, num_bytes: int) -> Channel:
-        """Return the channel of now, by which it goes with so many bytes."""
+    def _begin_attempt(self, pending: PendingCall, outgoing: Outgoing) -> Channel:
+        """Note an attempt; returns the channel to send it on."""
+        num_bytes = sum(map(len, outgoing.parts))
         with self._lock:
-            self._num_sent += num_bytes
-            attempt.channel = self._channel
+            self._sent_bytes += num_bytes
+            # A loss of the attempt before no longer counts.
+            pending.is_lost = False
+            pending.outgoing = outgoing
+            pending.channel = self._channel
             return self._channel
 
-    def _result(self, method: Method, reply: Reply) -> Any:
+    def _read_result(self, method: Method, reply: Reply) -> Any:
         try:
             return method.read_result(reply.body, reply.arrays)
         except ProtocolError as exc:
-            place = self.place(method.name)
-            raise ProtocolError(f"{place}: {exc}", **place.fields()) from exc
+            origin = self.origin(method.name)
+            raise ProtocolError(f"{origin}: {exc}", **origin.fields()) from exc
 
-    def _say_that_it_waits(self, method: str, was_sent: bool) -> None:
+    def _log_waiting(self, method: str, was_sent: bool) -> None:
         with self._lock:
             now = time.monotonic()
-            if now - self._told_at < self._attempt_s:
+            if now - self._logged_at < self._attempt_s:
                 return
-            self._told_at = now
-            num_pending = len(self._attempts)
+            self._logged_at = now
+            num_pending = len(self._pending)
         logger.warning(
             "%s: %s for %g s, in %s; %d calls wait",
-            self.place(method),
+            self.origin(method),
             "no answer" if was_sent else "no connection",
             self._attempt_s,
             method,
             num_pending,
         )
 
-    def _settle(self, incarnation: int) -> None:
-        """Deal with another process at the address, once, before any call goes on."""
-        if incarnation == self._settled:
+    def _handle_restart(self, incarnation: int) -> None:
+        """Call ``on_restart`` once for each new process, before any call goes on."""
+        # Without the lock: the usual case, and reading one reference is atomic under the GIL.
+        if incarnation == self._incarnation:
             return
         with self._restart_lock:
-            if incarnation in (self._settled, self._settling):
+            # Handled by another thread meanwhile, or by this one: on_restart is what made this
+            # call.
+            if incarnation in (self._incarnation, self._new_incarnation):
                 return
-            is_restart = self._settled is not None
-            self._settling = incarnation
+            is_restart = self._incarnation is not None
+            self._new_incarnation = incarnation
             try:
                 if is_restart:
-                    logger.warning("%s was restarted", self.place(""))
+                    logger.warning("%s was restarted", self.origin(""))
                     if self._on_restart is not None:
                         self._on_restart()
-                # A call of on_restart's may have met one more, and dealt with that.
-                if self._settling == incarnation:
-                    self._settled = incarnation
+                # A call that on_restart made may have met, and handled, a still newer process.
+                if self._new_incarnation == incarnation:
+                    self._incarnation = incarnation
             finally:
-                self._settling = None
+                self._new_incarnation = None
 
     def _count(self, name: str) -> None:
         with self._lock:
@@ -344,6 +353,8 @@ class Client:
 
     def _on_message(self, parts: Parts) -> None:
         try:
+            # In the thread that has the turn, often another caller's: must neither wait nor
+            # raise.
             answer = decode(parts, self._limits)
             if isinstance(answer, Call):
                 raise UnreadableFrame(
@@ -352,20 +363,16 @@ class Client:
                     answer.call_id,
                 )
         except UnreadableFrame as error:
+            # The connection stays usable: messages are framed by ZeroMQ.
             self._count(f"bad.{error.reason}")
-            logger.warning("%s: unreadable answer: %s", self.place(""), error)
+            logger.warning("%s: unreadable answer: %s", self.origin(""), error)
             if error.call_id:
                 self._resolve(error.call_id, ProtocolError(f"unreadable answer: {error}"))
             return
         if answer.call_id == 0 and isinstance(answer, Failure):
-            # It cannot say which call it means, and all are written alike.
-            told = error_codec.from_body(answer.body, self.place(""))
-            refused = ProtocolError(f"refused there: {told}")
-            with self._lock:
-                waiting = list(self._attempts.values())
-            for pending in waiting:
-                if pending.outgoing is not None and pending.outgoing.was_sent:
-                    pending.resolve(refused)
+            # The server could not read an id. All calls are encoded alike, so all will fail.
+            cause = error_codec.from_body(answer.body, self.origin(""))
+            self._resolve_all(ProtocolError(f"refused there: {cause}"), only_sent=True)
             return
         self._resolve(answer.call_id, answer, sum(map(len, parts)))
 
@@ -373,27 +380,46 @@ class Client:
         self, call_id: int, answer: Reply | Failure | ServiceError, num_bytes: int = 0
     ) -> None:
         with self._lock:
-            self._num_received += num_bytes
-            pending = self._attempts.get(call_id)
+            self._received_bytes += num_bytes
+            pending = self._pending.get(call_id)
             if pending is None:
+                # Its caller gave up, or has an answer to a repetition already.
                 self._counts["late"] += 1
                 return
-        pending.resolve(answer)
+            # Under the lock: the call may be about to begin again with another id.
+            if pending.answer is None:
+                pending.answer = answer
+        pending.wake()
+
+    def _resolve_all(self, error: ServiceError, *, only_sent: bool = False) -> None:
+        with self._lock:
+            resolved = [one for one in self._pending.values() if one.was_sent or not only_sent]
+            for pending in resolved:
+                if pending.answer is None:
+                    pending.answer = error
+        for pending in resolved:
+            pending.wake()
 
     def _on_lost(self) -> None:
+        self._count("lost")
+        # What was not sent yet goes by the next connection.
+        self._mark_lost(lambda pending: pending.was_sent)
+
+    def _mark_lost(self, is_lost: Callable[[PendingCall], bool]) -> None:
         with self._lock:
-            self._counts["lost"] += 1
-            waiting: Sequence[PendingCall] = list(self._attempts.values())
-        for pending in waiting:
-            pending.lose()
+            lost = [one for one in self._pending.values() if is_lost(one)]
+            for pending in lost:
+                pending.is_lost = True
+        for pending in lost:
+            pending.wake()
 
 
-class CallInFlight:
-    """A call that was begun; for one thread at a time.
+class PendingCall(Waiter):
+    """A call that was begun, until it has its result; one thread at a time awaits it.
 
     Args:
-        client: Who makes it.
-        method: What is called.
+        client: The client that makes it.
+        method: The method called.
         arguments: As the role's Protocol declares.
         timeout_s: Seconds, if other than the client's.
     """
@@ -405,29 +431,45 @@ class CallInFlight:
         arguments: tuple[Any, ...],
         timeout_s: float | None,
     ) -> None:
+        super().__init__()
         self._client = client
         self._method = method
         timeout_s = client._timeout_s if timeout_s is None else timeout_s
         self._begun_at = time.monotonic()
         self._timeout_s = max(0.0, min(timeout_s, caller_deadline.get() - self._begun_at))
         self._deadline = self._begun_at + self._timeout_s
+        # Once for all attempts. The arrays are the caller's own until the call ends.
         self._body, self._arrays = method.write_arguments(arguments)
         self._is_repeatable = method.is_repeatable(arguments)
-        self.settles = True  # the client deals with whoever answers
+        self.handles_restart = True  # on_restart runs if another process answers
+        # Of the current id; the client's lock guards these four.
+        self.answer: Reply | Failure | ServiceError | None = None  # set once
+        self.is_lost = False  # the connection broke or moved after the message was sent
+        self.outgoing: Outgoing | None = None
+        self.channel: Channel | None = None
         self._begin()
 
+    @property
+    def was_sent(self) -> bool:
+        """Whether the server may have it."""
+        return self.outgoing is not None and self.outgoing.was_sent
+
+    def is_over(self) -> bool:
+        """Return whether there is an answer, or will be none to this attempt."""
+        return self.answer is not None or self.is_lost
+
     def _begin(self) -> None:
-        """Send it, with an id of its own."""
+        """Send it with a new id."""
         client = self._client
-        self._before = client._settled
+        self._incarnation_before = client._incarnation
+        # Without the index, hello is answered by any server, whose identity is then checked.
         replica = None if self._method is HELLO else client._replica
-        self._attempt = PendingCall()
-        self._num_sent = 0
-        call_id = client._enter(self._attempt)
+        self._num_repeats = 0
+        call_id = client._enter(self)
         self._call = Call(call_id, self._method.name, 0, self._body, self._arrays, replica)
         try:
             if client._closed.is_set():
-                self._attempt.resolve(ServiceUnavailable("the client was closed"))
+                self.answer = ServiceUnavailable("the client was closed")
             elif self._left() > 0.0:
                 self._send()
         except BaseException:
@@ -439,25 +481,24 @@ class CallInFlight:
 
     def _send(self) -> None:
         left = self._left()
-        # Less than is left, by the time of the way: what waits there longer than the
-        # caller does here is not begun, and an error about a deadline still arrives.
-        way_s = min(_WAY_S, left / 20.0)
-        self._call.timeout_ms = min(max(1, int((left - way_s) * 1000.0)), _MAX_TIMEOUT_MS)
+        # The server is given less time than is left, by the time in transit: it must not begin
+        # a call that its caller no longer awaits, and an error about a deadline must arrive.
+        transit_s = min(_TRANSIT_S, left / 20.0)
+        self._call.timeout_ms = min(max(1, int((left - transit_s) * 1000.0)), _MAX_TIMEOUT_MS)
         outgoing = Outgoing(encode(self._call, self._client._limits))
-        self._attempt.begin(outgoing)
-        if self._num_sent:
+        if self._num_repeats:
             self._client._count("sent_again")
-        num_bytes = sum(map(len, outgoing.parts))
-        self._client._channel_for(self._attempt, num_bytes).send(outgoing)
+        self._client._begin_attempt(self, outgoing).send(outgoing)
 
     def cancel(self) -> None:
-        """Wait no longer; what was not sent never will be."""
+        """Stop waiting; a message that was not sent never will be."""
+        # First, so that an answer from now on counts as late.
         self._client._leave(self._call.call_id)
-        if self._attempt.outgoing is not None:
-            self._attempt.outgoing.cancel()
+        if self.outgoing is not None:
+            self.outgoing.cancel()
 
     def result(self) -> Any:
-        """Wait for the result and return it; to be asked once.
+        """Wait for the result and return it; may be called once.
 
         Raises:
             PersiaError: As ``Client.call``.
@@ -475,72 +516,93 @@ class CallInFlight:
         client, method = self._client, self._method
         pause_s = _FIRST_PAUSE_S
         while True:
-            answer = self._answer()
-            # Who is not the server that is meant is none that was started anew.
+            answer = self._await_answer()
+            # A server of another role or replica at the address is no restart of this one:
+            # the identity is checked first.
             if isinstance(answer, Reply):
-                result = client._result(method, answer)
+                result = client._read_result(method, answer)
                 if isinstance(result, Hello):
-                    client._check(result)
-                if self.settles:
-                    client._settle(answer.incarnation)
+                    client._check_identity(result)
+                if self.handles_restart:
+                    client._handle_restart(answer.incarnation)
                 return result
-            error = error_codec.from_body(answer.body, client.place(method.name))
+            error = error_codec.from_body(answer.body, client.origin(method.name))
             if not isinstance(error, WrongReplica):
-                client._settle(answer.incarnation)
+                client._handle_restart(answer.incarnation)
             if isinstance(error, ServiceBusy) and pause_s < self._left():
                 client._count("busy")
+                # Not time.sleep: closing the client ends the pause.
                 client._closed.wait(pause_s * _jitter.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             elif not (
                 isinstance(error, NotConfigured)
                 and client._on_restart is not None
-                and self._before not in (None, answer.incarnation)
+                # The call was sent to the process before, so this one has been configured
+                # since.
+                and self._incarnation_before not in (None, answer.incarnation)
             ):
                 raise error
             self._begin()
 
-    def _answer(self) -> Reply | Failure:
-        """Wait for what comes back, and raise what says that nothing will."""
-        attempt, name = self._attempt, self._method.name
+    def _await_answer(self) -> Reply | Failure:
+        """Wait for the answer, or raise the reason why there will be none."""
+        name = self._method.name
         try:
             answer = self._wait()
         finally:
             self.cancel()
         if isinstance(answer, (Reply, Failure)):
             return answer
-        place = self._client.place(name)
+        origin = self._client.origin(name)
         if answer is None:
-            if attempt.outgoing is None or not attempt.outgoing.was_sent:
+            if not self.was_sent:
                 raise ServiceUnavailable(
-                    f"{place}: no connection within {self._timeout_s:g} s, for {name}",
-                    **place.fields(),
+                    f"{origin}: no connection within {self._timeout_s:g} s, for {name}",
+                    **origin.fields(),
                 )
             raise ServiceTimeout(
-                f"{place}: no answer to {name} within {self._timeout_s:g} s", **place.fields()
+                f"{origin}: no answer to {name} within {self._timeout_s:g} s",
+                **origin.fields(),
             )
-        raise type(answer)(f"{place}: {name}: {answer}", **place.fields())
+        # A fresh one of the same type: one error may end many calls, each with its own
+        # traceback.
+        raise type(answer)(f"{origin}: {name}: {answer}", **origin.fields())
 
     def _wait(self) -> Reply | Failure | ServiceError | None:
         """Wait, and send again where that is safe, until there is an answer or no time."""
-        attempt, client = self._attempt, self._client
+        client = self._client
         while True:
-            attempt.wait(min(self._deadline, time.monotonic() + client._attempt_s))
-            is_lost, outgoing = attempt.is_lost, attempt.outgoing
-            if attempt.answer is not None:
-                return attempt.answer
+            self._wait_until(min(self._deadline, time.monotonic() + client._attempt_s))
+            # Read once: the channel's thread may set both at any time.
+            is_lost, outgoing = self.is_lost, self.outgoing
+            if self.answer is not None:
+                return self.answer
+            # A loss is reported as such even when no time is left.
             if outgoing is None or (not is_lost and self._left() <= 0.0):
                 return None
             if not is_lost:
-                client._say_that_it_waits(self._method.name, outgoing.was_sent)
-            # What was not sent is written anew, with how much time is left.
+                client._log_waiting(self._method.name, outgoing.was_sent)
+            # An unsent message is encoded again, with the time that is left.
             if not outgoing.cancel():
                 if not self._is_repeatable:
                     if is_lost:
                         return ServiceUnavailable(
-                            "the connection broke; whether it was executed is not known"
+                            "the connection broke; it may or may not have been executed"
                         )
                     continue
-                self._num_sent += 1
+                self._num_repeats += 1
             if self._left() <= 0.0:
                 return None
             self._send()
+
+    def _wait_until(self, until: float) -> None:
+        """Wait until it is over, or until that monotonic time."""
+        while not self.is_over():
+            left = until - time.monotonic()
+            if left <= 0.0:
+                return
+            # Never sent: there was no time left.
+            if self.channel is None:
+                self.sleep(left)
+            else:
+                self.channel.wait(self, left)

@@ -12,9 +12,12 @@
                                 last two as u8, u16 or u32, whichever is the narrowest; and
                                 weights behind them if there are any
 
-The writer is lenient where nothing is lost (a numpy scalar, an int where a float is meant) and
-refuses another dtype as the services do, with a DataTypeError. The reader takes exactly what
-a writer sends: it names the field that differs in a ProtocolError.
+The writer is lenient where nothing is lost (a numpy scalar, an int where a float is declared)
+and refuses another dtype with a DataTypeError, as the services do. The reader accepts exactly
+what a writer sends, and names the field that differs in a ProtocolError.
+
+Coders are built once per type, as closures over the coders of its parts: per message they run
+without looking at type hints.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.frame import DTYPES, Array
+from persia._rpc.dtypes import DTYPES
+from persia._rpc.frame import Array
 from persia.errors import DataError, DataTypeError, InternalError, ProtocolError
 
-# Axes of each array field: a field's name says what it is, in every message alike.
+# Axes of each array field. A field name has one meaning in all messages, as the type hints of
+# numpy have no place for a number of axes.
 _AXES = {
     "signs": 1,
     "hints": 1,
@@ -45,9 +50,10 @@ _AXES = {
     "gradient": 2,
     "meta": 1,
 }
-# Its dtype and axes are the user's.
+# A dense feature or a label: dtype and axes are the user's.
 _ANY = "array"
 
+# Of numbers below a known maximum, in the order tried.
 _NARROW = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"))
 
 
@@ -60,6 +66,8 @@ class ArrayReader:
 
     def take(self, number: Any, where: str) -> Array:
         """Return array ``number``, which has to be the next one."""
+        # In order and once each: two fields must not share one array's memory, as a service may
+        # work in place.
         if type(number) is not int or number != self._next or number >= len(self._arrays):
             raise ProtocolError(
                 f"{where}: expected array {self._next} of {len(self._arrays)}, "
@@ -72,7 +80,7 @@ class ArrayReader:
         """Refuse arrays that no field refers to."""
         if self._next != len(self._arrays):
             raise ProtocolError(
-                f"{where}: {len(self._arrays)} arrays came, its fields have {self._next}"
+                f"{where}: expected {self._next} arrays by its fields, got {len(self._arrays)}"
             )
 
 
@@ -95,6 +103,7 @@ def coder_of(hint: Any, where: str = "") -> Coder:
     """
     name = where.rpartition(".")[2]
     origin, arguments = get_origin(hint), get_args(hint)
+    # Order matters: bool, int and str are types too, and FeatureBatch is no dataclass.
     if hint in _SCALARS:
         return _SCALARS[hint]
     if hint is FeatureBatch:
@@ -125,18 +134,20 @@ def _wrong(where: str, expected: str, got: Any) -> ProtocolError:
 
 def _scalar(kind: type, accepted: tuple[type, ...]) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> Any:
+        # bool is a subclass of int: a number must not be a truth value.
         if not isinstance(value, accepted) or (
             kind is not bool and isinstance(value, (bool, np.bool_))
         ):
             raise DataTypeError(
                 f"{where}: expected {kind.__name__}, got {type(value).__name__}"
             )
-        converted = kind(value)
+        converted = kind(value)  # msgpack writes no numpy scalars
         if kind is int and not -(1 << 63) <= converted < 1 << 64:
             raise DataTypeError(f"{where}: {converted} does not fit 64 bits")
         return converted
 
     def read(value: Any, where: str, arrays: ArrayReader) -> Any:
+        # Exactly: an int where a float is declared would change the arithmetic that follows.
         if type(value) is not kind:
             raise _wrong(where, kind.__name__, value)
         return value
@@ -180,7 +191,7 @@ def _read_option(value: Any, where: str, arrays: ArrayReader) -> float | bool:
 
 
 def _dtypes(hint: Any) -> tuple[np.dtype[Any], ...]:
-    """The dtypes that ``np.dtype[...]`` stands for."""
+    """Return the dtypes that ``np.dtype[...]`` stands for."""
     (scalar,) = get_args(hint)
     return tuple(DTYPES.values()) if scalar is Any else (np.dtype(scalar),)
 
@@ -208,6 +219,8 @@ def _array_coder(dtypes: tuple[np.dtype[Any], ...], name: str) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> int:
         if not fits(value):
             raise DataTypeError(f"{where}: expected {expected}, got {got(value)}")
+        # The array itself, not a copy: ZeroMQ sends from its memory, so it must not change
+        # until the call has ended.
         arrays.append(value)
         return len(arrays) - 1
 
@@ -221,7 +234,8 @@ def _array_coder(dtypes: tuple[np.dtype[Any], ...], name: str) -> Coder:
 
 
 def _narrowest(array: Array) -> Array:
-    """The same numbers in the narrowest of u8, u16 and u32 that holds the largest."""
+    """Return the numbers in the narrowest of u8, u16 and u32 that holds the largest."""
+    # initial: an empty array has no maximum.
     top = int(array.max(initial=0))
     dtype = next(dtype for dtype in _NARROW if top <= np.iinfo(dtype).max)
     return array.astype(dtype)
@@ -234,10 +248,11 @@ def _write_feature(value: Any, where: str, arrays: list[Array]) -> list[Any]:
     arrays += [value.distinct, _narrowest(value.inverse)]
     fields = [value.name, number, number + 1, None]
     if value.offsets is not None:
-        # Lengths, because most fit one byte; offsets would be as many bytes as short samples.
+        # Lengths, not offsets: most of them fit one byte.
         fields[3] = len(arrays)
         arrays.append(_narrowest(np.diff(value.offsets)))
     if value.weights is not None:
+        # A fifth field only with weights: without them the form is that of older versions.
         fields.append(len(arrays))
         arrays.append(value.weights)
     return fields
@@ -246,13 +261,14 @@ def _write_feature(value: Any, where: str, arrays: list[Array]) -> list[Any]:
 def _read_feature(value: Any, where: str, arrays: ArrayReader) -> FeatureBatch:
     if type(value) is not list or len(value) not in (4, 5) or type(value[0]) is not str:
         raise _wrong(where, "[name, distinct, inverse, lengths] or one more", value)
+    # Cut: the name is a peer's, and goes into a text of the log.
     where = f"{where} {value[0][:64]!r}"
     distinct = arrays.take(value[1], f"{where}, distinct")
     inverse = _numbers(arrays.take(value[2], f"{where}, inverse"), f"{where}, inverse")
     offsets = None
     if value[3] is not None:
         lengths = _numbers(arrays.take(value[3], f"{where}, lengths"), f"{where}, lengths")
-        # In u64: a sum that wraps around in u32 could end where it should.
+        # In u64: a sum that wraps around in u32 could match the number of ids by chance.
         edges = np.zeros(len(lengths) + 1, np.uint64)
         np.cumsum(lengths, out=edges[1:])
         if edges[-1] != len(inverse):
@@ -261,6 +277,7 @@ def _read_feature(value: Any, where: str, arrays: ArrayReader) -> FeatureBatch:
             )
         offsets = edges.astype(np.uint32)
     weights = arrays.take(value[4], f"{where}, weights") if len(value) == 5 else None
+    # The constructor checks the numbers against each other: bounds of inverse, for instance.
     try:
         return FeatureBatch(value[0], distinct, inverse, offsets, weights=weights)
     except DataError as exc:
@@ -273,20 +290,24 @@ def _numbers(array: Array, where: str) -> Array:
             f"{where}: expected u8, u16 or u32 with 1 dimension, got {array.dtype} "
             f"with {array.ndim}"
         )
+    # The core takes u32 only; the narrow dtypes exist on the wire.
     return array.astype(np.uint32)
 
 
 # --- what holds others --------------------------------------------------------------------
 
 
+# Cached: messages nest the same classes, and a class has one coder.
 @functools.cache
 def _dataclass_coder(cls: type) -> Coder:
+    # Annotations are strings in modules with postponed evaluation.
     hints = get_type_hints(cls)
     fields = [(field.name, f"{cls.__name__}.{field.name}") for field in dataclasses.fields(cls)]
     coders = [coder_of(hints[name], where) for name, where in fields]
     plan = [(name, where, coder) for (name, where), coder in zip(fields, coders, strict=True)]
 
     def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+        # Not isinstance: a subclass has more fields, which the peer could not read.
         if type(value) is not cls:
             raise DataTypeError(f"{where}: expected {cls.__name__}, got {type(value).__name__}")
         return [coder.write(getattr(value, name), at, arrays) for name, at, coder in plan]
@@ -305,8 +326,10 @@ def _dataclass_coder(cls: type) -> Coder:
 
 
 def _union_coder(options: tuple[Any, ...], where: str) -> Coder:
+    # Options of optimizers: msgpack itself distinguishes the two.
     if set(options) == {float, bool}:
         return Coder(_write_option, _read_option)
+    # None is nil on the wire, and a class of several has its name in front.
     others = [option for option in options if option is not type(None)]
     if all(get_origin(option) is np.ndarray for option in others):
         dtypes = tuple(dtype for option in others for dtype in _dtypes(get_args(option)[1]))
@@ -330,7 +353,7 @@ def _optional_coder(inner: Coder) -> Coder:
 
 def _choice_coder(classes: Sequence[Any], where: str) -> Coder:
     if not all(isinstance(cls, type) and dataclasses.is_dataclass(cls) for cls in classes):
-        raise InternalError(f"{where}: only dataclasses can be told apart, got {classes}")
+        raise InternalError(f"{where}: a union must be of dataclasses, got {classes}")
     coders = {cls.__name__: _dataclass_coder(cls) for cls in classes}
     expected = f"one of {', '.join(coders)}"
 
@@ -343,6 +366,7 @@ def _choice_coder(classes: Sequence[Any], where: str) -> Coder:
     def read(value: Any, where: str, arrays: ArrayReader) -> Any:
         if type(value) is not list or not value or type(value[0]) is not str:
             raise _wrong(where, expected, value)
+        # The name comes from a peer: it selects among known classes, and never imports one.
         if value[0] not in coders:
             raise _wrong(where, expected, value[0])
         return coders[value[0]].read(value[1:], where, arrays)
@@ -352,6 +376,7 @@ def _choice_coder(classes: Sequence[Any], where: str) -> Coder:
 
 def _list_coder(inner: Coder, make: Callable[[list[Any]], Any]) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+        # A str or an array is a sequence as well, but not a list of messages.
         if not isinstance(value, (list, tuple)):
             raise DataTypeError(f"{where}: expected a list, got {type(value).__name__}")
         return [inner.write(one, where, arrays) for one in value]

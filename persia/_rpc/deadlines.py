@@ -1,7 +1,7 @@
-"""Deadlines of calls, and the one loop that tries something again until its deadline.
+"""Deadlines of calls, and the loop that retries until a deadline.
 
 A server that calls others while it serves a call gives them no more time than its own caller
-gave it: beyond that the answer has no reader.
+gave it: after that the answer has no reader.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# Monotonic seconds. It belongs to the thread that serves the call; one that hands work to
-# other threads runs it there in a copy of its context.
+# Monotonic seconds. A context variable is not inherited by other threads: a server that hands
+# work to them must run it in a copy of its own context.
 caller_deadline: ContextVar[float] = ContextVar("caller_deadline", default=math.inf)
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Bound all calls that this thread begins inside, together, by this many seconds."""
+    """Bound all calls that this thread begins inside by this many seconds in total."""
     token = caller_deadline.set(min(caller_deadline.get(), time.monotonic() + seconds))
     try:
         yield
@@ -29,7 +29,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class Retry:
-    """The attempts of one thing: yields the seconds left for each, with pauses between them.
+    """The attempts of one action: yields the seconds left, with a pause before each next one.
 
         for left_s in Retry(env.rpc_timeout_s()):
             try:
@@ -60,36 +60,18 @@ class Retry:
         self._first_s, self._longest_s = first_s, longest_s
         self._stop = threading.Event() if stop is None else stop
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, 0 after it."""
+        return max(self._deadline - time.monotonic(), 0.0)
+
     def __iter__(self) -> Iterator[float]:
         pause_s = self._first_s
         while True:
-            left_s = self._deadline - time.monotonic()
-            yield max(left_s, 0.0)
-            left_s = self._deadline - time.monotonic()
-            if pause_s >= left_s or self._stop.wait(pause_s):
+            # Also with no time left: the caller gets one attempt, and the callee raises the
+            # timeout.
+            yield self.left_s
+            # Event.wait rather than sleep: it returns True as soon as the event is set.
+            if pause_s >= self.left_s or self._stop.wait(pause_s):
                 return
             pause_s = min(2 * pause_s or 0.1, self._longest_s)
-
-
-class Tries:
-    """Tries of one thing, as long as a call may take; from the third on after a pause.
-
-    A batch that moved to another server may find that one gone, too, and so on: as many deaths
-    as there is time for cost nothing. The pause is for a server that forgets at once.
-
-    Args:
-        timeout_s: Seconds from now after which there is no other try.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._deadline = time.monotonic() + timeout_s
-        self._pause_s, self._next_s = 0.0, 0.1
-
-    def another(self) -> bool:
-        """Wait until another try is due; returns False if there is no time for it."""
-        pause_s, self._pause_s = self._pause_s, self._next_s
-        self._next_s = min(2 * self._next_s, 1.0)
-        if time.monotonic() + pause_s >= self._deadline:
-            return False
-        time.sleep(pause_s)
-        return True

@@ -6,16 +6,16 @@
                 id  u64, the caller's number of the call; 0 in an error about unreadable bytes
                 m   method                                                  (call)
                 t   milliseconds the caller will still wait, u32            (call)
-                r   replica number of the server that is meant; left out by who does not
-                    know it yet                                             (call)
-                i   u64, drawn anew by each server process                  (reply, error)
+                r   index of the replica that is called; absent while the
+                    caller does not know it                                 (call)
+                i   u64, drawn by each server process                       (reply, error)
                 a   [[dtype, shape], ...], one for each part that follows
                 b   the scalars; an array stands there as its number in ``a``
     part 2..  raw bytes       one part per array, little-endian, C order
 
 Arrays stay out of msgpack so that neither side copies them: ZeroMQ sends each part from the
-array's own buffer, and the receiver's arrays view the parts it was given. Nothing that a peer
-wrote is used, and no memory is taken on its word, before it was checked here.
+array's own buffer, and the receiver's arrays view the received parts. Everything that a peer
+wrote is checked here before it is used, and before memory is allocated for it.
 
 The time left is relative because the clocks of two machines differ.
 """
@@ -31,26 +31,13 @@ import msgpack  # type: ignore[import-untyped]  # it ships none
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._rpc.dtypes import DTYPES, NAMES
 from persia.errors import ProtocolError
 
 Array = NDArray[Any]
 Part = bytes | bytearray | memoryview
 
 PROTOCOL = b"PERSIA/1"
-
-# A closed list: np.dtype() on a peer's string would accept object arrays, whose bytes are
-# pointers.
-DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(name)
-    for name in (
-        *("|b1", "|i1", "|u1"),
-        *("<i2", "<i4", "<i8", "<u2", "<u4", "<u8"),
-        *("<f2", "<f4", "<f8"),
-    )
-}
-
-# Of arrays that can be sent as they are; a dtype's own name takes far longer to make.
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _MAX_AXES = 8  # the messages use two; numpy before version 2 ends at 32
 _MAX_EXTENT = 1 << 48
@@ -61,23 +48,24 @@ _U64 = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one message may be; the same numbers hold for sending and receiving."""
+    """Bounds of one message; the same numbers hold for sending and receiving."""
 
     header_bytes: int = 1 << 20  # bounds the objects msgpack makes, some 60 bytes for each
-    num_arrays: int = 1 << 14  # 5,000 features with three arrays each
-    array_bytes: int = 1 << 31  # also what ZeroMQ is told, which sees one part at a time
+    num_arrays: int = 1 << 14  # 5,000 features of three arrays each
+    array_bytes: int = 1 << 31  # also ZMQ_MAXMSGSIZE, which bounds a part
     message_bytes: int = 1 << 33
 
 
 LIMITS = Limits()
 
 
-@dataclass(slots=True)  # not frozen: one would take several times as long to make
+# Not frozen: __init__ of a frozen class takes several times as long.
+@dataclass(slots=True)
 class Call:
-    """A request. ``timeout_ms`` is what the caller will still wait.
+    """A request. ``timeout_ms`` is how long the caller will still wait.
 
-    ``replica`` is the number of the server that is meant: at an address there may be another
-    one than before. None is whoever is there.
+    ``replica`` is the index of the server that is called: another one may have taken its
+    address. With None any server answers.
     """
 
     call_id: int
@@ -90,7 +78,7 @@ class Call:
 
 @dataclass(slots=True)
 class Reply:
-    """What a call returned."""
+    """The result of a call."""
 
     call_id: int
     incarnation: int
@@ -100,7 +88,7 @@ class Reply:
 
 @dataclass(slots=True)
 class Failure:
-    """What a call raised. ``call_id`` 0: about a message of which no id could be read."""
+    """The error of a call. ``call_id`` 0: of a message whose id could not be read."""
 
     call_id: int
     incarnation: int
@@ -116,7 +104,7 @@ class UnreadableFrame(ProtocolError):
 
     Attributes:
         reason: One of a few words, for counting.
-        call_id: The id in its header if that could be read, else 0.
+        call_id: The id in its header, 0 if unreadable.
     """
 
     def __init__(self, reason: str, message: str, call_id: int = 0) -> None:
@@ -139,10 +127,10 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
     parts: list[Part] = [PROTOCOL, b""]
     num_bytes = 0
     for array in message.arrays:
-        little = array
-        if array.dtype not in _NAMES or not array.flags.c_contiguous:
+        little = array  # sent from its own buffer: the caller must not change it meanwhile
+        if array.dtype not in NAMES or not array.flags.c_contiguous:
             little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        name = _NAMES.get(little.dtype)
+        name = NAMES.get(little.dtype)
         if name is None:
             raise ProtocolError(f"array {len(specs)}: {array.dtype} cannot be sent")
         if little.nbytes > limits.array_bytes:
@@ -150,9 +138,9 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
                 f"array {len(specs)}: expected at most {limits.array_bytes} bytes, "
                 f"got {little.nbytes}"
             )
-        # ascontiguousarray gives a scalar one axis; its own shape is what counts.
+        # ascontiguousarray gives a scalar one axis: the shape is the original's.
         specs.append([name, list(array.shape)])
-        # A memoryview without elements cannot be cast to bytes.
+        # A memoryview of an empty array refuses the cast to bytes.
         parts.append(little.data.cast("B") if little.size else b"")
         num_bytes += little.nbytes
     header = _header_of(message)
@@ -161,7 +149,9 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
     try:
         parts[1] = msgpack.packb(header)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-        raise ProtocolError(f"a message holds what msgpack cannot carry: {exc}") from exc
+        raise ProtocolError(
+            f"a message holds a value that msgpack cannot carry: {exc}"
+        ) from exc
     num_bytes += len(PROTOCOL) + len(parts[1])
     for what, got, limit in (
         ("bytes of header", len(parts[1]), limits.header_bytes),
@@ -175,6 +165,7 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
 
 def _header_of(message: Message) -> dict[str, Any]:
     if isinstance(message, Call):
+        # Clipped rather than refused: the deadline passes on either side.
         timeout_ms = min(max(message.timeout_ms, 0), _U32 - 1)
         header = {"k": "call", "id": message.call_id, "m": message.method, "t": timeout_ms}
         return header if message.replica is None else header | {"r": message.replica}
@@ -199,6 +190,7 @@ def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
         raise UnreadableFrame(
             "parts", f"expected a protocol name and a header, got {len(parts)} part(s)"
         )
+    # By length first: a hostile part may have gigabytes.
     if len(parts[0]) != len(PROTOCOL) or bytes(parts[0]) != PROTOCOL:
         raise UnreadableFrame(
             "protocol", f"expected protocol {PROTOCOL!r}, got {bytes(parts[0][:16])!r}"
@@ -212,6 +204,7 @@ def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
     num_bytes = sum(map(len, parts))
     header = _read_header(parts[1])
     call_id = _integer(header, "id", _U64)
+    # After the header is read, so that the error can carry the id.
     for reason, name, got, limit in (
         ("num_arrays", "arrays", num_arrays, limits.num_arrays),
         ("message_bytes", "bytes", num_bytes, limits.message_bytes),
@@ -243,6 +236,7 @@ def _refuse_extension(code: int, data: bytes) -> Any:
 
 
 def _read_header(raw: Part) -> dict[str, Any]:
+    # msgpack's own limits hold: none of its containers can be longer than the input.
     try:
         header: Any = msgpack.unpackb(raw, ext_hook=_refuse_extension)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as exc:
@@ -256,7 +250,7 @@ def _read_header(raw: Part) -> dict[str, Any]:
             f"expected a header with k one of {', '.join(_KEYS)}, got {header!r:.80}",
         )
     if not isinstance(header, dict) or header.keys() - _OPTIONAL[kind] != _KEYS[kind] | {"k"}:
-        # The id is worth an answer if there is one.
+        # With an id the caller can be answered.
         number = header.get("id")
         is_number = type(number) is int and 0 <= number < _U64
         raise UnreadableFrame(
@@ -287,6 +281,7 @@ def _message(header: dict[str, Any], call_id: int, arrays: tuple[Array, ...]) ->
             raise UnreadableFrame("header", f"{method}: a call's id begins at 1, got 0")
         timeout_ms = _integer(header, "t", _U32)
         replica = _integer(header, "r", _U32) if "r" in header else None
+        # The body is checked by the method's coders, which know its types.
         return Call(call_id, method, timeout_ms, header["b"], arrays, replica)
     make = Reply if header["k"] == "reply" else Failure
     return make(call_id, _integer(header, "i", _U64), header["b"], arrays)
@@ -296,7 +291,7 @@ def _read_arrays(specs: Any, parts: Sequence[Part], limits: Limits) -> tuple[Arr
     if not isinstance(specs, list) or len(specs) != len(parts):
         named = len(specs) if isinstance(specs, list) else repr(specs)[:40]
         raise UnreadableFrame(
-            "array_count", f"the header names {named} arrays, {len(parts)} came"
+            "array_count", f"expected {named} arrays by the header, got {len(parts)}"
         )
     return tuple(
         [
@@ -307,7 +302,7 @@ def _read_arrays(specs: Any, parts: Sequence[Part], limits: Limits) -> tuple[Arr
 
 
 def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
-    # One test for all: what fails it is looked at again for the message.
+    # One condition for all: this runs for every array of every message.
     if not (
         type(spec) is list
         and len(spec) == 2
@@ -338,10 +333,10 @@ def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
     if not needed:
         return np.empty(shape, dtype)
     if dtype.kind == "b" and np.frombuffer(part, np.uint8).max() > 1:
-        # numpy takes any byte for a bool and then computes with more than two values.
+        # numpy takes any byte for a bool, and then computes with more than two values.
         raise UnreadableFrame("array_bytes", f"array {number}: a bool is neither 0 nor 1")
-    flat = np.frombuffer(part, dtype)
+    flat = np.frombuffer(part, dtype)  # keeps the part, and so libzmq's memory, alive
     if not flat.flags.aligned:
-        # ZeroMQ delivers small parts from inside its receive buffer.
+        # ZeroMQ delivers small parts from inside its receive buffer, at any address.
         flat = flat.copy()
     return flat.reshape(shape)

@@ -1,12 +1,12 @@
 """The end of a job, as each server process knows it.
 
-Whoever ran the training script says once, to every server, with which status it ended. Servers
-are told; a data-loader has no address where it could be, so it asks an embedding-worker time
-and again. The process that is asked must not leave before each of those has heard the answer.
+The launcher of the training script announces the script's exit status once, to every server. A
+data-loader has no address to be notified at, so it polls an embedding-worker; that process must
+not exit before each polling data-loader has received the status.
 
 Two jobs may be started at the same addresses by mistake. The second one's servers cannot
-listen, so it ends, and tells the first one's servers: they heed nobody who never configured
-them once somebody has.
+listen, so it ends, and announces that to the first one's servers. Once configured, a server
+accepts the end of a job only from a script that configured it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-# Seconds. Who has not asked for so long is gone, and nobody waits for it.
+# Seconds without a poll after which a watcher is taken for gone.
 FORGOTTEN_S = 5.0
-_MANY = 4096  # watchers that are waited for
+_MAX_WATCHERS = 4096
 
 
 class JobState:
@@ -31,32 +31,35 @@ class JobState:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        # Monotonic: a corrected wall clock must not end the wait for a watcher.
         self._clock = clock
         self._changed = threading.Condition()  # guards all below
         self._status: int | None = None
-        self._is_taken = False
-        self._asked_at: dict[str, float] = {}  # by watcher, of those that have not been told
+        self._is_configured = False
+        # When each watcher without the status polled last, in seconds of the clock.
+        self._polled_at: dict[str, float] = {}
 
     @property
     def status(self) -> int | None:
         """The exit status of the job; None while it goes on."""
         return self._status
 
-    def take(self) -> None:
+    def mark_configured(self) -> None:
         """Note that a training script has configured this server."""
         with self._changed:
-            self._is_taken = True
+            # Never reset: a server serves one job in its life.
+            self._is_configured = True
 
     def finish_job(self, status: int, took_part: bool) -> None:
         """Note that the job has ended; the first status stays.
 
         Args:
-            status: With which the training script ended.
-            took_part: Whether that script has configured servers, or tried to. If not, and
-                another has configured this one, it is another job's end.
+            status: Exit status of the training script.
+            took_part: Whether that script has configured servers, or tried to. If not, and this
+                server is configured, the end is another job's.
         """
         with self._changed:
-            if self._is_taken and not took_part:
+            if self._is_configured and not took_part:
                 logger.warning(
                     "a job that never configured this server has ended with status %d: this "
                     "one goes on; two jobs need addresses of their own",
@@ -64,24 +67,25 @@ class JobState:
                 )
                 return
             if self._status is None:
-                self._note(status)
+                # Logged first: the status may end this process, or lead to lines of others.
+                logger.info("the job has ended with status %d", status)
                 self._status = status
+            # Also for a repeated end: a waiter may have begun after the first.
             self._changed.notify_all()
 
-    def _note(self, status: int) -> None:
-        """Called before the end is known to anybody."""
-
     def job_status(self, watcher: str) -> int | None:
-        """Return the status, and note that ``watcher`` has been told it, or has not yet."""
+        """Return the status, and note whether ``watcher`` has it now or still waits for it."""
         with self._changed:
             if self._status is None:
-                if len(self._asked_at) >= _MANY:
-                    self._asked_at = {who: self._asked_at[who] for who in self._waiting()}
-                # Who can ask may do so by as many names as he likes: nobody waits for those.
-                if len(self._asked_at) < _MANY or watcher in self._asked_at:
-                    self._asked_at[watcher] = self._clock()
+                if len(self._polled_at) >= _MAX_WATCHERS:
+                    self._polled_at = {one: self._polled_at[one] for one in self._waiting()}
+                # A hostile peer may poll under any number of names: those beyond the bound
+                # are not waited for.
+                if len(self._polled_at) < _MAX_WATCHERS or watcher in self._polled_at:
+                    self._polled_at[watcher] = self._clock()
             else:
-                self._asked_at.pop(watcher, None)
+                # The reply is sent right after; the server lingers for replies when it stops.
+                self._polled_at.pop(watcher, None)
                 self._changed.notify_all()
             return self._status
 
@@ -91,11 +95,12 @@ class JobState:
             self._changed.wait_for(lambda: self._status is not None, timeout_s)
             return self._status
 
-    def wait_until_told(self, timeout_s: float) -> bool:
-        """Wait until every watcher of the last seconds has been told; False if not in time."""
+    def wait_until_notified(self, timeout_s: float) -> bool:
+        """Wait until every watcher that polled lately has the status; False if not in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting(), timeout_s)
 
     def _waiting(self) -> list[str]:
         now = self._clock()
-        return [who for who, at in self._asked_at.items() if now - at < FORGOTTEN_S]
+        # A data-loader that was killed must not keep the process from exiting.
+        return [watcher for watcher, at in self._polled_at.items() if now - at < FORGOTTEN_S]

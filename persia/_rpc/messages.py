@@ -1,8 +1,8 @@
-"""What the roles say to each other, and the Protocols they answer.
+"""The messages between the roles, and the Protocols that the roles implement.
 
-Every message is a frozen dataclass over numpy arrays. A role's class (in ``_services``) takes
-and returns these and knows no socket; embedded mode calls it directly. Shapes: ``n`` signs of
-one table, ``D`` distinct ids of one feature, ``N`` ids of one feature, ``B`` samples.
+Every message is a frozen dataclass over numpy arrays. A role's class takes and returns these
+and knows no socket; embedded mode calls it directly. Shapes: ``n`` signs of one table, ``D``
+distinct ids of one feature, ``N`` ids of one feature, ``B`` samples.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class InitializationSettings:
 
 @dataclass(frozen=True, slots=True)
 class HyperParameters:
-    """What ``EmbeddingConfig`` sends to every server at run time."""
+    """The settings of rows that ``EmbeddingConfig`` sends to every server at run time."""
 
     initialization: InitializationSettings
     admit_probability: float
@@ -203,11 +203,11 @@ class LoadStatus:
     total: int
     num_rows: int  # loaded so far
     error: str
-    notes: tuple[str, ...]  # what the user should know, such as state that begins anew
+    notes: tuple[str, ...]  # what the user should know, such as state that is initialized again
 
 
 class ParameterServer(Protocol):
-    """What an embedding-parameter-server answers."""
+    """The methods of an embedding-parameter-server."""
 
     @property
     def replica_index(self) -> int: ...
@@ -321,7 +321,7 @@ class BatchGradients:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What one update left out, by feature name; zero counts are absent."""
+    """What one update skipped, by feature name; zero counts are absent."""
 
     num_missing: int = 0
     nan_samples: Mapping[str, int] = field(default_factory=dict)  # rows of the gradient
@@ -332,7 +332,7 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class FeatureStats:
-    """What an embedding-worker has seen of one feature, evaluation included.
+    """An embedding-worker's statistics of one feature, evaluation included.
 
     ``registers`` u8 [4096] is a sketch of its distinct ids, see ``_core.cardinality``: of
     several workers, the greater of each two.
@@ -347,7 +347,7 @@ class FeatureStats:
 
 
 class EmbeddingWorker(Protocol):
-    """What an embedding-worker answers."""
+    """The methods of an embedding-worker."""
 
     def register(self, features: IDFeatures) -> int: ...
     def lookup(self, ref: int, is_training: bool) -> LookupResult: ...
@@ -392,7 +392,7 @@ class RemoteRef:
 
 @dataclass(frozen=True, slots=True)
 class StreamedBatch:
-    """What an nn-worker gets of a batch; its ids wait at the embedding-worker.
+    """The part of a batch that goes to an nn-worker; its ids are at the embedding-worker.
 
     Batch ``i`` of data-loader ``l`` of ``n`` has the id ``i * n + l`` and goes to the rank
     ``id % world_size``.
@@ -409,7 +409,7 @@ class StreamedBatch:
 
 @dataclass(frozen=True, slots=True)
 class StreamOpening:
-    """A data-loader begins, or meets an nn-worker that was started anew.
+    """A data-loader begins, or meets an nn-worker that was restarted.
 
     ``first_batch_id`` is the lowest id that this rank may still get from it: the oldest batch
     that it holds unacknowledged, or the next it will send.
@@ -417,16 +417,16 @@ class StreamOpening:
 
     loader: int
     num_loaders: int
-    incarnation: int  # drawn anew by each DataCtx
+    incarnation: int  # drawn by each DataCtx
     first_batch_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """What the rank knows of this data-loader's stream.
+    """The state of a data-loader's stream at the rank.
 
     Ids below ``next_batch_id`` have been received, from this incarnation or the one before:
-    they are not sent again, but for those in ``wanted``, whose ids nobody holds any more.
+    they are not sent again, but for those in ``wanted``, whose ids no embedding-worker holds.
     Those in ``unfinished`` have not ended, and may be wanted yet.
     """
 
@@ -437,9 +437,9 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class StreamNews:
-    """What changed at the rank since the ``version`` that the data-loader saw last.
+    """Changes at the rank since the ``version`` that the data-loader received last.
 
-    ``credits`` counts from the opening: so many batches may have been delivered in all.
+    ``credits`` counts from the opening: the batches that may have been delivered in all.
     ``acknowledged`` have ended, and their ids need not be kept. ``wanted`` have a ref that its
     embedding-worker does not know: they are to be registered again, and relocated.
     """
@@ -452,7 +452,7 @@ class StreamNews:
 
 
 class NNWorker(Protocol):
-    """What an nn-worker answers. ``stream`` is (loader, incarnation) of an opening."""
+    """The methods of an nn-worker. ``stream`` is (loader, incarnation) of an opening."""
 
     @property
     def replica_index(self) -> int: ...  # the rank
@@ -469,7 +469,7 @@ class NNWorker(Protocol):
 
 
 class Job(Protocol):
-    """What every server answers beside its role, and beside ``hello``."""
+    """The methods of every server, beside those of its role and ``hello``."""
 
     def finish_job(self, status: int, took_part: bool) -> None: ...
     def job_status(self, watcher: str) -> int | None: ...

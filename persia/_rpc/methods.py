@@ -1,7 +1,7 @@
-"""What each role can be asked: its Protocol in ``messages``, as tables of coders.
+"""The methods of each role: its Protocol in ``messages``, as tables of coders.
 
-A method's request is a list of its arguments, its reply the value it returns. Which methods
-may be repeated is said here, one by one: a call of another kind is sent at most once.
+A method's request is a list of its arguments, its reply the value it returns. The tables list
+for each method whether its calls are repeatable; other calls are sent at most once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from persia.errors import InternalError, ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who a server is. Every server answers the method ``hello`` with this, at any time.
+    """The identity of a server, with which it answers ``hello`` at any time.
 
-    ``incarnation`` is drawn anew by each process, so another number means that whatever the
-    one before held is gone. ``schema_fingerprint`` is empty for a role without a schema.
+    Each process draws its ``incarnation``: another number means that the state of the process
+    before is lost. ``schema_fingerprint`` is empty for a role without a schema.
     """
 
     role: str
@@ -36,13 +36,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method: how arguments and result travel, whether it may be repeated, and by whom."""
+    """One method: the coders of its arguments and result, and how it may be called."""
 
     name: str
     arguments: tuple[tuple[str, Coder], ...]  # (method.argument, coder)
     result: Coder
     is_repeatable: Callable[[Sequence[Any]], bool]
-    needs_control: bool = False  # of callers that have keys, only for the control key's
+    needs_control: bool = False  # of callers with keys, only the control key's may call it
 
     def write_arguments(self, values: Sequence[Any]) -> tuple[list[Any], tuple[Array, ...]]:
         """Return body and arrays of a request.
@@ -121,9 +121,10 @@ def _never(arguments: Sequence[Any]) -> bool:
 HELLO = Method("hello", (), coder_of(Hello), _always)
 
 
-# What tells a server what to do, rather than giving it batches and asking for rows.
 CONFIGURE = "configure"
 
+# Methods that configure, save, load or end, as opposed to those for batches and rows. A method
+# that is missing here can be called with a data-loader's key.
 _CONTROL = frozenset(
     {
         CONFIGURE,
@@ -143,21 +144,22 @@ _CONTROL = frozenset(
 def role_of(
     name: str, protocol: type, repeatable: Mapping[str, Callable[[Sequence[Any]], bool]]
 ) -> Role:
-    """Return the table of a Protocol's methods; its properties are what ``hello`` says.
+    """Return the table of a Protocol's methods; ``hello`` answers its properties.
 
     Args:
         name: The role.
         protocol: A class whose methods are fully annotated.
-        repeatable: For each method whether a call with such arguments may be sent again
-            without knowing what became of the first.
+        repeatable: For each method, whether a call with given arguments may be sent again when
+            it is unknown if the first was executed.
 
     Raises:
         InternalError: If ``repeatable`` names other methods than the Protocol has.
     """
     methods = _methods_of(protocol, repeatable)
+    # No default: a new method needs a decision, as a wrong one corrupts rows.
     if methods.keys() != repeatable.keys():
         raise InternalError(
-            f"{name}: expected a word on repeating for each of {sorted(methods)}, "
+            f"{name}: expected whether it is repeatable for each of {sorted(methods)}, "
             f"got {sorted(repeatable)}"
         )
     return Role(name, {**methods, **COMMON})
@@ -167,6 +169,7 @@ def _methods_of(
     protocol: type, repeatable: Mapping[str, Callable[[Sequence[Any]], bool]]
 ) -> dict[str, Method]:
     methods = {}
+    # Argument names do not travel: a call is a list in the order of declaration.
     for method, function in inspect.getmembers(protocol, inspect.isfunction):
         if method.startswith("_"):
             continue
@@ -177,14 +180,36 @@ def _methods_of(
             for argument, hint in hints.items()
         )
         is_repeatable = repeatable.get(method, _never)
+        # A method that is missing from ``repeatable`` is refused by role_of; until then the
+        # safe value holds.
         methods[method] = Method(method, arguments, result, is_repeatable, method in _CONTROL)
     return methods
 
 
-# What every server answers, whatever its role.
+# The methods of every server, whatever its role.
 COMMON: Mapping[str, Method] = {
     HELLO.name: HELLO,
     **_methods_of(messages.Job, {"finish_job": _always, "job_status": _always}),
+}
+
+
+# Of the methods that a parameter server and an embedding-worker share.
+_SHARED = {
+    # The same settings again change nothing.
+    "configure": _always,
+    "register_optimizer": _always,
+    "ready_for_serving": _always,
+    # Late repetitions of these two could undo what came after the first.
+    "set_embedding": _never,
+    "clear_embeddings": _never,
+    "get_embedding_size": _always,
+    # Idempotent by the id that the caller drew for the cut or load.
+    "begin_cut": _always,
+    "write_cut": _always,
+    "cut_status": _always,
+    "end_cut": _always,
+    "load": _always,
+    "stats": _always,
 }
 
 
@@ -195,26 +220,12 @@ def parameter_server() -> Role:
         "embedding-parameter-server",
         messages.ParameterServer,
         {
-            # The same settings again change nothing.
-            "configure": _always,
-            "register_optimizer": _always,
-            "ready_for_serving": _always,
-            # A repeated training lookup draws the same admissions, by its batch id.
+            **_SHARED,
+            # A repeated training lookup draws the same admissions, as the draw is by batch id.
             "lookup": _always,
-            # Applied once, by its update id.
+            # The server deduplicates by update id.
             "update": _always,
-            # Late repetitions of these two could undo what came after the first.
-            "set_embedding": _never,
-            "clear_embeddings": _never,
             "read_embedding": _always,
-            "get_embedding_size": _always,
-            # A cut and a load have a number that their caller drew.
-            "begin_cut": _always,
-            "write_cut": _always,
-            "cut_status": _always,
-            "end_cut": _always,
-            "load": _always,
-            "stats": _always,
         },
     )
 
@@ -226,27 +237,16 @@ def embedding_worker() -> Role:
         "embedding-worker",
         messages.EmbeddingWorker,
         {
-            # The same batch has the same ref as long as it is in flight.
+            **_SHARED,
+            # A batch keeps its ref as long as it is in flight.
             "register": _always,
             "lookup": _always,
-            # With gradients to follow, each call makes a ref that somebody has to retire.
+            # With gradients to follow, each call makes a ref that must be retired.
             "lookup_direct": lambda arguments: not arguments[0].requires_grad,
+            # Deduplicated by update id.
             "update": _always,
             "release": _always,
-            "configure": _always,
-            "register_optimizer": _always,
             "tables_at_rate": _always,
-            "ready_for_serving": _always,
-            "set_embedding": _never,
-            "clear_embeddings": _never,
-            "get_embedding_size": _always,
-            # A cut and a load have a number that their caller drew.
-            "begin_cut": _always,
-            "write_cut": _always,
-            "cut_status": _always,
-            "end_cut": _always,
-            "load": _always,
-            "stats": _always,
             "server_stats": _always,
             "feature_stats": _always,
         },
@@ -260,7 +260,7 @@ def nn_worker() -> Role:
         "nn-worker",
         messages.NNWorker,
         {
-            # Each says what shall be, by stream and batch id; said again it changes nothing.
+            # Idempotent by stream and batch id.
             "open_stream": _always,
             "deliver": _always,
             "relocate": _always,
@@ -271,7 +271,7 @@ def nn_worker() -> Role:
 
 
 def schema_text() -> str:
-    """Say in lines of text what every message is; ``docs/protocol.md`` holds the same.
+    """Return the fields of every message and method as text, as ``docs/protocol.md`` has it.
 
     A change of this text is a change of the protocol.
     """

@@ -1,4 +1,4 @@
-# zmq.h: 64 bytes, aligned as a pointer.
+# zmq_msg_t of zmq.h: 64 opaque bytes, aligned as a pointer.
 ctypedef struct message_t:
     void *words[8]
 

@@ -1,4 +1,4 @@
-"""Whole messages onto and off a ZeroMQ socket, without giving up the interpreter's lock."""
+"""Whole messages onto and off a ZeroMQ socket, without releasing the GIL."""
 
 from typing import Any
 
@@ -15,5 +15,5 @@ def receive(
     socket: zmq.Socket[Any],
     max_parts: int,
     max_bytes: int,
-    came: list[tuple[list[Part], str]] | None = None,
+    received: list[tuple[list[Part], str]] | None = None,
 ) -> tuple[list[Part], str] | None: ...

@@ -1,11 +1,11 @@
-"""Whole messages onto and off a ZeroMQ socket, without giving up the interpreter's lock.
+"""Whole messages onto and off a ZeroMQ socket, without releasing the GIL.
 
-pyzmq gives the lock up around every part, and wakes a thread of its own for every array that
-was sent without a copy. Where several threads are at work each gap loses the lock to another,
-and getting it back takes longer than the part. Nothing here waits, so nothing needs a gap; and
+pyzmq releases the GIL around every part, and wakes a thread of its own for every array that was
+sent without a copy. With several busy threads each release loses the GIL to another, and
+getting it back takes longer than the part. Nothing here waits, so nothing needs a release; and
 as no signal is handled in between, a message is put on the socket whole or not at all.
 
-libzmq is the one that pyzmq has loaded; its functions are found by name. ``zmq_msg_t`` and they
+libzmq is the one that pyzmq has loaded; its functions are found by name. They and ``zmq_msg_t``
 have been part of its stable interface since version 3.
 """
 
@@ -25,9 +25,9 @@ from libc.errno cimport EAGAIN, EINTR
 from libc.string cimport memcpy
 
 cdef extern from "borrowed_buffers.h":
-    ctypedef struct persia_lent:
+    ctypedef struct persia_borrowed:
         Py_buffer buffer
-    void persia_give_back(void *data, void *hint) noexcept nogil
+    void persia_return_buffer(void *data, void *hint) noexcept nogil
     void persia_release_returned() noexcept
 
 ctypedef int (*message_f)(message_t *) noexcept nogil
@@ -41,6 +41,8 @@ ctypedef int (*get_f)(void *, int, void *, size_t *) noexcept nogil
 ctypedef int (*errno_f)() noexcept nogil
 ctypedef const char *(*gets_f)(message_t *, const char *) noexcept nogil
 
+# pyzmq's wheels link libzmq into this extension; a second copy of libzmq would know none of
+# pyzmq's sockets.
 _libzmq = ctypes.CDLL(_zmq.__file__)
 
 
@@ -67,9 +69,13 @@ cdef int EVENTS = zmq.EVENTS
 
 
 cdef class Received:
-    """One part that came. Its memory is libzmq's, and lives as long as this object."""
+    """One received part. libzmq owns its memory, which lives as long as this object.
+
+    A memoryview of it, and any array made of that, keeps the object alive.
+    """
 
     def __cinit__(self):
+        # Valid to close from here on, even if nothing is received into it.
         zmq_msg_init(&self.message)
 
     def __dealloc__(self):
@@ -82,40 +88,45 @@ cdef class Received:
 
 
 cdef int _fill(message_t *message, object part, size_t copied_bytes) except -1:
-    """Make a message of a part: a copy of a small one, a view of a large one."""
-    cdef persia_lent *lent = <persia_lent *> PyMem_RawMalloc(sizeof(persia_lent))
+    """Initialize a message with a copy of a small part or a view of a large one."""
+    cdef persia_borrowed *borrowed
     cdef size_t num_bytes
     cdef int rc
-    if lent == NULL:
+    # Freed by persia_return_buffer in a thread of libzmq, so not from Python's own pools.
+    borrowed = <persia_borrowed *> PyMem_RawMalloc(sizeof(persia_borrowed))
+    if borrowed == NULL:
         raise MemoryError()
     try:
-        PyObject_GetBuffer(part, &lent.buffer, PyBUF_SIMPLE)
+        PyObject_GetBuffer(part, &borrowed.buffer, PyBUF_SIMPLE)
     except BaseException:
-        PyMem_RawFree(lent)
+        PyMem_RawFree(borrowed)
         raise
-    num_bytes = lent.buffer.len
+    num_bytes = borrowed.buffer.len
     if num_bytes >= copied_bytes:
-        rc = zmq_msg_init_data(message, lent.buffer.buf, num_bytes, persia_give_back, lent)
+        rc = zmq_msg_init_data(
+            message, borrowed.buffer.buf, num_bytes, persia_return_buffer, borrowed)
         if rc == 0:
+            # libzmq owns `borrowed` now, and calls persia_return_buffer when it has read it.
             return 0
     else:
         rc = zmq_msg_init_size(message, num_bytes)
         if rc == 0:
-            memcpy(zmq_msg_data(message), lent.buffer.buf, num_bytes)
-    PyBuffer_Release(&lent.buffer)
-    PyMem_RawFree(lent)
+            memcpy(zmq_msg_data(message), borrowed.buffer.buf, num_bytes)
+    # Copied, or failed: the buffer is not needed any more.
+    PyBuffer_Release(&borrowed.buffer)
+    PyMem_RawFree(borrowed)
     if rc != 0:
         raise MemoryError(f"a part of {num_bytes} bytes")
     return 0
 
 
 def release():
-    """Let go of arrays that were sent and have left."""
+    """Release the buffers of parts that have left."""
     persia_release_returned()
 
 
 def events(socket):
-    """Return what can be done now: zmq.POLLIN, zmq.POLLOUT."""
+    """Return the socket's state as zmq.POLLIN and zmq.POLLOUT; resets the edge of ZMQ_FD."""
     cdef int found = 0
     cdef size_t num_bytes = sizeof(found)
     while True:
@@ -126,10 +137,10 @@ def events(socket):
 
 
 def user_of(part):
-    """Return whose key the sender of a received part has shown; None if it was not asked."""
+    """Return the name of the key that the sender of a part has proven; None without keys."""
     cdef Received received = part.obj
     cdef const char *name = zmq_msg_gets(&received.message, b"User-Id")
-    # Where nobody is asked for a key, it is what the peer says of itself: any bytes.
+    # Without keys a peer may send a User-Id of its own choice: any bytes.
     return None if name == NULL else (<bytes> name).decode("utf-8", "replace")
 
 
@@ -154,6 +165,7 @@ def send(socket, parts, size_t copied_bytes):
         left -= 1
         _fill(&message, part, copied_bytes)
         while True:
+            # On success libzmq owns the message's content, and `message` is empty again.
             rc = zmq_msg_send(&message, handle, NOW | MORE if left else NOW)
             number = zmq_errno()
             if rc >= 0 or number != EINTR:
@@ -164,22 +176,23 @@ def send(socket, parts, size_t copied_bytes):
                 raise zmq.ZMQError(number)
             if is_first:
                 return False
-            # The connection has gone. libzmq takes back the parts before this one, and drops
-            # those behind it, for which it still has to be given them.
+            # The connection broke within the message. libzmq takes back the parts before this
+            # one, and drops the rest only if it is given them: otherwise it would take the
+            # next message for the rest of this one.
             is_cut = True
         is_first = False
     return not is_cut
 
 
-def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list came=None):
+def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list received=None):
     """Take one message off a socket.
 
-    It is appended to ``came`` as well, if given: no signal is handled between the socket and
-    the list, so that a message cannot fall between.
+    It is appended to ``received`` as well, if given: no signal is handled between the socket
+    and the list, so no message is lost to an exception of a signal handler.
 
     Returns:
-        Its parts, and why it has to be dropped or "", where all its parts are taken as well.
-        None if there is none: then the socket's descriptor tells of the next.
+        Its parts, and "" or the reason why it is dropped; all parts of a dropped message are
+        taken off the socket too. None if there is none: then ZMQ_FD signals the next.
 
     Raises:
         zmq.ZMQError: If the socket cannot be used.
@@ -192,6 +205,7 @@ def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list came=None):
     cdef tuple message
     cdef int rc, number
     persia_release_returned()
+    # libzmq delivers whole messages: once the first part is there, all of them are.
     while True:
         part = Received.__new__(Received)
         while True:
@@ -208,12 +222,14 @@ def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list came=None):
             reason = "num_arrays"
         elif num_bytes > max_bytes:
             reason = "message_bytes"
+        # Only the number and bytes of what Python keeps are bounded here; libzmq has had the
+        # whole message already.
         if reason:
             parts.clear()
         else:
             parts.append(memoryview(part))
         if not zmq_msg_more(&part.message):
             message = parts, reason
-            if came is not None:
-                came.append(message)
+            if received is not None:
+                received.append(message)
             return message

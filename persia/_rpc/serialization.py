@@ -3,11 +3,11 @@
     bytes 0..7    kind of block and its version, such as b"PRSBAT01"
     bytes 8..11   u32 length of the header, little-endian like everything here
     bytes 12..15  u32 CRC-32 of all that follows
-    header        msgpack map {"h": what the caller gave, "a": [[dtype, shape], ...]}
+    header        msgpack map {"h": the caller's header, "a": [[dtype, shape], ...]}
     arrays        raw, C order; each begins at a multiple of 8, counted from byte 0
 
-Arrays stay out of msgpack, which would copy them twice. The checksum is there because such
-bytes are kept and moved by other programs; without it a damaged id would train a wrong row.
+Arrays stay out of msgpack, which would copy them twice. There is a checksum because other
+programs store and move such bytes: a damaged id would otherwise train a wrong row.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack  # type: ignore[import-untyped]  # it ships none
 import numpy as np
 
+from persia._rpc.dtypes import DTYPES
 from persia.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -27,19 +28,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+# Kind, bytes of the header, and CRC32 of all that follows; little-endian without gaps.
 _PREFIX = struct.Struct("<8sII")
+# So that each array may be viewed in place, whatever its dtype.
 _ALIGNMENT = 8
-
-# A closed list: np.dtype() on foreign text would accept object arrays, whose bytes are
-# pointers.
-_DTYPES = {
-    name: np.dtype(name)
-    for name in (
-        *("|b1", "|i1", "|u1"),
-        *("<i2", "<i4", "<i8", "<u2", "<u4", "<u8"),
-        *("<f2", "<f4", "<f8"),
-    )
-}
 
 
 def _padding(length: int) -> int:
@@ -51,20 +43,23 @@ def pack(kind: bytes, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]])
 
     Args:
         kind: Eight bytes that name the kind of block and its version.
-        header: Whatever msgpack can write.
-        arrays: Arrays of one of the dtypes listed above.
+        header: Values that msgpack can write.
+        arrays: Arrays of dtypes in ``dtypes.DTYPES``.
     """
     specs = []
     raw: list[bytes | memoryview] = []
     for array in arrays:
+        # A copy only for an array with gaps or of another byte order.
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         specs.append([little.dtype.str, list(array.shape)])
-        # A memoryview without elements cannot be sent through view().
+        # A memoryview of an empty array refuses the cast to bytes.
         raw.append(little.reshape(-1).view(np.uint8).data if little.size else b"")
     head: bytes = msgpack.packb({"h": dict(header), "a": specs})
     body: list[bytes | memoryview] = [head, bytes(_padding(_PREFIX.size + len(head)))]
     for part in raw:
+        # bytes(n) is n zeros.
         body += [part, bytes(_padding(len(part)))]
+    # In order of the bytes, without joining them first.
     checksum = 0
     for part in body:
         checksum = zlib.crc32(part, checksum)
@@ -72,7 +67,7 @@ def pack(kind: bytes, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]])
 
 
 def unpack(kind: bytes, data: bytes) -> tuple[dict[str, Any], list[NDArray[Any]]]:
-    """Return header and arrays of a block; the arrays are the caller's own.
+    """Return header and arrays of a block; the arrays are copies.
 
     Raises:
         ProtocolError: If ``data`` is no whole, undamaged block of this kind.
@@ -84,6 +79,8 @@ def unpack(kind: bytes, data: bytes) -> tuple[dict[str, Any], list[NDArray[Any]]
     got, head_bytes, checksum = _PREFIX.unpack_from(data)
     if got != kind:
         raise ProtocolError(f"expected bytes that begin with {kind!r}, got {got!r}")
+    # Before the header is parsed: damage is reported as damage.
+    # From the prefix on: the checksum cannot cover itself.
     actual = zlib.crc32(memoryview(data)[_PREFIX.size :])
     if actual != checksum:
         raise ProtocolError(
@@ -92,21 +89,24 @@ def unpack(kind: bytes, data: bytes) -> tuple[dict[str, Any], list[NDArray[Any]]
         )
     place = _PREFIX.size + head_bytes
     if place > len(data):
-        raise ProtocolError(f"expected a header of {head_bytes} bytes, {len(data)} came in all")
+        raise ProtocolError(f"expected a header of {head_bytes} bytes, got {len(data)} in all")
     header, specs = _read_header(data[_PREFIX.size : place])
     place += _padding(place)
     arrays: list[NDArray[Any]] = []
     for dtype, shape in specs:
         count = math.prod(shape)
+        # Python integers do not overflow, so a huge shape cannot pass the test below.
         needed = count * dtype.itemsize
         if place + needed > len(data):
             raise ProtocolError(
                 f"array {len(arrays)}: {shape} of {dtype} needs {needed} bytes, "
                 f"{max(len(data) - place, 0)} are left"
             )
+        # copy=True below: the result must not keep the whole block alive, or be read-only.
         view = np.frombuffer(data, dtype, count, place) if count else np.empty(0, dtype)
         arrays.append(view.reshape(shape).astype(dtype.newbyteorder("="), copy=True))
         place += needed + _padding(needed)
+    # Bytes behind the last array would survive a round trip unseen.
     if place != len(data):
         raise ProtocolError(f"expected {place} bytes by the header, got {len(data)}")
     return header, arrays
@@ -118,7 +118,7 @@ def _read_header(
     try:
         content = msgpack.unpackb(raw)
         header = content["h"]
-        specs = [(_DTYPES[name], tuple(shape)) for name, shape in content["a"]]
+        specs = [(DTYPES[name], tuple(shape)) for name, shape in content["a"]]
     except (ValueError, KeyError, TypeError, IndexError, msgpack.UnpackException) as exc:
         raise ProtocolError(f"unreadable header of {len(raw)} bytes") from exc
     if not isinstance(header, dict):

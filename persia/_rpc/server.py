@@ -1,15 +1,15 @@
 """Serving an object's methods: calls in, one reply or error out for each.
 
-    who received it     reads the frame, answers what every server answers and whatever cannot
-                        be served; queues the rest, or serves it while another receives
-    who has served one  takes the next of those that wait, peer by peer in turn
+    receiving thread  decodes a message; answers the common methods and whatever cannot be
+                      served; queues the call, or serves it while another thread receives
+    serving thread    after a call takes the next queued one, peer by peer in turn
 
-A bounded number of threads runs methods, and a bounded number of calls waits: beyond it the
-answer is ServiceBusy, which changed nothing. One peer has a share of the queue, so that a
-flood from one leaves the others their turn.
+A bounded number of threads runs methods, and a bounded number of calls is queued: beyond that
+the answer is ServiceBusy, and nothing has changed. Each peer has a share of the queue, so a
+flood from one peer leaves the others their turn.
 
-A call that is repeated while the first is still here is answered once; a call whose caller
-has stopped waiting is not begun.
+A call that is repeated while the first is queued or running is answered once; a call whose
+caller has stopped waiting is not begun.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from persia._metrics.timings import CallTimings
 from persia._rpc import error_codec
+from persia._rpc.curve import CONTROL
 from persia._rpc.deadlines import caller_deadline
 from persia._rpc.frame import (
     LIMITS,
@@ -38,7 +39,6 @@ from persia._rpc.frame import (
     encode,
 )
 from persia._rpc.job import JobState
-from persia._rpc.keys import CONTROL
 from persia._rpc.methods import COMMON, CONFIGURE, HELLO, Hello, Method, Role
 from persia._rpc.transport import Listener, Parts, Peer, Transport, Work
 from persia.errors import NotAllowed, PersiaError, ProtocolError, ServiceBusy, WrongReplica
@@ -48,27 +48,27 @@ logger = logging.getLogger(__name__)
 
 # Seconds that replies get to leave when the server stops.
 _LINGER_S = 2.0
-# How long after the last reply a server that stops stays: libzmq drops what a client has
-# received and not read yet when it learns that the connection ended.
+# Seconds that a stopping server stays after its last reply: when a connection ends, libzmq
+# drops messages that the client has received but not read yet.
 _ARRIVAL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """How much one server takes on at a time."""
+class ServerLimits:
+    """Bounds of what one server takes on at a time."""
 
-    num_threads: int = 4  # at most run methods at a time
-    calls_per_peer: int = 64  # waiting or running
-    calls: int = 1024  # waiting or running, of all peers
-    bytes_per_peer: int = 1 << 30  # of its waiting and running calls; one is taken if all may
-    bytes: int = 4 << 30  # of waiting and running calls; one call is always taken
+    num_threads: int = 4  # that run methods
+    calls_per_peer: int = 64  # queued or running, as in all below
+    calls: int = 1024  # of all peers
+    bytes_per_peer: int = 1 << 30  # a single call may exceed it
+    bytes: int = 4 << 30  # of all peers; a single call may exceed it
 
 
-SETTINGS = ServerSettings()
+SETTINGS = ServerLimits()
 
 
 @dataclass(slots=True)
-class _Job:
+class _QueuedCall:
     peer: bytes
     call: Call
     num_bytes: int
@@ -79,16 +79,19 @@ class Server:
     """Serves one object at one address.
 
     Args:
-        transport: Where to listen.
-        address: Port 0 is one that the kernel chooses; see ``address``.
-        role: The methods and their forms.
-        service: The object whose methods are called, by several threads at once.
-        replica_index: Its number among the replicas of its role.
-        replica_size: How many of them there are.
-        schema_fingerprint: Of its embedding config; what ``hello`` answers.
-        job: Where the end of the job is noted; one of its own if not given.
+        transport: Makes the listener.
+        address: Where to listen; the kernel chooses for port 0, see ``address``.
+        role: The methods and their coders.
+        service: The object whose methods are called, by several threads at once. A server may
+            listen before there is one: ``service`` is set later.
+        replica_index: Index among the replicas of its role.
+        replica_size: Number of replicas.
+        schema_fingerprint: Of its embedding config; part of the answer to ``hello``.
+        ready: Returns what the server waits for; called while there is no service, for the
+            ServiceBusy that answers every call.
+        job: The state of the job; one of its own if not given.
         settings: Threads and bounds.
-        limits: What a message may be.
+        limits: Bounds of a message.
 
     Raises:
         ConfigError: If the address cannot be used.
@@ -99,19 +102,22 @@ class Server:
         transport: Transport,
         address: str,
         role: Role,
-        service: object,
+        service: object | None,
         *,
         replica_index: int = 0,
         replica_size: int = 1,
         schema_fingerprint: str = "",
+        ready: Callable[[], str] = lambda: "it starts",
         job: JobState | None = None,
-        settings: ServerSettings = SETTINGS,
+        settings: ServerLimits = SETTINGS,
         limits: Limits = LIMITS,
     ) -> None:
         self._role = role
-        self._service = service
+        self.service = service
+        self._ready = ready
         self._settings = settings
         self._limits = limits
+        # Not from random, which a script may seed; 0 is never drawn.
         self._incarnation = secrets.randbits(63) + 1
         self._hello = Hello(
             role.name,
@@ -124,15 +130,18 @@ class Server:
         self._job = JobState() if job is None else job
         self._lock = threading.Lock()  # guards all below
         self._is_idle = threading.Condition(self._lock)
-        self._waiting: OrderedDict[bytes, deque[_Job]] = OrderedDict()  # next peer first
-        self._here: dict[bytes, dict[int, int]] = {}  # by peer: bytes by id, waiting or running
-        self._num_calls = 0  # waiting or running
+        # Round robin: the next peer comes first, and goes behind the others when served.
+        self._queues: OrderedDict[bytes, deque[_QueuedCall]] = OrderedDict()
+        # Bytes of each call by peer and call id. An id is the caller's, unique per connection.
+        self._accepted: dict[bytes, dict[int, int]] = {}  # queued or running
+        self._num_calls = 0  # queued or running, as the next
+        self._num_bytes = 0
         self._num_running = 0
         self._replied_at = -_ARRIVAL_S  # monotonic
-        self._num_bytes = 0
         self._is_stopping = False
         self._counts: Counter[str] = Counter()
         self.timings = CallTimings()
+        # Last: an address in use leaves nothing to clean up.
         self._listener: Listener = transport.listen(address)
 
     @property
@@ -142,12 +151,12 @@ class Server:
 
     @property
     def hello(self) -> Hello:
-        """Who it says it is."""
+        """Its identity, as it answers ``hello``."""
         return self._hello
 
     @property
     def job(self) -> JobState:
-        """Where the end of the job is noted."""
+        """The state of the job."""
         return self._job
 
     def start(self) -> None:
@@ -158,25 +167,26 @@ class Server:
         """Return counts since the start; those that are zero are absent.
 
         ``calls`` were begun; of these ``replies`` returned and ``errors`` raised. ``busy`` were
-        refused, ``repeated`` were here already, ``expired`` waited longer than their callers.
-        ``bad.<reason>`` could not be read, ``dropped.<reason>`` could not be taken or answered.
-        ``unfinished`` were waiting or running when the server stopped.
+        refused, ``repeated`` were queued or running already, ``expired`` were queued longer
+        than their callers waited. ``bad.<reason>`` could not be read, ``dropped.<reason>``
+        could not be received or answered. ``unfinished`` were queued or running when the server
+        stopped.
         """
         with self._lock:
             return dict(self._counts)
 
     def load(self) -> tuple[int, int]:
-        """Return how many calls wait or run now, and how many bytes they have."""
+        """Return how many calls are queued or running, and their bytes."""
         with self._lock:
             return self._num_calls, self._num_bytes
 
     @property
     def is_alive(self) -> bool:
-        """Whether calls that come are served."""
+        """Whether new calls are served."""
         return self._listener.is_open and not self._is_stopping
 
     def stop(self, timeout_s: float = 10.0) -> Mapping[str, int]:
-        """Finish what is here and stop; what is not finished in time is counted.
+        """Finish accepted calls and stop; those not finished in time are counted.
 
         Returns:
             As ``stats``.
@@ -184,6 +194,7 @@ class Server:
         with self._lock:
             is_first = not self._is_stopping
             self._is_stopping = True
+            # New calls are refused from here on, so the number only falls.
             self._is_idle.wait_for(lambda: not self._num_calls, timeout_s)
             if is_first and self._num_calls:
                 self._counts["unfinished"] += self._num_calls
@@ -194,21 +205,22 @@ class Server:
                     self._num_calls,
                     timeout_s,
                 )
-            self._waiting.clear()
+            self._queues.clear()
             self._is_idle.wait_for(self._have_replies_arrived, _ARRIVAL_S)
+        # Outside the lock, which the serving threads need to finish.
         self._listener.close(_LINGER_S)
         return self.stats()
 
     def _have_replies_arrived(self) -> bool:
         return time.monotonic() - self._replied_at > _ARRIVAL_S
 
-    # --- in the thread that received it -----------------------------------------------------
+    # --- in the receiving thread ------------------------------------------------------------
 
     def _on_dropped(self, reason: str) -> None:
-        told = f"a message was dropped: {reason}"
+        text = f"a message was dropped: {reason}"
         if reason == "stranger":
-            told = "a connection was refused: no ZeroMQ, or no key that is known here"
-        self._count_bad(f"dropped.{reason}", told)
+            text = "a connection was refused: no ZeroMQ, or no key that is known here"
+        self._count_bad(f"dropped.{reason}", text)
 
     def _count_bad(self, name: str, text: str) -> None:
         with self._lock:
@@ -216,7 +228,7 @@ class Server:
             is_first = self._counts[name] == 1
         if is_first:
             # A line for each message would let a stranger fill the disk. A peer that leaves
-            # while it is being answered is nobody's fault.
+            # before its answer is no fault.
             logger.log(
                 logging.INFO if name == "dropped.peer_gone" else logging.WARNING,
                 "%s at %s: %s; more of this kind are only counted, as %s",
@@ -235,12 +247,13 @@ class Server:
             self._count_bad(f"bad.{error.reason}", f"a bad message: {error}")
             self._fail(peer, error.call_id, error)
             return None
+        # Before anything else: a call must not reach the wrong replica's rows.
         if message.replica not in (None, self._hello.replica_index):
-            # It has got the address of the one that is meant, and touches nothing.
+            # Addresses move between hosts: this server took the address of another replica.
             self._count_bad("bad.replica", f"a call for replica {message.replica}")
             here = f"{self._role.name} {self._hello.replica_index}"
-            told = f"the call is for replica {message.replica}, at its address is {here} now"
-            self._fail(peer, message.call_id, WrongReplica(told, method=message.method))
+            text = f"the call is for replica {message.replica}, at its address is {here} now"
+            self._fail(peer, message.call_id, WrongReplica(text, method=message.method))
             return None
         method = self._role.methods.get(message.method)
         if (
@@ -249,13 +262,13 @@ class Server:
             and isinstance(peer, Peer)
             and peer.user != CONTROL
         ):
-            # Without keys nobody knows who calls: then all may do everything.
+            # Only peers with keys are checked: without keys every caller has full control.
             self._count_bad("bad.key", f"a call of {method.name} by {peer.user}")
-            told = f"{method.name} needs the control key, the caller has {peer.user}'s"
-            self._fail(peer, message.call_id, NotAllowed(told, method=message.method))
+            text = f"{method.name} needs the control key, the caller has {peer.user}'s"
+            self._fail(peer, message.call_id, NotAllowed(text, method=message.method))
             return None
         if message.method in COMMON:
-            # Here, so that it is answered however many methods run.
+            # Not queued, so that the answer comes however many methods run.
             self._answer_common(peer, message, COMMON[message.method])
             return None
         if method is None:
@@ -266,16 +279,16 @@ class Server:
                 ProtocolError(f"{self._role.name} has no method {message.method!r}"),
             )
             return None
-        job = _Job(
+        queued = _QueuedCall(
             peer,
             message,
             sum(map(len, parts)),
             time.monotonic() + message.timeout_ms / 1000.0,
         )
-        refusal, can_run = self._take(job)
+        refusal, can_run = self._accept(queued)
         if refusal:
             self._fail(peer, message.call_id, ServiceBusy(refusal, method=message.method))
-        return functools.partial(self._work, job) if can_run else None
+        return functools.partial(self._work, queued) if can_run else None
 
     def _answer_common(self, peer: bytes, call: Call, method: Method) -> None:
         try:
@@ -290,113 +303,125 @@ class Server:
         body, arrays = method.write_result(result)
         self._send(peer, Reply(call.call_id, self._incarnation, body, arrays))
 
-    def _take(self, job: _Job) -> tuple[str, bool]:
-        """Take a job or queue it; returns why neither can be, or "", and whether it can run."""
+    def _accept(self, queued: _QueuedCall) -> tuple[str, bool]:
+        """Accept a call; returns the reason of a refusal or "", and whether it runs at once."""
         settings = self._settings
         with self._lock:
-            here = self._here.get(job.peer, {})
+            calls = self._accepted.get(queued.peer, {})
             refusal = ""
-            if job.call.call_id in here:
+            if queued.call.call_id in calls:
+                # The reply of the first answers this one too: both have the same id.
                 self._counts["repeated"] += 1
                 return "", False
             if self._is_stopping:
                 refusal = "it is stopping"
-            elif len(here) >= settings.calls_per_peer:
-                refusal = f"{len(here)} calls of this peer are waiting or running"
-            elif here and sum(here.values()) + job.num_bytes > settings.bytes_per_peer:
-                refusal = f"{sum(here.values())} bytes of this peer are waiting or running"
+            elif len(calls) >= settings.calls_per_peer:
+                refusal = f"{len(calls)} calls of this peer are queued or running"
+            elif calls and sum(calls.values()) + queued.num_bytes > settings.bytes_per_peer:
+                refusal = f"{sum(calls.values())} bytes of this peer are queued or running"
             elif self._num_calls >= settings.calls:
-                refusal = f"{self._num_calls} calls are waiting or running"
-            elif self._num_calls and self._num_bytes + job.num_bytes > settings.bytes:
-                refusal = f"{self._num_bytes} bytes of calls are waiting or running"
+                refusal = f"{self._num_calls} calls are queued or running"
+            elif self._num_calls and self._num_bytes + queued.num_bytes > settings.bytes:
+                refusal = f"{self._num_bytes} bytes of calls are queued or running"
             if refusal:
                 self._counts["busy"] += 1
                 refusal = f"{self._role.name} {self._hello.replica_index} is busy: {refusal}"
                 return refusal, False
-            here[job.call.call_id] = job.num_bytes
-            self._here[job.peer] = here
+            # Accepted: from here on a repetition is recognised until _finish.
+            calls[queued.call.call_id] = queued.num_bytes
+            self._accepted[queued.peer] = calls
             self._num_calls += 1
-            self._num_bytes += job.num_bytes
+            self._num_bytes += queued.num_bytes
             can_run = self._num_running < settings.num_threads
             if can_run:
                 self._num_running += 1
             else:
-                self._waiting.setdefault(job.peer, deque()).append(job)
+                self._queues.setdefault(queued.peer, deque()).append(queued)
             return "", can_run
 
-    # --- in the same thread, while another receives -----------------------------------------
+    # --- in a serving thread ----------------------------------------------------------------
 
-    def _work(self, job: _Job) -> Work | None:
-        """Serve a call; returns how to serve the one that has waited longest."""
+    def _work(self, queued: _QueuedCall) -> Work | None:
+        """Serve a call; returns the work of serving the next queued one."""
         try:
-            self._serve(job)
+            self._serve(queued)
         finally:
-            following = self._done(job)
+            following = self._finish(queued)
         return None if following is None else functools.partial(self._work, following)
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _QueuedCall | None:
         """With the lock held: the oldest call of the peer whose turn it is."""
-        if not self._waiting:
+        if not self._queues:
             return None
-        peer, jobs = self._waiting.popitem(last=False)
-        job = jobs.popleft()
-        if jobs:
-            self._waiting[peer] = jobs  # behind the others
-        return job
+        peer, calls = self._queues.popitem(last=False)
+        queued = calls.popleft()
+        if calls:
+            self._queues[peer] = calls  # behind the others
+        return queued
 
-    def _done(self, job: _Job) -> _Job | None:
-        """Forget a call; returns the next one for this thread."""
+    def _finish(self, queued: _QueuedCall) -> _QueuedCall | None:
+        """Remove a served call; returns the next one for this thread."""
         with self._lock:
-            here = self._here[job.peer]
-            here.pop(job.call.call_id, None)
-            if not here:
-                del self._here[job.peer]
+            calls = self._accepted[queued.peer]
+            calls.pop(queued.call.call_id, None)
+            if not calls:
+                del self._accepted[queued.peer]
             self._num_calls -= 1
-            self._num_bytes -= job.num_bytes
+            self._num_bytes -= queued.num_bytes
             if not self._num_calls:
                 self._is_idle.notify_all()
             following = self._next()
             self._num_running -= following is None
             return following
 
-    def _serve(self, job: _Job) -> None:
-        call = job.call
-        if time.monotonic() > job.expires_at:
+    def _serve(self, queued: _QueuedCall) -> None:
+        call = queued.call
+        # No reply: the caller has given up, and a late answer would only be counted.
+        if time.monotonic() > queued.expires_at:
             with self._lock:
                 self._counts["expired"] += 1
             return
         method = self._role.methods[call.method]
         with self._lock:
             self._counts["calls"] += 1
-        caller_deadline.set(job.expires_at)
+        # Never reset: the next call that this thread serves sets its own.
+        caller_deadline.set(queued.expires_at)
         try:
+            service = self.service
+            if service is None:
+                raise ServiceBusy(f"the {self._role.name} waits: {self._ready()}")
             arguments = method.read_arguments(call.body, call.arrays)
-            result = getattr(self._service, method.name)(*arguments)
+            result = getattr(service, method.name)(*arguments)
             if method.name == CONFIGURE:
-                self._job.take()
+                self._job.mark_configured()
             body, arrays = method.write_result(result)
             parts = encode(Reply(call.call_id, self._incarnation, body, arrays), self._limits)
         except BaseException as error:
-            # All of them: the caller is told, and the thread has other callers to serve.
+            # Whatever it is, the caller gets it, and this thread goes on to serve others.
             with self._lock:
                 self._counts["errors"] += 1
             if not isinstance(error, PersiaError):
                 logger.exception(
                     "%s at %s: %s failed", self._role.name, self.address, method.name
                 )
-            self._fail(job.peer, call.call_id, error)
-            self._time(job, time.monotonic(), 0, failed=True)
+            self._fail(queued.peer, call.call_id, error)
+            self._time(queued, time.monotonic(), 0, failed=True)
             return
         now = time.monotonic()
         with self._lock:
             self._counts["replies"] += 1
             self._replied_at = now
-        self._time(job, now, sum(map(len, parts)))
-        self._listener.send(job.peer, parts)
+        self._time(queued, now, sum(map(len, parts)))
+        self._listener.send(queued.peer, parts)
 
-    def _time(self, job: _Job, now: float, sent: int, *, failed: bool = False) -> None:
-        arrived = job.expires_at - job.call.timeout_ms / 1000.0
-        self.timings.add(job.call.method, now - arrived, job.num_bytes, sent, failed=failed)
+    def _time(
+        self, queued: _QueuedCall, now: float, sent: int, *, failed: bool = False
+    ) -> None:
+        # Includes the time in the queue.
+        arrived = queued.expires_at - queued.call.timeout_ms / 1000.0
+        self.timings.add(
+            queued.call.method, now - arrived, queued.num_bytes, sent, failed=failed
+        )
 
     def _fail(self, peer: bytes, call_id: int, error: BaseException) -> None:
         self._send(peer, Failure(call_id, self._incarnation, error_codec.to_body(error)))
@@ -408,14 +433,14 @@ class Server:
 def serve(
     transport: Transport, address: str, role: Role, service: Any, **options: Any
 ) -> Server:
-    """Start a server for an object that says itself which replica it is.
+    """Start a server for an object that knows its replica index.
 
     Args:
-        transport: Where to listen.
+        transport: As for ``Server``.
         address: As for ``Server``.
         role: As for ``Server``.
-        service: Its ``replica_index``, ``replica_size`` and ``schema_fingerprint`` are used
-            where it has them.
+        service: Its ``replica_index``, ``replica_size`` and ``schema_fingerprint`` are used if
+            it has them.
         options: Further arguments of ``Server``.
     """
     names = ("replica_index", "replica_size", "schema_fingerprint")

@@ -3,24 +3,25 @@
 A transport moves lists of parts. It knows neither methods nor deadlines: the server and the
 client above it are the same over ZeroMQ and in one process, and one suite tests both.
 
-    Channel   client end of one address. Connects and reconnects by itself.
+    Channel   client end of one address; connects and reconnects by itself.
     Listener  server end of one address. A peer is one connection of one channel; after a
-              reconnect it is another.
+              reconnect it is another peer.
 
-What is promised, and tested for each transport:
+The contract, tested for each transport:
 
     T1  A message arrives whole or not at all, at most once.
-    T2  Arrays that arrive belong to the receiver; the sender must leave those that it sent
-        alone until the message was answered or the channel is closed.
-    T3  A channel without a connection keeps messages until it has one; one with a
-        connection that breaks calls ``on_lost``, after which nothing that was sent before
-        is answered. Both are without limit in time: deadlines are the client's.
-    T4  A listener whose peer does not read drops what it is told to send, says so, and goes
-        on with other peers.
+    T2  Arrays that arrive belong to the receiver. The sender must not change arrays that it
+        sent until the message was answered or the channel is closed.
+    T3  A channel keeps messages until it has a connection. When a connection breaks it calls
+        ``on_lost``; messages sent before are not answered after that. Neither has a time
+        limit: deadlines are the client's.
+    T4  A listener drops messages to a peer that does not read, reports the drop, and goes on
+        with other peers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Optional, Protocol
@@ -29,52 +30,59 @@ from persia._rpc.frame import Part
 
 Parts = Sequence[Part]
 
-# What a message asks for, and may take its time: returns what is to be done next, or None.
+# The serving of one message, which may take long; returns the next work or None.
 Work = Callable[[], Optional["Work"]]
 
 
 class Peer(bytes):
-    """A peer that has shown a key. ``user`` is whose, by the name of its file."""
+    """A routing id with the name of the user whose key the peer has proven to have."""
 
     user: str
 
     def __new__(cls, name: bytes | memoryview, user: str) -> Peer:
-        """A routing id, with a name beside it."""
+        """Attach a user name to a routing id."""
         peer = super().__new__(cls, name)
         peer.user = user
         return peer
 
 
-class Waiter(Protocol):
-    """Somebody who waits for an answer."""
+class Waiter:
+    """A thread that waits for an answer, and the lock that wakes it."""
 
-    @property
-    def still(self) -> threading.Lock:
-        """Freed by who has something to tell."""
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        # A bare lock that is released once something has changed. An Event would wake its
+        # waiter only to have it wait for the lock that the setter still holds.
+        self.done = threading.Lock()
+        self.done.acquire()
 
     def is_over(self) -> bool:
-        """Whether there is nothing more to wait for."""
+        """Return whether there is nothing more to wait for."""
+        raise NotImplementedError
 
     def sleep(self, seconds: float) -> None:
-        """Wait so long, or until ``still`` is free, and take it."""
+        """Wait at most that long for a ``wake``, and take it."""
+        # A lost wake is impossible: wake() comes after the change that is_over() sees.
+        if not self.is_over():
+            self.done.acquire(timeout=max(0.0, seconds))
 
-
-class SocketOwner(Protocol):
-    """What answers come by, and how one waits for them."""
-
-    def wait(self, waiter: Waiter, seconds: float) -> None:
-        """Wait so long, or until it is over, perhaps less; receive meanwhile."""
+    def wake(self) -> None:
+        """Wake the thread, or keep its next ``sleep`` from waiting."""
+        with contextlib.suppress(RuntimeError):  # released already by another change
+            self.done.release()
 
 
 class Outgoing:
-    """A message on its way. Whoever asks first decides: it is sent, or it is cancelled."""
+    """A message that is either sent or cancelled, whichever is asked for first."""
 
-    __slots__ = ("_lock", "_state", "carrier", "parts")
+    __slots__ = ("_lock", "_state", "parts")
 
     def __init__(self, parts: Parts) -> None:
+        # Views of the caller's arrays, kept alive by this object until they are sent.
         self.parts = parts
-        self.carrier: SocketOwner | None = None  # where threads of its own receive: none
         self._lock = threading.Lock()
+        # One of waiting, sent and cancelled; the last is final.
         self._state = "waiting"
 
     @property
@@ -83,15 +91,16 @@ class Outgoing:
         return self._state == "sent"
 
     def claim(self) -> bool:
-        """For the channel, before it sends: False if it is cancelled, or was claimed before."""
+        """For the channel, before it sends: False if cancelled or claimed before."""
         with self._lock:
+            # Under the lock: the client may cancel in another thread just now.
             if self._state != "waiting":
                 return False
             self._state = "sent"
             return True
 
     def unclaim(self) -> None:
-        """For the channel: sending was not possible after all, and nothing of it left."""
+        """For the channel: sending failed, and no part has left."""
         with self._lock:
             self._state = "waiting"
 
@@ -100,7 +109,8 @@ class Outgoing:
         with self._lock:
             if self._state == "waiting":
                 self._state = "cancelled"
-                self.parts = ()  # a queue may hold it until there is a connection
+                # A queue may hold this object until there is a connection, but not the arrays.
+                self.parts = ()
             return self._state == "cancelled"
 
 
@@ -117,8 +127,11 @@ class Channel(Protocol):
     def send(self, outgoing: Outgoing) -> None:
         """Send as soon as there is a connection with room."""
 
+    def wait(self, waiter: Waiter, seconds: float) -> None:
+        """Wait until it is over or at most that long, and receive meanwhile; may end early."""
+
     def close(self) -> None:
-        """End the connection; what was not sent is dropped."""
+        """End the connection; unsent messages are dropped."""
 
 
 class Listener(Protocol):
@@ -140,23 +153,22 @@ class Listener(Protocol):
         """Begin to receive.
 
         Args:
-            on_message: Takes the peer and the parts; must return soon and must not raise.
-                The peer is a ``Peer`` where it has shown a key.
-                What takes longer it returns; that runs in a thread of the listener's, while
-                another receives.
+            on_message: Takes the peer (a ``Peer`` if it has a key) and the parts; must return
+                soon and must not raise. It returns any long work, which then runs in a thread
+                of the listener's while another thread receives.
             on_dropped: Takes the reason why a message, in or out, was dropped; called by any
                 thread, must not send.
         """
 
     def send(self, peer: bytes, parts: Parts) -> None:
-        """Send to a peer, or drop if it has gone or does not read."""
+        """Send to a peer; dropped if the peer is gone or does not read."""
 
     def close(self, linger_s: float) -> None:
-        """Stop listening, giving what was to be sent that many seconds to leave."""
+        """Stop listening; queued messages get that many seconds to leave."""
 
 
 class Transport(Protocol):
-    """Makes both ends."""
+    """Makes channels and listeners."""
 
     def listen(self, address: str) -> Listener:
         """Bind to an address.
@@ -166,11 +178,11 @@ class Transport(Protocol):
         """
 
     def connect(self, address: str) -> Channel:
-        """Prepare a channel to an address; nobody needs to listen there yet.
+        """Prepare a channel to an address, where a listener may appear later.
 
         Raises:
             ConfigError: If the address cannot be read.
         """
 
     def close(self) -> None:
-        """Release what the ends share; they are closed already."""
+        """Release shared resources; the ends are closed already."""

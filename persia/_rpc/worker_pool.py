@@ -1,10 +1,10 @@
-"""Several embedding-workers as one: what an nn-worker asks in services mode.
+"""Several embedding-workers as one: what an nn-worker calls in services mode.
 
-A batch belongs to the embedding-worker that registered it, so a ref of it says which: its
-*handle* is ``replica << 64 | ref``, which no other process ever sees. Batches that come without
-a data-loader are registered here, in turn, and at another worker if the one whose turn it is
-does not answer. One that did not answer is asked last for a while, so that a dead worker costs
-its batches some seconds once, not each of them.
+A ref belongs to the embedding-worker that registered the batch, so an nn-worker holds a
+*handle*, ``replica << 64 | ref``, which no other process sees. Batches that come without a
+data-loader are registered here, at each worker in turn, or at the next one if that does not
+answer. A worker that did not answer is tried last for a while: a dead one costs some seconds
+once, not for each of its batches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from persia import env
 from persia._rpc.client import Client
-from persia._rpc.deadlines import Tries
+from persia._rpc.deadlines import Retry
 from persia._rpc.messages import (
     BatchGradients,
     CutInfo,
@@ -39,6 +39,8 @@ from persia._rpc.messages import (
     UpdateReport,
     WriteRequest,
 )
+from persia._rpc.stubs import RemoteEmbeddingWorker
+from persia._rpc.transport import Transport
 from persia.errors import (
     ConfigError,
     ServiceBusy,
@@ -48,38 +50,63 @@ from persia.errors import (
     UnknownRef,
 )
 
-if TYPE_CHECKING:
-    from persia._rpc.stubs import RemoteEmbeddingWorker
-    from persia._rpc.transport import Transport
-
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _ROLE = "embedding-worker"
 _REF_BITS = 64
-# Seconds before another worker is tried, where another will do; of one that did not answer
-# lately; how long that is; and between two rounds over all of them.
+# Seconds: of a try where another worker will do; of one at a worker that did not answer lately;
+# for how long such a worker is tried last; and between two rounds over all workers.
 _TRY_S = 10.0
 _PROBE_S = 1.0
-_AVOID_S = 30.0
+AVOID_S = 30.0
 _PAUSE_S = 0.1
-# Seconds between two lines that say which server a worker waits for.
+# Seconds between two lines that name the server a worker waits for.
 _LINE_S = 3.0
 
 
 def handle_of(ids: RemoteRef) -> int:
     """Return the handle of a ref."""
+    # May exceed 64 bits; it stays inside this process.
     return ids.worker << _REF_BITS | ids.ref
 
 
-class EmbeddingWorkers:
-    """Implements ``messages.EmbeddingWorker`` over all of a job's.
+class WorkerPool:
+    """The order in which embedding-workers are tried; any thread may call it."""
+
+    def __init__(self) -> None:
+        self._pool_lock = threading.Lock()  # guards the next
+        self._avoided: dict[int, float] = {}  # replica -> monotonic seconds until then
+
+    def is_avoided(self, replica: int) -> bool:
+        """Return whether a worker failed lately."""
+        with self._pool_lock:
+            return self._avoided.get(replica, 0.0) > time.monotonic()
+
+    def avoid(self, replica: int) -> None:
+        """Try a worker last for ``AVOID_S`` seconds, as it did not answer."""
+        with self._pool_lock:
+            self._avoided[replica] = time.monotonic() + AVOID_S
+
+    def readmit(self, replica: int) -> None:
+        """End the avoidance of a worker, as it has answered."""
+        with self._pool_lock:
+            self._avoided.pop(replica, None)
+
+    def order(self, first: int, count: int) -> list[int]:
+        """Return the indices of ``count`` workers from ``first`` on, those avoided last."""
+        in_turn = [(first + step) % count for step in range(count)]
+        # Sorting is stable: within each of the two halves the turn decides. The dict is read
+        # without the lock, as a stale answer only costs a try.
+        return sorted(in_turn, key=self.is_avoided) if self._avoided else in_turn
+
+
+class EmbeddingWorkers(WorkerPool):
+    """Implements ``messages.EmbeddingWorker`` over all embedding-workers of a job.
 
     Args:
         transport: Closed with this.
-        connect: Returns the workers by replica index; is given what to call with the index of
-            one that was restarted.
+        connect: Returns the workers by replica index; is given a function to call with the
+            index of a worker that was restarted.
     """
 
     def __init__(
@@ -87,184 +114,170 @@ class EmbeddingWorkers:
         transport: Transport,
         connect: Callable[[Callable[[int], None]], Sequence[RemoteEmbeddingWorker]],
     ) -> None:
-        self._lock = threading.Lock()  # guards the next four
-        self._avoided: dict[int, float] = {}  # replica -> monotonic seconds until then
+        super().__init__()
+        self._lock = threading.Lock()  # guards the next three
         self._settings: HyperParameters | None = None
         self._optimizer: OptimizerSettings | None = None
         self._counts: Counter[str] = Counter()
         self._closed = threading.Event()
         self._transport = transport
+        # Last: a restart may be reported while the workers are being connected.
         self._workers = tuple(connect(self._configure_again))
 
     @property
     def schema_fingerprint(self) -> str:
-        """What the workers take signs and tables to mean."""
+        """Fingerprint of the workers' embedding config: groups, tables and dims of signs."""
         return self._workers[0].schema_fingerprint
 
     @property
     def clients(self) -> tuple[Client, ...]:
-        """What calls go through, by replica index."""
+        """The clients that make the calls, by replica index."""
         return tuple(worker.client for worker in self._workers)
 
     def close(self) -> None:
         """End the connections."""
+        # Before the connections: a call that pauses between two tries ends now.
         self._closed.set()
         for worker in self._workers:
             worker.close()
         self._transport.close()
 
     def _configure_again(self, replica: int) -> None:
-        """Tell a worker that was restarted what it has to tell servers that are."""
+        """Configure a restarted worker, which in turn configures servers that restart."""
         with self._lock:
             settings, optimizer = self._settings, self._optimizer
             self._counts["worker_restarts"] += 1
+        # In this order, as servers refuse an optimizer before they are configured.
         if settings is not None:
             self._workers[replica].configure(settings)
         if optimizer is not None:
             self._workers[replica].register_optimizer(optimizer)
 
-    def _of(self, handle: int) -> tuple[RemoteEmbeddingWorker, int]:
+    def _owner(self, handle: int) -> tuple[int, int]:
+        """Return the replica and the ref of a handle."""
+        # A handle is replica and ref in one integer, as callers keep one number per batch.
         replica, ref = handle >> _REF_BITS, handle & ((1 << _REF_BITS) - 1)
+        # A data-loader chose the replica from its own list of addresses.
         if replica >= len(self._workers):
             raise ConfigError(
                 f"a batch was registered at embedding-worker {replica}, but this nn-worker "
                 f"knows {len(self._workers)} of them: PERSIA_EMBEDDING_WORKERS differs between "
                 "the data-loader and the nn-worker"
             )
-        return self._workers[replica], ref
+        return replica, ref
 
-    def _is_avoided(self, worker: RemoteEmbeddingWorker) -> bool:
-        with self._lock:
-            return self._avoided.get(worker.replica_index, 0.0) > time.monotonic()
+    # --- calls ------------------------------------------------------------------------------
 
-    def _ask(
-        self,
-        worker: RemoteEmbeddingWorker,
-        ask: Callable[[RemoteEmbeddingWorker, float], T],
-        timeout_s: float,
-    ) -> T:
-        """Ask one worker, and note whether it answers."""
+    def _call(self, replica: int, timeout_s: float, method: str, *arguments: Any) -> Any:
+        """Call one worker, and note whether it answers."""
+        client = self._workers[replica].client
         try:
-            answer = ask(worker, timeout_s)
+            answer = client.call(method, *arguments, timeout_s=timeout_s)
         except (ServiceUnavailable, ServiceTimeout):
-            with self._lock:
-                self._avoided[worker.replica_index] = time.monotonic() + _AVOID_S
+            # ServiceBusy is an answer: a busy worker is not avoided.
+            self.avoid(replica)
             raise
-        with self._lock:
-            self._avoided.pop(worker.replica_index, None)
+        self.readmit(replica)
         return answer
 
-    def _any(self, first: int, ask: Callable[[RemoteEmbeddingWorker, float], T]) -> T:
-        """Ask one worker, or the next ones if it does not answer, until the deadline."""
-        count = len(self._workers)
-        left = timeout_s = env.rpc_timeout_s()
-        if count == 1:
-            return ask(self._workers[0], timeout_s)
-        deadline = time.monotonic() + timeout_s
-        in_turn = [self._workers[(first + step) % count] for step in range(count)]
-        try_s = _TRY_S
-        while True:
-            for worker in sorted(in_turn, key=self._is_avoided):
-                try:
-                    return self._ask(worker, ask, max(0.0, min(try_s, left)))
-                except (ServiceUnavailable, ServiceTimeout, ServiceBusy) as error:
-                    left = deadline - time.monotonic()
-                    if left <= 0.0 or self._closed.is_set():
-                        raise
-                    logger.warning("%s; another embedding-worker is asked", error)
-            self._closed.wait(_PAUSE_S)
-            try_s *= 2
+    def _call_any(self, first: int, method: str, *arguments: Any) -> tuple[int, Any]:
+        """Call one worker, or the next ones if it does not answer, until the deadline.
 
-    def _owner(
-        self,
-        worker: RemoteEmbeddingWorker,
-        ask: Callable[[RemoteEmbeddingWorker, float], T],
-    ) -> T:
-        """Ask the worker that has a batch, which another can be given if this one is gone.
+        Returns:
+            The replica that answered, and its answer.
+        """
+        # No other worker to try: one call with all of the time, instead of probes.
+        if len(self._workers) == 1:
+            client = self._workers[0].client
+            return 0, client.call(method, *arguments, timeout_s=env.rpc_timeout_s())
+        retry = Retry(
+            env.rpc_timeout_s(), first_s=_PAUSE_S, longest_s=_PAUSE_S, stop=self._closed
+        )
+        failure: ServiceError | None = None
+        try_s = _TRY_S
+        for _ in retry:
+            for replica in self.order(first, len(self._workers)):
+                if failure is not None:
+                    if retry.left_s <= 0.0 or self._closed.is_set():
+                        raise failure
+                    logger.warning("%s; another embedding-worker is tried", failure)
+                try:
+                    timeout_s = min(try_s, retry.left_s)
+                    return replica, self._call(replica, timeout_s, method, *arguments)
+                except (ServiceUnavailable, ServiceTimeout, ServiceBusy) as error:
+                    failure = error
+            # A worker that is slow, not dead, must get enough time before the deadline.
+            try_s *= 2
+        raise failure or ServiceUnavailable("the connections were closed", role=_ROLE)
+
+    def _call_owner(self, replica: int, method: str, *arguments: Any) -> Any:
+        """Call the worker that has a batch, which can be registered elsewhere if it is gone.
 
         Raises:
             ServiceUnavailable: If there is no connection to it; soon, if there are others.
         """
         if len(self._workers) > 1:
+            try_s = _PROBE_S if self.is_avoided(replica) else _TRY_S
             try:
-                return self._ask(worker, ask, _PROBE_S if self._is_avoided(worker) else _TRY_S)
+                return self._call(replica, try_s, method, *arguments)
             except (ServiceTimeout, ServiceUnavailable, ServiceBusy) as error:
+                # The worker itself is unreachable, so its batches are gone. With another
+                # role it answered, and a server behind it did not.
                 if isinstance(error, ServiceUnavailable) and error.role in ("", _ROLE):
                     raise
-                # It is there, and slow, or waits for a server that others would wait for too;
-                # or was started anew and looks for the servers: then it will not know the ref.
-                logger.warning("%s; it has the batch, and is waited for", error)
-        return self._ask(worker, ask, env.rpc_timeout_s())
+                # The worker is slow, or waits for a server that other workers would wait for
+                # too; or it restarted and searches for the servers: it then answers UnknownRef.
+                logger.warning("%s; it has the batch, so it is waited for", error)
+        return self._call(replica, env.rpc_timeout_s(), method, *arguments)
 
     # --- batches ----------------------------------------------------------------------------
 
     def register(self, features: IDFeatures) -> int:
-        """Take the ids of a batch, at the worker whose turn it is; returns their handle."""
-
-        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> int:
-            ref: int = worker.client.call("register", features, timeout_s=timeout_s)
-            return handle_of(RemoteRef(worker.replica_index, ref))
-
-        return self._any(features.batch_id % len(self._workers), ask)
+        """Take the ids of a batch, at the next worker in turn; returns their handle."""
+        first = features.batch_id % len(self._workers)
+        return handle_of(RemoteRef(*self._call_any(first, "register", features)))
 
     def lookup(self, ref: int, is_training: bool) -> LookupResult:
         """Return the outputs of a registered batch."""
-        worker, theirs = self._of(ref)
-
-        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> LookupResult:
-            result: LookupResult = worker.client.call(
-                "lookup", theirs, is_training, timeout_s=timeout_s
-            )
-            return result
-
-        result = self._owner(worker, ask)
+        replica, own_ref = self._owner(ref)
+        result: LookupResult = self._call_owner(replica, "lookup", own_ref, is_training)
+        # The worker knows its own ref only; the caller continues with the handle.
         return result if result.ref is None else replace(result, ref=ref)
 
     def lookup_direct(self, features: IDFeatures) -> LookupResult:
         """Register and look up.
 
-        With gradients these are two calls, each of which can be repeated: a lost answer then
-        leaves no ref that nobody knows.
+        With gradients these are two repeatable calls: the loss of an answer then leaves no ref
+        that is never retired.
         """
         if not features.requires_grad:
-
-            def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> LookupResult:
-                result: LookupResult = worker.client.call(
-                    "lookup_direct", features, timeout_s=timeout_s
-                )
-                return result
-
-            return self._any(features.batch_id % len(self._workers), ask)
-        tries = Tries(env.rpc_timeout_s())
-        while True:
+            first = features.batch_id % len(self._workers)
+            result: LookupResult = self._call_any(first, "lookup_direct", features)[1]
+            return result
+        failure: ServiceError | None = None
+        # At once the first time: a worker that restarted has lost the batch, but answers.
+        for _ in Retry(env.rpc_timeout_s(), first_s=0.0):
+            if failure is not None:
+                logger.warning("%s; its ids are registered again", failure)
             handle = self.register(features)
             try:
                 return self.lookup(handle, True)
             except (UnknownRef, ServiceUnavailable) as error:
-                if not tries.another():
-                    raise
-                logger.warning("%s; its ids are registered again", error)
+                failure = error
+        raise failure or ServiceUnavailable("no time was left", role=_ROLE)
 
     def update(self, gradients: BatchGradients) -> UpdateReport:
         """Step the rows of a batch and retire its ref."""
-        worker, ref = self._of(gradients.ref)
-        theirs = replace(gradients, ref=ref)
-
-        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> UpdateReport:
-            report: UpdateReport = worker.client.call("update", theirs, timeout_s=timeout_s)
-            return report
-
-        return self._owner(worker, ask)
+        replica, ref = self._owner(gradients.ref)
+        report: UpdateReport = self._call_owner(replica, "update", replace(gradients, ref=ref))
+        return report
 
     def release(self, ref: int) -> None:
-        """Retire a ref for which no gradient will come; a dead worker's has gone with it."""
-        worker, theirs = self._of(ref)
-
-        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> None:
-            worker.client.call("release", theirs, timeout_s=timeout_s)
-
+        """Retire a ref for which no gradient will come; it goes with a worker that dies."""
+        replica, own_ref = self._owner(ref)
         try:
-            self._ask(worker, ask, _PROBE_S if self._is_avoided(worker) else _TRY_S)
+            try_s = _PROBE_S if self.is_avoided(replica) else _TRY_S
+            self._call(replica, try_s, "release", own_ref)
         except (ServiceUnavailable, ServiceTimeout, ServiceBusy) as error:
             logger.warning("a batch was not released: %s", error)
             with self._lock:
@@ -281,34 +294,32 @@ class EmbeddingWorkers:
             worker.configure(settings)
 
     def _wait_for_servers(self, worker: RemoteEmbeddingWorker) -> None:
-        """Wait for a worker that waits for parameter servers, and say for which.
+        """Wait for a worker that waits for parameter servers, and log for which.
 
-        If they do not come it ends, and nobody else could say why.
+        A worker that waits in vain exits, so its reason has to be read before that.
 
         Raises:
-            ServiceUnavailable: If they are missing at the deadline.
+            ServiceUnavailable: If servers are missing at the deadline.
         """
         timeout_s = env.rpc_timeout_s()
-        deadline = time.monotonic() + timeout_s
-        place = worker.client.place("configure")
-        why = since = ""
-        while not self._closed.is_set():
-            left = deadline - time.monotonic()
+        origin = worker.client.origin("configure")
+        reason = since = ""
+        for left_s in Retry(timeout_s, first_s=0.0, longest_s=0.0, stop=self._closed):
             try:
-                worker.client.call("ready_for_serving", timeout_s=max(0.0, min(_LINE_S, left)))
+                worker.client.call("ready_for_serving", timeout_s=min(_LINE_S, left_s))
                 return
             except ServiceBusy as error:
-                why, since = f"{place}: {error}", ""
+                reason, since = f"{origin}: {error}", ""
             except (ServiceUnavailable, ServiceTimeout) as error:
-                if not why or error.role != _ROLE:
-                    return  # the call that comes says whom it waits for
+                if not reason or error.role != _ROLE:
+                    return  # the call of configure that follows raises with the reason
                 since = "; and it has gone since"
-            if left <= _LINE_S:
+            if left_s <= _LINE_S:
                 raise ServiceUnavailable(
-                    f"{why}{since}; waited {timeout_s:g} s",
+                    f"{reason}{since}; waited {timeout_s:g} s",
                     role="embedding-parameter-server",
                 )
-            logger.warning("waiting: %s%s", why, since)
+            logger.warning("waiting: %s%s", reason, since)
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         """Give every server the optimizer, by every worker."""
@@ -319,109 +330,83 @@ class EmbeddingWorkers:
 
     def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
         """Return the tables that a learning rate of a group, or of all groups, is for."""
-
-        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> tuple[int, ...]:
-            tables: tuple[int, ...] = worker.client.call(
-                "tables_at_rate", group, timeout_s=timeout_s
-            )
-            return tables
-
-        return self._any(0, ask)
+        tables: tuple[int, ...] = self._call_any(0, "tables_at_rate", group)[1]
+        return tables
 
     def ready_for_serving(self) -> bool:
-        """Whether every worker finds every server ready."""
+        """Return whether every worker finds every server ready."""
         return all(worker.ready_for_serving() for worker in self._workers)
 
     def set_embedding(self, tables: Sequence[TableEntries]) -> None:
         """Write rows, each to the server that owns its sign."""
+        # Not by another worker if this fails: the write is not repeatable.
         self._workers[0].set_embedding(tables)
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows of each server."""
-
-        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> list[int]:
-            sizes: list[int] = worker.client.call("get_embedding_size", timeout_s=timeout_s)
-            return sizes
-
-        return self._any(0, ask)
+        # Every worker knows every server, so one answer is complete.
+        sizes: list[int] = self._call_any(0, "get_embedding_size")[1]
+        return sizes
 
     def server_stats(self) -> list[Mapping[str, int]]:
         """Return the counts of each server."""
-
-        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> list[Mapping[str, int]]:
-            stats: list[Mapping[str, int]] = worker.client.call(
-                "server_stats", timeout_s=timeout_s
-            )
-            return stats
-
-        return self._any(0, ask)
+        stats: list[Mapping[str, int]] = self._call_any(0, "server_stats")[1]
+        return stats
 
     def feature_stats(self) -> tuple[FeatureStats, ...]:
-        """Return what all workers together have seen of each feature."""
+        """Return the statistics of each feature over all workers."""
         total: dict[str, FeatureStats] = {}
+        # Each worker counts its own batches: the sum is over all of them.
         for worker in self._workers:
             for one in worker.feature_stats():
                 seen = total.get(one.name)
-                total[one.name] = one if seen is None else _together(seen, one)
+                total[one.name] = one if seen is None else _merge(seen, one)
         return tuple(total.values())
 
     def clear_embeddings(self) -> None:
         """Drop every row of every server."""
+        # As set_embedding.
         self._workers[0].clear_embeddings()
 
-    # --- checkpoints ------------------------------------------------------------------------
+    # --- checkpoints: any worker passes these on to all servers, and each is idempotent -------
 
     def begin_cut(self, request: CutRequest) -> tuple[CutInfo, ...]:
-        """Begin a cut on every server at once; any worker that answers passes it on."""
-        infos: tuple[CutInfo, ...] = self._pass_on("begin_cut", request)
+        """Begin a cut on every server at once."""
+        infos: tuple[CutInfo, ...] = self._call_any(0, "begin_cut", request)[1]
         return infos
 
     def write_cut(self, request: WriteRequest) -> None:
         """Have every server write its parts, in the background."""
-        self._pass_on("write_cut", request)
+        self._call_any(0, "write_cut", request)
 
     def cut_status(self, cut_id: int) -> tuple[CutStatus, ...]:
-        """Return how far each server is with a cut."""
-        statuses: tuple[CutStatus, ...] = self._pass_on("cut_status", cut_id)
+        """Return the progress of a cut on each server."""
+        statuses: tuple[CutStatus, ...] = self._call_any(0, "cut_status", cut_id)[1]
         return statuses
 
     def end_cut(self, cut_id: int, committed: bool) -> None:
         """End a cut on every server."""
-        self._pass_on("end_cut", cut_id, committed)
+        self._call_any(0, "end_cut", cut_id, committed)
 
     def load(self, request: LoadRequest) -> tuple[LoadStatus, ...]:
-        """Begin a step of a load on every server, or return how far each is with it."""
-        statuses: tuple[LoadStatus, ...] = self._pass_on("load", request)
+        """Begin a step of a load on every server, or return its progress on each."""
+        statuses: tuple[LoadStatus, ...] = self._call_any(0, "load", request)[1]
         return statuses
 
-    def _pass_on(self, method: str, *arguments: object) -> Any:
-        """Ask a worker for what all servers are to do; asked again, it changes nothing."""
-        return self._any(
-            0,
-            lambda worker, timeout_s: worker.client.call(
-                method, *arguments, timeout_s=timeout_s
-            ),
-        )
-
     def stats(self) -> Mapping[str, int]:
-        """Return the counts of all workers together, and what was seen of them here.
+        """Return the sum of all workers' counts, and the counts of this object.
 
-        ``unanswered`` is the number of workers whose own counts are missing, as they are gone.
+        ``unanswered`` is the number of workers that did not answer.
 
         Raises:
             ServiceError: If none of them answers.
         """
-
-        def ask(worker: RemoteEmbeddingWorker, timeout_s: float) -> Mapping[str, int]:
-            stats: Mapping[str, int] = worker.client.call("stats", timeout_s=timeout_s)
-            return stats
-
         with self._lock:
             total = Counter(self._counts)
         failures: list[ServiceError] = []
-        for worker in self._workers:
+        for replica in range(len(self._workers)):
             try:
-                total.update(self._owner(worker, ask))
+                total.update(self._call_owner(replica, "stats"))
             except (ServiceUnavailable, ServiceTimeout) as error:
                 logger.warning("the counts of an embedding-worker are missing: %s", error)
                 failures.append(error)
@@ -432,12 +417,13 @@ class EmbeddingWorkers:
         return dict(total)
 
 
-def _together(one: FeatureStats, other: FeatureStats) -> FeatureStats:
+def _merge(one: FeatureStats, other: FeatureStats) -> FeatureStats:
     return FeatureStats(
         one.name,
         one.dim,
         one.num_samples + other.num_samples,
         one.num_empty + other.num_empty,
         one.num_ids + other.num_ids,
+        # Sketches of distinct ids merge by the greater of each two registers.
         np.maximum(one.registers, other.registers),
     )

@@ -1,25 +1,36 @@
-"""What both ends of a ZeroMQ connection are: a socket, a lock, and threads that receive.
+"""The ends of a ZeroMQ connection: a ROUTER that listens, a DEALER that connects.
 
-Any thread sends on the socket itself, under a lock; each end has a thread that receives.
+Any thread sends on the socket itself, under a lock. Each end has threads that receive:
 
     any thread --lock, zmq--> libzmq's thread ... --> thread of the other end --callback-->
 
-What a message asks for runs in the thread that received it, while another one receives: to
-wake a thread takes longer than many a call. The kernel wakes one of those that wait, the one
-that waited last, so that a thread that is alone with its calls stays so.
+A listener serves a message in the thread that received it, while another thread goes on to
+receive: waking a thread takes longer than many a call. The kernel wakes the waiting thread that
+waited last, so a single client's calls are all served by one thread.
 
-A queue of its own has an end only for what finds no connection or no room.
+A channel's answers are received by one of the callers that wait for them, for the same reason;
+it passes the others theirs. The channel's own thread receives while no caller waits:
+
+    own thread --a caller waits--> caller --has its answer--> next waiting caller, or free
+
+A free turn is taken by the next caller, or by the own thread once no caller has come for a
+while: messages in the socket then belong to callers that are busy elsewhere.
+
+Messages are queued here only while there is no connection or no room.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import select
 import socket as sockets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import zmq
@@ -27,41 +38,60 @@ from zmq.utils.monitor import parse_monitor_message
 
 from persia._rpc import multipart
 from persia._rpc.frame import Limits, Part
-from persia._rpc.transport import Work
+from persia._rpc.receive_turn import ReceiveTurn
+from persia._rpc.transport import Outgoing, Parts, Peer, Waiter, Work
 from persia.errors import InternalError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOK_S = 1.0  # a thread that is not woken looks so often, for arrays that have left too
+# Seconds after which a thread looks without being woken, also to release arrays that have left.
+_POLL_S = 1.0
 _EVENT_PARTS, _EVENT_BYTES = 2, 1 << 12
-_MAX_EVENTS = 4  # descriptors of one end, and one more
-_EDGE = select.EPOLLIN | select.EPOLLET  # a change wakes one thread
-_WORK_S = 1.0  # whoever closes an end waits so long for a thread that serves a call
-_END_S = 10.0  # and for one that only receives
+_MAX_EVENTS = 4  # three descriptors per end, and one to spare
+# ZMQ_FD is edge-triggered by itself; EPOLLET makes each change wake one thread, not all.
+_EDGE = select.EPOLLIN | select.EPOLLET
+_SERVE_S = 1.0  # close() waits that long for a thread that serves a call
+_END_S = 10.0  # and that long for one that only receives
 _JOIN_S = 0.1
+_UNBIND_MS = 2_000
+_YIELD_S = 0.001
+_RECONNECT_S = 1.0  # after a failed handshake, where libzmq does not retry by itself
+_IDLE_S = 0.02  # without callers for that long, the own thread receives
 
-# Parts of fewer bytes are copied, which costs no more than keeping account of them.
-COPIED_BYTES = 1 << 16
+# Parts of fewer bytes are copied, which costs no more than tracking their release.
+_COPIED_BYTES = 1 << 16
 
 # As plain integers: arithmetic on zmq's enumerations takes longer than a send.
-IN, OUT, NOW = (int(n) for n in (zmq.POLLIN, zmq.POLLOUT, zmq.NOBLOCK))
+_IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
-# What multipart.send raises. Not all exceptions: in the main thread a signal's may come before
-# or after, never within.
-_FAILURES = (zmq.ZMQError, MemoryError, BufferError, TypeError)
+# What multipart.send raises. Not every exception: one raised by a signal handler reaches the
+# main thread before or after the call, never within, and then leaves the socket intact.
+_SEND_ERRORS = (zmq.ZMQError, MemoryError, BufferError, TypeError)
+# Errors of this module, as opposed to an exception of a signal handler, which in the main
+# thread can appear anywhere and belongs to the caller.
+_RECEIVE_ERRORS = (zmq.ZMQError, InternalError, MemoryError)
+
+# The peer speaks no ZeroMQ, or has no known key.
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+_closings = itertools.count()
 
 
 class ZmqSocket(Generic[T]):
     """A socket on which any thread sends ``T``s, and threads of its own receive.
 
     Every use of the socket holds the lock. The threads wait without it, on the socket's
-    descriptor, which tells of changes and not of a state: whoever uses the socket may take the
-    tale away. So each use by another ends with ``_look``.
+    descriptor. ZMQ_FD is edge-triggered, and any use of the socket may consume the event, so
+    each use by another thread ends with ``_wake_if_ready``.
 
-    A thread is free, that is it looks or waits, or at work. One at least is free: who begins
-    to work as the last one starts another. Who is at work looks when it has done with it.
+    A thread is free (it receives or waits) or serving. At least one is free: the last free one
+    starts another before it serves. A serving thread receives again when it is done.
     """
 
     def __init__(
@@ -72,8 +102,9 @@ class ZmqSocket(Generic[T]):
         self._limits = limits
         self._lock = threading.Lock()  # guards the socket and all below
         self._socket = socket
-        self._queue: deque[T] = deque()  # what could not be sent at once
-        self._is_waiting = False  # a thread is, or is about to, and none is looking
+        self._queue: deque[T] = deque()  # could not be sent at once
+        # A thread waits or is about to, and none is using the socket: it needs a wake byte.
+        self._is_waiting = False
         self._is_closing = False
         self._failure: BaseException | None = None  # closed because of it
         self._linger_ms = 0
@@ -81,13 +112,13 @@ class ZmqSocket(Generic[T]):
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
         self._monitor: zmq.Socket[Any] | None = None
-        self._was_cut = False  # the monitor said so, and the thread has not dealt with it
-        self._told: list[tuple[list[Part], str]] = []  # by the monitor
+        self._is_cut = False  # the monitor reported a lost connection, not yet handled
+        self._monitor_messages: list[tuple[list[Part], str]] = []  # received, not yet handled
         self._poller: select.epoll | None = None
         self._thread: threading.Thread | None = None  # the first one
         self._threads: list[threading.Thread] = []
         self._num_free = 0
-        self._at_work: set[int] = set()  # who they are
+        self._serving: set[int] = set()  # identifiers of threads
         self._is_released = False
 
     @property
@@ -112,45 +143,46 @@ class ZmqSocket(Generic[T]):
             self._thread = self._start_thread(self._name)
 
     def _post(self, item: T) -> None:
-        """Send now, or leave it to the thread; dropped if the end is closed."""
+        """Send now or queue; dropped if the end is closed."""
         with self._lock:
             if self._is_closing:
                 return
-            # In the main thread a signal's exception may come before the look, though not while
-            # parts are sent: the thread then looks by itself, a little later.
+            # In the main thread a signal handler's exception may skip the wake below; a thread
+            # then finds the item at its next poll. It cannot come between parts of a message.
             if self._queue or not self._try_send(item):
                 self._queue.append(item)
-            if threading.get_ident() not in self._at_work:
-                self._look()
+            if threading.get_ident() not in self._serving:
+                self._wake_if_ready()
 
     def _close(self, linger_s: float) -> None:
-        """Stop the thread and close the socket; repeating it does nothing."""
+        """Stop the threads and close the socket; idempotent."""
         with self._lock:
             is_first = not self._is_closing
             self._is_closing = True
             if is_first:
                 self._linger_ms = max(0, int(linger_s * 1000))
             self._wake()
+            # A thread that serves may still start another.
             threads = self._threads.copy()
         if not threads and is_first:
             self._release()
         now = time.monotonic()
         for thread in threads:
-            # Not without end: a signal's handler may close what its own thread is waiting for.
+            # Bounded: a signal handler may close the end that its own thread is waiting for.
             while (
                 thread is not threading.current_thread()
                 and thread.is_alive()
                 and time.monotonic() - now
-                < (_WORK_S if thread.ident in self._at_work else _END_S)
+                < (_SERVE_S if thread.ident in self._serving else _END_S)
             ):
                 thread.join(_JOIN_S)
 
     def _release(self) -> None:
         with self._lock:
             if self._is_released:
-                return  # by others, while this thread was at work
+                return  # by another thread, while this one served
             self._is_released = self._is_closing = True
-            self._is_waiting = False  # nobody writes to a closed pair
+            self._is_waiting = False  # so that no wake byte goes to a closed pair
             if self._poller is not None:
                 self._poller.close()
             if self._monitor is not None:
@@ -167,6 +199,7 @@ class ZmqSocket(Generic[T]):
         self._socket.close()
 
     def _start_thread(self, name: str) -> threading.Thread:
+        # Daemons: a call that hangs in a service must not keep the process from exiting.
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._threads.append(thread)
         self._num_free += 1
@@ -174,12 +207,13 @@ class ZmqSocket(Generic[T]):
         return thread
 
     def _hand_over(self) -> None:
-        """Leave the socket to another thread; this one goes to work."""
+        """Leave the socket to another thread; this one serves."""
         if self._is_closing:
             return
         if self._num_free:
-            self._is_waiting = True  # or it looks just now, and once more does no harm
-            self._look()
+            # The other may be receiving just now: an unneeded wake byte does no harm.
+            self._is_waiting = True
+            self._wake_if_ready()
         else:
             self._start_thread(f"persia-serve {self._address}")
 
@@ -190,74 +224,75 @@ class ZmqSocket(Generic[T]):
     def _try_send(self, item: T) -> bool:
         try:
             return self._send(item)
-        except _FAILURES as error:
-            # Some parts may have left, and the next message would be taken for the rest.
+        except _SEND_ERRORS as error:
+            # Some parts may have left: the peer would take the next message for the rest.
             self._failure = error
             self._is_closing = True
             self._wake()
             raise InternalError(f"{self._name}: cannot send: {error}") from error
 
-    def _ready(self) -> int:
-        """Return what can be done, of receiving and sending what is queued."""
+    def _ready_events(self) -> int:
+        """Return whether it can receive, or send while something is queued, as zmq's flags."""
+        # Reading ZMQ_EVENTS also resets the edge of ZMQ_FD.
         events = multipart.events(self._socket)
-        return events & (IN | OUT if self._queue else IN)
+        return events & (_IN | _OUT if self._queue else _IN)
 
-    def _look(self) -> None:
-        """Wake the thread if there is something for it."""
-        if self._is_waiting and self._ready():
+    def _wake_if_ready(self) -> None:
+        """Wake a waiting thread if the socket is ready for it."""
+        if self._is_waiting and self._ready_events():
             self._wake()
 
     def _wake(self) -> None:
         if self._is_waiting:
-            # One byte in a buffer that is emptied after each wait always fits. First the byte:
-            # whom a signal's exception stops in between has woken the thread.
-            self._wake_one()
+            # One byte always fits in a buffer that is emptied after each wait. The byte goes
+            # first: an exception of a signal handler in between then costs one wake too many.
+            self._write_wake_byte()
             self._is_waiting = False
 
-    def _wake_one(self) -> None:
+    def _write_wake_byte(self) -> None:
         with contextlib.suppress(OSError):
             self._wake_out.send(b"\0")
 
     # --- in the threads ---------------------------------------------------------------------
 
     def _deliver(self, parts: list[Part], reason: str) -> Work | None:
-        """Hand a message on, or the reason why it is dropped; returns what it asks for."""
+        """Pass a message on, or the reason why it is dropped; returns the work it causes."""
         raise NotImplementedError
 
-    def _on_event(self) -> None:
-        """Look what the monitor tells."""
-
-    def _listen_to_monitor(self) -> None:
-        """Have ``_hear`` told all that the monitor tells."""
+    def _check_monitor(self) -> None:
+        """Handle what the monitor reports."""
         if self._monitor is None:
-            raise InternalError(f"{self._name}: watched before start")
+            raise InternalError(f"{self._name}: monitored before start")
         with self._lock:
-            while multipart.receive(self._monitor, _EVENT_PARTS, _EVENT_BYTES, self._told):
+            while multipart.receive(
+                self._monitor, _EVENT_PARTS, _EVENT_BYTES, self._monitor_messages
+            ):
                 pass
-            # Twice rather than not at all, if a signal's exception comes in between.
-            for parts, _ in self._told:
-                self._hear(parse_monitor_message([bytes(part) for part in parts])["event"])
-            self._told.clear()
+            # Cleared only after all are handled: if a signal handler's exception intervenes,
+            # an event is handled twice, which is harmless, rather than never.
+            for parts, _ in self._monitor_messages:
+                self._on_event(parse_monitor_message([bytes(part) for part in parts])["event"])
+            self._monitor_messages.clear()
 
-    def _hear(self, event: int) -> None:
-        """With the lock held: take one event of the monitor's."""
+    def _on_event(self, event: int) -> None:
+        """With the lock held: handle one event of the monitor."""
 
     def _on_failure(self) -> None:
-        """Tell whoever waits for this end; it is closed."""
+        """Fail those that wait for this end; it is closed."""
 
     def _run(self) -> None:
         try:
             self._loop()
         except BaseException as error:
             self._failure = error
-            raise  # to threading.excepthook, by which a server's process ends
+            raise  # to threading.excepthook, which ends a server's process
         finally:
             with self._lock:
                 self._is_closing = True
                 self._num_free -= 1
                 is_last = not self._num_free
                 if not is_last:
-                    self._wake_one()  # who wakes the next
+                    self._write_wake_byte()  # each thread that ends wakes the next
             if is_last:
                 self._release()
             if self._failure is not None:
@@ -266,7 +301,7 @@ class ZmqSocket(Generic[T]):
     def _loop(self) -> None:
         while not self._is_closing:
             if not self._step():
-                self._watch(LOOK_S)
+                self._wait_ready(_POLL_S)
         self._flush_last()
 
     def _flush_last(self) -> None:
@@ -274,57 +309,61 @@ class ZmqSocket(Generic[T]):
             if not self._is_released:
                 self._flush()
 
-    def _watch(self, seconds: float) -> None:
+    def _wait_ready(self, seconds: float) -> None:
         """Wait until there may be something to do."""
         if self._poller is None:
-            raise InternalError(f"{self._name}: looks before start")
+            raise InternalError(f"{self._name}: polled before start")
         ready = [number for number, _ in self._poller.poll(seconds, _MAX_EVENTS)]
+        # Buffers returned while all threads waited; without this they are kept until the next
+        # message.
         multipart.release()
         if self._wake_in.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 self._wake_in.recv(64)
-        if (self._monitor is not None and self._monitor.FD in ready) or self._was_cut:
-            self._on_event()
+        if (self._monitor is not None and self._monitor.FD in ready) or self._is_cut:
+            self._check_monitor()
 
     def _step(self) -> bool:
         """Send what is queued and take one message; returns False if there is time to wait."""
-        came: list[tuple[list[Part], str]] = []
-        has_more = self._exchange(came)
-        for parts, reason in came:
-            self._work(self._deliver(parts, reason))
+        received: list[tuple[list[Part], str]] = []
+        has_more = self._exchange(received)
+        for parts, reason in received:
+            # Outside the lock: callbacks send.
+            self._serve(self._deliver(parts, reason))
         return has_more
 
-    def _exchange(self, came: list[tuple[list[Part], str]]) -> bool:
-        """Send what is queued, and put one message into ``came``; returns as ``_step``."""
+    def _exchange(self, received: list[tuple[list[Part], str]]) -> bool:
+        """Send what is queued and append one message; returns as ``_step``."""
         with self._lock:
             if self._is_closing:
-                return True  # whoever closed saw nobody who waits, and woke nobody
+                return True  # close() found no waiting thread, so it wrote no wake byte
             # Routing id, protocol name and header come beside the arrays.
             limits = self._limits
             message = multipart.receive(
-                self._socket, limits.num_arrays + 3, limits.message_bytes, came
+                self._socket, limits.num_arrays + 3, limits.message_bytes, received
             )
             has_more = message is not None
             if self._queue:
-                # A send alone does not see at once that there is room, and it may take away
-                # the tale of a message: hence a look before and one behind.
-                if self._ready() & OUT:
+                # A send alone does not notice new room at once, and it may consume the event
+                # of an incoming message: hence a look before it and one after.
+                if self._ready_events() & _OUT:
                     self._flush()
-                has_more = has_more or bool(self._ready())
-            # From here on whoever finds something wakes the thread.
+                has_more = has_more or bool(self._ready_events())
+            # Set under the lock: any later use of the socket by another thread wakes this one.
             self._is_waiting = not has_more and not self._is_closing
         return has_more
 
-    def _work(self, work: Work | None) -> None:
+    def _serve(self, work: Work | None) -> None:
         if work is None:
             return
         number = threading.get_ident()
         with self._lock:
             self._num_free -= 1
-            self._at_work.add(number)
+            self._serving.add(number)
             self._hand_over()
         try:
             while True:
+                # The work returns the next queued call: one hand-over serves several.
                 work = work()
                 if work is None:
                     return
@@ -332,9 +371,288 @@ class ZmqSocket(Generic[T]):
                     self._hand_over()
         finally:
             with self._lock:
-                self._at_work.discard(number)
+                self._serving.discard(number)
                 self._num_free += 1
 
     def _flush(self) -> None:
         while self._queue and self._try_send(self._queue[0]):
             self._queue.popleft()
+
+
+class ZmqListener(ZmqSocket[tuple[bytes, Parts]]):
+    """Server end."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
+        super().__init__("persia-listen", socket, address, limits)
+        self._on_message: Callable[[bytes, Parts], Work | None] | None = None
+        self._on_dropped: Callable[[str], None] | None = None
+
+    def start(
+        self,
+        on_message: Callable[[bytes, Parts], Work | None],
+        on_dropped: Callable[[str], None],
+    ) -> None:
+        """Begin to receive."""
+        self._on_message, self._on_dropped = on_message, on_dropped
+        self._monitor = self._socket.get_monitor_socket(_REFUSALS)
+        self._check_monitor()
+        self._start()
+
+    def send(self, peer: bytes, parts: Parts) -> None:
+        """Send to a peer; dropped if the peer is gone or does not read."""
+        self._post((peer, parts))
+
+    def close(self, linger_s: float) -> None:
+        """Stop listening; queued messages get that many seconds to leave."""
+        self._close(linger_s)
+
+    def _deliver(self, parts: list[Part], reason: str) -> Work | None:
+        if self._on_message is None:
+            raise InternalError(f"{self._address}: receives before start")
+        if reason:
+            self._drop(reason)
+            return None
+        user = multipart.user_of(parts[0])
+        peer, rest = bytes(parts[0]), parts[1:]
+        if user is not None:
+            peer = Peer(peer, user)
+        parts.clear()  # the callee alone decides how long the parts' memory lives
+        return self._on_message(peer, rest)
+
+    def _on_event(self, event: int) -> None:
+        self._drop("stranger")
+
+    def _send(self, item: tuple[bytes, Parts]) -> bool:
+        peer, parts = item
+        # A ROUTER takes the routing id as the first part, and removes it.
+        message = [peer, *parts]
+        try:
+            # libzmq notices only now and then that a peer is gone or has made room; reading
+            # ZMQ_EVENTS makes it look. A message to a peer it takes for gone is lost silently.
+            multipart.events(self._socket)
+            if not multipart.send(self._socket, message, _COPIED_BYTES):
+                multipart.events(self._socket)
+                if not multipart.send(self._socket, message, _COPIED_BYTES):
+                    self._drop("peer_slow")
+        except zmq.ZMQError as exc:
+            if exc.errno != zmq.EHOSTUNREACH:
+                raise
+            self._drop("peer_gone")
+        return True
+
+    def _drop(self, reason: str) -> None:
+        if self._on_dropped is not None:
+            self._on_dropped(reason)
+
+    def _close_socket(self) -> None:
+        """Return when the address is free, which happens in a thread of libzmq's.
+
+        Not by ``unbind``: that closes the connections too, and drops what they had still to
+        send whatever the linger time.
+        """
+        # A name of its own: libzmq may still hold the one that pyzmq gave the first monitor.
+        name = f"inproc://closing-{next(_closings)}"
+        events = zmq.EVENT_CLOSED | zmq.EVENT_CLOSE_FAILED
+        monitor = self._socket.get_monitor_socket(events, name)
+        self._socket.close()
+        if not monitor.poll(_UNBIND_MS):
+            logger.warning("%s: still bound after %d ms", self._name, _UNBIND_MS)
+        monitor.close(linger=0)
+
+
+class ZmqChannel(ZmqSocket[Outgoing]):
+    """Client end."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
+        super().__init__("persia-channel", socket, address, limits)
+        self._has_logged_refusal = False
+        self._reconnect_at = math.inf  # monotonic seconds
+        self._is_retrying = False  # libzmq connects again, after the connection was cut
+        self._on_message: Callable[[Parts], None] | None = None
+        self._on_lost: Callable[[], None] | None = None
+        self._received: list[tuple[list[Part], str]] = []  # only the turn's holder uses it
+        self._turn = ReceiveTurn()
+        self._closing = threading.Event()  # set when the end closes
+        self._turn_free = threading.Lock()  # released when the turn may be free
+        self._turn_free.acquire()
+        self._receive_error: Exception | None = None  # met by a caller
+
+    def start(self, on_message: Callable[[Parts], None], on_lost: Callable[[], None]) -> None:
+        """Begin to connect."""
+        self._on_message, self._on_lost = on_message, on_lost
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CONNECT_RETRIED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | _REFUSALS
+        )
+        self._socket.connect(self._address)
+        self._check_monitor()  # edge-triggered: no event comes before the first read
+        self._start()
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Send as soon as there is a connection with room."""
+        if self._failure is not None:
+            raise InternalError(f"{self._name}: failed: {self._failure}") from self._failure
+        self._post(outgoing)
+
+    def wait(self, waiter: Waiter, seconds: float) -> None:
+        """Wait until it is over or at most that long, and receive meanwhile; may end early."""
+        deadline = time.monotonic() + seconds
+        try:
+            # Either this thread receives, for others too, or the receiving one wakes it.
+            if not self._turn.enter(waiter):
+                waiter.sleep(seconds)
+            if self._turn.has(waiter):
+                self._receive_for(waiter, deadline)
+        finally:
+            # Also when an exception of a signal handler leaves the wait: no turn is ever lost.
+            self._turn.leave(waiter)
+        if self._is_closing and not waiter.is_over():
+            waiter.sleep(deadline - time.monotonic())
+
+    def close(self) -> None:
+        """End the connection; unsent messages are dropped."""
+        self._close(0.0)
+
+    # --- with the turn ----------------------------------------------------------------------
+
+    def _receive_for(self, waiter: Waiter, deadline: float) -> None:
+        """Receive until a caller's wait is over."""
+        try:
+            while not waiter.is_over() and not self._is_closing:
+                left = deadline - time.monotonic()
+                if left <= 0.0:
+                    return
+                if not self._step():
+                    self._wait_ready(min(left, _POLL_S))
+        except Exception as error:
+            if threading.current_thread() is threading.main_thread() and not isinstance(
+                error, _RECEIVE_ERRORS
+            ):
+                raise
+            with self._lock:
+                self._failure = self._receive_error = error
+                self._is_closing = True
+                self._wake()  # the own thread fails all waiting callers
+
+    def _loop(self) -> None:
+        try:
+            while not self._is_closing:
+                if self._turn.take_if_unused(self):
+                    while not self._turn.was_asked and not self._is_closing:
+                        if not self._step():
+                            self._wait_ready(_POLL_S)
+                    self._turn.leave(self)
+                # A caller may hold the turn for long: sleep until it is free.
+                if self._turn.release_when_free(self._turn_free):
+                    self._turn_free.acquire(timeout=_POLL_S)
+                self._closing.wait(_IDLE_S)
+        finally:
+            self._turn.leave(self)
+            with self._lock:
+                self._is_closing = True
+            while not self._turn.close():
+                self._write_wake_byte()  # for the caller with the turn, which then leaves
+                time.sleep(_YIELD_S)
+        if self._receive_error is not None:
+            raise self._receive_error
+        self._flush_last()
+
+    def _wait_ready(self, seconds: float) -> None:
+        super()._wait_ready(seconds)
+        if time.monotonic() >= self._reconnect_at:
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        """Connect again where libzmq has given up, as after a refused handshake."""
+        with self._lock:
+            self._reconnect_at = math.inf
+            if not self._is_closing:
+                with contextlib.suppress(zmq.ZMQError):  # libzmq may have forgotten the address
+                    self._socket.disconnect(self._address)
+                self._socket.connect(self._address)
+
+    def _wake(self) -> None:
+        super()._wake()
+        if self._is_closing:
+            self._closing.set()
+            with contextlib.suppress(RuntimeError):  # released already
+                self._turn_free.release()
+
+    def _step(self) -> bool:
+        # A message that a signal handler's exception kept from delivery comes first.
+        has_more = bool(self._received) or self._exchange(self._received)
+        while self._received:
+            # Removed after delivery: delivered twice is harmless, not at all loses an answer.
+            self._deliver(*self._received[0])
+            self._received.clear()
+        return has_more
+
+    def _on_failure(self) -> None:
+        # Claimed as if all had left: a caller that may send again then meets the cause.
+        for outgoing in self._queue:
+            outgoing.claim()
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def _deliver(self, parts: list[Part], reason: str) -> None:
+        if self._on_message is None:
+            raise InternalError(f"{self._address}: receives before start")
+        if reason:
+            logger.warning(
+                "%s: dropped an answer that exceeds the limit of %s", self._address, reason
+            )
+        else:
+            self._on_message(parts)
+
+    def _check_monitor(self) -> None:
+        super()._check_monitor()
+        if not self._is_cut:
+            return
+        # Until libzmq removes the broken connection from the socket, a message would go into
+        # it and be lost silently. It is removed once libzmq retries, or no room is reported.
+        with self._lock:
+            is_removed = self._is_retrying or not multipart.events(self._socket) & _OUT
+        if is_removed:
+            self._is_cut = False
+            # Answers that came before the break are valid.
+            while not self._is_closing and self._step():
+                pass
+            if self._on_lost is not None:
+                self._on_lost()
+
+    def _on_event(self, event: int) -> None:
+        if event & _REFUSALS:
+            self._log_refusal(event)
+            self._reconnect_at = time.monotonic() + _RECONNECT_S
+            return
+        if event != zmq.EVENT_DISCONNECTED:
+            self._reconnect_at = math.inf
+        if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_retrying = event != zmq.EVENT_DISCONNECTED
+            self._is_cut = self._is_cut or not self._is_retrying
+
+    def _log_refusal(self, event: int) -> None:
+        """Log once why there is no connection."""
+        if self._has_logged_refusal:
+            return
+        # Once per channel: libzmq retries the handshake for ever.
+        self._has_logged_refusal = True
+        logger.warning(
+            "%s: %s",
+            self._address,
+            "does not know this process's key"
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            else "the handshake failed: it has another server key, or only one side has keys",
+        )
+
+    def _send(self, outgoing: Outgoing) -> bool:
+        # Cancelled while it was queued; taken off the queue as if sent.
+        if not outgoing.claim():
+            return True
+        if multipart.send(self._socket, outgoing.parts, _COPIED_BYTES):
+            return True
+        # No part has left: the message stays in the queue.
+        outgoing.unclaim()
+        return False

@@ -1,14 +1,13 @@
 """The transport over ZeroMQ: DEALER to ROUTER, by ``ipc://`` or ``tcp://``.
 
-``ZMQ_IMMEDIATE`` keeps messages out of a connection that is not there, so that "was it sent"
-has an answer. libzmq drops what a broken connection still held: nothing is sent twice behind
-our back. Its own threads answer heartbeats, so a server that computes is not taken for dead,
-and one that is stopped or cut off is noticed.
+libzmq drops what a broken connection still held, so nothing is sent twice without the client
+knowing. Its own threads answer heartbeats: a server that computes is not taken for dead, and
+one that is stopped or cut off is noticed.
 
-libzmq bounds a message part by part and holds all parts before it delivers the first: its
-high-water mark counts whole messages, and it has no bound for an unfinished one. So a peer
-can make it hold parts without end; ``Limits`` bounds what Python sees. Who cannot trust the
-network must keep strangers out of it, and a limit of memory is the process's last defence.
+libzmq bounds the bytes of each part and delivers a message only once it is whole. Its
+high-water mark counts whole messages, and an unfinished one has no bound: a hostile peer can
+make it hold parts without end. ``Limits`` bounds only what Python sees. Keys or a closed
+network keep strangers out; the process's memory limit is the last defence.
 """
 
 from __future__ import annotations
@@ -26,30 +25,28 @@ from zmq.utils import z85
 
 from persia import env
 from persia._rpc import multipart
-from persia._rpc.curve_auth import CurveAuthenticator
+from persia._rpc.curve import CurveAuthenticator, Keys
 from persia._rpc.frame import LIMITS, Limits
-from persia._rpc.keys import Keys
-from persia._rpc.zmq_endpoints import ZmqChannel, ZmqListener
+from persia._rpc.zmq_socket import ZmqChannel, ZmqListener
 from persia.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Messages per connection and direction. Bytes are bounded by the calls in flight; this
-# bounds what a peer that does not read can make us hold.
+# Messages per connection and direction. Calls in flight bound the bytes; this bounds how much
+# a peer that does not read can make this process hold.
 _HIGH_WATER_MARK = 64
 
-# The largest block by whose release glibc learns: it then keeps so much memory, and twice as
-# much at a heap's end, for the next message instead of asking the kernel for cleared pages.
-_LESSON_BYTES = (32 << 20) - (64 << 10)
+# Freeing a mapped block raises glibc's dynamic mmap threshold to its size, up to 32 MiB: blocks
+# of messages are then reused instead of being mapped, and cleared by the kernel, each time.
+_MMAP_THRESHOLD_BYTES = (32 << 20) - (64 << 10)
 
-_SILENCE_S = 8.0  # a connection silent for so long is closed
-_HEARTBEATS = 4  # are sent in that time
-_HANDSHAKE_MS = 5_000  # who connects and says nothing is cut off
+_SILENCE_S = 8.0  # a connection silent for that long is closed
+_HEARTBEATS = 4  # sent in that time
+_HANDSHAKE_MS = 5_000  # a peer that connects and stays silent is cut off
 _CONNECT_MS = 5_000
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1_000
 
-# What to do about an address that is taken.
 _IN_USE = (
     ": another job or process listens there; end it, or give this job other ports: "
     f"{env.PARAMETER_SERVERS_VARIABLE}, {env.EMBEDDING_WORKERS_VARIABLE} and "
@@ -86,14 +83,14 @@ def normalized(address: str) -> str:
 
 
 class ZmqTransport:
-    """Ends that share libzmq's threads.
+    """Channels and listeners that share libzmq's threads.
 
     Args:
-        limits: What a message may be.
-        num_io_threads: libzmq's own; one moves about a gigabyte a second.
-        silence_s: A peer that is not heard for so long is taken for gone.
-        keys: The directory of this process's keys; that of ``PERSIA_KEYS`` if not given. If
-            there is none either, nothing is encrypted and nobody is asked for a key.
+        limits: Bounds of a message.
+        num_io_threads: libzmq's own; one moves about a gigabyte per second.
+        silence_s: A peer that is silent for that many seconds is taken for gone.
+        keys: The directory of this process's keys; that of ``PERSIA_KEYS`` if not given. With
+            neither, nothing is encrypted and peers need no key.
     """
 
     def __init__(
@@ -103,49 +100,51 @@ class ZmqTransport:
         silence_s: float = _SILENCE_S,
         keys: Path | None = None,
     ) -> None:
-        np.empty(_LESSON_BYTES, np.uint8)
+        np.empty(_MMAP_THRESHOLD_BYTES, np.uint8)
         self._limits = limits
         self._silence_ms = int(silence_s * 1000)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_io_threads)
         directory = env.keys_directory() if keys is None else keys
         self._keys = None if directory is None else Keys(directory)
         self._lock = threading.Lock()  # guards the next
-        self._doorkeeper: CurveAuthenticator | None = None  # from the first listener on
-        # Those still in use; libzmq would wait for ever for one that nobody closes.
+        self._authenticator: CurveAuthenticator | None = None  # from the first listener on
+        # Context.term() blocks for ever while a socket is open: close() closes these first.
+        # Weak: an end that a client closed and dropped is not kept here.
         self._ends: weakref.WeakSet[ZmqListener | ZmqChannel] = weakref.WeakSet()
 
     def listen(self, address: str) -> ZmqListener:
         """Bind to an address; port 0 or ``*`` is one that the kernel chooses.
 
         Raises:
-            ConfigError: If the address cannot be read, or is in use, or a key is missing; if
-                other machines could reach it, there are no keys, and nobody has said that
-                this is meant.
+            ConfigError: If the address cannot be read or is in use, or a key is missing; or if
+                other machines could reach it without keys, and
+                ``PERSIA_LISTEN_WITHOUT_KEYS`` is not set.
         """
         wanted = normalized(address)
         if wanted.startswith(_IPC):
-            _check_nobody_listens(wanted)
+            _check_is_free(wanted)
         if self._keys is None and not is_local(wanted):
-            _check_strangers_are_meant(wanted)
-        doorkeeper = self._open_door()
+            _check_is_open_on_purpose(wanted)
+        authenticator = self._start_authenticator()
         socket = self._socket(zmq.ROUTER, wanted)
-        if doorkeeper is not None:
-            doorkeeper.guard(socket)
-        # A reply that nobody can take is an error to count, not to lose.
+        if authenticator is not None:
+            authenticator.protect(socket)
+        # Without this a reply to a peer that is gone is dropped silently, uncounted.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             socket.bind(wanted)
         except zmq.ZMQError as exc:
             socket.close(linger=0)
-            todo = _IN_USE if exc.errno == zmq.EADDRINUSE else ""
-            raise ConfigError(f"cannot listen at {wanted}: {exc.strerror}{todo}") from exc
+            advice = _IN_USE if exc.errno == zmq.EADDRINUSE else ""
+            raise ConfigError(f"cannot listen at {wanted}: {exc.strerror}{advice}") from exc
+        # With the port that the kernel chose.
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         listener = ZmqListener(socket, bound, self._limits)
         self._ends.add(listener)
         return listener
 
     def connect(self, address: str) -> ZmqChannel:
-        """Prepare a channel to an address; nobody needs to listen there yet.
+        """Prepare a channel to an address, where a listener may appear later.
 
         Raises:
             ConfigError: If the address cannot be read, or a key is missing.
@@ -153,16 +152,19 @@ class ZmqTransport:
         wanted = normalized(address)
         curve = {}
         if self._keys is not None:
-            own = self._keys.own()
+            secret = self._keys.client_secret()
             curve = {
-                zmq.CURVE_SERVERKEY: self._keys.to_server(),
-                zmq.CURVE_PUBLICKEY: z85.decode(zmq.curve_public(z85.encode(own))),
-                zmq.CURVE_SECRETKEY: own,
+                zmq.CURVE_SERVERKEY: self._keys.server_public(),
+                zmq.CURVE_PUBLICKEY: z85.decode(zmq.curve_public(z85.encode(secret))),
+                zmq.CURVE_SECRETKEY: secret,
             }
         socket = self._socket(zmq.DEALER, wanted)
         for option, key in curve.items():
             socket.setsockopt(option, key)
+        # Queue only to a completed connection: otherwise a message to an absent server would
+        # count as sent, and Outgoing.was_sent would mean nothing.
         socket.setsockopt(zmq.IMMEDIATE, 1)
+        # Exponential from the first to the second, per libzmq.
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
@@ -170,37 +172,43 @@ class ZmqTransport:
         self._ends.add(channel)
         return channel
 
-    def _open_door(self) -> CurveAuthenticator | None:
+    def _start_authenticator(self) -> CurveAuthenticator | None:
         with self._lock:
-            if self._doorkeeper is None and self._keys is not None:
-                self._doorkeeper = CurveAuthenticator(self._context, self._keys)
-            return self._doorkeeper
+            if self._authenticator is None and self._keys is not None:
+                self._authenticator = CurveAuthenticator(self._context, self._keys)
+            return self._authenticator
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        # The default waits for ever at close; a listener sets its own time when it closes.
         socket.setsockopt(zmq.LINGER, 0)
+        # Bounds one part, not the message; the connection of a larger one is cut.
         socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.array_bytes, 1 << 16))
+        # Before bind and connect: libzmq applies most options to later connections only.
         socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        # ZMTP heartbeats are answered by libzmq's thread, so a busy process stays connected.
         socket.setsockopt(zmq.HEARTBEAT_IVL, self._silence_ms // _HEARTBEATS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._silence_ms)
         socket.setsockopt(zmq.HEARTBEAT_TTL, self._silence_ms)
+        # A peer that never completes the handshake holds a file descriptor until then.
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        # Only where it is asked for: with it, libzmq would take a name's IPv6 address alone.
+        # Only for an IPv6 literal: with it libzmq resolves a name to its IPv6 address alone.
         socket.setsockopt(zmq.IPV6, int("://[" in address))
         return socket
 
     def close(self) -> None:
-        """Close what is still open, and end libzmq's threads once nothing lingers."""
+        """Close the open ends, and end libzmq's threads once nothing lingers."""
         for end in list(self._ends):
             if isinstance(end, ZmqListener):
                 end.close(0.0)
             else:
                 end.close()
+        # Returns when all sockets are closed and nothing lingers; wakes the authenticator.
         self._context.term()
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
-        multipart.release()  # what the sockets gave back as they closed
+        if self._authenticator is not None:
+            self._authenticator.close()
+        multipart.release()  # arrays that the sockets returned as they closed
 
 
 def is_local(address: str) -> bool:
@@ -211,32 +219,34 @@ def is_local(address: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
+        # A name is not resolved: it could mean another address when libzmq resolves it.
         return host == "localhost"
 
 
-def _check_strangers_are_meant(address: str) -> None:
-    """Refuse to let every machine in unless somebody has asked for that."""
+def _check_is_open_on_purpose(address: str) -> None:
+    """Refuse an address that every machine can reach, unless the user allows it."""
     if not env.may_listen_without_keys():
         raise ConfigError(
-            f"cannot listen at {address}: other machines can reach it, and nobody would be "
-            f"asked for a key. Set PERSIA_KEYS to a directory that `persia-launcher keys` "
-            f"made; or, on a network that no stranger can enter, PERSIA_LISTEN_WITHOUT_KEYS=1"
+            f"cannot listen at {address}: other machines can reach it, and peers would need no "
+            f"key. Set PERSIA_KEYS to a directory that `persia-launcher keys` made; or, on a "
+            f"network that no stranger can enter, PERSIA_LISTEN_WITHOUT_KEYS=1"
         )
     logger.warning(
-        "listens at %s without keys: whoever can reach it can do everything, and nothing is "
-        "encrypted; PERSIA_LISTEN_WITHOUT_KEYS says that this is meant",
+        "listens at %s without keys: every process that can reach it has full control, and "
+        "nothing is encrypted; PERSIA_LISTEN_WITHOUT_KEYS allows this",
         address,
     )
 
 
-def _check_nobody_listens(address: str) -> None:
-    """Refuse a path that is in use: libzmq would take it over without a word."""
+def _check_is_free(address: str) -> None:
+    """Refuse a path that is in use: libzmq would take it over silently."""
     path = address[len(_IPC) :]
+    # The abstract namespace of Linux, which libzmq writes with an @.
     name = "\0" + path[1:] if path.startswith("@") else path
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(name)
         except OSError:
-            return  # nobody is there, or the bind that follows says what is wrong
-    raise ConfigError(f"cannot listen at {address}: another process does")
+            return  # free, or the bind that follows reports what is wrong
+    raise ConfigError(f"cannot listen at {address}: another process listens there")

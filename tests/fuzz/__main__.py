@@ -119,7 +119,7 @@ def main() -> None:
             try:
                 target.send(data)
             except fuzzed.Unmeant as finding:
-                # Answered, but by chance: told once for each place, and the run goes on.
+                # Answered, but by chance: reported once for each place, and the run goes on.
                 if finding.where not in known:
                     known.add(finding.where)
                     line = base64.b64encode(data).decode()

@@ -23,7 +23,7 @@ from persia._rpc.client import Client
 from persia._rpc.frame import Call, Failure, Part, decode, encode
 from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.methods import Method, Role, embedding_worker, nn_worker, parameter_server
-from persia._rpc.server import ServerSettings, serve
+from persia._rpc.server import ServerLimits, serve
 from persia._rpc.transport import Outgoing, Parts
 from persia._training import receiver
 from tests.benchmarks.memory import resident
@@ -82,7 +82,7 @@ class _Peer:
     """A stranger's connection to one server, and a client of the same that is well."""
 
     def __init__(self, transport: MemoryTransport, role: Role, service: Any) -> None:
-        settings = ServerSettings(num_threads=2)
+        settings = ServerLimits(num_threads=2)
         self.server = serve(transport, role.name, role, service, settings=settings)
         self.client = Client(transport, role.name, role, timeout_s=PATIENCE_S)
         self.channel = transport.connect(role.name)
@@ -118,7 +118,7 @@ class _Peer:
 
 
 class Target:
-    """A server of each role, with what a job would have told it."""
+    """A server of each role, configured as by a job."""
 
     def __init__(self) -> None:
         self._transport = MemoryTransport()
@@ -149,9 +149,9 @@ class Target:
         peer = self._peers[number % len(self._peers)]
         answer = peer.ask(parts)
         if answer is not None:
-            told = decode(answer)
-            if isinstance(told, Failure) and told.body[0] in ("RemoteError", "InternalError"):
-                raise Unmeant(told.body)
+            reply = decode(answer)
+            if isinstance(reply, Failure) and reply.body[0] in ("RemoteError", "InternalError"):
+                raise Unmeant(reply.body)
         if self.num_sent % 64 == 0:
             self.check()
 

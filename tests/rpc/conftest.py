@@ -9,7 +9,7 @@ import pytest
 
 from tests.rpc.support import TRANSPORTS, Wire
 
-# Whoever waits for a deadline does so over one of them in the fast tier.
+# A test that waits for a deadline does so over one of them in the fast tier.
 WAITING = pytest.mark.parametrize(
     "wire",
     [

@@ -16,12 +16,12 @@ _CHUNK = 1 << 16
 
 
 class TcpProxy:
-    """Passes bytes on, until it is told to hold them back or to cut connections.
+    """Passes bytes on, until it is set to hold them back or to cut connections.
 
     Args:
         upstream: A server's address, ``tcp://host:port``.
-        cut_after: A connection is cut once it has passed so many bytes, either way; the next
-            one takes the next number. None passes everything.
+        cut_after: A connection is cut once it has passed this number of bytes, either way; the
+            next one takes the next number. None passes everything.
     """
 
     def __init__(self, upstream: str, cut_after: tuple[int | None, ...] = (None,)) -> None:

@@ -15,10 +15,12 @@ import zmq
 
 from persia import errors
 from persia._core.ids.feature_batch import FeatureBatch
+from persia._rpc.client import Client
 from persia._rpc.frame import PROTOCOL, Call, Failure, Message, Part, Reply, decode, encode
 from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.messages import TableSigns
 from persia._rpc.methods import role_of
+from persia._rpc.server import Server, ServerLimits, serve
 from persia._rpc.transport import Transport
 from persia._rpc.zmq_transport import ZmqTransport
 
@@ -104,11 +106,11 @@ class ToyService:
             self.calls.append(("hold", number))
         self.holding.release()
         if not self.permits.acquire(timeout=PATIENCE_S):
-            raise TimeoutError("nobody gave a permit")
+            raise TimeoutError("no permit came")
         return number
 
     def await_held(self, count: int = 1) -> None:
-        """Wait until so many more calls wait for a permit."""
+        """Wait until this number of further calls waits for a permit."""
         for _ in range(count):
             assert self.holding.acquire(timeout=PATIENCE_S)
 
@@ -152,8 +154,42 @@ def same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
+@contextlib.contextmanager
+def make_client(wire: Wire, server: Server | str, **options: Any) -> Iterator[Client]:
+    address = server if isinstance(server, str) else server.address
+    client = Client(
+        wire.transport, address, TOY, **({"timeout_s": PATIENCE_S, "replica": 0} | options)
+    )
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def toy_server(
+    wire: Wire, address: str | None = None, **settings: int
+) -> Iterator[tuple[Server, ToyService]]:
+    service = ToyService()
+    options = {"settings": ServerLimits(**settings)}
+    server = serve(wire.transport, address or wire.address(), TOY, service, **options)
+    try:
+        yield server, service
+    finally:
+        service.permits.release(1000)
+        server.stop()
+
+
+@contextlib.contextmanager
+def toy(wire: Wire) -> Iterator[tuple[Client, ToyService]]:
+    """A client that has met its server, and what serves it."""
+    with toy_server(wire) as (server, service), make_client(wire, server) as client:
+        client.hello()
+        yield client, service
+
+
 class RawPeer:
-    """A DEALER without our client: sends what it is told."""
+    """A DEALER without our client: sends the given parts."""
 
     def __init__(self, address: str, **options: int) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from persia._rpc import deadlines
 from persia._rpc.deadlines import Retry, caller_deadline, within
 
 
@@ -29,7 +28,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.pauses, self.is_set = 0.0, list[float](), False
-        monkeypatch.setattr(deadlines.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr("persia._rpc.deadlines.time.monotonic", lambda: self.now)
 
     def wait(self, pause_s: float) -> bool:
         self.now += pause_s

@@ -1,17 +1,18 @@
-"""The layout of one message: golden bytes, round trips, and whatever is not a message."""
+"""The layout of one message: golden bytes, round trips, and bytes that are no message."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from persia._rpc.dtypes import DTYPES
 from persia._rpc.frame import (
-    DTYPES,
     PROTOCOL,
     Call,
     Failure,
@@ -215,3 +216,19 @@ def test_what_msgpack_cannot_carry_is_refused_by_the_writer(body: Any) -> None:
 def test_other_dtypes_are_refused_by_the_writer(dtype: str) -> None:
     with pytest.raises(ProtocolError, match="cannot be sent"):
         encode(Reply(1, 1, None, (np.zeros(1, dtype),)))
+
+
+def test_the_number_is_in_the_header_if_it_is_known() -> None:
+    for call in (Call(1, "add", 5, [1]), Call(1, "add", 5, [1], (), 7)):
+        assert decode(encode(call)) == call
+    headers = [msgpack.unpackb(encode(Call(1, "add", 5, [1], (), r))[1]) for r in (None, 0)]
+    assert headers[1] == headers[0] | {"r": 0}
+    assert "r" not in headers[0]
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 32, True, "0", 1.0])
+def test_a_number_that_is_none_is_refused(number: object) -> None:
+    parts = encode(Call(1, "add", 5, [1]))
+    bad = Call(1, "add", 5, [1], (), number)  # type: ignore[arg-type]
+    with pytest.raises(UnreadableFrame, match="r: expected an integer in 0"):
+        decode([parts[0], encode(bad)[1]])

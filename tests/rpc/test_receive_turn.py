@@ -1,4 +1,4 @@
-"""Calls in flight, and whose turn it is to receive what comes back."""
+"""Calls in flight on one channel, and the caller that receives their answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import pytest
 from persia._rpc.client import Client
 from persia.errors import DataTypeError, ServiceTimeout, ServiceUnavailable
 from tests.rpc.conftest import WAITING
-from tests.rpc.support import PATIENCE_S, Wire
-from tests.rpc.toys import make_client, toy
+from tests.rpc.support import PATIENCE_S, Wire, make_client, toy
 
 
 def test_one_thread_has_many_calls_in_flight(wire: Wire) -> None:
@@ -31,7 +30,7 @@ def test_one_thread_has_many_calls_in_flight(wire: Wire) -> None:
             )
         service.permits.release()
         assert held.result() == 7
-        assert not client._attempts
+        assert not client._pending
 
 
 def test_a_call_that_is_cancelled_leaves_nothing_behind(wire: Wire) -> None:
@@ -39,7 +38,7 @@ def test_a_call_that_is_cancelled_leaves_nothing_behind(wire: Wire) -> None:
         held = client.begin("hold", 1)
         service.await_held()
         held.cancel()
-        assert not client._attempts
+        assert not client._pending
         service.permits.release()
         assert client.call("fill", 2).signs.tolist() == [0, 1]
 
@@ -53,7 +52,7 @@ def test_what_cannot_be_begun_says_so_at_once_or_at_the_result(wire: Wire) -> No
         client.close()
         with pytest.raises(ServiceUnavailable, match="the client was closed"):
             client.begin("fill", 3).result()
-        assert not client._attempts
+        assert not client._pending
 
 
 def test_a_caller_who_waits_longer_receives_for_the_others(wire: Wire) -> None:
@@ -153,7 +152,7 @@ def test_the_own_thread_sleeps_while_a_caller_receives_for_long(zmq_wire: Wire) 
         assert num_waits(client) - before < 8
         service.permits.release()
         assert held.result(PATIENCE_S) == 7
-        # And nobody's answer waits for it afterwards.
+        # No answer waits for it afterwards.
         assert client.call("add", 1) == 1
 
 

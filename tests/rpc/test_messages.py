@@ -1,6 +1,6 @@
 """Bytes of each message of a realistic batch, as the encoder writes them.
 
-What is allowed is the payload of the arrays, 5 % and 4 KiB; N ids, D distinct ones, F features,
+The bound is the payload of the arrays, 5 % and 4 KiB; N ids, D distinct ones, F features,
 B samples, values of w bytes.
 """
 
@@ -130,12 +130,12 @@ def test_the_other_hops(recorders: list[Any], dtype: Any) -> None:
     check(called(role, "update", update), DIM * np.dtype(dtype).itemsize * B * F)
     assert answered(role, "update", worker.update(update)) <= 4096
     for recorder in recorders:
-        ((request, asked, told),) = recorder.seen["lookup"]
+        ((request, asked, answered_),) = recorder.seen["lookup"]
         num_signs = sum(len(table.signs) for table in request.tables)
         check(asked, SIGN * num_signs)
-        check(told, (DIM * 4 + HINT) * num_signs)
-        ((request, asked, told),) = recorder.seen["update"]
+        check(answered_, (DIM * 4 + HINT) * num_signs)
+        ((request, asked, answered_),) = recorder.seen["update"]
         assert sum(len(table.signs) for table in request.tables) == num_signs
         check(asked, (SIGN + HINT + DIM * 4) * num_signs)
-        assert told <= 4096
+        assert answered_ <= 4096
     worker.close()

@@ -20,18 +20,17 @@ import zmq
 from click.testing import CliRunner
 from zmq.utils import z85
 
-from persia._rpc import zmq_endpoints, zmq_transport
+from persia._rpc import zmq_socket, zmq_transport
 from persia._rpc.client import Client
+from persia._rpc.curve import Keys, make_keys
 from persia._rpc.frame import Call, Failure, Reply, encode
-from persia._rpc.keys import Keys, make_keys
 from persia._rpc.messages import TableSigns
 from persia._rpc.methods import embedding_worker, nn_worker, parameter_server, role_of
 from persia._rpc.server import Server, serve
 from persia._rpc.zmq_transport import ZmqTransport, is_local
 from persia.errors import ConfigError, NotAllowed, ServiceUnavailable
 from persia.launcher import cli
-from tests.rpc.support import PATIENCE_S, Wire, raw_peer
-from tests.rpc.toys import toy_server
+from tests.rpc.support import PATIENCE_S, Wire, raw_peer, toy_server
 from tests.support.waiting import until
 
 
@@ -184,7 +183,7 @@ def test_strangers_are_counted_and_dropped(
     (unknown / "data.secret").write_bytes((other / "data.secret").read_bytes())
     with serving(keys, "tcp://127.0.0.1:0") as server, connected(keys, server) as client:
         assert client.call("get_embedding_size") == 7
-        # Cut off as well, though libzmq does not tell of who speaks no ZeroMQ at all.
+        # Cut off as well, though libzmq does not report a peer that speaks no ZeroMQ at all.
         assert b"PERSIA" not in http(server)
         for place in (None, other, unknown):
             before = num_strangers(server)
@@ -197,9 +196,9 @@ def test_strangers_are_counted_and_dropped(
         assert server.stats().get("calls", 0) == 1
         assert client.call("get_embedding_size") == 7
         assert client.stats().get("lost", 0) == 0
-    told = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert sum("no key that is known here" in one for one in told) == 1
-    assert any("does not know this process's key" in one for one in told)
+    lines = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert sum("no key that is known here" in one for one in lines) == 1
+    assert any("does not know this process's key" in one for one in lines)
 
 
 def test_who_says_nothing_is_cut_off_and_delays_nobody(
@@ -225,7 +224,7 @@ def test_who_says_nothing_is_cut_off_and_delays_nobody(
 def test_keys_come_and_go_while_a_server_runs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who is let in is read at each handshake; while that fails, nobody is, and it heals."""
+    """The users are read at each handshake; while that fails, no peer is admitted."""
     place, own = tmp_path / "keys", tmp_path / "own"
     make_keys(place)
     with serving(place, "tcp://127.0.0.1:0") as server:
@@ -244,16 +243,16 @@ def test_keys_come_and_go_while_a_server_runs(
         (place / "odd.public").unlink()
         with connected(place, server) as known:
             assert known.call("get_embedding_size") == 7
-    told = [text for text in caplog.messages if text.startswith("may connect")]
+    lines = [text for text in caplog.messages if text.startswith("users that may connect")]
     users = "control, data"
-    assert [text.partition(": ")[2] for text in told[:2]] == [f"{users}, late", users]
-    assert f"nobody: {place}/odd.public: expected a key" in told[2]
+    assert [text.partition(": ")[2] for text in lines[:2]] == [f"{users}, late", users]
+    assert f"none: {place}/odd.public: expected a key" in lines[2]
 
 
 def test_a_folder_that_cannot_be_read_ends_no_server(
     keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where strangers hold all file descriptors: nobody is let in until it can be."""
+    """As where strangers hold all file descriptors: no peer is admitted meanwhile."""
     is_full = threading.Event()
     iterdir = Path.iterdir
 
@@ -270,7 +269,7 @@ def test_a_folder_that_cannot_be_read_ends_no_server(
             with connected(keys, server, 0.3) as late, pytest.raises(ServiceUnavailable):
                 late.hello()
             assert client.call("get_embedding_size") == 7
-        assert "nobody: PERSIA_KEYS: cannot read the folder" in caplog.text
+        assert "none: PERSIA_KEYS: cannot read the folder" in caplog.text
         is_full.clear()
         with connected(keys, server) as late:
             assert late.call("get_embedding_size") == 7
@@ -304,8 +303,8 @@ def test_who_met_the_wrong_server_finds_the_right_one(
     keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client_has_keys: bool
 ) -> None:
     """libzmq gives an address up where the two ends have other mechanisms."""
-    monkeypatch.setattr(zmq_endpoints, "_ANEW_S", 0.05)
-    monkeypatch.setattr(zmq_endpoints, "LOOK_S", 0.05)
+    monkeypatch.setattr(zmq_socket, "_RECONNECT_S", 0.05)
+    monkeypatch.setattr(zmq_socket, "_POLL_S", 0.05)
     own, other = (keys, None) if client_has_keys else (None, keys)
     address = f"ipc://{tmp_path}/a"
     with serving(other, address) as wrong, connected(own, wrong) as client:
@@ -317,7 +316,7 @@ def test_who_met_the_wrong_server_finds_the_right_one(
 
 
 def test_what_a_peer_says_of_itself_ends_no_server() -> None:
-    """A user is what the doorkeeper says; without keys a peer may send one that is no text."""
+    """The authenticator names a user; without keys a peer may send one that is no text."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\0" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x05READY"
     for name, value in ((b"Socket-Type", b"DEALER"), (b"User-Id", b"\xff")):
@@ -330,24 +329,24 @@ def test_what_a_peer_says_of_itself_ends_no_server() -> None:
         ):
             peer.sendall(greeting)
             assert len(came.read(64)) == 64
-            # As any peer: whoever sends a message before this word is a stranger to libzmq.
+            # As any peer: a peer that sends a message before this is a stranger to libzmq.
             assert came.read(1) == b"\x04"
             assert came.read(came.read(1)[0]).startswith(b"\x05READY")
             peer.sendall(bytes([4, len(ready)]) + ready + b"\0\x01x")
-            until(lambda: "bad.parts" in server.stats(), told=lambda: str(server.stats()))
+            until(lambda: "bad.parts" in server.stats(), details=lambda: str(server.stats()))
         assert server.is_alive
         with connected(None, server) as client:
             assert client.call("get_embedding_size") == 7
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_whose_doorkeeper_has_failed_lets_nobody_in(
+def test_a_server_whose_authenticator_has_failed_refuses_every_peer(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """libzmq would: a server that cannot ask and has no domain takes every key."""
     failed: list[BaseException | None] = []
-    monkeypatch.setattr(threading, "excepthook", lambda told: failed.append(told.exc_value))
-    monkeypatch.setattr("persia._rpc.curve_auth._REFUSED", None)
+    monkeypatch.setattr(threading, "excepthook", lambda args: failed.append(args.exc_value))
+    monkeypatch.setattr("persia._rpc.curve._REFUSED", None)
     with serving(keys, "tcp://127.0.0.1:0") as server:
         with connected(keys, server) as client:
             assert client.call("get_embedding_size") == 7
@@ -435,7 +434,7 @@ def test_the_command_makes_keys_for_their_owner_only(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in place.iterdir()}
     again = CliRunner().invoke(cli, ["keys", str(place)])
     assert again.exit_code == 1
-    assert "there is a key already" in again.output
+    assert "the key exists already" in again.output
     assert {path: path.read_bytes() for path in place.iterdir()} == before
     more = CliRunner().invoke(cli, ["keys", str(place), "--name", "loader-7"])
     assert more.exit_code == 0
@@ -453,20 +452,20 @@ def test_a_file_that_is_missing_or_no_key_is_named(keys: Path, tmp_path: Path) -
     ):
         transport.listen("tcp://127.0.0.1:0")
     with pytest.raises(ConfigError, match=r"one other secret key.*found none"):
-        Keys(place).own()
-    with pytest.raises(ConfigError, match="of those who may connect"):
+        Keys(place).client_secret()
+    with pytest.raises(ConfigError, match="s public key in"):
         Keys(place).users()
     for name in ("a", "b"):
         (place / f"{name}.secret").write_bytes((keys / "data.secret").read_bytes())
         (place / f"{name}.public").write_bytes((keys / "data.public").read_bytes())
     with pytest.raises(ConfigError, match="found a, b"):
-        Keys(place).own()
+        Keys(place).client_secret()
     with pytest.raises(ConfigError, match=r"b\.public.*it is a's"):
         Keys(place).users()
     for text in ("", "x" * 35, '"' * 40, "é", z85.encode(bytes(16)).decode()):
         (place / "server.public").write_text(text)
         with pytest.raises(ConfigError, match=r"server\.public: expected a key of"):
-            Keys(place).to_server()
+            Keys(place).server_public()
 
 
 def test_the_environment_names_the_keys(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +501,7 @@ def test_who_sends_much_leaves_room_for_others(tmp_path: Path) -> None:
         for number in range(4, 9):
             answer = flood.answer(number)
             assert isinstance(answer, Failure)
-            assert "bytes of this peer are waiting" in answer.body[1]
+            assert "bytes of this peer are queued" in answer.body[1]
         big = np.zeros(2_500, np.uint64)  # more than a share, but alone
         other.send(encode(Call(1, "echo", 20_000, [[[0, 0]]], (big,))))
         other.settle()

@@ -1,4 +1,4 @@
-"""Every exception of persia.errors crosses, and comes out as what it was."""
+"""Every exception of persia.errors crosses the wire and keeps its class and text."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from persia.errors import (
     ServiceError,
     ServiceUnavailable,
 )
-from tests.rpc.support import TOY, ToyService, Wire
-from tests.rpc.toys import make_client
+from tests.rpc.support import TOY, ToyService, Wire, make_client
 
 CLASSES = [
     cls
@@ -67,7 +66,7 @@ def test_every_class_is_raised_again_by_a_call(cls: type[PersiaError], tmp_path:
 
 def test_a_place_further_on_is_kept() -> None:
     far = ServiceUnavailable(
-        "nobody there", role="embedding-parameter-server", replica=2, address="b", method="m"
+        "no peer there", role="embedding-parameter-server", replica=2, address="b", method="m"
     )
     error = crossed(far)
     assert isinstance(error, ServiceUnavailable)
@@ -90,7 +89,7 @@ def test_exceptions_from_elsewhere_are_remote_errors() -> None:
     assert type(error) is RemoteError
     assert "KeyError: 'a key'" in str(error)
     assert "embedding-worker 1 at tcp://a:1 failed in lookup" in str(error)
-    assert "test_failures.py" in str(error.__cause__)
+    assert "test_error_codec.py" in str(error.__cause__)
 
 
 def test_a_class_derived_elsewhere_comes_out_as_its_base() -> None:

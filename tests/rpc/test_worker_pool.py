@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from persia._cluster.process import _LateWorker
 from persia._rpc import worker_pool as workers_module
 from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.messages import LookupResult
@@ -79,7 +78,7 @@ def test_w69_a_dead_worker_costs_its_time_once(
             handle = job.workers.register(features({"sum": [[1]]}, number))
             job.workers.release(handle)
     assert len(caplog.messages) == 1
-    assert "another embedding-worker is asked" in caplog.messages[0]
+    assert "another embedding-worker is tried" in caplog.messages[0]
     assert time.monotonic() - begin < 20 * TRY_S
     assert job.workers.get_embedding_size() == [0]
     assert [stats["rows"] for stats in job.workers.server_stats()] == [0]
@@ -170,19 +169,18 @@ def test_a_worker_that_waits_for_its_servers_is_asked_why(
     monkeypatch.setattr(workers_module, "_LINE_S", 0.2)
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "1")
     transport = MemoryTransport()
-    late = _LateWorker()
-    late.wait_for("no embedding-parameter-server answers: no connection to tcp://10.0.0.7:8888")
-    server = Server(transport, "worker", embedding_worker(), late)
+    why = "no embedding-parameter-server answers: no connection to tcp://10.0.0.7:8888"
+    server = Server(transport, "worker", embedding_worker(), None, ready=lambda: why)
     server.start()
     workers = EmbeddingWorkers(
         transport, lambda _: [RemoteEmbeddingWorker.connect(transport, "worker")]
     )
 
-    def tell(record: logging.LogRecord) -> bool:
+    def stop_server(record: logging.LogRecord) -> bool:
         server.stop(0.0)  # as it does when it has waited long enough
         return True
 
-    logging.getLogger(workers_module.__name__).addFilter(tell)
+    logging.getLogger(workers_module.__name__).addFilter(stop_server)
     try:
         said = "no connection to tcp://10.0.0.7:8888; and it has gone since; waited 1 s$"
         with pytest.raises(ServiceUnavailable, match=said) as raised:
@@ -191,6 +189,6 @@ def test_a_worker_that_waits_for_its_servers_is_asked_why(
         assert caplog.messages[0].startswith("waiting: embedding-worker 0 at worker: ")
         assert caplog.messages[0].endswith("no connection to tcp://10.0.0.7:8888")
     finally:
-        logging.getLogger(workers_module.__name__).removeFilter(tell)
+        logging.getLogger(workers_module.__name__).removeFilter(stop_server)
         workers.close()
         server.stop(0.0)

@@ -1,7 +1,7 @@
 """Wires that drop, repeat, delay and cut, and servers that are stopped and killed.
 
 In each case updates are applied once, and a call ends within its deadline: with its result or
-with an error of its type.
+with a typed error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import ServiceError, ServiceTimeout, ServiceUnavailable
 from tests.rpc.proxies import MessageProxy, TcpProxy
 from tests.rpc.server_process import __name__ as SERVER_MODULE
-from tests.rpc.support import PATIENCE_S, TOY, Wire
-from tests.rpc.toys import make_client, toy_server
+from tests.rpc.support import PATIENCE_S, TOY, Wire, make_client, toy_server
 from tests.support.services import SCHEMA, make_servers, sign
 
 SLOT = SCHEMA.slots["sum"]
@@ -125,12 +124,12 @@ def test_what_may_not_be_repeated_ends_with_the_connection(tcp_wire: Wire) -> No
             held = pool.submit(client.call, "hold", 1)
             service.await_held()
             proxy.close()
-            with pytest.raises(ServiceUnavailable, match="whether it was executed"):
+            with pytest.raises(ServiceUnavailable, match="may or may not have been"):
                 held.result(PATIENCE_S)
 
 
 def test_a_wire_that_delays(tcp_wire: Wire) -> None:
-    """Longer than the call has: a timeout. Afterwards what was late harms nobody."""
+    """Longer than the call has: a timeout. Afterwards a late message does no harm."""
     with toy_server(tcp_wire) as (server, _):
         proxy = TcpProxy(server.address)
         with make_client(tcp_wire, proxy.address) as client:
@@ -144,7 +143,7 @@ def test_a_wire_that_delays(tcp_wire: Wire) -> None:
 
 
 def test_a_client_behind_a_dead_wire_is_given_up_and_others_are_served() -> None:
-    """Half open: the server learns by silence alone that nobody is there."""
+    """Half open: the server learns by silence alone that the client is gone."""
     quick = ZmqTransport(silence_s=SILENCE_S)
     wire = Wire("tcp", Path())
     wire.transport.close()
@@ -158,7 +157,7 @@ def test_a_client_behind_a_dead_wire_is_given_up_and_others_are_served() -> None
             service.await_held(len(held))
             proxy.hold()
             assert proxy.server_has_closed(PATIENCE_S)
-            # Their answers have no taker. libzmq closes a connection a moment before it tells
+            # Their answers have no taker. libzmq closes a connection a moment before it reports
             # the socket, and what is sent in between it drops without a word: hence two.
             for _ in held:
                 service.permits.release()

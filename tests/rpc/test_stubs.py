@@ -1,4 +1,4 @@
-"""One suite for every transport: both Protocols give the plain object's bits through it."""
+"""Both Protocols through a stub give the same bits as the plain object, on every transport."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def ask_worker(worker: EmbeddingWorker) -> list[Any]:
         outcome(lambda: worker.register_optimizer(ADAM)),
         outcome(worker.ready_for_serving),
         outcome(lambda: worker.tables_at_rate(None)),
-        outcome(lambda: worker.tables_at_rate("nobody")),
+        outcome(lambda: worker.tables_at_rate("unknown")),
     ]
     batches: list[dict[str, Samples]] = [BATCH, SINGLE, {"sum": []}, BATCH]
     for number, batch in enumerate(batches):
@@ -148,7 +148,7 @@ def ask_worker(worker: EmbeddingWorker) -> list[Any]:
     found += [
         without_ref(worker.lookup_direct(evaluated)),
         worker.lookup_direct(evaluated).ref,
-        outcome(lambda: worker.lookup_direct(features({"nobody": [[1]]}))),
+        outcome(lambda: worker.lookup_direct(features({"unknown": [[1]]}))),
         outcome(worker.get_embedding_size),
     ]
     direct = worker.lookup_direct(features(BATCH, 10))
@@ -246,6 +246,6 @@ def test_data_errors_keep_their_text(wire: Wire) -> None:
     with (
         contextlib.closing(make_worker(list(make_servers(1)))) as worker,
         remote_worker(wire, worker) as remote,
-        pytest.raises(DataError, match="nobody"),
+        pytest.raises(DataError, match="unknown"),
     ):
-        remote.register(features({"nobody": [[1]]}))
+        remote.register(features({"unknown": [[1]]}))

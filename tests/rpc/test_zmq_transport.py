@@ -1,0 +1,79 @@
+"""Addresses that are taken or unreadable, and what closing releases."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia._rpc.client import Client
+from persia._rpc.messages import TableSigns
+from persia._rpc.server import Server
+from persia.errors import (
+    ConfigError,
+    ServiceUnavailable,
+)
+from tests.rpc.support import TOY, ToyService, Wire, make_client, toy_server
+
+
+def test_addresses_in_use_are_refused(wire: Wire) -> None:
+    with toy_server(wire) as (server, _):
+        with pytest.raises(ConfigError, match=r"in use|another process listens there"):
+            Server(wire.transport, server.address, TOY, ToyService())
+        with make_client(wire, server) as client:
+            assert client.call("add", 1) == 1
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "nowhere", "udp://a:1", "tcp://a", "tcp://:1", "a:b", "a:65536", "ipc://" + "x" * 108],
+)
+def test_addresses_that_cannot_be_read(zmq_wire: Wire, address: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected"):
+        zmq_wire.transport.connect(address)
+    with pytest.raises(ConfigError, match=r"expected"):
+        zmq_wire.transport.listen(address)
+
+
+def test_an_address_that_is_not_here(zmq_wire: Wire) -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen at tcp://192\.0\.2\.1:0"):
+        zmq_wire.transport.listen("192.0.2.1:0")
+    with pytest.raises(ConfigError, match="cannot listen at ipc:///nowhere"):
+        zmq_wire.transport.listen("ipc:///nowhere/at/all")
+
+
+def test_an_address_that_is_taken(tcp_wire: Wire) -> None:
+    listener = tcp_wire.transport.listen("127.0.0.1:0")
+    with pytest.raises(ConfigError, match="another job or process listens there") as caught:
+        tcp_wire.transport.listen(listener.address)
+    assert "PERSIA_EMBEDDING_WORKERS" in str(caught.value)
+
+
+def test_fifty_starts_and_stops_leave_no_thread_and_no_socket(tmp_path: Path) -> None:
+    def cycle(number: int) -> None:
+        wire = Wire("ipc" if number % 2 else "tcp", tmp_path)
+        with toy_server(wire, f"ipc://{tmp_path}/one" if number % 2 else None) as (server, _):
+            with make_client(wire, server) as client:
+                # Large enough to be sent without a copy, which starts pyzmq's collector.
+                assert len(client.call("echo", [TableSigns(0, np.zeros(1 << 16, "u8"))])) == 1
+            lost = Client(wire.transport, f"ipc://{tmp_path}/free", TOY, timeout_s=0.0)
+            with pytest.raises(ServiceUnavailable):
+                lost.call("add", 1)
+            lost.close()
+        wire.transport.close()
+
+    def left() -> tuple[set[str], int]:
+        gc.collect()
+        descriptors = Path("/proc/self/fd")
+        num_open = len(list(descriptors.iterdir())) if descriptors.exists() else 0
+        return {thread.name for thread in threading.enumerate()}, num_open
+
+    for number in range(2):
+        cycle(number)
+    before = left()
+    for number in range(50):
+        cycle(number)
+    assert left() == before
