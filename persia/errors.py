@@ -28,6 +28,9 @@ would reach for.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class PersiaError(RuntimeError):
     """Root of everything PERSIA raises on purpose."""
@@ -81,11 +84,11 @@ class ServiceError(PersiaError):
 
 
 class ServiceUnavailable(ServiceError, ConnectionError):
-    """Nobody answers at the address."""
+    """No process answers at the address."""
 
 
 class ServiceTimeout(ServiceError, TimeoutError):
-    """A deadline passed; the message says whom it waited for, and how long."""
+    """A deadline passed; the message names the peer, and how long it waited."""
 
 
 class ServiceBusy(ServiceError):
@@ -105,13 +108,13 @@ class UnknownRef(ServiceError, LookupError):
 
 
 class UnknownStream(ServiceError, LookupError):
-    """The nn-worker has no such stream: it was started anew, or another loader took over."""
+    """The nn-worker has no such stream: it was restarted, or another loader took over."""
 
 
 class JobFinished(ServiceError):
-    """The job has ended, so that what was asked for is needed by nobody.
+    """The job has ended, and with it the need for what was asked.
 
-    ``status`` is its exit status, where whoever raises this knows it.
+    ``status`` is its exit status, where it is known.
     """
 
     status: int | None = None
@@ -131,3 +134,15 @@ class CheckpointError(PersiaError, OSError):
 
 class InternalError(PersiaError):
     """A broken invariant inside PERSIA: please report it, with the numbers in the message."""
+
+
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``", did you mean 'x'?"`` for the known name nearest to ``name``, or ``""``.
+
+    Args:
+        name: What was written.
+        names: What could be meant.
+        cutoff: Least similarity, from 0 to 1; more for names that all begin alike.
+    """
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
+    return f", did you mean {found[0]!r}?" if found else ""

@@ -1,8 +1,8 @@
-"""Memory that files are read into and written from, over and over.
+"""Memory that files are read into and written from, reused.
 
-New memory is cleared by the system page by page, which takes as long as a copy; a disk reads
-past the page cache only into memory that begins with a block. So pieces of it begin with one,
-and go back to where they were taken from once no array has a part of them any more.
+The system clears new memory page by page, which takes as long as a copy, and O_DIRECT needs
+memory that is aligned to a block. So buffers are aligned, and return to the pool with the last
+array that is a view of them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from numpy.typing import NDArray
 
 from persia.errors import CheckpointError
 
-# Of a disk that is written and read past the page cache: addresses, offsets and lengths are
-# multiples of it.
+# Addresses, offsets and lengths of O_DIRECT are multiples of it.
 BLOCK_BYTES = 4096
 # Pages of this size spare most misses of the TLB.
 _HUGE_BYTES = 2 << 20
 
 
 class BufferPool:
-    """Gives out memory; any thread may ask. What nobody asks for again is let go of with it."""
+    """Gives out buffers and keeps those that return; thread-safe."""
 
     def __init__(self) -> None:
         self._free: deque[mmap.mmap] = deque()
@@ -34,8 +33,8 @@ class BufferPool:
         """Return uninitialised bytes that begin with a block."""
         held = self._find(num_bytes)
         whole = np.frombuffer(held, np.uint8)
-        # The views of an array have it as their base: it ends with the last of them. Appending
-        # to a deque takes no lock, so that any thread may end one at any time.
+        # Views keep ``whole`` alive as their base. The finalizer may run in any thread at any
+        # time, even inside ``_find``: deque.append takes no lock.
         end = weakref.finalize(whole, self._free.append, held)
         end.atexit = False
         return whole[:num_bytes]
@@ -48,7 +47,7 @@ class BufferPool:
                 break
             if num_bytes <= len(held) <= 2 * max(num_bytes, _HUGE_BYTES):
                 return held
-            # Of another size than what is asked for now: a new piece takes its place.
+            # Of another size than is needed now: it is unmapped, and a new one replaces it.
         size = max(-(-num_bytes // _HUGE_BYTES), 1) * _HUGE_BYTES
         try:
             held = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

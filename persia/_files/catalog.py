@@ -10,25 +10,31 @@
 A checkpoint comes with its own id, so it overwrites nothing: the one before loads until the new
 one is there, and after. It begins to exist with one rename, of its manifest, and ends to exist
 when the manifest is unlinked, before its files are. So at any moment every manifest has its
-files, and files without a manifest are nobody's.
+files; files without a manifest belong to no checkpoint.
 
 The number in an id grows: of two checkpoints in a folder the one with the larger number is the
-later one, whatever the clock said.
+later one, even if the clock was set back. Rows that servers write by themselves as training
+goes on are in catalogs of their own, ``<folder>/s0``, ``<folder>/s1``.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from persia._files.manifest import ID, MAX_MANIFEST_BYTES, Manifest, number_of
-from persia._files.storage import Storage, open_storage
+from persia._files.open import open_storage
+from persia._files.storage import Storage
 from persia.errors import CheckpointError, ConfigError
 from persia.logger import get_logger
 
 Place = Storage | str | os.PathLike[str]
 
+# A server's own catalog below the job's folder.
+_SERVER = re.compile(r"s(0|[1-9]\d{0,4})")
 
 _logger = get_logger("persia.checkpoints")
 
@@ -75,11 +81,11 @@ def publish(storage: Storage, manifest: Manifest) -> None:
 def discard(storage: Storage, identity: str) -> bool:
     """Remove what was written of a checkpoint that could not be published, as far as it goes.
 
-    A manifest may be there though ``publish`` has failed, at the last fsync for example: it
-    goes first, and if nobody can say that it is gone, its files stay.
+    The manifest may be there although ``publish`` failed, at its last fsync for example: it is
+    removed first, and if that fails, its files stay.
 
     Returns:
-        Whether there is no such checkpoint for certain, so that nobody needs its files.
+        Whether the checkpoint certainly does not exist.
     """
     try:
         storage.remove(f"{identity}.json")
@@ -185,12 +191,69 @@ def chain(place: Place, identity: str | None = None) -> list[Manifest]:
     return found[::-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A full checkpoint and deltas to it."""
+
+    storage: Storage
+    manifests: list[Manifest]
+    """The full one first."""
+
+    server: int | None = None
+    """Who wrote it by itself, as others wrote theirs; None if all servers wrote it together."""
+
+
+def folder_of(server: int) -> str:
+    """Return the name of a server's own catalog."""
+    return f"s{server}"
+
+
+def below(url: str, folder: str) -> str:
+    """Return the URL of a folder in another."""
+    return f"{url.rstrip('/')}/{folder}"
+
+
+def chains(url: str, identity: str | None = None) -> list[Chain]:
+    """Return every chain of checkpoints that together are the rows of a job.
+
+    Args:
+        url: Of the folder.
+        identity: The checkpoint of a catalog; the latest if not given.
+
+    Raises:
+        CheckpointError: If there is none, or what a server wrote is missing.
+    """
+    storage = open_storage(url)
+    if identity is not None or latest(storage) is not None:
+        return [Chain(storage, chain(storage, identity))]
+    folders = [name for name in storage.list() if _SERVER.fullmatch(name)]
+    own = [(int(name[1:]), open_storage(below(url, name))) for name in folders]
+    found = [Chain(one, chain(one), server) for server, one in own if latest(one) is not None]
+    if not found:
+        raise nothing_in(storage)
+    expected = set(range(found[0].manifests[-1].num_servers))
+    for one in found:
+        count = one.manifests[-1].num_servers
+        if count != len(expected):
+            raise CheckpointError(
+                f"{one.storage.url}: expected rows of one of {len(expected)} servers, as in "
+                f"{found[0].storage.url}, got one of {count}"
+            )
+    missing = sorted(map(folder_of, expected - {one.server for one in found}))
+    if missing:
+        raise CheckpointError(
+            f"{url}: expected what {len(expected)} servers wrote, but "
+            f"{', '.join(missing)} is missing"
+        )
+    return found
+
+
 def keep_last(place: Place, count: int, writing: Collection[str] = ()) -> list[str]:
     """Remove all but the last checkpoints and what they are based on; returns their ids.
 
     What writers that died have left goes too: folders without a manifest, of a number below
     the latest checkpoint's. A writer that is slower than another one's whole checkpoint would
-    lose its files; ``publish`` tells it so.
+    lose its files, which its ``publish`` reports.
 
     Args:
         place: The catalog.
@@ -222,7 +285,7 @@ def keep_last(place: Place, count: int, writing: Collection[str] = ()) -> list[s
 
 def _clean(storage: Storage, writing: Collection[str]) -> None:
     """Remove what is left of checkpoints that were never published, or are no more."""
-    # Read after the files' names: who publishes meanwhile is not taken for dead.
+    # Listed after the names: a checkpoint that is published in between is then in both.
     names = storage.list()
     published = ids(storage)
     if not published:

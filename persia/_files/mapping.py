@@ -4,8 +4,8 @@ Groups are numbered in the order of the config, and their numbers are in the sig
 that was added or removed above another one moves its rows to other signs, which other servers
 may own. Here signs are rewritten by the names of features; rows of features that are gone are
 dropped; what cannot be the same rows any more (another dim, dtype, hash stack, prefix width, a
-group split or merged) is refused, with the difference. The state of another optimizer means
-nothing to this one: it starts anew, and the mapping says so.
+group split or merged) is refused, with the difference. Where the optimizer is another one, the
+state of rows starts from its initial values, and the mapping notes it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.blocks import RowBlock
 from persia._files.entries import Part
 from persia._files.parts import parts_for, take
-from persia._files.schema import Policy, SavedGroup, SavedSchema
+from persia._files.schema import Policy, SavedGroup, SavedSchema, SavedTable
 from persia.errors import CheckpointError, ConfigError
 
 # Instead of the number of a group.
 _DROPPED = -1
-_STRANGE = -2
+_UNKNOWN = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Mapping:
     """By number of a group in the checkpoint its number now, or -1 if its rows are dropped."""
 
     notes: tuple[str, ...]
-    """What the user has to know, a sentence each: dropped, new, started anew."""
+    """Sentences for the user: what is dropped, new, or starts from initial values."""
 
     @property
     def moves_rows(self) -> bool:
@@ -66,59 +66,23 @@ class Mapping:
             saved: Of the checkpoint.
             wanted: Of the job that loads.
             only: Features whose rows are loaded, with those that share them; None for all.
-            drop_removed: Whether rows of features that are no more are dropped, or an error.
+            drop_removed: Whether rows of removed features are dropped, or an error.
 
         Raises:
-            ConfigError: If they cannot be; the message shows every difference.
+            ConfigError: They cannot be; the message shows every difference.
         """
-        problems: list[str] = []
-        notes: list[str] = []
-        if saved.prefix_bits != wanted.prefix_bits:
-            problems.append(
-                f"feature_index_prefix_bit is {saved.prefix_bits} in the checkpoint and "
-                f"{wanted.prefix_bits} here"
-            )
-        unknown = sorted(set(only or ()) - (saved.features.keys() & wanted.features.keys()))
-        if unknown:
-            problems.append(
-                f"features {', '.join(unknown)} are not in both: the checkpoint has "
-                f"{', '.join(sorted(saved.features))}; here are "
-                f"{', '.join(sorted(wanted.features))}"
-            )
-        groups = [_DROPPED] * len(saved.groups)
-        old_number = {group.name: number for number, group in enumerate(saved.groups)}
+        match = _Match(saved, wanted)
+        match.check_names(only)
         for number, group in enumerate(wanted.groups):
-            if (only is not None) and not set(only) & set(_features(wanted, group.name)):
-                continue
-            sources = _sources(saved, wanted, group.name, notes)
-            if len(sources) > 1:
-                problems.append(
-                    f"feature group {group.name!r} would merge {', '.join(map(repr, sources))} "
-                    "of the checkpoint, where equal ids have rows of their own"
-                )
-            for source in sources:
-                old = old_number[source]
-                if groups[old] != _DROPPED:
-                    problems.append(
-                        f"feature group {source!r} of the checkpoint would be split into "
-                        f"{wanted.groups[groups[old]].name!r} and {group.name!r}"
-                    )
-                groups[old] = number
-                problems += _differences(saved, saved.groups[old], wanted, group)
-                notes += _changes(saved, saved.groups[old], wanted, group)
-        dropped = [g.name for g, new in zip(saved.groups, groups, strict=True) if new < 0]
-        if dropped and only is None:
-            names = [n for group in dropped for n in _features(saved, group)]
-            sentence = f"features {', '.join(names)} of the checkpoint are not here"
-            if drop_removed:
-                notes.append(f"{sentence}: their rows are dropped")
-            else:
-                problems.append(sentence)
-        if problems:
+            if only is None or not set(only).isdisjoint(_features(wanted, group.name)):
+                match.add(number, group)
+        if only is None:
+            match.add_removed(drop_removed)
+        if match.problems:
             raise ConfigError(
-                "the checkpoint does not fit the embedding config: " + "; ".join(problems)
+                "the checkpoint does not fit the embedding config: " + "; ".join(match.problems)
             )
-        return Mapping(saved, wanted, tuple(groups), tuple(dict.fromkeys(notes)))
+        return Mapping(saved, wanted, tuple(match.groups), tuple(dict.fromkeys(match.notes)))
 
     def parts_for(self, parts: Sequence[Part], server: int, num_servers: int) -> list[Part]:
         """Return the parts with rows that one of ``num_servers`` will own."""
@@ -137,19 +101,19 @@ class Mapping:
             CheckpointError: If a sign is of no group that has this table.
         """
         # By prefix: 0 is no group's, nor is any beyond the last.
-        numbers = np.full(len(self.groups) + 2, _STRANGE, np.int64)
+        numbers = np.full(len(self.groups) + 2, _UNKNOWN, np.int64)
         for old, new in enumerate(self.groups):
             if self.saved.groups[old].table == table:
                 numbers[old + 1] = new
         prefixes = (signs >> np.uint64(64 - self.saved.prefix_bits)).view(np.int64)
         found: NDArray[np.int64] = np.take(numbers, prefixes, mode="clip")
-        if len(found) and found.min() == _STRANGE:
+        if len(found) and found.min() == _UNKNOWN:
             sign = signs[int(found.argmin())]
             raise CheckpointError(f"sign {sign:#018x} is of no group of {table}")
         return found
 
     def signs_of(self, table: str, signs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the signs that the rows of these have now, without those that are dropped.
+        """Return the signs that rows have now, without those that are dropped.
 
         Raises:
             CheckpointError: If a sign is of no group that has this table.
@@ -191,7 +155,7 @@ class Mapping:
         ids = block.signs & ((np.uint64(1) << shift) - np.uint64(1))
         saved, table = self.saved.tables[old_table], self.wanted.tables[name]
         states, uses, ages = block.states, block.uses, block.ages
-        if _restarts(self.saved, old_table, self.wanted, name):
+        if _restarts(saved, table):
             optimizer = RowOptimizer(table.optimizer, 0.0, **table.options)
             states = np.tile(optimizer.new_state(table.dim), (len(block), 1))
         before: Policy = self.saved.policies[saved.policy]
@@ -212,54 +176,103 @@ class Mapping:
         )
 
 
+class _Match:
+    """The groups of a checkpoint matched with those of a job, by the names of features."""
+
+    def __init__(self, saved: SavedSchema, wanted: SavedSchema) -> None:
+        self._saved = saved
+        self._wanted = wanted
+        self._number = {group.name: number for number, group in enumerate(saved.groups)}
+        self.groups = [_DROPPED] * len(saved.groups)
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+
+    def check_names(self, only: Collection[str] | None) -> None:
+        """Check the width of prefixes, and that both have the features that are asked for."""
+        saved, wanted = self._saved, self._wanted
+        if saved.prefix_bits != wanted.prefix_bits:
+            self._differ("feature_index_prefix_bit", saved.prefix_bits, wanted.prefix_bits)
+        unknown = sorted(set(only or ()) - (saved.features.keys() & wanted.features.keys()))
+        if unknown:
+            self.problems.append(
+                f"features {', '.join(unknown)} are not in both: the checkpoint has "
+                f"{', '.join(sorted(saved.features))}; here are "
+                f"{', '.join(sorted(wanted.features))}"
+            )
+
+    def add(self, number: int, group: SavedGroup) -> None:
+        """Match one group of the job."""
+        sources = self._sources(group.name)
+        if len(sources) > 1:
+            self.problems.append(
+                f"feature group {group.name!r} would merge {', '.join(map(repr, sources))} "
+                "of the checkpoint, where equal ids have rows of their own"
+            )
+        for source in sources:
+            old = self._number[source]
+            if self.groups[old] != _DROPPED:
+                self.problems.append(
+                    f"feature group {source!r} of the checkpoint would be split into "
+                    f"{self._wanted.groups[self.groups[old]].name!r} and {group.name!r}"
+                )
+            self.groups[old] = number
+            self._compare(self._saved.groups[old], group)
+
+    def add_removed(self, drop: bool) -> None:
+        """Note the features that the job does not have."""
+        pairs = zip(self._saved.groups, self.groups, strict=True)
+        removed = [group.name for group, new in pairs if new == _DROPPED]
+        names = [name for group in removed for name in _features(self._saved, group)]
+        if not removed:
+            return
+        sentence = f"features {', '.join(names)} of the checkpoint are not here"
+        if drop:
+            self.notes.append(f"{sentence}: their rows are dropped")
+        else:
+            self.problems.append(sentence)
+
+    def _differ(self, what: str, before: object, after: object) -> None:
+        self.problems.append(f"{what} is {before} in the checkpoint and {after} here")
+
+    def _sources(self, group: str) -> list[str]:
+        """Return the groups of the checkpoint that hold rows of a group's features."""
+        names, known = _features(self._wanted, group), self._saved.features
+        new = [name for name in names if name not in known]
+        sources = dict.fromkeys(known[name] for name in names if name in known)
+        if new:
+            rows = f"rows of group {group!r}" if sources else "no rows"
+            self.notes.append(f"features {', '.join(new)} are new: they start with {rows}")
+        return list(sources)
+
+    def _compare(self, old: SavedGroup, new: SavedGroup) -> None:
+        """Note what has changed of one group, and what makes its rows unusable."""
+        before, after = self._saved.tables[old.table], self._wanted.tables[new.table]
+        name = f"feature group {new.name!r}"
+        for what, x, y in (
+            ("dim", before.dim, after.dim),
+            ("dtype", before.dtype, after.dtype),
+            ("hash stack (rounds, rows)", old.hash_stack, new.hash_stack),
+        ):
+            if x != y:
+                self._differ(f"{what} of {name}", x, y)
+        if _restarts(before, after):
+            self.notes.append(
+                f"{name} was trained by {before.optimizer} with {before.state_words} words of "
+                f"state and is by {after.optimizer} with {after.state_words}: the state of its "
+                "rows starts from its initial values"
+            )
+        policies = self._saved.policies[before.policy], self._wanted.policies[after.policy]
+        if policies[0] != policies[1]:
+            self.notes.append(
+                f"eviction of {name} is {policies[0]} in the checkpoint and {policies[1]} "
+                "here: what cannot be carried over, uses or ages, starts from 0"
+            )
+
+
 def _features(schema: SavedSchema, group: str) -> list[str]:
     return [name for name, its in schema.features.items() if its == group]
 
 
-def _sources(
-    saved: SavedSchema, wanted: SavedSchema, group: str, notes: list[str]
-) -> list[str]:
-    """Return the groups of the checkpoint that hold rows of this one's features."""
-    names = _features(wanted, group)
-    new = [name for name in names if name not in saved.features]
-    sources = dict.fromkeys(saved.features[name] for name in names if name in saved.features)
-    if new:
-        rows = f"rows of group {group!r}" if sources else "no rows"
-        notes.append(f"features {', '.join(new)} are new: they start with {rows}")
-    return list(sources)
-
-
-def _differences(
-    saved: SavedSchema, old: SavedGroup, wanted: SavedSchema, new: SavedGroup
-) -> Iterator[str]:
-    before, after = saved.tables[old.table], wanted.tables[new.table]
-    for what, x, y in (
-        ("dim", before.dim, after.dim),
-        ("dtype", before.dtype, after.dtype),
-        ("hash stack (rounds, rows)", old.hash_stack, new.hash_stack),
-    ):
-        if x != y:
-            yield f"{what} of feature group {new.name!r} is {x} in the checkpoint and {y} here"
-
-
-def _changes(
-    saved: SavedSchema, old: SavedGroup, wanted: SavedSchema, new: SavedGroup
-) -> Iterator[str]:
-    before, after = saved.tables[old.table], wanted.tables[new.table]
-    if _restarts(saved, old.table, wanted, new.table):
-        yield (
-            f"feature group {new.name!r} was trained by {before.optimizer} with "
-            f"{before.state_words} words of state and is by {after.optimizer} with "
-            f"{after.state_words}: the state of its rows starts anew"
-        )
-    policies = saved.policies[before.policy], wanted.policies[after.policy]
-    if policies[0] != policies[1]:
-        yield (
-            f"eviction of feature group {new.name!r} is {policies[0]} in the checkpoint and "
-            f"{policies[1]} here: what cannot be carried over, uses or ages, starts from 0"
-        )
-
-
-def _restarts(saved: SavedSchema, old_table: str, wanted: SavedSchema, table: str) -> bool:
-    before, after = saved.tables[old_table], wanted.tables[table]
+def _restarts(before: SavedTable, after: SavedTable) -> bool:
+    """Whether the optimizer's state of rows means nothing to another table's optimizer."""
     return (before.optimizer, before.state_words) != (after.optimizer, after.state_words)

@@ -11,11 +11,11 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._files.storage import Buffer, Reader, Storage, failed
+from persia._files.storage import Buffer, FileReader, Storage, failed
 from persia.errors import CheckpointError
 
 
-class _RemoteReader(Reader):
+class _RemoteReader(FileReader):
     def __init__(self, system: Any, path: str, name: str) -> None:
         self._system = system
         self._path = path
@@ -56,7 +56,7 @@ class RemoteStorage(Storage):
         whole = io.BytesIO()
         for buffer in buffers:
             whole.write(buffer)
-            self.breathe()
+            self.on_progress()
         with self._failing("write", path):
             self._put(self._path(path), whole.getvalue())  # no copy of it
 
@@ -74,7 +74,7 @@ class RemoteStorage(Storage):
             self._system.mv(f"{target}.tmp", target)
 
     @contextmanager
-    def open(self, path: str) -> Iterator[Reader]:
+    def open(self, path: str) -> Iterator[FileReader]:
         """Look up a file."""
         with self._failing("read", path):
             self._system.invalidate_cache()

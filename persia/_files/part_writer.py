@@ -15,6 +15,8 @@ where it lay into the cache. What is held and what is being written stay below t
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -84,7 +86,7 @@ class _Pile:
     bytes: int = 0
 
     def of_ranges(self, first: int, end: int, most: int) -> Iterator[list[_Rows]]:
-        """Yield the rows of ranges first..end - 1, at most so many together."""
+        """Yield the rows of ranges first..end - 1, at most ``most`` at a time."""
         found: list[_Rows] = []
         left = most
         for rows, starts in zip(self.rows, self.starts, strict=True):
@@ -160,15 +162,15 @@ class PartWriter:
     @property
     def bytes_written(self) -> int:
         """Bytes of the parts that are done."""
-        return sum(part.file.num_bytes for part in self._parts)
+        return sum(part.num_bytes for part in self._parts)
 
     def add(self, table_name: str, block: RowBlock) -> None:
-        """Take rows, which nobody changes any more; returns once they fit into the budget.
+        """Take rows, which must not change any more; returns once they fit into the budget.
 
         Raises:
             CheckpointError: A part could not be written, this one or an earlier one.
         """
-        if not NAME.fullmatch(table_name):
+        if not re.fullmatch(NAME, table_name):
             raise ConfigError(
                 f"table name: expected letters, digits and ._-, got {table_name!r}"
             )
@@ -256,25 +258,22 @@ class PartWriter:
         }
         first_bytes, names = head(arrays, metadata)
         window = self._memory.take(AT_ONCE + kind.row_bytes)
+        written = write_file(self._storage, path, _pieces(first_bytes, names, rows, window))
         return Part(
-            write_file(self._storage, path, _pieces(first_bytes, names, rows, window)),
-            self._server,
-            kind.table,
-            kind.policy,
-            kind.dtype,
-            kind.dim,
-            kind.state_words,
-            count,
-            buckets,
-            max(int(each.block.orders.take(each.places).max()) for each in rows),
+            **written.as_fields(),
+            **dataclasses.asdict(kind),
+            server=self._server,
+            num_rows=count,
+            buckets=buckets,
+            max_order=max(int(each.block.orders.take(each.places).max()) for each in rows),
         )
 
 
 def _neighbours(pile: _Pile) -> list[tuple[int, int]]:
     """Return the ranges that become a part together, first and end: as many as is worth a file.
 
-    Always the same ones where rows are spread alike, so that whoever reads parts in the order
-    of their buckets has few of them to compare at a time.
+    The same ones wherever rows are spread alike: a reader that takes parts in the order of
+    their buckets then compares few of them at a time.
     """
     rows = np.diff(np.sum(pile.starts, axis=0))
     held = np.flatnonzero(rows)

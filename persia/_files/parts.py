@@ -22,7 +22,6 @@ from persia._core.store.blocks import RowBlock
 from persia._core.store.part_rows import all_once, find_stranger
 from persia._files.buffer_pool import BufferPool
 from persia._files.entries import Deleted, File, Part
-from persia._files.json_reader import FieldPath
 from persia._files.storage import AT_ONCE, Buffer, Storage
 from persia._files.tensors import CODES, Column, HeaderReader, decode, encode
 from persia.errors import CheckpointError
@@ -32,7 +31,7 @@ MAX_PART_BYTES = 1 << 30
 CODE_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _Kind = tuple[str, tuple[int, ...]]  # of an array, as its file has it: dtype and shape
 # What a file need not have: nothing was counted, or nothing expires.
-_OPTIONAL = ("uses", "ages")
+_OPTIONAL = {"uses", "ages"}
 # Parts that are read at the same time: while one waits for the disk, another is checked.
 _AHEAD = 2
 # Of signs of deleted rows in one file.
@@ -96,7 +95,11 @@ def write_deleted(
         path = f"{prefix}/deleted-{number:06}.safetensors"
         columns = {"signs": Column.of(piece)}
         found.append(
-            Deleted(write_columns(storage, path, columns, metadata), server, len(piece))
+            Deleted(
+                **write_columns(storage, path, columns, metadata).as_fields(),
+                server=server,
+                num_signs=len(piece),
+            )
         )
     if found:
         storage.sync(prefix)
@@ -190,13 +193,13 @@ def read_part(storage: Storage, part: Part, memory: BufferPool | None = None) ->
     Args:
         storage: Where it is.
         part: What the manifest says.
-        memory: To read it into; it has it back once nobody has an array of the block.
+        memory: To read it into; gets it back with the last array of the block.
 
     Raises:
         CheckpointError: If the file is not what was written, or no such part.
     """
-    name = storage.at(part.file.path)
-    arrays, _ = decode(read_file(storage, part.file, memory=memory), name)
+    name = storage.at(part.path)
+    arrays, _ = decode(read_file(storage, part, memory=memory), name)
     wanted = _wanted(part)
     _check_arrays(name, wanted, {key: (code, a.shape) for key, (code, a) in arrays.items()})
     block = RowBlock(
@@ -224,10 +227,10 @@ def check_part(
     Raises:
         CheckpointError: If the file is not what was written, or no such part.
     """
-    name = storage.at(part.file.path)
-    _check_size(name, part.file, MAX_PART_BYTES)
-    glance = HeaderReader(name, part.file.num_bytes, "signs")
-    _stream(storage, part.file, memory or BufferPool(), keep=False, see=glance.see)
+    name = storage.at(part.path)
+    _check_size(name, part, MAX_PART_BYTES)
+    glance = HeaderReader(name, part.num_bytes, "signs")
+    _stream(storage, part, memory or BufferPool(), keep=False, see=glance.see)
     entries, data = glance.seen()
     _check_arrays(name, _wanted(part), {key: (e.code, e.shape) for key, e in entries.items()})
     signs: NDArray[np.uint64] = data.view(CODES["U64"])
@@ -249,20 +252,17 @@ def _wanted(part: Part) -> dict[str, _Kind]:
 
 
 def _check_arrays(name: str, wanted: Mapping[str, _Kind], found: Mapping[str, _Kind]) -> None:
-    for key, kind in wanted.items():
-        where = FieldPath(name, key)
-        if key not in found:
-            if key in _OPTIONAL:
-                continue
-            raise where.error("the array is missing")
-        if found[key] != kind:
-            (code, shape), (its_code, its_shape) = kind, found[key]
-            raise where.error(
-                f"expected {code} {list(shape)}, got {its_code} {list(its_shape)}"
-            )
-    for key in found:
+    for key in wanted.keys() - found.keys() - _OPTIONAL:
+        raise CheckpointError(f"{name}: {key}: the array is missing")
+    for key, kind in found.items():
         if key not in wanted:
-            raise FieldPath(name, key).error("an array that this version does not know")
+            raise CheckpointError(f"{name}: {key}: an array that this version does not know")
+        if kind != wanted[key]:
+            (code, shape), (its_code, its_shape) = wanted[key], kind
+            raise CheckpointError(
+                f"{name}: {key}: expected {code} {list(shape)}, got {its_code} "
+                f"{list(its_shape)}"
+            )
 
 
 def _check_buckets(name: str, part: Part, signs: NDArray[np.uint64]) -> None:
@@ -313,7 +313,7 @@ def verify_part(
         CheckpointError: If it is not what it should be.
     """
     signs = check_part(storage, part, memory)
-    check_once([signs], storage.at(part.file.path))
+    check_once([signs], storage.at(part.path))
     return signs
 
 
@@ -370,8 +370,8 @@ def read_deleted(storage: Storage, deleted: Deleted) -> NDArray[np.uint64]:
     Raises:
         CheckpointError: If the file is not what was written.
     """
-    name = storage.at(deleted.file.path)
-    arrays, _ = decode(read_file(storage, deleted.file), name)
+    name = storage.at(deleted.path)
+    arrays, _ = decode(read_file(storage, deleted), name)
     wanted: dict[str, _Kind] = {"signs": ("U64", (deleted.num_signs,))}
     _check_arrays(name, wanted, {key: (code, a.shape) for key, (code, a) in arrays.items()})
     signs: NDArray[np.uint64] = arrays["signs"][1]

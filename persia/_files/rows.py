@@ -3,15 +3,16 @@
     full      delta 1    delta 2        read from the latest to the oldest:
     a b c d   b c -a     c e            c e (2)   b (1; c is known, a is gone)   d (0)
 
-A row is given once, in its latest state, and not at all if it was deleted after that. What has
-to be remembered are the signs of deltas, not of the full one; those of one range of buckets at
-a time, if they are many.
+A row is yielded once, in its latest state, and not at all if it was deleted after that. Only
+the signs of deltas are held in memory, and those of one range of buckets at a time if there
+are more than ``_REMEMBERED``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,15 +39,15 @@ from persia._files.parts import (
 from persia._files.storage import Storage
 from persia.version import __version__
 
-# Signs of deltas that are remembered at once, 8 bytes each, and as much again to sort them.
+# Signs of deltas held at a time, 8 bytes each, and as much again to sort them.
 _REMEMBERED = 16 << 20
 
 Progress = Callable[[int], object]
-"""Told how many bytes were done since the last time."""
+"""Called with the bytes that were read since the last call."""
 
 
 def no_progress(num_bytes: int) -> None:
-    """Tell nobody."""
+    """Ignore progress."""
 
 
 def rows_of(
@@ -98,7 +99,7 @@ def rows_of(
                 if first < part.buckets[1] and part.buckets[0] < end
             ]
             for part, block in read_ahead(storage, needed, memory):
-                progress(part.file.num_bytes)
+                progress(part.num_bytes)
                 if part.buckets[0] < first or end < part.buckets[1]:
                     block = _within(block, first, end)
                 if manifest is not manifests[0]:
@@ -150,7 +151,7 @@ def verify(
             progress(file.num_bytes)
         for deleted in manifest.deleted:
             read_deleted(storage, deleted)
-            progress(deleted.file.num_bytes)
+            progress(deleted.num_bytes)
         _verify_parts(storage, manifest, progress)
     return manifests
 
@@ -161,7 +162,7 @@ def _verify_parts(storage: Storage, manifest: Manifest, progress: Progress) -> N
     memory = BufferPool()
     for part in sorted(manifest.parts, key=lambda part: part.buckets):
         window.add(part, verify_part(storage, part, memory))
-        progress(part.file.num_bytes)
+        progress(part.num_bytes)
     window.close()
 
 
@@ -175,13 +176,13 @@ def rewrite(
     budget_bytes: int = 256 << 20,
     part_bytes: int = PART_BYTES,
 ) -> Manifest:
-    """Write a checkpoint anew and whole, into the same catalog or another one.
+    """Write a checkpoint again as a full one, into the same catalog or another one.
 
     Args:
         place: Where it is.
         target: Where it goes.
         identity: Which one; the latest by default.
-        num_servers: As so many servers would have written it; None for as many as did.
+        num_servers: As this number of servers would have written it; None for the same.
         progress: Of reading.
         budget_bytes: Of rows held while they are written.
         part_bytes: Of one part.
@@ -197,8 +198,7 @@ def rewrite(
     last = manifests[-1]
     own = new_id(out)
     count = num_servers or last.num_servers
-    is_as_written = all(manifest.num_servers == count for manifest in manifests)
-    # All of them hold rows at the same time, so they share the budget.
+    # All writers hold rows at the same time, so they share the budget.
     writers = [
         PartWriter(
             out,
@@ -209,27 +209,35 @@ def rewrite(
         )
         for server in range(count)
     ]
-    parts: list[Part] = []
     try:
-        try:
-            for part, block in rows_of(storage, manifests, progress):
-                if is_as_written:
-                    writers[part.server].add(part.table, block)
-                    continue
-                for server, writer in enumerate(writers):
-                    if parts_for([part], server, count):
-                        writer.add(part.table, filter_owned(block, server, count))
-            for writer in writers:
-                parts += writer.finish()
-        finally:
-            for writer in writers:
-                writer.close()
+        parts = _write_rows(rows_of(storage, manifests, progress), manifests, writers)
         manifest = _carried_over(storage, out, last, own, count, parts)
         publish(out, manifest)
     except BaseException:
         discard(out, own)
         raise
     return manifest
+
+
+def _write_rows(
+    rows: Iterable[tuple[Part, RowBlock]],
+    manifests: Sequence[Manifest],
+    writers: Sequence[PartWriter],
+) -> list[Part]:
+    """Write rows by the server that owns them, a writer each."""
+    count = len(writers)
+    is_as_written = all(manifest.num_servers == count for manifest in manifests)
+    with ExitStack() as stack:
+        for writer in writers:
+            stack.enter_context(writer)
+        for part, block in rows:
+            if is_as_written:
+                writers[part.server].add(part.table, block)
+                continue
+            for server, writer in enumerate(writers):
+                if parts_for([part], server, count):
+                    writer.add(part.table, filter_owned(block, server, count))
+        return [part for writer in writers for part in writer.finish()]
 
 
 def _carried_over(

@@ -1,19 +1,17 @@
-"""Where files lie: a folder of this machine, or whatever fsspec reaches by a URL.
+"""Files of a folder of this machine, and what every storage promises.
 
 A storage is one folder and paths below it, with ``/`` between their parts. It promises:
 
     write      a new file; durable once ``sync`` of its folder has returned
-    publish    a small file, whole or not at all, whatever dies when; durable on return
+    publish    a small file, whole or not at all after any crash; durable on return
 
-Locally a file is durable when it and the folder that names it were fsynced, and published when
-it was renamed into place. An object store has neither: there one PUT makes an object, and is
-all of ``publish``. Other file systems that fsspec reaches (HDFS) rename.
+Locally a file is durable when it and the folder that names it are fsynced, and published when
+it is renamed into place. An object store needs neither: one PUT makes an object. Other file
+systems that fsspec reaches (HDFS) rename.
 
-What begins with a block in memory goes to a disk, and comes from it, past the page cache, if
-the file system takes that: the copy would cost more than all that is done to a row here, and
-would push what others need out of memory.
-
-Local files need no fsspec.
+Buffers that are aligned to a block are read and written past the page cache (O_DIRECT) where
+the file system allows it: the copy into the cache would cost more than the rest of the work on
+a row, and would evict pages that other processes need.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import urllib.parse
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,25 +31,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia._files.buffer_pool import BLOCK_BYTES
-from persia.errors import CheckpointError, ConfigError
+from persia.errors import CheckpointError
 
 Buffer = bytes | memoryview
 
-# Bytes, about: what a system copies in one call keeps a processor from others.
+# Bytes of one system call: during a longer copy a processor runs nothing else.
 AT_ONCE = 2 << 20
-# Below it the page cache is as fast.
+# Below this size the page cache is as fast.
 _DIRECT_BYTES = 256 << 10
-# Whole objects or nothing: a PUT is atomic, while a rename would copy.
-_OBJECT_STORES = frozenset(
-    ("memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss")
-)
 
 
-def _nothing() -> None:
-    """Go on at once."""
-
-
-class Reader(ABC):
+class FileReader(ABC):
     """An open file."""
 
     size: int
@@ -68,18 +58,18 @@ class Storage(ABC):
     url: str
     """Of the folder, for messages too."""
 
-    breathe: Callable[[], object] = staticmethod(_nothing)
+    on_progress: Callable[[], object] = staticmethod(bool)
     """Called between pieces of a file that is written, by the thread that writes."""
 
     read_bytes: int = 2 << 20
-    """What is best read at once: a piece is hashed while it is in the cache. No less than the
-    header of a file may have."""
+    """Bytes to read at a time: a piece is hashed while it is in the cache. At least the
+    largest header of a file."""
 
     @abstractmethod
     def write(self, path: str, buffers: Iterable[Buffer]) -> None:
         """Write a file that is not there yet, and the folders above it.
 
-        A buffer is done with once the next one is asked for.
+        A buffer is not used after the next one is requested.
         """
 
     @abstractmethod
@@ -92,7 +82,7 @@ class Storage(ABC):
 
     @abstractmethod
     def open(self, path: str) -> Any:
-        """Return a context that gives a ``Reader``."""
+        """Return a context that gives a ``FileReader``."""
 
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:
@@ -135,11 +125,11 @@ class Storage(ABC):
         return self.url.rstrip("/") == other.url.rstrip("/")
 
     def is_missing(self) -> bool:
-        """Whether there is certainly no such folder; object stores have none that are empty."""
+        """Whether the folder does not exist; object stores have no empty folders."""
         return True
 
     def is_file(self) -> bool:
-        """Whether there is certainly a file in place of the folder."""
+        """Whether the folder's path is a file."""
         return False
 
     def at(self, path: str) -> str:
@@ -151,7 +141,7 @@ class _Descriptors:
     """A file that is open through the page cache, and past it where that can be.
 
     Args:
-        system: What stands for module ``os``.
+        system: Module ``os``, or its replacement in tests.
         path: Of the file.
         flags: To open it with.
     """
@@ -162,7 +152,7 @@ class _Descriptors:
         self._flags = flags & ~(os.O_CREAT | os.O_EXCL)  # a file is made once
         self.cached: int = system.open(path, flags, 0o666)
         self._direct: int | None = None
-        self._is_asked = False
+        self._is_tried = False
 
     def close(self) -> None:
         """Close both."""
@@ -170,29 +160,28 @@ class _Descriptors:
         if self._direct is not None:
             self._system.close(self._direct)
 
-    def through(
+    def transfer(
         self, view: memoryview, offset: int, move: Callable[[int, memoryview], int]
     ) -> int:
         """Read or write one piece, past the page cache if it can; returns how many bytes."""
         blocks = len(view) - len(view) % BLOCK_BYTES
         if blocks >= _DIRECT_BYTES and not (offset | _address(view)) % BLOCK_BYTES:
-            descriptor = self._ask()
+            descriptor = self._direct_descriptor()
             if descriptor is not None:
                 try:
                     return move(descriptor, view[:blocks])
                 except OSError as exc:
                     if exc.errno != errno.EINVAL:
                         raise
-                    # It opens files so, and that is all.
+                    # Some file systems open files with O_DIRECT but do no such transfer.
                     self._system.close(descriptor)
                     self._direct = None
         return move(self.cached, view[:AT_ONCE])
 
-    def _ask(self) -> int | None:
-        if not self._is_asked:
-            self._is_asked = True
-            # Only what lies on a disk of its own: tmpfs, NFS or an overlay have none by this
-            # number, and no use for it.
+    def _direct_descriptor(self) -> int | None:
+        if not self._is_tried:
+            self._is_tried = True
+            # Device major 0 is tmpfs, NFS or an overlay, which gain nothing from O_DIRECT.
             if hasattr(os, "O_DIRECT") and os.major(self._system.fstat(self.cached).st_dev):
                 with suppress(OSError):
                     self._direct = self._system.open(self._path, self._flags | os.O_DIRECT)
@@ -203,7 +192,7 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
-class _LocalReader(Reader):
+class _LocalReader(FileReader):
     def __init__(self, system: Any, file: _Descriptors, name: str) -> None:
         self._system = system
         self._file = file
@@ -216,7 +205,7 @@ class _LocalReader(Reader):
     def read_into(self, target: NDArray[np.uint8], offset: int) -> None:
         view = target.data
         while view:
-            count = self._file.through(view, offset, partial(self._read, offset))
+            count = self._file.transfer(view, offset, partial(self._read, offset))
             if count == 0:
                 raise CheckpointError(f"{self._name}: ends after {offset} bytes")
             view, offset = view[count:], offset + count
@@ -235,7 +224,7 @@ class LocalStorage(Storage):
 
     Args:
         folder: Made when the first file is written.
-        system: What stands for module ``os``; tests give one whose disk fails.
+        system: Module ``os``, or a replacement in tests whose disk fails.
     """
 
     def __init__(self, folder: str | os.PathLike[str], system: Any = os) -> None:
@@ -260,7 +249,7 @@ class LocalStorage(Storage):
         aside = target.with_name(f"{target.name}.tmp")
         with self._failing("publish", path):
             self._make_folder(target.parent)
-            with suppress(FileNotFoundError):  # left by one that died here
+            with suppress(FileNotFoundError):  # left by a process that died here
                 self._system.unlink(aside)
             try:
                 self._write_new(aside, [data])
@@ -272,10 +261,10 @@ class LocalStorage(Storage):
             self._sync_folder(target.parent)
 
     @contextmanager
-    def open(self, path: str) -> Iterator[Reader]:
+    def open(self, path: str) -> Iterator[FileReader]:
         """Open a file for reading."""
         with self._failing("read", path):
-            # A pipe that nobody writes to would be waited for.
+            # O_NONBLOCK: opening a pipe without a writer would block.
             file = _Descriptors(self._system, self._root / path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             with self._failing("read", path):
@@ -292,7 +281,7 @@ class LocalStorage(Storage):
                 return []
 
     def is_same(self, other: Storage) -> bool:
-        """Whether it is the same folder, by whatever path."""
+        """Whether it is the same folder, links resolved."""
         return isinstance(other, LocalStorage) and self._root.resolve() == other._root.resolve()
 
     def is_missing(self) -> bool:
@@ -313,12 +302,12 @@ class LocalStorage(Storage):
             self._sync_folder((self._root / path).parent)
 
     def remove_folder(self, path: str) -> None:
-        """Unlink what is in a folder, and the folder; what is left by a crash can go later."""
+        """Unlink what is in a folder, then the folder; can be repeated after a crash."""
         with self._failing("remove", path):
             self._remove_tree(self._root / path)
 
     def _remove_tree(self, path: Path) -> None:
-        with suppress(FileNotFoundError):  # somebody else removes it too
+        with suppress(FileNotFoundError):  # another process removes it too
             try:
                 self._system.unlink(path)  # of a link not what it leads to
                 return
@@ -335,8 +324,8 @@ class LocalStorage(Storage):
             for buffer in buffers:
                 view = memoryview(buffer)
                 while view:  # a disk that is nearly full takes a part
-                    count = file.through(view, offset, partial(self._put, offset))
-                    self.breathe()
+                    count = file.transfer(view, offset, partial(self._put, offset))
+                    self.on_progress()
                     view, offset = view[count:], offset + count
             self._system.fsync(file.cached)
         finally:
@@ -378,48 +367,35 @@ class LocalStorage(Storage):
 
 
 def failed(verb: str, path: str, exc: Exception) -> CheckpointError:
-    """Return what a failed operation is told as."""
+    """Return the error of a failed operation on a path."""
     reason = getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
     error = CheckpointError(f"{path}: cannot {verb}: {reason}")
-    error.errno = getattr(exc, "errno", None)  # so that a full disk can be told from others
+    error.errno = getattr(exc, "errno", None)  # callers look for ENOSPC
     return error
 
 
-def place_of(given: object, name: str) -> str:
-    """Return a folder's path or URL as a text.
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
+    """Make a local file appear whole or not at all, in place of one that may be there.
 
     Args:
-        given: What a user has given.
-        name: Of the argument.
+        path: The file; its folder is made.
+        write: Writes a file beside it, which is then fsynced and renamed.
 
     Raises:
-        ConfigError: If it is neither.
+        CheckpointError: It cannot be written, or ``write`` raised an OSError or RuntimeError.
     """
-    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
-    if not isinstance(text, str) or not text:
-        raise ConfigError(f"{name}: expected a folder's path or URL, got {given!r}")
-    return text
-
-
-def open_storage(url: str | os.PathLike[str], **options: Any) -> Storage:
-    """Return the storage of a folder.
-
-    Args:
-        url: A path, or a URL such as ``s3://bucket/folder``; ``file://`` is a path too.
-        options: For fsspec's file system: credentials, an endpoint.
-
-    Raises:
-        ConfigError: If fsspec, or what it needs for this URL, is not installed.
-    """
-    text = os.fspath(url)
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        return LocalStorage(text)
-    if scheme in ("file", "local"):
-        return LocalStorage(urllib.parse.unquote(rest) if scheme == "file" else rest)
-    from persia._files.object_store import RemoteStorage
-
+    aside: Path | None = None
     try:
-        return RemoteStorage(text, atomic_put=scheme in _OBJECT_STORES, **options)
-    except (ImportError, ValueError) as exc:
-        raise ConfigError(f"{text}: cannot be opened: {exc}") from exc
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        aside = Path(name)
+        write(aside)
+        with aside.open("rb") as written:
+            os.fsync(written.fileno())
+        aside.replace(path)
+    except (OSError, RuntimeError) as exc:
+        raise CheckpointError(f"{path} cannot be written: {exc}") from exc
+    finally:
+        if aside is not None:
+            aside.unlink(missing_ok=True)

@@ -12,16 +12,18 @@ to be those that dtypes and shapes give, without a gap, up to the file's last by
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._files.json_reader import FieldPath, Fields, integer, parse
+from persia._files.json_models import Record, parse, read_json
+from persia.config import Expect, InvalidValue, Listed, integer
 from persia.errors import CheckpointError
 
 # Of ours a header is some hundred bytes; a foreign one may list thousands of arrays.
@@ -45,6 +47,7 @@ CODES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype("<i8"),
     "F64": np.dtype("<f8"),
 }
+_CODE = Expect(f"one of {', '.join(CODES)}", pattern=f"^({'|'.join(CODES)})$")
 _CODE_OF = {
     dtype: code for code, dtype in reversed(CODES.items()) if code not in ("F16", "BF16")
 }
@@ -99,15 +102,44 @@ def encode(columns: Mapping[str, Column], metadata: Mapping[str, str]) -> list[m
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Record):
     """What a header says of one array."""
 
-    code: str
-    shape: tuple[int, ...]
-    begin: int
-    """Of its bytes in the file."""
+    code: Annotated[
+        str, Expect(f"one of {', '.join(CODES)}", pattern=f"^({'|'.join(CODES)})$")
+    ] = field(metadata={"key": "dtype"})
+    shape: Listed[tuple[Annotated[int, integer()], ...]]
+    offsets: Annotated[
+        tuple[Annotated[int, integer()], Annotated[int, integer()]],
+        Expect("[begin, end] in bytes", strict=False),
+    ] = field(metadata={"key": "data_offsets"})
+    """Where its bytes begin in the file, and where they end."""
 
-    end: int
+    @property
+    def begin(self) -> int:
+        """Where its bytes begin in the file."""
+        return self.offsets[0]
+
+    @property
+    def end(self) -> int:
+        """Where its bytes end in the file."""
+        return self.offsets[1]
+
+    def check(self) -> None:
+        """Check the number of bytes against dtype and shape."""
+        if len(self.shape) > _MAX_DIMS:
+            raise InvalidValue(f"expected at most {_MAX_DIMS} dimensions", "shape")
+        itemsize = CODES[self.code].itemsize
+        num_bytes = math.prod(self.shape) * itemsize  # of Python's integers: no overflow
+        if self.end - self.begin != num_bytes:
+            raise InvalidValue(
+                f"expected {num_bytes} bytes for {self.code} {list(self.shape)}, got "
+                f"{self.begin}..{self.end}",
+                "data_offsets",
+            )
+        # Where one of them is 0 the others may be anything, and NumPy multiplies them too.
+        if math.prod(max(n, 1) for n in self.shape) * itemsize > (1 << 63) - 1:
+            raise InvalidValue(f"expected fewer items, got {list(self.shape)}", "shape")
 
 
 def layout(
@@ -123,20 +155,28 @@ def layout(
     Raises:
         CheckpointError: If no such file begins so and is as long.
     """
-    where = FieldPath(file, "safetensors header")
+    name = f"{file}: safetensors header"
     if num_bytes < _LENGTH:
-        raise where.error(f"expected a file of at least {_LENGTH} bytes, got {num_bytes}")
+        raise CheckpointError(
+            f"{name}: expected a file of at least {_LENGTH} bytes, got {num_bytes}"
+        )
     length = int.from_bytes(first[:_LENGTH].tobytes(), "little")
     limit = min(MAX_HEADER_BYTES, num_bytes - _LENGTH)
     if length > limit:
-        raise where.error(f"expected a length of at most {limit} bytes, got {length}")
-    header = Fields(parse(first[_LENGTH : _LENGTH + length].tobytes(), where), where)
-    entries, metadata = _entries(header, where)
+        raise CheckpointError(
+            f"{name}: expected a length of at most {limit} bytes, got {length}"
+        )
+    header = parse(first[_LENGTH : _LENGTH + length].tobytes(), name)
+    arrays = dict(read_json(dict[str, Any], header, name))
+    metadata = read_json(
+        dict[str, str], arrays.pop("__metadata__", {}), f"{name}: __metadata__"
+    )
+    entries = read_json(dict[str, Entry], arrays, name)
     start = _LENGTH + length
-    _check_tiled(entries, num_bytes - start, where)
+    _check_tiled(entries, num_bytes - start, name)
     return {
-        name: Entry(entry.code, entry.shape, start + entry.begin, start + entry.end)
-        for name, entry in entries.items()
+        key: dataclasses.replace(entry, offsets=(start + entry.begin, start + entry.end))
+        for key, entry in entries.items()
     }, metadata
 
 
@@ -205,50 +245,17 @@ class HeaderReader:
         return self._entries, self._data
 
 
-def _entries(header: Fields, where: FieldPath) -> tuple[dict[str, Entry], dict[str, str]]:
-    metadata: dict[str, str] = {}
-    entries = {}
-    for name in header.names():
-        if name == "__metadata__":
-            metadata = header.object(name)
-            if not all(isinstance(value, str) for value in metadata.values()):
-                raise where.at(name).error("expected strings only")
-            continue
-        entry = header.fields(name)
-        code = entry.one_of("dtype", tuple(CODES))
-        shape = entry.array("shape")
-        if len(shape) > _MAX_DIMS:
-            raise entry.where.at("shape").error(f"expected at most {_MAX_DIMS} dimensions")
-        largest = (1 << 63) - 1
-        dims = tuple(integer(n, entry.where.at("shape"), 0, largest) for n in shape)
-        offsets = entry.array("data_offsets", 2)
-        begin, end = (integer(n, entry.where.at("data_offsets"), 0, largest) for n in offsets)
-        entry.done()
-        itemsize = CODES[code].itemsize
-        num_bytes = math.prod(dims) * itemsize  # of Python's integers: no overflow
-        if end - begin != num_bytes:
-            raise entry.where.at("data_offsets").error(
-                f"expected {num_bytes} bytes for {code} {list(dims)}, got {begin}..{end}"
-            )
-        # Where one of them is 0 the others may be anything, and NumPy multiplies them too.
-        if math.prod(max(n, 1) for n in dims) * itemsize > largest:
-            raise entry.where.at("shape").error(f"expected fewer items, got {list(dims)}")
-        entries[name] = Entry(code, dims, begin, end)
-    return entries, metadata
-
-
-def _check_tiled(entries: Mapping[str, Entry], num_bytes: int, where: FieldPath) -> None:
+def _check_tiled(entries: Mapping[str, Entry], num_bytes: int, name: str) -> None:
+    """Check that arrays follow each other without a gap, up to the last byte."""
     end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].offsets):
         if entry.begin != end:
-            raise (
-                where.at(name)
-                .at("data_offsets")
-                .error(
-                    f"expected to begin at {end}, where the array before it ends, "
-                    f"got {entry.begin}"
-                )
+            raise CheckpointError(
+                f"{name}: {key}.data_offsets: expected to begin at {end}, where the array "
+                f"before it ends, got {entry.begin}"
             )
         end = entry.end
     if end != num_bytes:
-        raise where.error(f"expected {end} bytes of arrays behind it, got {num_bytes}")
+        raise CheckpointError(
+            f"{name}: expected {end} bytes of arrays behind it, got {num_bytes}"
+        )

@@ -8,6 +8,7 @@ kept and trained.
 from persia.config._compare import (
     SAME_EVERYWHERE,
     describe_differences,
+    list_differences,
     schema_fingerprint,
 )
 from persia.config._global import (
@@ -22,8 +23,17 @@ from persia.config._global import (
     resolve_memory_limit,
 )
 from persia.config._groups import GroupAdmission, GroupEviction, GroupOptimizer, GroupSettings
-from persia.config._lines import with_line
-from persia.config._reading import check_probability, nearest
+from persia.config._models import (
+    Expect,
+    InvalidValue,
+    Listed,
+    Model,
+    Named,
+    check_probability,
+    integer,
+    show,
+    validate,
+)
 from persia.config._schema import (
     POOLINGS,
     EmbeddingSchema,
@@ -42,6 +52,7 @@ __all__ = [
     "EmbeddedConfig",
     "EmbeddingSchema",
     "EmbeddingWorkerConfig",
+    "Expect",
     "GlobalConfig",
     "GroupAdmission",
     "GroupEviction",
@@ -49,16 +60,22 @@ __all__ = [
     "GroupSettings",
     "InferConfig",
     "Initialization",
+    "InvalidValue",
+    "Listed",
     "MetricsConfig",
+    "Model",
+    "Named",
     "ParameterServerConfig",
     "Pooling",
     "Slot",
     "Table",
     "check_probability",
     "describe_differences",
-    "nearest",
+    "integer",
+    "list_differences",
     "resolve_memory_limit",
     "schema_fingerprint",
+    "show",
     "tables_at_rate",
-    "with_line",
+    "validate",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from persia.config._groups import GroupSettings
@@ -30,8 +30,8 @@ def schema_fingerprint(schema: EmbeddingSchema) -> str:
 
     Two processes with equal fingerprints agree on which group, table and dim a sign belongs
     to, and on the group's settings. What a slot does with its rows afterwards (pooling) is not
-    part of it, nor is what only concerns new rows. Of unequal ones ``describe_differences`` says what
-    differs, except where one would be so long that it is a digest.
+    part of it, nor is what only concerns new rows. ``describe_differences`` says in what two
+    of them differ, unless one would be so long that it is a digest.
     """
     slots = {
         name: [slot.dim, slot.group, slot.table, slot.hash_stack_rounds, slot.hash_stack_size]
@@ -74,13 +74,17 @@ def describe_differences(one: str, other: str, at_one: str, at_other: str) -> st
         found = list(_differences(json.loads(one), json.loads(other)))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         found = []  # a digest, or from another version
-    if not found:
-        return f"fingerprints {one:.80} and {other:.80}"
-    listed = [
-        f"{what} is {x} {at_one} and {y} {at_other}" for what, x, y in found[:_MAX_LISTED]
-    ]
-    more = len(found) - len(listed)
-    return "; ".join(listed) + (f"; and {more} more differ" if more else "")
+    listed = list_differences(found, at_one, at_other)
+    return listed or f"fingerprints {one:.80} and {other:.80}"
+
+
+def list_differences(
+    found: Iterable[tuple[str, object, object]], at_one: str, at_other: str
+) -> str:
+    """Return the first differences as one text: what differs, and both values."""
+    texts = [f"{what} is {x} {at_one} and {y} {at_other}" for what, x, y in found]
+    more = len(texts) - _MAX_LISTED
+    return "; ".join(texts[:_MAX_LISTED]) + (f"; and {more} more differ" if more > 0 else "")
 
 
 def _differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:

@@ -6,10 +6,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from persia.config._lines import lines_said
-from persia.config._reading import Where, check_choice, check_integer, load_source, read
+from persia.config._document import Document
+from persia.config._models import Expect, InvalidValue, Listed, Section, integer
 from persia.errors import ConfigError
 from persia.logger import get_logger
 from persia.utils import total_memory_bytes
@@ -32,6 +32,10 @@ _MEMORY_UNITS = {
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
 }
+_MEMORY_LIMIT = (
+    "a memory limit: bytes below 2**63, a size such as 8GiB, or a percentage in 0..100 such as "
+    "70%"
+)
 
 
 def resolve_memory_limit(limit: int | str | None, total_bytes: int | None = None) -> int:
@@ -60,14 +64,11 @@ def resolve_memory_limit(limit: int | str | None, total_bytes: int | None = None
                 return int(num_bytes)
     elif type(limit) is int and 0 <= limit <= _MAX_COUNT:
         return limit
-    raise ConfigError(
-        "memory_limit: expected bytes below 2**63, a size such as 8GiB, or a percentage in "
-        f"0..100 such as 70%, got {limit!r}"
-    )
+    raise ConfigError(f"expected {_MEMORY_LIMIT}, got {limit!r}")
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsConfig:
+class MetricsConfig(Section):
     """Section ``common_config.metrics_config``."""
 
     enable_metrics: bool = False
@@ -79,18 +80,17 @@ class MetricsConfig:
     job_name: str = "persia_default_jobname"
     """Name of this job at the gateway."""
 
-    push_interval_seconds: int = field(default=10, metadata={"aliases": ("push_interval_sec",)})
+    push_interval_seconds: Annotated[int, integer(1)] = field(
+        default=10, metadata={"aliases": ("push_interval_sec",)}
+    )
     """Seconds between two times that they are sent."""
-
-    def __post_init__(self) -> None:
-        check_integer("push_interval_seconds", self.push_interval_seconds, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class InferConfig:
+class InferConfig(Section):
     """Section ``common_config.infer_config``: what job type ``Infer`` starts from."""
 
-    servers: tuple[str, ...]
+    servers: Listed[tuple[str, ...]]
     """``host:port`` of every parameter server, in replica order."""
 
     embedding_checkpoint: str
@@ -98,18 +98,15 @@ class InferConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointingConfig:
+class CheckpointingConfig(Section):
     """Section ``common_config.checkpointing_config``."""
 
-    num_workers: int = 4
+    num_workers: Annotated[int, integer(1)] = 4
     """Files of a checkpoint that a server checks at the same time."""
-
-    def __post_init__(self) -> None:
-        check_integer("num_workers", self.num_workers, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class CommonConfig:
+class CommonConfig(Section):
     """Section ``common_config``: what every role reads."""
 
     metrics_config: MetricsConfig = field(default_factory=MetricsConfig)
@@ -124,43 +121,36 @@ class CommonConfig:
     checkpointing_config: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     """Checkpoints."""
 
-    def __post_init__(self) -> None:
-        check_choice("job_type", self.job_type, ("Train", "Eval", "Infer"))
-
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingWorkerConfig:
+class EmbeddingWorkerConfig(Section):
     """Section ``embedding_worker_config``."""
 
-    forward_buffer_size: int = 1000
+    forward_buffer_size: Annotated[int, integer(1)] = 1000
     """Batches that an embedding-worker holds for one data-loader."""
 
-    buffered_data_expired_sec: int = 1000
-    """Seconds after which the ids of a batch that nobody asks for are counted as lost."""
-
-    def __post_init__(self) -> None:
-        check_integer("forward_buffer_size", self.forward_buffer_size, 1)
-        check_integer("buffered_data_expired_sec", self.buffered_data_expired_sec, 1)
+    buffered_data_expired_sec: Annotated[int, integer(1)] = 1000
+    """Seconds after which the ids of a batch that is never looked up are counted as lost."""
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterServerConfig:
+class ParameterServerConfig(Section):
     """Section ``embedding_parameter_server_config``."""
 
-    capacity: int = 1_000_000_000
+    capacity: Annotated[int, integer(1)] = 1_000_000_000
     """Rows that one server keeps; beyond it rows are evicted. Costs no memory."""
 
-    num_hashmap_internal_shards: int = 16
+    num_hashmap_internal_shards: Annotated[int, integer(1, _MAX_SHARDS)] = 16
     """Parts of one server's store, each with its own lock and its own order of use."""
 
-    memory_limit: int | str | None = None
+    memory_limit: Annotated[int | str | None, Expect(_MEMORY_LIMIT)] = None
     """Memory of one server beyond which rows go as by capacity.
 
     Bytes, a size such as ``8GiB``, or a percentage of the cgroup's limit or the host's
     memory; 70 percent if not given, 0 for none.
     """
 
-    admission_sketch_bytes: int | None = None
+    admission_sketch_bytes: Annotated[int, integer(1)] | None = None
     """Memory of one server for the counts of ids that wait for admission by count.
 
     4 bytes a row of ``capacity`` if not given, but no more than 1/32 of the memory limit. Taken
@@ -181,25 +171,21 @@ class ParameterServerConfig:
     enable_incremental_update: bool = False
     """Whether each server writes changed rows out as training goes on."""
 
-    incremental_buffer_size: int = 1_000_000
+    incremental_buffer_size: Annotated[int, integer(1)] = 1_000_000
     """Changes of rows after which they are written, once each."""
 
     incremental_dir: str = "/workspace/incremental_dir/"
     """Where they are written: a folder or a URL, which has a folder of each server."""
 
-    incremental_channel_capacity: int = 1000
+    incremental_channel_capacity: Annotated[int, integer(1)] = 1000
     """Read because old files hold it; has no effect."""
 
-    def __post_init__(self) -> None:
-        check_integer("capacity", self.capacity, 1, _MAX_COUNT)
-        check_integer(
-            "num_hashmap_internal_shards", self.num_hashmap_internal_shards, 1, _MAX_SHARDS
-        )
-        check_integer("incremental_buffer_size", self.incremental_buffer_size, 1)
-        check_integer("incremental_channel_capacity", self.incremental_channel_capacity, 1)
-        if self.admission_sketch_bytes is not None:
-            check_integer("admission_sketch_bytes", self.admission_sketch_bytes, 1, _MAX_COUNT)
-        resolve_memory_limit(self.memory_limit)
+    def check(self) -> None:
+        """Check the memory limit."""
+        try:
+            resolve_memory_limit(self.memory_limit)
+        except ConfigError as exc:
+            raise InvalidValue(str(exc), "memory_limit") from None
 
     def sketch_bytes(self) -> int:
         """Return ``admission_sketch_bytes`` or what is taken in its place."""
@@ -214,22 +200,18 @@ class ParameterServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddedConfig:
+class EmbeddedConfig(Section):
     """Section ``embedded_config``: the servers inside a trainer that has no others."""
 
-    num_servers: int = 1
+    num_servers: Annotated[int, integer(1, _MAX_SERVERS)] = 1
     """Parameter servers in the process; each has a capacity of its own."""
 
-    num_threads: int = 1
+    num_threads: Annotated[int, integer(1, _MAX_THREADS)] = 1
     """Threads that one request to a server, or the pooling of one batch, spreads over."""
-
-    def __post_init__(self) -> None:
-        check_integer("num_servers", self.num_servers, 1, _MAX_SERVERS)
-        check_integer("num_threads", self.num_threads, 1, _MAX_THREADS)
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalConfig:
+class GlobalConfig(Section):
     """The global config: one section per role."""
 
     common_config: CommonConfig = field(default_factory=CommonConfig)
@@ -261,17 +243,16 @@ class GlobalConfig:
             return source
         if source is None:
             return GlobalConfig()
-        content, name = load_source(source, "global config")
-        with lines_said(name):
-            config = read(GlobalConfig, content, Where(name))
+        document = Document.open(source, "global config")
+        config = document.read(GlobalConfig)
         common, server = config.common_config, config.embedding_parameter_server_config
-        unused = {
-            "common_config.job_type": common.job_type == "Eval"
-            or (common.job_type == "Infer" and common.infer_config is None),
-            "embedding_parameter_server_config.incremental_channel_capacity": (
-                server.incremental_channel_capacity != 1000
-            ),
-        }
-        for key in (key for key, is_set in unused.items() if is_set):
-            _logger.warning("%s: %s has no effect in this version", name, key)
+        loads = common.job_type == "Infer" and common.infer_config is not None
+        unused = []
+        if common.job_type != "Train" and not loads:
+            unused.append(("common_config", "job_type"))
+        if server.incremental_channel_capacity != 1000:
+            unused.append(("embedding_parameter_server_config", "incremental_channel_capacity"))
+        for keys in unused:
+            place = document.place(*keys)
+            _logger.warning("%s: %s has no effect in this version", place, ".".join(keys))
         return config

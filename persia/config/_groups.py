@@ -8,26 +8,18 @@
         dtype: bfloat16
 
 All slots of a group have its settings, since they share rows. A new setting is a field of
-``GroupSettings``: it is read by its type (a dataclass key by key, or by ``from_file`` where the
-file spells it otherwise), it splits tables, and it is part of the schema's fingerprint.
+``GroupSettings``: it splits tables and is part of the schema's fingerprint.
 """
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from persia._core.kernels import optim
-from persia.config._reading import (
-    Where,
-    check_integer,
-    check_probability,
-    mapping_of,
-    nearest,
-)
-from persia.errors import ConfigError
+from persia.config._models import PROBABILITY, Expect, InvalidValue, Section, integer
+from persia.errors import ConfigError, did_you_mean
 from persia.utils import yaml_number
 
 # What peers call it: the name and the options that it stands for.
@@ -41,18 +33,18 @@ OPTIMIZERS: dict[str, dict[str, float | bool | None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class GroupOptimizer:
+class GroupOptimizer(Section):
     """An optimizer of its own for a group, or changes to the one that is registered.
 
     Raises:
         ConfigError: If the name or an option is unknown, or a value cannot be used.
     """
 
-    name: str | None
-    """One of those that ``persia._core.kernels.optim`` knows, or ``rowwise_adagrad``, which becomes
-    ``adagrad`` with ``vectorwise_shared``; None for the registered one."""
+    name: Annotated[str | None, Expect(f"one of {', '.join(OPTIMIZERS)}")]
+    """One of those that ``persia._core.kernels.optim`` knows, or ``rowwise_adagrad``, which
+    becomes ``adagrad`` with ``vectorwise_shared``; None for the registered one."""
 
-    options: Mapping[str, float | bool]
+    options: dict[str, Any]
     """With a name all options of that optimizer; without, those that differ."""
 
     def __post_init__(self) -> None:
@@ -71,26 +63,22 @@ class GroupOptimizer:
         checked = {}
         for option, value in self.options.items():
             if option not in known:
-                raise ConfigError(
-                    f"no optimizer has an option {option!r}{nearest(option, known)}"
-                )
+                hint = did_you_mean(option, known)
+                raise ConfigError(f"no optimizer has an option {option!r}{hint}")
             checked[option] = optim.checked("optimizer", option, value, known[option])
         object.__setattr__(self, "options", checked)
 
-    @staticmethod
-    def from_file(value: object, where: Where) -> GroupOptimizer:
+    @classmethod
+    def prepare(cls, value: object) -> object:
         """Read ``{name: ftrl, lr: 0.1, ...}`` or, without a name, ``{lr: 0.1, ...}``."""
-        options = dict(mapping_of(value, where))
+        if not isinstance(value, Mapping):
+            return value
+        options = dict(value)
         name = options.pop("name", None)
-        if name is not None and not isinstance(name, str):
-            raise where.at("name").error(f"expected one of {', '.join(OPTIMIZERS)}")
         for option, given in options.items():
             if hint := yaml_number(given):
-                raise where.at(option).error(f"expected a number, got str {given!r}{hint}")
-        try:
-            return GroupOptimizer(name, typing.cast("dict[str, float]", options))
-        except ConfigError as exc:
-            raise where.error(str(exc)) from None
+                raise InvalidValue(f"expected a number, got {given!r}{hint}", option)
+        return {"name": name, "options": options}
 
     def resolve(
         self, name: str, options: Mapping[str, float | bool]
@@ -109,33 +97,29 @@ class GroupOptimizer:
 # Beyond these a time, in milliseconds, would not fit where it is kept.
 _MAX_SECONDS = 1 << 50
 _MAX_STEPS = 1 << 60
+_TTL_SECONDS = Expect(f"0.001..{_MAX_SECONDS}", ge=0.001, le=_MAX_SECONDS, allow_inf_nan=False)
 
 # Counters of the sketch have eight bits.
 _MAX_THRESHOLD = 255
 
 
 @dataclass(frozen=True, slots=True)
-class GroupEviction:
+class GroupEviction(Section):
     """Which of a group's rows go first, and after what time one goes in any case."""
 
     policy: Literal["lru", "lfu"] = "lru"
     """Least recently used, or least frequently used first."""
 
-    ttl_seconds: float | None = None
+    ttl_seconds: Annotated[float, _TTL_SECONDS] | None = None
     """Seconds without a use after which a row expires; None for never."""
 
-    ttl_steps: int | None = None
+    ttl_steps: Annotated[int, integer(1, _MAX_STEPS)] | None = None
     """The same in training lookups that reach the server, for runs that must repeat."""
 
-    def __post_init__(self) -> None:
-        if self.ttl_seconds is not None and not 0.001 <= self.ttl_seconds <= _MAX_SECONDS:
-            raise ConfigError(
-                f"ttl_seconds: expected 0.001..{_MAX_SECONDS}, got {self.ttl_seconds!r}"
-            )
-        if self.ttl_steps is not None:
-            check_integer("ttl_steps", self.ttl_steps, 1, _MAX_STEPS)
-            if self.ttl_seconds is not None:
-                raise ConfigError("ttl_steps: a row has one time to live, not ttl_seconds too")
+    def check(self) -> None:
+        """Check that there is one time to live."""
+        if self.ttl_steps is not None and self.ttl_seconds is not None:
+            raise InvalidValue("a row has one time to live, not ttl_seconds too", "ttl_steps")
 
     def kind(self) -> tuple[str, str | None, int]:
         """Return policy, clock and time to live as ``EmbeddingStore`` takes them."""
@@ -147,33 +131,31 @@ class GroupEviction:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupAdmission:
+class GroupAdmission(Section):
     """Which new ids of a group get a row."""
 
     policy: Literal["probability", "count"]
     """By chance, or by how often they appeared."""
 
-    probability: float | None = None
+    probability: Annotated[float, PROBABILITY] | None = None
     """Chance at each appearance; with policy ``probability``."""
 
-    threshold: int | None = None
+    threshold: Annotated[int, integer(1, _MAX_THRESHOLD)] | None = None
     """The appearance at which an id gets its row; with policy ``count``."""
 
-    def __post_init__(self) -> None:
-        own = "threshold" if self.policy == "count" else "probability"
-        other = "probability" if self.policy == "count" else "threshold"
+    def check(self) -> None:
+        """Check that the policy has its setting and no other."""
+        own, other = "probability", "threshold"
+        if self.policy == "count":
+            own, other = other, own
         if getattr(self, own) is None:
-            raise ConfigError(f"{own}: is required with policy {self.policy!r}")
+            raise InvalidValue(f"is required with policy {self.policy!r}", own)
         if getattr(self, other) is not None:
-            raise ConfigError(f"{other}: has no meaning with policy {self.policy!r}")
-        if self.probability is not None:
-            check_probability("probability", self.probability)
-        if self.threshold is not None:
-            check_integer("threshold", self.threshold, 1, _MAX_THRESHOLD)
+            raise InvalidValue(f"has no meaning with policy {self.policy!r}", other)
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSettings:
+class GroupSettings(Section):
     """The settings of one group; each None takes what holds for all groups."""
 
     optimizer: GroupOptimizer | None = None

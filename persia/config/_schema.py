@@ -5,24 +5,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import typing
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from persia._core.kernels import initial
 from persia._core.kernels.optim import MAX_DIM
+from persia.config._document import Document
 from persia.config._groups import GroupSettings
-from persia.config._lines import lines_said
-from persia.config._reading import (
-    Where,
-    check_integer,
-    check_probability,
-    load_source,
-    mapping_of,
-    nearest,
-    read,
+from persia.config._models import (
+    PROBABILITY,
+    Expect,
+    InvalidValue,
+    Listed,
+    Named,
+    Section,
+    integer,
 )
-from persia.errors import ConfigError
+from persia.errors import ConfigError, did_you_mean
 from persia.logger import get_logger
 
 _logger = get_logger("persia.config")
@@ -30,69 +31,68 @@ _logger = get_logger("persia.config")
 Pooling = Literal["sum", "mean", "sqrt", "max", "raw", "jagged"]
 POOLINGS: tuple[Pooling, ...] = typing.get_args(Pooling)
 
+# Of slots_config, by the original before and in August 2021.
+_OLD_SPELLINGS = ("slot_configs", "slot_config")
+
 # Modes that hand out one vector per id, so that there is nothing to sum over.
 _PER_ID: tuple[Pooling, ...] = ("raw", "jagged")
 
 
 @dataclass(frozen=True, slots=True)
-class Initialization:
+class Initialization(Section):
     """A distribution of initial values: its name and the parameters by name, all of them."""
 
-    method: str
+    method: Annotated[str, Expect(f"one of {', '.join(initial.OPTIONS)}")]
     """One of those that ``persia._core.kernels.initial`` knows."""
 
-    options: Mapping[str, float]
+    options: dict[str, Any]
     """Parameters; those left out get their defaults."""
 
     def __post_init__(self) -> None:
         options = initial.complete(self.method, dict(self.options))
         object.__setattr__(self, "options", options)
 
-    @staticmethod
-    def from_file(value: object, where: Where) -> Initialization:
+    @classmethod
+    def prepare(cls, value: object) -> object:
         """Read ``{method: normal, mean: 0.0, ...}``."""
-        options = dict(mapping_of(value, where))
-        method = options.pop("method", None)
-        if not isinstance(method, str):
-            raise where.error(f"key 'method' is required: one of {', '.join(initial.OPTIONS)}")
-        try:
-            return Initialization(method, typing.cast("dict[str, float]", options))
-        except ConfigError as exc:
-            raise where.error(str(exc)) from None
+        if not isinstance(value, Mapping):
+            return value
+        options = dict(value)
+        return {"method": options.pop("method", None), "options": options}
 
 
 @dataclass(frozen=True, slots=True)
-class _HashStackKeys:
-    hash_stack_rounds: int
-    """Rows that stand for one id, found by so many hashes and summed; 0 for none."""
+class _HashStackKeys(Section):
+    hash_stack_rounds: Annotated[int, integer(0, 0xFFFF)]
+    """Rows that are summed for one id, each found by a hash of its own; 0 for none."""
 
-    embedding_size: int
+    embedding_size: Annotated[int, integer()]
     """Rows of the table that they are found in."""
 
     def __post_init__(self) -> None:
-        check_integer("hash_stack_rounds", self.hash_stack_rounds, 0, 0xFFFF)
-        check_integer("embedding_size", self.embedding_size, 0)
-        if self.hash_stack_rounds and not self.embedding_size:
-            raise ConfigError(
-                f"embedding_size: {self.hash_stack_rounds} rounds need at least 1 row, got 0"
-            )
         if not self.hash_stack_rounds:
             # Without rounds the size says nothing, and slots cannot disagree about it.
             object.__setattr__(self, "embedding_size", 0)
 
+    def check(self) -> None:
+        """Check that rounds have rows."""
+        if self.hash_stack_rounds and not self.embedding_size:
+            rounds = self.hash_stack_rounds
+            raise InvalidValue(f"{rounds} rounds need at least 1 row, got 0", "embedding_size")
+
 
 @dataclass(frozen=True, slots=True)
-class _SlotKeys:
+class _SlotKeys(Section):
     """The keys of one slot in the file."""
 
-    dim: int
+    dim: Annotated[int, integer(1, MAX_DIM)]
     """Values of a row."""
 
     pooling: Pooling | None = None
     """What becomes of a sample's rows; the next three keys decide if it is not given. ``raw``
     and ``jagged`` hand each row out."""
 
-    sample_fixed_size: int = 10
+    sample_fixed_size: Annotated[int, integer(1, 0x7FFFFFFF)] = 10
     """With ``raw``, the ids of a sample that count; those behind are left out."""
 
     embedding_summation: bool | None = None
@@ -111,33 +111,28 @@ class _SlotKeys:
     """``method`` and its options, of the rows that training creates; else the
     ``EmbeddingConfig``'s."""
 
-    admit_probability: float | None = None
+    admit_probability: Annotated[float, PROBABILITY] | None = None
     """Chance that a new id gets a row; else the ``EmbeddingConfig``'s."""
 
-    def __post_init__(self) -> None:
-        check_integer("dim", self.dim, 1, MAX_DIM)
-        check_integer("sample_fixed_size", self.sample_fixed_size, 1, 0x7FFFFFFF)
+    def check(self) -> None:
+        """Check what the keys of 2021 say beside today's."""
         if self.index_prefix != 0:
-            raise ConfigError(
-                f"index_prefix: is computed from the feature groups, got {self.index_prefix}; "
-                "leave it out"
+            raise InvalidValue(
+                f"is computed from the feature groups, got {self.index_prefix}; leave it out",
+                "index_prefix",
             )
-        if self.admit_probability is not None:
-            check_probability("admit_probability", self.admit_probability)
-        if self.pooling is not None:
-            self._check_pooling(self.pooling)
-
-    def _check_pooling(self, pooling: Pooling) -> None:
-        per_id = pooling in _PER_ID
-        if self.embedding_summation is not None and self.embedding_summation is per_id:
-            raise ConfigError(
-                f"pooling: {pooling!r} contradicts "
-                f"embedding_summation: {str(self.embedding_summation).lower()}"
-            )
-        if not per_id and self.sqrt_scaling not in (None, pooling == "sqrt"):
-            raise ConfigError(
-                f"pooling: {pooling!r} contradicts "
-                f"sqrt_scaling: {str(self.sqrt_scaling).lower()}"
+        per_id = self.pooling in _PER_ID
+        contradicted = ""
+        if self.pooling is None:
+            return
+        if self.embedding_summation is per_id:
+            contradicted = "embedding_summation"
+        elif not per_id and self.sqrt_scaling not in (None, self.pooling == "sqrt"):
+            contradicted = "sqrt_scaling"
+        if contradicted:
+            value = str(getattr(self, contradicted)).lower()
+            raise InvalidValue(
+                f"{self.pooling!r} contradicts {contradicted}: {value}", "pooling"
             )
 
     def resolved_pooling(self) -> Pooling:
@@ -149,37 +144,31 @@ class _SlotKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class _EmbeddingKeys:
+class _EmbeddingKeys(Section):
     """The keys of the embedding config's top level."""
 
-    # The older spellings are those of the original before and in August 2021.
-    slots_config: dict[str, _SlotKeys] = field(
-        metadata={
-            "aliases": ("slot_configs", "slot_config"),
-            "deprecated": ("slot_configs", "slot_config"),
-        }
-    )
+    slots_config: Named[_SlotKeys] = field(metadata={"aliases": _OLD_SPELLINGS})
     """Each feature of ids, by name."""
 
-    feature_index_prefix_bit: int = 8
+    feature_index_prefix_bit: Annotated[int, integer(1, 63)] = 8
     """Highest bits of a sign that say which group it is of; ids have the others."""
 
-    feature_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    feature_groups: Named[Listed[tuple[str, ...]]] = field(default_factory=dict)
     """Slots that share their rows, by the name of the group."""
 
     strict_ids: bool = False
     """Whether an id that needs more bits than there are is refused, not cut."""
 
-    group_settings: dict[str, GroupSettings] = field(default_factory=dict)
+    group_settings: Named[GroupSettings] = field(default_factory=dict)
     """How the rows of a group are trained and kept."""
 
-    def __post_init__(self) -> None:
-        check_integer("feature_index_prefix_bit", self.feature_index_prefix_bit, 1, 63)
+    def check(self) -> None:
+        """Check that there are slots, and that slots and groups have names."""
         if not self.slots_config:
-            raise ConfigError("slots_config: expected at least one slot, got none")
+            raise InvalidValue("expected at least one slot, got none", "slots_config")
         for key, names in (("slots", self.slots_config), ("groups", self.feature_groups)):
             if "" in names:
-                raise ConfigError(f"expected names for {key}, got ''")
+                raise InvalidValue(f"expected names for {key}, got ''")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,59 +268,69 @@ class EmbeddingSchema:
         """
         if isinstance(source, EmbeddingSchema):
             return source
-        content, name = load_source(source, "embedding config")
-        where = Where(name)
-        with lines_said(name):
-            keys = read(_EmbeddingKeys, content, where)
-            group_of, groups = _number_groups(keys, where)
-            _check_groups_agree(keys, group_of, where)
-            for group in keys.group_settings:
-                if group not in groups:
-                    raise where.at("group_settings").error(
-                        f"unknown group {group!r}{nearest(group, groups)}; a slot outside any "
-                        "group is one of its own name"
-                    )
-            return _resolve(keys, group_of, groups, where)
+        document = Document.open(source, "embedding config")
+        keys = document.read(_EmbeddingKeys)
+        for old in _OLD_SPELLINGS:
+            if isinstance(document.content, Mapping) and old in document.content:
+                warnings.warn(
+                    f"{document.place(old)}: {old} is an old spelling of 'slots_config'",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+        group_of, groups = _number_groups(keys, document)
+        _check_groups_agree(keys, group_of, document)
+        for group in keys.group_settings:
+            if group not in groups:
+                raise document.error(
+                    f"unknown group{did_you_mean(group, groups)}; a slot outside any group is "
+                    "one of its own name",
+                    "group_settings",
+                    group,
+                )
+        return _resolve(keys, group_of, groups, document)
 
 
-def _number_groups(keys: _EmbeddingKeys, where: Where) -> tuple[dict[str, str], dict[str, int]]:
+def _number_groups(
+    keys: _EmbeddingKeys, document: Document
+) -> tuple[dict[str, str], dict[str, int]]:
     """Return each slot's group and each group's number: explicit ones first, in file order."""
     group_of: dict[str, str] = {}
     for group, members in keys.feature_groups.items():
-        here = where.at("feature_groups").at(group)
         for slot in members:
+            problem = ""
             if slot not in keys.slots_config:
-                raise here.error(f"unknown slot {slot!r}{nearest(slot, keys.slots_config)}")
-            if slot in group_of:
-                raise here.error(f"slot {slot!r} is already in group {group_of[slot]!r}")
+                problem = f"unknown slot {slot!r}{did_you_mean(slot, keys.slots_config)}"
+            elif slot in group_of:
+                problem = f"slot {slot!r} is already in group {group_of[slot]!r}"
+            if problem:
+                raise document.error(problem, "feature_groups", group)
             group_of[slot] = group
     groups = {group: number for number, group in enumerate(keys.feature_groups)}
     for slot in keys.slots_config:
         if slot in group_of:
             continue
         if slot in keys.feature_groups:
-            raise (
-                where.at("feature_groups")
-                .at(slot)
-                .error(
-                    f"slot {slot!r} is in no group, so its own group would get the same name; "
-                    "rename the group or put the slot into it"
-                )
+            raise document.error(
+                f"slot {slot!r} is in no group, so its own group would get the same name; "
+                "rename the group or put the slot into it",
+                "feature_groups",
+                slot,
             )
         group_of[slot] = slot
         groups[slot] = len(groups)
     # Number + 1 is stored, so that no group has prefix 0.
     limit = (1 << keys.feature_index_prefix_bit) - 1
     if len(groups) > limit:
-        raise where.at("feature_index_prefix_bit").error(
+        raise document.error(
             f"{keys.feature_index_prefix_bit} bits hold {limit} groups, got {len(groups)}; "
-            f"at least {len(groups).bit_length()} bits are needed"
+            f"at least {len(groups).bit_length()} bits are needed",
+            "feature_index_prefix_bit",
         )
     return group_of, groups
 
 
 def _check_groups_agree(
-    keys: _EmbeddingKeys, group_of: Mapping[str, str], where: Where
+    keys: _EmbeddingKeys, group_of: Mapping[str, str], document: Document
 ) -> None:
     """Slots of one group share rows, so they must agree on all that makes a row."""
     first: dict[str, str] = {}
@@ -342,13 +341,11 @@ def _check_groups_agree(
         for setting in ("dim", "initialization", "admit_probability", "hash_stack_config"):
             mine, other_value = getattr(slot, setting), getattr(theirs, setting)
             if mine != other_value:
-                raise (
-                    where.at("feature_groups")
-                    .at(group)
-                    .error(
-                        f"slots of a group share rows, but {setting} of {other!r} is "
-                        f"{_plain(other_value)} and of {name!r} is {_plain(mine)}"
-                    )
+                raise document.error(
+                    f"slots of a group share rows, but {setting} of {other!r} is "
+                    f"{_plain(other_value)} and of {name!r} is {_plain(mine)}",
+                    "feature_groups",
+                    group,
                 )
 
 
@@ -365,36 +362,35 @@ def _resolve(
     keys: _EmbeddingKeys,
     group_of: Mapping[str, str],
     groups: dict[str, int],
-    where: Where,
+    document: Document,
 ) -> EmbeddingSchema:
     id_bits = 64 - keys.feature_index_prefix_bit
     slots: dict[str, Slot] = {}
     kinds: list[object] = []  # of row settings; compared, for options have no hash
     tables: list[Table] = []
     for name, slot in keys.slots_config.items():
-        here = where.at("slots_config").at(name)
         stack = slot.hash_stack_config
         if stack.hash_stack_rounds * stack.embedding_size > 1 << id_bits:
-            raise here.at("hash_stack_config").error(
+            raise document.error(
                 f"{stack.hash_stack_rounds} rounds of {stack.embedding_size} rows do not fit "
-                f"into {id_bits} bits"
+                f"into {id_bits} bits",
+                *("slots_config", name, "hash_stack_config"),
             )
         pooling = slot.resolved_pooling()
         if slot.sqrt_scaling and pooling in _PER_ID:
             _logger.warning(
-                "%s: %s.sqrt_scaling has no effect with pooling %r, which sums nothing",
-                here.file,
-                here.path,
+                "%s: slots_config.%s.sqrt_scaling has no effect with pooling %r, which sums "
+                "nothing",
+                document.place("slots_config", name, "sqrt_scaling"),
+                name,
                 pooling,
             )
         group = group_of[name]
         settings = keys.group_settings.get(group, GroupSettings())
         if settings.admission is not None and slot.admit_probability is not None:
-            raise (
-                where.at("group_settings")
-                .at(group)
-                .at("admission")
-                .error(f"slot {name!r} has an admit_probability; an id is admitted in one way")
+            raise document.error(
+                f"slot {name!r} has an admit_probability; an id is admitted in one way",
+                *("group_settings", group, "admission"),
             )
         # A group with an optimizer entry shares its table with no other, even if the other's
         # is equal: a learning rate set later is a table's, as a new row's values are.
@@ -435,7 +431,7 @@ def tables_at_rate(schema: EmbeddingSchema, group: str | None) -> tuple[int, ...
             if table.settings.optimizer is None or not table.settings.optimizer.has_own_lr
         )
     if group not in schema.groups:
-        raise ConfigError(f"unknown group {group!r}{nearest(group, schema.groups)}")
+        raise ConfigError(f"unknown group {group!r}{did_you_mean(group, schema.groups)}")
     tables = {slot.table for slot in schema.slots.values() if slot.group == group}
     others = [other for table in tables for other in schema.groups_of(table) if other != group]
     if others:

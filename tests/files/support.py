@@ -6,11 +6,22 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.blocks import RowBlock
+from persia._files.buffer_pool import BufferPool
+from persia._files.catalog import chain, ids, keep_last, latest, new_id, publish
+from persia._files.entries import Deleted, Part
+from persia._files.manifest import Manifest
+from persia._files.part_writer import PartWriter
+from persia._files.parts import filter_owned, write_deleted, write_file
+from persia._files.rows import compact, verify
+from persia._files.rows import rows_of as rows_of_chain
 from persia._files.schema import SavedSchema
+from persia._files.storage import LocalStorage, Storage
 from persia.config import EmbeddingSchema
+from persia.errors import CheckpointError
 
 SETTINGS: dict[str, Any] = {
     "slots_config": {"user": {"dim": 4}, "item": {"dim": 4}, "tag": {"dim": 3}},
@@ -73,3 +84,151 @@ def rows_of(blocks: Iterable[RowBlock]) -> dict[int, tuple[bytes, ...]]:
                 each.ages[place].tobytes(),
             )
     return found
+
+
+Rows = dict[int, tuple[bytes, ...]]
+
+
+SCHEMA = schema()
+
+
+def dump(
+    storage: Storage,
+    rows: dict[int, RowBlock],
+    *,
+    base: str | None = None,
+    deleted: set[int] | None = None,
+    num_servers: int = 2,
+) -> Manifest:
+    """Write and publish a checkpoint as servers do."""
+    identity = new_id(storage)
+    parts: list[Part] = []
+    gone: list[Deleted] = []
+    for server in range(num_servers):
+        prefix = f"{identity}/server{server}"
+        with PartWriter(storage, prefix, server=server, num_threads=1) as writer:
+            if rows:
+                every = joined(rows[sign] for sign in sorted(rows))
+                writer.add("table0", filter_owned(every, server, num_servers))
+            parts += writer.finish()
+        signs = np.array(sorted(deleted or ()), np.uint64)
+        gone += write_deleted(storage, prefix, signs[server::num_servers], server)
+    dense = write_file(storage, f"{identity}/dense.pt", [identity.encode()])
+    storage.sync(identity)
+    manifest = Manifest(
+        id=identity,
+        kind="full" if base is None else "delta",
+        base=base,
+        step=1,
+        num_servers=num_servers,
+        schema=SCHEMA,
+        parts=tuple(parts),
+        deleted=tuple(gone),
+        files={"dense.pt": dense},
+    )
+    publish(storage, manifest)
+    return manifest
+
+
+def loaded(storage: Storage, identity: str | None = None) -> Rows:
+    manifests = chain(storage, identity)
+    return rows_of(rows for _, rows in rows_of_chain(storage, manifests))
+
+
+def row(sign: int, seed: int) -> RowBlock:
+    return block([sign], seed=seed)
+
+
+def content(storage: Storage, path: str) -> bytes:
+    return storage.read(path, 1 << 20).tobytes()
+
+
+def check_promises(storage: Storage) -> None:
+    assert storage.list() == []
+    data = np.arange(70_000, dtype=np.uint8)
+    storage.write("a/b/c", [b"head", data[:0].data, data.data, memoryview(b"tail")])
+    storage.sync("a/b")
+    assert content(storage, "a/b/c") == b"head" + data.tobytes() + b"tail"
+    assert storage.size("a/b/c") == 70_008
+    storage.write("empty", [])
+    assert content(storage, "empty") == b""
+    assert (storage.list(), storage.list("a"), storage.list("no")) == (
+        ["a", "empty"],
+        ["b"],
+        [],
+    )
+    storage.publish("m.json", b"1")
+    storage.publish("m.json", b"22")
+    assert content(storage, "m.json") == b"22"
+    assert storage.list() == ["a", "empty", "m.json"]
+    with pytest.raises(CheckpointError, match=r"m\.json: expected at most 1 bytes, got 2"):
+        storage.read("m.json", 1)
+    with storage.open("a/b/c") as reader:
+        piece = np.empty(6, np.uint8)
+        reader.read_into(piece, 3)
+        assert piece.tobytes() == b"d" + bytes(range(5))
+        with pytest.raises(CheckpointError, match="a/b/c: "):
+            reader.read_into(piece, 70_005)
+    with pytest.raises(CheckpointError, match="gone: cannot read"):
+        storage.size("gone")
+    storage.remove("m.json")
+    storage.remove("m.json")
+    storage.remove_folder("a")
+    storage.remove_folder("a")
+    assert storage.list() == ["empty"]
+
+
+def check_large(storage: Storage) -> None:
+    """A file that begins with a block in memory, and one that does not, read either way."""
+    memory = BufferPool()
+    data = memory.take(600_123)
+    data[:] = np.random.default_rng(1).integers(0, 256, len(data), dtype=np.uint8)
+    for first in (0, 1):
+        storage.write(f"large{first}", [data[first:300_000].data, data[300_000:].data])
+        want = data[first:].tobytes()
+        assert content(storage, f"large{first}") == want
+        for start in (0, 1):
+            target = memory.take(700_000)[start : start + len(want)]
+            with storage.open(f"large{first}") as reader:
+                reader.read_into(target, 0)
+            assert target.tobytes() == want
+
+
+def check_catalog(storage: Storage) -> None:
+    """A base, a delta with a deletion, compaction, the last one kept."""
+    rows = {sign: row(sign, 1) for sign in range(20)}
+    base = dump(storage, rows)
+    rows[3] = row(3, 2)
+    del rows[4]
+    delta = dump(storage, {3: rows[3]}, base=base.id, deleted={4})
+    assert loaded(storage) == rows_of(rows.values())
+    whole = compact(storage)
+    assert keep_last(storage, 1) == [base.id, delta.id]
+    assert latest(storage) == whole.id
+    assert ids(storage) == [whole.id]
+    assert loaded(storage) == rows_of(rows.values())
+    verify(storage)
+    # W-20: other files come back byte by byte, from wherever they are.
+    assert content(storage, whole.files["dense.pt"].path) == delta.id.encode()
+    assert len(storage.list(whole.id)) == 3
+
+
+def written(storage: LocalStorage) -> Manifest:
+    """Write the files of a checkpoint; it is not published."""
+    identity = new_id(storage)
+    with PartWriter(storage, f"{identity}/server0") as writer:
+        writer.add("table0", block(range(100)))
+        writer.add("table1", block(range(100, 200), dim=3, words=3, dtype="bfloat16"))
+        parts = writer.finish()
+    dense = write_file(storage, f"{identity}/dense.pt", [b"dense"])
+    storage.sync(identity)
+    return Manifest(
+        id=identity,
+        kind="full",
+        step=7,
+        num_servers=1,
+        schema=schema(),
+        parts=parts,
+        files={"dense.pt": dense},
+        extras={"loaders": {"0": 7}, "big": 2**64 - 1, "rate": 0.1},
+    )

@@ -5,83 +5,40 @@ A disk that fails at any write, fsync, rename, mkdir or unlink is under all of i
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from persia._core.store.blocks import RowBlock
-from persia._files.catalog import chain, ids, keep_last, latest, load, new_id, publish
-from persia._files.entries import Deleted, Part, sketch_name
+from persia._files.catalog import chain, discard, ids, keep_last, latest, load, new_id, publish
 from persia._files.manifest import Manifest
-from persia._files.part_writer import PartWriter
-from persia._files.parts import filter_owned, read_part, write_deleted, write_file
-from persia._files.rows import compact, rewrite, verify
-from persia._files.rows import rows_of as rows_of_chain
-from persia._files.storage import LocalStorage, Storage, open_storage
+from persia._files.parts import read_part, write_file
+from persia._files.rows import compact, verify
+from persia._files.storage import LocalStorage
 from persia.errors import CheckpointError, ConfigError
 from tests.files.disk import Disk, PowerFailure
-from tests.files.support import block, joined, rows_of, schema
+from tests.files.support import (
+    SCHEMA,
+    Rows,
+    dump,
+    loaded,
+    row,
+    rows_of,
+    written,
+)
 from tests.support.profiles import tries
 
-Rows = dict[int, tuple[bytes, ...]]
-SCHEMA = schema()
-
-
-def dump(
-    storage: Storage,
-    rows: dict[int, RowBlock],
-    *,
-    base: str | None = None,
-    deleted: set[int] | None = None,
-    num_servers: int = 2,
-) -> Manifest:
-    """Write and publish a checkpoint as servers do."""
-    identity = new_id(storage)
-    parts: list[Part] = []
-    gone: list[Deleted] = []
-    for server in range(num_servers):
-        prefix = f"{identity}/server{server}"
-        with PartWriter(storage, prefix, server=server, num_threads=1) as writer:
-            if rows:
-                every = joined(rows[sign] for sign in sorted(rows))
-                writer.add("table0", filter_owned(every, server, num_servers))
-            parts += writer.finish()
-        signs = np.array(sorted(deleted or ()), np.uint64)
-        gone += write_deleted(storage, prefix, signs[server::num_servers], server)
-    dense = write_file(storage, f"{identity}/dense.pt", [identity.encode()])
-    storage.sync(identity)
-    manifest = Manifest(
-        id=identity,
-        kind="full" if base is None else "delta",
-        base=base,
-        step=1,
-        num_servers=num_servers,
-        schema=SCHEMA,
-        parts=tuple(parts),
-        deleted=tuple(gone),
-        files={"dense.pt": dense},
-    )
-    publish(storage, manifest)
-    return manifest
-
-
-def loaded(storage: Storage, identity: str | None = None) -> Rows:
-    manifests = chain(storage, identity)
-    return rows_of(rows for _, rows in rows_of_chain(storage, manifests))
-
-
-def row(sign: int, seed: int) -> RowBlock:
-    return block([sign], seed=seed)
+ROWS = {sign: row(sign, 1) for sign in range(5)}
 
 
 SIGNS = st.sets(st.integers(1, 12).map(lambda n: n << 52 | n), min_size=1, max_size=4)
+
+
 FAULTS = st.tuples(st.sampled_from(["power", "error", None]), st.integers(0, 90))
 
 
@@ -196,6 +153,8 @@ class CatalogMachine(RuleBasedStateMachine):
 
 
 TestCatalogMachine = CatalogMachine.TestCase
+
+
 TestCatalogMachine.settings = tries(30, stateful_step_count=15)
 
 
@@ -305,18 +264,6 @@ def test_w18_a_missing_delta_is_an_error(tmp_path: Path) -> None:
     assert ids(storage) == [first.id, third.id]
 
 
-def test_a_row_in_two_parts_is_found(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    manifest = dump(storage, {s: row(s, 1) for s in range(40)}, num_servers=1)
-    with PartWriter(storage, f"{manifest.id}/again", part_bytes=1) as writer:
-        writer.add("table0", row(7, 2))
-        parts = (*manifest.parts, *writer.finish())
-    verify(storage)
-    publish(storage, dataclasses.replace(manifest, parts=parts))
-    with pytest.raises(CheckpointError, match=f"{manifest.id}: signs: 7 comes twice"):
-        verify(storage)
-
-
 def test_w18_deltas_that_come_in_one_second_are_two(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     base = dump(storage, {1: row(1, 1)})
@@ -373,53 +320,77 @@ def test_what_a_link_leads_to_is_not_removed(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "text").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("base", "delta"), [(1, 3), (3, 1)])
-def test_a_chain_of_several_numbers_of_servers_is_rewritten_whole(
-    tmp_path: Path, base: int, delta: int
-) -> None:
+def test_what_is_published_loads(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "a" / "b")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/a/b: no checkpoint is here"):
+        load(storage)
+    manifest = written(storage)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        load(storage)
+    publish(storage, manifest)
+    assert load(storage) == load(tmp_path / "a" / "b", manifest.id) == manifest
+    later = written(storage)
+    assert load(storage) == manifest
+    publish(storage, later)
+    assert load(storage) == later
+    assert ids(storage) == [manifest.id, later.id]
+    assert manifest.num_rows == 200
+    assert len(rows_of(read_part(storage, part) for part in later.parts)) == 200
+
+
+def test_it_is_published_with_all_of_its_files_only(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
-    spread = [(n << 60) + n for n in range(16)]
-    first = dump(storage, {s: row(s, 1) for s in spread}, num_servers=base)
-    dump(storage, {s: row(s, 2) for s in spread[:4]}, base=first.id, num_servers=delta)
-    before = loaded(storage)
-    manifest = compact(storage)
-    assert loaded(storage, manifest.id) == before
-    for part in manifest.parts:
-        held = read_part(storage, part)
-        assert len(filter_owned(held, part.server, delta)) == len(held)
+    manifest = written(storage)
+    path = tmp_path / manifest.parts[0].path
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=f"{path}: expected {len(whole)} bytes, got"):
+        publish(storage, manifest)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{path}: cannot read: No such file"):
+        publish(storage, manifest)
+    assert ids(storage) == []
 
 
-def test_counts_of_servers_do_not_go_to_another_number_of_servers(tmp_path: Path) -> None:
+def test_a_manifest_under_another_name_is_an_error(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
-    first = dump(storage, {1: row(1, 1)}, num_servers=2)
-    names = [sketch_name(0), sketch_name(1), "dense.pt"]
-    files = {name: write_file(storage, f"{first.id}/{name}.x", [b"x"]) for name in names}
-    publish(storage, dataclasses.replace(first, files=files))
-    assert sorted(rewrite(storage, storage).files) == sorted(names)
-    assert list(rewrite(storage, storage, num_servers=3).files) == ["dense.pt"]
+    manifest = written(storage)
+    publish(storage, manifest)
+    other = "00000009-00000000"
+    (tmp_path / f"{manifest.id}.json").rename(tmp_path / f"{other}.json")
+    with pytest.raises(CheckpointError, match=f"{other}.json: id: expected {other}"):
+        load(storage)
 
 
-def test_what_changed_later_goes_later_when_chains_are_joined(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    base = dump(storage, {s: row(s, 1) for s in range(10)}, num_servers=1)
-    dump(storage, {s: row(s, 2) for s in range(5)}, base=base.id, num_servers=1)
-    manifest = compact(storage)
-    assert manifest.kind == "full"
-    (rows,) = (rows for _, rows in rows_of_chain(storage, [manifest]))
-    order = dict(zip(rows.signs.tolist(), rows.orders.tolist(), strict=True))
-    assert max(order[s] for s in range(5, 10)) < min(order[s] for s in range(5))
-    assert compact(storage) == manifest
-
-
-def test_a_rewrite_carries_all_files_over(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path / "a")
-    first = dump(storage, {s: row(s, 1) for s in range(10)})
-    target = open_storage("memory://rewritten")
-    manifest = rewrite(storage, target)
-    assert loaded(target) == loaded(storage)
-    assert dataclasses.replace(manifest.schema) == first.schema
-    with target.open(manifest.files["dense.pt"].path) as reader:
-        data = np.empty(reader.size, np.uint8)
-        reader.read_into(data, 0)
-    assert data.tobytes() == first.id.encode()
-    target.remove_folder("")
+@pytest.mark.parametrize("failure", ["error", "power"])
+def test_what_a_failed_dump_wrote_is_removed(failure: str) -> None:
+    """Whatever fails: afterwards the checkpoint is there whole, or nothing of it is."""
+    fail_at = 0
+    while True:
+        disk = Disk()
+        storage = LocalStorage("/data", disk)
+        first = dump(storage, ROWS, num_servers=1).id
+        before = storage.list()
+        disk.arm(fail_at, "error")
+        try:
+            dump(storage, ROWS, num_servers=1)
+        except CheckpointError:
+            pass
+        else:
+            break
+        disk.arm(-1, None)
+        (left,) = {name.partition(".")[0] for name in storage.list()} - {first} or {""}
+        if left:
+            if failure == "power":
+                disk.arm(fail_at % 4, "power")  # while it is removed
+            try:
+                assert discard(storage, left)
+            except PowerFailure:
+                disk.restart(random.Random(fail_at))
+                for identity in ids(storage):
+                    assert set(storage.list(identity)) >= {"dense.pt", "server0"}
+                assert discard(storage, left)
+            disk.arm(-1, None)
+        assert storage.list() == before
+        fail_at += 1
+    assert fail_at > 10

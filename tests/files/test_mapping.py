@@ -11,9 +11,9 @@ import pytest
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.blocks import RowBlock
 from persia._files.mapping import Mapping
+from persia._files.open import open_storage
 from persia._files.part_writer import PartWriter
 from persia._files.schema import SavedSchema
-from persia._files.storage import open_storage
 from persia.config import EmbeddingSchema
 from persia.errors import CheckpointError, ConfigError
 from tests.files.support import block, rows_of
@@ -113,8 +113,8 @@ def test_some_features_alone_can_be_loaded() -> None:
     assert mapping.groups == (0, -1, -1)
     rows = block([sign(1, 6), sign(0, 5)])
     assert [b.signs.tolist() for b in apply(mapping, "table0", rows).values()] == [[sign(0, 5)]]
-    with pytest.raises(ConfigError, match="features nobody are not in both"):
-        Mapping.between(saved(OLD), saved(OLD), only={"nobody"})
+    with pytest.raises(ConfigError, match="features absent are not in both"):
+        Mapping.between(saved(OLD), saved(OLD), only={"absent"})
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_w07_rows_that_would_mean_something_else_are_refused(
         Mapping.between(saved(OLD), saved(new))
 
 
-def test_all_differences_are_told() -> None:
+def test_all_differences_are_named() -> None:
     new = changed(tag={"dim": 5}, user={"dim": 8})
     with pytest.raises(
         ConfigError, match=r"dim of .*'tag' is 3 .* and 5 here; dim of .*'user'"
@@ -166,12 +166,12 @@ def test_all_differences_are_told() -> None:
         Mapping.between(saved(OLD), saved(new))
 
 
-def test_the_state_of_another_optimizer_starts_anew() -> None:
+def test_the_state_of_another_optimizer_starts_from_initial_values() -> None:
     mapping = Mapping.between(saved(OLD), saved(OLD, "adam"))
     words = RowOptimizer("adam").state_words(4)
     assert mapping.notes[0] == (
         "feature group 'items' was trained by adagrad with 4 words of state and is by adam "
-        f"with {words}: the state of its rows starts anew"
+        f"with {words}: the state of its rows starts from its initial values"
     )
     rows = block([sign(0, 5), sign(1, 6)])
     ((_, found),) = apply(mapping, "table0", rows).items()

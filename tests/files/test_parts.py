@@ -1,10 +1,9 @@
-"""Parts hold what was added, by bucket range, and nothing else is ever read from them."""
+"""Nothing is read from a file of rows or signs but what was written."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from persia._core.base.hashing import bucket
 from persia._core.store.blocks import RowBlock
 from persia._files.entries import Part
+from persia._files.open import open_storage
 from persia._files.part_writer import PartWriter
 from persia._files.parts import (
     check_part,
@@ -30,12 +29,13 @@ from persia._files.parts import (
     write_deleted,
     write_file,
 )
-from persia._files.storage import Buffer, LocalStorage, open_storage
+from persia._files.storage import LocalStorage
 from persia._files.tensors import Column
-from persia.errors import CheckpointError, ConfigError
-from tests.files.support import block, rows_of
-
-safetensors = pytest.importorskip("safetensors.numpy")
+from persia.errors import CheckpointError
+from tests.files.support import (
+    block,
+    rows_of,
+)
 
 NAMES = ("signs", "values", "states", "orders", "uses", "ages")
 
@@ -43,82 +43,6 @@ NAMES = ("signs", "values", "states", "orders", "uses", "ages")
 @pytest.fixture
 def storage(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path)
-
-
-@pytest.mark.parametrize("budget_bytes", [1, 40_000, 1 << 30])
-@pytest.mark.parametrize("part_bytes", [1, 5_000, 1 << 26])
-def test_parts_hold_what_was_added(
-    storage: LocalStorage, budget_bytes: int, part_bytes: int
-) -> None:
-    count = 60 if part_bytes == 1 else 2000
-    blocks = [
-        block(range(count)),
-        block(range(count, 2 * count), seed=1),
-        block(range(5000, 5100), policy=1),
-        block(range(6000, 6100), dtype="bfloat16", dim=3, words=0),
-        block([]),
-    ]
-    writer = PartWriter(storage, "id/server0", budget_bytes=budget_bytes, part_bytes=part_bytes)
-    with writer:
-        for number, each in enumerate(blocks):
-            writer.add(f"table{int(number == 3)}", each)
-        parts = writer.finish()
-    assert rows_of(read_part(storage, part) for part in parts) == rows_of(blocks)
-    for part in parts:
-        held = read_part(storage, part)
-        assert verify_part(storage, part).tolist() == held.signs.tolist()
-        assert part.num_rows == len(held) > 0
-        assert part.max_order == held.orders.max()
-        assert part.file.num_bytes <= part_bytes + 1000 or part.num_rows == 1
-        assert all(part.buckets[0] <= bucket(s) < part.buckets[1] for s in held.signs.tolist())
-    if part_bytes == 1 << 26:
-        # 64 ranges of a few rows are not 64 files.
-        assert len(parts) <= 3 or budget_bytes < 1 << 20
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_others_read_them(storage: LocalStorage, dtype: str) -> None:
-    rows = block(range(1000), dtype=dtype, policy=2)
-    with PartWriter(storage, "id") as writer:
-        writer.add("table0", rows)
-        (part,) = writer.finish()
-    held = read_part(storage, part)
-    torch = pytest.importorskip("torch")
-    from safetensors import safe_open
-    from safetensors.torch import load_file
-
-    path = Path(storage.url) / part.file.path
-    theirs = load_file(path)
-    assert theirs["values"].dtype == getattr(torch, dtype)
-    assert set(theirs) == {"signs", "values", "states", "orders", "uses", "ages"}
-    for name, own in theirs.items():
-        np.testing.assert_array_equal(
-            own.contiguous().view(torch.uint8).numpy().tobytes(),
-            np.frombuffer(getattr(held, name).tobytes(), np.uint8).tobytes(),
-        )
-    with safe_open(path, "np") as opened:
-        assert opened.metadata()["table"] == "table0"
-
-
-def test_zeros_are_not_written(storage: LocalStorage) -> None:
-    with PartWriter(storage, "id") as writer:
-        writer.add("table0", block(range(10), words=0))
-        (part,) = writer.finish()
-    theirs = safetensors.load_file(Path(storage.url) / part.file.path)
-    assert set(theirs) == {"signs", "values", "states", "orders"}
-    assert theirs["states"].shape == (10, 0)
-
-
-def test_w60_files_are_as_large_as_what_is_in_them(storage: LocalStorage) -> None:
-    """Not as the capacity: nothing is known of it here. Beside the rows there is one header."""
-    rows = block(range(1000))
-    with PartWriter(storage, "id") as writer:
-        writer.add("table0", rows)
-        (part,) = writer.finish()
-    assert part.file.num_bytes < rows.num_bytes + 1000
-    with PartWriter(storage, "other") as writer:
-        assert writer.finish() == ()
-    assert storage.list("other") == []
 
 
 @given(
@@ -154,18 +78,6 @@ def test_deleted_signs_come_back(storage: LocalStorage) -> None:
     assert write_deleted(storage, "id", signs[:0]) == ()
 
 
-def test_a_part_that_cannot_be_written_is_an_error_at_once_or_at_the_end(
-    storage: LocalStorage,
-) -> None:
-    (Path(storage.url) / "id").write_bytes(b"")
-    with PartWriter(storage, "id/server0") as writer:
-        writer.add("table0", block(range(10)))
-        with pytest.raises(CheckpointError, match=r"id/server0/table0-07-000000.*cannot write"):
-            writer.finish()
-    with PartWriter(storage, "other") as writer, pytest.raises(ConfigError, match="table name"):
-        writer.add("../table", block(range(10)))
-
-
 READS = pytest.mark.parametrize("read", [read_part, check_part], ids=["read", "check"])
 
 
@@ -180,7 +92,7 @@ def test_signs_are_found_wherever_windows_end(storage: LocalStorage, num_rows: i
         empty = {key: np.zeros_like(a)[:0] for key, a in zip(NAMES, rows.arrays, strict=True)}
         columns = {key: Column.of(a) for key, a in empty.items()}
         file = write_columns(storage, "id/empty", columns, {})
-        part = dataclasses.replace(part, file=file, num_rows=0)
+        part = dataclasses.replace(part, **file.as_fields(), num_rows=0)
     assert check_part(storage, part).tolist() == read_part(storage, part).signs.tolist()
     assert part.num_rows == num_rows
 
@@ -207,7 +119,8 @@ def test_w50_other_arrays_than_a_part_has_are_an_error(
         (part,) = writer.finish()
     arrays = dict(zip(NAMES, rows.arrays, strict=True)) | change
     columns = {key: Column.of(a) for key, a in arrays.items() if a is not None}
-    part = dataclasses.replace(part, file=write_columns(storage, "id/other", columns, {}))
+    file = write_columns(storage, "id/other", columns, {})
+    part = dataclasses.replace(part, **file.as_fields())
     if message is None:
         read(storage, part)
         return
@@ -225,7 +138,7 @@ def test_w50_a_file_that_is_what_was_written_and_no_part_is_an_error(
     for number, data in enumerate((b"", b"\xff" * 9, b"\xff" * 7 + b"\0", bytes(100))):
         file = write_file(storage, f"id/foreign{number}", [memoryview(data)])
         with pytest.raises(CheckpointError, match=f"id/foreign{number}: safetensors header"):
-            read(storage, dataclasses.replace(part, file=file))
+            read(storage, dataclasses.replace(part, **file.as_fields()))
 
 
 @READS
@@ -235,7 +148,7 @@ def test_w50_a_damaged_file_is_an_error(
     with PartWriter(storage, "id") as writer:
         writer.add("table0", block(range(100)))
         (part,) = writer.finish()
-    path = Path(storage.url) / part.file.path
+    path = Path(storage.url) / part.path
     whole = path.read_bytes()
     for place in (0, 9, 300, len(whole) - 1):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
@@ -270,7 +183,7 @@ def test_a_part_that_is_not_as_the_manifest_says_is_an_error(
     with PartWriter(storage, "id") as writer:
         writer.add("table0", block(range(100)))
         (part,) = writer.finish()
-    with pytest.raises(CheckpointError, match=f"{part.file.path}: {message}"):
+    with pytest.raises(CheckpointError, match=f"{part.path}: {message}"):
         read(storage, dataclasses.replace(part, **change))  # type: ignore[arg-type]
 
 
@@ -282,41 +195,12 @@ def test_a_sign_that_comes_twice_is_found(storage: LocalStorage) -> None:
         verify_part(storage, part)
 
 
-class StalledStorage(LocalStorage):
-    """A disk that takes nothing until it is told to."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.go_on = threading.Event()
-
-    def write(self, path: str, buffers: Iterable[Buffer]) -> None:
-        assert self.go_on.wait(60)
-        super().write(path, buffers)
-
-
-def test_w63_rows_are_taken_while_files_are_written_up_to_a_budget(tmp_path: Path) -> None:
-    storage = StalledStorage(tmp_path)
-    rows = [block(range(n, n + 100), seed=n) for n in range(0, 2000, 100)]
-    with PartWriter(storage, "id", budget_bytes=100_000, part_bytes=500) as writer:
-        for each in rows[:5]:
-            writer.add("table0", each)  # nothing waits for the disk yet
-        assert 0 < writer.held_bytes < 100_000
-        assert writer.bytes_written == 0
-        storage.go_on.set()
-        for each in rows[5:]:
-            writer.add("table0", each)
-            assert writer.held_bytes <= 100_000
-        parts = writer.finish()
-    assert writer.held_bytes == 0
-    assert rows_of(held for _, held in read_ahead(storage, parts)) == rows_of(rows)
-
-
 def test_reading_ahead_tells_what_is_damaged(storage: LocalStorage) -> None:
     with PartWriter(storage, "id", part_bytes=500) as writer:
         writer.add("table0", block(range(100)))
         parts = writer.finish()
-    (Path(storage.url) / parts[2].file.path).write_bytes(b"")
+    (Path(storage.url) / parts[2].path).write_bytes(b"")
     reading = read_ahead(storage, parts)
     assert [next(reading)[0], next(reading)[0]] == list(parts[:2])
-    with pytest.raises(CheckpointError, match=parts[2].file.path):
+    with pytest.raises(CheckpointError, match=parts[2].path):
         next(reading)

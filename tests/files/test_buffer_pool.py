@@ -30,7 +30,7 @@ def test_memory_is_used_again_once_no_array_has_it() -> None:
     del first
     gc.collect()
     other = memory.take(100_000)
-    assert address(other) != place  # the words are still somebody's
+    assert address(other) != place  # an array still has it
     assert (words == 0x0101010101010101).all()
     del words
     again = memory.take(50_000)

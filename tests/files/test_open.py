@@ -1,14 +1,15 @@
-"""W-71: a client names a folder, and the server opens it only below those of its operator."""
+"""Where a path or URL leads, and which folders a server opens (W-71)."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from persia._cluster import process
-from persia._files.allowed_roots import ANYWHERE, AllowedRoots
-from persia._files.storage import open_storage
+from persia._files.open import ANYWHERE, AllowedRoots, open_storage
 from persia._rpc.messages import LoadRequest, WriteRequest
 from persia.config import ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError
@@ -116,7 +117,7 @@ def test_w71_a_server_neither_writes_nor_reads_outside(
         with pytest.raises(CheckpointError, match="expected a folder below"):
             server.write_cut(WriteRequest(1, url, prefix))
     # Below the root it is only not there.
-    with pytest.raises(CheckpointError, match=r"cut 1"):
+    with pytest.raises(CheckpointError, match="no snapshot 1"):
         server.write_cut(WriteRequest(1, f"{place}/root", "a"))
     assert open_storage(f"{place}/root/job").list() == []
 
@@ -157,3 +158,16 @@ def test_changes_are_written_below_a_root_too(
     monkeypatch.setenv("PERSIA_CHECKPOINT_ROOTS", f"{place}/root,,")
     with pytest.raises(ConfigError, match="a list of folders with commas"):
         process._roots(settings, "ipc:///tmp/x")
+
+
+def test_a_url_that_nothing_serves_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="nosuch://x: cannot be opened"):
+        open_storage("nosuch://x")
+
+
+def test_local_files_need_no_fsspec() -> None:
+    program = (
+        "import sys; sys.modules['fsspec'] = None; from persia._files import catalog, rows; "
+    )
+    program += "assert catalog.ids('/nowhere') == []"
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)

@@ -14,8 +14,6 @@ from persia.config import (
     GroupEviction,
     GroupOptimizer,
     GroupSettings,
-    ParameterServerConfig,
-    describe_differences,
     schema_fingerprint,
 )
 from persia.errors import ConfigError
@@ -72,9 +70,9 @@ def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"h": {}}, r"group_settings: unknown group 'h'"),
-        ({"a": {}}, r"group_settings: unknown group 'a'.*outside any group"),
-        ({"g": {"optimiser": {}}}, r"group_settings\.g: unknown key 'optimiser'.*'optimizer'"),
+        ({"h": {}}, r"group_settings\.h: unknown group"),
+        ({"a": {}}, r"group_settings\.a: unknown group.*outside any group"),
+        ({"g": {"optimiser": {}}}, r"settings\.g\.optimiser: unknown key.*'optimizer'"),
         ({"g": {"optimizer": 3}}, r"group_settings\.g\.optimizer: expected a mapping"),
         ({"g": {"optimizer": {"name": 3}}}, r"g\.optimizer\.name: expected one of sgd, "),
         ({"g": {"optimizer": {"name": "adem"}}}, r"g\.optimizer: .*did you mean 'adam'"),
@@ -88,11 +86,11 @@ def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
         ({"g": {"optimizer": {"lr": "big"}}}, "lr must be a number, got 'big'"),
         (
             {"g": {"optimizer": {"lr": "1e-3"}}},
-            r"optimizer\.lr: .*got str '1e-3'; write 1\.0e-3",
+            r"optimizer\.lr: .*got '1e-3'; write 1\.0e-3",
         ),
         ({"g": {"optimizer": {"beta1": 1}}}, "beta1 must be below 1"),
         ({"g": {"optimizer": {"original_order": 1}}}, "original_order must be True or False"),
-        ({"g": {"dtype": "f16"}}, r"g\.dtype: expected one of float32, .*got str 'f16'"),
+        ({"g": {"dtype": "f16"}}, r"g\.dtype: expected one of float32, .*got 'f16'"),
         ({"g": {"dtype": 16}}, r"g\.dtype: expected one of float32"),
     ],
 )
@@ -106,28 +104,6 @@ def test_a_dtype_splits_tables_and_slots_of_one_dtype_share_theirs() -> None:
     assert [schema.slots[name].table for name in "abcd"] == [0, 0, 1, 2]
     assert [table.dtype for table in schema.tables] == ["float16", "bfloat16", "float32"]
     assert len(load({name: {"dtype": "float16"} for name in "gcd"}).tables) == 1
-
-
-def test_the_fingerprint_is_of_the_settings_too() -> None:
-    settings: list[dict[str, Any] | None] = [
-        None,
-        {"g": {"optimizer": {}}},
-        {"g": {"dtype": "float16"}},
-        {"g": {"dtype": "bfloat16"}},
-        {"g": {"optimizer": {"lr": 0.5}}},
-        {"g": {"optimizer": {"lr": 0.25}}},
-        {"g": {"optimizer": {"name": "adam", "lr": 0.25}}},
-    ]
-    assert len({schema_fingerprint(load(one)) for one in settings}) == len(settings)
-
-
-def test_which_settings_differ_is_told() -> None:
-    one, other = load({"g": {"optimizer": {"lr": 0.5}}}), load({"c": {"optimizer": {}}})
-    told = describe_differences(
-        schema_fingerprint(one), schema_fingerprint(other), "here", "there"
-    )
-    assert "group_settings.c is absent here and {'optimizer'" in told
-    assert "group_settings.g is {'optimizer': {'name': None, 'options': {'lr': 0.5}}}" in told
 
 
 # --- eviction and admission -----------------------------------------------------------------
@@ -161,13 +137,13 @@ def test_times_to_live_are_milliseconds_or_steps() -> None:
     ("settings", "message"),
     [
         ({"eviction": {"policy": "fifo"}}, r"g\.eviction\.policy: expected one of lru, lfu"),
-        ({"eviction": {"ttl": 3}}, r"g\.eviction: unknown key 'ttl'"),
-        ({"eviction": {"ttl_seconds": 0}}, r"eviction: ttl_seconds: expected 0\.001\.\."),
+        ({"eviction": {"ttl": 3}}, r"g\.eviction\.ttl: unknown key"),
+        ({"eviction": {"ttl_seconds": 0}}, r"eviction\.ttl_seconds: expected 0\.001\.\."),
         ({"eviction": {"ttl_seconds": float("nan")}}, "ttl_seconds: expected"),
         ({"eviction": {"ttl_seconds": float("inf")}}, "ttl_seconds: expected"),
         ({"eviction": {"ttl_steps": 0}}, "ttl_steps: expected an integer in 1"),
         ({"eviction": {"ttl_steps": 1, "ttl_seconds": 1}}, "a row has one time to live"),
-        ({"admission": {}}, r"g\.admission: key 'policy' is required"),
+        ({"admission": {}}, r"g\.admission\.policy: the key is required"),
         ({"admission": {"policy": "count"}}, "threshold: is required with policy 'count'"),
         ({"admission": {"policy": "probability"}}, "probability: is required with policy"),
         (
@@ -176,7 +152,7 @@ def test_times_to_live_are_milliseconds_or_steps() -> None:
         ),
         ({"admission": {"policy": "count", "threshold": 0}}, r"threshold: .* 1\.\.255, got 0"),
         ({"admission": {"policy": "count", "threshold": 256}}, r"1\.\.255, got 256"),
-        ({"admission": {"policy": "probability", "probability": 2}}, r"0\.\.1, got 2\.0"),
+        ({"admission": {"policy": "probability", "probability": 2}}, r"0\.\.1, got 2"),
     ],
 )
 def test_eviction_and_admission_that_cannot_be_used(
@@ -194,12 +170,3 @@ def test_a_new_id_is_admitted_in_one_way() -> None:
                 "group_settings": {"a": {"admission": {"policy": "count", "threshold": 2}}},
             }
         )
-
-
-def test_the_sketch_follows_capacity_and_memory_limit() -> None:
-    assert ParameterServerConfig(capacity=1000, memory_limit="1GiB").sketch_bytes() == 4000
-    assert ParameterServerConfig(memory_limit="1GiB").sketch_bytes() == 1 << 25
-    assert 0 < ParameterServerConfig(memory_limit=0).sketch_bytes() < 4_000_000_000
-    assert ParameterServerConfig(admission_sketch_bytes=64).sketch_bytes() == 64
-    with pytest.raises(ConfigError, match="admission_sketch_bytes: expected an integer in 1"):
-        ParameterServerConfig(admission_sketch_bytes=0)

@@ -1,0 +1,98 @@
+"""Fingerprints of embedding configs, and what the difference of two is called."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from persia.config import EmbeddingSchema, _compare, describe_differences, schema_fingerprint
+from tests.support.services import CONFIG, SCHEMA
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_w07_the_fingerprint_is_of_what_signs_mean() -> None:
+    same = copy.deepcopy(CONFIG)
+    same["slots_config"]["sum"]["pooling"] = "mean"
+    same["slots_config"]["raw"]["sample_fixed_size"] = 9
+    assert schema_fingerprint(EmbeddingSchema.load(same)) == schema_fingerprint(SCHEMA)
+    for key, value in (("feature_index_prefix_bit", 9), ("feature_groups", {})):
+        other = copy.deepcopy(CONFIG) | {key: value}
+        assert schema_fingerprint(EmbeddingSchema.load(other)) != schema_fingerprint(SCHEMA)
+    other = copy.deepcopy(CONFIG)
+    other["slots_config"] = {"new": {"dim": 4}} | other["slots_config"]
+    assert schema_fingerprint(EmbeddingSchema.load(other)) != schema_fingerprint(SCHEMA)
+    other = copy.deepcopy(CONFIG)
+    other["slots_config"]["mean"]["dim"] = 8
+    assert schema_fingerprint(EmbeddingSchema.load(other)) != schema_fingerprint(SCHEMA)
+
+
+def diff(other: dict[str, Any]) -> str:
+    one, two = (schema_fingerprint(EmbeddingSchema.load(config)) for config in (CONFIG, other))
+    return describe_differences(one, two, "there", "here")
+
+
+def test_the_difference_of_two_configs_is_named() -> None:
+    other = copy.deepcopy(CONFIG)
+    other["slots_config"]["mean"]["dim"] = 12
+    dim = CONFIG["slots_config"]["mean"]["dim"]
+    assert diff(other).startswith(f"slots_config.mean.dim is {dim} there and 12 here")
+    other = {"slots_config": {"new": {"dim": 4}} | CONFIG["slots_config"]}
+    assert diff(CONFIG | other).startswith("slots_config.new is absent there and present here;")
+    other = {"feature_index_prefix_bit": 9}
+    assert diff(CONFIG | other) == "feature_index_prefix_bit is 8 there and 9 here"
+    other = copy.deepcopy(CONFIG)
+    other["slots_config"]["stack_max"]["hash_stack_config"]["embedding_size"] = 77
+    assert "slots_config.stack_max.hash_stack_config is 3 rounds of 5 rows there" in diff(other)
+    assert "3 rounds of 77 rows here" in diff(other)
+    slots = CONFIG["slots_config"]
+    other = {"slots_config": dict(reversed(slots.items()))}
+    assert "in the order of the file, is " in diff(CONFIG | other)
+
+
+def test_fingerprints_that_say_nothing_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compare, "_MAX_FINGERPRINT", 10)
+    digest = schema_fingerprint(SCHEMA)
+    assert len(digest) == 32
+    for other in ("other", "[" * 5000, '{"slots": 3}', ""):
+        assert (
+            describe_differences(digest, other, "a", "b")
+            == f"fingerprints {digest} and {other:.80}"
+        )
+
+
+def grouped(settings: dict[str, Any] | None) -> EmbeddingSchema:
+    """Slots a and b in group g, c and d by themselves, all of one dim."""
+    return EmbeddingSchema.load(
+        {
+            "slots_config": {name: {"dim": 8} for name in "abcd"},
+            "feature_groups": {"g": ["a", "b"]},
+            "group_settings": settings,
+        }
+    )
+
+
+def test_the_fingerprint_is_of_the_settings_too() -> None:
+    settings: list[dict[str, Any] | None] = [
+        None,
+        {"g": {"optimizer": {}}},
+        {"g": {"dtype": "float16"}},
+        {"g": {"dtype": "bfloat16"}},
+        {"g": {"optimizer": {"lr": 0.5}}},
+        {"g": {"optimizer": {"lr": 0.25}}},
+        {"g": {"optimizer": {"name": "adam", "lr": 0.25}}},
+    ]
+    assert len({schema_fingerprint(grouped(one)) for one in settings}) == len(settings)
+
+
+def test_settings_that_differ_are_named() -> None:
+    one, other = (
+        grouped({"g": {"optimizer": {"lr": 0.5}}}),
+        grouped({"c": {"optimizer": {}}}),
+    )
+    text = describe_differences(
+        schema_fingerprint(one), schema_fingerprint(other), "here", "there"
+    )
+    assert "group_settings.c is absent here and {'optimizer'" in text
+    assert "group_settings.g is {'optimizer': {'name': None, 'options': {'lr': 0.5}}}" in text

@@ -1,0 +1,105 @@
+"""Chains are read, verified and rewritten row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia._files.catalog import publish
+from persia._files.entries import sketch_name
+from persia._files.open import open_storage
+from persia._files.part_writer import PartWriter
+from persia._files.parts import filter_owned, read_part, write_file
+from persia._files.rows import compact, rewrite, verify
+from persia._files.rows import rows_of as rows_of_chain
+from persia._files.storage import LocalStorage
+from persia.errors import CheckpointError
+from tests.files.support import dump, loaded, row
+
+
+def test_a_row_in_two_parts_is_found(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    manifest = dump(storage, {s: row(s, 1) for s in range(40)}, num_servers=1)
+    with PartWriter(storage, f"{manifest.id}/again", part_bytes=1) as writer:
+        writer.add("table0", row(7, 2))
+        parts = (*manifest.parts, *writer.finish())
+    verify(storage)
+    publish(storage, dataclasses.replace(manifest, parts=parts))
+    with pytest.raises(CheckpointError, match=f"{manifest.id}: signs: 7 comes twice"):
+        verify(storage)
+
+
+@pytest.mark.parametrize(("base", "delta"), [(1, 3), (3, 1)])
+def test_a_chain_of_several_numbers_of_servers_is_rewritten_whole(
+    tmp_path: Path, base: int, delta: int
+) -> None:
+    storage = LocalStorage(tmp_path)
+    spread = [(n << 60) + n for n in range(16)]
+    first = dump(storage, {s: row(s, 1) for s in spread}, num_servers=base)
+    dump(storage, {s: row(s, 2) for s in spread[:4]}, base=first.id, num_servers=delta)
+    before = loaded(storage)
+    manifest = compact(storage)
+    assert loaded(storage, manifest.id) == before
+    for part in manifest.parts:
+        held = read_part(storage, part)
+        assert len(filter_owned(held, part.server, delta)) == len(held)
+
+
+def test_counts_of_servers_do_not_go_to_another_number_of_servers(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    first = dump(storage, {1: row(1, 1)}, num_servers=2)
+    names = [sketch_name(0), sketch_name(1), "dense.pt"]
+    files = {name: write_file(storage, f"{first.id}/{name}.x", [b"x"]) for name in names}
+    publish(storage, dataclasses.replace(first, files=files))
+    assert sorted(rewrite(storage, storage).files) == sorted(names)
+    assert list(rewrite(storage, storage, num_servers=3).files) == ["dense.pt"]
+
+
+def test_what_changed_later_goes_later_when_chains_are_joined(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    base = dump(storage, {s: row(s, 1) for s in range(10)}, num_servers=1)
+    dump(storage, {s: row(s, 2) for s in range(5)}, base=base.id, num_servers=1)
+    manifest = compact(storage)
+    assert manifest.kind == "full"
+    (rows,) = (rows for _, rows in rows_of_chain(storage, [manifest]))
+    order = dict(zip(rows.signs.tolist(), rows.orders.tolist(), strict=True))
+    assert max(order[s] for s in range(5, 10)) < min(order[s] for s in range(5))
+    assert compact(storage) == manifest
+
+
+def test_a_rewrite_carries_all_files_over(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "a")
+    first = dump(storage, {s: row(s, 1) for s in range(10)})
+    target = open_storage("memory://rewritten")
+    manifest = rewrite(storage, target)
+    assert loaded(target) == loaded(storage)
+    assert dataclasses.replace(manifest.schema) == first.schema
+    with target.open(manifest.files["dense.pt"].path) as reader:
+        data = np.empty(reader.size, np.uint8)
+        reader.read_into(data, 0)
+    assert data.tobytes() == first.id.encode()
+    target.remove_folder("")
+
+
+def test_a_rewrite_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = LocalStorage(tmp_path / "from")
+    dump(source, ROWS)
+    real = LocalStorage.write
+
+    def write(storage: LocalStorage, path: str, buffers: object) -> None:
+        if path.endswith("dense.pt"):
+            raise CheckpointError("No space left on device")
+        real(storage, path, buffers)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalStorage, "write", write)
+    with pytest.raises(CheckpointError, match="No space"):
+        rewrite(source, LocalStorage(tmp_path / "to"))
+    assert list((tmp_path / "to").iterdir()) == []
+
+
+ROWS = {sign: row(sign, 1) for sign in range(5)}
