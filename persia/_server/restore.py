@@ -1,4 +1,18 @@
-"""The two steps of a load on one server: what they read, and what they do with it.
+"""A parameter server's share of a load: verify all of it, then replace the rows.
+
+    verify    manifests, what they mean here, every file that has rows of this server
+    commit    drop the rows held, then restore: base first, then each delta's deletions and rows
+    finish    every server has its share: the rows are whole
+
+The first two are threads; the same request again is answered with how far it is. A status is
+one value, replaced by the thread that works and set before it starts: a load that is over is
+never seen as one that goes on.
+
+From commit to finish rows are *missing*: here, or on another server. Whatever comes between, a
+failure, a kill of this process or the death of the trainer, they stay missing, in the state
+file too, until a load of as many features is finished or all rows are cleared. Commit waits
+for the requests that are being served; those to come are refused. While rows are missing
+no batch is trained and nothing is dumped.
 
 A server reads the parts that may have rows of its own: those of its buckets, unless groups have
 other numbers here than in the checkpoint, which moves their rows to other buckets.
@@ -8,16 +22,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from persia._files.buffer_pool import BufferPool
-from persia._files.checkpoint_paths import Chain, chains
+from persia._files.catalog import Chain, chains
 from persia._files.entries import sketch_name
 from persia._files.mapping import Mapping
 from persia._files.parts import (
@@ -28,8 +45,11 @@ from persia._files.parts import (
     read_deleted,
 )
 from persia._files.rows import rows_of
+from persia._rpc.messages import HyperParameters, LoadRequest, LoadStatus, OptimizerSettings
+from persia._server.row_settings import settings_from_json
 from persia._server.snapshot import Sketch, read_sketch
-from persia.errors import CheckpointError, ConfigError, DataError
+from persia.errors import CheckpointError, ConfigError, DataError, PersiaError
+from persia.logger import get_logger
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,19 +58,330 @@ if TYPE_CHECKING:
     from persia._files.entries import Part
     from persia._files.manifest import Manifest
     from persia._files.storage import Storage
-    from persia._rpc.messages import LoadRequest
-    from persia._server.snapshot import ServerState
+    from persia._server.row_settings import ServerState
+
+_logger = get_logger("persia.checkpoints")
 
 _Signs = tuple["NDArray[np.uint64]", "NDArray[np.uint64]"]
-Moved = Callable[[int, int, int], None]  # bytes done, of, rows
+Progress = Callable[[int, int, int], None]  # bytes done, of, rows
 
+# What a step is while it goes on, and once it is done.
+_STATES = {"verify": ("verifying", "verified"), "commit": ("loading", "loaded")}
+# Seconds that a load waits for the requests that are being served.
+_IDLE_TIMEOUT_S = 60.0
 # Parts that enter the store at the same time: each takes the shards' locks in turn.
 _RESTORING = 2
 # Rows looked at under a shard's lock at a time.
 _BLOCK_ROWS = 65_536
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+def settings_of(request: LoadRequest) -> tuple[HyperParameters, OptimizerSettings]:
+    """Return the settings of the servers that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or it does not say.
+    """
+    chain = chains(request.url, request.checkpoint or None)[0]
+    manifest = chain.manifests[-1]
+    saved = manifest.extras.get("servers")
+    saved = saved if isinstance(saved, dict) else {}
+    try:
+        hyper, optimizer = settings_from_json(
+            saved.get("hyper_parameters"), saved.get("optimizer")
+        )
+        if hyper is None or optimizer is None:
+            raise ConfigError("expected hyper_parameters and optimizer")
+        return hyper, optimizer
+    except ConfigError as exc:
+        raise CheckpointError(
+            f"{chain.storage.url}: {manifest.id}: extras.servers: {exc}, as no trainer has "
+            "configured this server"
+        ) from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Which rows are not there, or not all."""
+
+    url: str  # whose load was cut short
+    features: frozenset[str] | None  # None is all
+
+    def after(self, loaded: tuple[str, ...] | None) -> Missing | None:
+        """Return what is still missing once these features have been loaded."""
+        if loaded is None or (self.features is not None and self.features <= set(loaded)):
+            return None
+        left = None if self.features is None else self.features - set(loaded)
+        return Missing(self.url, left)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a state file notes."""
+        features = None if self.features is None else sorted(self.features)
+        return {"url": self.url, "features": features}
+
+    @staticmethod
+    def from_json(found: Any) -> Missing | None:
+        """Read what a state file notes; what cannot be read is taken for all rows."""
+        if found is None:
+            return None
+        try:
+            features = found["features"]
+            return Missing(str(found["url"]), None if features is None else frozenset(features))
+        except (TypeError, KeyError):
+            return Missing("a checkpoint", None)
+
+
+@dataclass(slots=True)
+class _Load:
+    """One load; its owner's lock guards it."""
+
+    request: LoadRequest  # of the step last begun
+    status: LoadStatus
+    restore: CheckpointRestore
+    is_dropped: bool = False
+    missing_before: Missing | None = None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it replaces rows."""
+        return self.status.state == "loading"
+
+
+class _Use:
+    """A context of ``LoadManager`` in which no load replaces rows. Each request enters it."""
+
+    def __init__(self, loads: LoadManager, or_missing: bool) -> None:
+        self._loads = loads
+        self._or_missing = or_missing
+
+    def __enter__(self) -> None:
+        loads = self._loads
+        with loads._lock:
+            if loads._load is not None or loads._missing is not None:
+                loads._check_whole(self._or_missing)
+            loads._num_uses += 1
+
+    def __exit__(self, *_: object) -> None:
+        loads = self._loads
+        with loads._lock:
+            loads._num_uses -= 1
+            if not loads._num_uses and loads._load is not None:
+                loads._idle.notify_all()
+
+
+class LoadManager:
+    """The loads of one server, one at a time; any thread may call it.
+
+    Args:
+        replica: Number of the server.
+        num_replicas: How many servers there are.
+        num_threads: Files that are checked at the same time.
+        note: Called with what is missing when that changes, so that it outlives the process.
+
+    Attributes:
+        whole_rows: A context for what needs all rows: no load replaces them meanwhile. It
+            raises a CheckpointError if one does, or has left some of them out.
+        any_rows: The same for what does not need those that a load has left out.
+        loaded_at: When a load last replaced the rows; monotonic.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        num_replicas: int,
+        num_threads: int,
+        note: Callable[[dict[str, Any] | None], None],
+    ) -> None:
+        self._replica = replica
+        self._num_threads = num_threads
+        self._num_replicas = num_replicas
+        self._note = note
+        self.whole_rows = _Use(self, or_missing=False)
+        self.any_rows = _Use(self, or_missing=True)
+        self._lock = threading.Lock()  # guards all below
+        self._idle = threading.Condition(self._lock)  # the last use has ended
+        self._num_uses = 0
+        self._load: _Load | None = None
+        self._finished: int | None = None  # the load that was last
+        self._missing: Missing | None = None
+        self.loaded_at: float | None = None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether rows are being replaced."""
+        load = self._load
+        return load is not None and load.is_loading
+
+    @property
+    def problem(self) -> str | None:
+        """Why rows are not whole, or None."""
+        if self.is_loading:
+            return "a load is replacing its rows"
+        if self._missing is not None:
+            return "rows are missing: a load was not finished on every server"
+        return None
+
+    def recover(self, noted: Any) -> None:
+        """Begin with what a process before this one noted as missing."""
+        self._missing = Missing.from_json(noted)
+
+    def _check_whole(self, or_missing: bool) -> None:
+        if self.is_loading:
+            raise CheckpointError(
+                f"parameter server {self._replica}: a load is replacing its rows; "
+                "wait_for_load_embedding() waits for it"
+            )
+        if self._missing is not None and not or_missing:
+            names = self._missing.features
+            what = "rows" if names is None else f"rows of {', '.join(sorted(names))}"
+            raise CheckpointError(
+                f"parameter server {self._replica}: {what} are missing: a load of "
+                f"{self._missing.url} was not finished on every server; load again, or "
+                "clear_embeddings()"
+            )
+
+    def clear_missing(self) -> None:
+        """Note that all rows were cleared, so none is missing."""
+        with self._lock:
+            self._set_missing(None)
+
+    def _set_missing(self, missing: Missing | None) -> None:
+        if missing != self._missing:
+            self._missing = missing
+            self._note(None if missing is None else missing.to_json())
+
+    def load(self, request: LoadRequest, now: Callable[[], ServerState]) -> LoadStatus:
+        """Begin a step on the state that ``now`` returns, or return how far it is."""
+        with self._lock:
+            load = self._load
+            is_same = load is not None and load.request.load_id == request.load_id
+            if request.step == "drop":
+                if load is not None and is_same:
+                    # A thread that replaces rows notices at its next part.
+                    load.is_dropped = True
+                    self._load = load if load.is_loading else None
+                return LoadStatus("dropped", 0, 0, 0, "", ())
+            if request.step == "finish":
+                return self._finish(load if is_same else None, request)
+            if load is not None and load.request == request:
+                return load.status
+            if request.step == "verify":
+                if load is not None and load.is_loading:
+                    raise CheckpointError(
+                        f"parameter server {self._replica}: another load is replacing its "
+                        "rows; wait_for_load_embedding() waits for it"
+                    )
+                load = self._load = self._new_load(request, now())
+            elif (
+                load is None
+                or not is_same
+                or load.status.state != "verified"
+                or request.step != "commit"
+            ):
+                raise self._out_of_order(request)
+            # Before the thread runs: what it sets is never overwritten from here.
+            load.request = request
+            load.status = replace(load.status, state=_STATES[request.step][0], done=0)
+            threading.Thread(
+                target=self._run, args=(load, request, now), name="persia-load", daemon=True
+            ).start()
+            return load.status
+
+    def load_now(self, request: LoadRequest, now: Callable[[], ServerState]) -> list[str]:
+        """Verify and commit in this thread; returns what the user should know."""
+
+        def ignore(done: int, total: int, rows: int) -> None:
+            """Progress that is not asked for."""
+
+        load = self._new_load(request, now())
+        load.status = replace(load.status, state="loading")
+        with self._lock:
+            self._load = load
+        try:
+            load.restore.verify(ignore)
+            self._commit(load, ignore, now)
+            with self._lock:
+                self._set_missing(load.missing_before)
+                self.loaded_at = time.monotonic()
+        finally:
+            with self._lock:
+                self._load = None
+        return load.restore.notes
+
+    def _new_load(self, request: LoadRequest, now: ServerState) -> _Load:
+        restore = CheckpointRestore(
+            self._replica, self._num_replicas, now, request, self._num_threads
+        )
+        return _Load(request, LoadStatus("verifying", 0, 0, 0, "", ()), restore)
+
+    def _finish(self, load: _Load | None, request: LoadRequest) -> LoadStatus:
+        """With the lock held: the rows are whole, as every server has its share."""
+        if self._finished != request.load_id:
+            if load is None or load.status.state != "loaded":
+                raise self._out_of_order(request)
+            self._set_missing(load.missing_before)
+            self._load, self._finished = None, request.load_id
+        return LoadStatus("finished", 0, 0, 0, "", ())
+
+    def _commit(self, load: _Load, progress: Progress, now: Callable[[], ServerState]) -> None:
+        """Replace rows once no request uses them; from here on they are missing."""
+        request = load.request
+        with self._lock:
+            if not self._idle.wait_for(lambda: not self._num_uses, _IDLE_TIMEOUT_S):
+                raise CheckpointError(
+                    f"{self._num_uses} requests to parameter server {self._replica} have not "
+                    f"ended within {_IDLE_TIMEOUT_S:g} s; nothing was loaded"
+                )
+            if load.is_dropped:
+                raise CheckpointError("the load was given up; nothing was loaded")
+            load.restore.check_fits(now())  # from here on settings cannot change that
+            before = self._missing
+            load.missing_before = None if before is None else before.after(request.features)
+            names = None if request.features is None else frozenset(request.features)
+            if before is not None and names is not None:
+                names = None if before.features is None else names | before.features
+            self._set_missing(Missing(request.url, names))
+        load.restore.commit(progress)
+
+    def _out_of_order(self, request: LoadRequest) -> CheckpointError:
+        before = "verified" if request.step == "commit" else "loaded"
+        return CheckpointError(
+            f"parameter server {self._replica}: {request.step!r} of load "
+            f"{request.load_id:x}: expected one that it has {before}; it was restarted, or "
+            "another load took its place"
+        )
+
+    def _run(self, load: _Load, request: LoadRequest, now: Callable[[], ServerState]) -> None:
+        def progress(done: int, total: int, rows: int) -> None:
+            with self._lock:
+                load.status = replace(load.status, done=done, total=total, num_rows=rows)
+                if load.is_dropped:
+                    raise CheckpointError("the load was given up")
+
+        try:
+            if request.step == "verify":
+                load.restore.verify(progress)
+            else:
+                self._commit(load, progress, now)
+        except BaseException as exc:
+            if not isinstance(exc, PersiaError):
+                _logger.exception("a load failed")
+            with self._lock:
+                load.status = replace(load.status, state="failed", error=str(exc) or repr(exc))
+            return
+        with self._lock:
+            if request.step == "commit":
+                self.loaded_at = time.monotonic()
+            load.status = replace(
+                load.status,
+                state=_STATES[request.step][1],
+                notes=tuple(load.restore.notes),
+            )
+
+
+# --- what is read, and what is done with it -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
 class _Chain:
     """A full checkpoint and deltas to it, with the parts that this server reads."""
 
@@ -73,14 +404,14 @@ def _check(chain: _Chain, part: Part, memory: BufferPool) -> _Signs:
         count = chain.manifests[-1].num_servers
         if num_owned(signs, chain.writer, count) != len(signs):
             raise CheckpointError(
-                f"{chain.storage.at(part.file.path)}: signs: expected those of server "
+                f"{chain.storage.at(part.path)}: signs: expected those of server "
                 f"{chain.writer} of {count}, got another server's, whose own folder may have "
                 "them too"
             )
     try:
         return signs, chain.mapping.signs_of(part.table, signs)
     except CheckpointError as exc:
-        raise CheckpointError(f"{chain.storage.at(part.file.path)}: {exc}") from exc
+        raise CheckpointError(f"{chain.storage.at(part.path)}: {exc}") from exc
 
 
 class CheckpointRestore:
@@ -89,7 +420,7 @@ class CheckpointRestore:
     Args:
         replica: Number of the server, of ``num_replicas``.
         num_replicas: How many servers there are.
-        held: What the server holds, and is to hold.
+        now: The server's state.
         request: What to load.
         num_threads: Files that are checked at the same time.
     """
@@ -98,13 +429,13 @@ class CheckpointRestore:
         self,
         replica: int,
         num_replicas: int,
-        held: ServerState,
+        now: ServerState,
         request: LoadRequest,
         num_threads: int,
     ) -> None:
         self._replica = replica
         self._num_replicas = num_replicas
-        self._held = held
+        self._store, self._settings = now.store, now.settings
         self._request = request
         self._num_threads = num_threads
         self.notes: list[str] = []
@@ -113,7 +444,7 @@ class CheckpointRestore:
         self._num_bytes = 0
         self._num_rows = 0  # at least, once verified
 
-    def verify(self, moved: Moved) -> None:
+    def verify(self, progress: Progress) -> None:
         """Read everything that commit will read, and check it; changes nothing.
 
         Raises:
@@ -124,13 +455,13 @@ class CheckpointRestore:
         self._chains = [self._read(one) for one in found]
         latest = found[0].manifests[-1]
         self.notes = [*self._chains[0].mapping.notes, *self._differing_settings(latest)]
-        self._num_bytes = sum(part.file.num_bytes for c in self._chains for part in c.parts)
+        self._num_bytes = sum(part.num_bytes for c in self._chains for part in c.parts)
         done = 0
 
         def read(num_bytes: int) -> None:
             nonlocal done
             done += num_bytes
-            moved(done, self._num_bytes, 0)
+            progress(done, self._num_bytes, 0)
 
         self._num_rows = 0
         with ThreadPoolExecutor(self._num_threads, "persia-verify") as pool:
@@ -171,7 +502,7 @@ class CheckpointRestore:
                 signs, here = check.result()
                 window.add(part, signs)
                 count += num_owned(here, self._replica, self._num_replicas)
-                read(part.file.num_bytes)
+                read(part.num_bytes)
             window.close()
         finally:
             for _, check in checks:
@@ -179,11 +510,11 @@ class CheckpointRestore:
         return count
 
     def _check_capacity(self, num_rows: int) -> None:
-        """Refuse what cannot fit, as which rows stayed would be nobody's choice.
+        """Refuse what cannot fit: which rows stayed would depend on their order in files.
 
         Of a chain at least the rows of its largest checkpoint are counted: deltas may delete.
         """
-        capacity = self._held.store.capacity
+        capacity = self._store.capacity
         if num_rows > capacity and all(len(chain.manifests) == 1 for chain in self._chains):
             raise ConfigError(
                 f"embedding_parameter_server_config.capacity: expected at least {num_rows}, "
@@ -194,10 +525,12 @@ class CheckpointRestore:
     def _read(self, chain: Chain) -> _Chain:
         """Return a chain as this server reads it."""
         mapping = Mapping.between(
-            chain.manifests[-1].schema, self._held.saved_schema(), only=self._request.features
+            chain.manifests[-1].schema,
+            self._settings.saved_schema(),
+            only=self._request.features,
         )
         mine = [
-            dataclasses.replace(
+            replace(
                 manifest,
                 parts=tuple(
                     mapping.parts_for(manifest.parts, self._replica, self._num_replicas)
@@ -208,12 +541,12 @@ class CheckpointRestore:
         return _Chain(chain.storage, mine, mapping, chain.server)
 
     def _differing_settings(self, manifest: Manifest) -> list[str]:
-        """Say what makes new rows other ones than the job before would have had."""
-        told = manifest.extras.get("servers")
-        there = told.get("hyper_parameters") if isinstance(told, dict) else None
+        """Return notes on settings by which new rows differ from those of the job before."""
+        saved = manifest.extras.get("servers")
+        there = saved.get("hyper_parameters") if isinstance(saved, dict) else None
         if not isinstance(there, dict):
             return []
-        here = dataclasses.asdict(self._held.settings)
+        here = dataclasses.asdict(self._settings.hyper)
         return [
             f"{name} is {there[name]} in the checkpoint and {here[name]} here, for new rows "
             "and steps"
@@ -223,7 +556,7 @@ class CheckpointRestore:
 
     def _find_sketch(self, storage: Storage, manifest: Manifest) -> None:
         """Read the counts of ids not admitted yet, if they can be used here."""
-        if not self._held.policies.sketch_bytes or self._request.features is not None:
+        if not self._settings.sketch_bytes or self._request.features is not None:
             return
         file = manifest.files.get(sketch_name(self._replica))
         if file is not None and manifest.num_servers == self._num_replicas:
@@ -231,37 +564,37 @@ class CheckpointRestore:
         else:
             self.notes.append(
                 "how often ids that wait for admission appeared is not known for this number "
-                "of servers: their counts begin anew"
+                "of servers: they are counted from 0"
             )
 
     def check_fits(self, now: ServerState) -> None:
         """Check that what was verified is still what the server holds.
 
         Raises:
-            CheckpointError: If other settings have come, which took another store.
+            CheckpointError: If other settings have come, or another store.
         """
-        changed = now.optimizers.first_changed(self._held.optimizers)
-        if now.store is not self._held.store or changed is not None:
+        changed = now.settings.optimizers.first_changed(self._settings.optimizers)
+        if now.store is not self._store or changed is not None:
             raise CheckpointError(
                 f"parameter server {self._replica} was given another seed or optimizer since "
                 f"{self._request.url} was verified for it; nothing was loaded, load again"
             )
 
-    def commit(self, moved: Moved) -> None:
+    def commit(self, progress: Progress) -> None:
         """Replace the rows held by those of the checkpoint.
 
         Raises:
             CheckpointError: If a file is not what it was when it was verified; rows are
                 missing then.
         """
-        stats = self._held.store.stats
+        stats = self._store.stats
         before = stats()["evicted"]
         try:
             self._drop_rows()
-            self._restore(moved)
+            self._restore(progress)
         except BaseException as exc:
             with suppress(Exception):
-                self._held.store.end_restore()  # keeps no memory for rows that did not come
+                self._store.end_restore()  # keeps no memory for rows that did not come
             raise CheckpointError(
                 f"{exc}; rows of parameter server {self._replica} are missing now: load again "
                 "before you train on"
@@ -274,15 +607,15 @@ class CheckpointRestore:
 
     def _drop_rows(self) -> None:
         """Drop all rows, or with some features to load those of their groups."""
-        store = self._held.store
+        store = self._store
         if self._request.features is None:
             store.clear(reuse=True)  # new memory would cost more than what goes into it
             return
         mapping = self._chains[0].mapping
-        bits = np.uint64(64 - self._held.schema.prefix_bits)
+        bits = np.uint64(64 - self._settings.schema.prefix_bits)
         loaded = np.array([new + 1 for new in mapping.groups if new >= 0], np.uint64)
         found = []
-        cut = store.begin_cut()
+        cut = store.begin_snapshot()
         try:
             for block in cut.blocks(_BLOCK_ROWS):
                 found.append(block.signs[np.isin(block.signs >> bits, loaded)])
@@ -291,14 +624,14 @@ class CheckpointRestore:
         for signs in found:
             store.delete(signs)
 
-    def _restore(self, moved: Moved) -> None:
-        store = self._held.store
+    def _restore(self, progress: Progress) -> None:
+        store = self._store
         done = count = 0
 
         def read(num_bytes: int) -> None:
             nonlocal done
             done += num_bytes
-            moved(done, self._num_bytes, count)
+            progress(done, self._num_bytes, count)
 
         def restore(chain: _Chain, part: Part, block: RowBlock) -> int:
             total = 0
@@ -323,13 +656,13 @@ class CheckpointRestore:
                 count += entered.result()
             for ended in [pool.submit(store.end_restore, *its) for its in shares]:
                 ended.result()
-        moved(done, self._num_bytes, count)
+        progress(done, self._num_bytes, count)
         if self._sketch is None:
             return
         try:
             store.restore_sketch(*self._sketch)
         except DataError as exc:
             self.notes.append(
-                f"counts of ids that wait for admission begin anew, as they were of another "
-                f"size: {exc}"
+                f"ids that wait for admission are counted from 0, as their counts were of "
+                f"another size: {exc}"
             )

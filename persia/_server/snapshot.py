@@ -1,36 +1,33 @@
-"""A parameter server's share of a checkpoint: its cuts, and its loads.
+"""A parameter server's share of a dump: snapshots of its rows, and their files.
 
     begin_cut    a snapshot of this moment; the caller holds updates back for it
     write_cut    starts a thread that reads the snapshot block by block, while training goes on
     cut_status   how far that is, its failure, and in the end what it wrote
     end_cut      the files are in a manifest, or never will be
 
-A load is two threads, one after the other: ``verify`` reads everything and changes nothing,
-``commit`` replaces the rows. Whoever asks with the same number again is told how far it is, so
-that a lost answer does no harm.
-
-State has one writer, the thread that works, once it runs; it is set before the thread starts,
-and a failure is the last thing that happens to it: no status is overwritten by an older one.
+The same call again is answered as before, so that a lost reply does no harm. A snapshot's state
+has one writer, the thread that works, once it runs; it is set before the thread starts, and a
+failure is the last thing that happens to it: no status is overwritten by an older one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from persia._files.checkpoint_paths import folder_of
-from persia._files.entries import sketch_name
+from persia._files.catalog import folder_of
+from persia._files.entries import ServerFiles, sketch_name
+from persia._files.open import open_storage
 from persia._files.part_writer import PartWriter
-from persia._files.parts import read_file, write_columns, write_deleted
-from persia._files.schema import SavedSchema, table_name
-from persia._files.storage import Storage, open_storage
+from persia._files.parts import read_file, take, write_columns, write_deleted
+from persia._files.schema import table_name
+from persia._files.storage import Storage
 from persia._files.tensors import Column, decode
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
 from persia._server.throttle import Throttle, give_room
@@ -43,13 +40,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from persia._core.store.blocks import RowBlock
-    from persia._core.store.snapshot import Cut
-    from persia._core.store.store import EmbeddingStore
-    from persia._files.entries import Deleted, File
-    from persia._rpc.messages import HyperParameters, OptimizerSettings
-    from persia._server.optimizers import TableOptimizers
-    from persia._server.row_policies import RowPolicies
-    from persia.config import EmbeddingSchema
+    from persia._core.store.snapshot import Snapshot
+    from persia._files.entries import Deleted, File, Part
+    from persia._server.row_settings import RowSettings, ServerState
 
 Sketch = tuple["NDArray[np.uint8]", "NDArray[np.uint64]"]
 
@@ -59,57 +52,13 @@ _logger = get_logger("persia.checkpoints")
 BLOCK_ROWS = 16_384
 
 
-@dataclass(frozen=True, slots=True)
-class ServerState:
-    """What a server holds, and what it means."""
-
-    store: EmbeddingStore
-    schema: EmbeddingSchema
-    settings: HyperParameters
-    registered: OptimizerSettings
-    optimizers: TableOptimizers
-    policies: RowPolicies
-
-    def saved_schema(self) -> SavedSchema:
-        """Return what a manifest says of it."""
-        return SavedSchema.of(
-            self.schema,
-            [self.optimizers.of(table.number) for table in self.schema.tables],
-            self.policies.kinds,
-            self.policies.numbers,
-        )
-
-    def settings_as_json(self) -> dict[str, Any]:
-        """Return what the server was told, for a manifest's extras."""
-        return {
-            "hyper_parameters": dataclasses.asdict(self.settings),
-            "optimizer": dataclasses.asdict(self.registered),
-        }
-
-    def about(self) -> str:
-        """Return all of it as JSON."""
-        schema = self.saved_schema().to_json()
-        return json.dumps({"schema": schema, "settings": self.settings_as_json()})
-
-    def tables_of(self, signs: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the table of each sign, by its feature bits; -1 where none has them."""
-        bits = 64 - self.schema.prefix_bits
-        # Feature bits are the group's number and 1; the last entry is for all beyond.
-        table_of = np.full(len(self.schema.groups) + 2, -1, np.int64)
-        for slot in self.schema.slots.values():
-            table_of[slot.prefix >> bits] = slot.table
-        group = np.minimum(signs >> np.uint64(bits), np.uint64(len(table_of) - 1))
-        found: NDArray[np.int64] = table_of[group.astype(np.intp)]
-        return found
-
-
 @dataclass(slots=True)
-class _Cut:
-    """One cut; ``lock`` of its owner guards the fields below the first four."""
+class _Dump:
+    """A snapshot and its files; from ``state`` on, the lock of ``Snapshots`` guards it."""
 
     request: CutRequest
-    held: ServerState
-    cut: Cut
+    settings: RowSettings
+    snapshot: Snapshot
     info: CutInfo
     sketch: Sketch | None  # of ids not admitted yet, at that moment
     state: str = "begun"
@@ -120,28 +69,29 @@ class _Cut:
     target: WriteRequest | None = None  # where it is written, once it is
     begun_at: float = field(default_factory=time.monotonic)
 
+    @staticmethod
+    def begin(request: CutRequest, now: ServerState) -> _Dump:
+        """Return a snapshot of this moment, with what has to be of the same one."""
+        settings = now.settings
+        snapshot = now.store.begin_snapshot(request.changes)
+        try:
+            give_room(snapshot)  # it may be seconds until it is written
+            info = CutInfo(snapshot.num_rows, snapshot.is_full, settings.about())
+            sketch = now.store.sketch() if settings.sketch_bytes else None
+            return _Dump(request, settings, snapshot, info, sketch)
+        except BaseException:
+            snapshot.close()  # an open one that is not read would stop training
+            raise
+
     def status(self) -> CutStatus:
-        """Return what whoever asks is told."""
+        """Return how far it is."""
         return CutStatus(
             self.state, self.num_rows, self.error, np.frombuffer(self.meta, np.uint8)
         )
 
 
-def _begun(request: CutRequest, held: ServerState) -> _Cut:
-    """Return a cut of this moment, with what has to be of the same one."""
-    cut = held.store.begin_cut(request.changes)
-    try:
-        give_room(cut)  # it may be seconds until it is written
-        info = CutInfo(cut.num_rows, cut.is_full, held.about())
-        sketch = held.store.sketch() if held.policies.sketch_bytes else None
-        return _Cut(request, held, cut, info, sketch)
-    except BaseException:
-        cut.close()  # nobody will read it
-        raise
-
-
 class Snapshots:
-    """The cuts of one server, one of each consumer at a time; any thread may call it.
+    """The snapshots of one server, one of each consumer at a time; any thread may call it.
 
     Args:
         replica: Number of the server.
@@ -151,156 +101,172 @@ class Snapshots:
     def __init__(self, replica: int, requests: Callable[[], int]) -> None:
         self._replica = replica
         self._requests = requests
-        self._lock = threading.Lock()  # guards the cuts and their state
-        self._cuts: dict[int, _Cut] = {}  # by id
-        self.committed_at: float | None = None  # the last cut of all rows that was; monotonic
+        self._lock = threading.Lock()  # guards the snapshots and their state
+        self._dumps: dict[int, _Dump] = {}  # by id
+        self.committed_at: float | None = None  # the last of all rows that was; monotonic
 
-    def begin(self, request: CutRequest, held_now: Callable[[], ServerState]) -> CutInfo:
-        """Begin a cut; the same one again is answered as before.
-
-        Args:
-            request: Of what.
-            held_now: Returns what the server holds.
-
-        Raises:
-            NotConfigured: If there is nothing to cut.
-            CheckpointError: If another cut of this consumer is being written.
-        """
+    def begin(self, request: CutRequest, now: Callable[[], ServerState]) -> CutInfo:
+        """Begin a snapshot of what ``now`` returns; the same request again changes nothing."""
         with self._lock:
-            known = self._cuts.get(request.cut_id)
+            known = self._dumps.get(request.cut_id)
             if known is not None:
                 return known.info
-            for other in [
-                cut for cut in self._cuts.values() if cut.request.changes == request.changes
-            ]:
+            for other in list(self._dumps.values()):
+                if other.request.changes != request.changes:
+                    continue
                 if other.state == "writing":
                     raise CheckpointError(
-                        f"parameter server {self._replica}: a cut is being written "
+                        f"parameter server {self._replica}: a snapshot is being written "
                         f"({other.num_rows} of {other.info.num_rows} rows): expected one at a "
                         "time; wait_for_dump_embedding() waits for it"
                     )
-                self._end(other, False)  # whoever asked for it is gone
-            entry = self._cuts[request.cut_id] = _begun(request, held_now())
-            return entry.info
+                self._end(other, False)  # its trainer is gone
+            dump = self._dumps[request.cut_id] = _Dump.begin(request, now())
+            return dump.info
 
-    def _find(self, cut_id: int) -> _Cut:
-        cut = self._cuts.get(cut_id)
-        if cut is None:
+    def _find(self, cut_id: int) -> _Dump:
+        dump = self._dumps.get(cut_id)
+        if dump is None:
             raise CheckpointError(
-                f"parameter server {self._replica} has no cut {cut_id:x}: it was restarted, or "
-                "another dump took its place"
+                f"parameter server {self._replica} has no snapshot {cut_id:x}: it was "
+                "restarted, or another dump took its place"
             )
-        return cut
+        return dump
 
     def write(self, request: WriteRequest) -> None:
-        """Begin to write; nothing if that was begun.
-
-        Raises:
-            CheckpointError: If there is no such cut.
-        """
+        """Begin to write; nothing if that was begun."""
         with self._lock:
-            cut = self._find(request.cut_id)
-            if cut.state != "begun":
+            dump = self._find(request.cut_id)
+            if dump.state != "begun":
                 return
             # Before the thread runs: what it sets is never overwritten from here.
-            cut.state, cut.target = "writing", request
+            dump.state, dump.target = "writing", request
         threading.Thread(
-            target=self._run, args=(cut, request), name="persia-write-cut", daemon=True
+            target=self._run, args=(dump, request), name="persia-write-cut", daemon=True
         ).start()
 
     def status(self, cut_id: int) -> CutStatus:
-        """Return how far a cut is.
-
-        Raises:
-            CheckpointError: If there is no such cut.
-        """
+        """Return how far a snapshot is."""
         with self._lock:
             return self._find(cut_id).status()
 
     def end(self, cut_id: int, committed: bool) -> None:
-        """End a cut; nothing if it has ended."""
+        """End a snapshot; nothing if it has ended."""
         with self._lock:
-            cut = self._cuts.get(cut_id)
-            if cut is not None:
-                self._end(cut, committed)
-        # Only here: who asked says that there is no manifest. A writing thread does it itself.
-        if cut is not None and cut.state == "written" and not committed:
-            self._remove(cut)
+            dump = self._dumps.get(cut_id)
+            if dump is not None:
+                self._end(dump, committed)
+        # Only here: the caller says that there is no manifest. A writing thread does it itself.
+        if dump is not None and dump.state == "written" and not committed:
+            self._remove_files(dump)
 
-    def _end(self, cut: _Cut, committed: bool) -> None:
+    def _end(self, dump: _Dump, committed: bool) -> None:
         """With the lock held. A thread that still writes notices at its next block."""
-        del self._cuts[cut.request.cut_id]
-        cut.is_ended = True
-        if cut.state == "writing":
-            return  # its thread closes it
-        if committed and cut.state == "written":
-            self.committed_at = cut.begun_at
-        if committed and cut.state == "written" and cut.request.changes is not None:
-            cut.cut.commit()
-        cut.cut.close()
+        del self._dumps[dump.request.cut_id]
+        dump.is_ended = True
+        if dump.state == "writing":
+            return  # its thread closes the snapshot
+        if committed and dump.state == "written":
+            self.committed_at = dump.begun_at
+            if dump.request.changes is not None:
+                dump.snapshot.commit()
+        dump.snapshot.close()
 
     # --- the thread -------------------------------------------------------------------------
 
-    def _run(self, cut: _Cut, request: WriteRequest) -> None:
+    def _run(self, dump: _Dump, request: WriteRequest) -> None:
         try:
-            self._write(cut, request)
+            self._write(dump, request)
         except BaseException as exc:
             if not isinstance(exc, PersiaError):
-                _logger.exception("a cut could not be written")
-            self._remove(cut)
+                _logger.exception("a snapshot could not be written")
+            self._remove_files(dump)
             with self._lock:
-                cut.state, cut.error = "failed", str(exc) or repr(exc)
+                dump.state, dump.error = "failed", str(exc) or repr(exc)
         finally:
             with self._lock:
-                if cut.is_ended or cut.request.changes is None:
-                    cut.cut.close()
+                if dump.is_ended or dump.request.changes is None:
+                    dump.snapshot.close()
 
     def _prefix(self, request: WriteRequest) -> str:
         return f"{request.prefix}/{folder_of(self._replica)}"
 
-    def _remove(self, cut: _Cut) -> None:
-        """Remove what this server wrote of a cut that is in no manifest: a disk may be full."""
-        if cut.target is None:
+    def _remove_files(self, dump: _Dump) -> None:
+        """Remove what was written of a snapshot in no manifest: a disk may be full."""
+        if dump.target is None:
             return
-        prefix = self._prefix(cut.target)
+        prefix = self._prefix(dump.target)
         try:
-            open_storage(cut.target.url).remove_folder(prefix)
+            open_storage(dump.target.url).remove_folder(prefix)
         except PersiaError as exc:
             _logger.warning("%s: what was written of a dump is left: %s", prefix, exc)
 
-    def _write(self, cut: _Cut, request: WriteRequest) -> None:
-        storage = open_storage(request.url)
-        prefix = self._prefix(request)
-        storage.breathe = rest = Throttle(self._requests).beside(cut.cut)
-        with PartWriter(storage, prefix, server=self._replica, begin=rest) as writer:
-            for block in cut.cut.blocks(BLOCK_ROWS):
-                for name, piece in by_table(cut.held, block):
-                    writer.add(name, piece)
-                with self._lock:
-                    cut.num_rows += len(block)
-                    if cut.is_ended:
-                        raise CheckpointError("the dump was given up")
-                rest()
-            parts = writer.finish()
-        deleted: tuple[Deleted, ...] = ()
-        if not cut.info.is_full:
-            deleted = write_deleted(storage, prefix, cut.cut.deleted(), self._replica)
+    def _write(self, dump: _Dump, request: WriteRequest) -> None:
+        storage, prefix = open_storage(request.url), self._prefix(request)
+
+        def note(num_rows: int) -> None:
+            with self._lock:
+                dump.num_rows += num_rows
+                if dump.is_ended:
+                    raise CheckpointError("the dump was given up")
+
+        parts, deleted = write_rows(
+            storage,
+            prefix,
+            dump.snapshot,
+            dump.settings,
+            self._replica,
+            self._requests,
+            note,
+        )
         files = {}
-        if cut.sketch is not None:
+        if dump.sketch is not None:
             name = sketch_name(self._replica)
-            file = write_sketch(storage, f"{prefix}/{name}", cut.sketch)
+            file = write_sketch(storage, f"{prefix}/{name}", dump.sketch)
             storage.sync(prefix)
-            files[name] = file.to_json()
-        meta = {
-            "parts": [part.to_json() for part in parts],
-            "deleted": [each.to_json() for each in deleted],
-            "files": files,
-        }
+            files[name] = file
         with self._lock:
-            if cut.is_ended:
+            if dump.is_ended:
                 raise CheckpointError("the dump was given up")
-            cut.meta = json.dumps(meta).encode()
-            cut.state = "written"
+            dump.meta = json.dumps(ServerFiles(parts, deleted, files).to_json()).encode()
+            dump.state = "written"
+
+
+def write_rows(
+    storage: Storage,
+    prefix: str,
+    snapshot: Snapshot,
+    settings: RowSettings,
+    replica: int,
+    requests: Callable[[], int],
+    note: Callable[[int], None] = lambda num_rows: None,
+) -> tuple[tuple[Part, ...], tuple[Deleted, ...]]:
+    """Write the rows of a snapshot, and unless it is full its deletions, beside training.
+
+    Args:
+        storage: Where to.
+        prefix: Folder of the files.
+        snapshot: What is read.
+        settings: What its rows are.
+        replica: Number of the server.
+        requests: Returns how many requests of training have come.
+        note: Takes the number of rows of each block that is written.
+
+    Raises:
+        CheckpointError: If a file cannot be written.
+    """
+    storage.on_progress = rest = Throttle(requests).beside(snapshot)
+    with PartWriter(storage, prefix, server=replica, begin=rest) as writer:
+        for block in snapshot.blocks(BLOCK_ROWS):
+            for name, piece in split_by_table(settings, block):
+                writer.add(name, piece)
+            note(len(block))
+            rest()
+        parts = writer.finish()
+    deleted = (
+        () if snapshot.is_full else write_deleted(storage, prefix, snapshot.deleted(), replica)
+    )
+    return parts, deleted
 
 
 def write_sketch(storage: Storage, path: str, sketch: Sketch) -> File:
@@ -330,18 +296,11 @@ def read_sketch(storage: Storage, file: File) -> Sketch:
     return found[0], found[1]
 
 
-def by_table(held: ServerState, block: RowBlock) -> Iterator[tuple[str, RowBlock]]:
-    """Yield the rows of each table of the config."""
-    tables = held.tables_of(block.signs)
+def split_by_table(settings: RowSettings, block: RowBlock) -> Iterator[tuple[str, RowBlock]]:
+    """Yield the rows of each table of the config, with its name in files."""
+    tables = settings.tables_of(block.signs)
     for number in (np.flatnonzero(np.bincount(tables + 1)) - 1).tolist():
         if number < 0:
             raise CheckpointError("rows of a group that the embedding config does not have")
         mine = tables == number
-        piece = block
-        if not mine.all():
-            arrays = [array[mine] for array in block.arrays]
-            piece = dataclasses.replace(block, **dict(zip(_ARRAYS, arrays, strict=True)))
-        yield table_name(number), piece
-
-
-_ARRAYS = ("signs", "values", "states", "orders", "uses", "ages")
+        yield table_name(number), block if mine.all() else take(block, mine)

@@ -1,1 +1,1 @@
-"""Servers and stores that are killed, and what is there afterwards."""
+"""Programs that kill servers and stores, and count what is there afterwards."""

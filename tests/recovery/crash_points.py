@@ -129,7 +129,7 @@ def crashes(case: Case, path: Path, point: int, first: int) -> bool:
         return False
     assert code == 137, code
     state = StateFile(path, NUM_SHARDS)
-    assert state.why_not is None, state.why_not
+    assert state.problem is None, state.problem
     store = case.new_store(state, attach=True)
     twin = case.new_store()
     for number in range(case.num_steps):

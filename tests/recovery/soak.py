@@ -39,6 +39,7 @@ from persia._rpc.messages import (
 )
 from persia._rpc.stubs import RemoteParameterServer
 from persia.errors import ServiceError
+from persia.utils import sleep
 from tests.e2e.support import PATIENCE_S, Job, Process, short_directory, transport
 
 S = TypeVar("S")
@@ -187,7 +188,7 @@ def replace(made: Job, processes: list[Process], number: int) -> tuple[float, fl
 
 
 def soak(num_kills: int, seed: int, show: bool = False) -> str:
-    """Kill a server so many times; returns what happened.
+    """Kill servers ``num_kills`` times; returns what happened.
 
     Raises:
         AssertionError: If a row does not show the updates that were acknowledged.
@@ -206,14 +207,13 @@ def soak(num_kills: int, seed: int, show: bool = False) -> str:
         for client in clients:
             client.start()
         begin = time.monotonic()
-        never = threading.Event()
         kills: list[tuple[float, float, bool]] = []
         while len(kills) < num_kills:
             done = sum(client.num_updates for client in clients)
             while sum(client.num_updates for client in clients) == done:
                 assert not any(client.failure for client in clients)
-                never.wait(0.005)
-            never.wait(chance.uniform(0.0, 0.2))
+                sleep(0.005)
+            sleep(chance.uniform(0.0, 0.2))
             kills.append(replace(made, processes, chance.randrange(NUM_SERVERS)))
             if show and len(kills) % 10 == 0:
                 print(len(kills), sum(c.num_updates for c in clients), flush=True)

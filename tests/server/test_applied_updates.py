@@ -16,7 +16,7 @@ from persia.errors import StoreError
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=80))
 def test_an_id_runs_once_or_is_refused_whatever_the_order(ids: list[tuple[int, int]]) -> None:
-    ledger = AppliedUpdates(window=4)
+    updates = AppliedUpdates(window=4)
     applied: list[tuple[int, int]] = []
     highest: dict[int, int] = {}
     for update_id in ids:
@@ -28,7 +28,7 @@ def test_an_id_runs_once_or_is_refused_whatever_the_order(ids: list[tuple[int, i
 
         was_applied = update_id in applied
         try:
-            outcome, repeated = ledger.run(update_id, apply)
+            outcome, repeated = updates.run(update_id, apply)
         except StoreError:
             # Only what is further back than the window may be refused.
             assert number < highest[client] - 3
@@ -40,23 +40,23 @@ def test_an_id_runs_once_or_is_refused_whatever_the_order(ids: list[tuple[int, i
 
 
 def test_numbers_may_leave_gaps_and_arrive_late() -> None:
-    ledger = AppliedUpdates(window=2)
-    assert ledger.run((0, 10), lambda: 1) == (1, False)
-    assert ledger.run((0, 4), lambda: 2) == (2, False)
-    assert ledger.run((0, 4), lambda: 3) == (2, True)
-    assert ledger.run((1, 4), lambda: 3) == (3, False)
+    updates = AppliedUpdates(window=2)
+    assert updates.run((0, 10), lambda: 1) == (1, False)
+    assert updates.run((0, 4), lambda: 2) == (2, False)
+    assert updates.run((0, 4), lambda: 3) == (2, True)
+    assert updates.run((1, 4), lambda: 3) == (3, False)
 
 
 def test_a_number_below_the_window_is_refused_by_name() -> None:
-    ledger = AppliedUpdates(window=2)
+    updates = AppliedUpdates(window=2)
     for number in range(5, 10):
-        ledger.run((3, number), lambda: 0)
+        updates.run((3, number), lambda: 0)
     with pytest.raises(StoreError, match="update 1 of client 3 is not above 7"):
-        ledger.run((3, 1), lambda: 0)
+        updates.run((3, 1), lambda: 0)
 
 
 def test_an_update_that_failed_half_way_is_not_run_again() -> None:
-    ledger = AppliedUpdates()
+    updates = AppliedUpdates()
     runs = []
 
     def fail() -> int:
@@ -64,10 +64,10 @@ def test_an_update_that_failed_half_way_is_not_run_again() -> None:
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        ledger.run((0, 0), fail)
+        updates.run((0, 0), fail)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"0 of client 0 failed half way.*no room"):
-            ledger.run((0, 0), fail)
+            updates.run((0, 0), fail)
     assert runs == [1]
 
 
@@ -77,14 +77,14 @@ def test_a_failed_update_keeps_no_request_alive() -> None:
 
     request = Request()
     known = weakref.ref(request)
-    ledger = AppliedUpdates()
+    updates = AppliedUpdates()
 
     def call(request: Request) -> None:
         def fail() -> int:
             raise MemoryError(f"no room for {type(request).__name__}")
 
         with pytest.raises(MemoryError):
-            ledger.run((0, 0), fail)
+            updates.run((0, 0), fail)
 
     call(request)
     del request
@@ -93,19 +93,19 @@ def test_a_failed_update_keeps_no_request_alive() -> None:
 
 
 def test_an_interrupted_update_is_not_run_again() -> None:
-    ledger = AppliedUpdates()
+    updates = AppliedUpdates()
 
     def interrupt() -> int:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ledger.run((0, 0), interrupt)
+        updates.run((0, 0), interrupt)
     with pytest.raises(StoreError, match=r"half way.*KeyboardInterrupt"):
-        ledger.run((0, 0), lambda: 0)
+        updates.run((0, 0), lambda: 0)
 
 
 def test_a_repetition_during_the_first_call_waits_for_its_outcome() -> None:
-    ledger = AppliedUpdates()
+    updates = AppliedUpdates()
     started, may_end = threading.Event(), threading.Event()
     outcomes = []
 
@@ -115,7 +115,7 @@ def test_a_repetition_during_the_first_call_waits_for_its_outcome() -> None:
         return 7
 
     def call() -> None:
-        outcomes.append(ledger.run((0, 0), apply))
+        outcomes.append(updates.run((0, 0), apply))
 
     first = threading.Thread(target=call)
     first.start()

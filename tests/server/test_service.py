@@ -216,7 +216,7 @@ def test_another_seed_is_refused_while_rows_are_held() -> None:
     (server,) = make_servers()
     server.configure(settings(seed=8))
     first = look(server, 1).tables[0].rows
-    with pytest.raises(ConfigError, match=r"seed: expected 8, .* 1 rows held .* got 9"):
+    with pytest.raises(ConfigError, match=r"seed: expected 8, .* got 9; 1 rows are held"):
         server.configure(settings(seed=9))
     np.testing.assert_array_equal(look(server, 1).tables[0].rows, first)
     server.clear_embeddings()
@@ -357,18 +357,14 @@ def test_memory_limit_is_reported_once(caplog: pytest.LogCaptureFixture) -> None
 # --- refusals: typed, naming the thing, nothing changed --------------------------------------
 
 U64 = np.uint64
-WRONG: Any = [1]  # a list where an array is expected
 BAD_SIGNS: list[tuple[Any, type[Exception], str]] = [
     ((TableSigns(99, signs(1)),), StoreError, r"expected a table in 0\.\.\d, got 99"),
     ((TableSigns(-1, signs(1)),), StoreError, "got -1"),
     (
         (TableSigns(TABLE, signs(1)), TableSigns(TABLE, signs(2))),
         StoreError,
-        f"table {TABLE} comes 2 times",
+        f"table {TABLE} comes more than once",
     ),
-    ((TableSigns(TABLE, signs(1).astype(np.int64)),), DataTypeError, "signs as uint64.*int64"),
-    ((TableSigns(TABLE, signs(1)[None]),), DataTypeError, "1 dimensions.* 2"),
-    ((TableSigns(TABLE, WRONG),), DataTypeError, "got list"),
 ]
 
 
@@ -393,11 +389,8 @@ BAD_GRADIENTS: list[tuple[Any, type[Exception], str]] = [
         DimMismatch,
         f"dim {DIM}, got {DIM - 1}",
     ),
-    ({"gradients": ones(2).astype(np.float64)}, DataTypeError, "gradients as float32.*float64"),
-    ({"gradients": ones(2)[0]}, DataTypeError, "2 dimensions, got float32 with 1"),
+    ({"gradients": ones(2)[0]}, DimMismatch, f"dim {DIM}, got vectors"),
     ({"hints": np.zeros(3, np.uint32)}, StoreError, "expected 2 hints, one a sign, got 3"),
-    ({"hints": np.zeros(2, np.int32)}, DataTypeError, "hints as uint32"),
-    ({"signs": signs(1, 2).astype(np.int64)}, DataTypeError, "signs as uint64"),
 ]
 
 
@@ -442,6 +435,9 @@ def test_w16_bad_updates_are_refused_whole(
         ({"values": np.ones((1, 9), np.float32)}, DimMismatch, "got 9"),
         ({"states": np.zeros((1, DIM + 1), np.uint32)}, DimMismatch, "states"),
         ({"states": np.zeros((1, DIM), np.float32)}, DataTypeError, "states as uint32"),
+        ({"values": ones(1).astype(np.float64)}, DataTypeError, "values as float32.*float64"),
+        ({"values": ones(1)[0]}, DataTypeError, "2 dimensions, got float32 with 1"),
+        ({"values": [1.0]}, DataTypeError, "got list"),
     ],
 )
 def test_bad_rows_are_refused_whole(
@@ -478,14 +474,11 @@ def test_a_sign_of_another_server_is_refused(index: int) -> None:
     assert server.get_embedding_size() == len(mine)
 
 
-def test_arrays_in_any_layout_are_taken() -> None:
+def test_rows_are_written_in_any_layout() -> None:
     (server,) = make_servers()
-    look(server, 1, 2)
-    before = entries(server, 1, 2).values
-    wide = np.repeat(signs(1, 2), 2)[::2]
-    grads = np.asfortranarray(ones(2))
-    server.update(UpdateRequest((0, 0), (TableGradients(TABLE, wide, None, grads),)))
-    np.testing.assert_array_equal(entries(server, 1, 2).values, before - 0.5)
+    values = np.arange(2 * DIM, dtype=np.float32).reshape(DIM, 2).T
+    server.set_embedding([TableEntries(TABLE, signs(1, 2), values, None)])
+    np.testing.assert_array_equal(entries(server, 1, 2).values, values)
 
 
 # --- the process -----------------------------------------------------------------------------
@@ -499,32 +492,37 @@ def test_w47_other_python_threads_run_during_a_request(what: str) -> None:
     tables = (TableSigns(0, many),)
     hints = server.lookup(LookupRequest(0, True, tables)).tables[0].hints
     ones = np.ones((len(many), 16), np.float32)
-    calls: dict[str, Callable[[], object]] = {
-        "training": lambda: server.lookup(LookupRequest(1, True, tables)),
-        "evaluation": lambda: server.lookup(LookupRequest(2, False, tables)),
-        "update": lambda: server.update(
-            UpdateRequest((0, 0), (TableGradients(0, many, hints, ones),))
+    calls: dict[str, Callable[[int], object]] = {
+        "training": lambda number: server.lookup(LookupRequest(number, True, tables)),
+        "evaluation": lambda number: server.lookup(LookupRequest(number, False, tables)),
+        "update": lambda number: server.update(
+            UpdateRequest((0, number), (TableGradients(0, many, hints, ones),))
         ),
     }
-    begun, ended = threading.Event(), threading.Event()
 
-    def call() -> None:
-        begun.set()
-        calls[what]()
-        ended.set()
+    def is_over_before_others_run(number: int) -> bool:
+        begun, ended = threading.Event(), threading.Event()
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # whoever has the GIL now keeps it until it lets it go
-    try:
+        def call() -> None:
+            begun.set()
+            calls[what](number)
+            ended.set()
+
         thread = threading.Thread(target=call)
         thread.start()
         begun.wait(10)
         was_over = ended.is_set()
+        thread.join(60)
+        assert ended.is_set()
+        return was_over
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # the thread that has the GIL keeps it until it lets it go
+    try:
+        # Several times: a busy machine may not give this thread a processor in time.
+        assert not all(is_over_before_others_run(number) for number in range(1, 6))
     finally:
         sys.setswitchinterval(interval)
-    thread.join(60)
-    assert ended.is_set()
-    assert not was_over
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

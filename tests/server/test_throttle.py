@@ -11,10 +11,10 @@ import pytest
 
 from persia._server import throttle
 from persia._server.throttle import (
-    COPIED,
+    COPY_DIVISOR,
     LONGEST_S,
     LOOK_S,
-    MOST_PROCESSORS,
+    MAX_PROCESSORS,
     PIECE_S,
     ROOM_S,
     SHARE,
@@ -26,7 +26,7 @@ from persia._server.throttle import (
 
 
 class Clock:
-    """Of one processor; whoever works or pauses moves it."""
+    """Time of one processor, which work and pauses move on."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -34,6 +34,7 @@ class Clock:
         self.paused: list[float] = []
         functions = {"monotonic": lambda: self.now, "thread_time": lambda: self.worked}
         patch.setattr(throttle, "time", SimpleNamespace(**functions))
+        patch.setattr(throttle, "sleep", self.wait)
 
     def work(self, seconds: float) -> None:
         self.now += seconds
@@ -45,7 +46,6 @@ class Clock:
 
     def pace(self, requests: Any, processors: float) -> Throttle:
         made = Throttle(requests, processors)
-        made._pause = self  # type: ignore[assignment]
         made.rest()
         self.paused.clear()
         return made
@@ -72,7 +72,7 @@ def test_a_part_of_a_processor_is_taken_beside_requests(clock: Clock) -> None:
     assert clock.paused[-1] == pytest.approx(clock.paused[0] / 2)
 
 
-def test_nobody_pauses_where_no_requests_come(clock: Clock) -> None:
+def test_no_pause_where_no_requests_come(clock: Clock) -> None:
     paced = clock.pace(lambda: 7, 0.25)
     for _ in range(10):
         clock.work(1.0)
@@ -103,7 +103,7 @@ def test_a_thread_takes_its_turn_before_its_first_piece(clock: Clock) -> None:
     assert clock.paused == pytest.approx(waited)
 
 
-def test_a_pause_ends_when_nobody_trains_any_more(clock: Clock) -> None:
+def test_a_pause_ends_when_training_ends(clock: Clock) -> None:
     requests = iter([0, 0, 1, 2, 2, 2])
     paced = clock.pace(lambda: next(requests), 0.25)
     clock.work(1.0)
@@ -122,7 +122,7 @@ def test_a_pause_ends_when_others_begin_to_wait(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("held", "free", "want"),
     [
-        (8 << 30, 0, (8 << 30) // COPIED),  # nobody says how much is free
+        (8 << 30, 0, (8 << 30) // COPY_DIVISOR),  # how much is free is not known
         (8 << 30, 16 << 30, 4 << 30),
         (8 << 30, 64 << 30, 8 << 30),  # all rows may change: they need no more
         (1, 64 << 30, 64 << 20),
@@ -182,7 +182,7 @@ def test_little_is_taken_of_a_small_share_and_of_a_large_machine(
 ) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)
-    for quota, want in ((2.0, 2 * SHARE), (float("inf"), MOST_PROCESSORS)):
+    for quota, want in ((2.0, 2 * SHARE), (float("inf"), MAX_PROCESSORS)):
         monkeypatch.setattr(throttle, "processor_quota", lambda quota=quota: quota)
         assert Throttle(lambda: 0)._processors == pytest.approx(want)
 

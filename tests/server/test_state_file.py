@@ -24,7 +24,8 @@ from persia._rpc.messages import (
     UpdateReply,
     UpdateRequest,
 )
-from persia._server import state_file, supervised
+from persia._server import state_file
+from persia._server.row_settings import ServerSettings
 from persia._server.service import ParameterServer
 from persia._server.state_file import StateFile, path_of, remove_stale
 from persia.config import EmbeddingSchema, ParameterServerConfig
@@ -58,7 +59,7 @@ def open_file(directory: Path) -> StateFile:
 
 def serve(state: StateFile, schema: EmbeddingSchema = SCHEMA, **config: Any) -> ParameterServer:
     values: dict[str, Any] = {"capacity": 1000, "num_hashmap_internal_shards": SHARDS}
-    return ParameterServer(schema, ParameterServerConfig(**values | config), state=state)
+    return ParameterServer(schema, ParameterServerConfig(**values | config), state_file=state)
 
 
 def begun(directory: Path) -> ParameterServer:
@@ -70,9 +71,9 @@ def begun(directory: Path) -> ParameterServer:
 
 
 def kill(server: ParameterServer) -> None:
-    """Nothing of it is told that it ends; only the lock goes, as with the process."""
-    assert server.state is not None
-    server.state.close()
+    """End it as SIGKILL does: nothing is written, and the lock goes."""
+    assert server.state_file is not None
+    server.state_file.close()
 
 
 def update(server: ParameterServer, number: int) -> UpdateReply:
@@ -130,7 +131,7 @@ def test_two_servers_do_not_share_a_file(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = begun(directory)
-    monkeypatch.setattr(state_file, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(state_file, "_LOCK_TIMEOUT_S", 0.0)
     with pytest.raises(ConfigError, match="another process has it"):
         open_file(directory)
     kill(server)
@@ -149,7 +150,7 @@ def test_a_full_tmpfs_makes_the_file_void_and_training_goes_on(
 ) -> None:
     server = begun(directory)
     before = rows(server)
-    state = server.state
+    state = server.state_file
     assert state is not None
     state.array(4096, 1)[0] = 1  # what the core does where it gets no memory
     with caplog.at_level(logging.ERROR):
@@ -228,7 +229,7 @@ def test_a_server_killed_in_a_load_knows_that_it_has_half(
     request = LoadRequest(1, "verify", str(tmp_path), "", None)
     until(partial(is_in, first, request, "verified"))
     until(partial(is_in, first, replace(request, step="commit"), "loaded"))
-    kill(first)  # before it is told that all servers have theirs
+    kill(first)  # before finish, which says that all servers have theirs
     second = serve(open_file(directory))
     assert second.ready_for_serving()  # to be loaded again
     with pytest.raises(CheckpointError, match="rows are missing"):
@@ -254,7 +255,7 @@ def test_rows_that_memory_is_too_small_for_are_kept(
         raise MemoryError("shard 1: no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ParameterServer, "_new_store", attach)
+        patch.setattr(ServerSettings, "_new_store", attach)
         with pytest.raises(StoreError, match="The file is kept"):
             serve(open_file(directory))
     second = serve(open_file(directory))
@@ -273,8 +274,8 @@ def spoil(change: Callable[[int], None], directory: Path) -> str:
     change(descriptor)
     os.close(descriptor)
     state = open_file(directory)
-    if state.why_not:
-        why = state.why_not
+    if state.problem:
+        why = state.problem
         state = state.renewed()
         server = serve(state)
     else:
@@ -305,7 +306,7 @@ def test_files_that_are_not_ours_are_not_taken_up(directory: Path) -> None:
 
     kill(begun(directory))
     other = StateFile(path_of(directory, "test"), SHARDS + 1)
-    assert other.why_not == "num_hashmap_internal_shards: expected 3, got 2"
+    assert other.problem == "num_hashmap_internal_shards: expected 3, got 2"
     other.remove()
     other.close()
     assert spoil(cut(20), directory) == "it is not a state file"
@@ -359,7 +360,7 @@ def test_a_job_does_not_find_the_file_of_another(
     config = ParameterServerConfig(state_dir=str(directory), memory_limit="1MiB")
 
     def opened(address: str) -> StateFile:
-        state = supervised.open_state(config, address, 0, 1)
+        state = state_file.open_state(config, address, 0, 1)
         assert state is not None
         return state
 
@@ -391,12 +392,12 @@ def test_without_room_it_is_done_without(
     missing = ParameterServerConfig(state_dir=str(directory / "nothing"))
     off = ParameterServerConfig(state_dir=str(directory), keep_state=False)
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
-        assert supervised.open_state(off, "a", 0, 1) is None
+        assert state_file.open_state(off, "a", 0, 1) is None
         assert not caplog.records
-        patch.setattr(supervised, "_LEAST_BYTES", 1 << 61)
-        assert supervised.open_state(config, "a", 0, 1) is None
+        patch.setattr(state_file, "_MIN_FREE_BYTES", 1 << 61)
+        assert state_file.open_state(config, "a", 0, 1) is None
         assert "MB free, expected at least" in caplog.text
-        assert supervised.open_state(missing, "a", 0, 1) is None
+        assert state_file.open_state(missing, "a", 0, 1) is None
         assert "No such file" in caplog.text
 
 
@@ -405,7 +406,7 @@ def test_a_record_of_updates_needs_memory(directory: Path) -> None:
     state.make_void()
     with pytest.raises(StoreError, match="no memory"):
         ParameterServer(
-            SCHEMA, ParameterServerConfig(num_hashmap_internal_shards=SHARDS), state=state
+            SCHEMA, ParameterServerConfig(num_hashmap_internal_shards=SHARDS), state_file=state
         )
 
 
@@ -416,7 +417,7 @@ def full(directory: Path) -> ParameterServerConfig:
 
 def left_behind(config: ParameterServerConfig, address: str) -> Path:
     """Return the file of a process that was killed."""
-    state = supervised.open_state(config, address, 0, 1)
+    state = state_file.open_state(config, address, 0, 1)
     assert state is not None
     state.note(facts={"who": "first"})
     state.close()
@@ -424,7 +425,7 @@ def left_behind(config: ParameterServerConfig, address: str) -> Path:
 
 
 def found_again(config: ParameterServerConfig, address: str) -> bool:
-    state = supervised.open_state(config, address, 0, 1)
+    state = state_file.open_state(config, address, 0, 1)
     assert state is not None
     state.close()
     return "facts" in state.notes
@@ -434,7 +435,7 @@ def test_rows_that_fill_the_file_system_are_found_again(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left_behind(full(directory), "a")
-    monkeypatch.setattr(supervised, "_LEAST_BYTES", 1 << 61)  # they took the room
+    monkeypatch.setattr(state_file, "_MIN_FREE_BYTES", 1 << 61)  # they took the room
     assert found_again(full(directory), "a")
 
 
@@ -442,7 +443,7 @@ def test_a_named_run_outlives_what_started_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PERSIA_RUN_ID", "tuesday")
-    monkeypatch.setattr(supervised, "_is_running", lambda parent: False)
+    monkeypatch.setattr(state_file, "_is_running", lambda parent: False)
     left_behind(full(directory), "a")
     assert found_again(full(directory), "a")
 
@@ -451,7 +452,7 @@ def test_what_ended_jobs_left_goes_though_it_fills_the_file_system(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = left_behind(full(directory), "another")
-    monkeypatch.setattr(supervised, "_is_running", lambda parent: False)
-    monkeypatch.setattr(supervised, "_LEAST_BYTES", 1 << 61)
-    assert supervised.open_state(full(directory), "a", 0, 1) is None
+    monkeypatch.setattr(state_file, "_is_running", lambda parent: False)
+    monkeypatch.setattr(state_file, "_MIN_FREE_BYTES", 1 << 61)
+    assert state_file.open_state(full(directory), "a", 0, 1) is None
     assert not old.exists()

@@ -1,4 +1,4 @@
-"""Optimizers by table: group settings, rates that updates bring, and rows already held."""
+"""What a server does with the settings of groups: optimizers, admission, eviction."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._server.optimizers import TableOptimizers
+from persia._server.row_settings import TableOptimizers
 from persia._server.service import ParameterServer
-from persia.config import EmbeddingSchema, tables_at_rate
+from persia.config import EmbeddingSchema, ParameterServerConfig, tables_at_rate
 from persia.errors import ConfigError, DimMismatch
 from tests.reference import optim as model
 from tests.support.services import (
@@ -184,10 +184,10 @@ def test_the_tables_that_a_rate_is_for() -> None:
 
 def test_an_optimizer_at_a_rate_is_kept() -> None:
     optimizers = TableOptimizers(SCHEMA, ADAM, 10.0)
-    at_rate = optimizers.of(0, 0.5)
-    assert optimizers.of(0, 0.5) is at_rate
-    assert optimizers.of(0, 0.1) is optimizers.of(0)
-    assert optimizers.of(0, 0.25) is not at_rate
+    at_rate = optimizers.at_rate(0, 0.5)
+    assert optimizers.at_rate(0, 0.5) is at_rate
+    assert optimizers.at_rate(0, 0.1) is optimizers.by_table[0]
+    assert optimizers.at_rate(0, 0.25) is not at_rate
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
@@ -203,3 +203,133 @@ def test_rates_reach_the_rows_of_their_tables(num_servers: int) -> None:
     for old, new, lr in zip(before.outputs, after.outputs, (0.5, 0.125), strict=True):
         step = np.float32(lr) * np.ones((2, DIM), np.float32)
         np.testing.assert_array_equal(new.values, old.values - step)  # type: ignore[union-attr]
+
+
+# --- admission and eviction -----------------------------------------------------------------
+
+
+class Server:
+    """One server with slots a and b, a clock of the test's, and ids for signs."""
+
+    def __init__(self, capacity: int = 1000, **settings: Any) -> None:
+        self.schema = EmbeddingSchema.load(
+            {
+                "slots_config": {name: {"dim": DIM} for name in "ab"},
+                "group_settings": settings,
+            }
+        )
+        self.now = 100.0
+        self.batch_id = 0
+        self.server = ParameterServer(
+            self.schema,
+            ParameterServerConfig(capacity=capacity, num_hashmap_internal_shards=1),
+            clock=lambda: self.now,
+        )
+        self.server.configure(SETTINGS)
+        self.server.register_optimizer(SGD)
+
+    def signs(self, slot: str, ids: Any) -> NDArray[np.uint64]:
+        return np.array([self.schema.slots[slot].prefix | int(x) for x in ids], np.uint64)
+
+    def held(self, slot: str, ids: Any) -> list[bool]:
+        """Whether evaluation finds each id."""
+        part = TableSigns(self.schema.slots[slot].table, self.signs(slot, ids))
+        reply = self.server.lookup(LookupRequest(0, False, (part,)))
+        return [bool(row.any()) for row in reply.tables[0].rows]
+
+    def train(self, slot: str, ids: Any, batch_id: int | None = None) -> list[bool]:
+        """Whether each id was admitted."""
+        self.batch_id += 1
+        number = self.batch_id if batch_id is None else batch_id
+        part = TableSigns(self.schema.slots[slot].table, self.signs(slot, ids))
+        reply = self.server.lookup(LookupRequest(number, True, (part,)))
+        return [bool(row.any()) for row in reply.tables[0].rows]
+
+
+def test_an_id_is_admitted_at_its_third_batch_and_a_repeated_lookup_counts_once() -> None:
+    server = Server(a={"admission": {"policy": "count", "threshold": 3}})
+    assert server.train("b", [1, 2]) == [True, True]
+    assert server.train("a", [1, 2], batch_id=7) == [False, False]
+    assert server.train("a", [1, 2], batch_id=7) == [False, False]
+    assert server.train("a", [1]) == [False]
+    assert server.train("a", [1, 2], batch_id=9) == [True, False]
+    assert server.train("a", [1, 2], batch_id=9) == [True, False]
+    # The batch's number alone does not make it a repetition.
+    assert server.train("a", [2], batch_id=9) == [True]
+    assert server.server.stats()["refused"] == 7
+
+
+def test_gradients_of_refused_ids_are_counted_and_skipped() -> None:
+    server = Server(a={"admission": {"policy": "count", "threshold": 2}})
+    server.train("a", [1])
+    server.train("a", [1, 2])
+    part = TableGradients(
+        server.schema.slots["a"].table,
+        server.signs("a", [1, 2]),
+        None,
+        np.ones((2, DIM), np.float32),
+    )
+    assert server.server.update(UpdateRequest((1, 1), (part,))).num_missing == 1
+    assert server.held("a", [1, 2]) == [True, False]
+
+
+def test_admission_of_a_group_comes_before_that_of_all() -> None:
+    server = Server(a={"admission": {"policy": "probability", "probability": 0.0}})
+    assert server.train("a", range(50)) == [False] * 50
+    assert all(server.train("b", range(50)))
+
+
+def test_rows_expire_by_seconds() -> None:
+    server = Server(a={"eviction": {"ttl_seconds": 16}})
+    server.train("a", [1, 2])
+    server.train("b", [1])
+    server.now += 10
+    server.train("a", [2])
+    server.now += 5.999
+    assert server.held("a", [1, 2]) == [True, True]
+    server.now += 1.001
+    assert server.held("a", [1, 2]) == [False, True]
+    assert server.held("b", [1]) == [True]
+    # Evaluation drops nothing; the next training lookup does.
+    assert server.server.get_embedding_size() == 3
+    server.train("b", [1])
+    assert server.server.get_embedding_size() == 2
+    assert server.server.stats()["expired"] == 1
+
+
+def test_rows_expire_by_steps_of_which_a_repeated_lookup_is_none() -> None:
+    server = Server(a={"eviction": {"ttl_steps": 2}})
+    server.train("a", [1])
+    server.train("b", [1], batch_id=5)
+    server.train("b", [1], batch_id=5)
+    assert server.held("a", [1]) == [True]
+    server.train("b", [1])
+    assert server.held("a", [1]) == [False]
+
+
+def test_a_group_by_frequency_keeps_what_is_used_often() -> None:
+    server = Server(64, a={"eviction": {"policy": "lfu"}})
+    for _ in range(20):
+        server.train("a", range(32))
+    for first in range(100, 1000, 50):
+        server.train("a", range(first, first + 50))
+    assert all(server.held("a", range(32)))
+    stats = server.server.stats()
+    assert (stats["evicted_lru"], stats["evicted"]) == (0, stats["evicted_lfu"])
+    assert stats["evicted_lfu"] == 900 + 32 - 64
+
+
+def test_rows_that_are_written_follow_their_groups_policy() -> None:
+    server = Server(a={"eviction": {"ttl_seconds": 1}})
+    part = TableEntries(
+        server.schema.slots["a"].table,
+        server.signs("a", [1]),
+        np.ones((1, DIM), np.float32),
+        None,
+    )
+    server.server.set_embedding([part])
+    assert server.held("a", [1]) == [True]
+    server.now += 2
+    assert server.held("a", [1]) == [False]
+    signs = [TableSigns(part.table, part.signs)]
+    assert len(server.server.read_embedding(signs)[0].signs) == 0

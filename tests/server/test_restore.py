@@ -1,0 +1,539 @@
+"""Loads: any number of servers to any other, and loads that fail half way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia._files import catalog
+from persia._files.parts import take
+from persia._files.storage import LocalStorage
+from persia._rpc.messages import (
+    LoadRequest,
+    LookupRequest,
+    WriteRequest,
+)
+from persia._server import restore
+from persia._server.service import ParameterServer
+from persia._training.checkpoint import CheckpointReader
+from persia._worker.service import EmbeddingWorker
+from persia.config import EmbeddingSchema, ParameterServerConfig
+from persia.errors import CheckpointError, ConfigError, PersiaError
+from tests.support.saving import (
+    Slow,
+    Trained,
+    add_part,
+    assert_alike,
+    dump,
+    held_load,
+    is_in,
+    load,
+    rows_of,
+    train,
+)
+from tests.support.services import (
+    ADAGRAD,
+    ADAM,
+    CONFIG,
+    SCHEMA,
+    features,
+    gradient,
+    make_servers,
+    make_worker,
+    read_rows,
+    settings,
+    sign,
+)
+from tests.support.waiting import until
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_w19_rows_move_to_any_number_of_servers(
+    trained: Trained, tmp_path: Path, count: int
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    fresh = make_servers(count, optimizer=ADAGRAD)
+    other = make_worker(fresh)
+    assert load(other, tmp_path) == []
+    assert_alike((worker, servers), (other, fresh), 3, 3)
+
+
+def test_w19_a_load_replaces_what_was_held(trained: Trained, tmp_path: Path) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    before = rows_of(servers)
+    train(worker, 3, 3)
+    assert rows_of(servers).keys() > before.keys()
+    load(worker, tmp_path)
+    assert rows_of(servers) == before
+
+
+def test_a_load_by_feature_keeps_all_others(trained: Trained, tmp_path: Path) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    before = rows_of(servers)
+    train(worker, 3, 3)
+    after = rows_of(servers)
+    load(worker, tmp_path, "sqrt")
+    prefix, bits = SCHEMA.slots["sqrt"].prefix, 64 - SCHEMA.prefix_bits
+    expected = {k: v for k, v in before.items() if k >> bits == prefix >> bits}
+    expected |= {k: v for k, v in after.items() if k >> bits != prefix >> bits}
+    assert rows_of(servers) == expected
+    with pytest.raises(CheckpointError, match="no_such"):
+        load(worker, tmp_path, "no_such")
+    assert rows_of(servers) == expected
+
+
+def test_w31_a_step_that_is_over_is_never_seen_to_go_on(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, (server, _) = trained
+    dump(worker, tmp_path)
+    for number in range(3):
+        request = LoadRequest(number, "verify", str(tmp_path), "", None)
+        # The step is begun by the call itself, so its answer already is of it.
+        assert server.load(request).state == "verifying"
+        until(partial(is_in, server, request, "verified"))
+        assert server.load(request).state == "verified"
+
+
+def test_steps_of_a_load_that_do_not_follow_are_refused(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, (server, _) = trained
+    dump(worker, tmp_path)
+    with pytest.raises(CheckpointError, match="verified"):
+        server.load(LoadRequest(5, "commit", str(tmp_path), "", None))
+    with pytest.raises(CheckpointError, match="no snapshot"):
+        server.cut_status(77)
+    with pytest.raises(CheckpointError, match="no snapshot"):
+        server.write_cut(WriteRequest(77, str(tmp_path), "00000001-00000000"))
+    server.end_cut(77, True)  # nothing: it has ended
+
+
+def test_w33_a_checkpoint_without_rows(tmp_path: Path) -> None:
+    servers = make_servers(3)
+    worker = make_worker(servers)
+    dump(worker, tmp_path)
+    train(worker, 0, 1)
+    load(worker, tmp_path)
+    assert worker.get_embedding_size() == [0, 0, 0]
+
+
+def test_w33_more_threads_than_files(trained: Trained, tmp_path: Path) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    config = ParameterServerConfig(memory_limit=0)
+    fresh = [ParameterServer(SCHEMA, config, num_checkpoint_threads=64)]
+    load(make_worker(fresh), tmp_path)
+    assert rows_of(fresh) == rows_of(servers)
+
+
+def test_another_optimizer_begins_its_state_anew_and_says_so(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    fresh = make_servers(2, optimizer=ADAM)
+    notes = load(make_worker(fresh), tmp_path)
+    assert any("adagrad" in note and "adam" in note for note in notes)
+    old, new = rows_of(servers), rows_of(fresh)
+    assert old.keys() == new.keys()
+    dim = 4 * 4
+    assert all(new[k][:dim] == old[k][:dim] for k in old)
+
+
+def renamed(order: list[str], **changes: Any) -> EmbeddingSchema:
+    slots = {name: CONFIG["slots_config"][name] for name in order}
+    return EmbeddingSchema.load(CONFIG | {"slots_config": slots} | changes)
+
+
+def test_groups_are_found_by_the_names_of_their_features(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    # All but one feature, in another order: other numbers of groups and tables.
+    order = [name for name in reversed(CONFIG["slots_config"]) if name != "raw"]
+    groups = {"stacks": ["stack", "stack_mean"], "shared": ["sum", "max", "jagged"]}
+    schema = renamed(order, feature_groups=groups)
+    fresh = make_servers(3, schema, optimizer=ADAGRAD)
+    notes = load(make_worker(fresh, schema), tmp_path)
+    assert any("raw" in note for note in notes)
+    for name in ("sum", "stack_mean", "sqrt"):
+        slot, theirs = schema.slots[name], SCHEMA.slots[name]
+        ids = range(2000)
+        new = read_rows(fresh, {slot.table: [sign(name, x, schema) for x in ids]})
+        old = read_rows(servers, {theirs.table: [sign(name, x) for x in ids]})
+        assert {k ^ slot.prefix: v.tobytes() for k, v in new.items()} == {
+            k ^ theirs.prefix: v.tobytes() for k, v in old.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sqrt": {"dim": 16, "pooling": "sqrt"}}, "dim of feature group 'sqrt' is 8 .* 16"),
+        (
+            {"stack_raw": CONFIG["slots_config"]["stack_max"]},
+            "hash stack .* of feature group 'stack_raw'",
+        ),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_with_the_difference(
+    trained: Trained, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    worker, _ = trained
+    dump(worker, tmp_path)
+    schema = EmbeddingSchema.load(CONFIG | {"slots_config": CONFIG["slots_config"] | changes})
+    fresh = make_servers(1, schema, optimizer=ADAGRAD)
+    other = make_worker(fresh, schema)
+    with pytest.raises(CheckpointError, match=message):
+        load(other, tmp_path)
+
+
+def test_a_damaged_file_is_found_before_anything_changes(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    train(worker, 3, 1)
+    before = rows_of(servers)
+    damaged = sorted(tmp_path.rglob("*.safetensors"))[0]
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(PersiaError, match=damaged.name):
+        load(worker, tmp_path)
+    assert rows_of(servers) == before
+
+
+def test_a_sign_of_no_group_is_found_before_anything_changes(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+
+    def strange(block: Any) -> Any:
+        return replace(take(block, np.arange(1)), signs=np.zeros(1, np.uint64))
+
+    _, table = add_part(tmp_path, "strange", strange)
+    before = rows_of(servers)
+    with pytest.raises(CheckpointError, match=f"strange/.*sign 0x0+ is of no group of {table}"):
+        load(worker, tmp_path)
+    assert rows_of(servers) == before
+
+
+def test_counts_of_ids_not_admitted_yet_are_kept(tmp_path: Path) -> None:
+    config = CONFIG | {
+        "group_settings": {"sqrt": {"admission": {"policy": "count", "threshold": 3}}}
+    }
+    schema = EmbeddingSchema.load(config)
+
+    def appear(worker: EmbeddingWorker, number: int) -> None:
+        result = worker.lookup_direct(features({"sqrt": [[1, 2]]}, number))
+        worker.update(gradient(result, (1, number)))
+
+    servers = make_servers(2, schema, capacity=1000)  # the sketch has counters for 1000 ids
+    worker = make_worker(servers, schema)
+    appear(worker, 0)
+    appear(worker, 1)
+    dump(worker, tmp_path)
+    fresh = make_servers(2, schema, capacity=1000)
+    other = make_worker(fresh, schema)
+    load(other, tmp_path)
+    assert sum(other.get_embedding_size()) == 0
+    appear(other, 2)
+    assert sum(other.get_embedding_size()) == 2
+
+
+def test_the_seed_of_the_rows_is_told_apart(trained: Trained, tmp_path: Path) -> None:
+    worker, _ = trained
+    dump(worker, tmp_path)
+    fresh = make_servers(1, hyper=settings(seed=8), optimizer=ADAGRAD)
+    notes = load(make_worker(fresh), tmp_path)
+    assert any("seed" in note for note in notes)
+    assert np.all(np.array(make_worker(fresh).get_embedding_size()) > 0)
+
+
+def test_w17_servers_that_lost_all_are_whole_after_a_load(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    fresh = make_servers(3, hyper=None, optimizer=None)  # not configured
+    other = make_worker(fresh)
+    assert not other.ready_for_serving()
+    load(other, tmp_path)
+    assert other.ready_for_serving()
+    assert_alike((worker, servers), (other, fresh), 3, 2)
+
+
+def test_w19_servers_of_inference_load_by_themselves_and_reshard(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    fresh = make_servers(5, hyper=None, optimizer=None)
+    for server in fresh:
+        server.load_checkpoint(str(tmp_path))
+    assert all(server.ready_for_serving() for server in fresh)
+    assert rows_of(fresh) == rows_of(servers)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        make_servers(1, hyper=None, optimizer=None)[0].load_checkpoint(str(tmp_path / "x"))
+
+
+def test_half_a_load_is_not_dumped(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    before = rows_of(servers)
+    with (
+        held_load(worker, tmp_path, monkeypatch),
+        pytest.raises(CheckpointError, match="a load is replacing"),
+    ):
+        dump(worker, tmp_path)
+    fresh = make_servers(1, optimizer=ADAGRAD)
+    load(make_worker(fresh), tmp_path)
+    assert rows_of(fresh) == before == rows_of(servers)
+
+
+def test_a_load_that_is_dropped_half_way_is_not_followed_by_another_beside_it(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    before = rows_of(servers)
+    slow = Slow(monkeypatch)
+    url = str(tmp_path)
+    first = LoadRequest(1, "verify", url, "", None)
+    until(lambda: is_in(servers[0], first, "verified"))
+    servers[0].load(replace(first, step="commit"))
+    assert slow.is_there.wait(60)
+    servers[0].load(replace(first, step="drop"))  # another server could not load
+    assert not servers[0].ready_for_serving()
+    with pytest.raises(CheckpointError, match="another load"):
+        servers[0].load(LoadRequest(2, "verify", url, "", None))
+    slow.may_go.set()
+    until(servers[0].ready_for_serving)
+    load(worker, tmp_path)
+    assert rows_of(servers) == before
+
+
+@pytest.fixture
+def loading(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Slow, CheckpointReader]]:
+    """A load that has dropped the rows and restored none."""
+    worker, _ = trained
+    dump(worker, tmp_path)
+    with held_load(worker, tmp_path, monkeypatch) as held:
+        yield held
+
+
+def test_training_is_refused_while_a_load_goes_on(
+    trained: Trained, loading: tuple[Slow, CheckpointReader]
+) -> None:
+    worker, servers = trained
+    slow, loader = loading
+    request = features({"sum": [[1, 2]]}, 9)
+    for refused in (
+        partial(worker.lookup_direct, request),
+        worker.clear_embeddings,
+        partial(servers[0].lookup, LookupRequest(3, True, ())),
+    ):
+        with pytest.raises(CheckpointError, match="a load is replacing its rows"):
+            refused()
+    slow.may_go.set()
+    loader.wait()
+    before = rows_of(servers)
+    worker.update(gradient(worker.lookup_direct(request), (1, 9)))
+    assert rows_of(servers) != before
+
+
+def test_a_retry_after_a_load_is_applied_once(trained: Trained, tmp_path: Path) -> None:
+    """Updates of a client that a server has applied stay applied: no row says which."""
+    worker, servers = trained
+    result = worker.lookup_direct(features({"sum": [[1, 2]]}, 9))
+    worker.update(gradient(result, (1, 9)))
+    dump(worker, tmp_path)
+    load(worker, tmp_path)
+    before = rows_of(servers)
+    assert worker.update(gradient(result, (1, 9))).repeated
+    assert rows_of(servers) == before
+
+
+def test_a_load_waits_for_requests(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    train(worker, 3, 1)
+    before = rows_of(servers)
+    monkeypatch.setattr(restore, "_IDLE_TIMEOUT_S", 0.01)
+    with (
+        servers[1]._loads.whole_rows,
+        pytest.raises(CheckpointError, match=r"1 requests to parameter server 1 .* 0.01 s"),
+    ):
+        load(worker, tmp_path)
+
+    # Server 0 has its rows of the checkpoint, as soon as it is done, and server 1 those of now:
+    # no such training.
+    def is_refused() -> bool:
+        with pytest.raises(CheckpointError) as refused:
+            train(worker, 4, 1)
+        return "not finished on every server; load again" in str(refused.value)
+
+    until(is_refused)
+    monkeypatch.undo()
+    load(worker, tmp_path)
+    assert rows_of(servers).items() <= before.items() or rows_of(servers) != before
+    train(worker, 4, 1)
+
+
+def test_a_load_that_is_given_up_while_it_waits_drops_no_row(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    before = rows_of(servers)
+    request = LoadRequest(1, "verify", str(tmp_path), "", None)
+    commit = replace(request, step="commit")
+    until(partial(is_in, servers[0], request, "verified"))
+    with servers[0]._loads.whole_rows:
+        assert servers[0].load(commit).state == "loading"
+        servers[0].load(replace(request, step="drop"))
+    until(partial(is_in, servers[0], commit, "failed"))
+    assert rows_of(servers) == before
+    train(worker, 3, 1)
+
+
+def test_a_trainer_that_dies_leaves_no_mixture(trained: Trained, tmp_path: Path) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    before = rows_of(servers)
+    request = LoadRequest(1, "verify", str(tmp_path), "", None)
+    for server in servers:
+        until(partial(is_in, server, request, "verified"))
+    until(partial(is_in, servers[0], replace(request, step="commit"), "loaded"))
+    # Here it dies. Server 0 cannot know what the other one has.
+    with pytest.raises(CheckpointError, match="parameter server 0: rows are missing"):
+        train(worker, 3, 1)
+    with pytest.raises(CheckpointError, match="rows are missing"):
+        dump(worker, tmp_path)
+    with pytest.raises(CheckpointError, match="'finish' of load 1: expected one that it has"):
+        servers[1].load(replace(request, step="finish"))
+    load(worker, tmp_path, "sqrt")  # a part of the rows is not all that is missing
+    with pytest.raises(CheckpointError, match="rows are missing"):
+        train(worker, 3, 1)
+    load(worker, tmp_path)
+    assert rows_of(servers) == before
+    train(worker, 3, 1)
+
+
+def test_missing_rows_of_features_are_named(trained: Trained, tmp_path: Path) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    request = LoadRequest(1, "verify", str(tmp_path), "", ("sqrt", "raw"))
+    until(partial(is_in, servers[0], request, "verified"))
+    until(partial(is_in, servers[0], replace(request, step="commit"), "loaded"))
+    with pytest.raises(CheckpointError, match="rows of raw, sqrt are missing"):
+        train(worker, 3, 1)
+    load(worker, tmp_path, "raw")
+    with pytest.raises(CheckpointError, match="rows of sqrt are missing"):
+        train(worker, 3, 1)
+    worker.clear_embeddings()
+    train(worker, 3, 1)
+
+
+def test_more_rows_than_there_is_room_for_are_refused(trained: Trained, tmp_path: Path) -> None:
+    worker, _ = trained
+    dump(worker, tmp_path)
+    count = sum(worker.get_embedding_size())
+    (small,) = make_servers(1, optimizer=ADAGRAD, capacity=count - 1)
+    other = make_worker([small])
+    train(other, 0, 1)
+    before = other.get_embedding_size()
+    with pytest.raises((CheckpointError, ConfigError), match=rf"at least {count}, .* than 1 s"):
+        load(other, tmp_path)
+    assert other.get_embedding_size() == before
+    train(other, 1, 1)
+    exact = make_servers(1, optimizer=ADAGRAD, capacity=count, num_hashmap_internal_shards=8)
+    notes = load(make_worker(exact), tmp_path)
+    lost = count - sum(server.get_embedding_size() for server in exact)
+    assert lost > 0  # in shards with more than their share
+    assert [note for note in notes if f"{lost} rows did not fit" in note]
+
+
+def test_a_row_in_two_parts_is_found_before_anything_changes(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, servers = trained
+    dump(worker, tmp_path)
+    twice, _ = add_part(tmp_path, "twice", lambda block: take(block, np.arange(1)))
+    before = rows_of(servers)
+    with pytest.raises(CheckpointError, match=f"signs: {twice.signs[0]} comes twice"):
+        load(worker, tmp_path)
+    assert rows_of(servers) == before
+    train(worker, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {},
+        {"servers": []},
+        {"servers": {"hyper_parameters": [["seed"]], "optimizer": {}}},
+        {"servers": {"hyper_parameters": {"initialization": "x"}, "optimizer": {}}},
+        {"servers": {"hyper_parameters": "x", "optimizer": None}},
+    ],
+)
+def test_what_servers_were_told_may_be_anything_in_a_file(
+    trained: Trained, tmp_path: Path, extras: dict[str, Any]
+) -> None:
+    """Servers that have settings need none of it; others say that it is not there."""
+    worker, servers = trained
+    dump(worker, tmp_path)
+    storage = LocalStorage(tmp_path)
+    catalog.publish(storage, replace(catalog.load(storage), extras=extras))
+    fresh = make_servers(1, optimizer=ADAGRAD)
+    load(make_worker(fresh), tmp_path)
+    assert rows_of(fresh) == rows_of(servers)
+    with pytest.raises(CheckpointError, match=r"extras\.servers: expected hyper_parameters"):
+        restore.settings_of(LoadRequest(1, "verify", str(tmp_path), "", None))
+
+
+def test_a_store_that_was_replaced_since_verify_takes_no_rows(
+    trained: Trained, tmp_path: Path
+) -> None:
+    worker, _ = trained
+    dump(worker, tmp_path)
+    (server,) = make_servers(1, optimizer=ADAGRAD)
+    request = LoadRequest(1, "verify", str(tmp_path), "", None)
+    commit = replace(request, step="commit")
+    until(partial(is_in, server, request, "verified"))
+    server.register_optimizer(ADAM)
+    until(partial(is_in, server, commit, "failed"))
+    assert "another seed or optimizer" in server.load(commit).error
+    assert server.get_embedding_size() == 0
+    # From commit on it is the other way round: who would replace the store is refused.
+    request, commit = replace(request, load_id=2), replace(commit, load_id=2)
+    until(partial(is_in, server, request, "verified"))
+    with server._loads.whole_rows:
+        assert server.load(commit).state == "loading"
+        with pytest.raises(CheckpointError, match="a load is replacing its rows"):
+            server.configure(settings(seed=8))
+        with pytest.raises(CheckpointError, match="a load is replacing its rows"):
+            server.register_optimizer(ADAGRAD)
+        server.register_optimizer(replace(ADAM, options={"lr": 0.2}))  # the same state
+    until(partial(is_in, server, commit, "loaded"))
+    server.load(replace(request, step="finish"))
+    assert server.get_embedding_size() == sum(worker.get_embedding_size())
