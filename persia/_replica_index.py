@@ -1,4 +1,4 @@
-"""Which replica this container is, where whoever started it says so in no variable.
+"""``REPLICA_INDEX=auto``: the number of this replica, from its host name or its network.
 
     host name ends in -<n>     a pod of a StatefulSet or JobSet: n
     else                       a container of Compose: its number less one, from the name
@@ -6,8 +6,8 @@
 
     172.18.0.4 --PTR--> persia-embedding_worker-2.persia_cluster --> 1
 
-The network's server is asked directly. ``gethostbyaddr`` looks into /etc/hosts first, where a
-container finds its own host name, twelve hexadecimal digits.
+The network's name server is asked directly: ``socket.gethostbyaddr`` reads /etc/hosts first,
+where a container finds its own host name, twelve hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -108,15 +108,13 @@ def name_of(address: str, server: str, port: int = _PORT) -> str:
     family = socket.AF_INET6 if ":" in server else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as wire:
         wire.settimeout(_ATTEMPT_S)
-        wire.connect((server, port))  # so that nobody else can answer
-        for attempt in range(_NUM_ATTEMPTS):
+        wire.connect((server, port))  # the kernel drops datagrams of other senders
+        for _ in range(_NUM_ATTEMPTS - 1):
             wire.send(query)
-            try:
+            with contextlib.suppress(TimeoutError):
                 return _read_answer(wire.recv(_MAX_ANSWER), number)
-            except TimeoutError:
-                if attempt == _NUM_ATTEMPTS - 1:
-                    raise
-    raise OSError("not asked")  # _NUM_ATTEMPTS is above 0
+        wire.send(query)
+        return _read_answer(wire.recv(_MAX_ANSWER), number)
 
 
 def _read_answer(answer: bytes, number: int) -> str:

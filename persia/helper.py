@@ -41,10 +41,10 @@ Config = Mapping[str, object] | str | os.PathLike[str]
 logger = logging.getLogger(__name__)
 
 _MAX_NPROC = 8
-# Seconds that processes get to end by themselves once the job has, and that servers get to be
-# told of the end: after a failure, soon.
+# Seconds that processes get to end by themselves once the job has, and that the announcement
+# of the end may take: less after a failure.
 _LEAVE_S = 10.0
-_TELL_S, _TELL_SOON_S = 3.0, 0.5
+_ANNOUNCE_S, _ANNOUNCE_SOON_S = 3.0, 0.5
 # A path of ipc has 107 bytes at most, and a file's name comes behind.
 _MAX_DIRECTORY = 80
 
@@ -120,7 +120,7 @@ class PersiaServiceCtx:
             self._embedding_config = env.embedding_config_path()
         if self._embedding_config is None:
             raise ConfigError("expected embedding_config or embedding_config_path, got neither")
-        # Here, not in a process whose output nobody may see.
+        # Read here too, as the output of a child process may not be seen.
         EmbeddingSchema.load(self._embedding_config)
         GlobalConfig.load(self._global_config)
         self._num_replicas = {
@@ -223,11 +223,11 @@ class PersiaServiceCtx:
                 self._start_process("data-loader", number, words, **changes)
         if self._nn_worker_func is not None:
             words = self._call_words(directory, "nn_worker", self._nn_worker_func)
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+            rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
             for rank in range(self._nproc):
                 of_rank = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
                 of_all = {"WORLD_SIZE": self._nproc, "LOCAL_WORLD_SIZE": self._nproc}
-                self._start_process("nn-worker", rank, words, **of_rank, **of_all, **meeting)
+                self._start_process("nn-worker", rank, words, **of_rank, **of_all, **rendezvous)
 
     def _directory(self) -> Path:
         parent = tempfile.gettempdir()
@@ -333,7 +333,7 @@ class PersiaServiceCtx:
             self._is_ending = True
         try:
             status = 1 if self._failures else status
-            self._tell_end(status)
+            self._announce_end(status)
             others = [p for p in self._processes if p.role not in _SERVER_ROLES]
             if status == 0:
                 self._wait_for_end(others, _LEAVE_S)
@@ -348,11 +348,11 @@ class PersiaServiceCtx:
                 process.child.close()
             self._stack.close()
 
-    def _tell_end(self, status: int) -> None:
+    def _announce_end(self, status: int) -> None:
         if not any(p.end is None for p in self._processes):
             return
         with closing(ZmqTransport()) as transport:
-            announce_job_end(transport, status, _TELL_SOON_S if status else _TELL_S)
+            announce_job_end(transport, status, _ANNOUNCE_SOON_S if status else _ANNOUNCE_S)
 
     def _wait_for_end(self, processes: list[_Process], timeout_s: float) -> None:
         with self._changed:
@@ -384,7 +384,7 @@ def _one_of(name: str, config: Config | None, path: Config | None) -> Config | N
 
 
 def _free_port() -> int:
-    """Return a port that nobody listens at now."""
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

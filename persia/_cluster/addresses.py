@@ -1,4 +1,4 @@
-"""Addresses as they are listed, and the hosts to which names lead."""
+"""Addresses as they are listed, and the hosts of names among them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_name(address: str) -> bool:
-    """Whether it has to be looked up where it leads, so that it may lead elsewhere later."""
+    """Whether its host is a name, which may lead to other hosts later."""
     if not address.startswith(TCP):
         return False
     try:
@@ -79,11 +79,12 @@ def resolved(listed: AddressList, timeout_s: float) -> list[str]:
     found: dict[str, list[str]] = {}
 
     def look_up(name: str) -> None:
-        # Where it fails there is no host, and so nobody to be asked.
+        # A name that is not known has no host that could be asked.
         with contextlib.suppress(OSError, UnicodeError):
             found[name] = resolve(name)
 
     names = [address for address in listed.addresses if is_name(address)]
+    # Threads that are left behind, because only the system ends a look-up.
     threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in names]
     for thread in threads:
         thread.start()

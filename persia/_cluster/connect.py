@@ -6,7 +6,7 @@
 A name may resolve to several hosts: each is one server. A list of nn-workers names the ranks,
 or the nodes; the ranks of a node listen at consecutive ports.
 
-Nobody needs to be there yet: ``search`` asks until the set is whole.
+No server needs to be there yet: ``discovery`` asks until the set is whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from persia import env
-from persia._cluster.addresses import AddressList, parsed, resolved, split
+from persia._cluster.addresses import TCP, AddressList, parsed, resolved, split
 from persia._cluster.discovery import Discovery
 from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteNNWorker, RemoteParameterServer
@@ -25,7 +25,14 @@ from persia.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_told_of_nats = threading.Lock()  # acquired by whoever says it, and never released
+_nats_warning = threading.Lock()  # acquired with the one warning, and never released
+
+# By role: the variable of its list, and what reads it.
+_LISTS = {
+    parameter_server().name: (env.PARAMETER_SERVERS_VARIABLE, env.parameter_server_addresses),
+    embedding_worker().name: (env.EMBEDDING_WORKERS_VARIABLE, env.embedding_worker_addresses),
+    nn_worker().name: (env.NN_WORKERS_VARIABLE, env.nn_worker_addresses),
+}
 
 
 def connect_parameter_servers(
@@ -46,8 +53,8 @@ def connect_parameter_servers(
             ``PERSIA_RPC_TIMEOUT`` if not given.
         on_restart: Called with the replica number when another process answers in its place;
             see ``Client``.
-        should_stop: Asked now and then whether to wait no longer.
-        on_wait: Called every few seconds with what the log says of who is missing.
+        should_stop: Asked several times a second whether to wait no longer.
+        on_wait: Called every few seconds with the log's line about what is missing.
 
     Returns:
         The servers by replica number.
@@ -57,9 +64,9 @@ def connect_parameter_servers(
         ServiceUnavailable: If some are missing at the deadline.
         JobFinished: If ``should_stop`` said so.
     """
-    search = _search(transport, parameter_server(), addresses, timeout_s, on_restart)
-    found = search.run(should_stop, on_wait)
-    return [RemoteParameterServer(client, hello) for client, hello in found]
+    discovery = _discovery(transport, parameter_server(), addresses, timeout_s, on_restart)
+    found = discovery.run(should_stop, on_wait)
+    return [RemoteParameterServer.of(client, hello) for client, hello in found]
 
 
 def connect_embedding_workers(
@@ -71,8 +78,9 @@ def connect_embedding_workers(
     should_stop: Callable[[], bool] | None = None,
 ) -> list[RemoteEmbeddingWorker]:
     """Connect to every embedding-worker; as ``connect_parameter_servers``."""
-    search = _search(transport, embedding_worker(), addresses, timeout_s, on_restart)
-    return [RemoteEmbeddingWorker(client, hello) for client, hello in search.run(should_stop)]
+    discovery = _discovery(transport, embedding_worker(), addresses, timeout_s, on_restart)
+    found = discovery.run(should_stop)
+    return [RemoteEmbeddingWorker.of(client, hello) for client, hello in found]
 
 
 def connect_nn_workers(
@@ -84,11 +92,11 @@ def connect_nn_workers(
     should_stop: Callable[[], bool] | None = None,
 ) -> list[RemoteNNWorker]:
     """Connect to every nn-worker, by rank; as ``connect_parameter_servers``."""
-    search = _search(transport, nn_worker(), addresses, timeout_s, on_restart)
-    return [RemoteNNWorker(client, hello) for client, hello in search.run(should_stop)]
+    discovery = _discovery(transport, nn_worker(), addresses, timeout_s, on_restart)
+    return [RemoteNNWorker.of(client, hello) for client, hello in discovery.run(should_stop)]
 
 
-def _search(
+def _discovery(
     transport: Transport,
     role: Role,
     addresses: Sequence[str] | None,
@@ -96,33 +104,23 @@ def _search(
     on_restart: Callable[[int], None] | None,
 ) -> Discovery:
     name = env.named_nats_variable()
-    if name is not None and _told_of_nats.acquire(blocking=False):
+    if name is not None and _nats_warning.acquire(blocking=False):
         logger.warning("%s is ignored: servers are found by their addresses", name)
     return Discovery(
         transport,
         role,
-        _listed(role, addresses),
+        _list_of(role.name, addresses),
         env.rpc_timeout_s() if timeout_s is None else timeout_s,
         on_restart,
     )
 
 
-def _listed(role: Role, addresses: Sequence[str] | None = None) -> AddressList:
+def _list_of(role: str, addresses: Sequence[str] | None = None) -> AddressList:
     """Return the addresses of a role, and where they were named."""
-    variable, read = {
-        parameter_server().name: (
-            env.PARAMETER_SERVERS_VARIABLE,
-            env.parameter_server_addresses,
-        ),
-        embedding_worker().name: (
-            env.EMBEDDING_WORKERS_VARIABLE,
-            env.embedding_worker_addresses,
-        ),
-        nn_worker().name: (env.NN_WORKERS_VARIABLE, env.nn_worker_addresses),
-    }[role.name]
-    is_by_node = role.name == nn_worker().name
+    variable, read = _LISTS[role]
     if addresses:
-        variable = f"the list of {role.name}s given"
+        variable = f"the list of {role}s given"
+    is_by_node = role == nn_worker().name
     return AddressList(variable, parsed(variable, addresses or read()), is_by_node)
 
 
@@ -132,8 +130,8 @@ def check_lists() -> None:
     Raises:
         ConfigError: If an address in them cannot be read; names the variable.
     """
-    for role in (parameter_server(), embedding_worker(), nn_worker()):
-        _listed(role)
+    for role in _LISTS:
+        _list_of(role)
 
 
 def current_addresses(role: Role, timeout_s: float) -> list[str]:
@@ -143,7 +141,7 @@ def current_addresses(role: Role, timeout_s: float) -> list[str]:
         role: Whose.
         timeout_s: Seconds that names get to be looked up; those that need longer are left out.
     """
-    return resolved(_listed(role), timeout_s)
+    return resolved(_list_of(role.name), timeout_s)
 
 
 def listening_address(
@@ -168,13 +166,12 @@ def listening_address(
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
     if port is not None:
-        return f"tcp://{host}:{port}"
-    roles = {role.name: role for role in (parameter_server(), embedding_worker(), nn_worker())}
-    listed = _listed(roles[role])
+        return f"{TCP}{host}:{port}"
+    listed = _list_of(role)
     place, offset = index, 0
     if listed.is_by_node:
         place, offset = _node_of(index, len(listed.addresses))
-    elif len(listed.addresses) == 1 and listed.addresses[0].startswith("tcp://"):
+    elif len(listed.addresses) == 1 and listed.addresses[0].startswith(TCP):
         place = 0  # one name that leads to every replica
     if place >= len(listed.addresses):
         raise ConfigError(
@@ -182,8 +179,8 @@ def listening_address(
             f"got {len(listed.addresses)} addresses"
         )
     address = listed.addresses[place]
-    if address.startswith("tcp://"):
-        return f"tcp://{host}:{split(address)[1] + offset}"
+    if address.startswith(TCP):
+        return f"{TCP}{host}:{split(address)[1] + offset}"
     if offset:
         raise ConfigError(
             f"{listed.variable}: expected an address for each rank where they are ipc, "

@@ -1,10 +1,18 @@
 """Asking at addresses until a set of servers is whole.
 
-Each address is asked by a thread of its own, all at once and again and again. The set is whole
-when each of the replica numbers that ``hello`` speaks of has answered once. Until then a line
-every few seconds says who is missing and why; at the deadline an error does. Servers that
-cannot be of one set are an error at once, after both were asked again: one of them may have
-been replaced since it answered.
+A thread per address asks until it has an answer; a thread per name looks up its hosts. The set
+is whole when each of the replica numbers that ``hello`` speaks of has answered once. Until then
+a line every few seconds says which are missing and why; at the deadline an error does. Servers
+that cannot be of one set are an error at once, after both were asked again: one of them may
+have been replaced since it answered.
+
+States of one address:
+
+    ASKING    hello                          -> ANSWERED
+    ASKING    another role, a bad number     -> FAILED     its error is raised by ``run``
+    ANSWERED  asked again, no answer         -> CLOSED     the address is asked from the start
+    any       no list entry leads there now  -> CLOSED
+    any       the search ends                -> CLOSED     clients of the set stay open
 """
 
 from __future__ import annotations
@@ -15,9 +23,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from persia._cluster.addresses import TCP, AddressList, is_name, resolve, split
-from persia._cluster.monitor import follow
+from persia._cluster.monitor import start_monitor
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role
 from persia._rpc.transport import Transport
@@ -33,40 +42,48 @@ from persia.errors import (
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two lines about who is missing, and of one attempt to ask.
+# Seconds between two lines about what is missing, and of one attempt to ask.
 _LINE_S = 3.0
-# Seconds between two looks at a name: the hosts of replicas join it one by one.
+# Seconds between two look-ups of a name: the hosts of replicas join it one by one.
 _RESOLVE_S = 1.0
-# Seconds between two looks at whether waiting still makes sense.
+# Seconds between two checks of ``should_stop``.
 _STOP_S = 0.25
 
 
-class _Asked:
-    """One address, and what asking there has led to. Guarded by the search's condition."""
+class ProbeState(Enum):
+    """State of one address; the table is above."""
 
-    def __init__(self, address: str) -> None:
+    ASKING = "asking"
+    ANSWERED = "answered"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class _Probe:
+    """One address, and what asking there has led to. Guarded by the condition of the search."""
+
+    def __init__(self, address: str, client: Client) -> None:
         self.address = address
-        self.client: Client | None = None
+        self.client = client
         self.thread: threading.Thread | None = None
-        self.is_over = False
-        self.hello: Hello | None = None
-        self.why = f"no connection to {address}"  # there is no hello
-        self.failure: BaseException | None = None
+        self.state = ProbeState.ASKING
+        self.hello: Hello | None = None  # in ANSWERED
+        self.problem = f"no connection to {address}"  # in ASKING
+        self.error: BaseException | None = None  # in FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A process that has said who it is."""
+    """What the process at an address said at one time."""
 
-    asked: _Asked
-    client: Client
+    probe: _Probe
     hello: Hello
 
     def __str__(self) -> str:
         hello = self.hello
         return (
             f"{hello.role} {hello.replica_index} of {hello.replica_size} "
-            f"at {self.asked.address}"
+            f"at {self.probe.address}"
         )
 
 
@@ -75,7 +92,7 @@ class Discovery:
 
     Args:
         transport: How to get there.
-        role: Who is wanted.
+        role: Of the servers.
         listed: Where to ask.
         timeout_s: Seconds until all must have answered, and of each later call.
         on_restart: Called with the replica number when another process answers in its place,
@@ -96,16 +113,16 @@ class Discovery:
         self._timeout_s = timeout_s
         self._on_restart = on_restart
         self._changed = threading.Condition()  # guards all below
-        self._num_news = 0
+        self._num_changes = 0
         self._is_over = False
-        self._asked: dict[str, _Asked] = {}  # by address
-        # By name: where it leads, or why that is not known.
+        self._probes: dict[str, _Probe] = {}  # by address; none is CLOSED
+        # By name: its hosts, or why they are not known.
         self._names: dict[str, list[str] | str] = {
             address: f"{address} is being looked up"
             for address in listed.addresses
             if is_name(address)
         }
-        self._misfit = ""  # why ranks cannot be told from the list of nodes
+        self._misfit = ""  # why the ranks do not follow from the list of nodes
 
     def run(
         self,
@@ -115,16 +132,16 @@ class Discovery:
         """Return the servers by number, once all have answered.
 
         Args:
-            should_stop: Asked now and then whether to wait no longer.
-            on_wait: Called with each line about who is missing.
+            should_stop: Asked several times a second whether to wait no longer.
+            on_wait: Called with each line about what is missing.
 
         Raises:
-            ConfigError: If those who answer cannot be one set.
+            ConfigError: If the servers that answer cannot be one set.
             ServiceUnavailable: If some are missing at the deadline.
             JobFinished: If ``should_stop`` said so.
         """
         for name in self._names:
-            # Only the system ends a look-up: nobody waits for this thread.
+            # Not joined: only the system ends a look-up.
             threading.Thread(
                 target=self._look_up, args=(name,), name=f"persia-look-up {name}", daemon=True
             ).start()
@@ -132,12 +149,12 @@ class Discovery:
         try:
             answers = self._wait(should_stop, on_wait)
         finally:
-            self._end(answers)
+            self._close(answers)
         logger.info("found %s", ", ".join(map(str, answers)))
-        found = [(answer.client, answer.hello) for answer in answers]
-        hosts = {host for led in self._names.values() if len(led) > 1 for host in led}
+        found = [(answer.probe.client, answer.hello) for answer in answers]
+        hosts = {host for hosts in self._names.values() if len(hosts) > 1 for host in hosts}
         if any(client.address in hosts for client, _ in found):
-            follow(self._transport, self._role, self._listed, found)
+            start_monitor(self._transport, self._role, self._listed, found)
         return found
 
     def _wait(
@@ -149,16 +166,16 @@ class Discovery:
         deadline, next_line = now + self._timeout_s, now + _LINE_S
         while True:
             with self._changed:
-                seen = self._num_news
-                self._ask_everyone()
+                seen = self._num_changes
+                self._update_probes()
                 answers = self._answers()
                 conflict = _conflict(answers)
                 is_whole = bool(answers) and not _numbers_missing(answers)
-                if is_whole and not conflict and not self._unheard(answers):
+                if is_whole and not conflict and not self._silent_addresses(answers):
                     return answers
-                missing = self._missing(answers)
+                missing = self._describe_missing(answers)
                 is_final = not self._names and (
-                    self._misfit or all(asked.hello for asked in self._asked.values())
+                    self._misfit or all(probe.hello for probe in self._probes.values())
                 )
             if conflict:
                 self._ask_again(*conflict)
@@ -182,30 +199,30 @@ class Discovery:
                     on_wait(missing)
             left = min(deadline, next_line) - now
             with self._changed:
-                if self._num_news == seen:
+                if self._num_changes == seen:
                     self._changed.wait(left if should_stop is None else min(left, _STOP_S))
 
-    def _end(self, answers: Sequence[_Answer]) -> None:
-        kept = {answer.asked.address for answer in answers}
+    def _close(self, answers: Sequence[_Answer]) -> None:
+        """End every thread, and every client but those of the answers."""
+        kept = {answer.probe.address for answer in answers}
         with self._changed:
             self._is_over = True
-            everyone = list(self._asked.values())
-            for asked in everyone:
-                asked.is_over = True
+            probes = list(self._probes.values())
+            for probe in probes:
+                probe.state = ProbeState.CLOSED
             self._changed.notify_all()
-        for asked in everyone:
-            if asked.client is not None and asked.address not in kept:
-                asked.client.close()
-        for asked in everyone:
-            if asked.thread is not None:
-                asked.thread.join()
+        for probe in probes:
+            if probe.address not in kept:
+                probe.client.close()
+        for probe in probes:
+            if probe.thread is not None:
+                probe.thread.join()
 
-    def _tell(self) -> None:
-        """Wake who waits for news."""
-        self._num_news += 1
+    def _notify(self) -> None:
+        self._num_changes += 1
         self._changed.notify_all()
 
-    # --- who is asked -----------------------------------------------------------------------
+    # --- asking ------------------------------------------------------------------------------
 
     def _look_up(self, name: str) -> None:
         while True:
@@ -215,16 +232,16 @@ class Discovery:
             except (OSError, UnicodeError) as exc:
                 found = f"{name} cannot be resolved: {getattr(exc, 'strerror', None) or exc}"
             with self._changed:
-                # A name that is unknown for a moment leads where it led before.
+                # A name that is unknown for a moment keeps its hosts.
                 if isinstance(found, list) or isinstance(self._names[name], str):
                     if found != self._names[name]:
-                        self._tell()
+                        self._notify()
                     self._names[name] = found
                 if self._changed.wait_for(lambda: self._is_over, _RESOLVE_S):
                     return
 
-    def _wanted(self) -> list[str]:
-        """Return every address where it makes sense to ask."""
+    def _addresses(self) -> list[str]:
+        """Return every address that the list leads to now."""
         hosts: list[str] = []
         for address in self._listed.addresses:
             found = self._names.get(address, [address])
@@ -246,68 +263,67 @@ class Discovery:
             ranks += [f"{TCP}{host}:{port + place}" for place in range(size // len(hosts))]
         return ranks
 
-    def _ask_everyone(self) -> None:
+    def _update_probes(self) -> None:
         """Begin to ask at new addresses, and stop at those that nothing leads to any more."""
-        wanted = self._wanted()
-        for address in wanted:
-            if address not in self._asked:
-                asked = self._asked[address] = _Asked(address)
-                asked.client = Client(
-                    self._transport,
-                    address,
-                    self._role,
-                    timeout_s=self._timeout_s,
-                    on_restart=None if self._on_restart is None else self._teller(asked),
-                )
-                self._start(asked, asked.client)
-        for address in self._asked.keys() - set(wanted):
-            self._forget(address)
-        for asked in self._asked.values():
-            if asked.failure is not None:
-                raise asked.failure
+        addresses = self._addresses()
+        for address in addresses:
+            if address not in self._probes:
+                self._start_probe(address)
+        for address in self._probes.keys() - set(addresses):
+            self._close_probe(address)
+        for probe in self._probes.values():
+            if probe.error is not None:
+                raise probe.error
 
-    def _teller(self, asked: _Asked) -> Callable[[], None]:
-        def tell() -> None:
-            # Nobody has relied on a process that was replaced before the set was whole.
-            if self._is_over and self._on_restart is not None and asked.hello is not None:
-                self._on_restart(asked.hello.replica_index)
+    def _start_probe(self, address: str) -> None:
+        def on_restart() -> None:
+            # A process that was replaced before the set was whole served no caller of ours.
+            if self._is_over and self._on_restart is not None and probe.hello is not None:
+                self._on_restart(probe.hello.replica_index)
 
-        return tell
-
-    def _start(self, asked: _Asked, client: Client) -> None:
-        asked.thread = threading.Thread(
-            target=self._ask,
-            args=(asked, client),
-            name=f"persia-ask {asked.address}",
-            daemon=True,
-        )
-        asked.thread.start()
-
-    def _ask(self, asked: _Asked, client: Client) -> None:
-        while True:
-            hello: Hello | None = None
-            failure: BaseException | None = None
-            why = f"no connection to {asked.address}"
-            try:
-                hello = client.hello(_LINE_S)
-                if not 0 <= hello.replica_index < hello.replica_size:
-                    raise ConfigError(
-                        f"{asked.address}: expected a number in 0..{hello.replica_size - 1} of "
-                        f"{hello.role}, got {hello.replica_index}"
-                    )
-            except (ServiceUnavailable, ServiceBusy):
+        def ask() -> None:
+            while self._step(probe) is ProbeState.ASKING:
                 pass
-            except ServiceTimeout:
-                why = f"no answer from {asked.address}, to which there is a connection"
-            except BaseException as error:
-                failure = error  # raised by the thread that waits
-            with self._changed:
-                if asked.is_over:
-                    return
-                asked.hello, asked.failure, asked.why = hello, failure, why
-                self._tell()
-                if hello is not None or failure is not None:
-                    return
+
+        client = Client(
+            self._transport,
+            address,
+            self._role,
+            timeout_s=self._timeout_s,
+            on_restart=None if self._on_restart is None else on_restart,
+        )
+        probe = self._probes[address] = _Probe(address, client)
+        probe.thread = threading.Thread(target=ask, name=f"persia-ask {address}", daemon=True)
+        probe.thread.start()
+
+    def _step(self, probe: _Probe) -> ProbeState:
+        """Ask at an address once; return its state then."""
+        state, hello, error = ProbeState.ASKING, None, None
+        problem = f"no connection to {probe.address}"
+        try:
+            hello = probe.client.hello(_LINE_S)
+            if not 0 <= hello.replica_index < hello.replica_size:
+                raise ConfigError(
+                    f"{probe.address}: expected a number in 0..{hello.replica_size - 1} of "
+                    f"{hello.role}, got {hello.replica_index}"
+                )
+            state = ProbeState.ANSWERED
+        except (ServiceUnavailable, ServiceBusy):
+            pass
+        except ServiceTimeout:
+            problem = f"no answer from {probe.address}, to which there is a connection"
+        except BaseException as exc:
+            state, hello, error = (
+                ProbeState.FAILED,
+                None,
+                exc,
+            )  # raised by the thread that waits
+        with self._changed:
+            if probe.state is ProbeState.CLOSED:
+                return ProbeState.CLOSED
+            probe.state, probe.hello, probe.error, probe.problem = state, hello, error, problem
+            self._notify()
+            return state
 
     def _ask_again(self, one: _Answer, other: _Answer, conflict: str) -> None:
         """Raise the conflict, unless one of the two has gone or was replaced."""
@@ -316,37 +332,35 @@ class Discovery:
             hello: Hello | None = None
             # A ConfigError: another server of the set has got the address meanwhile.
             with contextlib.suppress(ServiceError, ConfigError):
-                hello = answer.client.hello(_LINE_S)
+                hello = answer.probe.client.hello(_LINE_S)
             is_same = is_same and hello == answer.hello
             with self._changed:
-                answer.asked.hello = hello
                 if hello is None:
-                    self._forget(answer.asked.address)  # and ask who is there now
+                    self._close_probe(answer.probe.address)  # the next round starts another
+                answer.probe.hello = hello
         if is_same:
             raise ConfigError(conflict)
 
-    def _forget(self, address: str) -> None:
-        asked = self._asked.pop(address)
-        asked.is_over = True
-        if asked.client is not None:
-            asked.client.close()
+    def _close_probe(self, address: str) -> None:
+        probe = self._probes.pop(address)
+        probe.state = ProbeState.CLOSED
+        probe.client.close()
 
-    # --- who has answered -------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------
 
     def _answers(self) -> list[_Answer]:
-        """Return who has answered, each process once, by number."""
+        """Return what servers answered, each process once, by number."""
         by_incarnation: dict[int, _Answer] = {}
-        for asked in self._asked.values():
-            if asked.hello is not None and asked.client is not None:
-                answer = _Answer(asked, asked.client, asked.hello)
-                by_incarnation.setdefault(asked.hello.incarnation, answer)
+        for probe in self._probes.values():
+            if probe.hello is not None:
+                by_incarnation.setdefault(probe.hello.incarnation, _Answer(probe, probe.hello))
         return sorted(by_incarnation.values(), key=lambda answer: answer.hello.replica_index)
 
-    def _unheard(self, answers: Sequence[_Answer]) -> list[str]:
-        """Return listed addresses that did not answer, if those who did say they are fewer.
+    def _silent_addresses(self, answers: Sequence[_Answer]) -> list[str]:
+        """Return listed addresses without an answer, if the set that answers is smaller.
 
-        Servers that were each told that they are alone must not be taken for a whole set, one
-        of them here and another one there.
+        Servers that were each configured as the only one must not be taken for a whole set,
+        one of them here and another one there.
         """
         listed = [one for one in self._listed.addresses if one not in self._names]
         if not answers or len(listed) <= answers[0].hello.replica_size:
@@ -354,28 +368,28 @@ class Discovery:
         return [
             address
             for address in listed
-            if (asked := self._asked.get(address)) is not None and asked.hello is None
+            if (probe := self._probes.get(address)) is not None and probe.hello is None
         ]
 
-    def _missing(self, answers: Sequence[_Answer]) -> str:
-        """Say who is missing, and why."""
+    def _describe_missing(self, answers: Sequence[_Answer]) -> str:
+        """Say which servers are missing, and why."""
         if self._misfit:
             return self._misfit
-        who = f"no {self._role.name} answers"
-        unheard = self._unheard(answers)
-        if unheard:
-            who = (
+        what = f"no {self._role.name} answers"
+        silent = self._silent_addresses(answers)
+        if silent:
+            what = (
                 f"{self._listed.variable} lists more addresses than the {len(answers)} that "
-                f"{answers[0]} says there are, and {', '.join(unheard)} has not answered"
+                f"{answers[0]} says there are, and {', '.join(silent)} has not answered"
             )
         elif answers:
             numbers = ", ".join(map(str, _numbers_missing(answers)))
-            who = f"{self._role.name} {numbers} of {answers[0].hello.replica_size} is missing"
-        reasons = [asked.why for asked in self._asked.values() if asked.hello is None]
-        reasons += [why for why in self._names.values() if isinstance(why, str)]
+            what = f"{self._role.name} {numbers} of {answers[0].hello.replica_size} is missing"
+        reasons = [x.problem for x in self._probes.values() if x.hello is None]
+        reasons += [problem for problem in self._names.values() if isinstance(problem, str)]
         if not reasons:
             reasons = [f"{self._listed.variable} leads only to {', '.join(map(str, answers))}"]
-        return f"{who}: {'; '.join(reasons)}"
+        return f"{what}: {'; '.join(reasons)}"
 
 
 def _numbers_missing(answers: Sequence[_Answer]) -> list[int]:
@@ -393,15 +407,19 @@ def _conflict(answers: Sequence[_Answer]) -> tuple[_Answer, _Answer, str] | None
         if here.replica_size != one.hello.replica_size:
             return one, answer, f"two sets of servers are mixed: {one}, and {answer}"
         if here.schema_fingerprint != one.hello.schema_fingerprint:
-            theirs = one.hello.schema_fingerprint, here.schema_fingerprint
-            places = f"at {one.asked.address}", f"at {answer.asked.address}"
+            differences = describe_differences(
+                one.hello.schema_fingerprint,
+                here.schema_fingerprint,
+                f"at {one.probe.address}",
+                f"at {answer.probe.address}",
+            )
             text = (
                 f"{one} and {answer} have different embedding configs: "
-                f"{describe_differences(*theirs, *places)}; {SAME_EVERYWHERE}"
+                f"{differences}; {SAME_EVERYWHERE}"
             )
             return one, answer, text
         twin = by_number.setdefault(here.replica_index, answer)
         if twin is not answer:
             text = f"two servers have one number: {twin}, and another process at "
-            return twin, answer, text + answer.asked.address
+            return twin, answer, text + answer.probe.address
     return None

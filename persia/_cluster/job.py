@@ -1,40 +1,57 @@
-"""The end of the job, between processes: told to every server, and asked for.
+"""The end of the job, and what else ends a process.
 
-Whoever ran the training script tells; a data-loader asks an embedding-worker, any that lives.
-A server that is not there is no error: it may have ended before.
+The launcher of the training script announces the job's end to every server; a data-loader,
+which has no address, asks an embedding-worker. A server that is not there is no error: it may
+have ended before.
+
+In a process its end is an event: a signal, the job's end, or a failure. A signal handler may
+run between any two instructions, so it only puts the event into a queue; the main thread takes
+it out where it waits anyway.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from types import FrameType
 
 from persia import env
 from persia._cluster.connect import current_addresses
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role, embedding_worker, parameter_server
 from persia._rpc.transport import Transport
-from persia.errors import ConfigError, PersiaError, ServiceError, ServiceUnavailable
+from persia.errors import (
+    ConfigError,
+    InternalError,
+    PersiaError,
+    ServiceError,
+    ServiceUnavailable,
+)
+from persia.utils import sleep
 
 logger = logging.getLogger(__name__)
 
-# Seconds after which other processes leave once the job has ended: whoever watches all of them
-# shall see the trainer's end first.
+# Seconds after which other processes leave once the job has ended: honcho and Compose, which
+# watch all of them, shall see the trainer's end first.
 GRACE_S = 1.0
 # Seconds between two questions whether the job goes on, and of one attempt to ask.
 POLL_S = 0.25
-# Seconds of silence after which a line says so.
-_LINE_S = 10.0
 _ATTEMPT_S = 2.0
+# Seconds without an answer after which a line says so.
+_LINE_S = 10.0
 
 
 def announce_job_end(
     transport: Transport, status: int, timeout_s: float, took_part: bool = True
 ) -> list[str]:
-    """Tell every parameter server and embedding-worker that the job has ended.
+    """Announce to every parameter server and embedding-worker that the job has ended.
 
     Args:
         transport: How to get there.
@@ -43,50 +60,49 @@ def announce_job_end(
         took_part: Whether the script has configured servers; see ``JobState``.
 
     Returns:
-        The addresses where nobody answered; where all did, the servers of their sets that
+        The addresses without an answer; where all answered, the servers of their sets that
         no address leads to.
     """
     deadline = time.monotonic() + timeout_s
     roles = parameter_server(), embedding_worker()
-    told: dict[str, dict[str, Hello]] = {role.name: {} for role in roles}
+    reached: dict[str, dict[str, Hello]] = {role.name: {} for role in roles}
 
     def left() -> float:
-        # Of one attempt: a server that comes back may have another host.
+        # Of one attempt: a server that is restarted may get another host.
         return min(_ATTEMPT_S, max(0.01, deadline - time.monotonic()))
 
-    def tell(place: tuple[Role, str]) -> str:
+    def announce(place: tuple[Role, str]) -> bool:
         role, address = place
-        client = Client(transport, address, role)
-        try:
-            hello = client.hello(left())
-            client.call("finish_job", status, took_part, timeout_s=left())
-            told[role.name][address] = hello
-        except (ServiceError, ConfigError) as error:
-            logger.debug("%s", error)
-            return address
-        finally:
-            client.close()
-        return ""
+        with closing(Client(transport, address, role)) as client:
+            try:
+                hello = client.hello(left())
+                client.call("finish_job", status, took_part, timeout_s=left())
+            except (ServiceError, ConfigError) as error:
+                logger.debug("%s", error)
+                return False
+        reached[role.name][address] = hello
+        return True
 
     while True:
         places = [
             (role, address)
             for role in roles
             for address in current_addresses(role, left())
-            if address not in told[role.name]
+            if address not in reached[role.name]
         ]
-        with ThreadPoolExecutor(max(1, len(places)), "persia-tell") as pool:
-            silent = [address for address in pool.map(tell, places) if address]
-        missing = [who for role in roles for who in _untold(role, told[role.name].values())]
+        with ThreadPoolExecutor(max(1, len(places)), "persia-announce") as pool:
+            has_answered = list(pool.map(announce, places))
+        silent = [x for (_, x), has in zip(places, has_answered, strict=True) if not has]
+        missing = [x for role in roles for x in _unreached(role, reached[role.name].values())]
         if not (missing or silent) or time.monotonic() >= deadline:
-            # A name does not lead to a server that is just being started again.
+            # A name does not lead to a server that is just being restarted.
             return silent or missing
-        time.sleep(POLL_S)
+        sleep(POLL_S)
 
 
-def _untold(role: Role, told: Iterable[Hello]) -> list[str]:
-    """Return who is missing of a role, as far as those who answered know."""
-    numbers = {hello.replica_index: hello.replica_size for hello in told}
+def _unreached(role: Role, reached: Iterable[Hello]) -> list[str]:
+    """Return which servers of a role are missing, by the size of the set of those reached."""
+    numbers = {hello.replica_index: hello.replica_size for hello in reached}
     size = max(numbers.values(), default=0)
     return [f"{role.name} {number}" for number in range(size) if number not in numbers]
 
@@ -101,10 +117,10 @@ class JobMonitor:
 
     Args:
         transport: How to get to the embedding-workers.
-        watcher: Who asks; each of them is told the end before the servers leave.
-        number: Of this one among the watchers, so that not all ask the first embedding-worker.
+        watcher: Name of this process; servers leave once every watcher knows the end.
         on_end: Called once with the exit status, or with the error if no embedding-worker
             has answered for ``PERSIA_RPC_TIMEOUT`` seconds.
+        number: Of this one among the watchers, so that not all ask the first embedding-worker.
     """
 
     def __init__(
@@ -141,28 +157,18 @@ class JobMonitor:
             self._on_end(end)
 
     def _watch(self) -> int | PersiaError | None:
-        heard_at = told_at = time.monotonic()
+        answered_at = logged_at = time.monotonic()
         addresses: Sequence[str] = ()
         while not self._is_closed.is_set():
-            # Anew in each round: a worker that comes back may have another host.
+            # In each round: a worker that is restarted may get another host.
             addresses = current_addresses(embedding_worker(), _ATTEMPT_S)
             first = self._number % max(1, len(addresses))
             for address in (*addresses[first:], *addresses[:first]):
-                client = self._client = Client(self._transport, address, embedding_worker())
-                try:
-                    while not self._is_closed.is_set():
-                        status: int | None = client.call(
-                            "job_status", self._watcher, timeout_s=_ATTEMPT_S
-                        )
-                        heard_at = time.monotonic()
-                        if status is not None:
-                            return status
-                        self._is_closed.wait(POLL_S)
-                except ServiceError as error:
-                    logger.debug("%s", error)
-                finally:
-                    client.close()
-            silent_s = time.monotonic() - heard_at
+                status, last_answer = self._poll(address)
+                if status is not None:
+                    return status
+                answered_at = max(answered_at, last_answer)
+            silent_s = time.monotonic() - answered_at
             if silent_s > self._timeout_s:
                 return ServiceUnavailable(
                     f"no embedding-worker at {', '.join(addresses)} has said for "
@@ -170,8 +176,8 @@ class JobMonitor:
                     role=embedding_worker().name,
                     method="job_status",
                 )
-            if silent_s > _LINE_S and time.monotonic() - told_at > _LINE_S:
-                told_at = time.monotonic()
+            if silent_s > _LINE_S and time.monotonic() - logged_at > _LINE_S:
+                logged_at = time.monotonic()
                 logger.warning(
                     "waiting: no embedding-worker at %s says whether the job has ended, for "
                     "%.0f s",
@@ -180,3 +186,64 @@ class JobMonitor:
                 )
             self._is_closed.wait(POLL_S)
         return None
+
+    def _poll(self, address: str) -> tuple[int | None, float]:
+        """Ask one embedding-worker until it fails; return the status and the last answer."""
+        answered_at = 0.0  # monotonic seconds
+        with closing(Client(self._transport, address, embedding_worker())) as client:
+            self._client = client
+            try:
+                while not self._is_closed.is_set():
+                    status: int | None = client.call(
+                        "job_status", self._watcher, timeout_s=_ATTEMPT_S
+                    )
+                    answered_at = time.monotonic()
+                    if status is not None:
+                        return status, answered_at
+                    self._is_closed.wait(POLL_S)
+            except ServiceError as error:
+                logger.debug("%s", error)
+        return None, answered_at
+
+
+# --- the events of a process ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A reason to end, or to check if there is one.
+
+    ``signal`` with its number; ``job`` with its exit status, or with the error that keeps it
+    from being known; ``ended``, of a child process; ``failure`` of a thread.
+    """
+
+    kind: str
+    number: int = 0
+    error: BaseException | None = None
+
+
+Events = queue.SimpleQueue[Event]  # put() is allowed in a signal handler
+
+
+@contextmanager
+def watched_process() -> Iterator[Events]:
+    """Turn SIGTERM, SIGINT, and exceptions that end a thread, into events."""
+    events: Events = queue.SimpleQueue()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        events.put(Event("signal", number))
+
+    def on_failure(failure: threading.ExceptHookArgs) -> None:
+        error = failure.exc_value or InternalError(f"a thread ended by {failure.exc_type}")
+        events.put(Event("failure", error=error))
+
+    hook = threading.excepthook
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, on_signal) for number in signals}
+    threading.excepthook = on_failure
+    try:
+        yield events
+    finally:
+        threading.excepthook = hook
+        for number, handler in before.items():
+            signal.signal(number, handler)

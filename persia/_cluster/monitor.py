@@ -1,9 +1,9 @@
-"""Servers behind a name of several hosts, found again when they come back at another.
+"""Servers behind a name of several hosts, found again when they come back at another host.
 
-A name of one host is ZeroMQ's matter: it is looked up again whenever a connection is made. One
-of several says nothing of who is where, so each host was asked once, and its server is called
-by number. A thread asks now and then whether they are still there. One that is not is looked
-for among the hosts to which the name leads now.
+A name of one host is left to ZeroMQ, which looks it up at each connection. One of several does
+not say which replica is where, so each host was asked once, and its server is called by number.
+A thread checks every few seconds that each server is at its address. One that is not is sought
+among the hosts of the name.
 """
 
 from __future__ import annotations
@@ -21,91 +21,94 @@ from persia.errors import ConfigError, ServiceError, ServiceTimeout, ServiceUnav
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks, and of each question.
-_LOOK_S = 3.0
+# Seconds between two checks, and of each call.
+_CHECK_S = 3.0
 
 Found = Sequence[tuple[Client, Hello]]
 
 
-def follow(transport: Transport, role: Role, listed: AddressList, found: Found) -> None:
-    """Watch over servers until their clients are closed."""
+def start_monitor(transport: Transport, role: Role, listed: AddressList, found: Found) -> None:
+    """Check servers in a thread until their clients are closed."""
     threading.Thread(
-        target=_follow,
+        target=_monitor,
         args=(transport, role, listed, found),
-        name=f"persia-follow {role.name}",
+        name=f"persia-monitor {role.name}",
         daemon=True,
     ).start()
 
 
-def _follow(transport: Transport, role: Role, listed: AddressList, found: Found) -> None:
-    # They are closed together, and before their transport is.
-    settling: dict[int, threading.Thread] = {}
-    while not found[0][0].wait_closed(_LOOK_S):
+def _monitor(transport: Transport, role: Role, listed: AddressList, found: Found) -> None:
+    # Clients are closed together, and before their transport is.
+    restarts: dict[int, threading.Thread] = {}
+    while not found[0][0].wait_closed(_CHECK_S):
         try:
-            _look(transport, role, listed, found, settling)
+            _check_all(transport, role, listed, found, restarts)
         except Exception:
             if not found[0][0].wait_closed(0.0):
                 raise
 
 
-def _look(
+def _check_all(
     transport: Transport,
     role: Role,
     listed: AddressList,
     found: Found,
-    settling: dict[int, threading.Thread],
+    restarts: dict[int, threading.Thread],
 ) -> None:
     lost = {
         hello.replica_index: client
         for client, hello in found
-        if not _is_there(client, hello, settling)
+        if not _is_there(client, hello, restarts)
     }
     if lost:
         taken = {client.address for client, _ in found if client not in lost.values()}
-        for address in resolved(listed, _LOOK_S):
+        for address in resolved(listed, _CHECK_S):
             if address not in taken:
-                _try(transport, role, address, lost, found[0][1].replica_size)
+                _probe(transport, role, address, lost, found[0][1].replica_size)
 
 
-def _settle(client: Client, hello: Hello, settling: dict[int, threading.Thread]) -> None:
-    """Have another process dealt with, in a thread of its own: that may take long.
+def _report_restart(
+    client: Client, hello: Hello, restarts: dict[int, threading.Thread]
+) -> None:
+    """Let the client find another process, which calls ``on_restart``.
 
-    It may be gone again meanwhile, and only this one here finds out where it is then.
+    In a thread of its own: that may take long, the process may be gone again meanwhile, and
+    only the monitor finds out where it is then.
     """
     number = hello.replica_index
-    if number not in settling or not settling[number].is_alive():
-        settling[number] = threading.Thread(
-            target=_ask, args=(client,), name=f"persia-settle {number}", daemon=True
+    if number not in restarts or not restarts[number].is_alive():
+        restarts[number] = threading.Thread(
+            target=_say_hello, args=(client,), name=f"persia-restart {number}", daemon=True
         )
-        settling[number].start()
+        restarts[number].start()
 
 
-def _ask(client: Client) -> None:
+def _say_hello(client: Client) -> None:
     with contextlib.suppress(ServiceError, ConfigError):
-        client.hello(_LOOK_S)
+        client.hello(_CHECK_S)
 
 
-def _is_there(client: Client, hello: Hello, settling: dict[int, threading.Thread]) -> bool:
+def _is_there(client: Client, hello: Hello, restarts: dict[int, threading.Thread]) -> bool:
     try:
-        now = client.who(_LOOK_S)
+        now = client.probe(_CHECK_S)
         if now.incarnation != client.incarnation:
-            _settle(client, hello, settling)
+            _report_restart(client, hello, restarts)
         return now.replica_size == hello.replica_size
     except ServiceTimeout:
-        return True  # there is a connection; who stands still is not elsewhere
+        return True  # there is a connection: a process that hangs has not moved
     except ServiceUnavailable:
         return client.wait_closed(0.0)
     except ConfigError:
         return False  # another server has got its host
 
 
-def _try(
+def _probe(
     transport: Transport, role: Role, address: str, lost: dict[int, Client], size: int
 ) -> None:
-    """Ask who is at an address, and move the client of a lost server there if it is that."""
+    """Ask at an address, and move the client of a lost server there if it is that server."""
     probe = Client(transport, address, role)
     with contextlib.closing(probe), contextlib.suppress(ServiceError, ConfigError):
-        hello = probe.hello(_LOOK_S)
+        hello = probe.hello(_CHECK_S)
         client = lost.get(hello.replica_index)
         if client is None or hello.replica_size != size or client.wait_closed(0.0):
             return

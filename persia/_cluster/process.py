@@ -1,13 +1,13 @@
 """The processes of the two server roles, from configuration to exit status.
 
     configure      YAML files, kernels, log
-    listen         at once, so that the end of the job can be told
-    connect        an embedding-worker, to all parameter servers; until they are there its
-                   callers are told to come again, and why
+    listen         at once, so that the end of the job can be announced
+    connect        an embedding-worker, to all parameter servers; until they are there calls
+                   are answered with ServiceBusy, which says what is missing
     serve          until the job ends, a signal comes, or a thread fails
-    stop           what is here is finished and the rest counted
+    stop           calls that are here are finished; those left after seconds are counted
 
-The exit status is the job's, or 0 in its place where something starts anew what fails; 128 + n
+The exit status is the job's, or 0 in its place where a supervisor restarts what fails; 128 + n
 after signal n; or 1.
 """
 
@@ -22,23 +22,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from persia import env
 from persia._cluster.connect import connect_parameter_servers, listening_address
-from persia._cluster.events import Event, Events, watched_process
-from persia._cluster.job import GRACE_S, POLL_S, status_after_job
-from persia._cluster.process_metrics import push_settings, soon
+from persia._cluster.job import GRACE_S, POLL_S, Event, status_after_job, watched_process
+from persia._cluster.metric_sources import of_clients, of_rpc_server, of_server, of_worker
+from persia._cluster.process_metrics import PROBE_S, push_settings
 from persia._core.base import cpu
-from persia._files.allowed_roots import ANYWHERE, AllowedRoots
+from persia._files.open import ANYWHERE, AllowedRoots
 from persia._metrics.endpoint import Endpoint
-from persia._metrics.roles import of_clients, of_rpc_server, of_server, of_worker
+from persia._metrics.registry import MetricSource
+from persia._rpc.deadlines import within
 from persia._rpc.job import JobState
 from persia._rpc.methods import Role, embedding_worker, parameter_server
 from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport, is_local
 from persia._server.service import ParameterServer
-from persia._server.supervised import open_state
+from persia._server.state_file import open_state
 from persia._worker.service import EmbeddingWorker
 from persia.config import (
     EmbeddingSchema,
@@ -46,12 +46,12 @@ from persia.config import (
     ParameterServerConfig,
     schema_fingerprint,
 )
-from persia.errors import ConfigError, JobFinished, ServiceBusy
+from persia.errors import ConfigError, JobFinished
 
 logger = logging.getLogger(__name__)
 
-# Seconds that data-loaders get to hear that the job has ended.
-_TELL_S = 10.0
+# Seconds that data-loaders get to ask whether the job has ended.
+_ANNOUNCE_S = 10.0
 # Seconds that calls get to end. Honcho kills 5 s after SIGTERM.
 _STOP_S = 3.0
 
@@ -68,10 +68,10 @@ class Options:
     host: str | None = None
 
 
-def set_up_logging(who: str) -> None:
+def set_up_logging(process: str) -> None:
     """Send PERSIA's log to stderr, each line with the role and number of this process."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {who}: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))
     log = logging.getLogger("persia")
     log.addHandler(handler)
     log.setLevel(env.log_level())
@@ -86,41 +86,39 @@ def run_parameter_server(options: Options) -> int:
     listed = env.parameter_server_addresses()
     schema, config = _load(options, env.PARAMETER_SERVERS_VARIABLE, listed)
     settings = config.embedding_parameter_server_config
-    address = listening_address(
-        parameter_server().name, options.replica_index, port=options.port, host=options.host
-    )
-    server = ParameterServer(
+    process = ServerProcess(parameter_server(), options)
+    address, index, size = process.address, options.replica_index, options.replica_size
+    # Before signals become events: one that comes while rows are recovered ends this process at
+    # once, as if it were killed, and the next one finds the state file.
+    service = ParameterServer(
         schema,
         settings,
-        replica_index=options.replica_index,
-        replica_size=options.replica_size,
-        state=open_state(settings, address, options.replica_index, options.replica_size),
+        replica_index=index,
+        replica_size=size,
+        state_file=open_state(settings, address, index, size),
         num_checkpoint_threads=config.common_config.checkpointing_config.num_workers,
         roots=_roots(settings, address),
     )
-    with ExitStack() as stack:
-        events = stack.enter_context(watched_process())
-        stack.callback(server.close)
-        transport = stack.enter_context(closing(ZmqTransport()))
-        serving = _Serving(transport, parameter_server(), options, schema, server, events)
-        stack.callback(serving.stop)
-        serving.sources.append(of_server(server))
-        serving.tell(stack, server.why_not_ready, config)
+    process.stack.callback(service.close)
+    with process:
+        process.listen(schema, config, lambda: service.readiness() or "", service)
+        process.sources.append(of_server(service))
         infer = config.common_config.infer_config
         if config.common_config.job_type == "Infer" and infer and infer.embedding_checkpoint:
-            logger.info("listens at %s, loads %s", serving.address, infer.embedding_checkpoint)
-            server.load_checkpoint(infer.embedding_checkpoint)
-        logger.info("serves at %s", serving.address)
-        status = serving.wait()
-        # It was asked to end: nobody will look for its rows. After a failure somebody may.
-        serving.stop()
-        if server.state is not None:
-            server.state.remove()
+            checkpoint = infer.embedding_checkpoint
+            logger.info("listens at %s, loads %s", process.server.address, checkpoint)
+            service.load_checkpoint(checkpoint)
+        logger.info("serves at %s", process.server.address)
+        status = process.wait()
+        # After an ordered end its rows are not recovered; after a failure they may be.
+        process.stop()
+        if service.state_file is not None:
+            service.state_file.remove()
         return status
 
 
 def _roots(settings: ParameterServerConfig, address: str) -> AllowedRoots:
-    """Return where clients may have checkpoints written: nowhere, if strangers may ask."""
+    """Return where clients may have checkpoints written: nowhere, if any host may ask."""
     listed = env.checkpoint_roots()
     if listed is None:
         return ANYWHERE if is_local(address) else AllowedRoots([])
@@ -139,46 +137,61 @@ def run_embedding_worker(options: Options) -> int:
         ServiceUnavailable: If parameter servers are missing at the deadline.
     """
     listed = env.embedding_worker_addresses()
+    role = embedding_worker()
     schema, config = _load(options, env.EMBEDDING_WORKERS_VARIABLE, listed)
-    with ExitStack() as stack:
-        events = stack.enter_context(watched_process())
-        transport = stack.enter_context(closing(ZmqTransport()))
-        late = _LateWorker()
-        serving = _Serving(transport, embedding_worker(), options, schema, late, events)
-        stack.callback(serving.stop)
-        serving.tell(stack, late.why_not_ready, config)
-        logger.info("listens at %s, connects to the parameter servers", serving.address)
+    worker: EmbeddingWorker | None = None
+    missing = "connecting to the embedding-parameter-servers"
+
+    def ready() -> str:
+        if worker is None:
+            return missing
+        with within(PROBE_S):
+            if worker.ready_for_serving():
+                return ""
+        return "parameter servers have no settings and optimizer yet, or a load goes on"
+
+    def on_restart(number: int) -> None:
+        if worker is not None:
+            worker.reconfigure_server(number)
+
+    def on_wait(line: str) -> None:
+        nonlocal missing
+        missing = line
+
+    with ServerProcess(role, options) as process:
+        process.listen(schema, config, ready, None, waits_for=lambda: missing)
+        logger.info("listens at %s, connects to the parameter servers", process.server.address)
         try:
             servers = connect_parameter_servers(
-                transport,
-                on_restart=late.server_restarted,
-                should_stop=serving.has_ended,
-                on_wait=late.wait_for,
+                process.transport,
+                on_restart=on_restart,
+                should_stop=process.has_ended,
+                on_wait=on_wait,
             )
         except JobFinished:
-            return serving.wait()
+            return process.wait()
         worker = EmbeddingWorker(schema, config.embedding_worker_config, servers)
-        late.worker = worker
+        process.server.service = worker
         clients = [server.client for server in servers]
-        role = embedding_worker().name
-        serving.sources += (
+        process.sources += (
             of_worker(options.replica_index, worker),
-            of_clients(role, options.replica_index, worker, clients),
+            of_clients(role.name, options.replica_index, worker, clients),
         )
         # In the opposite order: calls to servers must end before their threads can.
-        stack.callback(worker.close)
+        process.stack.callback(worker.close)
         for server in servers:
-            stack.callback(server.close)
-        stack.callback(_say_what_is_in_flight, worker, serving)
-        stack.callback(serving.stop)
-        logger.info("serves at %s, with %d parameter server(s)", serving.address, len(servers))
-        return serving.wait()
+            process.stack.callback(server.close)
+        process.stack.callback(_log_in_flight, worker, process)
+        process.stack.callback(process.stop)
+        address = process.server.address
+        logger.info("serves at %s, with %d parameter server(s)", address, len(servers))
+        return process.wait()
 
 
-def _say_what_is_in_flight(worker: EmbeddingWorker, serving: _Serving) -> None:
-    in_flight = worker.stats().get("in_flight", 0)
-    if in_flight:
-        logger.log(serving.level, "%d batches were between lookup and update", in_flight)
+def _log_in_flight(worker: EmbeddingWorker, process: ServerProcess) -> None:
+    num_in_flight = worker.stats().get("in_flight", 0)
+    if num_in_flight:
+        logger.log(process.level, "%d batches were between lookup and update", num_in_flight)
 
 
 def _load(
@@ -195,7 +208,7 @@ def _load(
             f"{options.replica_size}, got {options.replica_index}"
         )
     if len(listed) > options.replica_size:
-        # Each would serve as if it were alone.
+        # Each would serve as the only one of its set.
         raise ConfigError(
             f"{variable} lists {len(listed)} addresses, but --replica-size is "
             f"{options.replica_size}"
@@ -207,111 +220,92 @@ def _load(
     )
 
 
-class _LateWorker:
-    """Stands for the embedding-worker while there is none: its callers shall come again."""
+class ServerProcess:
+    """A server that is a process: its calls, its metrics, and what ends it.
 
-    def __init__(self) -> None:
-        self.worker: EmbeddingWorker | None = None
-        self._why = "connecting to the embedding-parameter-servers"
+    Args:
+        role: What it serves.
+        options: Which replica of it, and where.
 
-    def wait_for(self, why: str) -> None:
-        """Say who is missing to those who call."""
-        self._why = why
-
-    def why_not_ready(self) -> str:
-        """Say why batches cannot be looked up and trained; "" if they can."""
-        if self.worker is None:
-            return self._why
-        with soon():
-            if self.worker.ready_for_serving():
-                return ""
-        return "parameter servers have no settings and optimizer yet, or a load goes on"
-
-    def server_restarted(self, number: int) -> None:
-        """Pass on that a parameter server was started anew."""
-        if self.worker is not None:
-            self.worker.server_restarted(number)
-
-    def __getattr__(self, name: str) -> Any:
-        if self.worker is None:
-            raise ServiceBusy(f"the embedding-worker waits: {self._why}")
-        return getattr(self.worker, name)
-
-
-# --- one server -------------------------------------------------------------------------------
-
-
-class _LoudJob(JobState):
-    """Says that the job has ended before whoever tells it has an answer.
-
-    So the line stands before what the trainer's launcher prints last.
+    Raises:
+        ConfigError: If the role's list has no address for it.
     """
 
-    def _note(self, status: int) -> None:
-        logger.info("the job has ended with status %d", status)
-
-
-class _Serving:
-    """A server in a process of its own."""
-
-    def __init__(
-        self,
-        transport: ZmqTransport,
-        role: Role,
-        options: Options,
-        schema: EmbeddingSchema,
-        service: object,
-        events: Events,
-    ) -> None:
-        self._events = events
-        self._job = _LoudJob()
-        address = listening_address(
+    def __init__(self, role: Role, options: Options) -> None:
+        self._role, self._options = role, options
+        self.address = listening_address(
             role.name, options.replica_index, port=options.port, host=options.host
         )
-        self._server = Server(
-            transport,
-            address,
-            role,
+        self._job = JobState()
+        self._is_stopped = False
+        self.sources: list[MetricSource] = []  # of metrics; read at each request
+        self.stack = ExitStack()  # what is closed at the end
+
+    def __enter__(self) -> ServerProcess:
+        """Turn signals and failures of threads into events."""
+        try:
+            self._events = self.stack.enter_context(watched_process())
+            self.transport = self.stack.enter_context(closing(ZmqTransport()))
+        except BaseException:
+            self.stack.close()  # __exit__ does not run
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close everything, the newest first."""
+        self.stack.close()
+
+    def listen(
+        self,
+        schema: EmbeddingSchema,
+        config: GlobalConfig,
+        ready: Callable[[], str],
+        service: object | None,
+        waits_for: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Answer calls, and serve metrics.
+
+        Args:
+            schema: The embedding config.
+            config: Where metrics are pushed to.
+            ready: Says what is missing until the service can be used; "" if nothing is.
+            service: What serves calls; None if ``server.service`` is set later.
+            waits_for: Says what the service waits for as long as there is none; must not ask
+                other processes, as it is called for each call that is refused.
+
+        Raises:
+            ConfigError: If it cannot listen at its address, or where metrics are served.
+        """
+        name, number = self._role.name, self._options.replica_index
+        self.server = Server(
+            self.transport,
+            self.address,
+            self._role,
             service,
-            replica_index=options.replica_index,
-            replica_size=options.replica_size,
+            replica_index=number,
+            replica_size=self._options.replica_size,
             schema_fingerprint=schema_fingerprint(schema),
+            ready=waits_for,
             job=self._job,
         )
-        self._server.start()
-        self._role, self._number = role.name, options.replica_index
-        self.sources = [of_rpc_server(self._role, self._number, self._server)]
-        self._is_stopped = False
+        self.server.start()
+        self.stack.callback(self.stop)
         threading.Thread(target=self._watch_job, name="persia-job", daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        """Where it listens."""
-        return self._server.address
+        self.sources.append(of_rpc_server(name, number, self.server))
+        endpoint = Endpoint(
+            name,
+            number,
+            lambda: self.sources,
+            ready,
+            lambda: "" if self.server.is_alive else "it answers no calls any more",
+            push=push_settings(config),
+        )
+        self.stack.callback(endpoint.close)
 
     @property
     def level(self) -> int:
-        """The log level of what is said at the end: nothing is to follow a failed job."""
+        """The log level of last lines: after a failed job its traceback stays the last."""
         return logging.DEBUG if self._job.status else logging.INFO
-
-    def tell(self, stack: ExitStack, ready: Callable[[], str], config: GlobalConfig) -> None:
-        """Serve metrics of this process, until the stack ends.
-
-        Raises:
-            ConfigError: If it cannot listen where the environment says.
-        """
-        endpoint = Endpoint(
-            self._role,
-            self._number,
-            lambda: self.sources,
-            ready,
-            self._why_not_healthy,
-            push=push_settings(config),
-        )
-        stack.callback(endpoint.close)
-
-    def _why_not_healthy(self) -> str:
-        return "" if self._server.is_alive else "it answers no calls any more"
 
     def _watch_job(self) -> None:
         status = self._job.wait()
@@ -335,8 +329,8 @@ class _Serving:
             logger.log(self.level, "stops after %s", signal.Signals(event.number).name)
             status = self._job.status
             return 128 + event.number if status is None else status_after_job(status)
-        deadline = time.monotonic() + _TELL_S
-        while not (self._job.wait_until_told(POLL_S) or self.has_ended()):
+        deadline = time.monotonic() + _ANNOUNCE_S
+        while not (self._job.wait_until_notified(POLL_S) or self.has_ended()):
             if time.monotonic() > deadline:
                 logger.log(self.level, "not every data-loader heard that the job has ended")
                 break
@@ -345,11 +339,11 @@ class _Serving:
         return status_after_job(event.number)
 
     def stop(self) -> None:
-        """Finish what is here; what is not finished in time is counted."""
+        """Finish the calls that are here; those not finished in time are counted."""
         if self._is_stopped:
             return
         self._is_stopped = True
-        counts = self._server.stop(_STOP_S)
+        counts = self.server.stop(_STOP_S)
         logger.log(
             self.level,
             "stopped: %d calls served, %d unfinished",

@@ -1,11 +1,11 @@
 """The metrics of a process that runs a user's script: of the contexts that it has entered.
 
-    persia._cli.run     opens the endpoint before the script begins
-    a context, entered     opens it if nobody has, and closes it when the last one is left
+    persia._cli.run        opens the endpoint before the script begins
+    a context, entered     opens it if it is not open; it is closed with the last context
 
 So ``python train.py`` beside servers has one as well. In embedded mode a script has none,
-unless ``PERSIA_METRICS_PORT`` asks for it: nobody expects ports of a notebook. What contexts
-tell is found at each reading, on the stack of those that are entered.
+unless ``PERSIA_METRICS_PORT`` asks for it: a notebook should open no port unasked. Sources are
+those of the contexts that are on the stack at each reading.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from persia import _context_stack, env
 from persia._metrics.definitions import LOADER, TRAINER
 from persia._metrics.endpoint import Endpoint
 from persia._metrics.push import PushSettings
-from persia._metrics.registry import Source
+from persia._metrics.registry import MetricSource
 from persia._rpc.deadlines import within
 from persia.config import GlobalConfig
 from persia.errors import ConfigError
 
-# Seconds that servers get to say whether they are ready.
-ASK_S = 3.0
+# Seconds that the calls behind one probe of readiness get together.
+PROBE_S = 3.0
 
 
 @runtime_checkable
-class Tells(Protocol):
-    """A context."""
+class MonitoredContext(Protocol):
+    """A context; a Protocol, as contexts are a layer above."""
 
-    def metric_sources(self) -> Iterable[Source]:
-        """Return what it has to tell."""
+    def metric_sources(self) -> Iterable[MetricSource]:
+        """Return its metrics."""
 
     def why_not_ready(self) -> str:
         """Say why it cannot be used; "" if it can."""
@@ -43,29 +42,24 @@ class Tells(Protocol):
         """Say which of its threads have ended before their time; "" if none."""
 
 
-def soon() -> AbstractContextManager[None]:
-    """Let the calls made inside end in seconds: whoever probes does not wait."""
-    return within(ASK_S)
+def _entered() -> list[MonitoredContext]:
+    return [ctx for ctx in _context_stack.entered() if isinstance(ctx, MonitoredContext)]
 
 
-def _told() -> list[Tells]:
-    return [ctx for ctx in _context_stack.entered() if isinstance(ctx, Tells)]
-
-
-def _sources() -> Iterable[Source]:
-    return [source for ctx in _told() for source in ctx.metric_sources()]
+def _sources() -> Iterable[MetricSource]:
+    return [source for ctx in _entered() for source in ctx.metric_sources()]
 
 
 def _why_not_ready() -> str:
-    told = _told()
-    if not told:
+    contexts = _entered()
+    if not contexts:
         return "the script has entered no context"
-    with soon():
-        return "; ".join(filter(None, (ctx.why_not_ready() for ctx in told)))
+    with within(PROBE_S):
+        return "; ".join(filter(None, (ctx.why_not_ready() for ctx in contexts)))
 
 
 def _why_not_healthy() -> str:
-    return "; ".join(filter(None, (ctx.why_not_healthy() for ctx in _told())))
+    return "; ".join(filter(None, (ctx.why_not_healthy() for ctx in _entered())))
 
 
 _lock = threading.Lock()  # guards both
@@ -90,7 +84,7 @@ def hold(role: str | None = None) -> None:
 
 
 def release() -> None:
-    """Close it, if this was the last who held it."""
+    """Close it with the last ``hold``."""
     global _num_holders, _endpoint
     with _lock:
         _num_holders -= 1
@@ -103,21 +97,21 @@ def release() -> None:
 
 def push_settings(config: GlobalConfig) -> PushSettings | None:
     """Return what a global config says of the push gateway; None if nothing is to be sent."""
-    told = config.common_config.metrics_config
-    if not told.enable_metrics:
+    settings = config.common_config.metrics_config
+    if not settings.enable_metrics:
         return None
-    return PushSettings(told.job_name, float(told.push_interval_seconds))
+    return PushSettings(settings.job_name, float(settings.push_interval_seconds))
 
 
 def url() -> str:
-    """Return where this process tells its metrics; "" if nowhere."""
+    """Return where this process serves its metrics; "" if nowhere."""
     with _lock:
         return "" if _endpoint is None else _endpoint.url
 
 
 def _wants_endpoint() -> bool:
     if env.feeds_parent():
-        return False  # its parent tells what it has received
+        return False  # its parent counts what it has received
     if env.metrics_port() is not None:
         return True
     with contextlib.suppress(ConfigError):  # in no mode; a context of no servers may not care

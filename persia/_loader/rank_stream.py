@@ -1,23 +1,34 @@
-"""One nn-worker as a data-loader sees it: credits, and batches kept until acknowledged.
+"""The sender's side of one nn-worker's stream: credits, and batches that are not acknowledged.
 
-A thread of its own opens the stream and polls. The user's thread delivers; after a restart of
-the nn-worker, which shows as UnknownStream, the lane's thread opens the stream again and first
-delivers what is kept, its ``backlog``, so that ids always arrive in ascending order.
+The user's thread delivers. A thread per rank makes one ``step`` after the other: it opens the
+stream, delivers again what a restarted rank lost, announces the end, and polls for credits,
+acknowledgements and wanted ids. Ids always arrive in ascending order.
+
+States of a stream:
+
+    NEW     open_stream                          -> OPEN
+    OPEN    end_stream, once no data is left     -> ENDED
+    OPEN    a call raises UnknownStream          -> LOST      the rank was restarted
+    ENDED   a call raises UnknownStream          -> LOST
+    LOST    open_stream                          -> OPEN      unacknowledged batches: backlog
+    OPEN    a poll says that the rank closed it  -> CLOSED    they are lost
+    ENDED   a poll says that the rank closed it  -> CLOSED
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import TypeVar
 
-from persia._loader.feed import LoaderState
-from persia._loader.registrars import Registrars
 from persia._rpc.messages import (
     IDFeatures,
     NNWorker,
@@ -40,15 +51,39 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Seconds between two lines that say what is waited for.
+LINE_S = 10.0
+# Seconds between two attempts at a server that refused at once.
+AGAIN_S = 0.02
 # Below every version of the news, so that the first poll is answered at once.
 NOTHING = -1
-# The ref of ids that are kept only: the rank has one, or learns that no worker knows this one.
-NOWHERE = RemoteRef(0, 0)
+# The ref of ids that are not registered: the rank has one, or learns that its ref is unknown.
+NO_REF = RemoteRef(0, 0)
+
+
+class RankState(Enum):
+    """State of a stream; the table is above."""
+
+    NEW = "new"
+    OPEN = "open"
+    ENDED = "ended"
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+class Action(Enum):
+    """What is to be done with the batch that the user sends."""
+
+    DELIVER = "deliver"
+    # The rank has it from a process before this one:
+    RELOCATE = "relocate"  # and needs a new ref of its ids
+    HOLD = "hold"  # and has not acknowledged it
+    DROP = "drop"  # and has acknowledged it
 
 
 @dataclass(slots=True)
 class UnackedBatch:
-    """A batch that is not acknowledged."""
+    """A batch that is not acknowledged, with the ids that the message has only a ref of."""
 
     ids: IDFeatures
     message: StreamedBatch
@@ -61,158 +96,258 @@ class UnackedBatch:
         return ids + sum(one.array.nbytes for one in arrays)
 
 
-class RankStream:
-    """The way to one rank.
+class LoaderState:
+    """One data-loader's run over its data.
 
     Args:
-        number: The rank.
-        rank: Who answers.
-        feed: What all lanes of a data-loader share. Its lock guards what is here.
-        registrars: Where ids are registered again.
+        loader: Number of this data-loader.
+        num_loaders: How many there are.
+        num_ranks: How many nn-workers.
+        deadline_s: Seconds to wait for a server that does not answer.
+        gone_s: Seconds to wait for a server to which there is no connection.
     """
 
     def __init__(
-        self, number: int, rank: NNWorker, feed: LoaderState, registrars: Registrars
+        self, loader: int, num_loaders: int, num_ranks: int, deadline_s: float, gone_s: float
+    ) -> None:
+        self.loader = loader
+        self.num_loaders = num_loaders
+        self.num_ranks = num_ranks
+        self.deadline_s = deadline_s
+        self.gone_s = gone_s
+        self.stream = loader, secrets.randbits(63)
+        self.stopping = threading.Event()
+        self.changed = threading.Condition()  # guards all below, and the streams
+        self.next_id = loader  # of the batch that the user sends next
+        self.is_ending = False  # no more will be sent
+        self.status: int | None = None  # of the job, once it has ended
+        self.failure: BaseException | None = None  # of a thread
+        self.counts: Counter[str] = Counter()
+        self.threads: list[threading.Thread] = []
+
+    def __str__(self) -> str:
+        return f"data-loader {self.loader} of {self.num_loaders}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to wait for."""
+        return self.failure is not None or self.status is not None or self.stopping.is_set()
+
+    def check(self) -> None:
+        """Raise what ended this run, if anything did."""
+        if self.failure is not None:
+            raise self.failure
+        if self.status is not None:
+            raise job_finished(self.status)
+        if self.stopping.is_set():
+            raise JobFinished(f"{self} is closed")
+
+    def spawn(self, name: str, function: Callable[[], None]) -> threading.Thread:
+        """Start a thread; what ends it is raised in the user's thread."""
+        thread = threading.Thread(target=self._guard, args=(function,), name=name, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+        return thread
+
+    def _guard(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as exc:
+            with self.changed:
+                if not self.is_over:
+                    self.failure = exc
+                self.changed.notify_all()
+
+    def wait(
+        self,
+        is_ready: Callable[[], bool],
+        describe_peer: Callable[[], str],
+        level: int = logging.INFO,
+    ) -> None:
+        """Wait, with the lock held; a line every few seconds says for what.
+
+        There is no deadline: a rank may take as long as it likes for a step, and one that is
+        gone ends the wait by the failure of its thread.
+        """
+        while not self.changed.wait_for(lambda: is_ready() or self.is_over, LINE_S):
+            logger.log(level, "%s waits for %s", self, describe_peer())
+        self.check()
+
+    def pause(self) -> None:
+        """Wait before the next attempt."""
+        self.stopping.wait(AGAIN_S)
+        self.check()
+
+
+def job_finished(status: int) -> JobFinished:
+    """Make the error that says that the job has ended."""
+    error = JobFinished(f"the job has ended, with exit status {status}")
+    error.status = status
+    return error
+
+
+class RankStream:
+    """The stream to one rank.
+
+    Args:
+        number: The rank.
+        rank: Its server.
+        feed: What all streams of a data-loader share. Its lock guards what is here.
+        register: Registers ids again, at the given embedding-worker last.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        rank: NNWorker,
+        feed: LoaderState,
+        register: Callable[[IDFeatures, int | None], RemoteRef],
     ) -> None:
         self._number = number
         self._rank = rank
         self._feed = feed
-        self._registrars = registrars
-        self.kept: dict[int, UnackedBatch] = {}  # by batch id
-        self._backlog: deque[int] = deque()  # kept, to be delivered after a restart
+        self._register = register
+        self._state = RankState.NEW
+        self.unacked: dict[int, UnackedBatch] = {}  # by batch id
+        self._backlog: deque[int] = deque()  # unacked, to be delivered after a restart
         self._credits = 0  # since the opening, as is the next
         self._num_delivered = 0
-        self._seen = NOTHING  # version of the news
-        self._received_below = 0  # ids that the rank had from a loader before this one
-        self._wanted_later: set[int] = set()  # of those, wanted, and still to be read
-        self._unfinished: set[int] = set()  # of those, not acknowledged, and still to be read
+        self._version = NOTHING  # of the news
+        # Ids below were delivered by a process before this one. Of these, those still to be
+        # read by the user's script again, ...
+        self._received_below = 0
+        self._wanted_later: set[int] = set()  # ... that the rank wants a new ref of,
+        self._unfinished: set[int] = set()  # ... that it has not acknowledged
         self._first_needed = 0  # lowest id that the rank asked for when it was opened
-        self._is_open = False
-        self._was_open = False
-        self._is_in_turn = False  # a thread delivers, opens or ends
-        self._is_ended = False
-        self.is_closed = False
+        self._has_turn = False  # a thread delivers, opens or ends
         self._incarnation: int | None = None  # of the rank when the stream was opened
-        self._num_forgotten = 0  # times that this very process forgot the stream
+        self._num_forgotten = 0  # times that one and the same process did not know the stream
 
     def __str__(self) -> str:
         return f"nn-worker {self._number}"
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a stream, or was one to a rank that reads no more."""
-        return self._is_open or self.is_closed
+        """Whether the rank knows the stream, or has closed it."""
+        return self._state in (RankState.OPEN, RankState.ENDED, RankState.CLOSED)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the rank reads no more."""
+        return self._state is RankState.CLOSED
 
     @property
     def num_credits(self) -> int:
         """How many batches the rank would take now."""
-        return max(0, self._credits - self._num_delivered) if self._is_open else 0
+        is_live = self.is_open and not self.is_closed
+        return max(0, self._credits - self._num_delivered) if is_live else 0
 
     @property
-    def is_settled(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the rank needs nothing more."""
-        return self.is_closed or (self._is_ended and not self.kept)
+        return self.is_closed or (self._state is RankState.ENDED and not self.unacked)
 
-    @property
-    def awaited(self) -> str:
-        """What the rank has to do until it is settled, in words."""
-        if self.kept:
-            return f"{self} to end {len(self.kept)} batches, the first {min(self.kept)}"
+    def describe_pending(self) -> str:
+        """Say what the rank has to do until ``is_done``."""
+        if self.unacked:
+            first = min(self.unacked)
+            return f"{self} to acknowledge {len(self.unacked)} batches, the first {first}"
         return f"{self} to take the end of the data"
 
     # --- the user's thread ------------------------------------------------------------------
 
-    def wait_for_room(self, batch_id: int) -> str:
+    def wait_for_room(self, batch_id: int) -> Action:
         """Wait until it is known what is to be done with a batch, with the lock held.
-
-        Returns:
-            ``deliver``; or, if the rank has it from a loader before this one, ``relocate``
-            where its ids are wanted, ``hold`` while it has not ended, else ``drop``.
 
         Raises:
             JobFinished: If the rank reads no more, or the job has ended.
         """
-        self._feed.wait(
-            lambda: self._was_open or self.is_closed, lambda: f"{self} to open a stream"
-        )
+        self._wait_until_opened()
         if batch_id < self._received_below and not self.is_closed:
             if batch_id in self._wanted_later:
-                return "relocate"
-            return "hold" if batch_id in self._unfinished else "drop"
+                return Action.RELOCATE
+            return Action.HOLD if batch_id in self._unfinished else Action.DROP
         self._feed.wait(lambda: self._has_room or self.is_closed, lambda: f"a credit of {self}")
         self._check_open()
-        return "deliver"
+        return Action.DELIVER
 
-    def first_needed(self) -> int | None:
+    def find_first_needed(self) -> int | None:
         """Wait, with the lock held, until it is known which batch is the first it needs.
 
         None if it gets none of this data-loader's.
         """
         feed = self._feed
-        feed.wait(lambda: self._was_open or self.is_closed, lambda: f"{self} to open a stream")
+        self._wait_until_opened()
         self._check_open()
         period = range(feed.loader, feed.num_loaders * (feed.num_ranks + 1), feed.num_loaders)
         if all(batch_id % feed.num_ranks != self._number for batch_id in period):
             return None
         return self._first_needed
 
-    def deliver(self, kept: UnackedBatch) -> None:
+    def _wait_until_opened(self) -> None:
+        self._feed.wait(
+            lambda: self._state is not RankState.NEW, lambda: f"{self} to open a stream"
+        )
+
+    def deliver(self, batch: UnackedBatch) -> None:
         """Deliver the next batch, for which there was room."""
         feed = self._feed
         with self._turn(lambda: self.is_closed or self._has_room):
             with feed.changed:
                 self._check_open()
-                self._keep(kept)
-            self._deliver(kept)
+                self._add_unacked(batch)
+            self._deliver(batch)
 
-    def hold(self, kept: UnackedBatch) -> None:
-        """Keep a batch as the loader before this one did, from which the rank has it."""
-        batch_id = kept.message.batch_id
+    def hold(self, batch: UnackedBatch) -> None:
+        """Keep a batch that the rank has from a process before this one."""
+        batch_id = batch.message.batch_id
         with self._feed.changed:
             self._check_open()
             is_received = batch_id < self._received_below
             is_wanted = batch_id in self._wanted_later
             if is_received:
-                kept.was_sent = True
-                self._keep(kept)
+                batch.was_sent = True
+                self._add_unacked(batch)
                 self._wanted_later.discard(batch_id)
                 if not is_wanted:
                     self._feed.counts["dropped"] += 1
                     if batch_id not in self._unfinished:
-                        del self.kept[batch_id]  # acknowledged meanwhile
+                        del self.unacked[batch_id]  # acknowledged meanwhile
                 self._unfinished.discard(batch_id)
-        if not is_received:  # the rank was started anew since it was asked what to do
-            self.deliver(kept)
+        if not is_received:  # the rank was restarted after ``wait_for_room``
+            self.deliver(batch)
         if not (is_received and is_wanted):
             return
         try:
-            if kept.message.ids == NOWHERE:  # wanted since it was asked what to do
-                self._register_again(kept)
+            if batch.message.ids == NO_REF:  # wanted since ``wait_for_room``
+                self._register_again(batch)
             else:
-                self._relocate(kept.message)
+                self._relocate(batch.message)
         except UnknownStream:
-            self._forget()
+            self._set_state(RankState.LOST)
 
     def end(self) -> None:
-        """Say that the data has ended, if it has and the rank can hear it now."""
-        if not self._feed.is_ending or not self._is_open or self._backlog or self._is_ended:
-            return  # the thread of the lane comes here again
+        """Announce the end of the data, if it has ended and the rank can take that now."""
+        if not self._can_end:
+            return  # a later step announces it
         with self._turn():
-            if self._is_ended or not self._is_open:
+            if not self._can_end:
                 return
             try:
-                self._ask(
+                self._call(
                     partial(self._rank.end_stream, self._feed.stream, self._feed.next_id, "")
                 )
             except UnknownStream:
-                self._forget()
-                return
-            with self._feed.changed:
-                self._is_ended = True
-                self._feed.changed.notify_all()
+                self._set_state(RankState.LOST)
+            else:
+                self._set_state(RankState.ENDED)
 
-    def say_failure(self, failure: str) -> None:
-        """Say that the loader's script failed, to a rank that may be gone."""
+    @property
+    def _can_end(self) -> bool:
+        return self._feed.is_ending and self._state is RankState.OPEN and not self._backlog
+
+    def report_failure(self, failure: str) -> None:
+        """Report to a rank, which may be gone, that the loader's script failed."""
         end = partial(self._rank.end_stream, self._feed.stream, self._feed.next_id, failure)
         try:
             try:
@@ -223,70 +358,83 @@ class RankStream:
                 end()
         except ServiceError as exc:
             logger.info(
-                "%s was not told that the script of %s failed: %s", self, self._feed, exc
+                "%s does not know that the script of %s failed: %s", self, self._feed, exc
             )
 
-    def lose(self) -> None:
-        """Count what is kept as lost, with the lock held."""
-        if self.kept:
-            self._feed.counts["lost"] += len(self.kept)
-        self.kept.clear()
+    def drop_unacked(self) -> None:
+        """Count batches that are not acknowledged as lost, with the lock held."""
+        if self.unacked:
+            self._feed.counts["lost"] += len(self.unacked)
+        self.unacked.clear()
         self._backlog.clear()
 
-    def _keep(self, kept: UnackedBatch) -> None:
-        self.kept[kept.message.batch_id] = kept
+    def _add_unacked(self, batch: UnackedBatch) -> None:
+        self.unacked[batch.message.batch_id] = batch
         self._feed.next_id += self._feed.num_loaders
 
     @property
     def _has_room(self) -> bool:
-        return self._is_open and not self._backlog and self._num_delivered < self._credits
+        return (
+            self._state in (RankState.OPEN, RankState.ENDED)
+            and not self._backlog
+            and self._num_delivered < self._credits
+        )
 
     def _check_open(self) -> None:
         self._feed.check()
         if self.is_closed:
             raise JobFinished(f"{self} reads no more", role="nn-worker", replica=self._number)
 
-    # --- the thread of the lane -------------------------------------------------------------
+    # --- the stream's thread ----------------------------------------------------------------
 
-    def follow(self) -> None:
-        """Open the stream and keep up with the rank, until it closes."""
+    def run(self) -> None:
+        """Make steps until the rank closes the stream."""
         while not self.is_closed:
-            try:
-                if not self._is_open:
-                    self._open()
-                self._redeliver()
-                self.end()
-                news = self._ask(partial(self._rank.poll, self._feed.stream, self._seen))
-                self._apply(news)
-            except UnknownStream as exc:
-                self._note_forgotten(exc)
-                self._forget()
+            self.step()
+
+    def step(self) -> None:
+        """Open the stream, or catch up with one answer of the rank."""
+        try:
+            if not self.is_open:
+                self._open()
+            self._redeliver()
+            self.end()
+            self._apply(self._call(partial(self._rank.poll, self._feed.stream, self._version)))
+        except UnknownStream as exc:
+            self._check_forgotten(exc)
+            self._set_state(RankState.LOST)
+
+    def _set_state(self, state: RankState) -> None:
+        with self._feed.changed:
+            if self._state is not RankState.CLOSED:
+                self._state = state
+            self._feed.changed.notify_all()
 
     def _open(self) -> None:
         feed = self._feed
         with self._turn():
-            state = self._ask(partial(self._rank.open_stream, self._opening()))
+            state = self._call(partial(self._rank.open_stream, self._opening()))
             with feed.changed:
                 self._incarnation = self._rank_incarnation()
-                # Whatever the rank had not ended it has only if it says so.
+                # A rank that was restarted lacks what it had not ended, unless it says so.
                 self._received_below = max(self._first_unfinished(), state.next_batch_id)
                 self._first_needed = min(
                     (state.next_batch_id, *state.wanted, *state.unfinished)
                 )
-                self._backlog = deque(sorted(x for x in self.kept if x >= state.next_batch_id))
+                self._backlog = deque(
+                    sorted(x for x in self.unacked if x >= state.next_batch_id)
+                )
                 self._credits = self._num_delivered = 0
-                self._seen = NOTHING
-                self._is_ended = False
+                self._version = NOTHING
                 # Before the user's thread can drop one of them as received.
                 self._wanted_later = {x for x in state.wanted if x >= feed.next_id}
                 self._unfinished = {x for x in state.unfinished if x >= feed.next_id}
-                self._is_open = self._was_open = True
-                feed.changed.notify_all()
+                self._set_state(RankState.OPEN)
         self._relocate_all(state.wanted)
 
     def _opening(self) -> StreamOpening:
         with self._feed.changed:
-            first = min(self.kept, default=self._next_id())
+            first = min(self.unacked, default=self._next_id())
         loader, incarnation = self._feed.stream
         return StreamOpening(loader, self._feed.num_loaders, incarnation, first)
 
@@ -299,27 +447,22 @@ class RankStream:
         return next((x for x in ids if x % feed.num_ranks == self._number), start)
 
     def _first_unfinished(self) -> int:
-        """Return from which id on a rank that was started anew lacks what is still to be read.
-
-        With the lock held.
-        """
+        """Return the lowest id that a restarted rank lacks; with the lock held."""
         return min(self._unfinished | self._wanted_later, default=self._received_below)
 
-    def _forget(self) -> None:
-        with self._feed.changed:
-            self._is_open = False
-
     def _rank_incarnation(self) -> int | None:
-        """Return which process answers, if ``rank`` is somewhere else."""
+        """Return which process answers; None for a rank of this process."""
         incarnation: int | None = getattr(self._rank, "incarnation", None)
         return incarnation
 
-    def _note_forgotten(self, exc: UnknownStream) -> None:
-        """Give up if one and the same process forgets the stream twice."""
+    def _check_forgotten(self, exc: UnknownStream) -> None:
+        """Raise if one and the same process does not know the stream twice."""
         now = self._rank_incarnation()
         if now is None or now != self._incarnation:
             logger.warning(
-                "%s: %s was started anew; what it had is sent again", self._feed, self
+                "%s: %s was restarted; its unacknowledged batches are sent again",
+                self._feed,
+                self,
             )
             return
         self._num_forgotten += 1
@@ -331,13 +474,13 @@ class RankStream:
 
     def _redeliver(self) -> None:
         """Deliver what a rank lost, as far as there are credits."""
-        while self._is_open and self._backlog and self._num_delivered < self._credits:
+        while self._backlog and self.is_open and self._num_delivered < self._credits:
             with self._turn():
-                kept = self.kept.get(self._backlog[0])
-                if kept is not None:
-                    self._deliver(kept)
+                batch = self.unacked.get(self._backlog[0])
+                if batch is not None:
+                    self._deliver(batch)
                 with self._feed.changed:
-                    if self._is_open:
+                    if self.is_open:
                         self._backlog.popleft()
                         self._feed.changed.notify_all()
 
@@ -345,87 +488,87 @@ class RankStream:
         with self._feed.changed:
             self._credits = max(self._credits, news.credits)
             for batch_id in news.acknowledged:
-                self.kept.pop(batch_id, None)
+                self.unacked.pop(batch_id, None)
                 self._unfinished.discard(batch_id)
                 self._wanted_later.discard(batch_id)
             if news.is_closed:
-                self.is_closed = True
-                self.lose()
+                self._set_state(RankState.CLOSED)
+                self.drop_unacked()
             self._feed.changed.notify_all()
         if not news.is_closed:
             self._relocate_all(news.wanted)
-        self._seen = max(self._seen, news.version)
+        self._version = max(self._version, news.version)
 
     def _relocate_all(self, wanted: Sequence[int]) -> None:
-        """Register again what the rank cannot look up, and say where it is now."""
+        """Register again ids that the rank cannot look up, and send it the new refs."""
         for batch_id in wanted:
             with self._feed.changed:
-                kept = self.kept.get(batch_id)
-                if kept is None:
-                    self._note_wanted(batch_id)
+                batch = self.unacked.get(batch_id)
+                if batch is None:
+                    self._add_wanted(batch_id)
                     continue
-            self._register_again(kept)
+            self._register_again(batch)
 
-    def _register_again(self, kept: UnackedBatch) -> None:
-        old = kept.message.ids
-        ref = self._registrars.register(kept.ids, None if old == NOWHERE else old.worker)
+    def _register_again(self, batch: UnackedBatch) -> None:
+        old = batch.message.ids
+        ref = self._register(batch.ids, None if old == NO_REF else old.worker)
         with self._feed.changed:
-            kept.message = replace(kept.message, ids=ref)
-        self._relocate(kept.message)
+            batch.message = replace(batch.message, ids=ref)
+        self._relocate(batch.message)
 
-    def _note_wanted(self, batch_id: int) -> None:
-        """Deal, with the lock held, with a wanted batch that is not kept."""
+    def _add_wanted(self, batch_id: int) -> None:
+        """Remember, with the lock held, a wanted batch that the script has still to read."""
         if batch_id >= self._feed.next_id:
             self._wanted_later.add(batch_id)
         elif batch_id < self._received_below and batch_id not in self._wanted_later:
             self._feed.counts["lost"] += 1
             raise ServiceError(
                 f"batch {batch_id} is lost: {self._feed} sent it before it was restarted, and "
-                f"has passed it over since; now its embedding-worker holds its ids no more, "
+                f"has skipped it since; now its embedding-worker holds its ids no more, "
                 f"and {self} waits for them",
                 role="nn-worker",
                 replica=self._number,
             )
-        # Otherwise it was acknowledged meanwhile: old news.
+        # Otherwise it was acknowledged after the rank wanted it.
 
     # --- both -------------------------------------------------------------------------------
 
-    def _deliver(self, kept: UnackedBatch) -> None:
+    def _deliver(self, batch: UnackedBatch) -> None:
         """Deliver one batch, in turn. If the stream is not known, it goes to the backlog."""
         try:
-            self._ask(partial(self._rank.deliver, self._feed.stream, kept.message))
+            self._call(partial(self._rank.deliver, self._feed.stream, batch.message))
         except UnknownStream:
-            self._forget()
+            self._set_state(RankState.LOST)
             return
         with self._feed.changed:
             self._num_delivered += 1
-            self._feed.counts["redelivered" if kept.was_sent else "sent"] += 1
-            kept.was_sent = True
+            self._feed.counts["redelivered" if batch.was_sent else "sent"] += 1
+            batch.was_sent = True
 
     def _relocate(self, message: StreamedBatch) -> None:
         with self._feed.changed:
             self._feed.counts["registered_again"] += 1
-        self._ask(
+        self._call(
             partial(self._rank.relocate, self._feed.stream, message.batch_id, message.ids)
         )
 
     @contextlib.contextmanager
     def _turn(self, is_ready: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Be the only one who delivers, opens or ends."""
+        """Deliver, open or end in one thread at a time."""
         changed = self._feed.changed
         with changed:
             self._feed.wait(
-                lambda: not self._is_in_turn and is_ready(), lambda: f"a turn at {self}"
+                lambda: not self._has_turn and is_ready(), lambda: f"a turn at {self}"
             )
-            self._is_in_turn = True
+            self._has_turn = True
         try:
             yield
         finally:
             with changed:
-                self._is_in_turn = False
+                self._has_turn = False
                 changed.notify_all()
 
-    def _ask(self, call: Callable[[], T]) -> T:
+    def _call(self, call: Callable[[], T]) -> T:
         """Call the rank; again until the deadline, if it does not answer.
 
         Raises:
@@ -440,7 +583,7 @@ class RankStream:
                 return call()
             except ServiceBusy:
                 feed.check()
-                alive_at = time.monotonic()  # it says so
+                alive_at = time.monotonic()  # a busy rank is alive
             except (ServiceUnavailable, ServiceTimeout) as exc:
                 feed.check()
                 silent_s = time.monotonic() - alive_at

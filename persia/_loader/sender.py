@@ -1,18 +1,18 @@
 """The data-loader's side of the streams: ids to embedding-workers, the rest to the ranks.
 
     user's thread    send: waits for a credit of the batch's rank, registers the ids at an
-                     embedding-worker (``registrars``), delivers.  finish: ends the streams,
+                     embedding-worker, delivers.  finish: ends the streams,
                      waits until all is acknowledged
-    thread per rank  (``lanes``) polls: credits, acknowledged ids, wanted ids, and whether the
-                     rank has closed; registers wanted ids again; opens the stream again after
-                     a restart of the rank, and delivers what it keeps
-    watcher          asks an embedding-worker time and again whether the job has ended
+    thread per rank  (``rank_stream``) polls: credits, acknowledged ids, wanted ids, and whether
+                     the rank has closed; registers wanted ids again; after a restart of the
+                     rank opens the stream again and delivers what is not acknowledged
+    watcher          asks an embedding-worker four times a second whether the job has ended
 
 A batch is kept, ids and all, until its rank acknowledges it; one that a process before this one
-sent, from when it is read again. Batches reach a rank one at a time
-in ascending order, after its restart too: an id that was left out will not come.
+sent, from when it is read again. Batches reach a rank one at a time in ascending order, after
+its restart too: an id that was left out will not come.
 
-Who waits for whom:
+What waits for what:
 
     user's thread ---credit, opening---> thread of the rank ---its turn---> user's thread
        |                                    |          |                        |
@@ -29,9 +29,11 @@ held across a call. Each call has a deadline; what waits for a thread ends with 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -39,26 +41,126 @@ import numpy as np
 
 from persia import env
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._loader.feed import LoaderState, ended, join
-from persia._loader.rank_stream import NOWHERE, RankStream, UnackedBatch
-from persia._loader.registrars import ASK_S, Registrar, Registrars
+from persia._loader.rank_stream import (
+    LINE_S,
+    NO_REF,
+    Action,
+    LoaderState,
+    RankStream,
+    UnackedBatch,
+    job_finished,
+)
 from persia._metrics.timings import Timings
-from persia._process_exit import text_of
 from persia._rpc.client import Client
-from persia._rpc.messages import IDFeatures, NamedArray, NNWorker, StreamedBatch
-from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteNNWorker
-from persia.errors import ConfigError, DataError, JobFinished, ServiceError
+from persia._rpc.messages import IDFeatures, NamedArray, NNWorker, RemoteRef, StreamedBatch
+from persia._rpc.stubs import RemoteEmbeddingWorker
+from persia._rpc.worker_pool import WorkerPool
+from persia.errors import (
+    ConfigError,
+    DataError,
+    JobFinished,
+    ServiceBusy,
+    ServiceError,
+    ServiceTimeout,
+    ServiceUnavailable,
+)
 
 logger = logging.getLogger(__name__)
 
-# Seconds for the word that the script failed, and for threads to end.
-FAREWELL_S = 5.0
+# Seconds of the first try at a worker, doubled in each round up to the longest.
+TRY_S = 2.0
+LONGEST_TRY_S = 30.0
+# Seconds between two polls of the job's status, and the limit of one.
+WATCH_S = 0.25
+ASK_S = 2.0
+# Seconds to report that the script failed, and for threads to end.
+END_S = 5.0
 # Of the child of a trainer in embedded mode: seconds without a connection to its parent, and
 # of one call; half of that a poll may take without news.
 ORPHAN_S = 5.0
 CHILD_CALL_S = 10.0
 # Characters of a traceback; a frame's header holds far more.
 MAX_FAILURE = 16_384
+
+
+class RegistrationPool(WorkerPool):
+    """Registers ids at each embedding-worker in turn.
+
+    Args:
+        workers: All of them, by replica index.
+        feed: The state of the data-loader.
+    """
+
+    def __init__(self, workers: Sequence[RemoteEmbeddingWorker], feed: LoaderState) -> None:
+        super().__init__()
+        self._workers = workers
+        self._feed = feed
+        # Loaders start at different workers.
+        self._turns = itertools.count(feed.loader)
+
+    def register(self, ids: IDFeatures, avoid: int | None = None) -> RemoteRef:
+        """Register ids at the next embedding-worker that takes them.
+
+        A busy worker is alive: there is no deadline as long as one answers so.
+
+        Args:
+            ids: The ids of one batch.
+            avoid: The worker to try last.
+
+        Raises:
+            DataError: If a worker refuses the ids.
+            ServiceUnavailable: If none answers until the deadline; names them.
+        """
+        feed = self._feed
+        alive_at = logged_at = time.monotonic()
+        try_s = TRY_S
+        while True:
+            failures: dict[int, ServiceError] = {}
+            order = self.order(next(self._turns), len(self._workers))
+            for index in sorted(order, key=lambda index: index == avoid):
+                try:
+                    ref = self._workers[index].register(ids, try_s)
+                except (ServiceUnavailable, ServiceTimeout, ServiceBusy) as exc:
+                    feed.check()
+                    failures[index] = exc
+                    self.avoid(index)
+                    with feed.changed:
+                        feed.counts["skipped"] += 1
+                    if isinstance(exc, ServiceBusy):
+                        alive_at = time.monotonic()
+                else:
+                    self.readmit(index)
+                    return RemoteRef(index, ref)
+            now = time.monotonic()
+            reasons = "; ".join(f"embedding-worker {i}: {e}" for i, e in failures.items())
+            if now - logged_at >= LINE_S:
+                logged_at = now
+                logger.warning("%s: batch %d waits for %s", feed, ids.batch_id, reasons)
+            silent_s = now - alive_at
+            is_gone = all(isinstance(one, ServiceUnavailable) for one in failures.values())
+            if silent_s >= (feed.gone_s if is_gone else feed.deadline_s):
+                raise ServiceUnavailable(
+                    f"{feed}: no embedding-worker has answered for {silent_s:.0f} s, to take "
+                    f"batch {ids.batch_id}: {reasons}",
+                    role="embedding-worker",
+                    method="register",
+                )
+            feed.pause()
+            try_s = min(2 * try_s, LONGEST_TRY_S)
+
+    def wait_for_end_of_job(self) -> int | None:
+        """Return the job's exit status once it has ended; None if the feed stops before."""
+        watcher = f"{self._feed}, {self._feed.stream[1]:x}"
+        index = self._feed.loader
+        while not self._feed.stopping.wait(WATCH_S):
+            try:
+                status = self._workers[index % len(self._workers)].job_status(watcher, ASK_S)
+            except ServiceError:
+                index += 1  # a worker that is gone is reported elsewhere
+                continue
+            if status is not None:
+                return status
+        return None
 
 
 class BatchSender:
@@ -78,7 +180,7 @@ class BatchSender:
 
     def __init__(
         self,
-        workers: Sequence[Registrar],
+        workers: Sequence[RemoteEmbeddingWorker],
         ranks: Sequence[NNWorker],
         *,
         loader: int = 0,
@@ -90,13 +192,13 @@ class BatchSender:
         deadline_s = env.rpc_timeout_s() if deadline_s is None else deadline_s
         gone_s = deadline_s if gone_s is None else gone_s
         self._feed = LoaderState(loader, num_loaders, len(ranks), deadline_s, gone_s)
-        self._registrars = Registrars(workers, self._feed)
-        self._lanes = [
-            RankStream(number, rank, self._feed, self._registrars)
+        self._pool = RegistrationPool(workers, self._feed)
+        self._streams = [
+            RankStream(number, rank, self._feed, self._pool.register)
             for number, rank in enumerate(ranks)
         ]
         self._disconnect = disconnect
-        self._sending = threading.Lock()  # the thread in ``send``; nobody waits for it
+        self._sending = threading.Lock()  # held in ``send``; never waited for
         self.timings = Timings("persia_loader_wait_seconds")
         self.clients: Sequence[Client] = ()  # what it calls by, for their counts
 
@@ -108,21 +210,21 @@ class BatchSender:
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start; those that are zero are absent.
 
-        ``sent`` batches were delivered, ``redelivered`` once more, to a rank that was started
-        anew. ``registered_again`` had ids that an embedding-worker no longer held.
+        ``sent`` batches were delivered, ``redelivered`` once more, to a rank that was
+        restarted. ``registered_again`` had ids that an embedding-worker no longer held.
         ``dropped`` had been received from this loader before it was restarted. ``kept`` are
         not acknowledged now, ``lost`` were not when this loader ended. ``skipped`` calls went
         to another embedding-worker, as the one whose turn it was was down or busy.
         """
         with self._feed.changed:
-            kept = sum(len(lane.kept) for lane in self._lanes)
+            kept = sum(len(stream.unacked) for stream in self._streams)
             return dict(self._feed.counts, **({"kept": kept} if kept else {}))
 
     def measure(self) -> tuple[int, int, int]:
         """Return how many batches are kept, their bytes, and how many ranks would take now."""
         with self._feed.changed:
-            kept = [one for lane in self._lanes for one in lane.kept.values()]
-            num_credits = sum(lane.num_credits for lane in self._lanes)
+            kept = [one for stream in self._streams for one in stream.unacked.values()]
+            num_credits = sum(stream.num_credits for stream in self._streams)
         return len(kept), sum(one.num_bytes() for one in kept), num_credits
 
     def why_not_ready(self) -> str:
@@ -131,18 +233,18 @@ class BatchSender:
         if why:
             return why
         with self._feed.changed:
-            closed = [str(lane) for lane in self._lanes if not lane.is_open]
+            closed = [str(stream) for stream in self._streams if not stream.is_open]
         return f"no stream to {', '.join(closed)}" if closed else ""
 
     def why_not_healthy(self) -> str:
-        """Say what has ended a thread of this feeder; "" if none has failed."""
+        """Say what has ended a thread; "" if none has failed."""
         failure = self._feed.failure
         return "" if failure is None else f"{type(failure).__name__}: {failure}"
 
     def start(self) -> None:
         """Begin to open the streams."""
-        for lane in self._lanes:
-            self._feed.spawn(f"persia-feed {lane}", lane.follow)
+        for stream in self._streams:
+            self._feed.spawn(f"persia-feed {stream}", stream.run)
         self._feed.spawn("persia-watch job", self._watch)
 
     def send(
@@ -169,12 +271,12 @@ class BatchSender:
             feed = self._feed
             with feed.changed:
                 batch_id = feed.next_id
-                lane = self._lanes[batch_id % len(self._lanes)]
+                stream = self._streams[batch_id % len(self._streams)]
                 begin = time.perf_counter()
-                what = lane.wait_for_room(batch_id)
+                action = stream.wait_for_room(batch_id)
                 waited_s = time.perf_counter() - begin
                 self.timings["persia_loader_wait_seconds"].add(waited_s)
-                if what == "drop":
+                if action is Action.DROP:
                     feed.next_id += feed.num_loaders
                     feed.counts["dropped"] += 1
                     return
@@ -183,15 +285,13 @@ class BatchSender:
                 batch_id,
                 batch_size,
                 requires_grad,
-                NOWHERE if what == "hold" else self._registrars.register(ids),
+                NO_REF if action is Action.HOLD else self._pool.register(ids),
                 dense,
                 labels,
                 None if meta is None else np.frombuffer(meta, np.uint8),
             )
-            if what == "deliver":
-                lane.deliver(UnackedBatch(ids, message))
-            else:
-                lane.hold(UnackedBatch(ids, message))
+            send = stream.deliver if action is Action.DELIVER else stream.hold
+            send(UnackedBatch(ids, message))
         finally:
             self._sending.release()
 
@@ -203,7 +303,7 @@ class BatchSender:
         """
         feed = self._feed
         with feed.changed:
-            needed = [lane.first_needed() for lane in self._lanes]
+            needed = [stream.find_first_needed() for stream in self._streams]
             first = min((x for x in needed if x is not None), default=feed.loader)
             return max(0, -(-(first - feed.loader) // feed.num_loaders))
 
@@ -232,18 +332,20 @@ class BatchSender:
         """End the streams; wait until each rank has acknowledged all, closed, or the job ended.
 
         Raises:
-            BaseException: What ended a thread of this feeder.
+            BaseException: What ended a thread.
         """
         feed = self._feed
         with feed.changed:
             feed.is_ending = True
         try:
-            for lane in self._lanes:
-                feed.spawn(f"persia-end {lane}", lane.end)
+            for stream in self._streams:
+                feed.spawn(f"persia-end {stream}", stream.end)
             with feed.changed, contextlib.suppress(JobFinished):
                 feed.wait(
-                    lambda: all(lane.is_settled for lane in self._lanes),
-                    lambda: ", ".join(x.awaited for x in self._lanes if not x.is_settled),
+                    lambda: all(stream.is_done for stream in self._streams),
+                    lambda: ", ".join(
+                        x.describe_pending() for x in self._streams if not x.is_done
+                    ),
                     logging.WARNING,
                 )
         except BaseException as exc:
@@ -251,52 +353,54 @@ class BatchSender:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Tell the ranks that the script failed; wait only until they are told.
+        """Report to the ranks that the script failed; wait only until they answer.
 
-        What servers have failed at is not the script's fault: where this process is started
-        anew it goes on, and the ranks wait for it.
+        A failure of servers is not the script's: where a supervisor restarts this process it
+        goes on, and the ranks wait for it.
         """
         is_healed = env.is_supervised() and isinstance(error, ServiceError)
         if self.job_status is not None or is_healed:
             return
-        text = text_of(error)[-MAX_FAILURE:]
+        text = "".join(traceback.format_exception(error))[-MAX_FAILURE:]
         # A lone surrogate cannot travel.
         text = text.encode("utf-8", "backslashreplace").decode("utf-8")
         threads = [
-            self._feed.spawn(f"persia-end {lane}", partial(lane.say_failure, text))
-            for lane in self._lanes
-            if not lane.is_closed
+            self._feed.spawn(f"persia-end {stream}", partial(stream.report_failure, text))
+            for stream in self._streams
+            if not stream.is_closed
         ]
-        join(threads, FAREWELL_S)
+        _join(threads, END_S)
 
     def close(self) -> None:
-        """Disconnect and end the threads; what is still kept is counted as lost."""
+        """Disconnect and end the threads; count unacknowledged batches as lost."""
         feed = self._feed
         with feed.changed:
             is_first = not feed.stopping.is_set()
             feed.stopping.set()
             feed.changed.notify_all()
         self._disconnect()
-        alive = [thread.name for thread in join(feed.threads, FAREWELL_S)]
+        alive = [thread.name for thread in _join(feed.threads, END_S)]
         if alive:
             logger.warning("%s: still running: %s", feed, ", ".join(alive))
         with feed.changed:
-            for lane in self._lanes:
-                lane.lose()
+            for stream in self._streams:
+                stream.drop_unacked()
             num_lost = feed.counts["lost"]
         if is_first and num_lost:
-            # Where the job has ended, nobody needs them; and where its script has failed, the
-            # traceback is the last on the screen.
-            is_over = feed.status is not None or any(lane.is_closed for lane in self._lanes)
+            # Where the job has ended, they are not needed; and where its script has failed,
+            # the traceback is the last on the screen.
+            is_over = feed.status is not None or any(
+                stream.is_closed for stream in self._streams
+            )
             logger.log(
                 logging.INFO if is_over else logging.WARNING,
-                "%s: %d batches were not trained on, or it was not told so",
+                "%s: %d batches were not trained on, or not acknowledged",
                 feed,
                 num_lost,
             )
 
     def _watch(self) -> None:
-        status = self._registrars.wait_for_end_of_job()
+        status = self._pool.wait_for_end_of_job()
         if status is not None:
             with self._feed.changed:
                 self._feed.status = status
@@ -316,25 +420,15 @@ def connect() -> BatchSender:
     from persia._rpc.zmq_transport import ZmqTransport
 
     is_child = env.feeds_parent()
-    loader, num_loaders = env.get_replica_index(), env.get_replica_size()
-    if loader is None or num_loaders is None:
-        if not is_child:
-            raise ConfigError(
-                "a DataCtx is entered in a data-loader; RANK is set, so this process is an "
-                "nn-worker"
-            )
-        loader, num_loaders = 0, 1
-    transport = ZmqTransport()
-    links: list[RemoteEmbeddingWorker | RemoteNNWorker] = []
-
-    closing = threading.Lock()  # held while closing: whoever comes later waits for that
-    statuses: list[int] = []
+    loader, num_loaders = _find_place(is_child)
+    connections = contextlib.ExitStack()
+    closing = threading.Lock()  # held while closing, so that a second call waits for the first
 
     def disconnect() -> None:
         with closing:
-            while links:
-                links.pop().close()
-            transport.close()
+            connections.close()
+
+    statuses: list[int] = []  # of the job, if it ended
 
     def has_ended() -> bool:
         with contextlib.suppress(ServiceError):
@@ -342,14 +436,18 @@ def connect() -> BatchSender:
             statuses.extend(() if status is None else (status,))
         return bool(statuses)
 
+    transport = connections.enter_context(contextlib.closing(ZmqTransport()))
     try:
         workers = connect.connect_embedding_workers(transport)
-        links += workers
+        for worker in workers:
+            connections.callback(worker.close)
+        timeout_s = CHILD_CALL_S if is_child else None
         ranks = connect.connect_nn_workers(
-            transport, timeout_s=CHILD_CALL_S if is_child else None, should_stop=has_ended
+            transport, timeout_s=timeout_s, should_stop=has_ended
         )
-        links += ranks
-        feeder = BatchSender(
+        for rank in ranks:
+            connections.callback(rank.close)
+        sender = BatchSender(
             workers,
             ranks,
             loader=loader,
@@ -360,8 +458,33 @@ def connect() -> BatchSender:
     except BaseException as exc:
         disconnect()
         if statuses and isinstance(exc, JobFinished):
-            raise ended(statuses[0]) from exc
+            raise job_finished(statuses[0]) from exc
         raise
-    feeder.clients = [link.client for link in (*workers, *ranks)]
-    feeder.start()
-    return feeder
+    sender.clients = [remote.client for remote in (*workers, *ranks)]
+    sender.start()
+    return sender
+
+
+def _find_place(is_child: bool) -> tuple[int, int]:
+    """Return which data-loader this process is, of how many.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    loader, num_loaders = env.get_replica_index(), env.get_replica_size()
+    if loader is not None and num_loaders is not None:
+        return loader, num_loaders
+    if not is_child:
+        raise ConfigError(
+            "a DataCtx is entered in a data-loader; RANK is set, so this process is an "
+            "nn-worker"
+        )
+    return 0, 1
+
+
+def _join(threads: Sequence[threading.Thread], timeout_s: float) -> list[threading.Thread]:
+    """Wait this long for all threads together; return those that are still alive."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread for thread in threads if thread.is_alive()]

@@ -1,7 +1,7 @@
-"""What a list of feature names means: which tables, which groups, which outputs.
+"""Feature names resolved to tables, groups and outputs.
 
 A model sends the same features in each batch, so all that follows from their names is
-worked out once per list of names and kept. Within a table, groups follow each other in the
+computed once per list of names and kept. Within a table, groups follow each other in the
 order of their first feature in the batch, which also is the order of use of their rows:
 
     table 0, dim 16   | group of f0, f3 | group of f1 | ...      one array of signs
@@ -10,20 +10,20 @@ order of their first feature in the batch, which also is the order of use of the
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from persia.config import EmbeddingSchema, Slot
-from persia.errors import DataError
+from persia.errors import DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
 POOLED = frozenset(("sum", "mean", "sqrt", "max"))
 
-# Batches after which a slot that none of them had is a mistake rather than another loader's.
+# Batches after which a slot that none of them had is taken for a mistake: until then it may
+# come from another data-loader.
 UNSEEN_AFTER = 200
 
 
@@ -74,9 +74,8 @@ class BatchPlan:
 class BatchPlanner:
     """Resolves lists of feature names; any thread may call it."""
 
-    # A list of names is a few hundred bytes; a caller who draws them at random gets plans
-    # all the same, only not kept.
-    MAX_KEPT = 1024
+    # A list of names is a few hundred bytes. Beyond this number plans are made again each time.
+    MAX_PLANS = 1024
 
     def __init__(self, schema: EmbeddingSchema) -> None:
         self._schema = schema
@@ -101,7 +100,7 @@ class BatchPlanner:
                     len(self._schema.slots),
                 )
             self._unseen -= set(names)
-            if len(self._plans) < self.MAX_KEPT:
+            if len(self._plans) < self.MAX_PLANS:
                 self._plans[names] = plan
         if next(self._numbers) == UNSEEN_AFTER and self._unseen:
             logger.warning(
@@ -167,8 +166,7 @@ def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
     seen: set[str] = set()
     for name in names:
         if name not in candidates:
-            near = difflib.get_close_matches(name, candidates, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, candidates)
             raise DataError(f"feature {name!r} is not in {where}{hint}")
         if name in seen:
             raise DataError(f"feature {name!r} comes twice in one batch, expected once")

@@ -1,9 +1,12 @@
 """The batches in flight at an embedding-worker, by ref.
 
-A ref is a handle that may be used again until it is retired: by an update that all servers
-acknowledged, by ``release``, or by lying unused for too long. Acknowledged ones are
-remembered, with their report, for as many as there may be in flight, so that a call whose
-answer was lost is answered again.
+    registered ---lookup (training)---> looked up ---update, all servers---> acknowledged
+        |                                   |
+        +--------- release, expiry ---------+----> released, expired
+
+A ref is a handle that may be used again until it is retired, which the right side is. As many
+acknowledged ones as there may be in flight are remembered, with their report, so that an update
+whose answer was lost is answered again.
 """
 
 from __future__ import annotations
@@ -14,11 +17,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from persia._rpc.messages import IDFeatures, Numbers, UpdateReply, UpdateReport
-from persia._worker.batch import PackedBatch, is_same_batch
+from persia._worker.packing import PackedBatch
+from persia._worker.pooling import Maxima
 from persia.config import EmbeddingWorkerConfig
 from persia.errors import ServiceBusy, UnknownRef
 from persia.logger import get_logger
@@ -26,14 +27,6 @@ from persia.logger import get_logger
 _logger = get_logger("persia.embedding_worker")
 
 ROLE = "embedding-worker"
-
-
-@dataclass(frozen=True, slots=True)
-class LookedUp:
-    """What the update of a batch needs from its last training lookup."""
-
-    hints: tuple[Numbers, ...]  # by table of the plan, in the order of its signs
-    maxima: tuple[NDArray[np.int32] | None, ...]  # by feature
 
 
 @dataclass(slots=True)
@@ -45,7 +38,10 @@ class BufferedBatch:
     requires_grad: bool
     packed: PackedBatch
     used_at: float  # monotonic seconds; guarded by the lock of ``ForwardBuffer``
-    looked_up: LookedUp | None = None
+    # Hints by table of the plan, in the order of its signs, and maxima by feature: what an
+    # update needs from the last training lookup. One value, so that a lookup that is repeated
+    # beside an update replaces both or none.
+    looked_up: tuple[tuple[Numbers, ...], Maxima] | None = None
     # One update at a time; the fields below are the update's.
     updating: threading.Lock = field(default_factory=threading.Lock)
     update_id: tuple[int, int] | None = None
@@ -70,9 +66,8 @@ class ForwardBuffer:
         # Upper bits are this worker's incarnation: a ref of one that died must not mean
         # another batch to its successor.
         self._next_ref = secrets.randbits(31) << 32
-        self._in_flight: OrderedDict[int, BufferedBatch] = (
-            OrderedDict()
-        )  # least recently used first
+        # Least recently used first.
+        self._in_flight: OrderedDict[int, BufferedBatch] = OrderedDict()
         self._ref_of_batch: dict[int, int] = {}  # batch id -> latest registered ref
         self._retired: OrderedDict[int, tuple[tuple[int, int], UpdateReport]] = OrderedDict()
         self._counts: Counter[str] = Counter()
@@ -98,10 +93,11 @@ class ForwardBuffer:
                 if (
                     known is not None
                     and known.requires_grad is features.requires_grad
-                    and is_same_batch(known.packed, packed)
+                    and known.packed.has_same_ids(packed)
                 ):
                     self._counts["registered_again"] += 1
-                    self._touch(known, now)
+                    known.used_at = now
+                    self._in_flight.move_to_end(known.ref)
                     return known, False
             if len(self._in_flight) >= self._max_in_flight:
                 self._counts["refused_busy"] += 1
@@ -149,11 +145,12 @@ class ForwardBuffer:
         self._expire(now)
         batch = self._in_flight.get(ref)
         if batch is None:
-            raise self.unknown(ref, method)
-        self._touch(batch, now)
+            raise self.unknown_ref(ref, method)
+        batch.used_at = now
+        self._in_flight.move_to_end(ref)
         return batch
 
-    def unknown(self, ref: int, method: str) -> UnknownRef:
+    def unknown_ref(self, ref: int, method: str) -> UnknownRef:
         """Make the error that says that a ref is not in flight."""
         return UnknownRef(
             f"no batch in flight has ref {ref}: it was acknowledged, released, unused for "
@@ -203,12 +200,8 @@ class ForwardBuffer:
 
     # --- the lock is held -------------------------------------------------------------------
 
-    def _touch(self, batch: BufferedBatch, now: float) -> None:
-        batch.used_at = now
-        self._in_flight.move_to_end(batch.ref)
-
     def _expire(self, now: float) -> None:
-        """Retire what nobody has used for too long."""
+        """Retire what lies unused for too long."""
         num_expired = 0
         while self._in_flight:
             oldest = next(iter(self._in_flight.values()))
@@ -219,7 +212,7 @@ class ForwardBuffer:
         if num_expired:
             self._counts["expired"] += num_expired
             _logger.warning(
-                "%d batches expired: nobody looked them up or sent their gradients for %g s",
+                "%d batches expired: no lookup and no gradients of them for %g s",
                 num_expired,
                 self._expiry_s,
             )

@@ -1,21 +1,21 @@
-"""The parameter servers of an embedding-worker, asked all at once.
+"""The parameter servers of an embedding-worker, all asked at the same time.
 
-A server that was started anew may be empty and have no settings. Its set remembers what the
-servers were told last and tells it again, so that it is at once usable. Its rows are lost, and
-loudly, unless it found them again (``docs/recovery.md``).
+A server that was restarted may be empty and have no settings. Its set remembers what the
+servers were configured with and configures it again, so that it is at once usable. Its rows
+are lost, and an error says so, unless it found them again (``docs/recovery.md``).
 """
 
 from __future__ import annotations
 
 import contextvars
-import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
-from persia._rpc.client import CallInFlight
+from persia._rpc.client import PendingCall
 from persia._rpc.messages import (
     HyperParameters,
     LookupReply,
@@ -35,6 +35,9 @@ from persia.errors import ConfigError, ProtocolError
 S = TypeVar("S")
 
 logger = logging.getLogger(__name__)
+
+_ROLE = "embedding-parameter-server"
+_SETTINGS = ("configure", "register_optimizer")  # methods, in the order of their calls
 
 
 class ServerSet:
@@ -56,39 +59,25 @@ class ServerSet:
         schema: EmbeddingSchema,
         num_threads: int | None = None,
     ) -> None:
-        self._servers = _whole_set(servers, schema)
+        self.servers = _sort_servers(servers, schema)  # by replica number
         self._dims = tuple(table.dim for table in schema.tables)
-        # Threads that ask servers of this process; those elsewhere need none to work at once.
-        self._pool: ThreadPoolExecutor | None = None
-        num_here = sum(not isinstance(server, Remote) for server in self._servers)
-        if num_here > 1:
+        # Threads that ask servers of this process; remote ones need none to work at once.
+        self._threads: ThreadPoolExecutor | None = None
+        num_local = sum(not isinstance(server, Remote) for server in self.servers)
+        if num_local > 1:
             # The caller's own thread asks one server.
-            self._pool = ThreadPoolExecutor(
-                max(1, (num_threads or num_here) - 1), thread_name_prefix="persia-fan-out"
+            self._threads = ThreadPoolExecutor(
+                max(1, (num_threads or num_local) - 1), thread_name_prefix="persia-fan-out"
             )
         # Guards all below, and is not held while a server is asked.
         self._lock = threading.Lock()
-        self._configured: HyperParameters | None = None
-        self._optimizer: OptimizerSettings | None = None
-        self._num_restarts = 0
-
-    def __len__(self) -> int:
-        return len(self._servers)
+        self._settings: dict[str, HyperParameters | OptimizerSettings] = {}  # by method
+        self.num_restarts = 0  # how often a server was found to be another process
 
     def close(self) -> None:
         """Stop the threads; no server must be asked afterwards."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-
-    @property
-    def servers(self) -> tuple[ParameterServer, ...]:
-        """The servers, by replica number."""
-        return self._servers
-
-    @property
-    def num_restarts(self) -> int:
-        """How often one of them was found to be another process than before."""
-        return self._num_restarts
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
 
     # --- asking -----------------------------------------------------------------------------
 
@@ -102,11 +91,11 @@ class ServerSet:
         Returns:
             By server, in their order, what it answered, or the Exception that it raised.
         """
-        return self._ask(method, {server: (asked,) for server, asked in requests.items()})
+        return self._ask(method, {server: (request,) for server, request in requests.items()})
 
     def ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call every server and wait for every answer; raise the first failure."""
-        answers = self._ask(method, dict.fromkeys(range(len(self._servers)), arguments))
+        answers = self._ask(method, dict.fromkeys(range(len(self.servers)), arguments))
         for answer in answers.values():
             if isinstance(answer, Exception):
                 raise answer
@@ -114,27 +103,34 @@ class ServerSet:
 
     def _ask(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call a method of each server with these arguments; returns as ``ask``."""
-        begun: dict[int, Callable[[], Any]] = {}
-        flights: list[CallInFlight] = []
+        answers: dict[int, Any] = dict.fromkeys(calls)
+        pending: dict[int, Callable[[], Any]] = {}
+        remote_calls: list[PendingCall] = []
         try:
             for number, arguments in calls.items():
-                server = self._servers[number]
+                server = self.servers[number]
                 if isinstance(server, Remote):
-                    begun[number] = _begin(server, method, arguments, flights)
-                else:
-                    call = functools.partial(getattr(server, method), *arguments)
-                    # The first by this thread, when the others are under way.
-                    begun[number] = self._submit(call) if begun else call
-            return {number: _answer(result) for number, result in begun.items()}
+                    try:
+                        remote_calls.append(server.begin(method, *arguments))
+                    except Exception as error:
+                        answers[number] = error
+                    else:
+                        pending[number] = remote_calls[-1].result
+                elif self._threads is not None and pending:
+                    # In a copy of this context, which holds the caller's deadline.
+                    run, call = contextvars.copy_context().run, getattr(server, method)
+                    pending[number] = self._threads.submit(run, call, *arguments).result
+                else:  # by this thread, once the others are under way
+                    pending[number] = partial(getattr(server, method), *arguments)
+            for number, result in pending.items():
+                try:
+                    answers[number] = result()
+                except Exception as error:
+                    answers[number] = error
+            return answers
         finally:
-            for flight in flights:
-                flight.cancel()
-
-    def _submit(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """Call in another thread, in a copy of this context: it holds the deadline."""
-        if self._pool is None:
-            return call
-        return self._pool.submit(contextvars.copy_context().run, call).result
+            for remote_call in remote_calls:
+                remote_call.cancel()
 
     def lookup(self, requests: Mapping[int, LookupRequest]) -> dict[int, LookupReply]:
         """Ask each server for rows.
@@ -143,124 +139,97 @@ class ServerSet:
             ProtocolError: If one answers with other rows than it was asked for.
             PersiaError: What the first server that failed raised.
         """
-        replies = {}
-        for number, reply in self.ask("lookup", requests).items():
+        replies = self.ask("lookup", requests)
+        for number, reply in replies.items():
             if isinstance(reply, Exception):
                 raise reply
-            wrong = self._why_wrong(requests[number], reply)
-            if wrong:
-                raise ProtocolError(
-                    f"embedding-parameter-server {number} answered a lookup wrongly: {wrong}",
-                    role="embedding-parameter-server",
-                    replica=number,
-                    method="lookup",
-                )
-            replies[number] = reply
+            # The codec has checked types. Only here is it known what was asked for.
+            if isinstance(self.servers[number], Remote):
+                self._check_reply(number, requests[number], reply)
         return replies
 
-    def _why_wrong(self, request: LookupRequest, reply: LookupReply) -> str:
-        """Say why a reply is none to the request; "" if it is one."""
-        asked, told = [[part.table for part in x.tables] for x in (request, reply)]
-        if asked != told:
-            return f"expected tables {asked}, got {told}"
-        for part, rows in zip(request.tables, reply.tables, strict=True):
-            want = (len(part.signs), self._dims[part.table])
-            if rows.rows.shape != want:
-                got = list(rows.rows.shape)
-                return f"expected rows {list(want)} of table {part.table}, got {got}"
-            if request.is_training and (rows.hints is None or rows.hints.shape != want[:1]):
-                hints = "none" if rows.hints is None else f"{list(rows.hints.shape)}"
-                return f"expected hints [{want[0]}] of table {part.table}, got {hints}"
-        return ""
+    def _check_reply(self, number: int, request: LookupRequest, reply: LookupReply) -> None:
+        expected = [
+            (
+                part.table,
+                (len(part.signs), self._dims[part.table]),
+                (len(part.signs),) if request.is_training else None,
+            )
+            for part in request.tables
+        ]
+        got = [
+            (
+                part.table,
+                part.rows.shape,
+                part.hints.shape if request.is_training and part.hints is not None else None,
+            )
+            for part in reply.tables
+        ]
+        if expected != got:
+            raise ProtocolError(
+                f"{_ROLE} {number}: expected a reply with (table, shape of rows, shape of "
+                f"hints) {expected}, got {got}",
+                role=_ROLE,
+                replica=number,
+                method="lookup",
+            )
 
     # --- settings ---------------------------------------------------------------------------
 
-    def configure(self, settings: HyperParameters) -> None:
-        """Give every server the settings, also those that come later."""
+    def configure_all(self, method: str, settings: HyperParameters | OptimizerSettings) -> None:
+        """Give every server settings, also those that come later.
 
-        def keep() -> None:
-            self._configured = settings
-
-        self._tell_all("configure", settings, keep)
-
-    def register_optimizer(self, settings: OptimizerSettings) -> None:
-        """Give every server the optimizer, also those that come later."""
-
-        def keep() -> None:
-            self._optimizer = settings
-
-        self._tell_all("register_optimizer", settings, keep)
-
-    def _tell_all(self, method: str, settings: object, keep: Callable[[], None]) -> None:
-        """Tell every server, then keep what it was, since a refused setting is none."""
+        Args:
+            method: ``configure`` or ``register_optimizer``.
+            settings: Its argument.
+        """
         while True:
-            before = self._num_restarts
+            before = self.num_restarts
             self.ask_all(method, settings)
             with self._lock:
-                keep()
-                if self._num_restarts == before:
+                self._settings[method] = settings  # only now: a refused setting is none
+                if self.num_restarts == before:
                     return
-            # A server was restarted meanwhile, perhaps after it had been told, and was given
-            # what was kept then. Telling the same twice changes nothing.
+            # A server was restarted meanwhile, perhaps after it had been asked, and was given
+            # what was remembered then. Configuring is idempotent.
 
-    def restarted(self, number: int) -> None:
-        """Give a server that was started anew its settings.
+    def reconfigure(self, number: int) -> None:
+        """Give a server that was restarted its settings.
 
-        Runs inside a call to that server, which goes on afterwards.
+        Runs inside a call to that server, which continues afterwards.
         """
         with self._lock:
-            self._num_restarts += 1
-            configured, optimizer = self._configured, self._optimizer
-        server = self._servers[number]
-        recovered = server.stats().get("recovered_rows", 0)
-        if recovered:
+            self.num_restarts += 1
+            settings = dict(self._settings)
+        server = self.servers[number]
+        num_recovered = server.stats().get("recovered_rows", 0)
+        if num_recovered:
             logger.warning(
-                "embedding-parameter-server %d was restarted and has its %d rows again; "
-                "training goes on",
+                "%s %d was restarted and has its %d rows again; training goes on",
+                _ROLE,
                 number,
-                recovered,
+                num_recovered,
             )
-        elif configured is None:  # nor has this worker ever been asked for rows to train
+        elif "configure" not in settings:  # nor was this worker ever asked for rows to train
             logger.info(
-                "embedding-parameter-server %d was restarted; no trainer has configured it "
-                "here yet, so no row of a training is lost",
+                "%s %d was restarted; no trainer has configured it here yet, so no row of a "
+                "training is lost",
+                _ROLE,
                 number,
             )
         else:
             logger.error(
-                "embedding-parameter-server %d was restarted and THE ROWS IT HELD ARE LOST: "
-                "their ids begin anew; it is given the settings again and training goes on",
+                "%s %d was restarted and THE ROWS IT HELD ARE LOST: their ids start from "
+                "initial values; it is given the settings again and training goes on",
+                _ROLE,
                 number,
             )
-        if configured is not None:
-            server.configure(configured)
-        if optimizer is not None:
-            server.register_optimizer(optimizer)
+        for method in _SETTINGS:
+            if method in settings:
+                getattr(server, method)(settings[method])
 
 
-def _begin(
-    server: Remote, method: str, arguments: tuple[Any, ...], flights: list[CallInFlight]
-) -> Callable[[], Any]:
-    """Begin a call and append it to ``flights``; returns what gives its result."""
-    try:
-        flights.append(server.begin(method, *arguments))
-    except Exception as error:
-        return functools.partial(_raise, error)
-    return flights[-1].result
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _answer(result: Callable[[], Any]) -> Any:
-    try:
-        return result()
-    except Exception as error:
-        return error
-
-
-def _whole_set(
+def _sort_servers(
     servers: Sequence[ParameterServer], schema: EmbeddingSchema
 ) -> tuple[ParameterServer, ...]:
     """Return the servers by replica index.
@@ -277,20 +246,20 @@ def _whole_set(
         if size != len(servers):
             raise ConfigError(
                 f"parameter server {index} is one of {size}, expected one of {len(servers)}, "
-                f"which is how many were given"
+                f"the number given"
             )
         if index in by_index:
+            missing = sorted(set(range(size)) - {one.replica_index for one in servers})
             raise ConfigError(
-                f"parameter server {index} of {size} was given twice; missing: "
-                f"{sorted(set(range(size)) - {s.replica_index for s in servers})}"
+                f"parameter server {index} of {size} was given twice; missing: {missing}"
             )
         if server.schema_fingerprint != fingerprint:
-            theirs = describe_differences(
+            differences = describe_differences(
                 server.schema_fingerprint, fingerprint, "there", "here"
             )
             raise ConfigError(
-                f"parameter server {index} of {size} has another embedding config: {theirs}; "
-                f"{SAME_EVERYWHERE}"
+                f"parameter server {index} of {size} has another embedding config: "
+                f"{differences}; {SAME_EVERYWHERE}"
             )
         by_index[index] = server
     return tuple(by_index[index] for index in sorted(by_index))

@@ -5,9 +5,9 @@
     update(gradients of ref)        one summed gradient per sign, to all servers
     release(ref)                    no gradient will come
 
-Whoever lost an answer asks again (see ``refs``): the same batch registered twice has one ref, a
-lookup draws the same admissions, an update is applied once (the servers know its id), and a
-retired one is answered again.
+Each call may be repeated when its answer is lost (see ``forward_buffer``): the same batch
+registered twice has one ref, a lookup draws the same admissions, an update is applied once (the
+servers know its id), and one that is acknowledged is answered again.
 
 A plain object: embedded mode calls it, a transport serves it. Any thread may call any method.
 """
@@ -19,13 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.base.arrays import empty_floats
-from persia._core.base.hashing import owners, route
+from persia._core.base.hashing import owners
 from persia._core.base.threads import ThreadPool
 from persia._metrics.timings import Timings
 from persia._rpc.messages import (
@@ -34,47 +33,37 @@ from persia._rpc.messages import (
     CutRequest,
     CutStatus,
     FeatureStats,
-    Floats,
     HyperParameters,
     IDFeatures,
     LoadRequest,
     LoadStatus,
-    LookupRequest,
     LookupResult,
-    Numbers,
     OptimizerSettings,
     ParameterServer,
+    SlotOutput,
     TableEntries,
-    TableGradients,
-    TableSigns,
     UpdateReport,
-    UpdateRequest,
     WriteRequest,
 )
-from persia._worker.batch import (
-    GradientCounts,
+from persia._worker.batch_plan import BatchPlanner, check_names
+from persia._worker.feature_statistics import FeatureStatistics
+from persia._worker.forward_buffer import BufferedBatch, ForwardBuffer
+from persia._worker.packing import (
     PackedBatch,
-    TableSums,
+    join_rows,
     pack_batch,
+    split_entries,
+    split_lookup,
+)
+from persia._worker.pooling import (
+    GradientCounts,
     pool_outputs,
+    split_update,
     sum_gradients,
 )
-from persia._worker.batch_plan import POOLED, BatchPlanner, check_names
-from persia._worker.feature_statistics import FeatureStatistics
-from persia._worker.forward_buffer import BufferedBatch, ForwardBuffer, LookedUp
 from persia._worker.server_pool import ServerSet
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, tables_at_rate
-from persia.errors import (
-    DataError,
-    DataTypeError,
-    StoreError,
-)
-from persia.logger import get_logger
-
-S = TypeVar("S")
-T = TypeVar("T")
-
-_logger = get_logger("persia.embedding_worker")
+from persia.errors import DataError, DataTypeError
 
 _F32 = np.dtype(np.float32)
 _GRADIENT_DTYPES = (_F32, np.dtype(np.float16))
@@ -108,50 +97,49 @@ class EmbeddingWorker:
     ) -> None:
         self._schema = schema
         self._servers = ServerSet(servers, schema, num_threads)
-        self._crew = ThreadPool(num_pooling_threads)
-        self._owners = owners(len(self._servers))
+        self._num_servers = len(servers)
+        self._threads = ThreadPool(num_pooling_threads)
+        self._owners = owners(len(servers))
         self._planner = BatchPlanner(schema)
-        self._refs = ForwardBuffer(settings, clock)
+        self._buffer = ForwardBuffer(settings, clock)
+        self._statistics = FeatureStatistics(schema)
         self._lock = threading.Lock()  # guards the counts
         self._counts: Counter[str] = Counter()
-        self._masked_ids: Counter[str] = Counter()
-        self._ids: Counter[str] = Counter()
-        self._distinct_ids: Counter[str] = Counter()
-        self._skipped_slots: Counter[str] = Counter()
-        self._tally = FeatureStatistics(schema)
+        names = ("preprocess", "rpc", "postprocess", "total")
         self.timings = Timings(
-            "lookup_preprocess_time_cost_sec",
-            "lookup_rpc_time_cost_sec",
-            "lookup_postprocess_time_cost_sec",
-            "lookup_total_time_cost_sec",
+            *(f"lookup_{name}_time_cost_sec" for name in names),
             "update_gradient_time_cost_sec",
         )
+        self._pack_time, self._rpc_time, self._pool_time, self._lookup_time = (
+            self.timings[f"lookup_{name}_time_cost_sec"] for name in names
+        )
+        self._update_time = self.timings["update_gradient_time_cost_sec"]
 
     def close(self) -> None:
         """Stop the worker's threads; it must not be called afterwards."""
         self._servers.close()
-        self._crew.close()
-
-    # --- refs -------------------------------------------------------------------------------
+        self._threads.close()
 
     @property
     def servers(self) -> tuple[ParameterServer, ...]:
         """The parameter servers, by replica index."""
         return self._servers.servers
 
-    def server_restarted(self, number: int) -> None:
-        """Give a parameter server that was started anew its settings; its rows are lost.
+    def reconfigure_server(self, number: int) -> None:
+        """Give a parameter server that was restarted its settings; its rows are lost.
 
         Args:
             number: The server's, whose client calls this, see ``Client``.
         """
-        self._servers.restarted(number)
+        self._servers.reconfigure(number)
+
+    # --- registration -----------------------------------------------------------------------
 
     def register(self, features: IDFeatures) -> int:
-        """Take the ids of a batch and return its ref.
+        """Buffer the ids of a batch and return its ref.
 
         The same batch (batch id, features and ids) has the same ref as long as it is in
-        flight, so a caller who got no answer may send it again.
+        flight, so a call without an answer may be repeated.
 
         Raises:
             DataError: If a feature is unknown or comes twice, batch sizes differ, or ids do
@@ -162,54 +150,28 @@ class EmbeddingWorker:
 
     def _register(self, features: IDFeatures, *, is_repeatable: bool) -> BufferedBatch:
         packed = self._pack(features)
-        batch, is_new = self._refs.add(features, packed, is_repeatable=is_repeatable)
+        batch, is_new = self._buffer.add(features, packed, is_repeatable=is_repeatable)
         if is_new:
-            self._count_ids(packed)
-            if features.requires_grad:  # evaluation says nothing of what is trained
-                for feature in packed.features:
-                    self._tally.add(feature.ids)
+            self._statistics.add(packed, is_training=features.requires_grad)
         return batch
 
     def _pack(self, features: IDFeatures) -> PackedBatch:
         begin = time.perf_counter()
-        plan = self._planner.plan(tuple(feature.name for feature in features.features))
+        plan = self._planner.plan(tuple([feature.name for feature in features.features]))
         packed = pack_batch(
             features.features,
             plan,
             self._schema,
             self._owners,
-            len(self._servers),
-            self._crew,
+            self._num_servers,
+            self._threads,
         )
-        took_s = time.perf_counter() - begin
-        self.timings["lookup_preprocess_time_cost_sec"].add(took_s)
+        self._pack_time.add(time.perf_counter() - begin)
         return packed
-
-    def _count_ids(self, packed: PackedBatch) -> None:
-        with self._lock:
-            for feature in packed.features:
-                ids = feature.ids
-                name = ids.name
-                self._ids[name] += ids.num_ids
-                self._distinct_ids[name] += ids.num_distinct
-        for name, count in packed.num_masked.items():
-            with self._lock:
-                is_first = name not in self._masked_ids
-                self._masked_ids[name] += count
-            if is_first:
-                index_bits = 64 - self._schema.prefix_bits
-                _logger.warning(
-                    "feature %r: %d ids of a batch need more than %d bits (64 - "
-                    "feature_index_prefix_bit) and were cut to them, so that they may share "
-                    "rows; later ones are only counted. strict_ids: true makes this an error",
-                    name,
-                    count,
-                    index_bits,
-                )
 
     def release(self, ref: int) -> None:
         """Retire a ref for which no gradient will come; nothing if it is retired already."""
-        self._refs.release(ref)
+        self._buffer.release(ref)
 
     # --- lookup -----------------------------------------------------------------------------
 
@@ -224,9 +186,9 @@ class EmbeddingWorker:
             UnknownRef: If the ref is retired or not this worker's.
             NotConfigured: If it is training and the servers have no settings yet.
         """
-        batch = self._refs.find(ref, "lookup")
-        result = self._lookup(batch.packed, batch.batch_id, batch if is_training else None)
-        return replace(result, ref=ref if is_training else None)
+        batch = self._buffer.find(ref, "lookup")
+        outputs = self._lookup(batch.packed, batch.batch_id, batch if is_training else None)
+        return LookupResult(outputs, ref if is_training else None)
 
     def lookup_direct(self, features: IDFeatures) -> LookupResult:
         """Register and look up in one; without gradients nothing stays in flight.
@@ -238,78 +200,33 @@ class EmbeddingWorker:
         """
         if not features.requires_grad:
             packed = self._pack(features)
-            self._count_ids(packed)
-            return self._lookup(packed, features.batch_id, None)
+            self._statistics.add(packed, is_training=False)
+            return LookupResult(self._lookup(packed, features.batch_id, None), None)
         batch = self._register(features, is_repeatable=False)
         try:
-            result = self._lookup(batch.packed, batch.batch_id, batch)
+            outputs = self._lookup(batch.packed, batch.batch_id, batch)
         except BaseException:
-            self.release(batch.ref)  # the caller never learns it
+            self.release(batch.ref)  # the caller has no ref to release it by
             raise
-        return replace(result, ref=batch.ref)
+        return LookupResult(outputs, batch.ref)
 
     def _lookup(
         self, packed: PackedBatch, batch_id: int, training: BufferedBatch | None
-    ) -> LookupResult:
-        is_training = training is not None
+    ) -> tuple[SlotOutput, ...]:
         begin = time.perf_counter()
-        rows, hints = self._fetch(packed, batch_id, is_training)
+        requests = split_lookup(packed, batch_id, training is not None, self._num_servers)
+        rows, hints = join_rows(packed, self._servers.lookup(requests))
         fetched = time.perf_counter()
-        outputs, maxima = pool_outputs(packed, rows, self._crew)
+        outputs, maxima = pool_outputs(packed, rows, self._threads)
         end = time.perf_counter()
-        self.timings["lookup_rpc_time_cost_sec"].add(fetched - begin)
-        self.timings["lookup_postprocess_time_cost_sec"].add(end - fetched)
-        self.timings["lookup_total_time_cost_sec"].add(end - begin)
+        self._rpc_time.add(fetched - begin)
+        self._pool_time.add(end - fetched)
+        self._lookup_time.add(end - begin)
         if training is not None:
-            training.looked_up = LookedUp(tuple(hints), maxima)
+            training.looked_up = hints, maxima
         with self._lock:
             self._counts["lookups"] += 1
-        return LookupResult(outputs, None)
-
-    def _fetch(
-        self, packed: PackedBatch, batch_id: int, is_training: bool
-    ) -> tuple[list[Floats], list[Numbers]]:
-        """Return rows and hints (empty in evaluation) by table, in the order of the signs."""
-        requests: dict[int, LookupRequest] = {}
-        asked: dict[int, list[int]] = {}  # server -> places of its tables in the plan
-        for server in range(len(self._servers)):
-            parts = []
-            places = []
-            for place, table in enumerate(packed.tables):
-                start, stop = table.starts[server : server + 2]
-                if stop > start:
-                    number = packed.plan.tables[place].number
-                    parts.append(TableSigns(number, table.signs[start:stop]))
-                    places.append(place)
-            if parts:
-                requests[server] = LookupRequest(batch_id, is_training, tuple(parts))
-                asked[server] = places
-        replies = self._servers.lookup(requests)
-
-        rows: dict[int, Floats] = {}
-        hints: dict[int, Numbers] = {}
-        for server, reply in replies.items():
-            for place, part in zip(asked[server], reply.tables, strict=True):
-                table = packed.tables[place]
-                start, stop = table.starts[server : server + 2]
-                if stop - start == len(table.signs):
-                    rows[place] = part.rows
-                    if part.hints is not None:
-                        hints[place] = part.hints
-                    continue
-                if place not in rows:
-                    dim = packed.plan.tables[place].dim
-                    rows[place] = empty_floats(len(table.signs), dim)
-                    hints[place] = np.empty(len(table.signs), np.uint32)
-                rows[place][start:stop] = part.rows
-                if part.hints is not None:
-                    hints[place][start:stop] = part.hints
-        for place, plan in enumerate(packed.plan.tables):
-            if place not in rows:  # no signs
-                rows[place] = empty_floats(0, plan.dim)
-        none = np.empty(0, np.uint32)
-        count = len(packed.tables)
-        return [rows[at] for at in range(count)], [hints.get(at, none) for at in range(count)]
+        return outputs
 
     # --- update -----------------------------------------------------------------------------
 
@@ -328,34 +245,34 @@ class EmbeddingWorker:
             DataTypeError: If a gradient is neither f32 nor f16.
             ServiceError: Whatever the first server that failed raised.
         """
-        batch = self._refs.find_for_update(gradients.ref, gradients.update_id)
+        batch = self._buffer.find_for_update(gradients.ref, gradients.update_id)
         if isinstance(batch, UpdateReport):
             return replace(batch, repeated=True)
         with batch.updating:
             if batch.report is not None:  # acknowledged while this call waited
                 if batch.update_id != gradients.update_id:
-                    raise self._refs.unknown(gradients.ref, "update")
+                    raise self._buffer.unknown_ref(gradients.ref, "update")
                 return replace(batch.report, repeated=True)
             begin = time.perf_counter()
             report = self._update(batch, gradients)
-            took_s = time.perf_counter() - begin
-            self.timings["update_gradient_time_cost_sec"].add(took_s)
+            self._update_time.add(time.perf_counter() - begin)
             return report
 
     def _update(self, batch: BufferedBatch, gradients: BatchGradients) -> UpdateReport:
-        looked_up = batch.looked_up
-        if looked_up is None:
+        if batch.looked_up is None:
             raise DataError(
                 f"ref {batch.ref}: expected a training lookup before its gradients, got none"
             )
+        hints, maxima = batch.looked_up
         if batch.update_id not in (None, gradients.update_id):
             raise DataError(
                 f"ref {batch.ref}: expected update id {batch.update_id} again, which a part of "
                 f"the servers have applied, got {gradients.update_id}"
             )
         arrays = _checked_gradients(batch.packed, gradients)
-        sums, counts = sum_gradients(batch.packed, arrays, looked_up.maxima, self._crew)
-        requests = self._requests(batch, gradients, sums, looked_up)
+        sums, counts = sum_gradients(batch.packed, arrays, maxima, self._threads)
+        servers = [x for x in range(self._num_servers) if x not in batch.acknowledged]
+        requests = split_update(batch.packed, gradients, sums, hints, servers)
         batch.update_id = gradients.update_id
         failure: Exception | None = None
         for server, reply in self._servers.ask("update", requests).items():
@@ -367,53 +284,17 @@ class EmbeddingWorker:
             with self._lock:
                 self._counts["failed_updates"] += 1
             raise failure
-        names = batch.packed.plan.names
-        report = UpdateReport(
-            num_missing=sum(reply.num_missing for reply in batch.acknowledged.values()),
-            nan_samples=counts.samples,
-            nan_rows=counts.rows,
-            skipped=tuple(
-                name for name, array in zip(names, arrays, strict=True) if array is None
-            ),
-            repeated=any(reply.repeated for reply in batch.acknowledged.values()),
-        )
+        num_missing, repeated = 0, False
+        for reply in batch.acknowledged.values():
+            num_missing += reply.num_missing
+            repeated = repeated or reply.repeated
+        names = zip(batch.packed.plan.names, arrays, strict=True)
+        skipped = tuple([name for name, array in names if array is None])
+        report = UpdateReport(num_missing, counts.samples, counts.rows, skipped, repeated)
         batch.report = report
-        self._refs.acknowledge(batch, gradients.update_id, report)
+        self._buffer.acknowledge(batch, gradients.update_id, report)
         self._count_update(report, counts)
         return report
-
-    def _requests(
-        self,
-        batch: BufferedBatch,
-        gradients: BatchGradients,
-        sums: Sequence[TableSums],
-        looked_up: LookedUp,
-    ) -> dict[int, UpdateRequest]:
-        """The requests of the servers that have a step to make and have not acknowledged it."""
-        packed = batch.packed
-        rates = {rate.table: rate.lr for rate in gradients.learning_rates}
-        requests: dict[int, UpdateRequest] = {}
-        for server in range(len(self._servers)):
-            if server in batch.acknowledged:
-                continue
-            parts = []
-            for place, table in enumerate(packed.tables):
-                window = slice(*table.starts[server : server + 2])
-                signs, summed = table.signs[window], sums[place].sums[window]
-                hints = looked_up.hints[place]
-                if len(hints) != len(signs):  # a whole array may know more than its numbers
-                    hints = hints[window]
-                keep = sums[place].keep
-                if keep is not None:
-                    kept = keep[window]
-                    signs, summed, hints = signs[kept], summed[kept], hints[kept]
-                if len(signs):
-                    number = packed.plan.tables[place].number
-                    lr = rates.get(number)
-                    parts.append(TableGradients(number, signs, hints, summed, lr))
-            if parts:
-                requests[server] = UpdateRequest(gradients.update_id, tuple(parts))
-        return requests
 
     def _count_update(self, report: UpdateReport, counts: GradientCounts) -> None:
         with self._lock:
@@ -421,21 +302,22 @@ class EmbeddingWorker:
             self._counts["repeated_updates"] += report.repeated
             self._counts["missing"] += report.num_missing
             self._counts["skipped_slots"] += len(report.skipped)
-            self._skipped_slots.update(report.skipped)
             for name, count in counts.samples.items():
                 self._counts[f"nan_samples.{name}"] += count
             for name, count in counts.rows.items():
                 self._counts[f"nan_rows.{name}"] += count
+        if report.skipped:
+            self._statistics.add_skipped(report.skipped)
 
     # --- all servers ------------------------------------------------------------------------
 
     def configure(self, settings: HyperParameters) -> None:
-        """Give every server the settings, also one that is started anew later."""
-        self._servers.configure(settings)
+        """Give every server the settings, also one that is restarted later."""
+        self._servers.configure_all("configure", settings)
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
-        """Give every server the optimizer, also one that is started anew later."""
-        self._servers.register_optimizer(settings)
+        """Give every server the optimizer, also one that is restarted later."""
+        self._servers.configure_all("register_optimizer", settings)
 
     def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
         """Return the tables that a learning rate of a group, or of all groups, is for.
@@ -459,29 +341,7 @@ class EmbeddingWorker:
             DimMismatch: If values are not of the table's dim.
             DataTypeError: If an array has another dtype than its message says.
         """
-        requests: dict[int, list[TableEntries]] = {}
-        for part in tables:
-            signs = part.signs
-            lengths = {len(signs), len(part.values)}
-            lengths |= set() if part.states is None else {len(part.states)}
-            if len(lengths) > 1:
-                raise StoreError(
-                    f"table {part.table}: expected as many values and states as signs, "
-                    f"{len(signs)}, got {sorted(lengths)}"
-                )
-            if not isinstance(signs, np.ndarray) or signs.dtype != np.uint64:
-                raise DataTypeError(f"table {part.table}: expected signs as uint64 array")
-            order, starts = route(np.ascontiguousarray(signs), self._owners, len(self._servers))
-            for server in range(len(self._servers)):
-                chosen = order[starts[server] : starts[server + 1]]
-                if len(chosen):
-                    entries = TableEntries(
-                        part.table,
-                        signs[chosen],
-                        part.values[chosen],
-                        None if part.states is None else part.states[chosen],
-                    )
-                    requests.setdefault(server, []).append(entries)
+        requests = split_entries(tables, self._owners, self._num_servers)
         for answer in self._servers.ask("set_embedding", requests).values():
             if isinstance(answer, Exception):
                 raise answer
@@ -543,35 +403,26 @@ class EmbeddingWorker:
         Counts by feature are named ``masked_ids.<feature>``, ``nan_samples.<feature>`` and
         ``nan_rows.<feature>``; those that are zero are absent.
         """
-        refs = self._refs.stats()
+        counts = self._statistics.count_ids()
+        buffered = self._buffer.stats()
         with self._lock:
-            masked = {f"masked_ids.{name}": n for name, n in self._masked_ids.items()}
-            counts = {**refs, **self._counts, **masked}
+            stats = {**buffered, **self._counts}
+        stats.update({f"masked_ids.{name}": n for name, (*_, n, _) in counts.items() if n})
         if self._servers.num_restarts:
-            counts["server_restarts"] = self._servers.num_restarts
-        return counts
+            stats["server_restarts"] = self._servers.num_restarts
+        return stats
 
     def feature_stats(self) -> tuple[FeatureStats, ...]:
         """Return what was seen of each feature, with a sketch of its distinct ids."""
-        return self._tally.read()
+        return self._statistics.read()
 
     def measure(self) -> tuple[int, int, int]:
         """Return how many batches wait for a lookup, and for an update, and their bytes."""
-        return self._refs.measure()
+        return self._buffer.measure()
 
     def id_counts(self) -> Mapping[str, tuple[int, int, int, int]]:
         """Return by feature: ids, distinct ids batch by batch, masked, gradients skipped."""
-        with self._lock:
-            names = self._ids.keys() | self._skipped_slots.keys()
-            return {
-                name: (
-                    self._ids[name],
-                    self._distinct_ids[name],
-                    self._masked_ids[name],
-                    self._skipped_slots[name],
-                )
-                for name in names
-            }
+        return self._statistics.count_ids()
 
 
 def _checked_gradients(
@@ -579,7 +430,9 @@ def _checked_gradients(
 ) -> list[NDArray[np.float32] | None]:
     """Return the gradients as f32 without the loss's scale, in the order of the features."""
     names = packed.plan.names
-    check_names([given.name for given in gradients.gradients], names, "the batch of this ref")
+    given: dict[str, Any] = {item.name: item.gradient for item in gradients.gradients}
+    if len(given) != len(gradients.gradients) or given.keys() - names:
+        check_names([x.name for x in gradients.gradients], names, "the batch of this ref")
     scale = gradients.scale
     with np.errstate(all="ignore"):
         unscale = np.float32(1.0 / scale) if scale > 0.0 else np.float32(np.nan)
@@ -588,7 +441,6 @@ def _checked_gradients(
             f"scale of ref {gradients.ref}: expected a positive number with a reciprocal in "
             f"f32, got {scale}"
         )
-    given = {item.name: item.gradient for item in gradients.gradients}
     arrays: list[NDArray[np.float32] | None] = []
     for place, (name, feature) in enumerate(zip(names, packed.plan.features, strict=True)):
         gradient = given.get(name)
@@ -602,7 +454,7 @@ def _checked_gradients(
             and gradient.shape == (packed.batch_size, feature.slot.dim)
             and gradient.flags.c_contiguous
         ):
-            arrays.append(cast("NDArray[np.float32]", gradient))
+            arrays.append(gradient)
         else:
             arrays.append(_checked_gradient(packed, place, gradient, unscale))
     return arrays
@@ -614,14 +466,15 @@ def _checked_gradient(
     gradient: NDArray[np.float32] | NDArray[np.float16],
     unscale: np.float32,
 ) -> NDArray[np.float32]:
-    slot = packed.plan.features[place].slot
+    plan = packed.plan.features[place]
+    slot = plan.slot
     if not isinstance(gradient, np.ndarray) or gradient.dtype not in _GRADIENT_DTYPES:
         got = gradient.dtype if isinstance(gradient, np.ndarray) else type(gradient).__name__
         raise DataTypeError(
             f"gradient of feature {slot.name!r}: expected float32 or float16, got {got}"
         )
     num_rows = packed.batch_size
-    if slot.pooling not in POOLED:
+    if plan.pooled < 0:
         num_rows = packed.features[place].ids.num_distinct
     if gradient.shape != (num_rows, slot.dim):
         raise DataError(

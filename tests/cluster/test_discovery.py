@@ -1,194 +1,25 @@
-"""Finding the servers: lists of addresses, names of several hosts, sets that are not whole."""
+"""Finding servers: names of several hosts, sets that are not whole, sets that are mixed."""
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from persia import env
-from persia._cluster import addresses, connect, discovery, monitor
+from persia._cluster import discovery, monitor
 from persia._cluster.connect import (
     connect_embedding_workers,
     connect_nn_workers,
     connect_parameter_servers,
-    listening_address,
 )
-from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
-from persia._rpc.server import Server
-from persia._rpc.zmq_transport import ZmqTransport
+from persia._rpc.methods import embedding_worker, nn_worker
 from persia.config import EmbeddingSchema, schema_fingerprint
 from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
+from tests.cluster.place import PATIENCE_S, Monkey, Place, hosts_of
 from tests.support.waiting import until
-
-Monkey = pytest.MonkeyPatch
-# Seconds; nothing here takes long unless it is broken.
-PATIENCE_S = 20.0
-
-
-class Place:
-    """A transport, and servers that answer nothing but ``hello``."""
-
-    def __init__(self, directory: Path) -> None:
-        self.transport = ZmqTransport()
-        self.directory = directory
-        self.servers: list[Server] = []
-
-    def ipc(self, name: str | int) -> str:
-        return f"ipc://{self.directory}/{name}"
-
-    def serve(
-        self,
-        number: int,
-        size: int,
-        address: str = "",
-        *,
-        role: Role | None = None,
-        fingerprint: str = "f",
-    ) -> Server:
-        server = Server(
-            self.transport,
-            address or self.ipc(number),
-            role or parameter_server(),
-            object(),
-            replica_index=number,
-            replica_size=size,
-            schema_fingerprint=fingerprint,
-        )
-        server.start()
-        self.servers.append(server)
-        return server
-
-    def __enter__(self) -> Place:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for server in self.servers:
-            server.stop()
-        self.transport.close()
-
-    def find(self, *listed: str, timeout_s: float = PATIENCE_S, **options: Any) -> list[int]:
-        """The numbers of the servers that are found."""
-        found = connect_parameter_servers(
-            self.transport, addresses=listed, timeout_s=timeout_s, **options
-        )
-        numbers = [server.replica_index for server in found]
-        for server in found:
-            server.close()
-        return numbers
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with Place(tmp_path) as made:
-        yield made
-    left = [t.name for t in threading.enumerate() if t.name.startswith("persia-ask")]
-    assert not left
-
-
-@pytest.fixture(autouse=True)
-def _same_rank_after() -> Iterator[None]:
-    yield
-    env.reload_env()
-
-
-# --- lists ----------------------------------------------------------------------------------
-
-
-def test_defaults() -> None:
-    assert env.parameter_server_addresses() == ["127.0.0.1:8888"]
-    assert env.embedding_worker_addresses() == ["127.0.0.1:8887"]
-    assert env.nn_worker_addresses() == ["127.0.0.1:23457"]
-    assert env.listen_host() == "127.0.0.1"
-    assert listening_address("embedding-parameter-server", 0) == "tcp://127.0.0.1:8888"
-    assert listening_address("embedding-worker", 3) == "tcp://127.0.0.1:8887"
-    assert listening_address("nn-worker", 0) == "tcp://127.0.0.1:23457"
-
-
-def test_the_old_name_of_the_embedding_workers_counts(monkeypatch: Monkey) -> None:
-    monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", "old:1")
-    assert env.embedding_worker_addresses() == ["old:1"]
-    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "new:1, new:2")
-    assert env.embedding_worker_addresses() == ["new:1", "new:2"]
-
-
-@pytest.mark.parametrize("text", ["a:1,,b:2", "a:1,", " "])
-def test_empty_entries_are_refused(monkeypatch: Monkey, text: str) -> None:
-    monkeypatch.setenv("PERSIA_NN_WORKERS", text)
-    with pytest.raises(ConfigError, match="PERSIA_NN_WORKERS must be a list of addresses"):
-        env.nn_worker_addresses()
-
-
-@pytest.mark.parametrize(
-    "address", ["here", "here:", ":1", "http://here:1", "a:65536", "ipc://"]
-)
-def test_an_address_that_cannot_be_read_is_named(place: Place, address: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"the list of embedding-parameter-servers given: .*address"
-    ):
-        place.find(address)
-
-
-@pytest.mark.parametrize(
-    ("listed", "index", "options", "want"),
-    [
-        ("a:1", 2, {}, "tcp://127.0.0.1:1"),
-        ("a:1,b:2", 1, {}, "tcp://127.0.0.1:2"),
-        ("a:1,ipc:///tmp/x", 1, {}, "ipc:///tmp/x"),
-        ("a:1,ipc:///tmp/x", 1, {"port": 7}, "tcp://127.0.0.1:7"),
-        ("a:1", 0, {"host": "0.0.0.0"}, "tcp://0.0.0.0:1"),
-        ("a:1", 0, {"host": "::1"}, "tcp://[::1]:1"),
-    ],
-)
-def test_where_a_server_listens(
-    monkeypatch: Monkey, listed: str, index: int, options: Any, want: str
-) -> None:
-    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", listed)
-    assert listening_address("embedding-parameter-server", index, **options) == want
-
-
-def test_the_host_to_listen_at(monkeypatch: Monkey) -> None:
-    monkeypatch.setenv("PERSIA_LISTEN_HOST", "10.0.0.7")
-    assert listening_address("embedding-worker", 0) == "tcp://10.0.0.7:8887"
-
-
-def test_a_server_that_no_entry_is_for(monkeypatch: Monkey) -> None:
-    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "a:1,b:1")
-    with pytest.raises(ConfigError, match="expected an address for embedding-worker 2, got 2"):
-        listening_address("embedding-worker", 2)
-
-
-@pytest.mark.parametrize(
-    ("listed", "rank", "want"),
-    [
-        ("a:10", 3, "tcp://127.0.0.1:11"),  # one name of all nodes: the local rank counts
-        ("a:10,b:20", 2, "tcp://127.0.0.1:20"),
-        ("a:10,b:20", 3, "tcp://127.0.0.1:21"),
-        ("a:1,b:2,c:3,d:4", 3, "tcp://127.0.0.1:4"),
-    ],
-)
-def test_where_a_rank_listens(monkeypatch: Monkey, listed: str, rank: int, want: str) -> None:
-    monkeypatch.setenv("PERSIA_NN_WORKERS", listed)
-    env.set_env(world_size=4, rank=rank, local_rank=rank % 2)
-    assert listening_address("nn-worker", rank) == want
-
-
-def test_ranks_that_do_not_fit_the_list(monkeypatch: Monkey) -> None:
-    env.set_env(world_size=4, rank=3, local_rank=1)
-    monkeypatch.setenv("PERSIA_NN_WORKERS", "a:1,b:1,c:1")
-    with pytest.raises(ConfigError, match="each of 4 ranks, or for each of the nodes"):
-        listening_address("nn-worker", 3)
-    monkeypatch.setenv("PERSIA_NN_WORKERS", "ipc:///tmp/a")
-    with pytest.raises(ConfigError, match="each rank where they are ipc"):
-        listening_address("nn-worker", 3)
-
-
-# --- whole sets -----------------------------------------------------------------------------
 
 
 def test_servers_come_by_number(place: Place) -> None:
@@ -238,7 +69,7 @@ def test_w53_a_server_that_hangs_is_waited_for_no_longer_than_the_deadline(
     place: Place, monkeypatch: Monkey
 ) -> None:
     monkeypatch.setattr(discovery, "_LINE_S", 0.1)
-    # Listens, and nobody ever reads what comes.
+    # Listens; what comes is never read.
     listener = place.transport.listen(place.ipc("hung"))
     with pytest.raises(ServiceUnavailable, match=r"no answer from .*hung, to which there is a"):
         place.find(place.ipc("hung"), timeout_s=0.5)
@@ -270,17 +101,17 @@ def test_two_servers_of_one_number(place: Place) -> None:
 def test_two_that_each_say_that_they_are_alone(place: Place, monkeypatch: Monkey) -> None:
     monkeypatch.setattr(discovery, "_LINE_S", 0.1)
     place.serve(0, 1, place.ipc("a"))
-    told: list[str] = []
+    lines: list[str] = []
 
     def start_the_other(line: str) -> None:
-        told.append(line)
-        if len(told) == 1:
+        lines.append(line)
+        if len(lines) == 1:
             place.serve(0, 1, place.ipc("b"))
 
     with pytest.raises(ConfigError, match=r"two servers have one number: .*/[ab], and another"):
         place.find(place.ipc("a"), place.ipc("b"), on_wait=start_the_other)
-    assert "lists more addresses than the 1" in told[0]
-    assert "/b has not answered" in told[0]
+    assert "lists more addresses than the 1" in lines[0]
+    assert "/b has not answered" in lines[0]
 
 
 def test_two_embedding_configs(place: Place) -> None:
@@ -366,23 +197,6 @@ def test_no_thread_or_file_is_left_of_a_hundred_searches(place: Place) -> None:
     assert more_files <= num_files + 20
 
 
-# --- names ----------------------------------------------------------------------------------
-
-
-def hosts_of(monkeypatch: Monkey, led: dict[str, list[str]]) -> None:
-    """Make names lead to hosts; what is not named is not known."""
-
-    def look_up(host: str, port: int, **_: object) -> list[Any]:
-        if not led.get(host):
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [
-            (socket.AF_INET6 if ":" in one else socket.AF_INET, 0, 0, "", (one, port))
-            for one in led[host]
-        ]
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-
-
 def test_a_name_of_several_hosts_is_several_servers(place: Place, monkeypatch: Monkey) -> None:
     port = int(place.serve(0, 2, "tcp://127.0.0.1:0").address.rpartition(":")[2])
     place.serve(1, 2, f"tcp://127.0.0.2:{port}")
@@ -428,7 +242,7 @@ def test_a_server_that_has_got_the_address_of_another_meanwhile(
 def test_a_server_that_comes_back_at_another_host_is_found_there(
     place: Place, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
-    monkeypatch.setattr(monitor, "_LOOK_S", 0.2)
+    monkeypatch.setattr(monitor, "_CHECK_S", 0.2)
     first = place.serve(0, 2, "tcp://127.0.0.1:0")
     port = int(first.address.rpartition(":")[2])
     before = place.serve(1, 2, f"tcp://127.0.0.2:{port}")
@@ -453,7 +267,7 @@ def test_a_server_that_comes_back_at_another_host_is_found_there(
     assert f"1 is now at tcp://127.0.0.3:{port}, and no more at" in caplog.text
     for server in found:
         server.close()
-    followers = [t for t in threading.enumerate() if t.name.startswith("persia-follow")]
+    followers = [t for t in threading.enumerate() if t.name.startswith("persia-monitor")]
     for follower in followers:
         follower.join(PATIENCE_S)
     assert not any(follower.is_alive() for follower in followers)
@@ -464,12 +278,6 @@ def test_a_name_of_one_host_is_left_to_the_transport(place: Place) -> None:
     (server,) = connect_parameter_servers(place.transport, addresses=[f"localhost:{port}"])
     assert server.client.address == f"tcp://localhost:{port}"
     server.close()
-
-
-def test_a_name_of_both_families_is_asked_once_per_host(monkeypatch: Monkey) -> None:
-    hosts_of(monkeypatch, {"both": ["::1", "127.0.0.1", "127.0.0.2"], "six": ["::1", "::2"]})
-    assert addresses.resolve("tcp://both:5") == ["tcp://127.0.0.1:5", "tcp://127.0.0.2:5"]
-    assert addresses.resolve("tcp://six:5") == ["tcp://[::1]:5", "tcp://[::2]:5"]
 
 
 def test_a_look_up_that_hangs_does_not_outlast_the_deadline(
@@ -489,9 +297,6 @@ def test_a_look_up_that_hangs_does_not_outlast_the_deadline(
     goes_on.set()
 
 
-# --- nn-workers -----------------------------------------------------------------------------
-
-
 def ranks(place: Place, host: str, port: int, first: int, count: int, size: int) -> None:
     for offset in range(count):
         address = f"tcp://{host}:{port + offset}"
@@ -499,7 +304,7 @@ def ranks(place: Place, host: str, port: int, first: int, count: int, size: int)
 
 
 def free_ports(count: int) -> int:
-    """The first of so many consecutive ports that are free at the loopback's first hosts."""
+    """The first of that many consecutive ports that are free at the loopback's first hosts."""
     for port in range(20000, 30000, count):
         with socket.socket() as one, socket.socket() as other:
             try:
@@ -548,39 +353,3 @@ def test_embedding_workers_are_found_by_the_environment(
     (worker,) = connect_embedding_workers(place.transport)
     assert worker.replica_index == 0
     worker.close()
-
-
-# --- the broker that is gone ----------------------------------------------------------------
-
-
-def test_nats_is_ignored_with_one_line(
-    place: Place, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(connect, "_told_of_nats", threading.Lock())
-    monkeypatch.setenv("PERSIA_NATS_URL", "nats://nowhere:4222")
-    place.serve(0, 1)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            assert place.find(place.ipc(0)) == [0]
-    assert [record.message for record in caplog.records] == [
-        "PERSIA_NATS_URL is ignored: servers are found by their addresses"
-    ]
-
-
-@pytest.mark.parametrize(
-    "role", ["embedding-parameter-server", "embedding-worker", "nn-worker"]
-)
-def test_w71_only_this_machine_is_listened_to_unless_told_otherwise(
-    role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = {
-        "embedding-parameter-server": "PERSIA_EMBEDDING_PARAMETER_SERVERS",
-        "embedding-worker": "PERSIA_EMBEDDING_WORKERS",
-        "nn-worker": "PERSIA_NN_WORKERS",
-    }
-    # How others get here is not where to listen.
-    monkeypatch.setenv(listed[role], "far.example:4000")
-    assert listening_address(role, 0) == "tcp://127.0.0.1:4000"
-    assert listening_address(role, 0, host="10.0.0.1") == "tcp://10.0.0.1:4000"
-    monkeypatch.setenv("PERSIA_LISTEN_HOST", "0.0.0.0")
-    assert listening_address(role, 0) == "tcp://0.0.0.0:4000"

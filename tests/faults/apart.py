@@ -7,8 +7,8 @@
     embedding-parameter-server 0      near --- bridge --- far
                                        namespace "between"
 
-A cut takes a cable out of the bridge: packets vanish, both ends keep their link and nobody is
-told. Needs root, and `ip` with network namespaces.
+A cut takes a cable out of the bridge: packets vanish, both ends keep their link and see
+nothing. Needs root, and `ip` with network namespaces.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Cable:
     def __init__(self) -> None:
         number = os.getpid()
         self.far, self._between = f"far-{number}", f"between-{number}"
-        # Names of interfaces have 15 characters at most. Addresses: those that nobody routes.
+        # Names of interfaces have 15 characters at most. Addresses: those that are not routed.
         self._near = f"near{number}"
         first = 4 * (number // 250 % 63)
         self.here, self.there = (f"169.254.{1 + number % 250}.{first + n}" for n in (1, 2))

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from persia.ctx import TrainCtx
-from persia.ctx.connection import _known
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ServiceError, ServiceTimeout
 from tests.faults.batches import SLOTS, occurrences
@@ -121,8 +120,10 @@ def test_w10_a_data_loader_that_has_ended_is_killed_together_with_embedding_work
     """Its last batches are under way: only it can register their ids again."""
 
     def disturb() -> None:
-        (inbox,) = [one.stream.inbox for one in _known.values() if one.stream is not None]
-        until(lambda: inbox._streams[0].ended_at == COUNT)
+        stream = ctx._connected().stream
+        assert stream is not None
+        receiver = stream.receiver
+        until(lambda: receiver._streams.order.streams[0].ended_at == COUNT)
         cluster.kill("data-loader-0")
         if is_back_first:
             cluster.start_loaders(LOADER, 1, str(COUNT))

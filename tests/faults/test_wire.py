@@ -71,7 +71,7 @@ def behind_proxies(
             monkeypatch.setenv(name, value)
         monkeypatch.setenv(env.NN_WORKERS_VARIABLE, own[env.NN_WORKERS_VARIABLE])
         yield proxies
-        # Now: with the proxies gone nobody could tell the servers of the end.
+        # Now: without the proxies the end could not be announced to the servers.
         cluster.stop()
 
 

@@ -33,7 +33,7 @@ from persia._rpc.messages import (
     PooledOutput,
     SlotGradient,
 )
-from persia._rpc.worker_pool import EmbeddingWorkers
+from persia._rpc.worker_pool import EmbeddingWorkers, handle_of
 from persia._rpc.zmq_transport import ZmqTransport
 
 SLOTS = {"slots_config": {"user": {"dim": 8}, "item": {"dim": 16}}}
@@ -87,7 +87,7 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int, num_loaders: int) -> None:
         # Here alone: this loads torch.
-        from persia._training.stream import Stream
+        from persia._training.receiver import Stream
 
         self.rank = rank
         self.num_loaders = num_loaders
@@ -104,31 +104,32 @@ class Rank:
         """Train until every data-loader has ended its stream."""
         from persia._training.queues import Finished
 
-        inbox = self.stream.inbox
-        inbox.begin_pass()
+        receiver = self.stream.receiver
+        receiver.begin_pass()
         number = 0
         while True:
             try:
-                taken = inbox.take(False, lambda: False)
+                stream, batch = receiver.take(False, lambda: False)
             except Finished:
                 break
-            result = self.workers.lookup(taken.ref, True)
+            ref = handle_of(batch.ids)
+            result = self.workers.lookup(ref, True)
             slots = []
             for output in result.outputs:
                 if not isinstance(output, PooledOutput):
                     raise TypeError(f"expected pooled outputs, got {type(output).__name__}")
                 slots.append(SlotGradient(output.name, np.ones_like(output.values)))
-            gradients = BatchGradients(taken.ref, (self.rank, number), tuple(slots))
+            gradients = BatchGradients(ref, (self.rank, number), tuple(slots))
             report = self.workers.update(gradients)
             self.counts["repeated"] += report.repeated
             self.counts["missing"] += report.num_missing
-            taken.done()
-            taken.ended()
+            receiver.mark_done(stream, batch.batch_id)
+            receiver.end(stream, batch.batch_id)
             number += 1
-            self.note(taken.batch.batch_id)
-        inbox.end_pass()
+            self.note(batch.batch_id)
+        receiver.end_pass()
         self.counts["trained"] = number
-        self.counts.update(inbox.stats())
+        self.counts.update(receiver.stats())
 
     def note(self, batch_id: int) -> None:
         """Count a batch; they come in ascending order, so another one has come before."""

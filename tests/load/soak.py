@@ -33,7 +33,7 @@ from tests.support.processes import Cluster
 NUM_LOADERS, NUM_RANKS, PER_PROCESS = 50, 8, 10
 SAMPLE_S = 0.5
 END_S = 120.0
-# Memory settles in this part of the time; then it may grow so many MiB, in all of the rest.
+# Memory settles in this part of the time; then it may grow by this many MiB in all of the rest.
 WARM_UP = 0.3
 MAX_GROWTH_MIB = 6.0
 # The eight ranks, one process here, settle within some 12,000 batches. A run that ends before

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,9 +25,15 @@ from persia._rpc.methods import parameter_server
 from persia._rpc.server import Server, serve
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
-from persia.errors import ConfigError, ProtocolError
+from persia.config import EmbeddingSchema
+from persia.errors import (
+    ConfigError,
+    ProtocolError,
+    ServiceUnavailable,
+)
 from tests.support.services import (
     ADAM,
+    CONFIG,
     SETTINGS,
     SGD,
     features,
@@ -35,12 +43,13 @@ from tests.support.services import (
     settings,
     value,
 )
+from tests.worker.cluster import Faulty
 
 NUM_SERVERS = 2
 
 
 class Cluster:
-    """An embedding-worker, and servers that can be killed and started anew."""
+    """An embedding-worker, and servers that can be killed and restarted."""
 
     def __init__(self) -> None:
         self.transport = MemoryTransport()
@@ -52,7 +61,7 @@ class Cluster:
             self.transport,
             addresses=[_address(number) for number in range(NUM_SERVERS)],
             timeout_s=20.0,
-            on_restart=lambda number: self.worker.server_restarted(number),
+            on_restart=lambda number: self.worker.reconfigure_server(number),
         )
         self.worker: EmbeddingWorker = make_worker(list(self.remotes))
 
@@ -163,19 +172,19 @@ def test_a_server_restarted_before_any_settings_waits_for_them(cluster: Cluster)
 
 def test_a_server_that_restarts_while_all_are_told_is_told_too() -> None:
     class Restarts:
-        """Loses what it was told first, as if it had been killed after its answer."""
+        """Loses its first settings, as if it had been killed after its answer."""
 
         def __init__(self, server: ParameterServer) -> None:
             self.server = server
-            self.told: list[HyperParameters] = []
+            self.received: list[HyperParameters] = []
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.server, name)
 
         def configure(self, given: HyperParameters) -> None:
-            self.told.append(given)
-            if len(self.told) == 1:
-                worker.server_restarted(0)
+            self.received.append(given)
+            if len(self.received) == 1:
+                worker.reconfigure_server(0)
 
         def register_optimizer(self, given: OptimizerSettings) -> None:
             pass
@@ -183,7 +192,7 @@ def test_a_server_that_restarts_while_all_are_told_is_told_too() -> None:
     server = Restarts(make_servers(hyper=None, optimizer=None)[0])
     worker = make_worker([server])
     worker.configure(SETTINGS)
-    assert server.told == [SETTINGS, SETTINGS]
+    assert server.received == [SETTINGS, SETTINGS]
 
 
 Change = Callable[[TableRows], TableRows | None]
@@ -192,27 +201,17 @@ Change = Callable[[TableRows], TableRows | None]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda part: None, r"expected tables \[0\], got \[\]"),
-        (lambda part: TableRows(1, part.rows, part.hints), r"expected tables \[0\], got \[1\]"),
-        (
-            lambda part: TableRows(part.table, part.rows[:, :2], part.hints),
-            r"expected rows \[3, 4\] of table 0, got \[3, 2\]",
-        ),
-        (
-            lambda part: TableRows(part.table, part.rows[:2], part.hints),
-            r"expected rows \[3, 4\] of table 0, got \[2, 4\]",
-        ),
-        (
-            lambda part: TableRows(part.table, part.rows, part.hints[:2]),
-            r"expected hints \[3\] of table 0, got \[2\]",
-        ),
-        (
-            lambda part: TableRows(part.table, part.rows, None),
-            r"expected hints \[3\] of table 0, got none",
-        ),
+        (lambda part: None, r"\[\(0, \(3, 4\), \(3,\)\)\], got \[\]"),
+        (lambda part: TableRows(1, part.rows, part.hints), r"got \[\(1, \(3, 4\), \(3,\)\)\]"),
+        (lambda part: TableRows(0, part.rows[:, :2], part.hints), r"got \[\(0, \(3, 2\), "),
+        (lambda part: TableRows(0, part.rows[:2], part.hints), r"got \[\(0, \(2, 4\), "),
+        (lambda part: TableRows(0, part.rows, part.hints[:2]), r"\(3, 4\), \(2,\)\)\]"),
+        (lambda part: TableRows(0, part.rows, None), r"\(3, 4\), None\)\]"),
     ],
 )
-def test_what_a_server_answers_is_checked(change: Any, message: str) -> None:
+def test_rows_that_a_remote_server_was_not_asked_for_are_refused_by_name(
+    change: Any, message: str
+) -> None:
     class Wrong:
         def __init__(self, server: ParameterServer) -> None:
             self.server = server
@@ -224,9 +223,18 @@ def test_what_a_server_answers_is_checked(change: Any, message: str) -> None:
             parts = [change(part) for part in self.server.lookup(request).tables]
             return LookupReply(tuple(part for part in parts if part is not None))
 
-    worker = make_worker([Wrong(make_servers()[0])])
-    with pytest.raises(ProtocolError, match=message) as raised:
-        worker.lookup_direct(features({"sum": [[1, 2, 3]]}))
+    wrong, address = Wrong(make_servers()[0]), _address(0)
+    with (
+        contextlib.closing(MemoryTransport()) as transport,
+        contextlib.ExitStack() as stack,
+    ):
+        server = serve(transport, address, parameter_server(), wrong)
+        stack.callback(server.stop)
+        remotes = connect_parameter_servers(transport, addresses=[address], timeout_s=20.0)
+        stack.callback(remotes[0].close)
+        worker = stack.enter_context(contextlib.closing(make_worker(list(remotes))))
+        with pytest.raises(ProtocolError, match=message) as raised:
+            worker.lookup_direct(features({"sum": [[1, 2, 3]]}))
     assert (raised.value.replica, raised.value.method) == (0, "lookup")
 
 
@@ -234,3 +242,72 @@ def test_rows_may_come_without_hints_in_evaluation() -> None:
     worker = make_worker(make_servers(2))
     result = worker.lookup_direct(features({"sum": [[1, 2, 3]]}, requires_grad=False))
     assert np.all(result.outputs[0].values == 0.0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("pick", "message"),
+    [
+        (lambda two, three: [], "expected at least one"),
+        (lambda two, three: two[:1], "0 is one of 2, expected one of 1"),
+        (lambda two, three: [two[0], two[0]], r"0 of 2 was given twice; missing: \[1\]"),
+        (lambda two, three: [*two, three[2]], "is one of 2, expected one of 3"),
+    ],
+)
+def test_the_set_of_servers_must_be_whole(pick: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_worker(pick(make_servers(2), make_servers(3)))
+
+
+def test_servers_may_come_in_any_order() -> None:
+    servers = make_servers(3)
+    with contextlib.closing(make_worker(servers[::-1])) as worker:
+        worker.lookup_direct(features({"sum": [list(range(50))]}))
+        sizes = [server.get_embedding_size() for server in servers]
+        assert worker.get_embedding_size() == sizes
+        assert all(sizes)
+
+
+def test_w07_servers_that_number_groups_otherwise_are_refused() -> None:
+    other = copy.deepcopy(CONFIG)
+    other["slots_config"] = {"new": {"dim": 4}} | other["slots_config"]
+    with pytest.raises(ConfigError, match="server 0 of 1 has another embedding config"):
+        make_worker(make_servers(1, EmbeddingSchema.load(other)))
+
+
+def test_w49_no_lock_is_held_while_a_server_is_asked() -> None:
+    asked, may_end = threading.Event(), threading.Event()
+
+    class Slow(Faulty):
+        def lookup(self, request: LookupRequest) -> LookupReply:
+            if request.batch_id == 0:
+                asked.set()
+                assert may_end.wait(10)
+            return self.server.lookup(request)
+
+    worker = make_worker([Slow(make_servers()[0])])
+    slow = threading.Thread(target=lambda: worker.lookup_direct(features({"sum": [[1]]}, 0)))
+    slow.start()
+    assert asked.wait(10)
+    # In a thread, so that a lock would be a failure and no hang.
+    others = threading.Thread(
+        target=lambda: worker.update(
+            gradient(worker.lookup_direct(features({"sum": [[1]]}, 1)), (0, 1))
+        )
+    )
+    others.start()
+    others.join(5)
+    assert not others.is_alive()
+    assert worker.stats()["updates"] == 1
+    may_end.set()
+    slow.join(10)
+
+
+def test_w15_settings_reach_every_server_before_the_call_returns() -> None:
+    servers = [Faulty(s) for s in make_servers(3, hyper=None, optimizer=None)]
+    with contextlib.closing(make_worker(servers)) as worker:
+        servers[1].fail_before.append("configure")
+        with pytest.raises(ServiceUnavailable):
+            worker.configure(SETTINGS)
+        worker.configure(SETTINGS)
+        worker.register_optimizer(ADAM)
+        assert all(server.server.ready_for_serving() for server in servers)

@@ -15,7 +15,7 @@ from tests.faults.batches import make_batch
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     count, large, size = map(int, sys.argv[1:4])
-    gate = Path(sys.argv[4])  # a pipe: whoever opens an end waits for the other
+    gate = Path(sys.argv[4])  # a pipe: opening an end waits for the other
     index = env.get_replica_index() or 0
     with DataCtx() as ctx:
         if index == 1:

@@ -242,7 +242,7 @@ def test_w25_nothing_stays_counted_as_in_flight(place: Path) -> None:
 def test_w46_ids_that_are_never_delivered_are_bounded_expire_and_are_counted(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A refusal is told at once, whatever the deadline.
+    # A refusal is an answer at once, whatever the deadline.
     monkeypatch.setattr(client, "_FIRST_PAUSE_S", math.inf)
     now = [0.0]
     settings = EmbeddingWorkerConfig(forward_buffer_size=3, buffered_data_expired_sec=60)

@@ -1,0 +1,334 @@
+"""Rows pooled to what a model gets, and its gradients summed to one per sign.
+
+Sums run in the order (feature in the batch, sample, position), whatever the number of servers:
+the order in which rows are stored does not enter into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._core.base.arrays import empty_floats
+from persia._core.base.threads import ThreadPool
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._core.kernels.pool_calls import PoolCalls
+from persia._core.kernels.pooling import gather, nonfinite
+from persia._rpc.messages import (
+    BatchGradients,
+    Floats,
+    Indices,
+    JaggedOutput,
+    Numbers,
+    PooledOutput,
+    RawOutput,
+    SlotOutput,
+    TableGradients,
+    UpdateRequest,
+)
+from persia._worker.batch_plan import FeaturePlan
+from persia._worker.packing import PackedBatch, PackedFeature
+
+Mask = NDArray[np.bool_]
+Maxima = tuple[NDArray[np.int32] | None, ...]  # by feature: which id of each sample, for max
+
+
+@dataclass(frozen=True, slots=True)
+class TableSums:
+    """Summed gradients [U, dim] of one table, in the order of its signs."""
+
+    sums: Floats
+    keep: Mask | None  # which signs take a step; None: all
+
+
+@dataclass(slots=True)
+class GradientCounts:
+    """What was left out, by feature."""
+
+    samples: dict[str, int] = field(default_factory=dict)  # rows of the gradient
+    rows: dict[str, int] = field(default_factory=dict)  # sums that overflowed
+
+
+def shares(weights: Sequence[int], count: int) -> list[list[int]]:
+    """Deal places out so that ``count`` shares weigh about the same; none is empty.
+
+    Heaviest first, each to the lightest share so far (Graham 1969): at most 4/3 of the best.
+    """
+    dealt: list[list[int]] = [[] for _ in range(count)]
+    total = [0] * count
+    for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
+        lightest = total.index(min(total))
+        dealt[lightest].append(place)
+        # Never 0, so that places without weight spread as well.
+        total[lightest] += weights[place] + 1
+    return [places for places in dealt if places]
+
+
+# --- rows to outputs ------------------------------------------------------------------------
+
+
+def pool_outputs(
+    batch: PackedBatch, rows: Sequence[Floats], threads: ThreadPool
+) -> tuple[tuple[SlotOutput, ...], Maxima]:
+    """Make the outputs of a batch, in the order of its features.
+
+    Args:
+        batch: The batch.
+        rows: Per table of the plan, rows [U, dim] in the order of its signs.
+        threads: Each takes some of the features.
+
+    Returns:
+        The outputs, which own their memory (pooled ones of a table share one array), and per
+        feature which id of a sample gave each maximum; None for other poolings.
+    """
+    pooled = [
+        empty_floats(table.num_pooled, batch.batch_size, table.dim)
+        for table in batch.plan.tables
+    ]
+    outputs: list[SlotOutput | None] = [None] * len(batch.features)
+    maxima: list[NDArray[np.int32] | None] = [None] * len(batch.features)
+    calls = PoolCalls()
+    others = []
+    for place, (feature, plan) in enumerate(
+        zip(batch.features, batch.plan.features, strict=True)
+    ):
+        if plan.pooled < 0:
+            others.append(place)
+            continue
+        slot, ids, out = plan.slot, feature.ids, pooled[plan.table][plan.pooled]
+        maxima[place] = calls.pool(
+            slot.pooling,
+            rows[plan.table][feature.start : feature.stop],
+            feature.slots,
+            feature.rounds,
+            ids,
+            None,
+            out,
+        )
+        outputs[place] = PooledOutput(slot.name, out)
+    calls.run(threads)
+
+    def make(share: Iterable[int]) -> None:
+        for place in (others[at] for at in share):
+            plan = batch.plan.features[place]
+            outputs[place] = _unpooled(batch.features[place], plan, rows[plan.table])
+
+    if others:
+        weights = [batch.features[place].ids.num_ids for place in others]
+        threads.run(make, shares(weights, threads.num_threads))
+    return tuple([output for output in outputs if output is not None]), tuple(maxima)
+
+
+def _unpooled(feature: PackedFeature, plan: FeaturePlan, rows: Floats) -> SlotOutput:
+    """Return the output of a feature that is raw or jagged."""
+    slot, ids = plan.slot, feature.ids
+    source = rows[feature.start : feature.stop]
+    if slot.pooling == "raw":
+        vectors = np.empty((ids.num_distinct + 1, slot.dim), np.float32)
+        vectors[0] = 0.0
+        gather(source, feature.slots, feature.rounds, vectors[1:])
+        index = _padded_index(ids, slot.sample_fixed_size)
+        return RawOutput(slot.name, vectors, index, slot.sample_fixed_size)
+    vectors = np.empty((ids.num_distinct, slot.dim), np.float32)
+    gather(source, feature.slots, feature.rounds, vectors)
+    return JaggedOutput(slot.name, vectors, ids.inverse.astype(np.int64), _offsets(ids))
+
+
+def _offsets(ids: FeatureBatch) -> Indices:
+    if ids.offsets is None:
+        return np.arange(ids.batch_size + 1, dtype=np.int64)
+    return ids.offsets.astype(np.int64)
+
+
+def _padded_index(ids: FeatureBatch, width: int) -> Indices:
+    """1 + the number of the id at each of ``width`` positions a sample, 0 where none is."""
+    index = np.zeros(ids.batch_size * width, np.int64)
+    offsets = _offsets(ids)
+    first = np.arange(ids.batch_size, dtype=np.int64) * width - offsets[:-1]
+    places = np.arange(ids.num_ids, dtype=np.int64)
+    places += np.repeat(first, np.diff(offsets))
+    index[places] = ids.inverse
+    index[places] += 1
+    return index
+
+
+# --- gradients to sums ----------------------------------------------------------------------
+
+
+def sum_gradients(
+    batch: PackedBatch,
+    gradients: Sequence[Floats | None],
+    maxima: Maxima,
+    threads: ThreadPool,
+) -> tuple[tuple[TableSums, ...], GradientCounts]:
+    """Sum the gradients of a batch's outputs per sign, leaving out what is not finite.
+
+    A row of a gradient with NaN or Inf is left out whole; so is a sum that overflows. A sign
+    for which nothing is left takes no step: to most optimizers a step by zero is one too.
+
+    Args:
+        batch: The batch.
+        gradients: Per feature f32 [B, dim] if it is pooled, else [D, dim]; None: skipped.
+        maxima: What ``pool_outputs`` returned.
+        threads: Each takes some of the groups, which share no row.
+    """
+    counts = GradientCounts()
+    present = {place: g for place, g in enumerate(gradients) if g is not None}
+    all_sums = [
+        empty_floats(len(table.signs), plan.dim)
+        for table, plan in zip(batch.tables, batch.plan.tables, strict=True)
+    ]
+    # A term that is not finite makes its sum so: where all sums are finite, so were the
+    # gradients, and need no look one by one.
+    skips: dict[int, NDArray[np.uint8]] = {}
+    if not _add(batch, present, maxima, {}, all_sums, threads):
+        skips = {place: nonfinite(gradient) for place, gradient in present.items()}
+        _add(batch, present, maxima, skips, all_sums, threads)
+    found = []
+    for number, (table, sums) in enumerate(zip(batch.tables, all_sums, strict=True)):
+        places = batch.plan.tables[number].places
+        here = [place for place in places if place in present]
+        keep = None
+        if skips or len(here) < len(places):
+            keep = np.zeros(len(table.signs), np.bool_)
+            for place in here:
+                _mark_reached(batch, place, skips.get(place), keep, counts)
+            overflowed = nonfinite(sums).astype(np.bool_)
+            _count_overflows(batch, number, here, overflowed, counts)
+            keep &= ~overflowed
+        found.append(TableSums(sums, keep))
+    return tuple(found), counts
+
+
+def _add(
+    batch: PackedBatch,
+    gradients: Mapping[int, Floats],
+    maxima: Maxima,
+    skips: Mapping[int, NDArray[np.uint8]],
+    all_sums: Sequence[Floats],
+    threads: ThreadPool,
+) -> bool:
+    """Fill the sums of all tables without the rows in ``skips``; return if all are finite.
+
+    Groups share no row, and within a group features are added in their order: so the sums
+    do not depend on the number of threads.
+    """
+    calls = PoolCalls()
+    scattered = []  # sums whose rows are sorted by server
+    for table, plan, sums in zip(batch.tables, batch.plan.tables, all_sums, strict=True):
+        if table.order is not None:
+            sums[:] = 0.0
+            scattered.append(sums)
+        for group, (start, stop) in zip(plan.groups, pairwise(table.bases), strict=True):
+            # Sorted by server, the rows of a group lie among those of others.
+            calls.begin_sums(sums[start:stop] if table.order is None else None)
+            for place in group.features:
+                if place not in gradients:
+                    continue
+                gradient, skip = gradients[place], skips.get(place)
+                ids, slots, first, end, rounds = batch.features[place]
+                out = sums[first:end]
+                if batch.plan.features[place].pooled >= 0:
+                    pooling = batch.plan.features[place].slot.pooling
+                    argmax = maxima[place]
+                    calls.pool_grad(
+                        pooling, gradient, slots, rounds, ids, None, argmax, skip, out
+                    )
+                    continue
+                if skip is not None:
+                    gradient = np.where(skip[:, None] != 0, np.float32(0.0), gradient)
+                calls.scatter_add(gradient, slots, rounds, out)
+    is_finite = calls.run(threads)
+    return is_finite and not any(nonfinite(sums).any() for sums in scattered)
+
+
+def _mark_reached(
+    batch: PackedBatch,
+    place: int,
+    skip: NDArray[np.uint8] | None,
+    keep: Mask,
+    counts: GradientCounts,
+) -> None:
+    """Set ``keep`` for each sign that a row of this gradient reaches; count those left out."""
+    feature, plan = batch.features[place], batch.plan.features[place]
+    ids = feature.ids
+    reached = np.ones(ids.num_distinct, np.bool_)
+    if skip is not None:
+        taken = skip == 0
+        num_left_out = int(len(taken) - np.count_nonzero(taken))
+        if plan.pooled >= 0:
+            lengths = np.diff(_offsets(ids))
+            # The row of a sample without ids reaches nothing and is not missed.
+            num_left_out = int(np.count_nonzero(~taken & (lengths > 0)))
+            reached = np.zeros(ids.num_distinct, np.bool_)
+            reached[ids.inverse[np.repeat(taken, lengths)]] = True
+        else:
+            reached = taken
+        if num_left_out:
+            counts.samples[plan.slot.name] = num_left_out
+    window = keep[feature.start : feature.stop]
+    if feature.slots is None:
+        window |= reached
+    else:
+        window[feature.slots.reshape(-1, feature.rounds)[reached].ravel()] = True
+
+
+def _count_overflows(
+    batch: PackedBatch,
+    number: int,
+    present: Iterable[int],
+    overflowed: Mask,
+    counts: GradientCounts,
+) -> None:
+    """Count each sum that overflowed under the first feature of its group with a gradient."""
+    table = batch.tables[number]
+    signs = np.flatnonzero(overflowed)
+    if table.order is not None:
+        signs = table.order[signs].astype(np.int64)
+    groups = np.searchsorted(np.asarray(table.bases), signs, side="right") - 1
+    features: list[FeaturePlan] = [batch.plan.features[place] for place in present]
+    for group, count in zip(*np.unique(groups, return_counts=True), strict=True):
+        name = next(plan.slot.name for plan in features if plan.group == group)
+        counts.rows[name] = int(count)
+
+
+def split_update(
+    batch: PackedBatch,
+    gradients: BatchGradients,
+    all_sums: Sequence[TableSums],
+    all_hints: Sequence[Numbers],
+    servers: Iterable[int],
+) -> dict[int, UpdateRequest]:
+    """Return by server the steps to make; servers without one are absent.
+
+    Args:
+        batch: The batch.
+        gradients: Its update id and its learning rates are used.
+        all_sums: What ``sum_gradients`` returned.
+        all_hints: By table, in the order of its signs.
+        servers: Those that have not acknowledged the update.
+    """
+    rates = {rate.table: rate.lr for rate in gradients.learning_rates}
+    requests: dict[int, UpdateRequest] = {}
+    for server in servers:
+        parts = []
+        for table, plan, sums, hints in zip(
+            batch.tables, batch.plan.tables, all_sums, all_hints, strict=True
+        ):
+            window = slice(*table.starts[server : server + 2])
+            signs, summed = table.signs[window], sums.sums[window]
+            if len(hints) != len(signs):  # hints of several servers
+                hints = hints[window]
+            if sums.keep is not None:
+                kept = sums.keep[window]
+                signs, summed, hints = signs[kept], summed[kept], hints[kept]
+            if len(signs):
+                rate = rates.get(plan.number)
+                parts.append(TableGradients(plan.number, signs, hints, summed, rate))
+        if parts:
+            requests[server] = UpdateRequest(gradients.update_id, tuple(parts))
+    return requests

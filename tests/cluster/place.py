@@ -1,0 +1,88 @@
+"""A transport, servers that answer only ``hello``, and names that lead to hosts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persia._cluster.connect import (
+    connect_parameter_servers,
+)
+from persia._rpc.methods import Role, parameter_server
+from persia._rpc.server import Server
+from persia._rpc.zmq_transport import ZmqTransport
+
+Monkey = pytest.MonkeyPatch
+
+
+# Seconds; nothing here takes long unless it is broken.
+PATIENCE_S = 20.0
+
+
+class Place:
+    """A transport, and servers that answer nothing but ``hello``."""
+
+    def __init__(self, directory: Path) -> None:
+        self.transport = ZmqTransport()
+        self.directory = directory
+        self.servers: list[Server] = []
+
+    def ipc(self, name: str | int) -> str:
+        return f"ipc://{self.directory}/{name}"
+
+    def serve(
+        self,
+        number: int,
+        size: int,
+        address: str = "",
+        *,
+        role: Role | None = None,
+        fingerprint: str = "f",
+    ) -> Server:
+        server = Server(
+            self.transport,
+            address or self.ipc(number),
+            role or parameter_server(),
+            object(),
+            replica_index=number,
+            replica_size=size,
+            schema_fingerprint=fingerprint,
+        )
+        server.start()
+        self.servers.append(server)
+        return server
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            server.stop()
+        self.transport.close()
+
+    def find(self, *listed: str, timeout_s: float = PATIENCE_S, **options: Any) -> list[int]:
+        """The numbers of the servers that are found."""
+        found = connect_parameter_servers(
+            self.transport, addresses=listed, timeout_s=timeout_s, **options
+        )
+        numbers = [server.replica_index for server in found]
+        for server in found:
+            server.close()
+        return numbers
+
+
+def hosts_of(monkeypatch: Monkey, led: dict[str, list[str]]) -> None:
+    """Make names lead to hosts; what is not named is not known."""
+
+    def look_up(host: str, port: int, **_: object) -> list[Any]:
+        if not led.get(host):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [
+            (socket.AF_INET6 if ":" in one else socket.AF_INET, 0, 0, "", (one, port))
+            for one in led[host]
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)

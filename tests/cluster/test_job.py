@@ -1,0 +1,63 @@
+"""The end of a job: announced to servers that come back, and events of a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from persia._cluster import job
+from persia._cluster.job import Event, announce_job_end, status_after_job, watched_process
+from persia._rpc.methods import embedding_worker
+from tests.cluster.place import PATIENCE_S, Monkey, Place, hosts_of
+
+
+def test_a_server_that_comes_back_while_the_job_ends_is_told(
+    place: Place, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setattr(job, "_ATTEMPT_S", 0.2)
+    workers = [place.serve(0, 1, role=embedding_worker())]
+    first = place.serve(0, 2, "tcp://127.0.0.1:0")
+    port = first.address.rpartition(":")[2]
+    led = {"localhost": ["127.0.0.1"]}  # one host is left to ZeroMQ, which knows this name
+    hosts_of(monkeypatch, led)
+    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", f"localhost:{port}")
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", workers[0].address)
+    assert announce_job_end(place.transport, 3, 0.5) == ["embedding-parameter-server 1"]
+    silent: list[list[str]] = []
+    telling = threading.Thread(
+        target=lambda: silent.append(announce_job_end(place.transport, 3, PATIENCE_S))
+    )
+    telling.start()
+    second = place.serve(1, 2, f"tcp://127.0.0.2:{port}")
+    led["localhost"] = ["127.0.0.1", "127.0.0.2"]
+    telling.join(PATIENCE_S)
+    assert silent == [[]]
+    assert [one.job.status for one in (*workers, first, second)] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(("supervised", "want"), [("1", 0), ("0", 7), ("", 7)])
+def test_the_status_of_who_would_be_started_again(
+    monkeypatch: Monkey, supervised: str, want: int
+) -> None:
+    monkeypatch.setenv("PERSIA_SUPERVISED", supervised)
+    assert status_after_job(7) == want
+
+
+def test_signals_and_failures_come_one_after_the_other() -> None:
+    error = ValueError("lost my mind")
+
+    def fail() -> None:
+        raise error
+
+    before = signal.getsignal(signal.SIGTERM), threading.excepthook
+    with watched_process() as events:
+        os.kill(os.getpid(), signal.SIGTERM)
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        assert events.get(timeout=10) == Event("signal", signal.SIGTERM)
+        assert events.get(timeout=10) == Event("failure", error=error)
+    assert (signal.getsignal(signal.SIGTERM), threading.excepthook) == before

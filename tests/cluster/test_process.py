@@ -1,0 +1,99 @@
+"""A server that is a process: busy until it has a service, and its exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from persia._cluster.connect import connect_parameter_servers
+from persia._cluster.process import Options, ServerProcess, run_parameter_server
+from persia._rpc.client import Client
+from persia._rpc.methods import parameter_server
+from persia.config import EmbeddingSchema, GlobalConfig
+from persia.errors import ConfigError, ServiceBusy
+
+SCHEMA = EmbeddingSchema.load({"slots_config": {"user": {"dim": 4}}})
+TIMEOUT_S = 20.0
+
+
+class Service:
+    def stats(self) -> dict[str, int]:
+        return {"rows": 3}
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
+    monkeypatch.setenv("PERSIA_METRICS_PORT", "off")
+    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", f"ipc://{tmp_path}/server")
+    with ServerProcess(parameter_server(), Options(None, None)) as made:
+        made.listen(
+            SCHEMA,
+            GlobalConfig.load(None),
+            lambda: "no rows yet",
+            None,
+            waits_for=lambda: "it warms up",
+        )
+        yield made
+
+
+def test_calls_before_there_is_a_service_are_answered_with_what_is_missing(
+    process: ServerProcess,
+) -> None:
+    (remote,) = connect_parameter_servers(
+        process.transport, addresses=[process.server.address], timeout_s=TIMEOUT_S
+    )
+    with closing(remote):
+        with pytest.raises(ServiceBusy, match="waits: it warms up"):
+            remote.client.call("stats", timeout_s=0.3)
+        process.server.service = Service()
+        assert remote.client.call("stats") == {"rows": 3}
+
+
+@pytest.mark.parametrize(("is_supervised", "status"), [(False, 7), (True, 0)])
+def test_the_exit_status_is_the_jobs_unless_supervised(
+    process: ServerProcess, monkeypatch: pytest.MonkeyPatch, is_supervised: bool, status: int
+) -> None:
+    monkeypatch.setenv("PERSIA_SUPERVISED", str(int(is_supervised)))
+    assert not process.has_ended()
+    address = process.server.address
+    with closing(Client(process.transport, address, parameter_server())) as client:
+        client.call("finish_job", 7, True, timeout_s=TIMEOUT_S)
+    assert process.wait() == status
+
+
+def test_the_exit_status_after_a_signal(process: ServerProcess) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM
+
+
+def test_a_signal_during_recovery_is_not_an_ordered_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the state file, whose rows were just found, would be removed."""
+    config = tmp_path / "embedding_config.yml"
+    config.write_text("slots_config: {user: {dim: 4}}\n")
+    monkeypatch.setenv("PERSIA_METRICS_PORT", "off")
+    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", f"ipc://{tmp_path}/server")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def recovers(*_: object, **__: object) -> None:
+        assert signal.getsignal(signal.SIGTERM) is before
+        raise InterruptedError("it is asked to end")
+
+    monkeypatch.setattr("persia._cluster.process.ParameterServer", recovers)
+    with pytest.raises(InterruptedError):
+        run_parameter_server(Options(config, None))
+
+
+def test_replicas_outside_the_set_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "embedding_config.yml"
+    config.write_text("slots_config: {user: {dim: 4}}\n")
+    with pytest.raises(ConfigError, match=r"--replica-index must be in 0\.\.1"):
+        run_parameter_server(Options(config, None, replica_index=2, replica_size=2))
+    with pytest.raises(ConfigError, match="expected an embedding config"):
+        run_parameter_server(Options(None, None))

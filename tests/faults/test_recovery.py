@@ -1,0 +1,157 @@
+"""Servers and stores that are killed: rows are there again, and each update counts once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persia import env
+from persia._cluster.connect import connect_parameter_servers
+from persia._rpc.messages import TableSigns
+from persia._rpc.stubs import RemoteEmbeddingWorker
+from tests.e2e.support import PATIENCE_S, Job, configured_worker, short_directory, transport
+from tests.faults.batches import SLOTS
+from tests.faults.job import make_ctx
+from tests.faults.test_faults import COUNT, LOADER, assert_each_once, train
+from tests.meta.sources import ROOT
+from tests.recovery.soak import soak
+from tests.support.processes import Cluster
+from tests.support.services import features, gradient
+from tests.support.tmpfs import tmpfs_directory
+
+SERVER = "embedding-parameter-server"
+LIMIT = "embedding_parameter_server_config: {memory_limit: 16MiB}"
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tmpfs_directory() as made:
+        yield made
+
+
+@pytest.fixture
+def job(directory: Path) -> Iterator[Job]:
+    with short_directory() as sockets:
+        made = Job(sockets)
+        config = made.script("global.yml", LIMIT)
+        made.environment |= {
+            "PERSIA_STATE_DIRECTORY": str(directory),
+            "PERSIA_GLOBAL_CONFIG": config,
+        }
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def worker(job: Job) -> Iterator[RemoteEmbeddingWorker]:
+    with configured_worker(job) as made:
+        yield made
+
+
+def values(job: Job) -> bytes:
+    """All rows of the server, sorted by sign."""
+    signs = np.arange(5, dtype=np.uint64) | np.uint64(1 << 56)
+    with transport() as made:
+        (server,) = connect_parameter_servers(
+            made,
+            addresses=job.addresses["PERSIA_EMBEDDING_PARAMETER_SERVERS"].split(","),
+            timeout_s=PATIENCE_S,
+        )
+        (entries,) = server.read_embedding((TableSigns(0, signs),))
+        server.close()
+    assert len(entries.signs) == 4
+    return entries.values.tobytes()
+
+
+@pytest.mark.slow
+def test_updates_are_applied_once_whenever_a_server_is_killed() -> None:
+    assert "every row is as often stepped as it was acknowledged" in soak(10, 3)
+
+
+def kill(job: Job, number: int) -> None:
+    server = job.processes[number]
+    server.signal(signal.SIGKILL)
+    server.wait()
+
+
+def test_w17_a_killed_server_has_its_rows_again_and_training_goes_on(
+    job: Job, worker: RemoteEmbeddingWorker, directory: Path
+) -> None:
+    batch = features({"feature": [[1, 2, 3], [4]]}, 1)
+    result = worker.lookup(worker.register(batch), True)
+    assert worker.update(gradient(result, (1, 1))).num_missing == 0
+    before = values(job)
+    result = worker.lookup(worker.register(batch), True)
+    kill(job, 0)
+    job.start_server(SERVER)
+    assert values(job) == before
+    # Looked up before, updated afterwards: no row is missing.
+    assert worker.update(gradient(result, (1, 2))).num_missing == 0
+    assert values(job) != before
+    printed = job.processes[1].printed()
+    assert "was restarted and has its 4 rows again" in printed
+    assert "ARE LOST" not in printed
+    server = job.processes[2]
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 128 + signal.SIGTERM
+    assert list(directory.iterdir()) == []
+
+
+# --- training over killed servers -----------------------------------------------------------
+
+SETTINGS = {"embedding_parameter_server_config": {"memory_limit": "16MiB"}}
+
+
+@pytest.mark.slow
+def test_w17_w30_killed_servers_have_their_rows_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = {"PERSIA_STATE_DIRECTORY": str(directory)}
+    with Cluster(SLOTS, SETTINGS, num_servers=2, num_workers=2, environment=keep) as cluster:
+        cluster.start_servers()
+        for name, value in cluster.variables.items():
+            monkeypatch.setenv(name, value)
+
+        def disturb() -> None:
+            for number in range(2):
+                cluster.kill(f"embedding-parameter-server-{number}")
+                cluster.start_server(number)
+
+        cluster.start_loaders(LOADER, 1, str(COUNT))
+        with make_ctx() as ctx:
+            assert_each_once(ctx, train(ctx, 20, disturb))
+        log = cluster.log("embedding-worker-0") + cluster.log("embedding-worker-1")
+    assert "rows again; training goes on" in log
+    assert "ARE LOST" not in log
+
+
+# --- a store that ends anywhere -------------------------------------------------------------
+
+
+def crash(directory: Path, stride: int) -> int:
+    """End processes at every ``stride``-th point; returns how many."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.recovery.crash_points", str(directory), str(stride)],
+        env=env.of_child(OPENBLAS_NUM_THREADS=1, PYTHONPATH=ROOT),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[0])
+
+
+def test_requests_cut_short_and_repeated_give_the_same_rows(directory: Path) -> None:
+    assert crash(directory, 61) > 20
+
+
+@pytest.mark.slow
+def test_requests_cut_short_anywhere_and_repeated_give_the_same_rows(directory: Path) -> None:
+    assert crash(directory, 1) > 1000

@@ -1,0 +1,74 @@
+"""A worker over servers whose calls fail on demand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from persia._rpc.messages import (
+    OptimizerSettings,
+)
+from persia._server.service import ParameterServer
+from persia._worker.service import EmbeddingWorker
+from persia.errors import (
+    ServiceUnavailable,
+)
+from tests.support.services import (
+    SGD,
+    make_servers,
+    make_worker,
+    value,
+)
+
+WIDE = 2**56  # the first id that does not fit 64 - 8 bits
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Faulty:
+    """A server whose next calls fail, before or after they took effect."""
+
+    def __init__(self, server: ParameterServer) -> None:
+        self.server = server
+        self.fail_before: list[str] = []
+        self.fail_after: list[str] = []
+        self.calls: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.server, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, arguments))
+            if name in self.fail_before:
+                self.fail_before.remove(name)
+                raise ServiceUnavailable(f"{name} was not heard")
+            result = found(*arguments)
+            if name in self.fail_after:
+                self.fail_after.remove(name)
+                raise ServiceUnavailable(f"the answer to {name} was lost")
+            return result
+
+        return call
+
+
+@contextlib.contextmanager
+def faulty_cluster(
+    num_servers: int = 2, *, optimizer: OptimizerSettings = SGD, **more: Any
+) -> Iterator[tuple[EmbeddingWorker, list[Faulty]]]:
+    faulty = [Faulty(server) for server in make_servers(num_servers, optimizer=optimizer)]
+    with contextlib.closing(make_worker(faulty, **more)) as worker:
+        yield worker, faulty
+
+
+def embeddings(servers: list[Faulty], name: str, ids: list[int]) -> list[Any]:
+    plain = [server.server for server in servers]
+    return [value(plain, name, x).tolist() for x in ids]

@@ -1,0 +1,196 @@
+"""Ids to signs, and what servers are asked for; refusals of batches and of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._rpc.messages import (
+    IDFeatures,
+    LookupRequest,
+    TableEntries,
+)
+from persia.config import EmbeddingSchema
+from persia.errors import (
+    DataError,
+    DataTypeError,
+    DimMismatch,
+    StoreError,
+)
+from tests.support.services import (
+    ADAM,
+    CONFIG,
+    SCHEMA,
+    features,
+    gradient,
+    make_servers,
+    make_worker,
+    sign,
+)
+from tests.worker.cluster import WIDE, embeddings, faulty_cluster
+
+
+def test_raw_ids_beyond_the_fixed_size_are_not_even_looked_up() -> None:
+    with faulty_cluster(1) as (worker, _):
+        worker.lookup_direct(features({"raw": [[1, 2, 3, 4, 5], [6]]}))
+        assert worker.get_embedding_size() == [4]
+
+
+def test_w62_each_sign_is_asked_for_once_and_only_where_it_lives() -> None:
+    with faulty_cluster(4) as (worker, servers):
+        batch = {"sum": [[1, 2, 2]], "max": [[2, 3]], "jagged": [[1, 3]]}
+        worker.lookup_direct(features(batch))
+        asked = []
+        for server in servers:
+            for name, arguments in server.calls:
+                if name == "lookup":
+                    (request,) = arguments
+                    assert isinstance(request, LookupRequest)
+                    assert all(len(part.signs) for part in request.tables)
+                    asked += [s for part in request.tables for s in part.signs.tolist()]
+        assert sorted(asked) == [sign("sum", x) for x in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("name", ["mean", "sqrt", "max", "raw", "jagged", "stack_mean"])
+def test_weights_are_refused_where_nothing_is_summed(name: str) -> None:
+    weights = {name: [np.ones(2, np.float32)]}
+    with faulty_cluster() as (worker, _):
+        given = features({name: [[1, 2]]}, weights=weights)
+        for call in (worker.register, worker.lookup_direct):
+            with pytest.raises(DataError, match=f"'{name}' has weights, which only .* 'sum'"):
+                call(given)
+        assert worker.stats()["in_flight"] == 0
+
+
+def test_single_ids_are_the_same_as_samples_of_one() -> None:
+    ids = np.array([5, 3, 5, 9], np.uint64)
+    results = []
+    makes: list[Callable[[str], FeatureBatch]] = [
+        lambda name: FeatureBatch.from_single(name, ids),
+        lambda name: FeatureBatch.from_csr(name, ids, np.arange(5, dtype=np.int64)),
+    ]
+    for make in makes:
+        with faulty_cluster(2) as (worker, servers):
+            parts = tuple(make(name) for name in ("sum", "max", "raw", "jagged"))
+            result = worker.lookup_direct(IDFeatures(parts, 0, True))
+            nan = np.ones((4, 4), np.float32)
+            nan[1, 1] = np.nan
+            worker.update(gradient(result, by_name={"sum": nan}))
+            ends = [embeddings(servers, name, [5, 9]) for name in ("sum", "raw")]
+            results.append((result.outputs, ends))
+    for one, two in zip(results[0][0], results[1][0], strict=True):
+        for name in ("values", "rows", "index", "offsets"):
+            if hasattr(one, name):
+                np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+    assert results[0][1] == results[1][1]
+
+
+def test_w29_ids_that_masking_folds_together_take_one_step() -> None:
+    with faulty_cluster(1, optimizer=ADAM) as (worker, servers):
+        result = worker.lookup_direct(features({"mean": [[7], [WIDE + 7]]}))
+        assert worker.get_embedding_size() == [1]
+        one, two = result.outputs[0].values  # type: ignore[union-attr]
+        np.testing.assert_array_equal(one, two)
+        worker.update(gradient(result))
+        updates = [arguments[0] for name, arguments in servers[0].calls if name == "update"]
+        assert [part.signs.tolist() for part in updates[0].tables] == [[sign("mean", 7)]]
+        np.testing.assert_array_equal(updates[0].tables[0].gradients, np.full((1, 4), 2.0))
+
+
+def test_w13_single_ids_and_samples_of_ids_are_told_apart() -> None:
+    ids = np.array([1, 2], np.uint64)
+    one = FeatureBatch.from_single("sum", ids)
+    two = FeatureBatch.from_csr("sum", ids, np.array([0, 2, 2]))
+    with faulty_cluster() as (worker, _):
+        refs = [worker.register(IDFeatures((batch,), 0, True)) for batch in (one, two)]
+        assert refs[0] != refs[1]
+
+
+def test_w13_other_weights_make_another_batch() -> None:
+    batch = {"sum": [[1, 2], []]}
+    ones, twos = ([np.full(len(x), w, np.float32) for x in batch["sum"]] for w in (1, 2))
+    made = [features(batch), *(features(batch, weights={"sum": w}) for w in (ones, twos))]
+    with faulty_cluster() as (worker, _):
+        refs = [worker.register(one) for one in made]
+        assert len(set(refs)) == 3
+        assert worker.register(made[-1]) == refs[-1]
+
+
+def test_strict_ids_refuse_them_before_anything_has_changed() -> None:
+    schema = EmbeddingSchema.load(CONFIG | {"strict_ids": True})
+    worker = make_worker(make_servers(1, schema), schema)
+    batch = features({"max": [[1]], "sum": [[1, WIDE + 5]], "stack": [[WIDE]]})
+    for call in (worker.register, worker.lookup_direct):
+        with pytest.raises(DataError, match=f"'sum': id {WIDE + 5} needs 57 bits, .* 56"):
+            call(batch)
+    assert worker.get_embedding_size() == [0]
+    assert worker.stats()["in_flight"] == 0
+    worker.lookup_direct(features({"sum": [[WIDE - 1]], "stack": [[WIDE]]}))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            features({"summ": [[1]]}),
+            "'summ' is not in the embedding config, did you mean 'sum'",
+        ),
+        (
+            IDFeatures(2 * features({"sum": [[1]]}).features, 0, True),
+            "'sum' comes twice in one batch",
+        ),
+        (
+            features({"sum": [[1]], "max": [[1], [2]]}),
+            "'max' has 2 samples, expected 1 as in feature 'sum'",
+        ),
+    ],
+)
+def test_w22_bad_batches_are_refused_before_anything_has_changed(
+    batch: IDFeatures, message: str
+) -> None:
+    with faulty_cluster() as (worker, _):
+        for call in (worker.register, worker.lookup_direct):
+            with pytest.raises(DataError, match=message):
+                call(batch)
+        assert worker.stats()["in_flight"] == 0
+        assert sum(worker.get_embedding_size()) == 0
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 50])
+def test_w33_any_number_of_rows_is_written_to_any_number_of_servers(num_rows: int) -> None:
+    with faulty_cluster(4) as (worker, servers):
+        ids = list(range(num_rows))
+        signs = np.array([sign("mean", x) for x in ids], np.uint64)
+        rows = np.arange(num_rows * 4, dtype=np.float32).reshape(num_rows, 4)
+        table = SCHEMA.slots["mean"].table
+        worker.set_embedding([TableEntries(table, signs, rows, None)])
+        assert sum(worker.get_embedding_size()) == num_rows
+        assert embeddings(servers, "mean", ids) == rows.tolist()
+        worker.clear_embeddings()
+        assert worker.get_embedding_size() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"values": np.zeros((2, 4), np.float32)}, StoreError, r"as signs, 1, got \[1, 2\]"),
+        ({"values": np.zeros((1, 5), np.float32)}, DimMismatch, "got 5"),
+        ({"signs": np.array([1], np.int64)}, DataTypeError, "uint64"),
+        ({"table": 77}, StoreError, "got 77"),
+    ],
+)
+def test_bad_rows_are_refused(change: Any, error: type[Exception], message: str) -> None:
+    good = {
+        "table": SCHEMA.slots["mean"].table,
+        "signs": np.array([sign("mean", 1)], np.uint64),
+        "values": np.zeros((1, 4), np.float32),
+        "states": None,
+    }
+    with faulty_cluster() as (worker, _):
+        with pytest.raises(error, match=message):
+            worker.set_embedding([TableEntries(**(good | change))])
+        assert sum(worker.get_embedding_size()) == 0
