@@ -1,12 +1,13 @@
 """The backward pipeline: leaf gradients to the embedding-worker, in threads of its own.
 
-    ctx.backward --Channel--> backward workers --update--> embedding-worker
-    takes the leaves'         sum per distinct id,         steps the rows
-    gradients                 wait for the copy
+    ctx.backward --queue--> backward workers --update--> embedding-worker
+    takes the leaves'       sum per distinct id,         steps the rows
+    gradients               wait for the copy
 
 The user's thread only takes references (on CUDA it packs them into one buffer and starts one
-copy to pinned memory); summing and sending happen in the workers. An update that raises is
-kept and raised at the user's next ``backward``, flush or exit.
+copy to pinned memory); summing and sending happen in the workers, which start when an update
+is queued and none is idle. What an update raises is raised at the user's next ``backward``,
+flush or exit.
 
 Reads see own writes: ``flush`` waits for every update submitted before it was called.
 """
@@ -17,85 +18,67 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from persia import env
 from persia._core.kernels import pooling
-from persia._rpc.deadlines import Tries
 from persia._rpc.messages import BatchGradients, SlotGradient
-from persia._training.inflight import Reason
+from persia._training.inflight import LOST, SHORT_S, Reason, call_again
 from persia._training.learning_rates import LearningRates
 from persia._training.queues import BoundedQueue, Closed, Finished, join
-from persia.errors import ServiceTimeout, ServiceUnavailable, UnknownRef
+from persia.errors import ServiceTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from persia._rpc.messages import EmbeddingWorker, LearningRate, UpdateReport
+    from persia._training.batch import Leaf, PersiaTrainingBatch
     from persia._training.inflight import InFlightBatch, InFlightTracker
-    from persia._training.transfer import Leaf, PersiaTrainingBatch
+    from persia._training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-# How long the user's thread waits for the embedding-worker before it says so.
+# Longest wait of the user's thread for the embedding-worker.
 WAIT_S = 300.0
 # A backward worker that has not ended by then is inside an update that hangs.
 JOIN_S = 10.0
-
-
-# Waits of the user's thread up to so many seconds are none, for the metrics.
-SHORT_S = 0.001
-# Seconds between two looks whether a pass has ended.
-_LOOK_S = 0.05
-
-T = TypeVar("T")
-
-
-class TakesTurns(Protocol):
-    """The ranks; ``persia._training.ranks`` implements it."""
-
-    def in_turn(self, action: Callable[[], T]) -> T:
-        """Run ``action`` when all lower ranks have, and return when all ranks have."""
+# Seconds between two checks whether a pass has ended.
+_CHECK_S = 0.05
 
 
 class GradientBatch:
-    """The gradients of one batch on their way.
+    """The gradients of one batch on their way to the embedding-worker.
 
     ``gradients`` are parallel to ``leaves``; None where the loss did not reach. The leaves'
-    own ``grad`` is taken away, so that nobody adds to a buffer that is being sent.
+    own ``grad`` is taken away, so that no later backward adds to a buffer that is being sent.
     """
 
-    __slots__ = ("_flat", "event", "gradients", "leaves", "number", "rates", "step", "ticket")
+    __slots__ = (
+        *("_flat", "event", "gradients", "leaves", "missing", "number", "rates", "scale"),
+        *("step", "ticket"),
+    )
 
     def __init__(self, ticket: InFlightBatch, leaves: list[Leaf]) -> None:
         self.ticket = ticket
         self.leaves = leaves
-        self.number = -1  # place in the order of submission; set by the engine
-        self.step = 0  # of the user's, from 1; set by the engine
+        self.number = -1  # place in the order of submission; set by the pipeline, as is step
+        self.step = 0  # of the user's, from 1
+        self.scale = 1.0  # what the loss was multiplied with
         self.rates: tuple[LearningRate, ...] = ()  # as they are when it is submitted
         self.gradients: list[torch.Tensor | None] = []
+        self.missing: list[str] = []  # features that the loss did not reach
         for leaf in leaves:
             gradient = leaf.tensor.grad
-            if gradient is not None:
+            if gradient is None:
+                self.missing.append(leaf.name)
+            else:
                 gradient = gradient.detach()
                 leaf.tensor.grad = None
             self.gradients.append(gradient)
         self.event: torch.cuda.Event | None = None  # recorded behind the copy to the host
         self._flat: torch.Tensor | None = None  # all gradients of a CUDA batch, f32
-
-    def is_empty(self) -> bool:
-        """Whether the loss reached no feature at all."""
-        return all(gradient is None for gradient in self.gradients)
-
-    def names_without_gradient(self) -> tuple[str, ...]:
-        """Return the features that the loss did not reach."""
-        return tuple(
-            leaf.name
-            for leaf, gradient in zip(self.leaves, self.gradients, strict=True)
-            if gradient is None
-        )
 
     def pack(self) -> None:
         """Sum CUDA gradients per distinct id and put them into one buffer."""
@@ -176,34 +159,36 @@ class BackwardPipeline:
 
     Args:
         worker: The embedding-worker.
-        book: Where the outcome of each batch is noted.
+        tracker: Where the outcome of each batch is noted.
         client: See ``client``.
-        num_workers: Updates sent at the same time.
+        num_workers: Most updates sent at the same time.
         capacity: Updates that wait before ``submit`` does.
         device: Where the gradients are.
-        ranks: To take turns with, for tickets that ask for it.
+        ranks: To take turns with, for batches that ask for it.
     """
 
     def __init__(
         self,
         worker: EmbeddingWorker,
-        book: InFlightTracker,
+        tracker: InFlightTracker,
         *,
         client: int,
         num_workers: int,
         capacity: int,
         device: torch.device,
-        ranks: TakesTurns | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._worker = worker
         self.learning_rates = LearningRates(worker)
         self._ranks = ranks
-        self._book = book
-        # First half of the update ids: one rank, entered once, or gone back once to a
-        # checkpoint: then numbers come again, and none of them is a repetition.
+        self._tracker = tracker
+        self._update_time = tracker.timings["backward_client_time_cost_sec"]
+        # First half of the update ids, new for each time that a rank is entered or resumes from
+        # a checkpoint: numbers start again then, and no update is taken for a repetition.
         self.client = client
-        self._queue: BoundedQueue[tuple[GradientBatch, float]] = BoundedQueue(capacity)
-        self._changed = threading.Condition()  # guards the six below
+        self._queue: BoundedQueue[GradientBatch] = BoundedQueue(capacity)
+        self._lock = threading.RLock()  # guards the six below; see ``OrderedQueue``
+        self._changed = threading.Condition(self._lock)
         self._pending: dict[int, int] = {}  # submitted and not yet ended: number -> step
         self._next_number = 0
         self._failure: BaseException | None = None
@@ -215,25 +200,14 @@ class BackwardPipeline:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._warned: set[tuple[str, ...]] = set()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"persia-backward-{number}", daemon=True)
-            for number in range(num_workers)
-        ]
+        self._num_workers = num_workers
+        self._idle: set[int] = set()  # workers that wait for an update; atomic as sets are
+        self._threads: list[threading.Thread] = []  # started by the user's thread only
 
     @property
-    def queue(self) -> BoundedQueue[tuple[GradientBatch, float]]:
+    def queue(self) -> BoundedQueue[GradientBatch]:
         """Updates that no worker has taken yet."""
         return self._queue
-
-    def start(self) -> None:
-        """Start the workers, all or none."""
-        try:
-            for thread in self._threads:
-                thread.start()
-        except BaseException:
-            self._queue.close()
-            join(self._threads, JOIN_S)
-            raise
 
     # --- the user's thread ----------------------------------------------------------------
 
@@ -243,7 +217,7 @@ class BackwardPipeline:
         Raises:
             BaseException: The exception itself, with its worker's traceback.
         """
-        with self._changed:
+        with self._lock:
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -266,21 +240,22 @@ class BackwardPipeline:
                 if ticket is None or (batch is not current and not ticket.is_open()):
                     continue
                 update = GradientBatch(ticket, batch.leaves)
-                if batch is not current and update.is_empty():
-                    self._book.release(ticket, Reason.ABANDONED, even_kept=False)
+                if batch is not current and len(update.missing) == len(update.leaves):
+                    self._tracker.release(ticket, Reason.ABANDONED, even_kept=False)
                     continue
-                self._book.submit(ticket)
+                self._tracker.submit(ticket)
                 updates.append(update)
-                self._warn_of_missing(update)
+                if update.missing:
+                    self._warn_of_missing(update)
                 update.pack()
         except BaseException:
-            self.give_up(updates)
+            self.discard(updates)
             raise
         return updates
 
     def _warn_of_missing(self, update: GradientBatch) -> None:
-        names = update.names_without_gradient()
-        if names and names not in self._warned:
+        names = tuple(update.missing)
+        if names not in self._warned:
             self._warned.add(names)
             logger.warning(
                 "the loss did not reach these id features, which are skipped and counted "
@@ -299,17 +274,18 @@ class BackwardPipeline:
             ServiceTimeout: If the embedding-worker takes nothing for minutes.
         """
         for place, update in enumerate(updates):
+            update.scale = scale
             try:
-                self._submit_one(update, scale)
+                self._submit_one(update)
             except BaseException:  # Ctrl-C while it waits, too
-                self.give_up(updates[place:])
+                self.discard(updates[place:])
                 raise
 
-    def _submit_one(self, update: GradientBatch, scale: float) -> None:
+    def _submit_one(self, update: GradientBatch) -> None:
         if self._stream is not None:
             update.start_copy(self._stream)
         update.rates = self.learning_rates.current
-        with self._changed:
+        with self._lock:
             update.number = self._next_number
             update.step = self._steps + 1
             self._next_number += 1
@@ -317,14 +293,16 @@ class BackwardPipeline:
         is_queued = False
         begin = time.perf_counter()
         try:
-            is_queued = self._queue.put((update, scale), WAIT_S)
+            if len(self._queue) >= len(self._idle) and len(self._threads) < self._num_workers:
+                self._start_worker()
+            is_queued = self._queue.put(update, WAIT_S)
         finally:
             if not is_queued:
-                self._ended(update.number)
+                self._remove_pending(update.number)
         waited_s = time.perf_counter() - begin
         if waited_s > SHORT_S:
             name = "update_gradient_batched_time_cost_more_than_1ms_sec"
-            self._book.timings[name].add(waited_s)
+            self._tracker.timings[name].add(waited_s)
         if not is_queued:
             raise ServiceTimeout(
                 f"waited {WAIT_S:g} s for the embedding-worker to take one of "
@@ -333,15 +311,21 @@ class BackwardPipeline:
                 method="update",
             )
 
-    def give_up(self, updates: Sequence[GradientBatch]) -> None:
+    def _start_worker(self) -> None:
+        name = f"persia-backward-{len(self._threads)}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def discard(self, updates: Sequence[GradientBatch]) -> None:
         """End collected batches that will not be sent: refs and permits come back."""
         for update in updates:
-            self._book.fail(update.ticket)
+            self._tracker.fail(update.ticket)
 
     def skip(self, updates: Sequence[GradientBatch]) -> None:
         """Release the batches of these updates instead of sending them."""
         for update in updates:
-            self._book.skip(update.ticket)
+            self._tracker.skip(update.ticket)
 
     def flush(self) -> None:
         """Wait until every update submitted so far is acknowledged.
@@ -361,7 +345,7 @@ class BackwardPipeline:
         Raises:
             ServiceTimeout: If that takes minutes.
         """
-        with self._changed:
+        with self._lock:
             last = self._next_number
             if not self._changed.wait_for(
                 lambda: all(number >= last for number in self._pending), WAIT_S
@@ -376,7 +360,7 @@ class BackwardPipeline:
     def measure(self) -> tuple[int, int]:
         """Return how many updates wait to be sent, and the bytes of their gradients."""
         waiting = self._queue.items()
-        return len(waiting), sum(update.num_bytes() for update, _ in waiting)
+        return len(waiting), sum(update.num_bytes() for update in waiting)
 
     def why_not_healthy(self) -> str:
         """Name the threads that have ended before their time; "" if none has."""
@@ -387,40 +371,40 @@ class BackwardPipeline:
 
     @property
     def steps(self) -> int:
-        """Number of the user's last step that has submitted all it had."""
+        """Number of the user's last step whose updates are all submitted."""
         return self._steps
 
     def end_step(self, number: int) -> None:
-        """Note that the user's step with this number has submitted all it had."""
-        with self._changed:
+        """Note that all updates of the user's step with this number are submitted."""
+        with self._lock:
             self._steps = number
             self._changed.notify_all()
 
     def hold(self, step: int, timeout_s: float) -> bool:
-        """Keep updates of later steps back; wait until this one and those before are in.
+        """Hold updates of later steps; wait until this one's and those before are applied.
 
         Returns:
-            Whether they are; if not in time, nothing is kept back.
+            Whether they are; if not in time, nothing is held.
         """
         deadline = time.monotonic() + timeout_s
-        are_in = False
-        with self._changed:
+        is_applied = False
+        with self._lock:
             self._held_after = step
-            while not are_in and time.monotonic() < deadline:
-                # Nobody notifies of the end of a pass, after which a rank makes no more steps
+            while not is_applied and time.monotonic() < deadline:
+                # The end of a pass notifies no condition. A rank makes no more steps after it,
                 # though others may, with drop_last=False.
-                are_in = self._changed.wait_for(lambda: self._are_in(step), _LOOK_S)
-        if not are_in:
-            self.go_on()
-        return are_in
+                is_applied = self._changed.wait_for(lambda: self._is_applied(step), _CHECK_S)
+        if not is_applied:
+            self.resume()
+        return is_applied
 
-    def _are_in(self, step: int) -> bool:
-        has_come = self._steps >= step or self._is_closed or self.is_between_passes()
-        return has_come and all(of > step for of in self._pending.values())
+    def _is_applied(self, step: int) -> bool:
+        has_ended = self._steps >= step or self._is_closed or self.is_between_passes()
+        return has_ended and all(of > step for of in self._pending.values())
 
-    def go_on(self) -> None:
-        """Let updates go again."""
-        with self._changed:
+    def resume(self) -> None:
+        """Send held updates."""
+        with self._lock:
             self._held_after = None
             self._changed.notify_all()
 
@@ -428,7 +412,7 @@ class BackwardPipeline:
         """Send what is queued, then end and join the workers.
 
         Raises:
-            BaseException: What an update raised and nobody has seen yet.
+            BaseException: What an update raised and no call has raised yet.
         """
         try:
             self.flush()
@@ -436,7 +420,7 @@ class BackwardPipeline:
             self._queue.finish()
             for thread in join(self._threads, JOIN_S):
                 logger.warning("%s is still inside an update", thread.name)
-            with self._changed:
+            with self._lock:
                 self._is_closed = True
                 self._changed.notify_all()
         self.raise_failure()
@@ -448,63 +432,78 @@ class BackwardPipeline:
             pass
 
     def _run_one(self) -> bool:
-        """Send one update; a function of its own, so that nothing of it outlives it."""
+        """Send one update; a function of its own, so that its locals are freed."""
+        me = threading.get_ident()
+        self._idle.add(me)
         try:
-            update, scale = self._queue.get()
+            update = self._queue.get()
         except (Closed, Finished):
             return False
-        try:
-            self._send(update, scale)
-        except BaseException as exc:
-            with self._changed:
-                self._failure = self._failure or exc
-            self._book.fail(update.ticket)
         finally:
-            self._ended(update.number)
+            self._idle.discard(me)
+        try:
+            self._send(update)
+        except BaseException as exc:
+            with self._lock:
+                self._failure = self._failure or exc
+            self._tracker.fail(update.ticket)
+        finally:
+            self._remove_pending(update.number)
         return True
 
-    def _send(self, update: GradientBatch, scale: float) -> None:
+    def _send(self, update: GradientBatch) -> None:
         ticket = update.ticket
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._held_after is None or update.step <= self._held_after
-            )
+        with self._lock:
+            while self._held_after is not None and update.step > self._held_after:
+                self._changed.wait()
         gradients = BatchGradients(
-            ticket.ref, (self.client, ticket.number), update.slots(), scale, update.rates
+            ticket.ref,
+            (self.client, ticket.number),
+            update.slots(),
+            update.scale,
+            update.rates,
         )
         if ticket.in_order:
             # Those before it were taken from the queue before it, so they end without it.
-            with self._changed:
-                self._changed.wait_for(lambda: min(self._pending) == update.number)
+            with self._lock:
+                while min(self._pending) != update.number:
+                    self._changed.wait()
         begin = time.perf_counter()
         if ticket.in_turn and self._ranks is not None:
             # Acknowledged only when all ranks have met: the permit lets the next lookup go.
             report = self._ranks.in_turn(lambda: self._update(ticket, gradients))
         else:
             report = self._update(ticket, gradients)
-        took_s = time.perf_counter() - begin
-        self._book.timings["backward_client_time_cost_sec"].add(took_s)
-        self._book.acknowledge(ticket, report)
+        self._update_time.add(time.perf_counter() - begin)
+        self._tracker.acknowledge(ticket, report)
 
     def _update(self, ticket: InFlightBatch, gradients: BatchGradients) -> UpdateReport:
         """Update, if need be by another embedding-worker than the one that looked it up.
 
         The id stays the same, so that servers which applied it already do not do so again.
         """
-        tries = Tries(env.rpc_timeout_s())
-        is_known = True
-        while True:
-            try:
-                if not is_known:
-                    self._worker.lookup(ticket.ref, True)
-                return self._worker.update(replace(gradients, ref=ticket.ref))
-            except (UnknownRef, ServiceUnavailable) as error:
-                if ticket.origin is None or not tries.another():
-                    raise
-                ticket.ref = ticket.origin.register_again(error)
-                is_known = False
+        begin = time.perf_counter()  # after the wait for this rank's turn, which may be long
+        try:
+            return self._worker.update(gradients)
+        except LOST as error:
+            if ticket.register_again is None:
+                raise
+            left_s = env.rpc_timeout_s() - (time.perf_counter() - begin)
+            return call_again(
+                lambda ref: self._update_moved(ticket, gradients, ref),
+                ticket.register_again,
+                error,
+                left_s,
+            )
 
-    def _ended(self, number: int) -> None:
-        with self._changed:
+    def _update_moved(
+        self, ticket: InFlightBatch, gradients: BatchGradients, ref: int
+    ) -> UpdateReport:
+        ticket.ref = ref  # for a release, should this fail too
+        self._worker.lookup(ref, True)  # an update needs the plan that a lookup makes
+        return self._worker.update(replace(gradients, ref=ref))
+
+    def _remove_pending(self, number: int) -> None:
+        with self._lock:
             self._pending.pop(number, None)
             self._changed.notify_all()

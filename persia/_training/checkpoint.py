@@ -11,18 +11,26 @@ The pause is the left column. A failure on either side leaves no checkpoint, or 
 
 Loading is two steps as well: everything is verified, on every server and here, before anything
 changes anywhere.
+
+The dense side's files are state dicts and scripted models. A file is written beside its place
+and renamed into it, so that a reader meets the old one or the new one, and loaded with
+``weights_only=True``, so that it cannot run code. A model that is wrapped for data parallelism
+is stored without the wrapper's ``module.`` prefix: a file of four ranks loads into one, and the
+other way round.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,16 +38,16 @@ from tqdm import tqdm
 
 from persia import env
 from persia._files import catalog
-from persia._files.checkpoint_paths import chains
-from persia._files.entries import File, Part
-from persia._files.json_reader import FieldPath, Fields, parse
+from persia._files.catalog import chains
+from persia._files.entries import File, Part, ServerFiles
+from persia._files.json_models import parse, read_json
 from persia._files.manifest import Manifest
+from persia._files.open import open_storage
 from persia._files.parts import read_file, write_file
 from persia._files.schema import SavedSchema
-from persia._files.storage import Storage, open_storage
+from persia._files.storage import Storage, write_atomic
 from persia._files.writer_lock import sole_writer
 from persia._rpc.messages import CutRequest, LoadRequest, WriteRequest
-from persia._training import dense_files
 from persia._training.resume import check_trainer
 from persia.errors import CheckpointError, ConfigError, PersiaError
 from persia.logger import get_logger
@@ -50,22 +58,24 @@ if TYPE_CHECKING:
 
 _logger = get_logger("persia.checkpoints")
 
-# Seconds between two questions how far the servers are, and which part of what has passed: what
-# is over is known soon after, and what takes minutes is not asked for all the time.
+# Seconds between two polls of the servers, and the share of the time passed: a short dump is
+# known to be over soon after, and a long one is not polled all the time.
 _FIRST_ASK_S = 0.005
 _LONGEST_ASK_S = 0.5
 _ASKED_AFTER = 1 / 32
-# What a file of a dense model or optimizer may be.
+# Largest file of a dense model or optimizer.
 MAX_DENSE_BYTES = 1 << 36
-# Where the trainer keeps what no other file holds: generators, scaler, position in the data.
+# The trainer's file for what no other file holds: generators, scaler, position in the data.
 TRAINER = "trainer.pt"
+# What a wrapper for data parallelism puts before the names of parameters.
+_PREFIX = "module."
 
 Dense = Mapping[str, bytes]
 
 
 def state_of(instance: Any) -> bytes:
     """Return the state dict of a model, without its wrapper, or of an optimizer."""
-    return serialized(dense_files.unwrap(instance).state_dict())
+    return serialized(unwrap(instance).state_dict())
 
 
 def serialized(state: Any) -> bytes:
@@ -81,11 +91,11 @@ def scripted(model: Any) -> Callable[[], bytes]:
     Raises:
         ConfigError: If it is no module, or cannot be scripted.
     """
-    model = dense_files.unwrap(model)
+    model = unwrap(model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"with_jit_model needs a torch.nn.Module, got {type(model).__name__}")
     try:
-        module = dense_files.script(model)
+        module: Any = torch.jit.script(model)
     except RuntimeError as exc:
         raise ConfigError(
             f"with_jit_model: {type(model).__name__} cannot be scripted: {exc}"
@@ -109,8 +119,8 @@ class Frozen:
     dense: Dense
 
 
-class CheckpointWriter:
-    """Dumps of one context; one at a time. The user's thread calls it.
+class _Background:
+    """One action at a time in a thread. The user's thread starts it and waits for it.
 
     Args:
         worker: The embedding-worker.
@@ -120,6 +130,34 @@ class CheckpointWriter:
         self._worker = worker
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+
+    def _start(self, action: Callable[[], object], what: str) -> None:
+        def run() -> None:
+            try:
+                action()
+            except BaseException as exc:
+                _logger.error("%s failed: %s", what, exc)
+                self._failure = exc
+
+        self._thread = threading.Thread(target=run, name="persia-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for what goes on in the background, if anything does.
+
+        Raises:
+            BaseException: What it raised, once.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()  # it has deadlines of its own
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+class CheckpointWriter(_Background):
+    """Dumps of one context; one at a time. The user's thread calls it."""
 
     def begin(self, step: int, dense: Callable[[], Dense]) -> Frozen:
         """Begin a cut on every server and take the dense side, while updates are held.
@@ -161,29 +199,10 @@ class CheckpointWriter:
         if blocking:
             self._write(frozen, url, keep_last, job, shows=True)
             return
-
-        def run() -> None:
-            try:
-                self._write(frozen, url, keep_last, job, shows=False)
-            except BaseException as exc:
-                _logger.error("the checkpoint in %s failed: %s", url, exc)
-                self._failure = exc
-
-        self._thread = threading.Thread(target=run, name="persia-checkpoint", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait for the dump in the background, if there is one.
-
-        Raises:
-            BaseException: What it raised, once.
-        """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()  # it has deadlines of its own
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        self._start(
+            lambda: self._write(frozen, url, keep_last, job, shows=False),
+            f"the checkpoint in {url}",
+        )
 
     def _write(
         self, frozen: Frozen, url: str, keep_last: int, job: JobFolders | None, *, shows: bool
@@ -256,7 +275,7 @@ def _watch(
     begun_at = time.monotonic()
     moved_at, last = begun_at, -1
     pause = threading.Event()  # never set: a wait that Ctrl-C ends
-    # None: no bar where nobody watches.
+    # None: no bar where the output is no terminal.
     with tqdm(
         desc=what,
         unit=f" {unit}",
@@ -292,21 +311,20 @@ def _write_dense(storage: Storage, identity: str, dense: Dense) -> dict[str, Fil
 def _manifest(
     identity: str, frozen: Frozen, statuses: tuple[CutStatus, ...], files: dict[str, File]
 ) -> Manifest:
-    where = FieldPath("a parameter server's cut")
+    name = "a parameter server's snapshot"
     about = json.loads(frozen.infos[0].about)
     parts: list[Part] = []
     files = dict(files)
     for status in statuses:
-        written = Fields(parse(status.meta.tobytes(), where), where)
-        parts += map(Part.from_json, written.objects("parts"))
-        found = written.fields("files")
-        files |= {name: File.from_json(found.fields(name)) for name in found.names()}
+        written = read_json(ServerFiles, parse(status.meta.tobytes(), name), name)
+        parts += written.parts
+        files |= written.files
     return Manifest(
         id=identity,
         kind="full",
         step=frozen.step,
         num_servers=len(statuses),
-        schema=SavedSchema.from_json(Fields(about["schema"], where)),
+        schema=read_json(SavedSchema, about["schema"], name),
         parts=tuple(parts),
         files=files,
         extras={"servers": about["settings"]},
@@ -364,7 +382,7 @@ class Checkpoint:
         for name, instance in dense.items():
             state = self.state(name, map_location)
             if state is not None:
-                states[name] = dense_files.fitting(instance, state, self._place(name))
+                states[name] = check_fit(instance, state, self._place(name))
             elif any(name.endswith(".pt") for name in self.manifest.files):
                 there = ", ".join(sorted(self.manifest.files))
                 raise CheckpointError(
@@ -409,14 +427,10 @@ class Checkpoint:
             ) from exc
 
 
-class CheckpointReader:
+class CheckpointReader(_Background):
     """Loads of one context's embeddings; one at a time."""
 
-    def __init__(self, worker: EmbeddingWorker) -> None:
-        self._worker = worker
-        self._request: LoadRequest | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+    _request: LoadRequest | None = None  # under way
 
     def verify(self, identity: str, url: str, features: tuple[str, ...] | None) -> None:
         """Have every server check its share; changes nothing.
@@ -464,16 +478,7 @@ class CheckpointReader:
 
         if blocking:
             return run()
-
-        def behind() -> None:
-            try:
-                run()
-            except BaseException as exc:
-                _logger.error("loading from %s failed: %s", request.url, exc)
-                self._failure = exc
-
-        self._thread = threading.Thread(target=behind, name="persia-checkpoint", daemon=True)
-        self._thread.start()
+        self._start(run, f"loading from {request.url}")
         return []
 
     def drop(self) -> None:
@@ -485,19 +490,6 @@ class CheckpointReader:
             self._worker.load(replace(request, step="drop"))
         except PersiaError as exc:
             _logger.warning("a load was not ended on every server: %s", exc)
-
-    def wait(self) -> None:
-        """Wait for the load in the background, if there is one.
-
-        Raises:
-            BaseException: What it raised, once.
-        """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def _await(self, goal: str) -> tuple[LoadStatus, ...]:
         request = self._request
@@ -515,3 +507,130 @@ class CheckpointReader:
 
         found: tuple[LoadStatus, ...] = _watch(ask, "B", request.step, True)
         return found
+
+
+# --- files of the dense side ---------------------------------------------------------------
+
+
+def unwrap(instance: Any) -> Any:
+    """Return the model inside a data-parallel wrapper, or the instance itself."""
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    while isinstance(instance, wrappers):
+        instance = instance.module
+    return instance
+
+
+def save_dense(
+    instance: Any, dst_dir: str | os.PathLike[str], file_name: str, is_jit: bool
+) -> Path:
+    """Write a state dict, or a scripted model, and return its path.
+
+    Raises:
+        ConfigError: If a scripted model is asked of something that is no module.
+        CheckpointError: If the file cannot be written.
+    """
+    instance = unwrap(instance)
+    path = Path(dst_dir) / file_name
+    if is_jit:
+        if not isinstance(instance, torch.nn.Module):
+            raise ConfigError(
+                f"is_jit=True needs a torch.nn.Module, got {type(instance).__name__}"
+            )
+        module: Any = torch.jit.script(instance)
+        write_atomic(path, lambda aside: module.save(str(aside)))
+    else:
+        state = instance.state_dict()
+        write_atomic(path, lambda aside: torch.save(state, aside))
+    return path
+
+
+def load_dense(instance: Any, path: str | os.PathLike[str], map_location: Any = None) -> None:
+    """Load a state dict into a model or an optimizer.
+
+    Raises:
+        CheckpointError: If the file is missing, unreadable, or does not fit the instance.
+    """
+    place = Path(path)
+    if not place.is_file():
+        raise CheckpointError(f"expected the file of a state dict at {place}, found none")
+    try:
+        state = torch.load(place, map_location=map_location, weights_only=True)
+    except Exception as exc:
+        raise CheckpointError(f"{place} cannot be read as a state dict: {exc}") from exc
+    put_dense(instance, check_fit(instance, state, str(place)), str(place))
+
+
+def check_fit(instance: Any, state: Any, place: str) -> dict[str, Any]:
+    """Return a state dict as the instance takes it, having changed nothing.
+
+    Raises:
+        CheckpointError: If it is none, or does not fit the instance.
+    """
+    instance = unwrap(instance)
+    is_module = isinstance(instance, torch.nn.Module)
+    if not isinstance(state, dict) or (is_module and not all(type(x) is str for x in state)):
+        raise CheckpointError(f"expected a state dict in {place}, got {type(state).__name__}")
+    found: dict[str, Any] = state
+    if not is_module:
+        _check_groups(instance, found, place)
+        return found
+    found = _without_prefix(found, instance)
+    own: dict[str, Any] = instance.state_dict()
+    wrong = [f"{name} is missing" for name in own if name not in found]
+    wrong += [f"{name} is not the model's" for name in found if name not in own]
+    for name in own.keys() & found.keys():
+        shapes = [getattr(of[name], "shape", None) for of in (own, found)]
+        if shapes[0] != shapes[1]:
+            wrong.append(f"{name} is {_shape(shapes[0])} here and {_shape(shapes[1])} there")
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{place} does not fit this {type(instance).__name__}: "
+            f"{'; '.join(sorted(wrong)[:3])}{more}"
+        )
+    return found
+
+
+def _shape(shape: Any) -> str:
+    return "no tensor" if shape is None else str(list(shape))
+
+
+def _check_groups(optimizer: Any, state: dict[str, Any], place: str) -> None:
+    """Check that a state dict has the parameters of an optimizer, if it is one's."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    groups, there = state.get("param_groups"), None
+    if isinstance(groups, list) and isinstance(state.get("state"), dict):
+        params = [group.get("params") for group in groups if isinstance(group, dict)]
+        there = [len(one) for one in params if isinstance(one, list)]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if there != here:
+        raise CheckpointError(
+            f"{place} does not fit this {type(optimizer).__name__}: expected groups of {here} "
+            f"parameters, got {there}"
+        )
+
+
+def put_dense(instance: Any, state: dict[str, Any], place: str) -> None:
+    """Load a state dict that ``check_fit`` returned.
+
+    Raises:
+        CheckpointError: If the instance refuses it.
+    """
+    instance = unwrap(instance)
+    try:
+        instance.load_state_dict(state)
+    except Exception as exc:  # of whatever is in it
+        raise CheckpointError(
+            f"{place} does not fit this {type(instance).__name__}: {exc}"
+        ) from exc
+
+
+def _without_prefix(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """Take the wrapper's prefix off the names of a file that was saved with it."""
+    own = model.state_dict()
+    if not state or not all(name.startswith(_PREFIX) for name in state):
+        return state
+    if all(name.startswith(_PREFIX) for name in own):
+        return state  # the model itself names its only child "module"
+    return {name[len(_PREFIX) :]: value for name, value in state.items()}

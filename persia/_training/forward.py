@@ -1,25 +1,26 @@
-"""The forward pipeline of one epoch: source, lookups, permits, order, ranks in step.
+"""The forward pipeline of one pass: source, lookups, permits, order, ranks in step.
 
-    source ----------> forward workers --Delivery--> (ranks agree) ----> the user's loop
-    copies batches     permit, then lookup           one step ahead      tensors
+    source ----------> forward workers --queue--> (ranks agree) ----> the user's loop
+    copies batches     permit, then lookup        one step ahead      tensors
 
 A permit is acquired before the lookup, in the order of the batches, and belongs to the batch
-from then on (``flight``); it comes back when the update is acknowledged, the lookup fails, or
+from then on (``inflight``); it comes back when the update is acknowledged, the lookup fails, or
 the batch is released.
 
-Order (``reproducible=True``): batches are taken, numbered, looked up and handed out in the
-order of the dataset. With a staleness bound ``s`` no batch is taken before the user asked
-for the ``s - 1`` th before it. At staleness 1, then, lookups and updates alternate strictly,
-and a loop that is left early has looked up exactly what it was given.
+Order (``reproducible=True``): batches are taken, numbered, looked up and returned in the order
+of the dataset. With a staleness bound ``s`` no batch is taken before the user asked for the
+``s - 1`` th before it. At staleness 1, then, lookups and updates alternate strictly, and a loop
+that is left early has looked up exactly the batches that it received.
 
-Ranks in step: with several ranks a batch is handed out when all of them have one. A thread
+Ranks in step: with several ranks a batch is returned when all of them have one. A thread
 asks that one step ahead of the user. The first round in which a rank has none is the last: what
 the others have is dropped and counted. Each rank takes part in every round up to the last one,
 and in no other, whatever ends its own pass, so that none waits for another in vain.
 
 Threads and locks: ``_turn`` makes take, permit and number one step (and, in order, the
-lookup too). It is held while waiting for input or a permit; nobody needs it to make progress
-elsewhere, and both waits are woken by ``close``.
+lookup too). It is held while waiting for input or a permit; no other thread needs it to make
+progress, and both waits are woken by ``close``. Forward workers start when a batch is taken and
+none is idle.
 """
 
 from __future__ import annotations
@@ -27,21 +28,37 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
+from persia import env
 from persia._rpc.deadlines import within
-from persia._training.backward import SHORT_S, TakesTurns
-from persia._training.inflight import Reason, State
+from persia._rpc.messages import IDFeatures
+from persia._rpc.worker_pool import EmbeddingWorkers
+from persia._training.batch import StagedBatch
+from persia._training.inflight import (
+    LOST,
+    SHORT_S,
+    InFlightBatch,
+    Reason,
+    StalenessLimiter,
+    State,
+    call_again,
+)
 from persia._training.queues import Closed, Finished, OrderedQueue, join
-from persia._training.transfer import StagedBatch
-from persia.errors import ConfigError, ServiceError, ServiceTimeout
+from persia._training.resume import Progress
+from persia.errors import ConfigError, InternalError, ServiceError, ServiceTimeout
 
 if TYPE_CHECKING:
-    from persia._rpc.messages import LookupResult
-    from persia._training.inflight import InFlightBatch
-    from persia._training.lookups import Item, Lookups
+    from collections.abc import Callable
+
+    from persia._rpc.messages import EmbeddingWorker, LookupResult
+    from persia._training.batch import HostBatch, PersiaTrainingBatch
+    from persia._training.inflight import InFlightTracker
+    from persia._training.ranks import Ranks
     from persia._training.sources import Source
-    from persia._training.transfer import DeviceTransfer, PersiaTrainingBatch
+    from persia._training.transfer import DeviceTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -50,98 +67,195 @@ logger = logging.getLogger(__name__)
 JOIN_S = 10.0
 # Of all batches that are left: a launcher that was stopped waits 2.5 s for its ranks.
 _RELEASE_S = 1.0
-# Seconds between two lines that say whom the user's loop is waiting for.
+# Seconds between two log lines that name what the user's loop waits for.
 LINE_S = 10.0
-_MANY = 100  # batches without a backward, after which that is said
+_MANY = 100  # batches without a backward, after which a warning says so
 
-# What a rank tells the others about its next batch.
+# What a rank sends to the others about its next batch.
 HAS_BATCH = 1
 ENDED = 0  # its data has
 LEFT = 2  # its user has left the loop
 FAILED = 3  # its data or a lookup has
 
+_NOTHING_RESUMED = (
+    "nothing was trained in this pass: the checkpoint was made behind its batch %d, and the "
+    "data has no more than that; the next pass begins at the first batch. To go on with other "
+    "data, load the checkpoint with features=[...] of all features, which leaves the position "
+    "out"
+)
 
-class Agrees(TakesTurns, Protocol):
-    """The ranks; ``persia._training.ranks`` implements it."""
 
-    def agree(self, code: int) -> list[int]:
-        """Tell all ranks a number and return everyone's, by rank."""
-
-
-class StalenessLimiter:
-    """Decides when the next batch may be taken, and counts permits.
+class Lookups:
+    """What a context's lookups need to know, shared by its loaders and direct calls.
 
     Args:
-        staleness: Most batches between lookup and acknowledged update; None is no bound.
-        on_demand: Whether, with a bound, batches wait for the user to ask for them.
+        worker: Where ids become embeddings.
+        tracker: Of the batches with gradients.
+        trains: Whether batches may have gradients at all.
+        before_evaluation: Called before each lookup without gradients; waits until this
+            rank's updates are acknowledged or have failed.
+        rank: This rank, of ``world_size``: ranks give their own batches ids in turn.
+        world_size: Number of ranks.
+        progress: Where it is noted what was trained; one of its own if not given.
     """
 
-    def __init__(self, staleness: int | None, on_demand: bool) -> None:
-        self.staleness = staleness
-        self._on_demand = on_demand and staleness is not None
-        self._changed = threading.Condition()  # guards everything below
-        self._lent = 0
-        self._taken = 0
-        self._asked = 0
-        self._closed = False
+    def __init__(
+        self,
+        worker: EmbeddingWorker,
+        tracker: InFlightTracker,
+        trains: bool,
+        before_evaluation: Callable[[], None],
+        rank: int = 0,
+        world_size: int = 1,
+        progress: Progress | None = None,
+    ) -> None:
+        self.worker = worker
+        self.tracker = tracker
+        self._lookup_time = tracker.timings["forward_client_time_cost_sec"]
+        self.trains = trains
+        self.before_evaluation = before_evaluation
+        self.progress = Progress() if progress is None else progress
+        self._rank = rank
+        self._world_size = world_size
+        # Two series, by whether there are gradients: update ids and admission depend on the
+        # numbers of training batches, and an evaluation must not shift them.
+        self._next_numbers = {False: 0, True: 0}
+        self._lock = threading.Lock()  # guards _next_numbers
+        # An embedding-worker of this process never loses a batch.
+        self._keeps_ids = isinstance(worker, EmbeddingWorkers)
 
-    def _is_open(self, needs_permit: bool) -> bool:
-        if self._closed or self.staleness is None:
-            return True
-        if needs_permit and self._lent >= self.staleness:
-            return False
-        return not self._on_demand or self._taken < self._asked + self.staleness - 1
+    def number(self, host: HostBatch) -> None:
+        """Give a batch the next number of its kind, and an id if it has none."""
+        trains = self.trains and host.requires_grad
+        with self._lock:
+            host.number = self._next_numbers[trains]
+            self._next_numbers[trains] += 1
+        if trains:
+            host.on_done = partial(self.progress.mark_done, host.number, host.on_done)
+        if host.ref is None:
+            host.batch_id = host.number * self._world_size + self._rank
 
-    def enter(self, needs_permit: bool) -> None:
-        """Wait until a batch may be taken; lends it a permit if it needs one.
+    def resume(self, next_number: int) -> None:
+        """Give the next training batch this number, as if those below had been given out."""
+        with self._lock:
+            self._next_numbers[True] = next_number
+
+    def has_gradients(self, host: HostBatch) -> bool:
+        """Whether this batch is looked up for training."""
+        return self.trains and host.requires_grad
+
+    def lookup(
+        self,
+        host: HostBatch,
+        limiter: StalenessLimiter | None = None,
+        in_order: bool = False,
+        in_turn: bool = False,
+    ) -> tuple[LookupResult, InFlightBatch | None]:
+        """Look one batch up; if it has gradients its ticket owns the permit from then on.
 
         Raises:
-            Closed: If the epoch ends first.
+            Exception: What the embedding-worker raised; a permit is returned.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_open(needs_permit))
-            if self._closed:
-                raise Closed
-            self._taken += 1
-            self._lent += needs_permit
+        trains = self.trains and host.requires_grad
+        if not trains:
+            self.before_evaluation()
+        begin = time.perf_counter()
+        try:
+            result = self._ask(host, trains, begin)
+            if trains and result.ref is None:
+                raise InternalError(f"the training lookup of batch {host.batch_id} left no ref")
+        except BaseException:
+            self.tracker.count_failed_lookup()
+            if trains and limiter is not None:
+                limiter.return_permit()
+            try:
+                self._release(host)
+            except Exception as exc:  # the user sees the failure of the lookup
+                logger.debug("ref %s could not be released: %s", host.ref, exc)
+            raise
+        self._lookup_time.add(time.perf_counter() - begin)
+        if result.ref is None or not trains:
+            if host.on_done is not None:
+                host.on_done()
+            self._release(host)
+            return result, None
+        ticket = InFlightBatch(
+            result.ref,
+            host.batch_id,
+            host.number,
+            limiter=limiter,
+            in_order=in_order,
+            in_turn=in_turn,
+            num_samples=host.batch_size,
+            register_again=host.register_again,
+            on_done=host.on_done,
+            on_end=host.on_end,
+        )
+        self.tracker.open(ticket)
+        return result, ticket
 
-    def ask(self) -> None:
-        """The user asks for one more batch."""
-        with self._changed:
-            self._asked += 1
-            self._changed.notify_all()
+    def _ask(self, host: HostBatch, trains: bool, begin: float) -> LookupResult:
+        if host.ref is None:
+            features = IDFeatures(host.features, host.batch_id, trains)
+            if trains and self._keeps_ids:
+                worker = self.worker
+                host.register_again = lambda error: worker.register(features)
+            return self.worker.lookup_direct(features)
+        try:
+            return self.worker.lookup(host.ref, trains)
+        except LOST as error:
+            if host.register_again is None:
+                raise
+            left_s = env.rpc_timeout_s() - (time.perf_counter() - begin)
+            return call_again(
+                lambda ref: self._lookup_moved(host, ref, trains),
+                host.register_again,
+                error,
+                left_s,
+            )
 
-    def give_back(self) -> None:
-        """Take a permit back."""
-        with self._changed:
-            self._lent -= 1
-            self._changed.notify_all()
+    def _lookup_moved(self, host: HostBatch, ref: int, trains: bool) -> LookupResult:
+        host.ref = ref  # for a release, should this fail too
+        return self.worker.lookup(ref, trains)
 
-    def close(self) -> None:
-        """Let nobody in any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+    def discard(self, host: HostBatch, reason: Reason) -> None:
+        """End a batch that was taken and will not be looked up."""
+        if host.ref is not None:
+            self.tracker.count(reason)
+            self._release(host)
 
-    def is_exhausted(self) -> bool:
-        """Whether all permits are lent."""
-        with self._changed:
-            return self.staleness is not None and self._lent >= self.staleness
+    def _release(self, host: HostBatch) -> None:
+        """Release the ids of a batch that will have no gradients."""
+        try:
+            if host.ref is not None:
+                self.worker.release(host.ref)
+        finally:
+            if host.on_end is not None:
+                host.on_end()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassOptions:
+    """How one pass over a dataset runs; what ``DataLoader`` was given."""
+
+    input_capacity: int  # batches read ahead of the lookups
+    output_capacity: int  # batches looked up ahead of the user
+    num_workers: int  # most lookups at the same time
+    reproducible: bool  # keep the dataset's order
+    staleness: int | None  # bound on batches in flight
+    timeout_s: float  # how long the user waits for a batch
+    keeps_step: bool = True  # hand a batch out only when every rank has one
 
 
 class ForwardPipeline:
-    """One epoch. ``start``, ``next`` and ``close`` belong to the user's thread.
+    """One pass. ``start``, ``next`` and ``close`` belong to the user's thread.
 
     Args:
         source: Of one pass.
         lookups: The context's.
-        converter: Of the context's device.
-        output_capacity: Batches looked up ahead of the user.
-        num_workers: Lookups at the same time.
-        reproducible: Keep the dataset's order.
-        staleness: Bound on batches in flight, or None.
-        timeout_s: How long ``next`` waits.
-        ranks: To keep in step with; None where there is one, or none needs to wait.
+        transfer: Of the context's device.
+        options: How it runs.
+        ranks: To keep in step with, if the options say so; None where there is one.
         num_resumed: Batches of the pass that were trained before a checkpoint.
     """
 
@@ -149,58 +263,55 @@ class ForwardPipeline:
         self,
         source: Source,
         lookups: Lookups,
-        converter: DeviceTransfer,
+        transfer: DeviceTransfer,
+        options: PassOptions,
         *,
-        output_capacity: int,
-        num_workers: int,
-        reproducible: bool,
-        staleness: int | None,
-        timeout_s: float,
-        ranks: Agrees | None = None,
+        ranks: Ranks | None = None,
         num_resumed: int = 0,
     ) -> None:
         self._source = source
         self._lookups = lookups
-        self._converter = converter
-        self._in_order = reproducible
-        self._timeout_s = timeout_s
+        self._tracker = lookups.tracker
+        self._stage_time = self._tracker.timings["forward_client_to_gpu_time_cost_sec"]
+        self._transfer = transfer
+        self._in_order = options.reproducible
+        self._timeout_s = options.timeout_s
         # Without updates nothing is stale, and evaluation reads ahead as far as it may.
-        self._gate = StalenessLimiter(
-            staleness if lookups.trains else None, on_demand=reproducible
+        self._limiter = StalenessLimiter(
+            options.staleness if lookups.trains else None, on_demand=options.reproducible
         )
-        self._delivery: OrderedQueue[StagedBatch | PersiaTrainingBatch] = OrderedQueue(
-            output_capacity, reproducible
+        self._looked_up: OrderedQueue[StagedBatch | PersiaTrainingBatch] = OrderedQueue(
+            options.output_capacity, options.reproducible
         )
-        # What is handed out: with several ranks, what all have agreed on.
-        self._agreed = self._delivery
+        # What the user receives: with several ranks, what all have agreed on.
+        self._agreed = self._looked_up
+        if not options.keeps_step:
+            ranks = None
         self._ranks = ranks
         if ranks is not None:
             self._agreed = OrderedQueue(1, ordered=True)
         # Reproducible over ranks: their updates go in the order of the ranks.
-        self._takes_turns = ranks is not None and reproducible and staleness == 1
+        self._takes_turns = (
+            ranks is not None and options.reproducible and options.staleness == 1
+        )
         self._reason_to_drop = Reason.UNUSED
-        self._turn = threading.Lock()  # see the module's docstring
-        self._num_taken = 0  # guarded by _turn
-        self._counting = threading.Lock()
-        self._num_running = num_workers  # workers not yet ended; guarded by _counting
-        self._num_looking_up = 0  # for messages only; guarded by _counting
+        self._turn = threading.Lock()  # see the module's docstring; guards the next two
+        self._num_taken = 0
+        self._num_workers = options.num_workers
+        self._lock = threading.Lock()
+        self._num_running = 0  # workers not yet ended; guarded by _lock
+        # Adding to a set and discarding from it are atomic.
+        self._idle: set[int] = set()  # workers that wait for _turn
+        self._looking_up: set[int] = set()  # numbers of batches, for messages only
         self._is_agreeing = False  # for messages only
-        self._last: InFlightBatch | None = None  # handed out last
-        self._owes_turn = False  # what was handed out last will have no update
+        self._last: InFlightBatch | None = None  # of the batch that the user has
+        self._last_needs_turn = False  # it will have no update
         self._num_trained = self._num_abandoned = 0  # batches with and without a backward
         self._num_resumed = num_resumed
-        self._has_begun = False  # something was handed out
-        self._kept: list[InFlightBatch] = []  # handed out and kept, most of them ended since
-        self._threads = [
-            threading.Thread(target=self._forward, name=f"persia-forward-{number}", daemon=True)
-            for number in range(num_workers)
-        ]
+        self._has_begun = False  # the user has received a batch
+        self._kept: list[InFlightBatch] = []  # most of them ended since
+        self._threads: list[threading.Thread] = []
         self._agreeing: threading.Thread | None = None
-        if ranks is not None:
-            self._agreeing = threading.Thread(
-                target=self._keep_step, args=(ranks,), name="persia-agree", daemon=True
-            )
-            self._threads.append(self._agreeing)
         self._closed = False
 
     # --- the user's thread ----------------------------------------------------------------
@@ -211,10 +322,14 @@ class ForwardPipeline:
         return self._closed
 
     def start(self) -> None:
-        """Start the source and the threads."""
+        """Start the source, the first worker and the thread that agrees with other ranks."""
         self._source.start()
-        for thread in self._threads:
-            thread.start()
+        self._start_worker()
+        if self._ranks is not None:
+            self._agreeing = threading.Thread(
+                target=self._keep_step, args=(self._ranks,), name="persia-agree", daemon=True
+            )
+            self._agreeing.start()
 
     @property
     def data_failure(self) -> BaseException | None:
@@ -226,58 +341,45 @@ class ForwardPipeline:
 
         Raises:
             Finished: If the dataset has ended and all its batches were returned.
-            Closed: If the epoch was closed, by a new one or by leaving the context.
-            ServiceTimeout: If none came in time; says whom it waited for.
+            Closed: If the pass was closed, by a new one or by leaving the context.
+            ServiceTimeout: If none came in time; names what it waited for.
             ConfigError: If kept batches hold all permits, so that none can come.
             BaseException: What the dataset or a lookup raised.
         """
         self._leave_last()
+        if self._kept:
+            self._check_kept()
+        self._limiter.request()
+        begin = time.perf_counter()
+        item = self._wait_for_batch()
+        waited_s = time.perf_counter() - begin
+        if waited_s > SHORT_S:
+            name = "get_train_batch_time_cost_more_than_1ms_sec"
+            self._tracker.timings[name].add(waited_s)
+        batch = self._transfer.finish(item) if isinstance(item, StagedBatch) else item
+        self._has_begun = True
+        self._last = batch.ticket
+        self._last_needs_turn = batch.ticket is None
+        return batch
+
+    def _check_kept(self) -> None:
         self._kept = [ticket for ticket in self._kept if ticket.state is State.KEPT]
-        staleness = self._gate.staleness
+        staleness = self._limiter.staleness
         if staleness is not None and len(self._kept) >= staleness:
             raise ConfigError(
                 f"embedding_staleness={staleness} allows no batch beside the "
                 f"{len(self._kept)} kept by ctx.keep; to accumulate gradients over k batches "
                 "it must be at least k"
             )
-        self._gate.ask()
-        begin = time.perf_counter()
-        item = self._wait_for_one()
-        waited_s = time.perf_counter() - begin
-        if waited_s > SHORT_S:
-            timings = self._lookups.book.timings
-            timings["get_train_batch_time_cost_more_than_1ms_sec"].add(waited_s)
-        batch = self._converter.finish(item) if isinstance(item, StagedBatch) else item
-        self._has_begun = True
-        self._last = batch.ticket
-        self._owes_turn = batch.ticket is None
-        return batch
 
-    def _wait_for_one(self) -> StagedBatch | PersiaTrainingBatch:
+    def _wait_for_batch(self) -> StagedBatch | PersiaTrainingBatch:
         deadline = time.monotonic() + self._timeout_s
         while True:
             left = deadline - time.monotonic()
             try:
                 return self._agreed.get(min(left, LINE_S))
             except Finished:
-                if self._num_abandoned and not self._num_trained:
-                    logger.warning(
-                        "none of the %d batches of this pass had a backward, so no embedding "
-                        "was trained; call ctx.backward(loss) for each, or use eval_ctx",
-                        self._num_abandoned,
-                    )
-                had_no_more = self._num_resumed > 0 and not self._has_begun
-                if had_no_more:
-                    logger.warning(
-                        "nothing was trained in this pass: the checkpoint was made behind its "
-                        "batch %d, and the data has no more than that; the next pass begins at "
-                        "the first batch. To go on with other data, load the checkpoint with "
-                        "features=[...] of all features, which leaves the position out",
-                        self._num_resumed,
-                    )
-                self._lookups.progress.end(
-                    self._source, self._source.end_position(), had_no_more=had_no_more
-                )
+                self._note_end()
                 raise
             except ServiceError:
                 raise  # a lookup's, which may be a timeout of its own
@@ -285,102 +387,125 @@ class ForwardPipeline:
                 if left <= LINE_S:
                     raise ServiceTimeout(
                         f"no batch came within {self._timeout_s:g} s: waited for "
-                        f"{self._culprit()}",
+                        f"{self._slow_stage()}",
                         role="nn-worker",
                         method="next batch",
                     ) from exc
-            logger.warning("waiting for a batch: for %s", self._culprit())
+            logger.warning("waiting for a batch: for %s", self._slow_stage())
+
+    def _note_end(self) -> None:
+        if self._num_abandoned and not self._num_trained:
+            logger.warning(
+                "none of the %d batches of this pass had a backward, so no embedding "
+                "was trained; call ctx.backward(loss) for each, or use eval_ctx",
+                self._num_abandoned,
+            )
+        is_empty = self._num_resumed > 0 and not self._has_begun
+        if is_empty:
+            logger.warning(_NOTHING_RESUMED, self._num_resumed)
+        source = self._source
+        self._lookups.progress.end(source.position, source.end_position(), is_empty=is_empty)
 
     def _leave_last(self) -> None:
         last, self._last = self._last, None
-        owes_turn, self._owes_turn = self._owes_turn, False
+        needs_turn, self._last_needs_turn = self._last_needs_turn, False
         if last is not None:
-            owes_turn = self._lookups.book.release(last, Reason.ABANDONED, even_kept=False)
-            self._num_trained += not owes_turn
-            self._num_abandoned += owes_turn
+            # An acknowledged one is the common case, without a lock.
+            needs_turn = last.state is not State.ACKNOWLEDGED and self._tracker.release(
+                last, Reason.ABANDONED, even_kept=False
+            )
+            self._num_trained += not needs_turn
+            self._num_abandoned += needs_turn
             if self._num_abandoned == _MANY and not self._num_trained:
                 logger.warning(
                     "none of the first %d batches had a backward, so no embedding is trained; "
                     "call ctx.backward(loss) for each, or use eval_ctx",
                     _MANY,
                 )
-        if owes_turn and self._takes_turns and self._ranks is not None and not self._closed:
+        if needs_turn and self._takes_turns and self._ranks is not None and not self._closed:
             self._ranks.in_turn(lambda: None)  # the others wait for this rank's turn
         if last is not None and last.state is State.KEPT:
             self._kept.append(last)
 
-    def _culprit(self) -> str:
-        if self._num_looking_up:
-            return f"{self._num_looking_up} lookups at the embedding-worker"
-        if self._gate.is_exhausted():
+    def _slow_stage(self) -> str:
+        """Name what the pipeline waits for."""
+        if self._looking_up:
+            return f"{len(self._looking_up)} lookups at the embedding-worker"
+        if self._limiter.is_exhausted():
             return (
                 f"the update of a batch in flight, as embedding_staleness="
-                f"{self._gate.staleness} allows no more of them"
+                f"{self._limiter.staleness} allows no more of them"
             )
-        if self._ranks is not None and len(self._delivery) == 0 and self._is_agreeing:
+        if self._ranks is not None and len(self._looked_up) == 0 and self._is_agreeing:
             return "the other ranks to have a batch"
-        return self._source.waits_for() or "the forward workers"
+        return self._source.describe_wait() or "the forward workers"
 
     def close(self) -> None:
-        """End the epoch: release what is not handed out, join the threads.
+        """End the pass: release what the user has not received, join the threads.
 
-        The batch handed out last is released if it had no backward. May be called again.
+        The batch that the user received last is released if it had no backward. May be called
+        again.
         """
         if self._closed:
             return
         self._closed = True
-        threads = [*self._source.close(), *self._threads]
-        self._gate.close()
-        left = self._delivery.close()
-        if self._agreed is not self._delivery:
+        readers = self._source.close()
+        self._limiter.close()
+        left = self._looked_up.close()
+        if self._agreed is not self._looked_up:
             left += self._agreed.close()
-        begun_at = time.monotonic()
+        begin = time.monotonic()
         try:
-            # A worker that has gone cannot be told, and whoever is stopped has seconds.
+            # An embedding-worker that has gone answers no release, and a process that is being
+            # stopped has seconds.
             with within(_RELEASE_S):
                 self._leave_last()
                 for item in left:
                     self._drop(item.ticket)
         finally:
             # Nor does it answer lookups.
-            is_answered = time.monotonic() - begun_at < _RELEASE_S
-            self._join(threads, JOIN_S if is_answered else _RELEASE_S)
+            is_answered = time.monotonic() - begin < _RELEASE_S
+            self._join(readers, JOIN_S if is_answered else _RELEASE_S)
 
     def _drop(self, ticket: InFlightBatch | None) -> None:
         if ticket is not None:
-            self._lookups.book.release(ticket, self._reason_to_drop)
+            self._tracker.release(ticket, self._reason_to_drop)
 
-    def _join(self, threads: list[threading.Thread], timeout_s: float) -> None:
-        for thread in join(threads, timeout_s):
-            if thread is self._agreeing:
-                where = "a round with the other ranks"
-            else:
-                where = "a lookup" if thread in self._threads else "the user's dataset"
-            logger.warning(
-                "%s has not ended %g s after the loop did: it is still inside %s",
-                thread.name,
-                timeout_s,
-                where,
-            )
+    def _join(self, readers: list[threading.Thread], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        agreeing = [] if self._agreeing is None else [self._agreeing]
+        join(self._threads, timeout_s)  # the last of these may have started another
+        for threads, what in (
+            (readers, "the user's dataset"),
+            (self._threads, "a lookup"),
+            (agreeing, "a round with the other ranks"),
+        ):
+            for thread in join(threads, max(deadline - time.monotonic(), 0.0)):
+                logger.warning(
+                    "%s has not ended %g s after the loop did: it is still inside %s",
+                    thread.name,
+                    timeout_s,
+                    what,
+                )
 
     # --- ranks in step ----------------------------------------------------------------------
 
-    def _keep_step(self, ranks: Agrees) -> None:
+    def _keep_step(self, ranks: Ranks) -> None:
         """Take part in rounds until one is not complete."""
         try:
             number = 0
-            while self._one_round(ranks, number):
+            while self._play_round(ranks, number):
                 number += 1
         except BaseException as exc:
-            # The others are gone, or cannot be heard.
+            # The others are gone, or cannot be reached.
             self._agreed.fail(exc)
 
-    def _one_round(self, ranks: Agrees, number: int) -> bool:
+    def _play_round(self, ranks: Ranks, number: int) -> bool:
         item: StagedBatch | PersiaTrainingBatch | None = None
         failure: BaseException | None = None
         code = HAS_BATCH
         try:
-            item = self._delivery.get(None)
+            item = self._looked_up.get(None)
         except Finished:
             code = ENDED
         except Closed:
@@ -400,82 +525,100 @@ class ForwardPipeline:
             try:
                 self._agreed.put(number, item)
             except Closed:
-                self._drop(item.ticket)  # and tell the others in the next round
+                self._drop(item.ticket)  # and the next round says LEFT
             return True
-        if failure is None:
-            failure = _why_not(codes)
+        failure = failure or _early_end(codes)
         if failure is None:
             # The others' data has ended, and with it this rank's.
             self._reason_to_drop = Reason.INCOMPLETE
         if item is not None:
             self._drop(item.ticket)
         if failure is None:
-            self._source.drop_rest(lambda: self._lookups.book.count(Reason.INCOMPLETE))
+            self._source.drop_rest(partial(self._tracker.count, Reason.INCOMPLETE))
         self._agreed.finish(failure)
         return False
 
     # --- forward workers --------------------------------------------------------------------
+
+    def _start_worker(self) -> None:
+        name = f"persia-forward-{len(self._threads)}"
+        thread = threading.Thread(target=self._forward, name=name, daemon=True)
+        with self._lock:
+            self._num_running += 1  # before it runs: the last one to end finishes the queue
+        # Before it runs, too: it counts the threads to decide whether to start another.
+        self._threads.append(thread)
+        try:
+            thread.start()
+        except BaseException:
+            self._threads.remove(thread)
+            with self._lock:
+                self._num_running -= 1
+            raise
 
     def _forward(self) -> None:
         try:
             while True:
                 self._forward_one()
         except Finished:
-            with self._counting:
+            with self._lock:
                 self._num_running -= 1
                 is_last = self._num_running == 0
-            if is_last:  # all others have delivered what they took
-                self._delivery.finish(self._source.failure)
+            if is_last:  # all others have queued what they took
+                self._looked_up.finish(self._source.failure)
         except Closed:
             pass
         except BaseException as exc:
-            self._delivery.fail(exc)
+            self._looked_up.fail(exc)
 
     def _forward_one(self) -> None:
+        me = threading.get_ident()
+        self._idle.add(me)
         with self._turn:
-            item = self._source.get()
-            needs_permit = self._lookups.has_gradients(item.host)
+            self._idle.discard(me)
+            host = self._source.get()
+            needs_permit = self._lookups.has_gradients(host)
             try:
-                self._gate.enter(needs_permit)
-            except Closed:
-                self._lookups.give_up(item, self._reason_to_drop)
+                if not self._idle and len(self._threads) < self._num_workers:
+                    self._start_worker()
+                self._limiter.acquire(needs_permit)
+            except BaseException:
+                self._lookups.discard(host, self._reason_to_drop)
                 raise
             if needs_permit:
-                self._lookups.progress.begin(self._source)
+                self._lookups.progress.begin(self._source.position)
             place = self._num_taken
             self._num_taken += 1
-            self._lookups.number(item)
+            self._lookups.number(host)
             if self._in_order:
-                result, ticket = self._look_up(item)
+                result, ticket = self._look_up(host, place)
         if not self._in_order:
-            result, ticket = self._look_up(item)
+            result, ticket = self._look_up(host, place)
         try:
             ready: StagedBatch | PersiaTrainingBatch
             begin = time.perf_counter()
-            ready = staged = self._converter.stage(item.host, result, item.batch_id, ticket)
+            ready = staged = self._transfer.stage(host, result, ticket)
             if staged.event is None:
-                ready = self._converter.finish(staged)
-            took_s = time.perf_counter() - begin
-            self._lookups.book.timings["forward_client_to_gpu_time_cost_sec"].add(took_s)
-            self._delivery.put(place, ready)
+                ready = self._transfer.finish(staged)
+            self._stage_time.add(time.perf_counter() - begin)
+            self._looked_up.put(place, ready)
         except BaseException:
             self._drop(ticket)
             raise
 
-    def _look_up(self, item: Item) -> tuple[LookupResult, InFlightBatch | None]:
-        with self._counting:
-            self._num_looking_up += 1
+    def _look_up(
+        self, host: HostBatch, place: int
+    ) -> tuple[LookupResult, InFlightBatch | None]:
+        self._looking_up.add(place)
         try:
             return self._lookups.lookup(
-                item, self._gate, self._in_order, in_turn=self._takes_turns
+                host, self._limiter, self._in_order, in_turn=self._takes_turns
             )
         finally:
-            with self._counting:
-                self._num_looking_up -= 1
+            self._looking_up.discard(place)
 
 
-def _why_not(codes: list[int]) -> ServiceError | None:
-    """Say which rank ended the pass before its data did; None if none did."""
+def _early_end(codes: list[int]) -> ServiceError | None:
+    """Return an error that names the rank that ended the pass before its data did."""
     for rank, code in enumerate(codes):
         if code in (LEFT, FAILED):
             what = "left its loop over the DataLoader" if code == LEFT else "failed"

@@ -1,15 +1,15 @@
-"""The training batches between lookup and acknowledged update, and what became of each.
+"""The training batches between lookup and acknowledged update.
 
-A lookup with gradients leaves a ref at the embedding-worker. Whatever happens to the batch,
-that ref ends exactly once, and with it the permit that its loader acquired:
+A lookup with gradients leaves a ref at the embedding-worker and takes a permit of its loader's
+``StalenessLimiter``. Whatever happens to the batch, both end exactly once:
 
-                 +--> KEPT ---+
-    READY -------+            +--> SUBMITTED ----> acknowledged, or failed
-                 +------------+
-    READY or KEPT ---------------> released: abandoned, skipped, or never used
+                  +--> KEPT --+
+    LOOKED_UP ----+           +--> IN_FLIGHT --> ACKNOWLEDGED, or FAILED
+                  +-----------+
+    LOOKED_UP or KEPT -----------> RELEASED: abandoned, skipped, unused or incomplete
 
-Every change of state is made under the book's lock, so that a batch that is submitted by one
-thread and given up by another is counted once.
+Every change of state is made under the tracker's lock, so that a batch that one thread submits
+while another releases it is counted once.
 """
 
 from __future__ import annotations
@@ -18,60 +18,128 @@ import enum
 import logging
 import threading
 from collections import Counter, deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
 from persia._metrics.timings import Timings
-from persia.errors import DataError
+from persia._rpc.deadlines import Retry
+from persia._training.queues import Closed
+from persia.errors import DataError, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from persia._rpc.messages import EmbeddingWorker, UpdateReport
-    from persia._training.lookups import IdSource
+    from persia.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
+# Shorter waits of the user's thread are not counted in the metrics.
+SHORT_S = 0.001
+# What an embedding-worker raises that has died, or that was restarted and knows no refs.
+LOST = (UnknownRef, ServiceUnavailable)
+
+T = TypeVar("T")
+
 
 class State(enum.Enum):
-    """Where a batch stands; see the picture above."""
+    """Where a batch stands; see the diagram above."""
 
-    READY = "waiting for its backward"
+    LOOKED_UP = "waiting for its backward"
     KEPT = "kept for a later backward"
-    SUBMITTED = "on its way to the embedding-worker"
-    ENDED = "ended"
+    IN_FLIGHT = "sent already"
+    ACKNOWLEDGED = "trained already"
+    RELEASED = "released"
+    FAILED = "lost in a failed update"
 
 
 class Reason(enum.Enum):
     """Why a ref was released without an update; the value is its key in ``ctx.stats()``."""
 
-    ABANDONED = "abandoned"  # handed to the user, who had no backward for it
-    UNUSED = "unused"  # looked up ahead, never handed out
+    ABANDONED = "abandoned"  # given to the user, who had no backward for it
+    UNUSED = "unused"  # looked up ahead, never given to the user
     INCOMPLETE = "incomplete"  # other ranks had no batch for this round
     SKIPPED = "skipped"  # a GradScaler met a non-finite gradient
 
 
-class ReturnsPermit(Protocol):
-    """What lent a permit to a batch: the gate of its loader."""
+class StalenessLimiter:
+    """Decides when the next batch may be taken, and counts permits.
 
-    def give_back(self) -> None:
-        """Take the permit back; called exactly once for each."""
+    Args:
+        staleness: Most batches between lookup and acknowledged update; None is no bound.
+        on_demand: Whether, with a bound, batches wait for the user to ask for them.
+    """
+
+    def __init__(self, staleness: int | None, on_demand: bool) -> None:
+        self.staleness = staleness
+        self._on_demand = on_demand and staleness is not None
+        self._lock = threading.RLock()  # guards everything below; see ``OrderedQueue``
+        self._changed = threading.Condition(self._lock)
+        self._num_permits = 0  # held by batches
+        self._num_taken = 0
+        self._num_requested = 0
+        self._is_closed = False
+
+    def _admits(self, needs_permit: bool) -> bool:
+        if self._is_closed or self.staleness is None:
+            return True
+        if needs_permit and self._num_permits >= self.staleness:
+            return False
+        return not self._on_demand or self._num_taken < self._num_requested + self.staleness - 1
+
+    def acquire(self, needs_permit: bool) -> None:
+        """Wait until a batch may be taken, and take a permit for it if it needs one.
+
+        Raises:
+            Closed: If the pass ends first.
+        """
+        with self._lock:
+            while not self._admits(needs_permit):
+                self._changed.wait()
+            if self._is_closed:
+                raise Closed
+            self._num_taken += 1
+            self._num_permits += needs_permit
+
+    def request(self) -> None:
+        """Note that the user asks for one more batch."""
+        with self._lock:
+            self._num_requested += 1
+            self._changed.notify()  # one thread at most takes batches at a time
+
+    def return_permit(self) -> None:
+        """Take a permit back."""
+        with self._lock:
+            self._num_permits -= 1
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Admit no more batches and wake the thread that waits."""
+        with self._lock:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def is_exhausted(self) -> bool:
+        """Whether all permits are taken."""
+        with self._lock:
+            return self.staleness is not None and self._num_permits >= self.staleness
 
 
 class InFlightBatch:
-    """One ref in flight. Only its ``InFlightTracker`` changes it."""
+    """One ref at the embedding-worker. Only its ``InFlightTracker`` changes its state."""
 
     __slots__ = (
         "__weakref__",
         "batch_id",
-        "done",
-        "ended_as",
-        "gate",
         "in_order",
         "in_turn",
+        "limiter",
         "num_samples",
         "number",
-        "origin",
+        "on_done",
+        "on_end",
+        "reason",
         "ref",
+        "register_again",
         "state",
     )
 
@@ -79,33 +147,36 @@ class InFlightBatch:
         self,
         ref: int,
         batch_id: int,
-        gate: ReturnsPermit | None,
-        in_order: bool,
-        in_turn: bool,
         number: int,
-        origin: IdSource | None,
-        done: Callable[[], None] | None = None,
+        *,
+        limiter: StalenessLimiter | None = None,
+        in_order: bool = False,
+        in_turn: bool = False,
         num_samples: int = 0,
+        register_again: Callable[[ServiceError], int] | None = None,
+        on_done: Callable[[], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         self.ref = ref
-        self.num_samples = num_samples
         self.batch_id = batch_id
         self.number = number  # second half of the update id
-        self.origin = origin  # knows the ids if the embedding-worker no longer does
-        self.done = done  # called when no run that is resumed needs the batch
-        self.gate = gate  # None for a batch without staleness control
+        self.limiter = limiter  # None for a batch without staleness control
         self.in_order = in_order  # its update waits for those submitted before it
         self.in_turn = in_turn  # and for those of lower ranks, and then for all ranks
-        self.state = State.READY
-        self.ended_as = ""  # for messages: why nothing more can be done with the batch
+        self.num_samples = num_samples
+        self.register_again = register_again  # these three as of ``HostBatch``
+        self.on_done = on_done
+        self.on_end = on_end
+        self.state = State.LOOKED_UP
+        self.reason: Reason | None = None  # of a released one
 
     def is_open(self) -> bool:
         """Whether the batch can still take a backward."""
-        return self.state in (State.READY, State.KEPT)
+        return self.state is State.LOOKED_UP or self.state is State.KEPT
 
 
 class InFlightTracker:
-    """Tickets and counts of one training context.
+    """States and counts of the batches of one training context; any thread may call it.
 
     Args:
         worker: Where refs are released.
@@ -113,8 +184,8 @@ class InFlightTracker:
 
     def __init__(self, worker: EmbeddingWorker) -> None:
         self._worker = worker
-        self._lock = threading.Lock()  # guards every count and every ticket's state
-        self._open = 0
+        self._lock = threading.Lock()  # guards every count and every batch's state
+        self._num_open = 0
         self._counts: Counter[str] = Counter()
         self._num_samples = 0
         self._num_forward_errors = 0
@@ -132,163 +203,151 @@ class InFlightTracker:
         # not take a lock; append and popleft are atomic.
         self.orphans: deque[InFlightBatch] = deque()
 
-    def open(
-        self,
-        ref: int,
-        batch_id: int,
-        gate: ReturnsPermit | None,
-        in_order: bool = False,
-        *,
-        in_turn: bool = False,
-        number: int,
-        origin: IdSource | None = None,
-        done: Callable[[], None] | None = None,
-        num_samples: int = 0,
-    ) -> InFlightBatch:
-        """Note a lookup that left a ref; the ticket now owns the loader's permit."""
-        ticket = InFlightBatch(
-            ref, batch_id, gate, in_order, in_turn, number, origin, done, num_samples
-        )
+    def open(self, batch: InFlightBatch) -> None:
+        """Note a lookup that left a ref; the batch now owns the loader's permit."""
         with self._lock:
-            self._open += 1
-        return ticket
+            self._num_open += 1
 
-    def keep(self, ticket: InFlightBatch) -> None:
+    def keep(self, batch: InFlightBatch) -> None:
         """Hold a batch over the next ones.
 
         Raises:
             DataError: If it has ended or is submitted already.
         """
         with self._lock:
-            if not ticket.is_open():
-                raise DataError(self._explain(ticket, "cannot be kept"))
-            ticket.state = State.KEPT
+            if not (batch.state is State.LOOKED_UP or batch.state is State.KEPT):
+                raise self._not_open(batch, "cannot be kept")
+            batch.state = State.KEPT
 
-    def check_open(self, ticket: InFlightBatch) -> None:
-        """Check that a batch can take a backward, before anything of it is done.
+    def check_open(self, batch: InFlightBatch) -> None:
+        """Check that a batch can take a backward, before any work is done for it.
 
         Raises:
             DataError: If it has ended or is submitted already.
         """
         with self._lock:
-            if not ticket.is_open():
-                raise DataError(self._explain(ticket, "cannot take a backward"))
+            if not (batch.state is State.LOOKED_UP or batch.state is State.KEPT):
+                raise self._not_open(batch, "cannot take a backward")
 
-    def submit(self, ticket: InFlightBatch) -> None:
+    def submit(self, batch: InFlightBatch) -> None:
         """Claim a batch for its update.
 
         Raises:
             DataError: If another backward, or the loader, was faster.
         """
         with self._lock:
-            if not ticket.is_open():
-                raise DataError(self._explain(ticket, "cannot take a backward"))
-            ticket.state = State.SUBMITTED
+            if not (batch.state is State.LOOKED_UP or batch.state is State.KEPT):
+                raise self._not_open(batch, "cannot take a backward")
+            batch.state = State.IN_FLIGHT
 
     @staticmethod
-    def _explain(ticket: InFlightBatch, what: str) -> str:
-        if ticket.state is State.SUBMITTED:
-            return f"batch {ticket.batch_id} {what}: its gradients are sent already"
-        return (
-            f"batch {ticket.batch_id} {what}: it was {ticket.ended_as}; each batch has one "
-            "backward before the loader is asked for the next one, or ctx.keep(batch)"
-        )
+    def _not_open(batch: InFlightBatch, problem: str) -> DataError:
+        if batch.state is State.IN_FLIGHT:
+            why = f"its gradients are {batch.state.value}"
+        else:
+            reason = "" if batch.reason is None else f" ({batch.reason.value})"
+            why = (
+                f"it was {batch.state.value}{reason}; each batch has one backward before the "
+                "loader is asked for the next one, or ctx.keep(batch)"
+            )
+        return DataError(f"batch {batch.batch_id} {problem}: {why}")
 
-    def release(self, ticket: InFlightBatch, reason: Reason, *, even_kept: bool = True) -> bool:
+    def release(self, batch: InFlightBatch, reason: Reason, *, even_kept: bool = True) -> bool:
         """End a batch without an update; False if it had ended or been submitted.
 
         Args:
-            ticket: The batch.
+            batch: The batch.
             reason: What to count it as.
-            even_kept: Whether a kept batch goes, too.
+            even_kept: Whether a kept batch is released, too.
         """
         with self._lock:
-            if ticket.state is not State.READY and not (
-                ticket.state is State.KEPT and even_kept
-            ):
+            state = batch.state
+            if not (state is State.LOOKED_UP or (state is State.KEPT and even_kept)):
                 return False
-            self._end(ticket, f"released ({reason.value})")
-            self._counts[reason.value] += 1
-        if reason is Reason.ABANDONED:
-            self._is_done(ticket)
-        try:
-            self._worker.release(ticket.ref)
-        finally:
-            self._give_back(ticket)
+            self._end(batch, State.RELEASED, reason)
+        self._release_ref(batch, is_done=reason is Reason.ABANDONED)
         return True
 
+    def skip(self, batch: InFlightBatch) -> None:
+        """End a submitted batch whose gradients are not to be used."""
+        with self._lock:
+            self._end(batch, State.RELEASED, Reason.SKIPPED)
+        self._release_ref(batch, is_done=True)
+
     def count(self, reason: Reason) -> None:
-        """Count a batch that ended before it had a ticket."""
+        """Count a batch that ended before its lookup."""
         with self._lock:
             self._counts[reason.value] += 1
 
-    def skip(self, ticket: InFlightBatch) -> None:
-        """End a submitted batch whose gradients are not to be used."""
+    def acknowledge(self, batch: InFlightBatch, report: UpdateReport) -> None:
+        """End a batch whose update is applied, and add up what the update left out."""
         with self._lock:
-            self._end(ticket, f"released ({Reason.SKIPPED.value})")
-            self._counts[Reason.SKIPPED.value] += 1
-        self._is_done(ticket)
-        try:
-            self._worker.release(ticket.ref)
-        finally:
-            self._give_back(ticket)
-
-    def acknowledge(self, ticket: InFlightBatch, report: UpdateReport) -> None:
-        """End a batch whose update is applied, and add up what it left out."""
-        with self._lock:
-            if ticket.state is State.ENDED:  # given up by a Ctrl-C that came too late
+            if batch.state is not State.IN_FLIGHT:  # abandoned by a Ctrl-C that came too late
                 return
-            self._end(ticket, "trained already")
+            self._end(batch, State.ACKNOWLEDGED)
             self._counts["batches"] += 1
-            self._num_samples += ticket.num_samples
-            self._counts["missing"] += report.num_missing
-            self._skipped_slots.update(report.skipped)
-            self._nan_samples.update(report.nan_samples)
-            self._nan_rows.update(report.nan_rows)
-        self._is_done(ticket)
-        self._give_back(ticket)
+            self._num_samples += batch.num_samples
+            if report.num_missing:
+                self._counts["missing"] += report.num_missing
+            if report.skipped:
+                self._skipped_slots.update(report.skipped)
+            if report.nan_samples:
+                self._nan_samples.update(report.nan_samples)
+            if report.nan_rows:
+                self._nan_rows.update(report.nan_rows)
+        self._free(batch, is_done=True)
 
-    def fail(self, ticket: InFlightBatch) -> None:
+    def fail(self, batch: InFlightBatch) -> None:
         """End a submitted batch whose update raised, or was never sent; once."""
         with self._lock:
-            if ticket.state is not State.SUBMITTED:
+            if batch.state is not State.IN_FLIGHT:
                 return
-            self._end(ticket, "lost in a failed update")
+            self._end(batch, State.FAILED)
             self._counts["failed"] += 1
         try:
-            self._worker.release(ticket.ref)
+            self._release_ref(batch, is_done=False)
         except Exception as exc:
-            # What the user will see is the failure of the update; this one follows from it.
-            logger.debug("ref %d could not be released: %s", ticket.ref, exc)
+            # The user sees the failure of the update, from which this one follows.
+            logger.debug("ref %d could not be released: %s", batch.ref, exc)
+
+    def _end(self, batch: InFlightBatch, state: State, reason: Reason | None = None) -> None:
+        batch.state, batch.reason = state, reason
+        self._num_open -= 1
+        if reason is not None:
+            self._counts[reason.value] += 1
+
+    def _release_ref(self, batch: InFlightBatch, *, is_done: bool) -> None:
+        try:
+            self._worker.release(batch.ref)
         finally:
-            self._give_back(ticket)
-
-    def _end(self, ticket: InFlightBatch, how: str) -> None:
-        ticket.state = State.ENDED
-        ticket.ended_as = how
-        self._open -= 1
+            self._free(batch, is_done)
 
     @staticmethod
-    def _is_done(ticket: InFlightBatch) -> None:
-        done, ticket.done = ticket.done, None
-        if done is not None:
-            done()
+    def _free(batch: InFlightBatch, is_done: bool) -> None:
+        """Return the permit and let the ids go; outside the lock, as all of it wakes threads.
 
-    @staticmethod
-    def _give_back(ticket: InFlightBatch) -> None:
-        gate, ticket.gate = ticket.gate, None
-        origin, ticket.origin = ticket.origin, None
-        if gate is not None:
-            gate.give_back()
-        if origin is not None:
-            origin.ended()
+        Args:
+            batch: One that has just ended.
+            is_done: Whether a resumed run does not need it. That is noted before the permit is
+                returned: a checkpoint behind the next batch must contain it.
+        """
+        on_done, batch.on_done = batch.on_done, None
+        limiter, batch.limiter = batch.limiter, None
+        on_end, batch.on_end = batch.on_end, None
+        batch.register_again = None
+        if is_done and on_done is not None:
+            on_done()
+        if limiter is not None:
+            limiter.return_permit()
+        if on_end is not None:
+            on_end()
 
     def release_orphans(self) -> None:
         """Release the batches that the user dropped without a backward."""
         while self.orphans:
             self.release(self.orphans.popleft(), Reason.ABANDONED)
 
-    def fail_lookup(self) -> None:
+    def count_failed_lookup(self) -> None:
         """Count a lookup that raised."""
         with self._lock:
             self._num_forward_errors += 1
@@ -309,14 +368,42 @@ class InFlightTracker:
         with self._lock:
             return {
                 "batches": self._counts["batches"],
-                "abandoned": self._counts[Reason.ABANDONED.value],
-                "unused": self._counts[Reason.UNUSED.value],
-                "incomplete": self._counts[Reason.INCOMPLETE.value],
-                "skipped": self._counts[Reason.SKIPPED.value],
+                **{reason.value: self._counts[reason.value] for reason in Reason},
                 "failed": self._counts["failed"],
                 "missing": self._counts["missing"],
                 "skipped_slots": dict(self._skipped_slots),
                 "nan_samples": dict(self._nan_samples),
                 "nan_rows": dict(self._nan_rows),
-                "staleness": self._open,
+                "staleness": self._num_open,
             }
+
+
+def call_again(
+    call: Callable[[int], T],
+    register_again: Callable[[ServiceError], int],
+    error: ServiceError,
+    timeout_s: float,
+) -> T:
+    """Register the ids of a batch again and repeat a call that failed, until a deadline.
+
+    The embedding-worker that receives them may be lost, too: as many deaths as there is time
+    for cost nothing. The pause is for a server that forgets its refs at once.
+
+    Args:
+        call: Receives the new ref.
+        register_again: Registers the ids, given the last error; returns the new ref.
+        error: What the first call raised, one of ``LOST``.
+        timeout_s: Seconds from now until the deadline.
+
+    Raises:
+        ServiceError: What the last call raised, or ``register_again``.
+    """
+    if timeout_s <= 0:
+        raise error
+    for _ in Retry(timeout_s):
+        ref = register_again(error)
+        try:
+            return call(ref)
+        except LOST as exc:
+            error = exc
+    raise error

@@ -1,7 +1,7 @@
 """The learning rates that the user sets, as every update from then on carries them.
 
 A rate belongs to the gradients that were computed under it and travels with them: so an update
-that is late, repeated, or sent to a server that was started anew still steps at its own.
+that is late, repeated, or sent to a restarted server still steps at its own.
 """
 
 from __future__ import annotations
@@ -20,14 +20,9 @@ class LearningRates:
 
     def __init__(self, worker: EmbeddingWorker) -> None:
         self._worker = worker
-        self._tables: dict[str | None, tuple[int, ...]] = {}  # by group, once asked for
+        self._tables: dict[str | None, tuple[int, ...]] = {}  # by group, once requested
         self._by_group: dict[str | None, float] = {}
-        self._current: tuple[LearningRate, ...] = ()
-
-    @property
-    def current(self) -> tuple[LearningRate, ...]:
-        """What the next update carries."""
-        return self._current
+        self.current: tuple[LearningRate, ...] = ()  # what the next update carries
 
     def set(self, lr: float, group: str | None) -> None:
         """Set the rate of one group, or of all that have none of their own.
@@ -46,9 +41,9 @@ class LearningRates:
         for name, own in self._by_group.items():
             if name is not None:
                 rates.update(dict.fromkeys(self._tables[name], own))
-        self._current = tuple(LearningRate(*rate) for rate in sorted(rates.items()))
+        self.current = tuple(LearningRate(*rate) for rate in sorted(rates.items()))
 
     def forget(self) -> None:
         """Let the registered optimizer's rates hold again."""
         self._by_group.clear()
-        self._current = ()
+        self.current = ()

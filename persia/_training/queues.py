@@ -1,12 +1,10 @@
 """Bounded queues between the threads of one pipeline, woken by close and by errors.
 
-``queue.Queue`` cannot be closed before Python 3.13, and a worker blocked in it would have to
-poll a flag to notice the end of an epoch. Here one condition guards everything, so that
-``close`` wakes whoever waits, for room or for an item, at once.
+``queue.Queue`` cannot be closed before Python 3.13: a thread blocked in it would have to poll a
+flag to notice the end of a pass. Here ``close`` wakes every thread that waits, at once.
 
-A thread that waits for *work* has no deadline: it waits for the user's next step, which may
-take as long as it likes, and the owner of the channel closes it when it leaves. A thread of
-the *user* that waits has one, in its caller.
+A thread that waits for *work* has no deadline, as the user's next step may take any time; the
+owner of the queue closes it when it leaves. A thread of the *user* that waits has one.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ T = TypeVar("T")
 
 
 def join(threads: Sequence[Thread], timeout_s: float) -> list[Thread]:
-    """Wait for threads, for so long in all, and return those that are still alive.
+    """Wait this long for all threads together; return those that are still alive.
 
     Left out are those that never started and the caller's own: the collector may close a
     forgotten iterator on one of its own threads.
@@ -37,7 +35,7 @@ def join(threads: Sequence[Thread], timeout_s: float) -> list[Thread]:
 
 
 class Closed(Exception):
-    """The channel was closed: whoever meets this ends its work without a word."""
+    """The queue was closed: a thread that meets this ends its work without an error."""
 
 
 class Finished(Exception):
@@ -45,7 +43,7 @@ class Finished(Exception):
 
 
 class BoundedQueue(Generic[T]):
-    """A bounded first-in first-out queue of one epoch.
+    """A bounded first-in first-out queue of one pass.
 
     Two conditions over one lock, so that an item wakes one worker and not all of them: woken
     in vain, each would take the GIL from the user's thread.
@@ -56,9 +54,9 @@ class BoundedQueue(Generic[T]):
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        lock = threading.Lock()  # guards everything below
-        self._has_room = threading.Condition(lock)
-        self._has_item = threading.Condition(lock)
+        self._lock = threading.RLock()  # guards everything below; see OrderedQueue
+        self._has_room = threading.Condition(self._lock)
+        self._has_item = threading.Condition(self._lock)
         self._items: deque[T] = deque()
         self._finished = False
         self._closed = False
@@ -68,20 +66,19 @@ class BoundedQueue(Generic[T]):
         return len(self._items)
 
     def items(self) -> list[T]:
-        """Return what nobody has taken yet."""
-        with self._has_room:
+        """Return the items that are not taken yet."""
+        with self._lock:
             return list(self._items)
 
     def put(self, item: T, timeout_s: float | None = None) -> bool:
         """Append an item once there is room; False if there was none in time.
 
         Raises:
-            Closed: If the channel is closed, before or while it waits.
+            Closed: If the queue is closed, before or while it waits.
         """
-        with self._has_room:
-            self._has_room.wait_for(
-                lambda: self._closed or len(self._items) < self._capacity, timeout_s
-            )
+        with self._lock:
+            if len(self._items) >= self._capacity and not self._closed:
+                self._has_room.wait_for(self._admits, timeout_s)
             if self._closed:
                 raise Closed
             if len(self._items) >= self._capacity:
@@ -90,15 +87,19 @@ class BoundedQueue(Generic[T]):
             self._has_item.notify()
             return True
 
+    def _admits(self) -> bool:
+        return self._closed or len(self._items) < self._capacity
+
     def get(self) -> T:
         """Take the oldest item, waiting for one.
 
         Raises:
-            Closed: If the channel is closed.
+            Closed: If the queue is closed.
             Finished: If nothing more will come.
         """
-        with self._has_item:
-            self._has_item.wait_for(lambda: self._closed or self._items or self._finished)
+        with self._lock:
+            while not (self._closed or self._items or self._finished):
+                self._has_item.wait()
             if self._closed:
                 raise Closed
             if not self._items:
@@ -108,15 +109,15 @@ class BoundedQueue(Generic[T]):
             return item
 
     def finish(self, failure: BaseException | None = None) -> None:
-        """Say that nothing more will be put, and what ended it if that was an exception."""
-        with self._has_item:
+        """Note that nothing more will be put, and the exception if one ended it."""
+        with self._lock:
             self._finished = True
             self.failure = failure
             self._has_item.notify_all()
 
     def close(self) -> list[T]:
-        """Wake everyone with ``Closed`` and return what nobody has taken."""
-        with self._has_item:
+        """Wake all threads with ``Closed`` and return the items that are not taken."""
+        with self._lock:
             self._closed = True
             left = list(self._items)
             self._items.clear()
@@ -130,7 +131,7 @@ class OrderedQueue(Generic[T]):
 
     Args:
         capacity: Items held before ``put`` waits.
-        ordered: Hand out in the order of the numbers 0, 1, 2, ...; otherwise in the order
+        ordered: Return items in the order of the numbers 0, 1, 2, ...; otherwise in the order
             of arrival. The next number in line is always admitted, whatever the capacity,
             or the reader would wait for an item that waits for the reader.
     """
@@ -138,9 +139,12 @@ class OrderedQueue(Generic[T]):
     def __init__(self, capacity: int, ordered: bool) -> None:
         self._capacity = capacity
         self._ordered = ordered
-        self._items: dict[int, T] = {}  # in order of arrival; guarded by _changed
+        # Guards everything below. Of an RLock a condition calls methods in C, of a Lock its own
+        # in Python: five calls for each wait and one for each notify.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._items: dict[int, T] = {}  # in order of arrival
         self._next = 0
-        self._changed = threading.Condition()
         self._finished = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -148,23 +152,23 @@ class OrderedQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def _has_room(self, number: int) -> bool:
-        return len(self._items) < self._capacity or (self._ordered and number == self._next)
-
     def put(self, number: int, item: T) -> None:
         """Store an item once there is room.
 
         Raises:
             Closed: If the reader has left.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._has_room(number))
+        with self._lock:
+            while not self._closed and len(self._items) >= self._capacity:
+                if self._ordered and number == self._next:
+                    break
+                self._changed.wait()
             if self._closed:
                 raise Closed
             self._items[number] = item
             self._changed.notify_all()
 
-    def _ready(self) -> bool:
+    def _is_ready(self) -> bool:
         if self._closed or self._finished:
             return True
         return self._next in self._items if self._ordered else bool(self._items)
@@ -175,21 +179,17 @@ class OrderedQueue(Generic[T]):
         Raises:
             Finished: If nothing more will come.
             TimeoutError: If nothing came in time.
-            Closed: If this end was closed.
+            Closed: If the queue was closed.
             BaseException: What ``fail`` or ``finish`` was given, itself, so that the user
                 sees the traceback of the thread it comes from.
         """
-        with self._changed:
-            if not self._changed.wait_for(self._ready, timeout_s):
+        with self._lock:
+            if not self._is_ready() and not self._changed.wait_for(self._is_ready, timeout_s):
                 raise TimeoutError
-            if self._closed:
+            if self._closed or not self._items:
                 if self._failure is not None:
                     raise self._failure
-                raise Closed
-            if not self._items:
-                if self._failure is not None:
-                    raise self._failure
-                raise Finished
+                raise Closed if self._closed else Finished
             number = self._next if self._ordered else next(iter(self._items))
             item = self._items.pop(number)
             self._next += 1
@@ -197,22 +197,22 @@ class OrderedQueue(Generic[T]):
             return item
 
     def finish(self, failure: BaseException | None) -> None:
-        """Nothing more will be put; a failure is raised after what is already here."""
-        with self._changed:
+        """Note that nothing more will be put; a failure is raised after what is here."""
+        with self._lock:
             self._finished = True
             self._failure = self._failure or failure
             self._changed.notify_all()
 
     def fail(self, failure: BaseException) -> None:
         """Raise this at the reader now; what is here stays for ``close`` to return."""
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or failure
             self._closed = True
             self._changed.notify_all()
 
     def close(self) -> list[T]:
-        """Wake everyone with ``Closed`` and return what nobody has taken."""
-        with self._changed:
+        """Wake all threads with ``Closed`` and return the items that are not taken."""
+        with self._lock:
             self._closed = True
             left = list(self._items.values())
             self._items.clear()

@@ -1,28 +1,47 @@
-"""What the ranks of one job tell each other besides gradients: one small number at a time.
+"""What the ranks of one job exchange besides gradients.
+
+``Ranks`` gathers one small number of every rank at a time:
 
     loader's thread      agree     is there a next batch on every rank?
-    backward worker      in_turn   rank 0 pushes its update, then rank 1, ...
+    backward worker      in_turn   rank 0 sends its update, then rank 1, ...
     training thread      any       is a gradient not finite on some rank?
 
 Each has a gloo group of its own, so that none waits for another: a rank whose loader is a step
 ahead may not be what holds an update back. On one group all ranks make the same calls in the
-same order, so it is used from one thread at a time.
+same order, so it is used from one thread at a time. A rank that leaves says so in its next
+round (``close``), which the others learn at once though its process lives on; a process that
+ends breaks the connection; one that hangs runs into the group's timeout.
 
-A round gathers one code of every rank. A rank that goes says so in its next round
-(``close``), which is how the others learn of it at once though its process lives on; a
-process that ends breaks the connection; one that hangs runs into the group's timeout.
+``StepBarrier`` brings every rank to the end of a step, for a checkpoint of rank 0:
+
+    rank 0                                 every other rank, in a thread of its own
+    ask/n = step ------------------------> wait until its updates up to the step are applied;
+                                           later ones wait
+    collect <----------------------------- state/rank/n = how far its data is, and more
+    servers begin their cut
+    go/n --------------------------------> send updates again
+
+The user's threads of the other ranks take no part: they are in the dense model's all-reduce of
+the next step, or will be soon. The keys are in the store by which the ranks met; a rank that
+leaves says so there, with its last state, so that rank 0 does not wait for it.
+
+``uneven_steps`` surrounds a pass in which ranks have different numbers of batches.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 
 from persia.errors import (
     ConfigError,
@@ -34,7 +53,10 @@ from persia.errors import (
 from persia.logger import get_logger
 
 if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
     from typing_extensions import Self
+
+    from persia._training.resume import Plain
 
 T = TypeVar("T")
 
@@ -42,13 +64,17 @@ _logger = get_logger("persia.ranks")
 
 # As long as torch itself lets gloo wait: one rank may evaluate or write a file meanwhile.
 DEFAULT_TIMEOUT_S = 1800.0
-# How long a rank that goes waits until the others have heard of it.
+# Longest wait of a rank that leaves until the others know.
 LEAVE_S = 10.0
 # gloo's deadline and ours are read from two clocks.
 _CLOCKS_AGREE = 0.99
 
 _LEFT = -(2**62)  # no code of a caller's
 _FINE, _FAILED = 0, 1
+# Seconds between two looks whether rank 0 asks for a checkpoint, or the others have answered.
+_LOOK_S = 0.02
+# Contexts are entered in the same order on all ranks, so their barriers have equal numbers.
+_numbers = itertools.count()
 
 
 def _named(ranks: list[int]) -> str:
@@ -60,7 +86,7 @@ def _gone(message: str, rank: int | None = None) -> ServiceUnavailable:
 
 
 class RankGroup:
-    """One gloo group: every rank says a code, every rank hears all of them."""
+    """One gloo group: every rank gives a code and receives all of them."""
 
     def __init__(self, world_size: int, rank: int, timeout_s: float) -> None:
         self._world_size = world_size
@@ -118,13 +144,13 @@ class RankGroup:
         return heard
 
     def leave(self) -> None:
-        """Tell the others, unless one of them has told this rank, and free the group."""
+        """Announce it to the others, unless one has left before, and free the group."""
         with self._lock:
             if not self._is_over:
                 try:
                     self._round(_LEFT, "to part")
                 except ServiceError as exc:
-                    _logger.debug("%s", exc)  # whoever has gone needs no farewell
+                    _logger.debug("%s", exc)  # the others have gone already
                 self._is_over = True
             group, self._group = self._group, None
             # The default group may have been destroyed before, and all others with it.
@@ -233,17 +259,17 @@ class Ranks:
         return any(self._steps.meet(int(flag), "to end the step"))
 
     def close(self) -> None:
-        """Tell the other ranks that this one goes, and free the groups.
+        """Announce to the other ranks that this one leaves, and free the groups.
 
         Returns within ``LEAVE_S`` seconds. A rank that is still in a round of ours then keeps
         its group until the process ends.
         """
-        circles = (self._batches, self._updates, self._steps)
+        groups = (self._batches, self._updates, self._steps)
         deadline = time.monotonic() + LEAVE_S
         # In threads: a rank that hangs may not keep this one from leaving.
         leaving = [
-            threading.Thread(target=circle.leave, name="persia-leave-ranks", daemon=True)
-            for circle in circles
+            threading.Thread(target=group.leave, name="persia-leave-ranks", daemon=True)
+            for group in groups
         ]
         for thread in leaving:
             thread.start()
@@ -263,3 +289,233 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def to_bytes(state: Plain) -> bytes:
+    """Return what ``from_bytes`` reads: plain values and tensors."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> Plain:
+    """Return what ``to_bytes`` was given."""
+    state: Plain = torch.load(io.BytesIO(data), weights_only=True)
+    return state
+
+
+class StepBarrier:
+    """One rank's part; all ranks make theirs, in the same order.
+
+    Args:
+        world_size: Number of ranks.
+        rank: This one.
+        hold: ``BackwardPipeline.hold``: whether updates up to a step are applied in time.
+        resume: Sends held updates.
+        state: Returns what of this rank belongs into a checkpoint.
+        timeout_s: Seconds that the ranks have to reach the step, and rank 0 to begin its cut.
+        store: By which the ranks met.
+        number: Of this among the contexts that the ranks have entered.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        rank: int,
+        hold: Callable[[int, float], bool],
+        resume: Callable[[], None],
+        state: Callable[[], Plain],
+        timeout_s: float,
+        store: Any,  # a torch.distributed.Store, whose stub allows no bytes
+        number: int,
+    ) -> None:
+        self._world_size = world_size
+        self._rank = rank
+        self._hold = hold
+        self._resume = resume
+        self._state = state
+        self._timeout_s = timeout_s
+        self._prefix = f"persia/halts/{number}"
+        self._store = store
+        self._next = 0  # of rank 0's calls
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if rank:
+            self._thread = threading.Thread(
+                target=self._take_part, name="persia-step-barrier", daemon=True
+            )
+            self._thread.start()
+
+    @classmethod
+    def join(
+        cls,
+        world_size: int,
+        rank: int,
+        hold: Callable[[int, float], bool],
+        resume: Callable[[], None],
+        state: Callable[[], Plain],
+        timeout_s: float,
+    ) -> StepBarrier | None:
+        """Return this rank's part, or None where the ranks have not met."""
+        if not dist.is_initialized():
+            return None
+        store: Any = dist.distributed_c10d._get_default_store()
+        number = next(_numbers)
+        return cls(world_size, rank, hold, resume, state, timeout_s, store, number)
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._prefix, *parts)))
+
+    # --- rank 0 -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def hold_at(self, step: int) -> Iterator[list[Plain]]:
+        """Hold every other rank at the end of a step, and yield their states, by rank from 1.
+
+        Raises:
+            ServiceTimeout: If some do not get there; names them.
+            ServiceUnavailable: If the ranks cannot hear each other.
+        """
+        number, self._next = self._next, self._next + 1
+        try:
+            self._store.set(self._key("ask", number), str(step))
+            try:
+                yield [self._read_state(*found) for found in self._wait_for_states(number)]
+            finally:
+                self._store.set(self._key("go", number), "")
+        except RuntimeError as exc:
+            if isinstance(exc, dist.DistError):
+                raise ServiceUnavailable(
+                    f"the ranks cannot reach each other for a checkpoint at step {step}: {exc}",
+                    role="nn-worker",
+                ) from exc
+            raise
+
+    def _wait_for_states(self, number: int) -> list[tuple[int, str]]:
+        """Return by rank the key of its state."""
+        deadline = time.monotonic() + self._timeout_s
+        found: dict[int, str] = {}
+        while True:
+            for rank in range(1, self._world_size):
+                keys = (self._key("state", rank, number), self._key("left", rank))
+                for key in keys:
+                    if rank not in found and self._store.check([key]):
+                        found[rank] = key
+            if len(found) == self._world_size - 1:
+                return [(rank, found[rank]) for rank in sorted(found)]
+            if time.monotonic() > deadline:
+                missing = [r for r in range(1, self._world_size) if r not in found]
+                raise self._timeout(missing)
+            self._closed.wait(_LOOK_S)
+
+    def _read_state(self, rank: int, key: str) -> Plain:
+        data = self._store.get(key)
+        if not data:
+            raise self._timeout([rank])
+        return from_bytes(data)
+
+    def _timeout(self, missing: list[int]) -> ServiceTimeout:
+        names = ", ".join(map(str, missing))
+        return ServiceTimeout(
+            f"a checkpoint waited {self._timeout_s:g} s for the updates of rank {names} of "
+            f"{self._world_size}: expected each rank to come to the end of rank 0's step; all "
+            "make the same steps, and rank 0 dumps between two of them",
+            role="nn-worker",
+            replica=missing[0],
+            method="dump_checkpoint",
+        )
+
+    # --- the other ranks --------------------------------------------------------------------
+
+    def _take_part(self) -> None:
+        try:
+            for number in itertools.count():
+                if not self._wait_for(self._key("ask", number)):
+                    return
+                self._serve(number)
+        except BaseException as exc:
+            # Rank 0 learns by its deadline; what breaks the store ends training anyway.
+            _logger.warning("rank %d takes part in no more checkpoints: %r", self._rank, exc)
+
+    def _wait_for(self, key: str, deadline: float | None = None) -> bool:
+        """Wait for a key; False if this rank leaves first, or the deadline passes."""
+        while not self._store.check([key]):
+            if self._closed.wait(_LOOK_S):
+                return False
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+        return True
+
+    def _serve(self, number: int) -> None:
+        step = int(self._store.get(self._key("ask", number)))
+        is_applied = self._hold(step, self._timeout_s)
+        try:
+            data = to_bytes(self._state()) if is_applied else b""
+            self._store.set(self._key("state", self._rank, number), data)
+            deadline = time.monotonic() + self._timeout_s
+            if (
+                not self._wait_for(self._key("go", number), deadline)
+                and not self._closed.is_set()
+            ):
+                _logger.warning(
+                    "rank %d resumes after %g s, though rank 0 did not say that the checkpoint "
+                    "at step %d has begun",
+                    self._rank,
+                    self._timeout_s,
+                    step,
+                )
+        finally:
+            self._resume()
+
+    def close(self) -> None:
+        """Leave; called once this rank's updates are applied."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+            with contextlib.suppress(RuntimeError):  # rank 0 has gone before
+                self._store.set(self._key("left", self._rank), to_bytes(self._state()))
+
+
+@contextlib.contextmanager
+def uneven_steps(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer
+) -> Iterator[None]:
+    """Let this rank make more or fewer steps than others; all ranks enter it.
+
+    The body is the steps, without other collectives than DDP's. If it raises, or its generator
+    is closed, the ranks part as they would without.
+
+    A rank that has no batch left takes part in what DDP sends for the others' steps, with
+    gradients of zero, and ends with the same dense net. Gradients are divided by the number of
+    all ranks, and so are those of the embeddings under "mean". DDP covers the net only: the
+    optimizer of a rank that has missed steps has older moments, which would take the ranks
+    apart in the next pass, so it gets those of the rank with most steps.
+    """
+    steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+
+    counting = optimizer.register_step_post_hook(count)
+    try:
+        with Join([model]):
+            yield
+    finally:
+        counting.remove()
+    group = model.process_group
+    of_ranks: list[int] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, steps, group=group)
+    most = max(of_ranks)
+    if min(of_ranks) == most:
+        return
+    source = of_ranks.index(most)
+    data = io.BytesIO()
+    if dist.get_rank(group) == source:
+        torch.save(optimizer.state_dict(), data)
+    sent: list[bytes] = [data.getvalue()]
+    dist.broadcast_object_list(sent, group=group, src=dist.get_global_rank(group, source))
+    if steps < most:
+        # By way of the CPU: the source's device need not be here.
+        state = torch.load(io.BytesIO(sent[0]), map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(state)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,18 +35,14 @@ class Watermark:
     step: int = 1  # from one place to the next
     above: set[int] = field(default_factory=set)
 
-    def done(self, place: int) -> None:
-        """Note that a batch is done; again changes nothing."""
+    def mark_done(self, place: int) -> None:
+        """Note that a batch is done; idempotent."""
         if place < self.floor:
             return
         self.above.add(place)
         while self.floor in self.above:
             self.above.remove(self.floor)
             self.floor += self.step
-
-    def has(self, place: int) -> bool:
-        """Whether a batch is done."""
-        return place < self.floor or place in self.above
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,72 +56,67 @@ class Position:
     """Batches of the pass after them that were trained; of all data-loaders and ranks."""
 
 
-class HasPosition(Protocol):
-    """A source of batches; ``persia._training.sources`` implements it."""
-
-    def position(self) -> Plain | None:
-        """Return what is done of this pass."""
-
-
 class Progress:
     """The passes of one training context; any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below
         self._passes = 0
-        self._source: HasPosition | None = None  # of the pass that trains now
-        self._resumed: Plain | None = None  # of a checkpoint, until a pass takes it over
+        # Of the source of the pass that trains now: returns its position.
+        self._position: Callable[[], Plain | None] | None = None
+        self._resumed: Plain | None = None  # of a checkpoint, until a pass begins there
         self._before: Plain | None = None  # where the last pass ended
         self._next_number = 0
 
-    def begin(self, source: HasPosition) -> None:
-        """Note that a pass has a batch to train."""
+    def begin(self, position: Callable[[], Plain | None]) -> None:
+        """Note that the pass with this source's ``position`` has a batch to train."""
         with self._lock:
-            if self._source is source:
+            if self._position == position:  # bound methods are equal if their objects are one
                 return
-            if self._source is not None:
+            if self._position is not None:
                 self._passes += 1  # the one before was left
-                self._before = self._source.position()
-            self._source = source
+                self._before = self._position()
+            self._position = position
             self._resumed = None
 
     def end(
         self,
-        source: HasPosition,
-        position: Plain | None = None,
+        position: Callable[[], Plain | None],
+        end: Plain | None = None,
         *,
-        had_no_more: bool = False,
+        is_empty: bool = False,
     ) -> None:
-        """Note that a pass has handed out all it had, and where that is.
+        """Note that a pass has given out all its batches.
 
         Args:
-            source: Of the pass.
-            position: Where it ended.
-            had_no_more: Whether it began behind what was trained of it, and nothing was left.
+            position: Of the source of the pass.
+            end: Where it ended.
+            is_empty: Whether it began behind what was trained of it, and nothing was left.
         """
         with self._lock:
-            if self._source is source or (had_no_more and self._source is None):
-                self._source = None
-                self._before = position
+            if self._position == position or (is_empty and self._position is None):
+                self._position = None
+                self._before = end
                 self._passes += 1
                 self._resumed = None
 
     def is_between_passes(self) -> bool:
-        """Whether the last pass has handed out all it had, and no other has begun."""
+        """Whether the last pass has given out all its batches, and no other has begun."""
         with self._lock:
-            return self._source is None and self._passes > 0
+            return self._position is None and self._passes > 0
 
-    def done(self, number: int, mark: Callable[[], None] | None) -> None:
+    def mark_done(self, number: int, at_source: Callable[[], None] | None) -> None:
         """Note that the training batch with this running number is done, and at its source."""
         with self._lock:
-            self._next_number = max(self._next_number, number + 1)
-        if mark is not None:
-            mark()
+            if number >= self._next_number:
+                self._next_number = number + 1
+        if at_source is not None:
+            at_source()
 
     def snapshot(self) -> Plain:
         """Return how far training is, for a file."""
         with self._lock:
-            here = self._resumed if self._source is None else self._source.position()
+            here = self._resumed if self._position is None else self._position()
             return {
                 "passes": self._passes,
                 "position": here,
@@ -134,12 +125,12 @@ class Progress:
             }
 
     def resume(self, passes: int, position: Plain | None, next_number: int) -> None:
-        """Take over what a checkpoint says; the next pass begins there."""
+        """Restore what a checkpoint says; the next pass begins there."""
         with self._lock:
             self._passes = passes
             self._resumed = position
             self._before = None
-            self._source = None
+            self._position = None
             self._next_number = next_number
 
     def resumed(self, kind: str) -> Plain | None:
@@ -173,7 +164,7 @@ def count_done(position: Plain) -> int:
     return above + sum(-(-(floor - int(name)) // step) for name, floor in floors.items())
 
 
-def of_series(kind: str, num_loaders: int, series: Mapping[int, Watermark]) -> Plain:
+def to_position(kind: str, num_loaders: int, series: Mapping[int, Watermark]) -> Plain:
     """Return a position for a file.
 
     Args:
@@ -228,9 +219,9 @@ def merge(positions: list[Plain | None]) -> Plain | None:
         merged = Watermark(min(floors.values()), num_loaders)
         for place in range(merged.floor, max(*floors.values(), *above, 0) + 1, num_loaders):
             if place < floors.get(place % world_size, 0) or place in above:
-                merged.done(place)
+                merged.mark_done(place)
         series[loader] = merged
-    return of_series("stream", num_loaders, series)
+    return to_position("stream", num_loaders, series)
 
 
 # --- random numbers -------------------------------------------------------------------------

@@ -9,15 +9,17 @@ from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from persia._training.lookups import Item
+from persia._rpc.worker_pool import handle_of
 from persia._training.queues import BoundedQueue, Closed, Finished
-from persia._training.resume import Plain, Watermark, of_series
+from persia._training.resume import Plain, Watermark, to_position
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from persia._training.stream import Stream
-    from persia._training.transfer import DeviceTransfer, HostBatch, UserBatch
+    from persia._training.batch import HostBatch
+    from persia._training.receiver import Stream
+    from persia._training.transfer import DeviceTransfer
+    from persia.embedding.data import PersiaBatch
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class Source(Protocol):
     def start(self) -> None:
         """Begin."""
 
-    def get(self) -> Item:
+    def get(self) -> HostBatch:
         """Wait for the next batch and take it.
 
         Raises:
@@ -49,8 +51,8 @@ class Source(Protocol):
     def end_position(self) -> Plain | None:
         """Return ``position`` for when all that was read is done, if other ranks need it."""
 
-    def waits_for(self) -> str:
-        """Say whom ``get`` is waiting for; empty if for nobody."""
+    def describe_wait(self) -> str:
+        """Name what ``get`` is waiting for; empty if for nothing."""
 
     def drop_rest(self, on_drop: Callable[[], None]) -> None:
         """Drop what is left without looking it up, and wait for its end.
@@ -60,7 +62,7 @@ class Source(Protocol):
         """
 
     def close(self) -> list[threading.Thread]:
-        """Let nobody wait any more; returns the threads that are about to end."""
+        """Wake ``get`` and return the threads that are about to end."""
 
 
 class DatasetSource:
@@ -68,7 +70,7 @@ class DatasetSource:
 
     Args:
         dataset: Iterated once.
-        converter: Of the context's device.
+        transfer: Of the context's device.
         capacity: Batches read ahead of the lookups.
         resumed: What is done already; those batches are read and left out, or not even read
             where the dataset has ``iter_from``.
@@ -76,63 +78,62 @@ class DatasetSource:
 
     def __init__(
         self,
-        dataset: Iterable[UserBatch],
-        converter: DeviceTransfer,
+        dataset: Iterable[PersiaBatch],
+        transfer: DeviceTransfer,
         capacity: int,
         resumed: Plain | None = None,
     ) -> None:
         self._dataset = dataset
-        self._converter = converter
-        self.channel: BoundedQueue[tuple[int, HostBatch]] = BoundedQueue(capacity)
-        self._lock = threading.Lock()  # guards the series
-        self._series = Watermark()
+        self._transfer = transfer
+        self.queue: BoundedQueue[HostBatch] = BoundedQueue(capacity)
+        self._lock = threading.Lock()  # guards the watermark
+        self._trained = Watermark()
         if resumed is not None:
-            self._series.floor = resumed["floors"]["0"]
-            self._series.above = set(resumed["above"]["0"])
-        self._first = self._series.floor
-        self._left_out = frozenset(self._series.above)
+            self._trained.floor = resumed["floors"]["0"]
+            self._trained.above = set(resumed["above"]["0"])
+        self._first = self._trained.floor
+        self._left_out = frozenset(self._trained.above)
         self._has_ended = False  # for messages only
         self._thread = threading.Thread(target=self._read, name="persia-dataset", daemon=True)
 
     @property
     def failure(self) -> BaseException | None:
         """What the dataset raised."""
-        return self.channel.failure
+        return self.queue.failure
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def get(self) -> Item:
+    def get(self) -> HostBatch:
         """Take the next batch that the thread has read."""
-        place, host = self.channel.get()
-        return Item(host, done=partial(self._done, place))
+        return self.queue.get()
 
-    def _done(self, place: int) -> None:
+    def _mark_done(self, place: int) -> None:
         with self._lock:
-            self._series.done(place)
+            self._trained.mark_done(place)
 
     def position(self) -> Plain | None:
         """Return what is done of the pass."""
         with self._lock:
-            return of_series("dataset", 0, {0: self._series})
+            return to_position("dataset", 0, {0: self._trained})
 
     def end_position(self) -> Plain | None:
         """Return None: a dataset is its rank's own."""
         return None
 
-    def waits_for(self) -> str:
+    def describe_wait(self) -> str:
         """Name the dataset, while it is being read."""
         if self._has_ended:
             return ""
         return f"the dataset ({type(self._dataset).__name__}) to yield a batch"
 
     def drop_rest(self, on_drop: Callable[[], None]) -> None:
-        """Nothing: what was not read is not known."""
+        """Do nothing: what was not read is not known."""
 
     def close(self) -> list[threading.Thread]:
-        """Close the channel, where the thread notices it."""
-        self.channel.close()
+        """Close the queue, where the thread notices it."""
+        self.queue.close()
         return [self._thread]
 
     def _read(self) -> None:
@@ -141,16 +142,19 @@ class DatasetSource:
             iterator = self._begin()
             for place, batch in enumerate(iterator, self._first):
                 if place not in self._left_out:
-                    self.channel.put((place, self._converter.host(batch)))
+                    host = self._transfer.copy(batch)
+                    host.on_done = partial(self._mark_done, place)
+                    self.queue.put(host)
         except Closed:
             pass
         except BaseException as exc:
             self._has_ended = True
-            self.channel.finish(exc)
+            self.queue.finish(exc)
         else:
             self._has_ended = True
-            self.channel.finish()
-        self._close_iterator(iterator)  # it may stand still at a batch that was refused
+            self.queue.finish()
+        if isinstance(iterator, Generator):
+            _close_generator(iterator)
 
     def _begin(self) -> Iterator[Any]:
         if not self._first:
@@ -160,16 +164,18 @@ class DatasetSource:
             return iter(seek(self._first))
         return itertools.islice(iter(self._dataset), self._first, None)
 
-    @staticmethod
-    def _close_iterator(iterator: object) -> None:
-        """Run the ``finally`` blocks of the user's generator now, in its own thread."""
-        if not isinstance(iterator, Generator):
-            return  # another iterator's ``close`` may be meant for its owner
-        try:
-            iterator.close()
-        except Exception:
-            # The loop is over and nobody is left to raise this at.
-            logger.exception("the dataset raised while it was closed")
+
+def _close_generator(generator: Generator[Any, Any, Any]) -> None:
+    """Run the ``finally`` blocks of the user's generator now, in its own thread.
+
+    It may stand at a batch that was refused. Iterators of other kinds are left alone: their
+    ``close`` may be meant for their owner.
+    """
+    try:
+        generator.close()
+    except Exception:
+        # The loop is over and would not see it.
+        logger.exception("the dataset raised while it was closed")
 
 
 class StreamSource:
@@ -177,14 +183,14 @@ class StreamSource:
 
     Args:
         stream: Where they deliver it.
-        converter: Of the context's device.
+        transfer: Of the context's device.
         in_order: Whether by batch id.
     """
 
-    def __init__(self, stream: Stream, converter: DeviceTransfer, in_order: bool) -> None:
+    def __init__(self, stream: Stream, transfer: DeviceTransfer, in_order: bool) -> None:
         self._stream = stream
-        self._inbox = stream.inbox
-        self._converter = converter
+        self._receiver = stream.receiver
+        self._transfer = transfer
         self._in_order = in_order
         self._is_closed = False
         self._has_begun = False
@@ -199,52 +205,57 @@ class StreamSource:
         self._stream.begin_pass()
         self._has_begun = True
 
-    def get(self) -> Item:
+    def get(self) -> HostBatch:
         """Take the next batch."""
         if self.failure is not None:
             raise Finished
+        receiver = self._receiver
         try:
-            taken = self._inbox.take(self._in_order, lambda: self._is_closed)
+            stream, batch = receiver.take(self._in_order, lambda: self._is_closed)
         except (Closed, Finished):
             raise
         except BaseException as exc:
             self.failure = exc
             raise Finished from exc
-        batch = taken.batch
+        batch_id = batch.batch_id
         try:
-            host = self._converter.host_of(batch)
+            host = self._transfer.copy_streamed(batch)
         except BaseException:
-            taken.ended()
+            receiver.end(stream, batch_id)
             raise
-        return Item(host, taken.ref, taken, batch.batch_id, done=taken.done)
+        host.ref = handle_of(batch.ids)
+        host.register_again = partial(receiver.register_again, stream, batch_id)
+        host.on_done = partial(receiver.mark_done, stream, batch_id)
+        host.on_end = partial(receiver.end, stream, batch_id)
+        return host
 
     def position(self) -> Plain | None:
         """Return what is done of every data-loader's batches that are this rank's."""
-        return self._inbox.position()
+        return self._receiver.position()
 
     def end_position(self) -> Plain | None:
         """Return ``position`` for when all that was received is done."""
-        return self._inbox.end_position()
+        return self._receiver.end_position()
 
-    def waits_for(self) -> str:
-        """Name the data-loaders that owe a batch."""
-        return f"{self._inbox.describe_wait()} (this nn-worker is at {self._stream.address})"
+    def describe_wait(self) -> str:
+        """Name the data-loaders whose batch is missing."""
+        return f"{self._receiver.describe_wait()} (this nn-worker is at {self._stream.address})"
 
     def drop_rest(self, on_drop: Callable[[], None]) -> None:
-        """Have the inbox acknowledge whatever comes until the data-loaders have ended."""
-        if not self._inbox.drop_rest(on_drop, DROP_S):
+        """Have the receiver acknowledge what comes until the data-loaders have ended."""
+        if not self._receiver.drop_rest(on_drop, DROP_S):
             logger.warning(
-                "the pass has ended for want of batches at other ranks, and for %g s the rest "
-                "of this one's was waited for in vain: %s",
+                "the pass has ended for want of batches at other ranks, and the rest of this "
+                "one's did not come within %g s: waited for %s",
                 DROP_S,
-                self._inbox.describe_wait(),
+                self._receiver.describe_wait(),
             )
 
     def close(self) -> list[threading.Thread]:
         """End the pass; what is pending stays for the next one."""
         self._is_closed = True
-        self._inbox.wake()
+        self._receiver.wake()
         if self._has_begun:
             self._has_begun = False
-            self._inbox.end_pass()
+            self._receiver.end_pass()
         return []

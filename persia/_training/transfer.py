@@ -1,34 +1,26 @@
-"""A lookup and its batch, as torch tensors that own their memory.
-
-    feature   lookup               leaf (has the gradient)       what the model receives
-    -------   ------------------   ---------------------------   --------------------------
-    pooled    f32 [B, dim]         the same                      the same
-    raw       f32 [D + 1, dim]     rows at index, [B * fixed,    [B, fixed, dim + 1]: the
-              i64 [B * fixed]      dim]; row 0 is the padding    last channel is the mask
-    jagged    f32 [D, dim]         rows at index, [N, dim]       Jagged(values, offsets)
-              i64 [N], [B + 1]
+"""Copies of a batch's arrays to the host's torch memory and to the device.
 
 Embeddings are f32 (the original's were f16 on every device). Dense tensors and labels keep
 their dtype, bool included.
 
 Two threads work on a batch. The dataset's thread copies dense data and labels while the
-user's generator stands still, so that a generator may refill its arrays for the next batch.
-A forward worker then builds the tensors; for a CUDA device it packs the lookup into one
-pinned buffer per dtype and starts the copies on a side stream, and the user's thread makes
-its own stream wait for their event and builds the tensors there. Nothing synchronises the
-device.
+user's generator waits, so that a generator may refill its arrays for the next batch. A forward
+worker then builds the tensors; for a CUDA device it packs the lookup into one pinned buffer
+per dtype and starts the copies on a side stream, and the user's thread makes its own stream
+wait for their event and builds the tensors there. Nothing synchronises the device.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from persia._rpc.messages import JaggedOutput, PooledOutput, RawOutput
+from persia._training.batch import HostBatch, Jagged, Leaf, PersiaTrainingBatch, StagedBatch
+from persia.embedding.data import PersiaBatch
 from persia.errors import DataTypeError
 
 if TYPE_CHECKING:
@@ -36,139 +28,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from persia._core.ids.feature_batch import FeatureBatch
-    from persia._rpc.messages import LookupResult, SlotOutput, StreamedBatch
+    from persia._rpc.messages import LookupResult, StreamedBatch
     from persia._training.inflight import InFlightBatch
 
-
 logger = logging.getLogger(__name__)
-
-
-class HasArray(Protocol):
-    """A dense feature or label."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def data(self) -> NDArray[Any]: ...
-
-
-class UserBatch(Protocol):
-    """What ``PersiaBatch`` is to this layer, which lies below it."""
-
-    @property
-    def features(self) -> tuple[FeatureBatch, ...]: ...
-    @property
-    def non_id_type_features(self) -> Sequence[HasArray]: ...
-    @property
-    def labels(self) -> Sequence[HasArray]: ...
-    @property
-    def meta(self) -> bytes | None: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def requires_grad(self) -> bool: ...
-
-
-class Jagged(NamedTuple):
-    """One vector per id, without padding: sample ``b`` owns rows offsets[b]:offsets[b+1]."""
-
-    values: torch.Tensor  # f32 [N, dim]
-    offsets: torch.Tensor  # i64 [B + 1]
-
-
-class Leaf:
-    """The tensor of one feature that receives the gradient, and what it is summed by."""
-
-    __slots__ = ("has_padding", "index", "name", "num_rows", "tensor")
-
-    def __init__(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        index: torch.Tensor | None = None,
-        num_rows: int = 0,
-        has_padding: bool = False,
-    ) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.index = index  # i64, one row number per row of the leaf; None if pooled
-        self.num_rows = num_rows  # rows of the sum, the padding row included
-        self.has_padding = has_padding  # row 0 is padding and has no gradient
-
-
-class PersiaTrainingBatch:
-    """One batch, ready for the model.
-
-    Attributes:
-        non_id_type_tensors: Dense tensors, in the order of the batch.
-        embedding_tensors: One entry per id feature, in the order of the batch's features.
-        labels: Label tensors, or None if the batch has none.
-        meta: The bytes that the user attached, or None.
-        batch_id: The data-loader's number, or a running one of the context, where batches
-            without gradients have a series of their own.
-        feature_names: Names of the id features, in the order of ``embedding_tensors``.
-        batch_size: Number of samples.
-    """
-
-    def __init__(
-        self,
-        host: HostBatch,
-        batch_id: int,
-        feature_names: tuple[str, ...],
-        embedding_tensors: list[torch.Tensor | Jagged],
-        leaves: list[Leaf],
-        ticket: InFlightBatch | None,
-    ) -> None:
-        self.non_id_type_tensors = host.dense
-        self.embedding_tensors = embedding_tensors
-        self.labels: list[torch.Tensor] | None = host.labels or None
-        self.meta = host.meta
-        self.batch_id = batch_id
-        self.feature_names = feature_names
-        self.batch_size = host.batch_size
-        self.leaves = leaves  # of the features with a gradient; empty in evaluation
-        self.ticket = ticket  # None in evaluation
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether a backward is expected for this batch."""
-        return self.ticket is not None
-
-    def awaits_backward(self) -> bool:
-        """Whether a backward is expected and has not come."""
-        return self.ticket is not None and self.ticket.is_open()
-
-    def __repr__(self) -> str:
-        return (
-            f"PersiaTrainingBatch(batch_id={self.batch_id}, batch_size={self.batch_size}, "
-            f"feature_names={self.feature_names})"
-        )
-
-
-@dataclass(slots=True)
-class HostBatch:
-    """A user's batch with dense data and labels copied, on the host or on the device."""
-
-    features: tuple[FeatureBatch, ...]  # empty if a data-loader has registered the ids
-    dense: list[torch.Tensor]
-    labels: list[torch.Tensor]
-    meta: bytes | None
-    batch_size: int
-    requires_grad: bool
-
-
-class StagedBatch(NamedTuple):
-    """A looked-up batch whose copies to the device may still be under way."""
-
-    host: HostBatch
-    outputs: tuple[SlotOutput, ...]
-    floats: list[torch.Tensor]  # pooled values or rows, one per output
-    indices: list[torch.Tensor]  # index, then offsets, of the outputs that have them
-    batch_id: int
-    ticket: InFlightBatch | None
-    event: torch.cuda.Event | None  # recorded behind the copies
-    uploaded: list[torch.Tensor]  # one per storage that the side stream allocated
 
 
 class DeviceTransfer:
@@ -182,21 +45,20 @@ class DeviceTransfer:
         self._device = device
         # One for all batches: a stream per tensor costs more than it hides.
         self._stream = _new_stream(device)
-        self._wide: set[str] = set()  # whom a line has named as float64
+        self._wide: set[str] = set()  # float64 arrays that a warning has named
 
-    def host(self, batch: UserBatch) -> HostBatch:
+    def copy(self, batch: PersiaBatch) -> HostBatch:
         """Copy what the user may overwrite; the ids are PERSIA's own already.
 
         Raises:
             DataTypeError: If the user's dataset yields something else than a PersiaBatch.
         """
-        features = getattr(batch, "features", None)
-        if not isinstance(features, tuple):
+        if not isinstance(batch, PersiaBatch):
             raise DataTypeError(
                 f"expected the dataset to yield PersiaBatch, got {type(batch).__name__}"
             )
         return HostBatch(
-            features=features,
+            features=batch.features,
             dense=[
                 self._copy("dense feature", item.name, item.data)
                 for item in batch.non_id_type_features
@@ -207,7 +69,7 @@ class DeviceTransfer:
             requires_grad=batch.requires_grad,
         )
 
-    def host_of(self, batch: StreamedBatch) -> HostBatch:
+    def copy_streamed(self, batch: StreamedBatch) -> HostBatch:
         """Copy what came in one message, so that its memory is not kept."""
         return HostBatch(
             features=(),
@@ -219,12 +81,13 @@ class DeviceTransfer:
             meta=None if batch.meta is None else batch.meta.tobytes(),
             batch_size=batch.batch_size,
             requires_grad=batch.requires_grad,
+            batch_id=batch.batch_id,
         )
 
     def _copy(self, what: str, name: str, array: NDArray[Any]) -> torch.Tensor:
         if array.dtype == np.float64 and name not in self._wide:
-            # A dtype that a model may want, though mostly nobody chose it; torch's own error
-            # does not say whose it is.
+            # A model may want float64, though it is mostly numpy's default and no choice;
+            # torch's own error does not name the array.
             self._wide.add(name)
             logger.warning(
                 "%s %r is float64, and so is its tensor: layers in float32 refuse it; "
@@ -240,7 +103,7 @@ class DeviceTransfer:
         return pinned
 
     def stage(
-        self, host: HostBatch, result: LookupResult, batch_id: int, ticket: InFlightBatch | None
+        self, host: HostBatch, result: LookupResult, ticket: InFlightBatch | None
     ) -> StagedBatch:
         """Start what can be done off the user's thread."""
         floats: list[NDArray[np.float32]] = []
@@ -254,16 +117,9 @@ class DeviceTransfer:
             if isinstance(output, JaggedOutput):
                 indices.append(output.offsets)
         if self._stream is not None:
-            return self._upload(host, result, floats, indices, batch_id, ticket)
+            return self._upload(host, result, floats, indices, ticket)
         return StagedBatch(
-            host,
-            result.outputs,
-            [_own(array) for array in floats],
-            [_own(array) for array in indices],
-            batch_id,
-            ticket,
-            None,
-            [],
+            host, host.dense, host.labels, result.outputs, _own(floats), _own(indices), ticket
         )
 
     def _upload(
@@ -272,7 +128,6 @@ class DeviceTransfer:
         result: LookupResult,
         floats: list[NDArray[np.float32]],
         indices: list[NDArray[np.int64]],
-        batch_id: int,
         ticket: InFlightBatch | None,
     ) -> StagedBatch:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -282,19 +137,16 @@ class DeviceTransfer:
             labels = [item.to(self._device, non_blocking=True) for item in host.labels]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        # A new one: the same host batch may be staged again.
-        moved = HostBatch(
-            host.features, dense, labels, host.meta, host.batch_size, host.requires_grad
-        )
         return StagedBatch(
-            moved,
+            host,
+            dense,
+            labels,
             result.outputs,
             float_parts,
             index_parts,
-            batch_id,
             ticket,
             event,
-            [packed_floats, packed_indices, *dense, *labels],
+            (packed_floats, packed_indices, *dense, *labels),
         )
 
     def _pack(
@@ -327,13 +179,11 @@ class DeviceTransfer:
             for tensor in staged.uploaded:
                 tensor.record_stream(stream)
         trains = staged.ticket is not None
+        if trains == torch.is_grad_enabled():
+            return _build(staged, trains)
         # The graph of a raw feature begins here, whatever the user's thread has switched off.
         with torch.set_grad_enabled(trains):
-            embeddings, leaves = _build(staged, trains)
-        names = tuple(output.name for output in staged.outputs)
-        return PersiaTrainingBatch(
-            staged.host, staged.batch_id, names, embeddings, leaves, staged.ticket
-        )
+            return _build(staged, trains)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -342,8 +192,8 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _build(staged: StagedBatch, trains: bool) -> tuple[list[torch.Tensor | Jagged], list[Leaf]]:
-    """Return what the model receives, and the leaves behind it if there is a gradient."""
+def _build(staged: StagedBatch, trains: bool) -> PersiaTrainingBatch:
+    """Build what the model receives, and the leaves behind it if there is a gradient."""
     embeddings: list[torch.Tensor | Jagged] = []
     leaves: list[Leaf] = []
     indices = iter(staged.indices)
@@ -363,14 +213,19 @@ def _build(staged: StagedBatch, trains: bool) -> tuple[list[torch.Tensor | Jagge
             embeddings.append(Jagged(picked, offsets))
         if trains:
             leaves.append(leaf)
-    return embeddings, leaves
+    return PersiaTrainingBatch(staged, embeddings, leaves)
 
 
-def _own(array: NDArray[Any]) -> torch.Tensor:
-    """Wrap an array; torch keeps it alive. One that views received bytes is copied."""
-    if not (array.flags.writeable and array.flags.c_contiguous):
-        array = array.copy(order="C")
-    return torch.from_numpy(array)
+def _own(arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+    """Wrap arrays; torch keeps them alive. Those that view received bytes are copied."""
+    return [
+        torch.from_numpy(
+            array
+            if array.flags.writeable and array.flags.c_contiguous
+            else array.copy(order="C")
+        )
+        for array in arrays
+    ]
 
 
 def _with_mask(

@@ -42,7 +42,7 @@ def test_a_turn_that_fails_is_told_to_the_others(found: Any, failing: int) -> No
     assert (own["type"], own["text"]) == ("KeyError", "'lost'")
     assert (other["type"], other["replica"]) == ("ServiceError", failing)
     assert other["text"].startswith(f"the turn to update of rank {failing} of 2 failed")
-    # Nobody hangs, and the ranks are in step still.
+    # No rank hangs, and the ranks are in step still.
     assert [rank[1]["result"] for rank in ranks] == ["again", "again"]
 
 

@@ -103,12 +103,12 @@ def test_or_trained_alone(results: Any) -> None:
 
 def test_the_failure_of_a_data_loader_is_everyones(results: Any) -> None:
     (run,) = of(results, "failing")
-    # Both are told; whoever meets it first tells the other that it has failed.
+    # Both learn it; the one that meets it first announces its own failure to the other.
     failures = [rank["failure"] for rank in run]
-    told = [text for text in failures if "data-loader 1 failed" in text]
-    assert told
-    assert all("RuntimeError: no such file" in text for text in told)
-    assert all(text in told or re.search(r"rank [01] failed", text) for text in failures)
+    named = [text for text in failures if "data-loader 1 failed" in text]
+    assert named
+    assert all("RuntimeError: no such file" in text for text in named)
+    assert all(text in named or re.search(r"rank [01] failed", text) for text in failures)
 
 
 def test_all_end_with_the_trainer(results: Any) -> None:

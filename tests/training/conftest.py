@@ -43,7 +43,7 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if thread.name.startswith("persia-") and "fan-out" not in thread.name
     ]
     if left:
-        # Threads of servers in this process end by themselves once nobody holds the servers.
+        # Threads of servers in this process end by themselves once the servers are freed.
         gc.collect()  # a tenth of a second, where torch is loaded
     for thread in left:
         thread.join(10)
@@ -86,7 +86,7 @@ def worker() -> FakeWorker:
 
 @pytest.fixture
 def make_ctx(worker: FakeWorker) -> MakeCtx:
-    """A TrainCtx over the fake, unless told otherwise."""
+    """A TrainCtx over the fake, unless options replace it."""
 
     def make(**options: Any) -> TrainCtx:
         model = options.pop("model", None) or Net(options.pop("num_features", 2))

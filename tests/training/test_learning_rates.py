@@ -14,7 +14,7 @@ from persia.errors import ConfigError
 from tests.training.fakes import FakeWorker
 
 from .conftest import MakeCtx, step
-from .test_gradients import batches
+from .test_backward import batches
 
 
 def test_a_rate_goes_with_the_gradients_computed_under_it(

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from persia import env
-from persia._training import dense_files
-from persia._training.uneven import uneven_steps
+from persia._training import checkpoint
+from persia._training.ranks import uneven_steps
 from persia.distributed import BaguaDistributedOption, get_default_distributed_option
 
 warnings.simplefilter("error")
@@ -96,10 +96,10 @@ def run(name: str, rank: int, directory: Path) -> dict[str, Any]:
     losses = fit(parallel, own, half, STEPS + 1)
     apart_at_average = apart(parallel)
     fit(parallel, own, half, 1)
-    path = dense_files.save(parallel, directory, f"{name}-{rank}.pt", is_jit=False)
-    dense_files.load(new_model(), path)
-    optimizer_path = dense_files.save(optimizer, directory, f"{name}-{rank}.opt", is_jit=False)
-    dense_files.load(new_optimizer(name, new_model()), optimizer_path)
+    path = checkpoint.save_dense(parallel, directory, f"{name}-{rank}.pt", is_jit=False)
+    checkpoint.load_dense(new_model(), path)
+    saved = checkpoint.save_dense(optimizer, directory, f"{name}-{rank}.opt", is_jit=False)
+    checkpoint.load_dense(new_optimizer(name, new_model()), saved)
     return {
         "same_optimizer": optimizer is own,
         "first": losses[0],

@@ -36,20 +36,20 @@ def main() -> int:
     children = {}
     # First of all, while there are no threads: the store has one.
     for rank in range(NUM_RANKS):
-        hears, tells = os.pipe()
+        reads, writes = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(tells)
-            meet(rank, os.read(hears, 16).decode())
+            os.close(writes)
+            meet(rank, os.read(reads, 16).decode())
             sys.argv = [script, *arguments]
             runpy.run_path(script, run_name="__main__")
             return 0
-        os.close(hears)
-        children[pid] = tells
+        os.close(reads)
+        children[pid] = writes
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    for tells in children.values():
-        os.write(tells, str(store.port).encode())
-        os.close(tells)
+    for writes in children.values():
+        os.write(writes, str(store.port).encode())
+        os.close(writes)
     failed = 0
     while children:
         pid, status = os.wait()

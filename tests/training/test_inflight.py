@@ -1,25 +1,31 @@
-"""Embedding-workers that die one after the other while one batch is looked up or updated."""
+"""The life of one batch: permits, and embedding-workers that die one after the other."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from persia._rpc import deadlines
-from persia._rpc.deadlines import Tries
+from persia._rpc.deadlines import Retry
 from persia._rpc.messages import BatchGradients
+from persia._training import inflight
 from persia._training.backward import BackwardPipeline
-from persia._training.lookups import Item, Lookups
+from persia._training.batch import HostBatch
+from persia._training.forward import Lookups
+from persia._training.inflight import InFlightBatch, InFlightTracker, StalenessLimiter
+from persia._training.queues import Closed
 from persia.errors import PersiaError, ServiceUnavailable, UnknownRef
 
-GONE: list[PersiaError] = [UnknownRef("it was started anew"), ServiceUnavailable("it is gone")]
+from .test_queues import Runs
+
+GONE: list[PersiaError] = [UnknownRef("it was restarted"), ServiceUnavailable("it is gone")]
 
 
 class Dying:
-    """Workers that fail so many calls, each call at another ref, before one answers."""
+    """Workers that fail a number of calls, each call at another ref, before one answers."""
 
     def __init__(self, num_failures: int) -> None:
         self.left = num_failures
@@ -45,23 +51,27 @@ class Dying:
 
 
 def update(workers: Any) -> Any:
-    book: Any = None
     engine = BackwardPipeline(
-        workers, book, client=1, num_workers=1, capacity=1, device=torch.device("cpu")
+        workers,
+        InFlightTracker(workers),
+        client=1,
+        num_workers=1,
+        capacity=1,
+        device=torch.device("cpu"),
     )
-    ticket: Any = SimpleNamespace(ref=0, origin=workers)
+    ticket = InFlightBatch(0, 0, 7, register_again=workers.register_again)
     return engine._update(ticket, BatchGradients(0, (1, 7), ()))
 
 
 def look_up(workers: Any) -> Any:
-    nothing: Any = None
-    lookups = Lookups(workers, nothing, True, lambda: None)
-    return lookups._ask(Item(nothing, ref=0, origin=workers), True)
+    lookups = Lookups(workers, InFlightTracker(workers), True, lambda: None)
+    host = HostBatch((), [], [], None, 1, True, ref=0, register_again=workers.register_again)
+    return lookups._ask(host, True, time.perf_counter())
 
 
 @pytest.fixture
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadlines, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(inflight, "Retry", partial(Retry, first_s=0.001))
 
 
 @pytest.mark.usefixtures("_short_pauses")
@@ -89,8 +99,27 @@ def test_no_time_is_left_for_another_try(what: Any, monkeypatch: pytest.MonkeyPa
     assert 2 <= workers.num_registered < 10
 
 
-def test_the_second_try_is_at_once() -> None:
-    assert Tries(0.05).another()
-    tries = Tries(0.05)
-    tries.another()
-    assert not tries.another()
+def test_limiter_gives_permits_up_to_its_bound_and_wakes_on_return_and_close() -> None:
+    limiter = StalenessLimiter(2, on_demand=False)
+    limiter.acquire(True)
+    limiter.acquire(True)
+    assert limiter.is_exhausted()
+    limiter.acquire(False)  # a batch without gradients needs none
+    waiting = Runs(lambda: limiter.acquire(True))
+    limiter.return_permit()
+    assert waiting.end().error is None
+    waiting = Runs(lambda: limiter.acquire(True))
+    limiter.close()
+    assert isinstance(waiting.end().error, Closed)
+
+
+def test_limiter_on_demand_stays_staleness_behind_the_user() -> None:
+    limiter = StalenessLimiter(1, on_demand=True)
+    waiting = Runs(lambda: limiter.acquire(True))
+    assert waiting.thread.is_alive()
+    limiter.request()
+    assert waiting.end().error is None
+    limiter.return_permit()
+    waiting = Runs(lambda: limiter.acquire(True))  # returned, but not requested yet
+    limiter.close()
+    assert isinstance(waiting.end().error, Closed)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from persia._training.forward import StalenessLimiter
 from persia._training.queues import BoundedQueue, Closed, Finished, OrderedQueue, join
 
 WAIT_S = 20.0
@@ -127,32 +126,6 @@ def test_delivery_raises_a_failure_at_once_and_an_end_after_its_items() -> None:
     with pytest.raises(Closed):
         failed.put(1, 11)
     assert failed.close() == [10]
-
-
-def test_gate_lends_up_to_its_bound_and_wakes_on_return_and_close() -> None:
-    gate = StalenessLimiter(2, on_demand=False)
-    gate.enter(True)
-    gate.enter(True)
-    assert gate.is_exhausted()
-    gate.enter(False)  # a batch without gradients needs none
-    waiting = Runs(lambda: gate.enter(True))
-    gate.give_back()
-    assert waiting.end().error is None
-    waiting = Runs(lambda: gate.enter(True))
-    gate.close()
-    assert isinstance(waiting.end().error, Closed)
-
-
-def test_gate_on_demand_stays_staleness_behind_the_user() -> None:
-    gate = StalenessLimiter(1, on_demand=True)
-    waiting = Runs(lambda: gate.enter(True))
-    assert waiting.thread.is_alive()
-    gate.ask()
-    assert waiting.end().error is None
-    gate.give_back()
-    waiting = Runs(lambda: gate.enter(True))  # returned, but nobody asked yet
-    gate.close()
-    assert isinstance(waiting.end().error, Closed)
 
 
 def test_threads_are_joined_within_one_deadline_for_all() -> None:

@@ -1,7 +1,8 @@
-"""Checkpoints as a script sees them: stop after any batch, start anew, go on bit for bit."""
+"""Checkpoints as a script sees them: stop after any batch, restart, continue bit for bit."""
 
 from __future__ import annotations
 
+import pickle
 import random
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed
+from torch._C._distributed_c10d import HashStore
 
 from persia._files import catalog
 from persia._files.parts import write_file
@@ -22,14 +25,18 @@ from persia._server import restore
 from persia._training import checkpoint
 from persia._training.resume import Position
 from persia.ctx import InferCtx, TrainCtx, eval_ctx
-from persia.data import DataLoader, IterableDataset
+from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import CheckpointError, ConfigError
 from tests.distributed.batches import SLOTS, make_batch
 from tests.distributed.net import Net, rows
+from tests.distributed.net import make_ctx as make_stream_ctx
 from tests.support.processes import ROOT
+
+from .conftest import MakeCtx
+from .conftest import Net as SmallNet
 
 NUM_BATCHES = 10
 
@@ -197,7 +204,7 @@ def test_other_data_is_trained_from_its_beginning(tmp_path: Path) -> None:
     dataset = Batches()
     with make_ctx() as ctx:
         ctx.load_checkpoint(tmp_path, features=SLOTS["slots_config"])
-        assert state(ctx)[:3] == before[:3]  # rows, model and optimizer; it counts steps anew
+        assert state(ctx)[:3] == before[:3]  # rows, model, optimizer; steps begin at 0
         assert len(train(ctx, dataset)) == NUM_BATCHES
     assert dataset.begun_at == [0]
 
@@ -499,7 +506,7 @@ def test_nothing_is_loaded_from_nowhere_or_inside_a_pass(tmp_path: Path) -> None
             break
 
 
-def test_another_embedding_optimizer_begins_anew(
+def test_another_embedding_optimizer_starts_from_its_initial_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make_ctx(Adam(lr=0.1)) as ctx:
@@ -510,7 +517,7 @@ def test_another_embedding_optimizer_begins_anew(
         ctx.load_checkpoint(tmp_path)
         assert rows(ctx) == expected
         train(ctx, Batches())
-    assert "state of its rows starts anew" in caplog.text
+    assert "state of its rows starts from its initial values" in caplog.text
 
 
 def test_a_failed_dump_behind_is_raised_at_the_exit(tmp_path: Path) -> None:
@@ -526,7 +533,7 @@ def test_a_failed_dump_behind_is_raised_at_the_exit(tmp_path: Path) -> None:
 DIES = """
 import os, sys
 from persia._server import snapshot
-from tests.training.test_checkpoints import Batches, make_ctx, seed, train
+from tests.training.test_checkpoint import Batches, make_ctx, seed, train
 
 def dies(*_):
     os.kill(os.getpid(), 9)
@@ -556,7 +563,7 @@ def test_a_crash_in_the_middle_of_a_dump_leaves_the_one_before(
         ctx.load_checkpoint(tmp_path)
         assert ctx.resume_position.batches == 3
         assert train(ctx, Batches(), lambda _: None) == whole[0][3:]
-        ctx.dump_checkpoint(tmp_path)  # what the crash has left is in nobody's way
+        ctx.dump_checkpoint(tmp_path)  # what the crash has left is ignored
         ctx.load_checkpoint(tmp_path)
         assert state(ctx) == whole[1]
 
@@ -592,3 +599,258 @@ def test_a_pass_does_not_begin_on_half_of_the_rows(
         ctx.load_checkpoint(tmp_path, blocking=False)
         with pytest.raises(CheckpointError, match="load again before you train on"):
             ctx.dump_checkpoint(tmp_path)
+
+
+# --- over a stream: the data-loader sends all of it again ---------------------------------
+
+COUNT = 8
+SENDS = f"""
+from persia.ctx import DataCtx
+from tests.distributed.batches import make_batch
+
+with DataCtx() as ctx:
+    for number in range({COUNT}):
+        ctx.send_data(make_batch(number))
+    print("dropped", ctx.stats().get("dropped", 0), flush=True)
+"""
+SEEKS = f"""
+from persia.ctx import DataCtx
+from tests.distributed.batches import make_batch
+
+with DataCtx() as ctx:
+    first = ctx.resume_position
+    ctx.seek(first)
+    for number in range(first, {COUNT}):
+        ctx.send_data(make_batch(number))
+    print("began at", first, flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "data_loader.py"
+    path.write_text(SENDS)
+    monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return path
+
+
+def train_stream(ctx: TrainCtx, dump_at: int = 0, url: Path | None = None) -> list[float]:
+    losses = []
+    loader = DataLoader(
+        StreamingDataset(4), reproducible=True, embedding_staleness=1, timeout_ms=30_000
+    )
+    for number, batch in enumerate(loader, start=1):
+        losses.append(step(ctx, batch))
+        if number == dump_at and url is not None:
+            ctx.dump_checkpoint(url)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param(SENDS, "dropped 3", id="drops"),
+        pytest.param(SEEKS, "began at 3", id="seeks", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stream_is_continued_bit_for_bit(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    with make_stream_ctx() as ctx:
+        whole = train_stream(ctx, 3, tmp_path / "ckpt")
+        expected = rows(ctx), train_stream(ctx)
+    script.write_text(text)
+    with make_stream_ctx(seed=0) as ctx:
+        ctx.load_checkpoint(tmp_path / "ckpt")
+        assert ctx.resume_position.batches == 3
+        assert train_stream(ctx) == whole[3:]
+        # The next pass is a whole one.
+        assert (rows(ctx), train_stream(ctx)) == expected
+    assert said in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_position_means_nothing_in_other_data(script: Path, tmp_path: Path) -> None:
+    with make_stream_ctx() as ctx:
+        train_stream(ctx, 3, tmp_path / "ckpt")
+    with make_stream_ctx() as ctx:
+        ctx.load_checkpoint(tmp_path / "ckpt")
+        with pytest.raises(CheckpointError, match="pass over a stream"):
+            next(iter(DataLoader([])))
+
+
+@pytest.mark.slow
+def test_another_number_of_data_loaders_is_refused(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_stream_ctx() as ctx:
+        train_stream(ctx, 3, tmp_path / "ckpt")
+    script.write_text(
+        "from persia import env\nenv.set_env(replica_size=2, replica_index=0)\n" + SENDS
+    )
+    with make_stream_ctx() as ctx:
+        ctx.load_checkpoint(tmp_path / "ckpt")
+        with pytest.raises(ConfigError, match="made with 1 data-loaders, now there are 2"):
+            train_stream(ctx)
+
+
+# --- files of the dense side --------------------------------------------------------------
+
+
+class Plain(torch.nn.Module):
+    """What TorchScript understands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(x))
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return all(
+        torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True)
+    )
+
+
+def test_model_and_optimizer_come_back(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    ctx = make_ctx()
+    model, other = Plain(), Plain()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    ctx.dump_torch_state_dict(model, tmp_path / "new", "dense.pt")
+    ctx.dump_torch_state_dict(optimizer, str(tmp_path / "new"), "opt.pt")
+    assert not same(model, other)
+    ctx.load_torch_state_dict(other, tmp_path / "new" / "dense.pt", map_location="cpu")
+    assert same(model, other)
+    fresh = torch.optim.Adam(other.parameters(), lr=0.1)
+    ctx.load_torch_state_dict(fresh, str(tmp_path / "new" / "opt.pt"))
+    assert fresh.param_groups[0]["lr"] == 0.5
+    # written aside and renamed: nothing else is left
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["dense.pt", "opt.pt"]
+
+
+def test_a_file_can_be_written_again(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    ctx, model, other = make_ctx(), Plain(), Plain()
+    ctx.dump_torch_state_dict(other, tmp_path, "dense.pt")
+    ctx.dump_torch_state_dict(model, tmp_path, "dense.pt")
+    ctx.load_torch_state_dict(other, tmp_path / "dense.pt")
+    assert same(model, other)
+
+
+def test_w67_data_parallel_wrapper_leaves_no_prefix(
+    make_ctx: MakeCtx, tmp_path: Path, group: None
+) -> None:
+    ctx, model, other = make_ctx(), Plain(), Plain()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    ctx.dump_torch_state_dict(wrapped, tmp_path, "dense.pt")
+    state = torch.load(tmp_path / "dense.pt", weights_only=True)
+    assert sorted(state) == ["layer.bias", "layer.weight"]
+    ctx.load_torch_state_dict(other, tmp_path / "dense.pt")
+    assert same(model, other)
+    # into a wrapped one, and from a file that has the prefix
+    third = torch.nn.parallel.DistributedDataParallel(Plain())
+    ctx.load_torch_state_dict(third, tmp_path / "dense.pt")
+    assert same(third, other)
+    torch.save(wrapped.state_dict(), tmp_path / "prefixed.pt")
+    fourth = Plain()
+    ctx.load_torch_state_dict(fourth, tmp_path / "prefixed.pt")
+    assert same(fourth, model)
+
+
+def test_model_whose_only_child_is_named_module(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(2, 1)
+
+    ctx, model, other = make_ctx(), Holder(), Holder()
+    ctx.dump_torch_state_dict(model, tmp_path, "dense.pt")
+    ctx.load_torch_state_dict(other, tmp_path / "dense.pt")
+    assert same(model, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_w67_scripted_model_of_a_wrapper(
+    make_ctx: MakeCtx, tmp_path: Path, group: None
+) -> None:
+    ctx, model = make_ctx(), Plain()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    ctx.dump_torch_state_dict(wrapped, tmp_path, "jit.pt", is_jit=True)
+    scripted = torch.jit.load(str(tmp_path / "jit.pt"))  # type: ignore[no-untyped-call]
+    x = torch.ones(3, 2)
+    assert torch.equal(scripted(x), model(x))
+
+
+def test_only_a_module_can_be_scripted(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    ctx = make_ctx()
+    with pytest.raises(ConfigError, match=r"is_jit=True needs a torch\.nn\.Module, got SGD"):
+        ctx.dump_torch_state_dict(ctx.dense_optimizer, tmp_path, "x.pt", is_jit=True)
+
+
+def test_missing_file(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"dense\.pt, found none"):
+        make_ctx().load_torch_state_dict(Plain(), tmp_path / "dense.pt")
+
+
+def test_w71_a_file_cannot_run_code(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (Path.touch, (tmp_path / "touched",))  # type: ignore[return-value]
+
+    with (tmp_path / "evil.pt").open("wb") as file:
+        pickle.dump(Evil(), file)
+    with pytest.raises(CheckpointError, match=r"evil\.pt cannot be read"):
+        make_ctx().load_torch_state_dict(Plain(), tmp_path / "evil.pt")
+    torch.save(Evil(), tmp_path / "evil.pt")
+    with pytest.raises(CheckpointError, match=r"evil\.pt cannot be read"):
+        make_ctx().load_torch_state_dict(Plain(), tmp_path / "evil.pt")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_file_that_does_not_fit(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    ctx = make_ctx()
+    ctx.dump_torch_state_dict(Plain(), tmp_path, "dense.pt")
+    with pytest.raises(CheckpointError, match="does not fit this Net"):
+        ctx.load_torch_state_dict(SmallNet(), tmp_path / "dense.pt")
+    torch.save(torch.ones(3), tmp_path / "tensor.pt")
+    with pytest.raises(CheckpointError, match=r"expected a state dict in .*, got Tensor"):
+        ctx.load_torch_state_dict(SmallNet(), tmp_path / "tensor.pt")
+    ctx.dump_torch_state_dict(ctx.dense_optimizer, tmp_path, "opt.pt")
+    with pytest.raises(CheckpointError, match="does not fit this Net"):
+        ctx.load_torch_state_dict(SmallNet(), tmp_path / "opt.pt")
+
+
+def test_directory_that_cannot_be_written(make_ctx: MakeCtx, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        make_ctx().dump_torch_state_dict(Plain(), tmp_path / "file", "dense.pt")
+
+
+def test_failed_write_leaves_the_old_file(
+    make_ctx: MakeCtx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx, model, other = make_ctx(), Plain(), Plain()
+    ctx.dump_torch_state_dict(model, tmp_path, "dense.pt")
+
+    def no_space(state: object, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", no_space)
+    with pytest.raises(CheckpointError, match="No space left"):
+        ctx.dump_torch_state_dict(other, tmp_path, "dense.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense.pt"]
+    ctx.load_torch_state_dict(other, tmp_path / "dense.pt")
+    assert same(model, other)

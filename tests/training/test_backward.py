@@ -12,15 +12,27 @@ import numpy as np
 import pytest
 import torch
 
-from persia._rpc.messages import BatchGradients, UpdateReport
+from persia._rpc.messages import (
+    BatchGradients,
+    JaggedOutput,
+    LookupResult,
+    PooledOutput,
+    RawOutput,
+    SlotGradient,
+    UpdateReport,
+)
+from persia._training.backward import GradientBatch
+from persia._training.batch import Jagged
+from persia._training.inflight import InFlightBatch
+from persia._training.transfer import DeviceTransfer
 from persia.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia.data import DataLoader
 from persia.distributed import BaguaDistributedOption
-from persia.embedding.optim import SGD
-from persia.errors import ConfigError, DataError, ServiceTimeout, StoreError
+from persia.embedding.optim import SGD, Adam
+from persia.errors import ConfigError, DataError, DataTypeError, ServiceTimeout, StoreError
 
 from .conftest import MakeCtx, Net, loss_of, step
-from .fakes import FakeWorker, make_batch
+from .fakes import DIM, FIXED, FakeWorker, make_batch
 
 WAIT_S = 20.0
 
@@ -165,8 +177,8 @@ def test_a_loss_that_is_nan_is_told_at_1_10_100_and_its_rows_at_the_end(
     first, tenth, last = said
     # The first step's rows are counted by another thread: by its end, or by that of the second.
     begun = 1 if "step 1:" in first else 2
-    told = "the loss is nan at step %d: lower the learning rate, or look at the data"
-    assert (first, tenth) == (told % begun, told % (begun + 9))
+    text = "the loss is nan at step %d: lower the learning rate, or look at the data"
+    assert (first, tenth) == (text % begun, text % (begun + 9))
     assert "embedding gradients were not finite so far" in last
 
 
@@ -188,7 +200,7 @@ def test_w04_a_non_finite_row_leaves_the_others_in_place(
     assert all(np.isfinite(row).all() for row in worker.rows.values())
 
 
-# --- mixed precision ------------------------------------------------------------------------
+# --- mixed precision ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -316,7 +328,7 @@ def test_mixed_precision_runs_the_model_under_autocast(make_ctx: MakeCtx) -> Non
     assert seen == [False, True]
 
 
-# --- what has no gradient -------------------------------------------------------------------
+# --- what has no gradient -----------------------------------------------------------------
 
 
 def test_feature_that_the_loss_does_not_reach_is_skipped_with_one_warning(
@@ -428,7 +440,7 @@ def test_w46_nothing_stays_at_the_worker(worker: FakeWorker, make_ctx: MakeCtx) 
     assert worker.refs == {}
 
 
-# --- threads, waiting and errors --------------------------------------------------------------
+# --- threads, waiting and errors ----------------------------------------------------------
 
 
 def fail_at(number: int) -> Any:
@@ -762,3 +774,105 @@ def test_report_is_added_up(make_ctx: MakeCtx) -> None:
         "nan_rows": {"user": 9, "tags": 3},
         "staleness": 0,
     }
+
+
+# --- arguments that are nearly right: the message says what to type -----------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), [(Adam, r"Adam\(lr=0.1\)"), ("adam", r"'adam'; .*Adagrad\(lr=0.1\)")]
+)
+def test_an_optimizer_is_an_instance(make_ctx: MakeCtx, given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"give an instance: .*{says}|{says}"):
+        make_ctx(embedding_optimizer=given)
+
+
+def test_a_loss_is_a_tensor(make_ctx: MakeCtx) -> None:
+    loss: Any = 0.5
+    with make_ctx() as ctx, pytest.raises(DataTypeError, match=r"got float; give the loss ten"):
+        ctx.backward(loss)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda loss: loss.detach(), "that requires grad, got one without a graph: it was det"),
+        (lambda loss: torch.tensor(loss.item()), "made from a number"),
+        (lambda loss: loss.expand(4), r"got one of shape \[4\]; give its .mean\(\), or take"),
+        (lambda loss: loss.expand(0), r"got one of shape \[0\]"),
+    ],
+)
+def test_a_loss_is_one_number_with_a_graph(make_ctx: MakeCtx, wrong: Any, says: str) -> None:
+    with make_ctx() as ctx:
+        batch = ctx.get_embedding_from_data(make_batch(0))
+        loss = loss_of(*ctx.forward(batch))
+        with pytest.raises(DataError, match=says):
+            ctx.backward(wrong(loss))
+        ctx.backward(loss)  # nothing had changed
+        assert ctx.update_times == 1
+
+
+def test_an_optimizer_of_another_model_is_told(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    part, whole = [model.layer.bias], model.parameters()
+    make_ctx(model=model, dense_optimizer=torch.optim.SGD(part, lr=0.1))
+    make_ctx(model=torch.nn.Sequential(model), dense_optimizer=torch.optim.SGD(whole, lr=0.1))
+    assert not caplog.messages
+    make_ctx(model=model, dense_optimizer=torch.optim.SGD(Net().parameters(), lr=0.1))
+    assert "dense_optimizer has none of the model's 2 parameters" in caplog.text
+
+
+def test_a_backward_without_gradients_of_embeddings_is_told_once(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_ctx() as ctx:
+        for number in range(2):
+            step(ctx, ctx.get_embedding_from_data(make_batch(number, requires_grad=False)))
+            assert caplog.text.count("made with requires_grad=False") == 1
+
+
+def test_a_dataset_can_be_iterated() -> None:
+    cases: list[tuple[Any, str]]
+    cases = [(len, "got len; call it"), (list, "got list; call it"), (3, "give a dataset")]
+    for given, says in cases:
+        with pytest.raises(DataTypeError, match=says):
+            DataLoader(given)
+
+
+def test_update_takes_the_gradients_away() -> None:
+    transfer = DeviceTransfer(torch.device("cpu"))
+    host = transfer.copy(make_batch(0, size=2, names=("user", "seq", "jag")))
+    outputs = (
+        PooledOutput("user", np.ones((2, DIM), np.float32)),
+        RawOutput("seq", np.ones((3, DIM), np.float32), np.array([1, 2, 0, 2, 2, 2]), FIXED),
+        JaggedOutput(
+            "jag", np.ones((1, DIM), np.float32), np.array([0, 0]), np.array([0, 2, 2])
+        ),
+    )
+    ticket = InFlightBatch(1, 0, 0)
+    batch = transfer.finish(transfer.stage(host, LookupResult(outputs, 1), ticket))
+    user, seq, jag = batch.embedding_tensors
+    assert isinstance(user, torch.Tensor)
+    assert isinstance(seq, torch.Tensor)
+    assert isinstance(jag, Jagged)
+    (2 * user.sum() + 3 * seq[:, :, :DIM].sum()).backward()  # type: ignore[no-untyped-call]
+    update = GradientBatch(ticket, batch.leaves)
+    assert user.grad is None
+    assert update.is_finite()
+    assert update.missing == ["jag"]
+    slots = update.slots()
+    want = [
+        SlotGradient("user", np.full((2, DIM), 2, np.float32)),
+        SlotGradient("seq", np.array([[3.0] * DIM, [12.0] * DIM], np.float32)),
+        SlotGradient("jag", None),
+    ]
+    for got, wanted in zip(slots, want, strict=True):
+        assert got.name == wanted.name
+        if wanted.gradient is None:
+            assert got.gradient is None
+        else:
+            assert got.gradient is not None
+            assert got.gradient.flags.c_contiguous
+            assert np.array_equal(got.gradient, wanted.gradient)

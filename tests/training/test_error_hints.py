@@ -1,8 +1,7 @@
-"""What is said with torch's errors of shapes and dtypes that came from a batch."""
+"""Notes on errors of shapes and dtypes that came from a batch."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -42,24 +41,16 @@ ZEROS = np.zeros((SIZE, 1), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("dense", "form", "advice"),
+    ("dense", "form"),
     [
-        (np.zeros((SIZE, 3), np.float32), "float32 [4, 3]", ""),
-        (
-            np.zeros(SIZE, np.float32),
-            "float32 [4]",
-            "; give one number a sample as NonIDTypeFeature(x.reshape(-1, 1))",
-        ),
-        (
-            np.zeros((SIZE, 2)),
-            "float64 [4, 2]",
-            "; give float64 as NonIDTypeFeature(x.astype(np.float32))",
-        ),
-        (np.zeros((SIZE, 2), np.int64), "", ""),  # torch.cat makes floats of it
+        (np.zeros((SIZE, 3), np.float32), "float32 [4, 3]"),
+        (np.zeros(SIZE, np.float32), "float32 [4]"),
+        (np.zeros((SIZE, 2)), "float64 [4, 2]"),
+        (np.zeros((SIZE, 2), np.int64), ""),  # torch.cat makes floats of it
     ],
 )
 def test_a_model_that_fails_says_what_it_was_given(
-    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, dense: Any, form: str, advice: str
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, dense: Any, form: str
 ) -> None:
     with make_ctx() as ctx:
         batch = ctx.get_embedding_from_data(batch_of(dense, ZEROS))
@@ -70,7 +61,7 @@ def test_a_model_that_fails_says_what_it_was_given(
             ctx.forward(batch)
     assert said(raised.value, caplog)[-1:] == [
         f"the model was given a batch of 4 samples: non_id_type_tensors {form}; "
-        f"embedding_tensors float32 [4, {DIM}] (user, tags){advice}"
+        f"embedding_tensors float32 [4, {DIM}] (user, tags)"
     ]
 
 
@@ -89,31 +80,38 @@ def test_a_feature_of_the_config_that_the_batch_has_not_is_named(
         with pytest.raises(RuntimeError) as raised:
             ctx.forward(batch)
     (note,) = said(raised.value, caplog)
-    assert "(user, tags); the batch has no city of the embedding config: send it in" in note
+    assert "(user, tags); the batch has no city of the embedding config" in note
 
 
 class Refusing(Net):
-    """Raises what torch knows nothing of."""
+    """Raises an error of its own."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__()
-        self.what = what
+        self.error = error
 
     def forward(self, dense: list[torch.Tensor], embeddings: list[Any]) -> torch.Tensor:
-        if not self.what:
-            raise RuntimeError("my own words")
-        return torch.zeros(int(self.what))
+        raise self.error
 
 
-@pytest.mark.parametrize(("what", "says"), [("", "my own words"), ("x", "invalid literal")])
-def test_an_error_that_is_not_torchs_gets_no_advice(
-    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, what: str, says: str
+@pytest.mark.parametrize(
+    ("error", "num_notes"),
+    [
+        (ValueError("expected two columns"), 1),
+        (DataError("a sample"), 0),
+        (KeyError("user"), 0),
+        (torch.OutOfMemoryError("CUDA out of memory"), 0),
+        (RuntimeError("can't allocate memory"), 0),
+    ],
+)
+def test_shapes_are_added_to_errors_that_can_be_of_shapes(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, error: Exception, num_notes: int
 ) -> None:
-    with make_ctx(model=Refusing(what)) as ctx:
-        batch = ctx.get_embedding_from_data(batch_of(DENSE[:, 0], ZEROS))
-        with pytest.raises((RuntimeError, ValueError), match=says) as raised:
+    with make_ctx(model=Refusing(error)) as ctx:
+        batch = ctx.get_embedding_from_data(batch_of(DENSE, ZEROS))
+        with pytest.raises(type(error)) as raised:
             ctx.forward(batch)
-    assert not said(raised.value, caplog)
+    assert len(said(raised.value, caplog)) == num_notes
 
 
 def test_servers_that_fail_do_not_hide_the_models_error(
@@ -169,37 +167,30 @@ CLASSES = functional.cross_entropy
 
 
 @pytest.mark.parametrize(
-    ("model", "loss_fn", "label", "advice"),
+    ("model", "loss_fn", "label", "shapes"),
     [
-        (Net, BCE, ZEROS[:, 0], "labels[0] is float32 [4], .* float32 [4, 1]: .*(-1, 1))"),
-        (Net, functional.binary_cross_entropy, ZEROS > 0, "bool [4, 1], .*astype(np.float32))"),
-        (Net, BCE, np.zeros(SIZE, int), "int64 [4], .*.reshape(-1, 1).astype(np.float32))"),
-        (Classes, CLASSES, ZEROS[:, 0], "Label(x.astype(np.int64)), if .* of classes"),
-        (Classes, CLASSES, ZEROS.astype(int), "Label(x.reshape(-1)), if its values"),
-        (Halves, BCE, ZEROS, "output is float32 [2, 1]: expected 4 samples as in the batch"),
-        (Net, lambda output, label: BCE(output, label[:2]), ZEROS, None),
+        (Net, BCE, ZEROS[:, 0], "float32 [4, 1] and the labels are float32 [4]"),
+        (Net, functional.binary_cross_entropy, ZEROS > 0, "the labels are bool [4, 1]"),
+        (Classes, CLASSES, ZEROS[:, 0], "float32 [4, 3] and the labels are float32 [4]"),
+        (Classes, CLASSES, ZEROS.astype(int), "float32 [4, 3] and the labels are int64 [4, 1]"),
+        (Halves, BCE, ZEROS, "output is float32 [2, 1] and the labels are float32 [4, 1], for"),
     ],
 )
-def test_a_loss_that_fails_says_which_label_does_not_fit(
+def test_a_loss_that_fails_gets_the_shapes_of_output_and_labels(
     make_ctx: MakeCtx,
     caplog: pytest.LogCaptureFixture,
     model: type[Net],
     loss_fn: Any,
     label: Any,
-    advice: str | None,
+    shapes: str,
 ) -> None:
     with (
         pytest.raises((RuntimeError, ValueError)) as raised,
         make_ctx(model=model()) as ctx,
     ):
         train(ctx, label, loss_fn)
-    notes = said(raised.value, caplog)
-    if advice is None:
-        assert notes == []
-    else:
-        pattern = advice.replace("[", r"\[").replace("(", r"\(").replace(")", r"\)")
-        assert len(notes) == 1
-        assert re.search(pattern, notes[0]), notes
+    (note,) = said(raised.value, caplog)
+    assert shapes in note
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia._rpc.messages import StreamOpening
-from persia._training.incoming import LoaderStream
+from persia._training.ranks import from_bytes, to_bytes
+from persia._training.receiver import LoaderStream
 from persia._training.resume import (
     Plain,
     Progress,
@@ -20,11 +21,10 @@ from persia._training.resume import (
     count_done,
     merge,
     of_one_pass,
-    of_series,
     random_states,
     set_random_states,
+    to_position,
 )
-from persia._training.step_barrier import from_bytes, to_bytes
 from persia.errors import CheckpointError
 
 
@@ -33,11 +33,11 @@ def test_a_series_knows_what_is_done(order: list[int], count: int, step: int) ->
     series = Watermark(0, step)
     done = {place * step for place in order[:count]}
     for place in done:
-        series.done(place)
-        series.done(place)
-    assert {place * step for place in range(12) if series.has(place * step)} == done
+        series.mark_done(place)
+        series.mark_done(place)
+    assert {*range(0, series.floor, step), *series.above} == done
     assert series.floor not in series.above
-    assert count_done(of_series("dataset", 0, {0: series})) == (
+    assert count_done(to_position("dataset", 0, {0: series})) == (
         series.floor + len(series.above) if step > 1 else count
     )
 
@@ -68,9 +68,9 @@ def test_ranks_together_know_what_is_done_of_every_data_loader(
 
     ranks = streams(world_size, None)
     for batch_id in data.draw(st.permutations(sorted(done))):
-        ranks[batch_id % world_size][batch_id % num_loaders].trained.done(batch_id)
+        ranks[batch_id % world_size][batch_id % num_loaders].trained.mark_done(batch_id)
     positions = [
-        of_series(
+        to_position(
             "stream",
             num_loaders,
             {s.loader: s.trained for s in of_rank if s.next_batch_id is not None},
@@ -93,7 +93,7 @@ def test_ranks_together_know_what_is_done_of_every_data_loader(
 
 def test_ranks_that_have_found_the_end_of_a_pass_have_done_all_of_it() -> None:
     def at(place: int) -> Plain:
-        return of_series("stream", 1, {0: Watermark(place, 2)})
+        return to_position("stream", 1, {0: Watermark(place, 2)})
 
     def done(*ranks: Progress) -> int:
         passes, positions = of_one_pass([rank.snapshot() for rank in ranks])
@@ -107,16 +107,16 @@ def test_ranks_that_have_found_the_end_of_a_pass_have_done_all_of_it() -> None:
 
     # Ten batches of one data-loader, five each: 0, 2, .. 8 and 1, 3, .. 9.
     first, second, sources = Progress(), Progress(), (OfTwo(10), OfTwo(11))
-    first.begin(sources[0])
-    second.begin(sources[1])
+    first.begin(sources[0].position)
+    second.begin(sources[1].position)
     assert done(first, second) == 10
-    second.end(sources[1], at(11))
+    second.end(sources[1].position, at(11))
     assert done(first, second) == 10
-    second.begin(OfTwo(1))  # nothing of the next pass is done
+    second.begin(OfTwo(1).position)  # nothing of the next pass is done
     assert done(first, second) == 10
-    first.end(sources[0], at(10))
+    first.end(sources[0].position, at(10))
     second = Progress()
-    second.begin(sources[1])
+    second.begin(sources[1].position)
     assert done(first, second) == 10
 
 
@@ -125,27 +125,27 @@ class Source:
         self.floor = floor
 
     def position(self) -> dict[str, object]:
-        return of_series("dataset", 0, {0: Watermark(self.floor)})
+        return to_position("dataset", 0, {0: Watermark(self.floor)})
 
 
 def test_passes_are_counted_as_they_end_or_are_left() -> None:
     progress = Progress()
     first, second = Source(3), Source(1)
-    progress.begin(first)
-    progress.begin(first)
+    progress.begin(first.position)
+    progress.begin(first.position)
     assert progress.snapshot()["passes"] == 0
-    progress.end(first)
-    progress.end(first)
-    progress.begin(second)
+    progress.end(first.position)
+    progress.end(first.position)
+    progress.begin(second.position)
     assert progress.snapshot()["passes"] == 1
-    progress.begin(Source(0))
+    progress.begin(Source(0).position)
     assert progress.snapshot()["passes"] == 2
 
 
 def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
     progress, source = Progress(), Source(5)
-    progress.begin(source)
-    progress.done(8, None)
+    progress.begin(source.position)
+    progress.mark_done(8, None)
     there = from_bytes(to_bytes(progress.snapshot()))
     resumed = Progress()
     resumed.resume(there["passes"], there["position"], there["next_number"])
@@ -154,8 +154,8 @@ def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
     with pytest.raises(CheckpointError, match="pass over a dataset"):
         resumed.resumed("stream")
     assert resumed.resumed("dataset") == there["position"]
-    resumed.end(source)  # another's
-    resumed.begin(source)
+    resumed.end(source.position)  # another's
+    resumed.begin(source.position)
     assert resumed.resumed("dataset") is None
 
 
