@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from persia import _context_stack, env
 from persia._deprecated import names_of
-from persia._process_exit import at_the_users
 from persia._training.queues import Closed, Finished
-from persia.ctx import EmbeddingCtx
-from persia.ctx.connection import data_loader_script
 from persia.errors import ConfigError, DataTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
+    from persia._training.batch import PersiaTrainingBatch
     from persia._training.forward import ForwardPipeline
-    from persia._training.transfer import PersiaTrainingBatch
+    from persia.ctx import EmbeddingCtx
     from persia.embedding.data import PersiaBatch
 
 __all__ = ["DataLoader", "IterableDataset", "IterableDatasetBase", "StreamingDataset"]
@@ -59,7 +57,7 @@ class IterableDataset(IterableDatasetBase):
     """A dataset in this process: subclass it and yield batches.
 
     ``__iter__`` runs in a thread of its own, once per epoch. A batch is copied while the
-    generator stands still, so its arrays may be filled anew for the next one, and the same
+    generator stands still, so its arrays may be refilled for the next one, and the same
     batch may be yielded again.
 
     Args:
@@ -105,6 +103,8 @@ class StreamingDataset(IterableDatasetBase):
     def __init__(self, buffer_size: int = 10) -> None:
         super().__init__(buffer_size)
         if env.get_mode() == "embedded":
+            from persia.ctx.connection import data_loader_script  # loads torch
+
             data_loader_script()
 
     def __iter__(self) -> Iterator[PersiaBatch]:
@@ -119,7 +119,7 @@ class StreamingDataset(IterableDatasetBase):
 class DataLoader:
     """Iterates a dataset inside a context, with embeddings looked up ahead.
 
-    Each pass starts anew and ends the one before it, which is an error there if it goes on.
+    Each pass begins at the first batch and ends the one before it, which then raises.
     Leaving the loop early ends its threads. An exception in the
     dataset is raised in the loop after the batches before it, one in a lookup at once.
 
@@ -194,6 +194,10 @@ class DataLoader:
         Raises:
             ConfigError: If no context is entered that looks embeddings up.
         """
+        # Here, as they load torch: a data-loader's script imports its dataset without it.
+        from persia._training.forward import PassOptions
+        from persia.ctx import EmbeddingCtx
+
         ctx = _context_stack.current()
         if not isinstance(ctx, EmbeddingCtx):
             what = "none" if ctx is None else type(ctx).__name__
@@ -207,15 +211,17 @@ class DataLoader:
         joining: AbstractContextManager[Any] = contextlib.nullcontext()
         if not self.drop_last:
             joining = ctx.join_ranks(reproducible=self.reproducible)
-        epoch = ctx.open_epoch(
+        epoch = ctx.open_pass(
             None if isinstance(self.dataset, StreamingDataset) else self.dataset,
-            input_capacity=getattr(self.dataset, "buffer_size", 10),
-            output_capacity=self.forward_buffer_size,
-            num_workers=self.num_workers,
-            reproducible=self.reproducible,
-            staleness=self.embedding_staleness,
-            timeout_s=self.timeout_ms / 1000,
-            keeps_step=self.drop_last,
+            PassOptions(
+                input_capacity=getattr(self.dataset, "buffer_size", 10),
+                output_capacity=self.forward_buffer_size,
+                num_workers=self.num_workers,
+                reproducible=self.reproducible,
+                staleness=self.embedding_staleness,
+                timeout_s=self.timeout_ms / 1000,
+                keeps_step=self.drop_last,
+            ),
         )
         self._epoch = weakref.ref(epoch)
         return _drain(epoch, joining, weakref.ref(ctx))
@@ -242,10 +248,6 @@ def _drain(
                         "DataLoader was iterated again, or the context was left; for two "
                         "passes at the same time make two DataLoaders"
                     ) from None
-                except Exception as error:
-                    if error is not epoch.data_failure:
-                        raise
-                    raise at_the_users(error)  # noqa: B904 - itself, not another
                 yield batch
                 del batch
                 ctx = context()

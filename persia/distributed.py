@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from persia import env
 from persia._training import comm_hooks
-from persia.config import nearest
-from persia.errors import ConfigError, ServiceUnavailable
+from persia.errors import ConfigError, ServiceUnavailable, did_you_mean
 from persia.logger import get_logger
 
 _logger = get_logger("persia.distributed")
@@ -56,7 +55,8 @@ def _let_gloo_go_at_exit() -> None:
 def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(
-            f"{what}: expected one of {', '.join(known)}, got {value!r}{nearest(value, known)}"
+            f"{what}: expected one of {', '.join(known)}, got {value!r}"
+            f"{did_you_mean(value, known)}"
         )
 
 
@@ -141,10 +141,11 @@ class DDPOption(DistributedBaseOption):
         known = ("master_addr", "master_port", "sync_file", *_FOR_TORCH)
         for name in options:
             if name not in known:
-                raise ConfigError(f"DDPOption: unknown option {name!r}{nearest(name, known)}")
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"DDPOption: unknown option {name!r}{hint}")
         if initialization_method == "file" and not options.get("sync_file"):
             raise ConfigError("sync_file: expected a path with initialization_method 'file'")
-        # Nobody chose a place to meet, so that a launcher's choice may hold.
+        # No place to meet was given, so a launcher's choice holds.
         self._place_is_free = not {"master_addr", "master_port"} & options.keys()
         super().__init__(
             options.pop("master_port", DEFAULT_MASTER_PORT), options.pop("master_addr", None)
@@ -231,7 +232,7 @@ class DDPOption(DistributedBaseOption):
                     f"master_addr: expected the host where {world_size} ranks meet, got none; "
                     "pass DDPOption(master_addr=...) or set MASTER_ADDR"
                 )
-            return "tcp://127.0.0.1:0"  # alone: nobody has to know the port
+            return "tcp://127.0.0.1:0"  # alone: no other rank needs the port
         return f"tcp://{host}:{self.master_port}"
 
     def _new_file(self, rank_id: int) -> Path:
@@ -306,9 +307,8 @@ class BaguaDistributedOption(DistributedBaseOption):
         known = (*self._FOR_DDP, *self._NUMBERS, *self._WITHOUT_EFFECT)
         for name, value in options.items():
             if name not in known:
-                raise ConfigError(
-                    f"BaguaDistributedOption: unknown option {name!r}{nearest(name, known)}"
-                )
+                hint = did_you_mean(name, known)
+                raise ConfigError(f"BaguaDistributedOption: unknown option {name!r}{hint}")
             least = self._NUMBERS.get(name)
             if least is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name}: expected an int of at least {least}, got {value!r}")

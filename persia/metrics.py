@@ -227,7 +227,7 @@ class GAUC(_Metric):
     Groups without both targets have no AUC and are left out, as usual.
 
     Args:
-        max_samples: Samples kept, 17 bytes each; exact up to so many. Beyond, groups are
+        max_samples: Samples kept, 17 bytes each; exact up to this number. Beyond, groups are
             sampled.
         sync_on_compute: As of ``AUC``.
         process_group: As of ``AUC``.
@@ -434,8 +434,8 @@ def _flat(values: Values) -> torch.Tensor:
 def _check_lengths(**arrays: torch.Tensor) -> None:
     lengths = {name: array.numel() for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise DataError(f"expected as many elements of each, got {told}")
+        counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise DataError(f"expected as many elements of each, got {counts}")
 
 
 def _meeting_place(process_group: Any) -> torch.device:

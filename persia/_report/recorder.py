@@ -1,12 +1,11 @@
-"""What a run writes down of itself, for its report and for TensorBoard.
+"""What a run records of itself, for its report and for TensorBoard.
 
     user's thread   step(loss), norms of every 16th step, ctx.report(auc=...) --+
                                                                                 +--> sinks
     a thread        twice a second at first: speed, staleness, rows, memory ----+
 
 Losses stay on their device until 16 are read at once, so that a step waits for nothing. The
-thread asks the servers what they count anyway; the longer the run, the less often. Rank 0
-records; the others do nothing.
+longer the run, the rarer the thread reads the servers' statistics. Only rank 0 records.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from persia._report.curves import History
 from persia.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -28,74 +26,129 @@ if TYPE_CHECKING:
 
     from persia._rpc.messages import EmbeddingWorker
     from persia._training.backward import BackwardPipeline
+    from persia._training.batch import PersiaTrainingBatch
     from persia._training.inflight import InFlightTracker
-    from persia._training.transfer import PersiaTrainingBatch
 
 logger = logging.getLogger(__name__)
 
 # Steps between two readings of losses and norms.
 EVERY = 16
-# Seconds between two readings of everything else; and how many of them a run may have before
-# they become rarer.
+# Seconds between two readings of the rest, and how many there are before they become rarer.
 FIRST_S = 0.5
 NUM_EVEN = 500
-# Speed over less than this says nothing.
+# A speed measured over fewer seconds is noise.
 _SHORTEST_S = 0.2
-# How long a reading that is under way at the end is waited for.
+# How long ``close`` waits for a reading of the servers that has begun.
 _JOIN_S = 30.0
+# Points of a curve, even: more than a chart has pixels for.
+MOST = 600
+
+Points = list[tuple[float, float]]
 
 
 class Sink(Protocol):
-    """Where values go."""
+    """Where recorded values go."""
 
     def add(self, name: str, step: int, seconds: float, value: float) -> None: ...
     def close(self) -> None: ...
 
 
-class CurveStore:
-    """A sink that keeps curves, of what a step has over steps, of the rest over seconds."""
+class Curve:
+    """Means of equally many consecutive values; how many doubles when there are MOST points."""
+
+    __slots__ = ("_num", "_points", "_x", "_y", "every", "num_not_finite")
 
     def __init__(self) -> None:
-        self.by_step, self.by_time = History(), History()
+        self.every = 1  # values per point
+        self.num_not_finite = 0
+        self._points: Points = []
+        self._num, self._x, self._y = 0, 0.0, 0.0  # sums for the next point
+
+    def add(self, x: float, y: float) -> None:
+        """Add one value; one that is not finite is counted, not drawn."""
+        if not math.isfinite(y):
+            self.num_not_finite += 1
+            return
+        self._num += 1
+        self._x += x
+        self._y += y
+        if self._num < self.every:
+            return
+        self._points.append((self._x / self._num, self._y / self._num))
+        self._num, self._x, self._y = 0, 0.0, 0.0
+        if len(self._points) >= MOST:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [((a + c) / 2, (b + d) / 2) for (a, b), (c, d) in pairs]
+            self.every *= 2
+
+    def points(self) -> Points:
+        """Return the points so far, an incomplete last one included."""
+        if not self._num:
+            return list(self._points)
+        return [*self._points, (self._x / self._num, self._y / self._num)]
+
+
+class CurveStore:
+    """A sink that keeps each value in two curves: over steps, and over seconds."""
+
+    def __init__(self) -> None:
+        self._curves: dict[str, tuple[Curve, Curve]] = {}
 
     def add(self, name: str, step: int, seconds: float, value: float) -> None:
         """Add a value to both curves of a name."""
-        self.by_step.add(name, step, value)
-        self.by_time.add(name, seconds, value)
+        over_steps, over_time = self._curves.setdefault(name, (Curve(), Curve()))
+        over_steps.add(step, value)
+        over_time.add(seconds, value)
 
     def close(self) -> None:
         """Keep all of it."""
 
+    def names(self) -> list[str]:
+        """Return the names of all curves, the oldest first."""
+        return list(self._curves)
+
+    def over_steps(self, name: str) -> Points:
+        """Return (step, value); empty if nothing was added."""
+        return self._curves[name][0].points() if name in self._curves else []
+
+    def over_time(self, name: str) -> Points:
+        """Return (seconds, value); empty if nothing was added."""
+        return self._curves[name][1].points() if name in self._curves else []
+
+    def num_not_finite(self, name: str) -> int:
+        """Return how many values were not finite."""
+        return self._curves[name][0].num_not_finite if name in self._curves else 0
+
 
 class Recorder:
-    """Writes a run down until it is closed.
+    """Records a run until it is closed.
 
     Args:
-        worker: Whose servers are asked.
-        book: The run's batches.
+        worker: Whose servers' statistics are read.
+        tracker: The run's batches.
         engine: The run's updates.
-        sinks: Where it goes; closed with this.
+        sinks: Where values go; closed with this.
         world_size: Ranks that make the steps.
     """
 
     def __init__(
         self,
         worker: EmbeddingWorker,
-        book: InFlightTracker,
+        tracker: InFlightTracker,
         engine: BackwardPipeline,
         sinks: Sequence[Sink],
         world_size: int,
     ) -> None:
         self.begin = time.monotonic()
         self.feature_norms: dict[str, tuple[float, float]] = {}  # of vectors, of gradients
-        self.missed = 0  # readings of servers that failed
-        self.worker, self._book, self._engine = worker, book, engine
-        self._world_size = world_size
+        self.num_missed = 0  # readings of servers that failed
+        self.step = 0  # the last one
+        self.worker, self.tracker, self.world_size = worker, tracker, world_size
+        self._engine = engine
         self._sinks = sinks
-        self._lock = threading.Lock()  # guards the sinks
+        self._lock = threading.Lock()  # guards the sinks and _last
         self._losses: list[torch.Tensor] = []
-        self._step = 0
-        self._last = (self.begin, book.totals()[0])  # when speed was read, and samples then
+        self._last = (self.begin, tracker.totals()[0])  # when speed was read; samples then
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="persia-recorder", daemon=True)
@@ -106,16 +159,11 @@ class Recorder:
         """How long it has recorded."""
         return time.monotonic() - self.begin
 
-    @property
-    def steps(self) -> int:
-        """The number of the last step."""
-        return self._step
-
     # --- the user's thread ------------------------------------------------------------------
 
     def note_step(self, step: int, loss: torch.Tensor) -> bool:
-        """Note a step before its gradients are taken; whether ``note_norms`` is due."""
-        self._step = step
+        """Note a step before its gradients are taken; return whether norms are due."""
+        self.step = step
         self._losses.append(loss)
         if len(self._losses) < EVERY:
             return False
@@ -126,12 +174,12 @@ class Recorder:
         losses, self._losses = self._losses, []
         if not losses:
             return
-        first = self._step - len(losses) + 1
+        first = self.step - len(losses) + 1
         values = torch.stack([loss.float() for loss in losses]).tolist()
         finite = [value for value in values if math.isfinite(value)]
         for value in values:
             if not math.isfinite(value):
-                self._add({"loss": value}, self._step)
+                self._add({"loss": value}, self.step)
         if finite:
             self._add({"loss": sum(finite) / len(finite)}, first + len(values) // 2)
 
@@ -141,7 +189,7 @@ class Recorder:
         parameters: Iterable[torch.Tensor],
         scale: float,
     ) -> None:
-        """Note the norms of vectors and gradients, while leaves still have them.
+        """Note the norms of vectors and gradients, while leaves have them.
 
         Args:
             batches: Those that the backward reached.
@@ -153,6 +201,7 @@ class Recorder:
         reached = [leaf for leaf in leaves if leaf.tensor.grad is not None]
         gradients = [leaf.tensor.grad for leaf in reached if leaf.tensor.grad is not None]
         dense = [one.grad for one in parameters if one.grad is not None]
+        # One transfer from the device for all of them.
         norms = _norms([*vectors, *gradients, *dense])
         of_vectors, rest = norms[: len(vectors)], norms[len(vectors) :]
         of_gradients, of_dense = rest[: len(gradients)], rest[len(gradients) :]
@@ -169,12 +218,12 @@ class Recorder:
                 "gradient_norm_embeddings": math.hypot(*of_features.values()),
                 "embedding_norm": sum(means) / max(len(means), 1),
             },
-            self._step,
+            self.step,
         )
 
     def note_reported(self, values: Mapping[str, float]) -> None:
         """Note what the user's script reports."""
-        self._add({f"reported/{name}": value for name, value in values.items()}, self._step)
+        self._add({f"reported/{name}": value for name, value in values.items()}, self.step)
 
     def settle(self) -> None:
         """Read all that was noted, and the servers once more.
@@ -206,29 +255,29 @@ class Recorder:
             self._failure = exc  # raised by ``settle``
 
     def _read(self) -> None:
-        now, num_samples = time.monotonic(), self._book.totals()[0]
+        now, num_samples = time.monotonic(), self.tracker.totals()[0]
         values: dict[str, float] = {}
         with self._lock:
             then, before = self._last
             if now - then >= _SHORTEST_S or then == self.begin:  # or of a very short run
                 self._last = (now, num_samples)
                 took_s = max(now - then, 1e-9)
-                speed = (num_samples - before) * self._world_size / took_s
+                speed = (num_samples - before) * self.world_size / took_s
                 values["samples_per_second"] = speed
-        values["staleness"] = float(str(self._book.stats()["staleness"]))
+        values["staleness"] = float(str(self.tracker.stats()["staleness"]))
         values["update_queue"] = self._engine.measure()[0]
         try:
             servers = self.worker.server_stats()
         except ServiceError as exc:
-            self.missed += 1
-            logger.debug("no figures of the servers: %s", exc)
+            self.num_missed += 1
+            logger.debug("no statistics of the servers: %s", exc)
         else:
             values["rows"] = sum(stats["rows"] for stats in servers)
             values["embedding_bytes"] = sum(stats["bytes"] for stats in servers)
-        held = _resident_bytes()
-        if held is not None:
-            values["process_bytes"] = held
-        self._add(values, self._step)
+        resident = _resident_bytes()
+        if resident is not None:
+            values["process_bytes"] = resident
+        self._add(values, self.step)
 
     def _add(self, values: Mapping[str, float], step: int) -> None:
         seconds = self.seconds
@@ -248,10 +297,10 @@ def _norms(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def _resident_bytes() -> int | None:
-    """Return the memory of this process, where the system says it in /proc."""
+    """Return the memory of this process, where the system has /proc."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return None
-    import resource
+    import resource  # not on every system
 
     return int(statm.read_text("ascii").split()[1]) * resource.getpagesize()

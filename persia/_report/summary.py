@@ -1,55 +1,132 @@
-"""What a report says of a run: gathered from its recorder, its batches and its servers."""
+"""The report of a run, from its recorder, its batches and its servers."""
 
 from __future__ import annotations
 
 import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from persia import env
 from persia._core.ids import cardinality
-from persia._report.charts import Chart, ChartSeries, Points, short
-from persia._report.html import FeatureRow, Page, Warn, render
+from persia._report.html import Chart, ChartSeries, FeatureRow, Page, RunWarning, render, short
+from persia._report.recorder import CurveStore, Points, Recorder, Sink
+from persia._report.tensorboard import TensorBoard, need_tensorboard
 from persia.errors import ConfigError, ServiceError
 from persia.version import __version__
 
 if TYPE_CHECKING:
-    from persia._report.recorder import CurveStore, Recorder
     from persia._rpc.messages import EmbeddingWorker, FeatureStats
+    from persia._training.backward import BackwardPipeline
     from persia._training.inflight import InFlightTracker
 
 _T = TypeVar("_T")
 
 _REPORTED = "reported/"
-# Points of a loss that is smoothed as well.
+# A loss of at least this many points is smoothed as well.
 _MANY = 60
 _NOTE = (
     "Distinct ids are estimated by HyperLogLog: the standard error is 1.6 %. Each has a row, "
     "but for those that were evicted, expired or not admitted, and but for features that share "
     "rows in a group. Vectors are their size as f32, without optimizer state. Evaluation's ids "
     "count as well. The norm of a vector is the root mean square over a batch's rows, pooled "
-    "as the model sees them; norms are of the last step that was looked at."
+    "as the model sees them; norms are of the last step that was recorded."
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What the context says of itself."""
+class TrainingRecord:
+    """What a TrainCtx records, and the report it writes at the end.
 
-    title: str
-    mode: str
-    world_size: int
-    optimizer: str
-
-
-def check_place(path: str | os.PathLike[str]) -> None:
-    """Make the folder of a report, before the run at whose end it is written.
+    Args:
+        report: The report's file; None writes none. Its folder is made now.
+        tensorboard: Folder of event files; None writes none.
+        rank: Only rank 0 records.
 
     Raises:
-        ConfigError: If no file can be written there.
+        ConfigError: If no file can be written there, or TensorBoard is not installed.
     """
+
+    def __init__(
+        self,
+        report: str | os.PathLike[str] | None,
+        tensorboard: str | os.PathLike[str] | None,
+        rank: int,
+    ) -> None:
+        if tensorboard is not None:
+            need_tensorboard()
+        if report is not None and rank == 0:
+            _make_folder(report)
+        self._report, self._tensorboard = report, tensorboard
+        self._rank = rank
+        self._curves: CurveStore | None = None
+        self._recorder: Recorder | None = None
+
+    @property
+    def has_report(self) -> bool:
+        """Whether a report is to be written at the end."""
+        return self._report is not None
+
+    def begin(
+        self,
+        worker: EmbeddingWorker,
+        tracker: InFlightTracker,
+        engine: BackwardPipeline,
+        world_size: int,
+    ) -> Recorder | None:
+        """Begin to record a run; None if nothing is to be recorded."""
+        if self._rank:
+            return None
+        sinks: list[Sink] = []
+        if self._report is not None:
+            self._curves = CurveStore()
+            sinks.append(self._curves)
+        if self._tensorboard is not None:
+            sinks.append(TensorBoard(self._tensorboard))
+        if sinks:
+            self._recorder = Recorder(worker, tracker, engine, sinks, world_size)
+        return self._recorder
+
+    def end(self) -> None:
+        """End the recording."""
+        recorder, self._recorder, self._curves = self._recorder, None, None
+        if recorder is not None:
+            recorder.close()
+
+    def write(
+        self, path: str | os.PathLike[str] | None, model_name: str, optimizers: str
+    ) -> None:
+        """Write the report of the run so far; the file appears whole or not at all.
+
+        Args:
+            path: The file; None is the one that was given at first.
+            model_name: For the title.
+            optimizers: For the line below it.
+
+        Raises:
+            ConfigError: If no run is recorded for a report.
+            OSError: If the file cannot be written.
+        """
+        if self._recorder is None or self._curves is None or self._report is None:
+            raise ConfigError(
+                "TrainCtx.write_report: expected TrainCtx(report='report.html'), which has the "
+                "run recorded, and to be called inside its `with`"
+            )
+        self._recorder.settle()
+        title = f"Training report: {model_name}"
+        page = gather(title, optimizers, self._recorder, self._curves)
+        target = Path(self._report if path is None else path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            aside.write_text(render(page), encoding="utf-8")
+            aside.replace(target)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def _make_folder(path: str | os.PathLike[str]) -> None:
+    """Make the folder of a report now, and not after a run of days."""
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -65,132 +142,115 @@ def check_place(path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"report: the folder {target.parent} cannot be written to")
 
 
-def write(path: str | os.PathLike[str], page: Page) -> None:
-    """Write a report; the file appears whole or not at all.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        aside.write_text(render(page), encoding="utf-8")
-        aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def gather(
-    told: RunFacts,
-    recorder: Recorder,
-    kept: CurveStore,
-    book: InFlightTracker,
-    worker: EmbeddingWorker,
-) -> Page:
+def gather(title: str, optimizers: str, recorder: Recorder, curves: CurveStore) -> Page:
     """Return what is known of a run now."""
-    servers = _asked(worker.server_stats) or []
-    features = _asked(worker.feature_stats) or ()
+    # Servers may be gone when a report is written: it has what the others say.
+    servers = _unless_gone(recorder.worker.server_stats) or []
+    features = _unless_gone(recorder.worker.feature_stats) or ()
+    world_size = recorder.world_size
+    facts = (
+        f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+        f"PERSIA {__version__}",
+        f"{env.get_mode()} mode",
+        f"{world_size} rank{'s' if world_size > 1 else ''}",
+        f"{len(servers) or 'no'} parameter server{'s' if len(servers) != 1 else ''}",
+        optimizers,
+    )
     return Page(
-        title=told.title,
-        facts=" \u00b7 ".join(
-            (
-                f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-                f"PERSIA {__version__}",
-                f"{told.mode} mode",
-                f"{told.world_size} rank{'s' if told.world_size > 1 else ''}",
-                f"{len(servers) or 'no'} parameter server{'s' if len(servers) != 1 else ''}",
-                told.optimizer,
-            )
-        ),
-        tiles=_tiles(told, recorder, kept, book, servers),
-        warnings=_warnings(recorder, kept, book, worker, servers) + _unseen(features),
-        charts=_charts(kept),
-        features=_features(recorder, features),
+        title=title,
+        facts=" \u00b7 ".join(facts),
+        tiles=_tiles(recorder, curves, servers),
+        warnings=_warnings(recorder, curves, servers, features),
+        charts=_charts(curves),
+        features=_feature_rows(recorder, features),
         note=_NOTE,
     )
 
 
+def _unless_gone(read: Callable[[], _T]) -> _T | None:
+    try:
+        return read()
+    except ServiceError:
+        return None
+
+
 def _tiles(
-    told: RunFacts,
-    recorder: Recorder,
-    kept: CurveStore,
-    book: InFlightTracker,
-    servers: Sequence[Mapping[str, int]],
+    recorder: Recorder, curves: CurveStore, servers: Sequence[Mapping[str, int]]
 ) -> list[tuple[str, str]]:
-    samples = book.totals()[0] * told.world_size
-    losses = kept.by_step.points("loss")
+    samples = recorder.tracker.totals()[0] * recorder.world_size
+    losses = curves.over_steps("loss")
     tiles = [
-        ("steps", f"{recorder.steps:,}"),
+        ("steps", f"{recorder.step:,}"),
         ("samples", short(samples)),
         ("time", _duration(recorder.seconds)),
         ("samples / s", short(samples / max(recorder.seconds, 1e-9))),
     ]
     if losses:
         tiles.append(("loss at the end", f"{losses[-1][1]:.4f}"))
-    for name in _reported(kept):
-        tiles.append((f"{name}, last", f"{kept.by_step.points(_REPORTED + name)[-1][1]:.4f}"))
+    for name, points in _reported(curves).items():
+        tiles.append((f"{name}, last", f"{points[-1][1]:.4f}"))
     if servers:
         tiles.append(("rows held", short(sum(one["rows"] for one in servers))))
         tiles.append(("their memory", short(sum(one["bytes"] for one in servers), "B")))
     return tiles
 
 
-def _reported(kept: CurveStore) -> list[str]:
-    names = [name for name in kept.by_step.names() if name.startswith(_REPORTED)]
-    return [name.removeprefix(_REPORTED) for name in names if kept.by_step.points(name)]
+def _reported(curves: CurveStore) -> dict[str, Points]:
+    """Return what the script reported by name, over steps."""
+    names = [name for name in curves.names() if name.startswith(_REPORTED)]
+    found = {name.removeprefix(_REPORTED): curves.over_steps(name) for name in names}
+    return {name: points for name, points in found.items() if points}
 
 
-def _charts(kept: CurveStore) -> list[Chart]:
-    step, seconds = kept.by_step.points, kept.by_time.points
-    losses = step("loss")
-    reported = _reported(kept)
-    charts = [
-        Chart(
-            "Loss",
-            "mean of 16 steps",
-            "step",
-            (ChartSeries("as it is", losses, True), ChartSeries("smoothed", _smoothed(losses)))
-            if len(losses) >= _MANY
-            else (ChartSeries("loss", losses),),
-        )
-    ]
-    charts += [
-        Chart(name.upper() if name in ("auc", "gauc") else name, "as reported", "step",
-              (ChartSeries(name, step(_REPORTED + name)),))
-        for name in reported
-        if len(step(_REPORTED + name)) > 1  # one value is told above, and no curve
-    ]  # fmt: skip
-    time = "seconds since the start"
-    return [
-        *charts,
-        Chart("Throughput", "samples / s, all ranks", time,
-              (ChartSeries("samples / s", seconds("samples_per_second")),), True),
-        Chart("Staleness", "batches", time,
-              (ChartSeries("between lookup and update", seconds("staleness")),
-               ChartSeries("updates that wait", seconds("update_queue"))), True),
-        Chart("Rows", "of all servers", time, (ChartSeries("rows", seconds("rows")),), True),
-        Chart("Memory", "B", time,
-              (ChartSeries("rows, of all servers", seconds("embedding_bytes")),
-               ChartSeries("this process", seconds("process_bytes"))), True),
-        Chart("Gradients", "norm", "step",
-              (ChartSeries("embeddings", step("gradient_norm_embeddings")),
-               ChartSeries("dense net", step("gradient_norm_dense"))), True),
-        Chart("Embeddings", "norm of a vector, mean of features", "step",
-              (ChartSeries("norm", step("embedding_norm")),), True),
-    ]  # fmt: skip
+# Title, unit, whether over time, and the recorded name of each line by its label.
+_CHARTS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
+    ("Throughput", "samples / s, all ranks", True, {"samples / s": "samples_per_second"}),
+    (
+        *("Staleness", "batches", True),
+        {"between lookup and update": "staleness", "updates that wait": "update_queue"},
+    ),
+    ("Rows", "of all servers", True, {"rows": "rows"}),
+    (
+        *("Memory", "B", True),
+        {"rows, of all servers": "embedding_bytes", "this process": "process_bytes"},
+    ),
+    (
+        *("Gradients", "norm", False),
+        {"embeddings": "gradient_norm_embeddings", "dense net": "gradient_norm_dense"},
+    ),
+    ("Embeddings", "norm of a vector, mean of features", False, {"norm": "embedding_norm"}),
+)
+
+
+def _charts(curves: CurveStore) -> list[Chart]:
+    losses = curves.over_steps("loss")
+    of_loss: tuple[ChartSeries, ...] = (ChartSeries("loss", losses),)
+    if len(losses) >= _MANY:
+        smoothed = ChartSeries("smoothed", _smoothed(losses))
+        of_loss = (ChartSeries("as it is", losses, True), smoothed)
+    charts = [Chart("Loss", "mean of 16 steps", "step", of_loss)]
+    for name, points in _reported(curves).items():
+        if len(points) > 1:  # a single value is a tile, and no curve
+            title = name.upper() if name in ("auc", "gauc") else name
+            charts.append(Chart(title, "as reported", "step", (ChartSeries(name, points),)))
+    for title, unit, over_time, lines in _CHARTS:
+        read = curves.over_time if over_time else curves.over_steps
+        across = "seconds since the start" if over_time else "step"
+        series = tuple(ChartSeries(label, read(name)) for label, name in lines.items())
+        charts.append(Chart(title, unit, across, series, from_zero=True))
+    return charts
 
 
 def _smoothed(points: Points) -> Points:
     """Return a running mean of about the last twentieth of the points."""
-    smooth: list[tuple[float, float]] = []
+    smooth: Points = []
     for number, (x, y) in enumerate(points, 1):
         weight = max(1 / number, min(20 / len(points), 1.0))
         smooth.append((x, smooth[-1][1] + weight * (y - smooth[-1][1]) if smooth else y))
     return smooth
 
 
-def _features(recorder: Recorder, features: Sequence[FeatureStats]) -> list[FeatureRow]:
+def _feature_rows(recorder: Recorder, features: Sequence[FeatureStats]) -> list[FeatureRow]:
     nothing = (float("nan"), float("nan"))
     return [
         FeatureRow(
@@ -207,15 +267,6 @@ def _features(recorder: Recorder, features: Sequence[FeatureStats]) -> list[Feat
     ]
 
 
-def _unseen(features: Sequence[FeatureStats]) -> list[Warn]:
-    """Warn of slots of the embedding config that no batch had, where one had any."""
-    names = [one.name for one in features if not one.num_samples]
-    if not names or len(names) == len(features):
-        return []
-    why = f"{', '.join(names)}: the model got no embeddings of them."
-    return [Warn("slots that no batch had", len(names), why)]
-
-
 _OF_BATCHES = {
     "abandoned": ("batches without a backward", "They were handed out and not trained on."),
     "skipped": ("batches skipped", "A GradScaler found a gradient that was not finite."),
@@ -224,10 +275,7 @@ _OF_BATCHES = {
         "batches of incomplete rounds",
         "Other ranks had none at the end of a pass.",
     ),
-    "missing": (
-        "gradients without a row",
-        "Their ids were not admitted, or evicted since the lookup.",
-    ),
+    "missing": ("gradients without a row", "Their ids were not admitted, or evicted since."),
 }
 _BY_FEATURE = {
     "nan_samples": ("gradient rows not finite: {}", "They were left out of the update."),
@@ -235,8 +283,8 @@ _BY_FEATURE = {
     "skipped_slots": ("batches without a gradient: {}", "The loss did not reach the feature."),
 }
 _OF_SERVERS = {
-    "evicted": ("rows evicted", "Capacity or memory_limit was reached; their ids begin anew."),
-    "expired": ("rows expired", "Nobody had used them for the time their policy says."),
+    "evicted": ("rows evicted", "Capacity or memory_limit was reached; their ids start over."),
+    "expired": ("rows expired", "They were not used for the time that their policy sets."),
     "refused": ("ids not admitted", "The admission policy kept them out for now."),
     "repeated_updates": ("updates sent again", "An answer was lost; they were applied once."),
 }
@@ -244,45 +292,35 @@ _OF_SERVERS = {
 
 def _warnings(
     recorder: Recorder,
-    kept: CurveStore,
-    book: InFlightTracker,
-    worker: EmbeddingWorker,
+    curves: CurveStore,
     servers: Sequence[Mapping[str, int]],
-) -> list[Warn]:
-    found = [Warn("losses not finite", kept.by_step.num_not_finite("loss"), "NaN or infinity.")]
-    of_batches = book.stats()
+    features: Sequence[FeatureStats],
+) -> list[RunWarning]:
+    of_batches = recorder.tracker.stats()
+    of_worker = _unless_gone(recorder.worker.stats) or {}
+    masked = {name for name in of_worker if name.startswith("masked_ids.")}
+    unseen = [one.name for one in features if not one.num_samples]
+    found = [("losses not finite", curves.num_not_finite("loss"), "NaN or infinity.")]
     for key, (what, why) in _OF_BATCHES.items():
         number = of_batches[key]
-        found.append(Warn(what, number if isinstance(number, int) else 0, why))
+        found.append((what, number if isinstance(number, int) else 0, why))
     for key, (what, why) in _BY_FEATURE.items():
         counts = of_batches[key]
         if isinstance(counts, Mapping):
-            found += [Warn(what.format(name), num, why) for name, num in sorted(counts.items())]
-    found.append(Warn("lookups that raised", book.totals()[1], "The log says why."))
-    of_worker = _asked(worker.stats) or {}
-    for name, number in sorted(of_worker.items()):
-        if name.startswith("masked_ids."):
-            feature = name.removeprefix("masked_ids.")
-            why = (
-                "They need more bits than feature_index_prefix_bit leaves, and may share rows."
-            )
-            found.append(Warn(f"ids masked: {feature}", number, why))
+            found += [(what.format(name), num, why) for name, num in sorted(counts.items())]
+    found.append(("lookups that raised", recorder.tracker.totals()[1], "The log says why."))
+    why = "They need more bits than feature_index_prefix_bit leaves, and may share rows."
+    for name in sorted(masked):
+        found.append((f"ids masked: {name.removeprefix('masked_ids.')}", of_worker[name], why))
     restarts = of_worker.get("server_restarts", 0)
-    found.append(
-        Warn("parameter servers restarted", restarts, "What they did not save is gone.")
-    )
+    found.append(("parameter servers restarted", restarts, "What they did not save is gone."))
     for key, (what, why) in _OF_SERVERS.items():
-        found.append(Warn(what, sum(one.get(key, 0) for one in servers), why))
-    found.append(Warn("readings missed", recorder.missed, "Servers did not answer in time."))
-    return [one for one in found if one.num]
-
-
-def _asked(ask: Callable[[], _T]) -> _T | None:
-    """Ask servers, which may be gone when a report is written: None."""
-    try:
-        return ask()
-    except ServiceError:
-        return None
+        found.append((what, sum(one.get(key, 0) for one in servers), why))
+    found.append(("readings missed", recorder.num_missed, "Servers did not answer in time."))
+    if len(unseen) < len(features):  # where no batch had any slot, that is no news
+        why = f"{', '.join(unseen)}: the model got no embeddings of them."
+        found.append(("slots that no batch had", len(unseen), why))
+    return [RunWarning(what, num, why) for what, num, why in found if num]
 
 
 def _duration(seconds: float) -> str:

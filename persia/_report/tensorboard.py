@@ -14,7 +14,7 @@ def need_tensorboard() -> None:
     if find_spec("tensorboard") is None:
         raise ConfigError(
             "tensorboard=: expected the package tensorboard, which is not installed: "
-            "pip install 'persia[tensorboard]'"
+            "pip install tensorboard"
         )
 
 

@@ -6,20 +6,24 @@
         TrainCtx            backward: dense step here, sparse step at the servers
         InferCtx            no labels, no gradients
 
-Importing this module does not import torch: a data-loader's script needs ``DataCtx`` only.
-Torch is imported when the first ``EmbeddingCtx`` is made.
+Importing this module does not import torch: a data-loader's script needs ``DataCtx`` only. The
+contexts that need torch are imported when their names are first used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from persia._deprecated import names_of
 from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
 from persia.ctx.data import DataCtx
-from persia.ctx.embedding import EmbeddingCtx, eval_ctx, prepare_feature
-from persia.ctx.infer import InferCtx
-from persia.ctx.train import TrainCtx
+
+if TYPE_CHECKING:
+    from persia.ctx.embedding import EmbeddingCtx, eval_ctx, prepare_feature
+    from persia.ctx.infer import InferCtx
+    from persia.ctx.train import TrainCtx
+
+    _prepare_feature = prepare_feature
 
 __all__ = [
     "BaseCtx",
@@ -32,14 +36,26 @@ __all__ = [
     "eval_ctx",
 ]
 
-_prepare_feature = prepare_feature  # the original's tests import it
+_WITH_TORCH = {
+    "EmbeddingCtx": ("embedding", "EmbeddingCtx"),
+    "InferCtx": ("infer", "InferCtx"),
+    "TrainCtx": ("train", "TrainCtx"),
+    "eval_ctx": ("embedding", "eval_ctx"),
+    "_prepare_feature": ("embedding", "prepare_feature"),  # the original's tests import it
+}
 
-# This is where users and their pickles find them.
-for _public in (
-    *(BaseCtx, DataCtx, EmbeddingCtx, InferCtx, TrainCtx),
-    *(PreprocessMode, cnt_ctx, eval_ctx),
-):
+# This is where users and their pickles find them; those with torch say so themselves.
+for _public in (BaseCtx, DataCtx, PreprocessMode, cnt_ctx):
     _public.__module__ = __name__
 
-if not TYPE_CHECKING:  # where any name would be taken for one
-    __getattr__ = names_of(__name__)
+if not TYPE_CHECKING:  # a type checker would take any name for one of this module
+
+    def __getattr__(name: str) -> Any:
+        if name in _WITH_TORCH:
+            module, attribute = _WITH_TORCH[name]
+            found = getattr(import_module(f"{__name__}.{module}"), attribute)
+            return globals().setdefault(name, found)
+        if name.startswith("__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Called from here, and not by ``names_of``: its warning names the caller's line.
+        return import_module("persia.compat").find(__name__, name)

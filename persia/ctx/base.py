@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import enum
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from persia import _context_stack
 from persia._cluster import process_metrics
 from persia._deprecated import Renewed
 from persia._metrics.definitions import TRAINER
 from persia._metrics.registry import Metrics
-from persia.ctx.devices import usable_device
-from persia.errors import (
-    ConfigError,
-)
+from persia.embedding import EmbeddingConfig
+from persia.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
 
-    from persia._metrics.registry import Source as MetricSource
+    from persia._metrics.registry import MetricSource
 
 
 logger = logging.getLogger("persia.ctx")
@@ -57,11 +55,15 @@ class BaseCtx(Renewed):
         self.origin_context: object | None = None  # the current context when this was entered
         self._entered = False
 
-    # What it makes of a process, for its metrics.
-    _role = TRAINER
+    _role = TRAINER  # of a process that enters the context, for its metrics
+
+    @property
+    def common_context(self) -> CommonContext:
+        """What programs of the original set servers up with."""
+        return CommonContext(self)
 
     def metric_sources(self) -> list[MetricSource]:
-        """Return what is to be told of this context, see ``metrics``."""
+        """Return the sources that ``metrics`` reads."""
         return []
 
     def metrics(self) -> Metrics:
@@ -83,14 +85,23 @@ class BaseCtx(Renewed):
         return ""
 
     def why_not_healthy(self) -> str:
-        """Say which of its threads have ended before their time; "" if none has."""
+        """Name the threads of this context that ended too early; "" if none did."""
         return ""
+
+    def _configure_servers(self, config: EmbeddingConfig) -> None:
+        raise ConfigError(
+            f"{type(self).__name__} has no embeddings that could be configured: expected a "
+            "TrainCtx"
+        )
+
+    def _wait_for_servers(self) -> None:
+        """Wait until the servers can be used; a context without embeddings has none."""
 
     def _enter(self) -> None:
         """Do what entering means for the class."""
 
     def _exit(self) -> None:
-        """Undo it; called however the body ended."""
+        """Undo ``_enter``; called however the body ended."""
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -126,7 +137,65 @@ class BaseCtx(Renewed):
         return None
 
 
+class CommonContext:
+    """The calls of the original's native context by which its programs set a job up."""
+
+    def __init__(self, ctx: BaseCtx) -> None:
+        self._ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        # The original's object had the servers' other calls as well.
+        worker = None if name.startswith("_") else getattr(self._ctx, "embedding_worker", None)
+        if worker is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(worker, name)
+
+    def init_nats_publisher(self, world_size: int | None = None) -> None:
+        """Do nothing: there is no NATS, and entering the context connects."""
+
+    def configure_embedding_parameter_servers(
+        self,
+        initialize_lower: float,
+        initialize_upper: float,
+        admit_probability: float,
+        enable_weight_bound: bool,
+        weight_bound: float,
+    ) -> None:
+        """Configure the servers as ``EmbeddingCtx.configure_embedding_parameter_servers`` does.
+
+        Raises:
+            ConfigError: If a value cannot be used, or the context has no embeddings.
+        """
+        bound = weight_bound if enable_weight_bound else 0
+        lower_upper = (initialize_lower, initialize_upper)
+        self._ctx._configure_servers(EmbeddingConfig(lower_upper, admit_probability, bound))
+
+    def wait_servers_ready(self) -> None:
+        """Wait until all servers are configured and answer.
+
+        Raises:
+            ServiceTimeout: If they are not within 300 s.
+        """
+        self._ctx._wait_for_servers()
+
+
 def cnt_ctx() -> BaseCtx | None:
     """Return the context entered last, or None outside any."""
     ctx = _context_stack.current()
     return ctx if isinstance(ctx, BaseCtx) else None
+
+
+def usable_device(device_id: int | None) -> int | None:
+    """Return the device's number, selected in torch, or None for the CPU."""
+    if device_id is None or device_id < 0:
+        return None
+    import torch  # not at the top: a data-loader has no device, and no torch
+
+    count = torch.cuda.device_count()
+    if device_id >= count:
+        raise ConfigError(
+            f"device_id: expected one of the {count} CUDA devices of this machine, "
+            f"got {device_id}"
+        )
+    torch.cuda.set_device(device_id)
+    return device_id

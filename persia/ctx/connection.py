@@ -1,19 +1,33 @@
-"""What contexts that read one embedding-worker share: its updates, its stream of batches."""
+"""What a context asks: an embedding-worker, and all that contexts share which ask the same one.
+
+A TrainCtx has one Connection. An evaluation context that is entered inside it, or is given its
+embedding-worker, uses the same object: its reads wait for the updates in flight.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from persia import env
-from persia.errors import (
-    ConfigError,
+from persia._cluster.connect import connect_embedding_workers, listening_address
+from persia._cluster.embedded import build_embedding_worker
+from persia._rpc.deadlines import Retry
+from persia._rpc.worker_pool import EmbeddingWorkers
+from persia._rpc.zmq_transport import ZmqTransport
+from persia._training.receiver import ChildStream, Stream
+from persia.config import (
+    SAME_EVERYWHERE,
+    EmbeddingSchema,
+    GlobalConfig,
+    describe_differences,
+    schema_fingerprint,
 )
+from persia.errors import ConfigError, ServiceTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,96 +36,174 @@ if TYPE_CHECKING:
     from persia._report.recorder import Recorder
     from persia._rpc.messages import EmbeddingWorker
     from persia._training.backward import BackwardPipeline
+    from persia._training.ranks import StepBarrier
     from persia._training.resume import Plain
-    from persia._training.step_barrier import StepBarrier
-    from persia._training.stream import Stream
+
+# Seconds that servers have to become ready, and between two requests whether they are.
+READY_S = 300.0
+ASK_AGAIN_S = 0.1
 
 
-class Embeddings:
-    """An embedding-worker, and the updates that reads of it must wait for.
+# By id of the worker, which a connection keeps alive. Weak: it ends with its last context.
+_connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
 
-    There is one per worker: an evaluation context that is inside a TrainCtx, or is given its
-    worker, shares it.
+
+class Connection:
+    """An embedding-worker with its updates in flight, its stream of batches and its folders.
+
+    Args:
+        worker: In this process, or all embedding-workers of the job.
+        is_read_only: Whether no TrainCtx configures its servers: they need no optimizer.
     """
 
-    def __init__(self, worker: EmbeddingWorker, is_untrained: bool = False) -> None:
+    def __init__(self, worker: EmbeddingWorker, *, is_read_only: bool = False) -> None:
         self.worker = worker
-        self.is_untrained = is_untrained  # built for reading only: it needs no optimizer
-        self.engine: BackwardPipeline | None = None  # while the TrainCtx is entered
-        self.halts: StepBarrier | None = None  # of several ranks, while it is
-        self.folders: JobFolders | None = None  # that it has dumped into, while it is
+        self.is_read_only = is_read_only
+        _connections[id(worker)] = self
         self.stream: Stream | None = None  # of data-loaders, from the first that is read
-        self.reported: Mapping[str, float] = {}  # replaced whole: others read it
-        self.recorder: Recorder | None = None  # of a TrainCtx that was asked for a report
+        self.reported: Mapping[str, float] = {}  # replaced, not changed: other threads read it
+        # While a TrainCtx is entered:
+        self.backward: BackwardPipeline | None = None
+        self.barrier: StepBarrier | None = None  # of several ranks
+        self.folders: JobFolders | None = None  # that it has dumped into
+        self.recorder: Recorder | None = None  # if it was asked for a report
+
+    @classmethod
+    def of(cls, worker: EmbeddingWorker) -> Connection:
+        """Return the connection that other contexts have to this worker, or a new one."""
+        return _connections.get(id(worker)) or cls(worker)
+
+    @classmethod
+    def to_job(
+        cls, addresses: Sequence[str] | None, schema: EmbeddingSchema | None
+    ) -> Connection:
+        """Connect to the embedding-workers of the job.
+
+        Args:
+            addresses: Of embedding-workers; None takes those that the environment names.
+            schema: What the servers are expected to have, if it is known here.
+
+        Raises:
+            ConfigError: If the servers have another schema.
+            ServiceUnavailable: If one does not answer; names it.
+        """
+        here = None if schema is None else schema_fingerprint(schema)
+        transport = ZmqTransport()
+        try:
+            workers = EmbeddingWorkers(
+                transport,
+                lambda on_restart: connect_embedding_workers(
+                    transport, addresses=addresses, on_restart=on_restart
+                ),
+            )
+            there = workers.schema_fingerprint
+            if here is not None and here != there:
+                raise ConfigError(
+                    "embedding_config: the servers have another one: "
+                    f"{describe_differences(there, here, 'there', 'here')}; {SAME_EVERYWHERE}"
+                )
+        except BaseException:
+            transport.close()
+            raise
+        return cls(workers)
+
+    @classmethod
+    def in_process(
+        cls, schema: EmbeddingSchema, config: GlobalConfig, *, is_read_only: bool
+    ) -> Connection:
+        """Build servers in this process."""
+        return cls(build_embedding_worker(schema, config), is_read_only=is_read_only)
+
+    def close(self) -> None:
+        """Close the sockets to the embedding-workers of a job."""
+        if isinstance(self.worker, EmbeddingWorkers):
+            self.worker.close()
+
+    def wait_until_ready(self) -> None:
+        """Wait until all servers are configured and answer.
+
+        Raises:
+            ServiceTimeout: If they are not within 300 s.
+        """
+        for _ in Retry(READY_S, first_s=ASK_AGAIN_S, longest_s=ASK_AGAIN_S):
+            if self.worker.ready_for_serving():
+                return
+        raise ServiceTimeout(
+            f"the embedding-worker and its parameter servers were not ready in {READY_S:g} s; "
+            "they are once a TrainCtx was entered",
+            role="embedding-worker",
+            method="ready_for_serving",
+        )
+
+    # --- batches of data-loaders ------------------------------------------------------------
 
     def open_stream(self, capacity: int, resumed: Plain | None = None) -> Stream:
-        """Return the batches of data-loaders; there is one stream, whoever reads it.
+        """Return the stream of data-loaders' batches; all contexts read the same one.
 
         Args:
             capacity: Batches held.
             resumed: What a run before this one has trained of its first pass.
 
         Raises:
-            ConfigError: If there can be none: no script, or an address in use.
+            ConfigError: If there is no data-loader script, or the address is in use.
         """
-        if self.stream is None:
-            from persia._training.stream import ChildStream, Stream
-
-            if env.get_mode() == "embedded":
-                self.stream = ChildStream(self.worker, capacity, data_loader_script(), resumed)
-            else:
-                from persia._cluster.connect import listening_address
-
-                rank, world_size = env.get_rank() or 0, env.get_world_size() or 1
-                address = listening_address("nn-worker", rank)
-                self.stream = Stream(rank, world_size, capacity, address, resumed)
+        if self.stream is None and env.get_mode() == "embedded":
+            self.stream = ChildStream(self.worker, capacity, data_loader_script(), resumed)
+        elif self.stream is None:
+            rank, world_size = env.get_rank() or 0, env.get_world_size() or 1
+            address = listening_address("nn-worker", rank)
+            self.stream = Stream(rank, world_size, capacity, address, resumed)
         return self.stream
 
-    def close(self) -> None:
-        """Close the stream."""
+    def close_stream(self) -> None:
+        """Close the stream of data-loaders, if it was opened."""
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.close()
 
+    # --- updates in flight ------------------------------------------------------------------
+
     def flush(self) -> None:
         """Wait until this rank's updates are acknowledged; raise what one of them raised."""
-        if self.engine is not None:
-            self.engine.flush()
+        backward = self.backward
+        if backward is not None:
+            backward.flush()
+
+    def wait(self) -> None:
+        """Wait as ``flush`` does, but leave what an update raised to the user's thread."""
+        backward = self.backward
+        if backward is not None:
+            backward.wait()
+
+    def end_updates(self, backward: BackwardPipeline) -> None:
+        """Send what is queued, and let no other context queue an update."""
+        self.backward, self.folders = None, None
+        backward.close()
+        # Servers of their own processes write their changes when they end.
+        flush_changes = getattr(self.worker, "flush_changes", None)
+        if flush_changes is not None:
+            flush_changes()
+
+    def leave_barrier(self) -> None:
+        """Let checkpoints of other ranks go without this one."""
+        barrier, self.barrier = self.barrier, None
+        if barrier is not None:
+            barrier.close()
 
     @contextlib.contextmanager
     def at_step(self) -> Iterator[tuple[int, list[Plain]]]:
-        """Hold training between two steps: all updates so far of all ranks are in.
+        """Hold training between two steps: all updates so far of all ranks are applied.
 
         Yields:
             The step, and the states of the ranks other than this one.
         """
         self.flush()
-        step = 0 if self.engine is None else self.engine.steps
-        if self.halts is None:
+        step = 0 if self.backward is None else self.backward.steps
+        if self.barrier is None:
             yield step, []
             return
-        with self.halts.at(step) as states:
+        with self.barrier.hold_at(step) as states:
             yield step, states
-
-    def wait(self) -> None:
-        """Wait as ``flush`` does, in a thread where nobody could see what is raised."""
-        if self.engine is not None:
-            self.engine.wait()
-
-
-# By id of the worker, which an entry keeps alive: whoever is given a worker that a TrainCtx
-# updates must wait for those updates before it reads.
-_known: weakref.WeakValueDictionary[int, Embeddings] = weakref.WeakValueDictionary()
-_known_lock = threading.Lock()
-
-
-def embeddings_of(worker: EmbeddingWorker, is_untrained: bool = False) -> Embeddings:
-    """Return the one ``Embeddings`` of a worker."""
-    with _known_lock:
-        embeddings = _known.get(id(worker))
-        if embeddings is None:
-            embeddings = _known[id(worker)] = Embeddings(worker, is_untrained)
-        return embeddings
 
 
 def data_loader_script() -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from persia import env
-from persia._metrics import roles
+from persia._cluster import metric_sources
 from persia._metrics.definitions import LOADER
 from persia._rpc.messages import NamedArray
 from persia.ctx.base import BaseCtx
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from persia._loader.sender import BatchSender
-    from persia._metrics.registry import Source as MetricSource
+    from persia._metrics.registry import MetricSource
     from persia.embedding.data import NdarrayDataBase
 
 
@@ -60,7 +60,7 @@ class DataCtx(BaseCtx):
     _role = LOADER
 
     def metric_sources(self) -> list[MetricSource]:
-        """Return what is to be told of this context, also after it was left."""
+        """Return the sources that ``metrics`` reads, also after the context was left."""
         return self._sources
 
     def why_not_ready(self) -> str:
@@ -87,17 +87,17 @@ class DataCtx(BaseCtx):
             self._feeder = feeder = sender.connect()
             number = env.get_replica_index() or 0
             self._sources = [
-                roles.of_loader(LOADER, number, feeder),
-                roles.of_clients(LOADER, number, feeder.clients, feeder.clients),
+                metric_sources.of_sender(LOADER, number, feeder),
+                metric_sources.of_clients(LOADER, number, feeder.clients, feeder.clients),
             ]
         except JobFinished as exc:
-            # Nobody will ask for data: this process has nothing to do but to end with the job.
+            # No nn-worker will ask for data: end as the job did.
             raise SystemExit(exc.status or 0) from None
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
         """Send one batch, once the nn-worker it goes to has room for it.
 
-        The batch is copied: its arrays may be filled anew afterwards. One thread may send at a
+        The batch is copied: its arrays may be refilled afterwards. One thread may send at a
         time. After an error that is the batch's own (a ``DataError``) the next may be sent.
 
         Raises:
@@ -125,11 +125,12 @@ class DataCtx(BaseCtx):
 
     @property
     def resume_position(self) -> int:
-        """How many of this data-loader's batches the trainer has no need of.
+        """How many of this data-loader's batches the trainer does not need.
 
-        It is above 0 where a run continues from a checkpoint, or this data-loader was started
-        anew. They may be sent all the same: they are dropped and counted. A reader that can
-        seek says so with ``seek``, and begins there. Waits until every nn-worker is there.
+        It is above 0 where a run continues from a checkpoint, or this data-loader was
+        restarted. Such batches may be sent all the same: they are dropped and counted. A
+        reader that can seek calls ``seek`` and begins there. Waits until every nn-worker
+        answers.
 
         Raises:
             ConfigError: Outside of the ``with`` block.
@@ -142,7 +143,7 @@ class DataCtx(BaseCtx):
         return self._feeder.resume_position()
 
     def seek(self, batch: int) -> None:
-        """Let the next ``send_data`` be for this batch of the data-loader's, counted from 0.
+        """Let the next ``send_data`` be this data-loader's batch of that number, from 0.
 
         Args:
             batch: ``resume_position``, or fewer.
@@ -165,11 +166,10 @@ class DataCtx(BaseCtx):
     def stats(self) -> Mapping[str, int]:
         """Return counts of batches since the context was entered; absent ones are zero.
 
-        ``sent``; ``redelivered`` once more to an nn-worker that was started anew;
-        ``registered_again`` whose ids an embedding-worker no longer held; ``dropped`` as they
-        had been received before this data-loader was restarted, or trained before the
-        checkpoint that the run continues from; ``kept`` until they are
-        trained on; ``lost``, which were not when the context was left.
+        ``sent``; ``redelivered`` to an nn-worker that was restarted; ``registered_again``
+        whose ids an embedding-worker no longer held; ``dropped``, received before this
+        data-loader was restarted or trained before the checkpoint that the run continues
+        from; ``kept`` until they are trained; ``lost``, not trained when the context was left.
         """
         return self._last_stats if self._feeder is None else self._feeder.stats()
 
@@ -184,7 +184,7 @@ class DataCtx(BaseCtx):
         is_end_of_job = isinstance(exc, JobFinished)
         status = None if feeder is None else feeder.job_status
         if status and (exc is None or is_end_of_job):
-            # Whoever failed has said why; this process only takes the status over.
+            # The process that failed has logged why; this one only takes the status over.
             raise SystemExit(status) from None
         return is_end_of_job
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx
-from persia.ctx.ready import wait_until_ready
-from persia.embedding import EmbeddingConfig
 
 if TYPE_CHECKING:
     from persia._rpc.messages import EmbeddingWorker
-    from persia.ctx.embedding import ConfigSource, SchemaSource
+    from persia.config._load import ConfigSource
+    from persia.embedding import EmbeddingConfig
 
 
 class InferCtx(EmbeddingCtx):
@@ -31,11 +30,13 @@ class InferCtx(EmbeddingCtx):
         ConfigError: If a setting cannot be used.
     """
 
+    __module__ = "persia.ctx"
+
     def __init__(
         self,
         embedding_worker_address_list: list[str] | None = None,
         model: Any = None,
-        embedding_config: EmbeddingConfig | SchemaSource | None = None,
+        embedding_config: EmbeddingConfig | ConfigSource | None = None,
         threadpool_worker_size: int = 10,
         device_id: int | None = None,
         *,
@@ -60,5 +61,4 @@ class InferCtx(EmbeddingCtx):
         Raises:
             ServiceTimeout: If they are not within 300 s.
         """
-        if not self._connected().is_untrained:
-            wait_until_ready(self.embedding_worker)
+        self._wait_for_servers()

@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
-import os
-import secrets
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from persia import env
-from persia._process_exit import note_part
+from persia._report.summary import TrainingRecord
+from persia._training.backward import BackwardPipeline
 from persia.ctx.base import PreprocessMode
-from persia.ctx.devices import grad_scaler, torch_device
-from persia.ctx.embedding import EmbeddingCtx
-from persia.ctx.ready import wait_until_ready
-from persia.embedding import EmbeddingConfig
+from persia.ctx.checkpoints import TrainerState
+from persia.ctx.embedding import torch_device
+from persia.ctx.loss_scaling import LossScaling, gradients, is_dense_finite
+from persia.ctx.run import RunCtx
 from persia.embedding.optim import Optimizer
-from persia.errors import (
-    ConfigError,
-    DataError,
-    DataTypeError,
-)
+from persia.errors import ConfigError, DataError, DataTypeError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable
-    from contextlib import AbstractContextManager
 
-    import torch
-
-    from persia._report.recorder import CurveStore, Sink
     from persia._rpc.messages import EmbeddingWorker
-    from persia._training.backward import BackwardPipeline, GradientBatch
-    from persia._training.inflight import InFlightTracker
-    from persia._training.queues import BoundedQueue
+    from persia._training.backward import GradientBatch
+    from persia._training.batch import PersiaTrainingBatch
     from persia._training.resume import Plain, Position
-    from persia._training.transfer import PersiaTrainingBatch
-    from persia.ctx.connection import Embeddings
-    from persia.ctx.embedding import ConfigSource, SchemaSource
+    from persia.config._load import ConfigSource
+    from persia.embedding import EmbeddingConfig
 
 
 logger = logging.getLogger("persia.ctx")
 
 
-class TrainCtx(EmbeddingCtx):
+class TrainCtx(RunCtx):
     """Trains a model: the dense part here, the embeddings at the parameter servers.
 
     Args:
@@ -53,8 +43,7 @@ class TrainCtx(EmbeddingCtx):
             divided by when an embedding gradient is not finite. (The original's spelling.)
         backward_buffer_size: Updates that wait before ``backward`` does.
         backward_workers_size: Updates sent at the same time.
-        grad_update_buffer_size: Kept for scripts of the original; gradients are owned by
-            their update, so that no buffer has to keep them alive.
+        grad_update_buffer_size: Kept for scripts of the original; without effect.
         lookup_emb_directly: Kept for scripts of the original.
         mixed_precision: Scale the loss and run the model under autocast. None is True with
             a CUDA device and False without.
@@ -69,7 +58,7 @@ class TrainCtx(EmbeddingCtx):
             ``"sum"``.
         report: Write a report of the run to this HTML file when the context is left; only
             rank 0 does. ``write_report`` writes it before. Its folder is made at once.
-        tensorboard: Write loss, speed, rows, norms and what is reported to this folder, as
+        tensorboard: Write loss, speed, rows, norms and reported values to this folder, as
             TensorBoard's event files; only rank 0 does.
 
     Attributes:
@@ -97,6 +86,8 @@ class TrainCtx(EmbeddingCtx):
         ...         ctx.backward(loss_fn(output, labels[0]))
     """
 
+    __module__ = "persia.ctx"
+
     def __init__(
         self,
         embedding_optimizer: Optimizer,
@@ -109,7 +100,7 @@ class TrainCtx(EmbeddingCtx):
         mixed_precision: bool | None = None,
         distributed_option: object | None = None,
         model: Any = None,
-        embedding_config: EmbeddingConfig | SchemaSource | None = None,
+        embedding_config: EmbeddingConfig | ConfigSource | None = None,
         threadpool_worker_size: int = 10,
         device_id: int | None = None,
         *,
@@ -119,29 +110,13 @@ class TrainCtx(EmbeddingCtx):
         report: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not isinstance(embedding_optimizer, Optimizer):
-            raise ConfigError(
-                "embedding_optimizer: expected one of persia.embedding.optim, got "
-                + _no_optimizer(embedding_optimizer)
-            )
-        for name, given in (("dense_optimizer", dense_optimizer), ("model", model)):
-            if given is None:
-                raise ConfigError(f"TrainCtx needs {name}=, got None")
-        if not grad_scalar_update_factor > 0:
-            raise ConfigError(
-                f"grad_scalar_update_factor must be above 0, got {grad_scalar_update_factor!r}"
-            )
-        for name, size in (
-            ("backward_buffer_size", backward_buffer_size),
-            ("backward_workers_size", backward_workers_size),
-        ):
-            if size < 1:
-                raise ConfigError(f"{name} must be at least 1, got {size}")
-        if embedding_gradient_reduction not in ("mean", "sum"):
-            raise ConfigError(
-                "embedding_gradient_reduction must be 'mean' or 'sum', got "
-                f"{embedding_gradient_reduction!r}"
-            )
+        _check_optimizers(embedding_optimizer, dense_optimizer, model)
+        _check_numbers(
+            grad_scalar_update_factor,
+            backward_buffer_size,
+            backward_workers_size,
+            embedding_gradient_reduction,
+        )
         super().__init__(
             PreprocessMode.TRAIN,
             model,
@@ -153,267 +128,28 @@ class TrainCtx(EmbeddingCtx):
         )
         self.embedding_optimizer = embedding_optimizer
         self.dense_optimizer: torch.optim.Optimizer = dense_optimizer
-        _compare(model, dense_optimizer)
         self.grad_scalar_update_factor = grad_scalar_update_factor
         self.backward_buffer_size = backward_buffer_size
         self.backward_workers_size = backward_workers_size
         self.distributed_option = distributed_option
         self.world_size = env.get_world_size() or 1
         self.rank_id = env.get_rank() or 0
-        self.mixed_precision = (
-            self.device_id is not None if mixed_precision is None else mixed_precision
-        )
-        self.grad_scaler = grad_scaler(self.device_id) if self.mixed_precision else None
+        has_device = self.device_id is not None
+        self.mixed_precision = has_device if mixed_precision is None else mixed_precision
+        self.grad_scaler: torch.amp.GradScaler | None = None
+        if self.mixed_precision:
+            self.grad_scaler = torch.amp.GradScaler(torch_device(self.device_id).type)
+        self._scaling = LossScaling()
         self.update_times = 0
         if self.world_size > 1:
             self._join_ranks()
         # Each rank computes the mean over its own batch; the worker divides by the scale.
         self._reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
-        self._warned_nans = 0
-        self._loss: torch.Tensor | None = None  # of the last step; nobody waits for it
-        self._num_bad_losses = 0  # not finite, of those that were looked at
-        self._has_told_no_gradients = False
-        self._random: Plain = {}  # of a rank that others ask, after its last step
-        if tensorboard is not None:
-            from persia._report.tensorboard import need_tensorboard
+        self._state = TrainerState(self.rank_id, self.world_size)
+        self._record = TrainingRecord(report, tensorboard, self.rank_id)
+        self._has_warned_no_gradients = False
 
-            need_tensorboard()
-        if report is not None and self.rank_id == 0:
-            from persia._report.summary import check_place
-
-            check_place(report)
-        self._report_path, self._tensorboard = report, tensorboard
-        self._curves: CurveStore | None = (
-            None  # while it is entered, if a report is to be written
-        )
-
-    def _join_ranks(self) -> None:
-        """Make the model data-parallel, with the option given or the default one."""
-        from persia.distributed import DistributedBaseOption, get_default_distributed_option
-
-        option = self.distributed_option
-        if option is None:
-            option = get_default_distributed_option(self.device_id)
-        if not isinstance(option, DistributedBaseOption):
-            raise ConfigError(
-                "distributed_option: expected DDPOption or BaguaDistributedOption, got "
-                f"{type(option).__name__}"
-            )
-        self.distributed_option = option
-        self.model, optimizer = option.convert2distributed_model(
-            self.model,
-            self.world_size,
-            self.rank_id,
-            self.device_id,
-            optimizer=self.dense_optimizer,
-        )
-        if optimizer is not None:
-            self.dense_optimizer = optimizer
-
-    def join_ranks(self, *, reproducible: bool) -> AbstractContextManager[Any]:
-        """Return what lets a rank without batches answer the others' collectives.
-
-        Raises:
-            ConfigError: If not all that the ranks tell each other in a step is DDP's.
-        """
-        if self.world_size == 1:
-            return contextlib.nullcontext()
-        if reproducible:
-            raise ConfigError(
-                "drop_last=False: expected reproducible=False with several ranks, as those "
-                "that have a batch update in no order; or keep drop_last=True"
-            )
-        from torch.nn.parallel import DistributedDataParallel
-
-        from persia._training.uneven import uneven_steps
-
-        if not isinstance(self.model, DistributedDataParallel):
-            raise ConfigError(
-                "drop_last=False: expected a model that is data-parallel by DDPOption, got "
-                f"{type(self.model).__name__}"
-            )
-        if getattr(self.distributed_option, "needs_equal_batches", False):
-            raise ConfigError(
-                "drop_last=False: expected an algorithm that does not count steps "
-                "(gradient_allreduce or bytegrad), got another; ranks would wait for each other"
-            )
-        if self.grad_scaler is not None:
-            raise ConfigError(
-                "drop_last=False: expected mixed_precision=False, as the ranks must agree in "
-                "every step whether gradients are finite"
-            )
-        return uneven_steps(self.model, self.dense_optimizer)
-
-    @property
-    def backward_engine(self) -> BackwardPipeline | None:
-        """What sends the updates; None outside the ``with`` block."""
-        return self._connected().engine
-
-    @property
-    def grad_queue(self) -> BoundedQueue[tuple[GradientBatch, float]] | None:
-        """Updates that wait to be sent; None outside the ``with`` block."""
-        engine = self.backward_engine
-        return None if engine is None else engine.queue
-
-    def _enter(self) -> None:
-        super()._enter()
-        try:
-            self._begin()
-        except BaseException:
-            self._disconnect()
-            raise
-
-    def _begin(self) -> None:
-        from persia._files.writer_lock import JobFolders
-        from persia._training.backward import BackwardPipeline
-
-        embeddings = self._connected()
-        if embeddings.engine is not None:
-            raise ConfigError("another TrainCtx that shares these embeddings is entered")
-        note_part()
-        embeddings.worker.configure(self.embedding_config.settings())
-        embeddings.worker.register_optimizer(self.embedding_optimizer.settings())
-        if self.world_size > 1:
-            from persia._training.ranks import Ranks
-
-            self._ranks = Ranks(self.world_size, self.rank_id)
-        engine = BackwardPipeline(
-            embeddings.worker,
-            self._own_book(),
-            client=self._new_client(),
-            num_workers=self.backward_workers_size,
-            capacity=self.backward_buffer_size,
-            device=torch_device(self.device_id),
-            ranks=self._ranks,
-        )
-        engine.end_step(self.update_times)
-        if self._progress is not None:
-            engine.is_between_passes = self._progress.is_between_passes
-        try:
-            if self.world_size > 1:
-                from persia._training.step_barrier import StepBarrier
-
-                embeddings.halts = StepBarrier.join(
-                    self.world_size, self.rank_id, engine, self._rank_state, env.rpc_timeout_s()
-                )
-            engine.start()
-            if self.rank_id == 0:
-                self._record(embeddings, engine)
-        except BaseException:
-            self._curves = None
-            self._leave_ranks(embeddings)
-            engine.close()
-            raise
-        embeddings.engine, embeddings.folders = engine, JobFolders()
-
-    def _record(self, embeddings: Embeddings, engine: BackwardPipeline) -> None:
-        """Begin to write the run down, if that was asked for."""
-        from persia._report.recorder import CurveStore, Recorder
-        from persia._report.tensorboard import TensorBoard
-
-        sinks: list[Sink] = []
-        if self._report_path is not None:
-            self._curves = CurveStore()
-            sinks.append(self._curves)
-        if self._tensorboard is not None:
-            sinks.append(TensorBoard(self._tensorboard))
-        if sinks:
-            embeddings.recorder = Recorder(
-                embeddings.worker, self._own_book(), engine, sinks, self.world_size
-            )
-
-    def write_report(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Write the report of the run so far: one HTML file that needs nothing beside it.
-
-        Ranks other than 0 record nothing and write nothing.
-
-        Args:
-            path: The file; None is the one that the context was given as ``report``.
-
-        Raises:
-            ConfigError: Without ``report=``, or outside the ``with`` block.
-            OSError: If the file cannot be written.
-        """
-        from persia._report import summary
-
-        recorder, curves = self._connected().recorder, self._curves
-        if self.rank_id > 0:
-            return
-        if recorder is None or curves is None or self._report_path is None:
-            raise ConfigError(
-                "TrainCtx.write_report: expected TrainCtx(report='report.html'), which has the "
-                "run recorded, and to be called inside its `with`"
-            )
-        recorder.settle()
-        told = summary.RunFacts(
-            f"Training report: {type(self._bare_model()).__name__}",
-            env.get_mode(),
-            self.world_size,
-            f"{type(self.embedding_optimizer).__name__} for embeddings, "
-            f"{type(self.dense_optimizer).__name__} for the dense net",
-        )
-        page = summary.gather(told, recorder, curves, self._own_book(), recorder.worker)
-        summary.write(self._report_path if path is None else path, page)
-
-    def _bare_model(self) -> Any:
-        from persia._training.dense_files import unwrap
-
-        return unwrap(self.model)
-
-    def _end_recording(self, embeddings: Embeddings) -> None:
-        recorder = embeddings.recorder
-        if recorder is None:
-            return
-        try:
-            if self._report_path is not None:
-                self.write_report()
-            else:
-                recorder.settle()
-        finally:
-            embeddings.recorder, self._curves = None, None
-            recorder.close()
-
-    def _new_client(self) -> int:
-        return secrets.randbits(47) << 16 | self.rank_id
-
-    def _exit(self) -> None:
-        embeddings = self._connected()
-        engine, embeddings.engine = embeddings.engine, None
-        folders, embeddings.folders = embeddings.folders, None
-        try:
-            self._finish()
-        finally:
-            try:
-                if engine is not None:
-                    engine.close()
-                    self._warn_of_nans(self._own_book(), is_last=True)
-                # Servers of their own processes do so when they end.
-                flush = getattr(embeddings.worker, "flush_changes", None)
-                if flush is not None:
-                    flush()
-            finally:
-                try:
-                    self._end_recording(embeddings)
-                finally:
-                    try:
-                        self._leave_ranks(embeddings)
-                        self._disconnect()
-                    finally:
-                        if folders is not None:
-                            folders.release()
-
-    def _leave_ranks(self, embeddings: Embeddings) -> None:
-        halts, embeddings.halts = embeddings.halts, None
-        if halts is not None:
-            halts.close()
-
-    def _disconnect(self) -> None:
-        ranks, self._ranks = self._ranks, None
-        try:
-            super()._disconnect()
-        finally:
-            if ranks is not None:
-                ranks.close()
+    # --- checkpoints ------------------------------------------------------------------------
 
     def dump_checkpoint(  # type: ignore[override]  # the original's arguments
         self,
@@ -500,64 +236,23 @@ class TrainCtx(EmbeddingCtx):
         next pass leaves those out by itself. It counts on from there as passes end.
         """
         self._connected()
-        if self._progress is None:
-            raise ConfigError("TrainCtx.resume_position: expected a context with embeddings")
         return self._progress.where()
 
-    def _rank_state(self) -> Plain:
-        """Return what of this rank belongs into a checkpoint; asked by another thread."""
-        progress = self._progress
-        return {
-            "random": self._random,
-            "progress": {} if progress is None else progress.snapshot(),
-        }
-
     def _trainer_state(self, others: list[Plain]) -> Plain:
-        from persia._training.resume import merge, of_one_pass, random_states
-
-        self._random = random_states()
-        ranks = [self._rank_state(), *others]
-        passes, positions = of_one_pass([rank["progress"] for rank in ranks])
-        return {
-            "step": self.update_times,
-            "scaler": None if self.grad_scaler is None else self.grad_scaler.state_dict(),
-            "ranks": ranks,
-            "passes": passes,
-            "stream": merge(positions),
-        }
+        return self._state.of_all(self.update_times, self.grad_scaler, self._progress, others)
 
     def _resume(self, trainer: Plain) -> None:
-        from persia._training.resume import set_random_states
-
-        ranks, engine = trainer["ranks"], self.backward_engine
         self.update_times = trainer["step"]
+        engine = self.backward_engine
         if engine is not None:
             engine.end_step(self.update_times)
-            engine.client = self._new_client()
+            engine.client = self._new_client()  # numbers of updates come again
         if self.grad_scaler is not None and trainer["scaler"] is not None:
             self.grad_scaler.load_state_dict(trainer["scaler"])
-        is_same = len(ranks) == self.world_size
-        mine = ranks[self.rank_id if is_same else 0]
-        progress = mine["progress"]
-        position, next_number = trainer["stream"], progress["next_number"]
-        passes = progress["passes"] if position is None else trainer["passes"]
-        if not is_same:
-            next_number = max(rank["progress"]["next_number"] for rank in ranks)
-            logger.warning(
-                "the checkpoint is of %d ranks and there are %d: random numbers begin anew%s",
-                len(ranks),
-                self.world_size,
-                "" if position else ", and so does the pass over the data",
-            )
-        elif position is None:
-            position = progress["position"]
-        if self._progress is not None:
-            self._progress.resume(passes, position, next_number)
-            self._lookups.resume(next_number)
-        if is_same and mine["random"]:
-            self._random = mine["random"]  # until the next step, if this is not rank 0
-            set_random_states(self._random)
+        self._lookups.resume(self._state.restore(trainer, self._progress))
         logger.info("continues after step %d, %s", self.update_times, self.resume_position)
+
+    # --- steps ------------------------------------------------------------------------------
 
     def wait_servers_ready(self) -> None:
         """Wait until all servers are configured and answer.
@@ -565,7 +260,7 @@ class TrainCtx(EmbeddingCtx):
         Raises:
             ServiceTimeout: If they are not within 300 s.
         """
-        wait_until_ready(self.embedding_worker)
+        self._connected().wait_until_ready()
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[torch.Tensor] | None]:
         """Return the model's output for a batch, and the batch's labels.
@@ -574,17 +269,15 @@ class TrainCtx(EmbeddingCtx):
         """
         if not self.mixed_precision:
             return super().forward(batch)
-        import torch
-
         with torch.autocast(torch_device(self.device_id).type):
             return super().forward(batch)
 
     def set_lr(self, lr: float, group: str | None = None) -> None:
         """Set the learning rate of embeddings from the next ``backward`` on.
 
-        Gradients take the rate along under which they were computed, so those on their way
-        keep the old one, whatever the staleness. The same rate again costs nothing: call it
-        in every step. With several ranks, call it on each of them.
+        Gradients carry the rate under which they were computed, so those in flight keep the
+        old one, whatever the staleness. Setting the same rate again costs nothing: call it in
+        every step. With several ranks, call it on each of them.
 
         It holds until the end of the ``with`` block, or until an optimizer is registered.
 
@@ -632,7 +325,7 @@ class TrainCtx(EmbeddingCtx):
         """
         if batch.ticket is None:
             raise DataError(f"batch {batch.batch_id} has no gradients that could be kept")
-        self._own_book().keep(batch.ticket)
+        self._own_tracker().keep(batch.ticket)
         self._prepared[id(batch)] = batch
         self._kept.append(batch)
 
@@ -661,7 +354,29 @@ class TrainCtx(EmbeddingCtx):
             BaseException: What an earlier update raised.
         """
         _check_loss(loss)
-        engine, book = self.backward_engine, self._own_book()
+        engine, current = self._begin_backward()
+        self._scaling.loss = unscaled = loss.detach()
+        scale = 1.0
+        if self.grad_scaler is not None:
+            loss, scale = self.grad_scaler.scale(loss), self.grad_scaler.get_scale()
+        self._metrics.note_step(self.update_times + 1, unscaled.item)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._output = None
+        self._note_step(unscaled, scale)
+        updates = engine.collect(list(self._prepared.values()), current)
+        self._forget_reached()
+        self._step(engine, updates, scale)
+        self.dense_optimizer.zero_grad()
+        self.update_times += 1
+        self._state.note_step()
+        engine.end_step(self.update_times)
+        if self.update_times % max(embedding_gradient_check_frequency, 1) == 0:
+            self._scaling.warn_of_nans(self._own_tracker(), self.update_times)
+        return loss
+
+    def _begin_backward(self) -> tuple[BackwardPipeline, PersiaTrainingBatch]:
+        """Check, before the loss changes any gradient, that there is a batch to train."""
+        engine, tracker = self.backward_engine, self._own_tracker()
         if engine is None:
             raise ConfigError("TrainCtx.backward must be called inside `with TrainCtx(...)`")
         engine.raise_failure()
@@ -672,132 +387,74 @@ class TrainCtx(EmbeddingCtx):
                 "ctx.prepare_features(batch) first"
             )
         if current.ticket is not None:
-            # Afterwards would be too late: the loss's gradients were in the dense model.
-            book.check_open(current.ticket)
-        elif not self._has_told_no_gradients:
-            self._has_told_no_gradients = True
+            tracker.check_open(current.ticket)
+        elif not self._has_warned_no_gradients:
+            self._has_warned_no_gradients = True
             logger.warning(
                 "batch %d has a backward and was looked up without gradients, so it trains the "
                 "dense net only: made with requires_grad=False, or in an eval_ctx? (said once)",
                 current.batch_id,
             )
-        book.release_orphans()
-        scaler = self.grad_scaler
-        scale = 1.0
-        self._loss = unscaled = loss.detach()
-        if scaler is not None:
-            loss = scaler.scale(loss)
-            scale = scaler.get_scale()
-        if self._measures is not None:
-            self._measures.note_step(self.update_times + 1, unscaled.item)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._output = None
+        tracker.release_orphans()
+        return engine, current
+
+    def _note_step(self, loss: torch.Tensor, scale: float) -> None:
+        """Record the loss, and every few steps the norms, while leaves have gradients."""
         recorder = self._connected().recorder
-        if recorder is not None and recorder.note_step(self.update_times + 1, unscaled):
-            groups = self.dense_optimizer.param_groups
-            dense = [one for group in groups for one in group["params"]]
-            recorder.note_norms(self._prepared.values(), dense, scale)
-        updates = engine.collect(list(self._prepared.values()), current)
+        if recorder is not None and recorder.note_step(self.update_times + 1, loss):
+            recorder.note_norms(self._prepared.values(), gradients(self.dense_optimizer), scale)
+
+    def _forget_reached(self) -> None:
+        """Drop the batches that this backward has reached."""
         self._kept = [batch for batch in self._kept if batch.awaits_backward()]
         for key, batch in list(self._prepared.items()):
             if not batch.awaits_backward():
                 del self._prepared[key]
+
+    def _step(
+        self, engine: BackwardPipeline, updates: list[GradientBatch], scale: float
+    ) -> None:
+        """Step the dense optimizer and queue the updates; under a scaler both or neither."""
+        scaler = self.grad_scaler
         if scaler is None:
+            # Queued first: workers send while the dense optimizer steps.
             engine.submit(updates, scale * self._reduction)
             self.dense_optimizer.step()
-        else:
-            try:
-                is_finite = self._scaled_step(scaler, updates, scale)
-            except BaseException:
-                engine.give_up(updates)
-                raise
-            if is_finite:
-                engine.submit(updates, scale * self._reduction)
-            else:
-                engine.skip(updates)
-                self._is_loss_bad(self.update_times + 1)
-        self.dense_optimizer.zero_grad()
-        self.update_times += 1
-        if self.rank_id:
-            from persia._training.resume import random_states
-
-            self._random = random_states()  # before rank 0 can ask for it
-        engine.end_step(self.update_times)
-        if self.update_times % max(embedding_gradient_check_frequency, 1) == 0:
-            self._warn_of_nans(book)
-        return loss
-
-    def _scaled_step(
-        self, scaler: torch.amp.GradScaler, updates: list[GradientBatch], scale: float
-    ) -> bool:
-        """Step the dense part; False if a gradient, dense or sparse, was not finite."""
-        is_finite = all(update.is_finite() for update in updates)
-        if self._ranks is not None:
-            if getattr(self.distributed_option, "needs_equal_batches", False):
-                # Dense gradients may be this rank's own: the scaler would skip a step, and
-                # the average that goes with it, on this rank only.
-                is_finite = is_finite and self._has_finite_dense()
-            is_finite = not self._ranks.any(not is_finite)  # one step, or none, for all
-        if not is_finite:
-            # The dense gradients are dropped too: no step, and a smaller scale from now on.
-            scaler.update(scale / self.grad_scalar_update_factor)
-            return False
-        if not any(
-            parameter.grad is not None
-            for group in self.dense_optimizer.param_groups
-            for parameter in group["params"]
-        ):
-            return True  # the scaler refuses an optimizer without any gradient
-        scaler.step(self.dense_optimizer)
-        scaler.update()
-        # The scaler says that it skipped the step by lowering the scale.
-        return scaler.get_scale() >= scale
-
-    def _has_finite_dense(self) -> bool:
-        import torch
-
-        checks = [
-            torch.isfinite(parameter.grad).all()
-            for group in self.dense_optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        return not checks or bool(torch.stack(checks).all())
-
-    def _warn_of_nans(self, book: InFlightTracker, *, is_last: bool = False) -> None:
-        total, by_feature = book.nan_counts()
-        if total <= self._warned_nans:
             return
-        if self._is_loss_bad(self.update_times) and not is_last:
-            return  # all gradients of it are: counted at the end
-        self._warned_nans = total
-        logger.warning(
-            "%d embedding gradients were not finite so far and were left out: %s",
-            total,
-            ", ".join(f"{name} {count}" for name, count in sorted(by_feature.items())),
+        try:
+            is_finite = all(update.is_finite() for update in updates)
+            if self._ranks is not None:
+                # Gradients that are a rank's own may be finite here only: the scaler would
+                # skip a step, and the average that goes with it, on one rank.
+                if getattr(self.distributed_option, "needs_equal_batches", False):
+                    is_finite = is_finite and is_dense_finite(self.dense_optimizer)
+                is_finite = not self._ranks.any(not is_finite)
+            if is_finite:
+                is_finite = self._scaling.step(scaler, self.dense_optimizer, scale)
+            else:
+                # The dense gradients are dropped too: no step, and a smaller scale.
+                scaler.update(scale / self.grad_scalar_update_factor)
+        except BaseException:
+            engine.discard(updates)
+            raise
+        if is_finite:
+            engine.submit(updates, scale * self._reduction)
+        else:
+            engine.skip(updates)
+            self._scaling.is_loss_bad(self.update_times + 1)
+
+
+def _check_optimizers(embedding_optimizer: object, dense_optimizer: Any, model: Any) -> None:
+    """Refuse what is no optimizer; warn of a dense one that cannot train the model."""
+    if not isinstance(embedding_optimizer, Optimizer):
+        raise ConfigError(
+            "embedding_optimizer: expected one of persia.embedding.optim, got "
+            + _no_optimizer(embedding_optimizer)
         )
-
-    def _is_loss_bad(self, step: int) -> bool:
-        """Whether the last loss is not finite; tells the 1st, 10th, 100th... that is not.
-
-        It waits for the device: to be asked only where a gradient is known not to be finite.
-        """
-        value = 0.0 if self._loss is None else self._loss.item()
-        if math.isfinite(value):
-            return False
-        self._num_bad_losses += 1
-        if str(self._num_bad_losses).strip("0") == "1":
-            logger.warning(
-                "the loss is %s at step %d: lower the learning rate, or look at the data",
-                value,
-                step,
-            )
-        return True
-
-
-def _compare(model: Any, optimizer: Any) -> None:
-    """Warn of an optimizer that cannot train the model; over a part of it one may be."""
-    groups = getattr(optimizer, "param_groups", None)
+    for name, given in (("dense_optimizer", dense_optimizer), ("model", model)):
+        if given is None:
+            raise ConfigError(f"TrainCtx needs {name}=, got None")
+    groups = getattr(dense_optimizer, "param_groups", None)
     if groups is None or not callable(getattr(model, "parameters", None)):
         return
     own = {id(parameter) for parameter in model.parameters()}
@@ -809,8 +466,25 @@ def _compare(model: Any, optimizer: Any) -> None:
         )
 
 
+def _check_numbers(
+    update_factor: float, buffer_size: int, workers_size: int, reduction: str
+) -> None:
+    if not update_factor > 0:
+        raise ConfigError(f"grad_scalar_update_factor must be above 0, got {update_factor!r}")
+    for name, size in (
+        ("backward_buffer_size", buffer_size),
+        ("backward_workers_size", workers_size),
+    ):
+        if size < 1:
+            raise ConfigError(f"{name} must be at least 1, got {size}")
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(
+            f"embedding_gradient_reduction must be 'mean' or 'sum', got {reduction!r}"
+        )
+
+
 def _check_loss(loss: torch.Tensor) -> None:
-    """Check what torch would refuse in words of its own, and after the fact."""
+    """Refuse, before any gradient changes, what torch would refuse after that."""
     expected = "TrainCtx.backward: expected a loss of one number that requires grad, got"
     if not callable(getattr(loss, "backward", None)):
         raise DataTypeError(
@@ -824,13 +498,13 @@ def _check_loss(loss: torch.Tensor) -> None:
         )
     if not loss.requires_grad:
         raise DataError(
-            f"{expected} one without a graph: it was detached, made anew from a number, or "
+            f"{expected} one without a graph: it was detached, made from a number, or "
             "computed under torch.no_grad()"
         )
 
 
 def _no_optimizer(given: object) -> str:
-    """Say what was given for an optimizer of embeddings, and what to type."""
+    """Describe what was given for an optimizer of embeddings, and what to write."""
     if not isinstance(given, type | str):
         return f"{type(given).__module__}.{type(given).__name__}"
     is_class = isinstance(given, type) and issubclass(given, Optimizer)

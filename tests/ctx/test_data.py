@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from persia import env
-from persia._loader import registrars, sender
+from persia._loader import sender
 from persia._rpc.methods import embedding_worker, nn_worker
-from persia._rpc.server import Server, ServerSettings, serve
+from persia._rpc.server import Server, ServerLimits, serve
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.ctx import DataCtx, cnt_ctx
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
@@ -66,7 +66,7 @@ class Job:
             self._address(f"r{rank}"),
             nn_worker(),
             self.ranks[rank],
-            settings=ServerSettings(num_threads=8),
+            settings=ServerLimits(num_threads=8),
         )
 
     def name_them(self) -> None:
@@ -214,7 +214,7 @@ def test_a_rank_may_be_restarted(job: Job) -> None:
 def test_w69_batches_go_to_the_workers_that_live(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registrars, "TRY_S", 0.2)
+    monkeypatch.setattr(sender, "TRY_S", 0.2)
     with DataCtx() as ctx:
         job.stop("w1")
         for number in range(6):
@@ -310,7 +310,7 @@ def test_an_orphan_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_FEEDS", "1")
     monkeypatch.setattr(sender, "ORPHAN_S", 0.3)
     monkeypatch.setattr(sender, "CHILD_CALL_S", 1.0)
-    monkeypatch.setattr(registrars, "TRY_S", 0.2)
+    monkeypatch.setattr(sender, "TRY_S", 0.2)
     run = Background(lambda: send_all(100))
     job.ranks[0].train(1)
     for name in list(job.servers):

@@ -1,0 +1,238 @@
+"""Checkpoints of a context: its embeddings at the servers, its dense files, and its trainer.
+
+dump   hold training between two steps -> servers freeze their rows, dense files as bytes
+-> training goes on, files are written here or in a thread -> one manifest
+load   verify all of it on every server and here -> only then replace what is held
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from persia import env
+from persia._files.open import folder_url
+from persia._training import checkpoint
+from persia._training.resume import merge, of_one_pass, random_states, set_random_states
+from persia.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import torch
+
+    from persia._training.ranks import Ranks
+    from persia._training.resume import Plain, Progress
+    from persia.ctx.connection import Connection
+
+logger = logging.getLogger("persia.ctx")
+
+
+class Checkpoints:
+    """Dumps and loads of one context, one of each at a time.
+
+    Args:
+        connection: To the servers that write and read the rows.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._writer = checkpoint.CheckpointWriter(connection.worker)
+        self._reader = checkpoint.CheckpointReader(connection.worker)
+
+    def dump(
+        self,
+        dst_dir: str | os.PathLike[str],
+        dense: Mapping[str, Any],
+        to_script: Mapping[str, Any],
+        trainer_state: Callable[[list[Plain]], Plain | None],
+        *,
+        blocking: bool,
+        keep_last: int,
+    ) -> None:
+        """Write rows and dense files, all as they are between two steps.
+
+        Ranks other than 0 do nothing: rank 0's call is for all of them.
+
+        Args:
+            dst_dir: Folder or URL.
+            dense: Models and optimizers by file name.
+            to_script: Models to write as TorchScript, by file name.
+            trainer_state: Returns what a run continues from, given the other ranks' states.
+            blocking: Wait until the checkpoint is there.
+            keep_last: How many checkpoints of the folder to keep.
+
+        Raises:
+            CheckpointError: If a file cannot be written, or there are no rows.
+            ServiceError: If a server is gone.
+        """
+        if env.get_rank():
+            return
+        keep_last = checkpoint.check_keep_last(keep_last)
+        url = folder_url(dst_dir, "dst_dir")
+        self.wait_for_dump()
+        self.wait_for_load()  # rows that are half replaced are no checkpoint
+        # Compiling takes seconds: before training is held.
+        scripts = {name: checkpoint.scripted(model) for name, model in to_script.items()}
+        with self.connection.at_step() as (step, others):
+
+            def files() -> dict[str, bytes]:
+                found = {name: checkpoint.state_of(one) for name, one in dense.items()}
+                found |= {name: write() for name, write in scripts.items()}
+                state = trainer_state(others) if dense else None
+                if state is not None:
+                    found[checkpoint.TRAINER] = checkpoint.serialized(state)
+                return found
+
+            frozen = self._writer.begin(step, files)
+        job = self.connection.folders
+        self._writer.finish(frozen, url, keep_last, blocking=blocking, job=job)
+
+    def load(
+        self,
+        src_dir: str | os.PathLike[str],
+        map_location: Any,
+        dense: Mapping[str, Any],
+        *,
+        blocking: bool,
+        features: Iterable[str] | None,
+        ranks: Ranks | None,
+    ) -> Plain | None:
+        """Load rows and dense files, all or none of them, on all ranks or none.
+
+        Args:
+            src_dir: Folder or URL; its latest checkpoint.
+            map_location: As of ``torch.load``.
+            dense: Models and optimizers by file name.
+            blocking: Wait until the rows are there.
+            features: Load the rows of these only.
+            ranks: All of which call this; None without several.
+
+        Returns:
+            What the run continues from, if the checkpoint has it and all of it was loaded.
+
+        Raises:
+            CheckpointError: If there is no checkpoint, or a file of it is damaged or does not
+                fit; nothing has changed.
+            ServiceError: If a server is gone.
+        """
+        self.connection.flush()
+        url = folder_url(src_dir, "src_dir")
+        names = checkpoint.names_of(features)
+        is_speaker = not env.get_rank()  # asks the servers, for all ranks
+        with _on_all_ranks(ranks):
+            opened = checkpoint.Checkpoint(url)
+            # First, because a wrong dim of the embeddings shows in the dense net as well.
+            if is_speaker:
+                self._reader.verify(opened.id, url, names)
+            try:
+                states = opened.fitting(dense, map_location)
+                trainer = opened.trainer() if dense and names is None else None
+            except BaseException:
+                self._reader.drop()
+                raise
+        with _on_all_ranks(ranks):
+            if is_speaker:
+                self._reader.commit(blocking=blocking or ranks is not None)
+        for name, state in states.items():
+            checkpoint.put_dense(dense[name], state, name)
+        return trainer
+
+    def wait_for_dump(self) -> None:
+        """Wait for a dump in the background; raise what it raised, once."""
+        self._writer.wait()
+
+    def wait_for_load(self) -> None:
+        """Wait for a load in the background; raise what it raised, once."""
+        self._reader.wait()
+
+
+@contextlib.contextmanager
+def _on_all_ranks(ranks: Ranks | None) -> Iterator[None]:
+    """Surround what has to succeed on every rank before any of them continues."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as exc:
+        failure = exc  # raised behind the barrier, or the other ranks would wait there
+    has_failed = ranks is not None and ranks.any(failure is not None)
+    if failure is not None:
+        raise failure
+    if has_failed:
+        raise CheckpointError(
+            "another rank could not load the checkpoint; its own output says why"
+        )
+
+
+class TrainerState:
+    """What a run continues from besides rows and dense files: generators, scaler, position.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._random: Plain = {}  # of a rank that rank 0 asks, after its last step
+
+    def note_step(self) -> None:
+        """Keep the states of the generators, before rank 0 can ask for them."""
+        if self._rank:
+            self._random = random_states()
+
+    def of_rank(self, progress: Progress) -> Plain:
+        """Return this rank's part; called by another thread on ranks other than 0."""
+        return {"random": self._random, "progress": progress.snapshot()}
+
+    def of_all(
+        self,
+        step: int,
+        scaler: torch.amp.GradScaler | None,
+        progress: Progress,
+        others: list[Plain],
+    ) -> Plain:
+        """Return the state for a file.
+
+        Args:
+            step: The user's last.
+            scaler: Of mixed precision.
+            progress: Of this rank.
+            others: Parts of the other ranks, by rank.
+        """
+        self._random = random_states()
+        ranks = [self.of_rank(progress), *others]
+        passes, positions = of_one_pass([rank["progress"] for rank in ranks])
+        return {
+            "step": step,
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "ranks": ranks,
+            "passes": passes,
+            "stream": merge(positions),
+        }
+
+    def restore(self, state: Plain, progress: Progress) -> int:
+        """Continue where a checkpoint was made; return the number of the next batch."""
+        ranks = state["ranks"]
+        is_same = len(ranks) == self._world_size
+        mine = ranks[self._rank if is_same else 0]
+        position, next_number = state["stream"], mine["progress"]["next_number"]
+        passes = mine["progress"]["passes"] if position is None else state["passes"]
+        if not is_same:
+            next_number = max(rank["progress"]["next_number"] for rank in ranks)
+            logger.warning(
+                "the checkpoint is of %d ranks and there are %d: random numbers start over%s",
+                len(ranks),
+                self._world_size,
+                "" if position else ", and so does the pass over the data",
+            )
+        elif position is None:
+            position = mine["progress"]["position"]
+        progress.resume(passes, position, next_number)
+        if is_same and mine["random"]:
+            self._random = mine["random"]  # until the next step, if this is not rank 0
+            set_random_states(self._random)
+        return int(next_number)

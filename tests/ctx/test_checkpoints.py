@@ -1,0 +1,62 @@
+"""What a run continues from, over ranks; whole checkpoints are in tests/training."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from persia._training.resume import Progress
+from persia.ctx.checkpoints import TrainerState, _on_all_ranks
+from persia.errors import CheckpointError
+
+
+class Votes:
+    """Ranks of which this one and others fail, or not."""
+
+    def __init__(self, others_failed: bool) -> None:
+        self.others_failed = others_failed
+
+    def any(self, flag: bool) -> bool:
+        return flag or self.others_failed
+
+
+def test_a_failure_of_one_rank_is_one_of_all() -> None:
+    with _on_all_ranks(None):
+        pass
+    one: Any = Votes(True)
+    with (
+        pytest.raises(CheckpointError, match="another rank could not load"),
+        _on_all_ranks(one),
+    ):
+        pass
+    with pytest.raises(KeyError, match="own"), _on_all_ranks(one):
+        raise KeyError("own")
+
+
+def test_generators_continue_where_they_were() -> None:
+    state = TrainerState(0, 1)
+    saved = state.of_all(7, None, Progress(), [])
+    expected = random.random()
+    assert saved["step"] == 7
+    assert TrainerState(0, 1).restore(saved, Progress()) == 0
+    assert random.random() == expected
+
+
+def test_another_number_of_ranks_starts_generators_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved = TrainerState(0, 1).of_all(7, None, Progress(), [])
+    saved["ranks"][0]["progress"]["next_number"] = 5
+    before = random.getstate()
+    assert TrainerState(1, 2).restore(saved, Progress()) == 5
+    assert "the checkpoint is of 1 ranks and there are 2" in caplog.text
+    assert random.getstate() == before
+
+
+def test_only_ranks_that_are_asked_keep_their_generators() -> None:
+    for rank in range(2):
+        state = TrainerState(rank, 2)
+        state.note_step()
+        assert bool(state.of_rank(Progress())["random"]) is (rank > 0)

@@ -1,0 +1,346 @@
+"""Contexts over the real servers in this process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from persia._cluster.embedded import build_embedding_worker
+from persia._core.base import cpu
+from persia.config import EmbeddingSchema, GlobalConfig
+from persia.ctx import (
+    EmbeddingCtx,
+    InferCtx,
+    PreprocessMode,
+    TrainCtx,
+    eval_ctx,
+)
+from persia.data import DataLoader
+from persia.embedding import Constant, EmbeddingConfig
+from persia.embedding.data import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia.embedding.optim import SGD, Adagrad, Optimizer
+from persia.errors import (
+    ConfigError,
+    DataError,
+    DataTypeError,
+)
+from tests.training.conftest import MakeCtx, Net, loss_of, step
+from tests.training.fakes import FakeWorker, make_batch
+
+DIM = 4
+NUM_IDS = 50
+SLOTS: dict[str, Any] = {
+    "feature_index_prefix_bit": 8,
+    "slots_config": {
+        "user": {"dim": DIM},
+        "tags": {"dim": DIM, "pooling": "sum"},
+        "means": {"dim": DIM, "pooling": "mean"},
+        "seq": {"dim": DIM, "embedding_summation": False, "sample_fixed_size": 3},
+        "jag": {"dim": DIM, "pooling": "jagged"},
+    },
+}
+NAMES = tuple(SLOTS["slots_config"])
+
+
+def batch_of(number: int, size: int = 32) -> PersiaBatch:
+    rng = np.random.default_rng(number)
+    features: list[IDTypeFeature | IDTypeFeatureWithSingleID] = [
+        IDTypeFeatureWithSingleID("user", rng.integers(0, NUM_IDS, size).astype(np.uint64))
+    ]
+    for name in NAMES[1:]:
+        lists = [
+            rng.integers(0, NUM_IDS, rng.integers(0, 4)).astype(np.uint64) for _ in range(size)
+        ]
+        features.append(IDTypeFeature(name, lists))
+    dense = rng.normal(size=(size, 2)).astype(np.float32)
+    label = (dense[:, :1] > 0).astype(np.float32)
+    return PersiaBatch(features, [NonIDTypeFeature(dense)], [Label(label)])
+
+
+def train(
+    batches: list[PersiaBatch],
+    optimizer: Optimizer | None = None,
+    staleness: int | None = 1,
+    **options: Any,
+) -> tuple[list[float], TrainCtx]:
+    model = Net(len(NAMES))
+    ctx = TrainCtx(
+        optimizer or Adagrad(lr=0.1, initial_accumulator_value=1e-8),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        embedding_config=SLOTS,
+        **options,
+    )
+    with ctx:
+        loader = DataLoader(batches, reproducible=staleness == 1, embedding_staleness=staleness)
+        losses = [step(ctx, batch).item() for batch in loader]
+    return losses, ctx
+
+
+def values_of(ctx: TrainCtx) -> list[bytes]:
+    """All trained values, by way of an evaluation."""
+    everyone = [np.array([number], np.uint64) for number in range(NUM_IDS)]
+    batch = PersiaBatch([IDTypeFeature(name, everyone) for name in NAMES], requires_grad=False)
+    with eval_ctx(model=ctx.model, embedding_worker=ctx.embedding_worker) as reader:
+        got = reader.get_embedding_from_data(batch)
+    return [
+        (item if isinstance(item, torch.Tensor) else item.values).numpy().tobytes()
+        for item in got.embedding_tensors
+    ]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_staleness_one_equals_embedding_bags(name: str) -> None:
+    batches = [batch_of(number) for number in range(40)]
+    makers: dict[str, tuple[Optimizer, Any]] = {
+        "sgd": (SGD(lr=0.5), lambda weights: torch.optim.SGD(weights, lr=0.5)),
+        "adagrad": (
+            Adagrad(lr=0.1, initial_accumulator_value=1e-8),
+            lambda weights: torch.optim.Adagrad(
+                weights, lr=0.1, initial_accumulator_value=1e-8
+            ),
+        ),
+    }
+    optimizer, make_twin = makers[name]
+
+    def rows(ctx: TrainCtx) -> dict[str, torch.Tensor]:
+        flat = [np.frombuffer(bytes_, np.float32) for bytes_ in values_of(ctx)]
+        found = {}
+        for slot, values in zip(NAMES, flat, strict=True):
+            if slot == "seq":  # [NUM_IDS, 3, DIM + 1] with one id in each sample
+                values = values.reshape(NUM_IDS, 3, DIM + 1)[:, 0, :DIM]
+            found[slot] = torch.from_numpy(values.reshape(NUM_IDS, DIM).copy())
+        return found
+
+    # All rows exist before the first step, so that the twin can begin with them.
+    everyone = [np.array([number], np.uint64) for number in range(NUM_IDS)]
+    model = Net(len(NAMES))
+    twin = copy.deepcopy(model)
+    with TrainCtx(
+        optimizer,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        embedding_config=SLOTS,
+    ) as ctx:
+        label = Label(np.zeros((NUM_IDS, 1), np.float32))
+        ctx.get_embedding_from_data(
+            PersiaBatch([IDTypeFeature(slot, everyone) for slot in NAMES], labels=[label])
+        )
+        weights = {slot: table.requires_grad_() for slot, table in rows(ctx).items()}
+        loader = DataLoader(batches, reproducible=True, embedding_staleness=1)
+        losses = [step(ctx, batch).item() for batch in loader]
+        trained = rows(ctx)
+    sparse = make_twin(list(weights.values()))
+    dense = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for batch, loss in zip(batches, losses, strict=True):
+        pooled = []
+        for feature in batch.features:
+            ids = torch.from_numpy(feature.distinct.astype(np.int64)[feature.inverse])
+            lengths = torch.from_numpy(feature.lengths())
+            if feature.name == "seq":
+                kept = torch.cat(
+                    [torch.arange(int(n)) < 3 for n in lengths] or [torch.zeros(0)]
+                )
+                ids, lengths = ids[kept.bool()], lengths.clamp(max=3)
+            samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            summed = torch.zeros(len(lengths), DIM).index_add(
+                0, samples, weights[feature.name][ids]
+            )
+            if feature.name == "means":
+                summed = summed / lengths.clamp(min=1).unsqueeze(1)
+            pooled.append(summed)
+        inputs = [torch.from_numpy(item.data) for item in batch.non_id_type_features]
+        labels = [torch.from_numpy(item.data) for item in batch.labels]
+        want = loss_of(twin(inputs, pooled), labels)
+        want.backward()  # type: ignore[no-untyped-call]
+        assert loss == pytest.approx(want.item(), abs=1e-5)
+        for each in (sparse, dense):
+            each.step()
+            each.zero_grad()
+    for slot, table in weights.items():
+        assert torch.allclose(trained[slot], table.detach(), atol=1e-5), slot
+
+
+def test_runs_and_numbers_of_servers_and_threads_are_bit_equal() -> None:
+    batches = [batch_of(number) for number in range(12)]
+    results = []
+    for servers, threads in ((1, 1), (1, 1), (2, 1), (4, 2)):
+        config = {"embedded_config": {"num_servers": servers, "num_threads": threads}}
+        losses, ctx = train(batches, global_config=config)
+        sizes = ctx.get_embedding_size()
+        assert len(sizes) == servers
+        results.append((losses, values_of(ctx), sum(sizes)))
+    assert all(result == results[0] for result in results[1:])
+
+
+@pytest.mark.parametrize("staleness", [None, 1, 4])
+def test_every_batch_is_trained(staleness: int | None) -> None:
+    batches = [batch_of(number) for number in range(30)]
+    _, ctx = train(batches, staleness=staleness)
+    stats = ctx.stats()
+    assert stats["batches"] == 30
+    assert stats["staleness"] == stats["abandoned"] == stats["failed"] == 0
+    # numbers of in-flight batches at the worker itself
+    assert ctx.embedding_worker.stats().get("in_flight", 0) == 0
+
+
+def test_slots_come_from_files_mappings_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "embedding_config.yml"
+    path.write_text("slots_config:\n  user:\n    dim: 4\n")
+    batch = make_batch(0, names=("user",))
+    sources: list[Any] = [
+        path,
+        str(path),
+        {"slots_config": {"user": {"dim": 4}}},
+        EmbeddingConfig(schema=path),
+        EmbeddingConfig(schema={"slots_config": {"user": {"dim": 4}}}),
+        None,
+    ]
+    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", str(path))
+    for source in sources:
+        with eval_ctx(embedding_config=source) as ctx:
+            (user,) = ctx.get_embedding_from_data(batch).embedding_tensors
+            assert isinstance(user, torch.Tensor)
+            assert user.shape == (4, 4)
+
+
+def test_global_config_comes_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "global_config.yml"
+    path.write_text("embedded_config:\n  num_servers: 3\n")
+    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(path))
+    with eval_ctx(embedding_config=SLOTS) as ctx:
+        assert ctx.get_embedding_size() == [0, 0, 0]
+
+
+def test_settings_reach_the_rows() -> None:
+    config = EmbeddingConfig(Constant(0.25), schema=SLOTS)
+    model = Net(1)
+    with TrainCtx(
+        SGD(lr=0.1),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        embedding_config=config,
+    ) as ctx:
+        (user,) = ctx.get_embedding_from_data(make_batch(0, names=("user",))).embedding_tensors
+        assert isinstance(user, torch.Tensor)
+        assert user.eq(0.25).all()
+
+
+def test_unknown_feature_is_named_and_changes_nothing() -> None:
+    batch = PersiaBatch(
+        [IDTypeFeatureWithSingleID("unknown", np.array([1], np.uint64))],
+        labels=[Label(np.zeros((1, 1), np.float32))],
+    )
+    model = Net(1)
+    with TrainCtx(
+        SGD(lr=0.1),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        embedding_config=SLOTS,
+    ) as ctx:
+        with pytest.raises(DataError, match="unknown"):
+            list(DataLoader([batch_of(0), batch], reproducible=True))
+        assert ctx.stats()["staleness"] == 0
+
+
+def test_bad_config_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(ConfigError, match="slots_confg"):
+        eval_ctx(embedding_config={"slots_confg": {}})
+
+
+def test_w43_a_serving_context_can_be_entered_alone() -> None:
+    with InferCtx(model=Net(1), embedding_config=SLOTS) as ctx:
+        ctx.wait_for_serving()
+        assert ctx.get_embedding_size() == [0]
+        output, labels = ctx.forward(
+            ctx.get_embedding_from_data(make_batch(0, names=("user",)))
+        )
+        assert output.shape == (4, 1)
+        assert labels is None
+
+
+def test_rows_outlive_the_with_block() -> None:
+    _, ctx = train([batch_of(number) for number in range(3)])
+    before = values_of(ctx)
+    assert sum(ctx.get_embedding_size()) > 0
+    with ctx:
+        assert values_of(ctx) == before
+
+
+@pytest.mark.parametrize("name", cpu.available())
+def test_the_environment_chooses_the_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSIA_ISA", name)
+    before = cpu.selected()
+    try:
+        build_embedding_worker(EmbeddingSchema.load(SLOTS), GlobalConfig.load(None)).close()
+        assert cpu.selected() == name
+    finally:
+        cpu.select(before)
+
+
+def test_kernels_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_ISA", "mmx")
+    with pytest.raises(ConfigError, match="mmx"):
+        build_embedding_worker(EmbeddingSchema.load(SLOTS), GlobalConfig.load(None))
+
+
+def test_evaluation_between_steps_changes_no_training_bit(make_ctx: MakeCtx) -> None:
+    runs = []
+    for evaluates in (False, True):
+        fake = FakeWorker()
+        with make_ctx(embedding_worker=fake) as ctx:
+            data = [make_batch(number) for number in range(12)]
+            for batch in DataLoader(data, reproducible=True, embedding_staleness=1):
+                step(ctx, batch)
+                if evaluates:
+                    with eval_ctx(model=ctx.model) as inner:
+                        for other in DataLoader([make_batch(99)], embedding_staleness=1):
+                            inner.forward(other)
+        runs.append({key: row.tobytes() for key, row in fake.rows.items()})
+        assert fake.update_ids[-1][1] == 11
+    assert runs[0] == runs[1]
+
+
+def test_evaluation_inside_a_training_context_does_not_shift_its_batch_ids(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    # Admission by probability draws by batch id.
+    with make_ctx() as ctx:
+        for number in range(3):
+            ctx.get_embedding_from_data(make_batch(9, requires_grad=False))
+            step(ctx, ctx.get_embedding_from_data(make_batch(number)))
+    assert worker.of("lookup") == [0, 1, 2]
+    assert [number for _, number in sorted(worker.update_ids)] == [0, 1, 2]
+
+
+def test_forward_needs_a_model(worker: FakeWorker) -> None:
+    with EmbeddingCtx(PreprocessMode.EVAL, embedding_worker=worker) as ctx:
+        batch = ctx.get_embedding_from_data(make_batch(0))
+        ctx.prepare_features(batch)
+        with pytest.raises(ConfigError, match="needs model="):
+            ctx.forward(batch)
+
+
+def test_a_batch_without_embeddings_is_refused_by_its_type(make_ctx: MakeCtx) -> None:
+    with (
+        make_ctx() as ctx,
+        pytest.raises(DataTypeError, match=r"as DataLoader .* got PersiaBatch"),
+    ):
+        ctx.forward(make_batch())  # type: ignore[arg-type]

@@ -1,0 +1,388 @@
+"""Staleness 1 in embedded mode is plain PyTorch.
+
+The same model, the same initial rows (copied in), the same batches: losses and rows agree to
+1e-5 after 200 steps, in every pooling mode. Where PyTorch's optimizer moves rows that a batch
+did not meet (momentum, decay, Adam's averages), every batch meets every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from persia._core.ids.signs import pack
+from persia._rpc.messages import TableEntries, TableSigns
+from persia.config import EmbeddingSchema
+from persia.ctx import (
+    TrainCtx,
+)
+from persia.data import DataLoader, IterableDataset
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
+from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
+from persia.errors import ConfigError
+from tests.training.conftest import MakeCtx, Net
+from tests.training.fakes import FakeWorker
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+STEPS = 200
+BATCH = 32
+Schedule = torch.optim.lr_scheduler.StepLR
+VOCABULARY = 24  # ids of each slot; below BATCH, so that a batch can meet them all
+DIM = 8
+FIXED = 4  # places of the raw slot; some samples have more ids
+POOLINGS = ("sum", "mean", "sqrt", "max", "raw", "jagged")
+TOLERANCE = 1e-5
+
+
+class Model(torch.nn.Module):
+    """Reads one slot, in the form its pooling mode has."""
+
+    def __init__(self, pooling: str) -> None:
+        super().__init__()
+        self.pooling = pooling
+        self.hidden = torch.nn.Linear(DIM, 8)
+        self.out = torch.nn.Linear(8, 1)
+
+    def forward(self, dense: Sequence[torch.Tensor], embeddings: Sequence[Any]) -> torch.Tensor:
+        return self.head(_vector(self.pooling, embeddings[0]))
+
+    def head(self, vector: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.out(torch.tanh(self.hidden(vector)))
+        return output
+
+
+def _vector(pooling: str, embedding: Any) -> torch.Tensor:
+    """Return [B, DIM]. Places and positions weigh differently, so that a mix-up shows."""
+    if pooling == "raw":
+        places = torch.arange(1.0, FIXED + 1)[None, :, None]
+        weighted: torch.Tensor = embedding[..., :-1] * embedding[..., -1:] / places
+        return weighted.sum(1)
+    if pooling == "jagged":
+        values, offsets = embedding
+        lengths = offsets.diff()
+        sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        weights = 1.0 / (1 + torch.arange(len(values)) - offsets[sample])
+        return torch.zeros(len(lengths), DIM).index_add(0, sample, values * weights[:, None])
+    vector: torch.Tensor = embedding
+    return vector
+
+
+@dataclass(frozen=True)
+class Step:
+    """The ids of each sample, the labels, and perhaps a weight for each id."""
+
+    ids: list[NDArray[np.uint64]]
+    labels: NDArray[np.float32]
+    weights: list[NDArray[np.float32]] | None = None
+
+
+def _weighted(steps: list[Step]) -> list[Step]:
+    """The same steps; some weights are negative, some 0."""
+    rng = np.random.default_rng(8)
+    return [
+        Step(
+            step.ids,
+            step.labels,
+            [
+                rng.integers(-1, 4, len(ids)).astype(np.float32) / np.float32(2)
+                for ids in step.ids
+            ],
+        )
+        for step in steps
+    ]
+
+
+def _steps(meets_all: bool) -> list[Step]:
+    rng = np.random.default_rng(7)
+    steps = []
+    for _ in range(STEPS):
+        ids = [
+            rng.integers(0, VOCABULARY, rng.integers(0, 7)).astype(np.uint64)
+            for _ in range(BATCH)
+        ]
+        if meets_all:
+            everyone = rng.permutation(BATCH).astype(np.uint64) % VOCABULARY
+            ids = [
+                np.concatenate([[first], rest])
+                for first, rest in zip(everyone, ids, strict=True)
+            ]
+            ids = [sample.astype(np.uint64) for sample in ids]
+        steps.append(Step(ids, rng.normal(size=(BATCH, 1)).astype(np.float32)))
+    return steps
+
+
+class Steps(IterableDataset):
+    def __init__(self, steps: list[Step]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        for step in self.steps:
+            feature = IDTypeFeature("slot", step.ids, step.weights)
+            yield PersiaBatch([feature], labels=[Label(step.labels)])
+
+
+def _twin_embedding(pooling: str, weight: torch.Tensor, step: Step) -> Any:
+    """What PyTorch gives a model where PERSIA gives ``_vector`` its embedding."""
+    lengths = torch.tensor([len(sample) for sample in step.ids])
+    flat = torch.from_numpy(np.concatenate(step.ids).astype(np.int64))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    if pooling == "jagged":
+        return torch.nn.functional.embedding(flat, weight), offsets
+    if pooling == "raw":
+        index = torch.zeros(BATCH, FIXED, dtype=torch.int64)
+        mask = torch.zeros(BATCH, FIXED, 1)
+        for i, sample in enumerate(step.ids):
+            kept = sample[:FIXED].astype(np.int64)
+            index[i, : len(kept)] = torch.from_numpy(kept)
+            mask[i, : len(kept)] = 1
+        rows = torch.nn.functional.embedding(index, weight) * mask
+        return torch.cat([rows, mask], dim=2)
+    weights = None if step.weights is None else torch.from_numpy(np.concatenate(step.weights))
+    bag = torch.nn.functional.embedding_bag(
+        flat,
+        weight,
+        offsets[:-1],
+        mode="sum" if pooling == "sqrt" else pooling,
+        per_sample_weights=weights,
+    )
+    if pooling == "sqrt":
+        bag = bag / lengths.clamp(min=1).sqrt()[:, None]
+    return bag
+
+
+def _train_twin(
+    model: Model,
+    weight: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    steps: list[Step],
+    schedule: Schedule | None = None,
+) -> list[float]:
+    dense = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in steps:
+        vector = _vector(model.pooling, _twin_embedding(model.pooling, weight, step))
+        loss = torch.nn.functional.mse_loss(model.head(vector), torch.from_numpy(step.labels))
+        optimizer.zero_grad()
+        dense.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if isinstance(optimizer, torch.optim.SparseAdam) and weight.grad is not None:
+            weight.grad = torch.sparse_coo_tensor(
+                torch.arange(VOCABULARY)[None], weight.grad, weight.shape, check_invariants=True
+            )
+        optimizer.step()
+        dense.step()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _train_persia(
+    model: Model,
+    rows: NDArray[np.float32],
+    optimizer: Optimizer,
+    steps: list[Step],
+    schedule: Schedule | None = None,
+    group: str | None = None,
+) -> tuple[list[float], NDArray[np.float32]]:
+    slot = {"dim": DIM, "pooling": model.pooling, "sample_fixed_size": FIXED}
+    own: dict[str, Any] = {} if group is None else {group: {"optimizer": {}}}
+    schema = EmbeddingSchema.load({"slots_config": {"slot": slot}, "group_settings": own})
+    signs, _ = pack(
+        np.arange(VOCABULARY, dtype=np.uint64), schema.slots["slot"].prefix, schema.prefix_bits
+    )
+    ctx = TrainCtx(
+        model=model,
+        embedding_optimizer=optimizer,
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+        # No bound: nn.EmbeddingBag has none.
+        embedding_config=EmbeddingConfig(weight_bound=0, schema=schema),
+    )
+    losses = []
+    with ctx:
+        worker: Any = ctx.embedding_worker
+        worker.set_embedding([TableEntries(0, signs, rows, None)])
+        loader = DataLoader(Steps(steps), reproducible=True, embedding_staleness=1)
+        for batch in loader:
+            output, labels = ctx.forward(batch)
+            assert labels is not None
+            loss = ctx.backward(torch.nn.functional.mse_loss(output, labels[0]))
+            losses.append(loss.item())
+            if schedule is not None:
+                schedule.optimizer.step()  # it warns of one that never did
+                schedule.step()
+                ctx.set_lr(float(schedule.get_last_lr()[0]), group)
+    (server,) = worker.servers
+    (entries,) = server.read_embedding((TableSigns(0, signs),))
+    np.testing.assert_array_equal(entries.signs, signs)
+    return losses, entries.values
+
+
+TwinOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+ANY_ROWS: dict[str, tuple[Callable[[], Optimizer], TwinOptimizer]] = {
+    "sgd": (lambda: SGD(0.5), lambda p: torch.optim.SGD(p, lr=0.5)),
+    # The original's initial accumulator: beside it early gradients hardly count.
+    "adagrad_1e-2": (
+        lambda: Adagrad(0.05, initial_accumulator_value=1e-2),
+        lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=1e-2),
+    ),
+    "adagrad_1e-8": (
+        lambda: Adagrad(0.05, initial_accumulator_value=1e-8),
+        lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=1e-8),
+    ),
+}
+ALL_ROWS: dict[str, tuple[Callable[[], Optimizer], TwinOptimizer]] = {
+    "sgd_momentum": (
+        lambda: SGD(0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    ),
+    "sgd_momentum_decay": (
+        lambda: SGD(0.1, momentum=0.9, weight_decay=1e-2),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
+    ),
+    "adagrad_decay": (
+        lambda: Adagrad(0.05, weight_decay=1e-2),
+        lambda p: torch.optim.Adagrad(
+            p, lr=0.05, initial_accumulator_value=1e-2, weight_decay=1e-2
+        ),
+    ),
+    # SparseAdam adds eps before it corrects the bias, Adam (and PERSIA) after: so hardly any.
+    "sparse_adam": (
+        lambda: Adam(0.01, eps=1e-12),
+        lambda p: torch.optim.SparseAdam(p, lr=0.01, eps=1e-12),
+    ),
+    "adam": (lambda: Adam(0.01), lambda p: torch.optim.Adam(p, lr=0.01)),
+    "adam_decay": (
+        lambda: Adam(0.01, weight_decay=1e-2),
+        lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=1e-2),
+    ),
+}
+
+
+def _check(
+    pooling: str,
+    optimizers: tuple[Callable[[], Optimizer], TwinOptimizer],
+    steps: list[Step],
+) -> None:
+    ours, theirs = optimizers
+    rows = np.random.default_rng(3).uniform(-0.5, 0.5, (VOCABULARY, DIM)).astype(np.float32)
+    torch.manual_seed(11)
+    model = Model(pooling)
+    twin = Model(pooling)
+    twin.load_state_dict(model.state_dict())
+    weight = torch.from_numpy(rows.copy()).requires_grad_()
+
+    want = _train_twin(twin, weight, theirs([weight]), steps)
+    got, got_rows = _train_persia(model, rows, ours(), steps)
+
+    want_rows = weight.detach().numpy()
+    assert np.abs(want_rows - rows).max() > 0.05, "the rows must have moved to prove anything"
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(got_rows, want_rows, rtol=0, atol=TOLERANCE)
+
+
+# Pooling and optimizer do not know each other: the fast tier takes each once.
+def _pairs(optimizers: Sequence[str], fast: Sequence[str]) -> list[Any]:
+    """Each optimizer with each pooling; fast are all with the first, the first with these."""
+    return [
+        pytest.param(
+            optimizer,
+            pooling,
+            marks=() if place == 0 or (number == 0 and pooling in fast) else pytest.mark.slow,
+            id=f"{optimizer}-{pooling}",
+        )
+        for number, optimizer in enumerate(optimizers)
+        for place, pooling in enumerate(POOLINGS)
+    ]
+
+
+@pytest.mark.parametrize(("optimizer", "pooling"), _pairs(list(ANY_ROWS), POOLINGS))
+def test_equals_torch_whatever_rows_are_met(pooling: str, optimizer: str) -> None:
+    _check(pooling, ANY_ROWS[optimizer], _steps(meets_all=False))
+
+
+@pytest.mark.parametrize(("optimizer", "pooling"), _pairs(list(ALL_ROWS), ()))
+def test_equals_torch_when_every_row_is_met(pooling: str, optimizer: str) -> None:
+    _check(pooling, ALL_ROWS[optimizer], _steps(meets_all=True))
+
+
+@pytest.mark.parametrize("group", [None, "slot"])
+def test_a_schedule_of_the_embeddings_is_torchs(group: str | None) -> None:
+    steps = _steps(meets_all=True)[:60]
+    rows = np.random.default_rng(3).uniform(-0.5, 0.5, (VOCABULARY, DIM)).astype(np.float32)
+    torch.manual_seed(11)
+    model, twin = Model("sum"), Model("sum")
+    twin.load_state_dict(model.state_dict())
+    weight = torch.from_numpy(rows.copy()).requires_grad_()
+    optimizer = torch.optim.Adam([weight], lr=0.05)
+    want = _train_twin(twin, weight, optimizer, steps, Schedule(optimizer, 7, gamma=0.5))
+
+    mirror = torch.optim.Adam([torch.zeros(1)], lr=0.05)
+    got, got_rows = _train_persia(
+        model, rows, Adam(0.05), steps, Schedule(mirror, 7, gamma=0.5), group
+    )
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(got_rows, weight.detach().numpy(), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("optimizer", list(ANY_ROWS))
+def test_weighted_ids_are_per_sample_weights(optimizer: str) -> None:
+    _check("sum", ANY_ROWS[optimizer], _weighted(_steps(meets_all=False))[:60])
+
+
+def test_w44_defaults_work_without_rank_and_without_cuda(make_ctx: MakeCtx) -> None:
+    ctx = make_ctx()
+    assert (ctx.world_size, ctx.rank_id) == (1, 0)
+    assert ctx.mixed_precision is False
+    assert ctx.grad_scaler is None
+    assert ctx.device_id is None
+    assert make_ctx(device_id=-1).device_id is None
+    assert ctx.grad_queue is None
+    with ctx:
+        assert ctx.grad_queue is not None
+        assert len(ctx.grad_queue) == 0
+
+
+def test_original_positional_order() -> None:
+    fake, model = FakeWorker(), Net()
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx = TrainCtx(
+        SGD(lr=1), dense, 4, 10, 8, 60, True, False, None, model, embedding_worker=fake
+    )
+    assert ctx.model is model
+    assert ctx.dense_optimizer is dense
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embedding_optimizer": None}, "embedding_optimizer: expected one of"),
+        ({"dense_optimizer": None}, "TrainCtx needs dense_optimizer="),
+        ({"grad_scalar_update_factor": 0}, "grad_scalar_update_factor must be above 0, got 0"),
+        ({"backward_buffer_size": 0}, "backward_buffer_size must be at least 1, got 0"),
+        ({"backward_workers_size": 0}, "backward_workers_size must be at least 1, got 0"),
+        ({"embedding_gradient_reduction": "max"}, "must be 'mean' or 'sum', got 'max'"),
+        ({"device_id": 1000}, r"device_id: expected one of the \d+ CUDA devices.* got 1000"),
+    ],
+)
+def test_bad_settings_name_themselves(
+    make_ctx: MakeCtx, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_ctx(**options)
+
+
+def test_train_ctx_needs_a_model(worker: FakeWorker) -> None:
+    dense = torch.optim.SGD(Net().parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="TrainCtx needs model="):
+        TrainCtx(SGD(lr=1), dense, embedding_worker=worker)

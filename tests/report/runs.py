@@ -1,0 +1,109 @@
+"""A small run that is recorded, and a reader of its report."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import torch
+
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, IterableDataset
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia.embedding.optim import Adagrad
+
+SLOTS = {"slots_config": {"user": {"dim": 4}, "tags": {"dim": 8}}}
+STEPS, SIZE = 40, 32
+
+
+class Clicks(IterableDataset):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        rng = np.random.default_rng(1)
+        for _ in range(STEPS):
+            tags = [rng.integers(0, 50, n).astype(np.uint64) for n in rng.integers(0, 3, SIZE)]
+            users = rng.integers(0, 300, SIZE).astype(np.uint64)
+            yield PersiaBatch(
+                [IDTypeFeatureWithSingleID("user", users), IDTypeFeature("tags", tags)],
+                non_id_type_features=[NonIDTypeFeature(rng.random((SIZE, 2), np.float32))],
+                labels=[Label((users % 2).astype(np.float32).reshape(-1, 1))],
+                requires_grad=True,
+            )
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = torch.nn.Linear(14, 1)
+
+    def forward(
+        self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]
+    ) -> torch.Tensor:
+        output: torch.Tensor = self.top(torch.cat([*dense, *embeddings], dim=1))
+        return output
+
+
+def build(**options: object) -> TrainCtx:
+    torch.manual_seed(0)
+    model = Net()
+    return TrainCtx(
+        model=model,
+        embedding_optimizer=Adagrad(lr=0.1),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        embedding_config=EmbeddingConfig(schema=SLOTS),
+        mixed_precision=False,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def train(ctx: TrainCtx, spoiled: int = -1) -> None:
+    loss_fn = torch.nn.BCEWithLogitsLoss()
+    for step, batch in enumerate(DataLoader(Clicks(), reproducible=True)):
+        if step == 3:
+            continue  # no backward: abandoned
+        output, labels = ctx.forward(batch)
+        assert labels is not None
+        loss = loss_fn(output, labels[0])
+        ctx.backward(loss * math.nan if step == spoiled else loss)
+        if step % 10 == 0:
+            ctx.report(auc=0.5 + step / 100)
+
+
+class Reader(HTMLParser):
+    """What a page shows, and what it would fetch."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.headings: list[str] = []
+        self.fetched: list[str] = []
+        self.num_charts = 0
+        self._open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._open.append(tag)
+        self.num_charts += tag == "svg"
+        self.fetched += [str(value) for key, value in attrs if key in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self._open):
+            self.words.append(data)
+            if self._open and self._open[-1] in ("h1", "h2", "figcaption"):
+                self.headings.append(data.strip())
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))

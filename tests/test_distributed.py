@@ -1,0 +1,267 @@
+"""Data parallelism of the dense net: PyTorch's, under PERSIA's names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from persia.distributed import (
+    BaguaDistributedOption,
+    DDPOption,
+    DistributedBaseOption,
+    get_default_distributed_option,
+)
+from persia.errors import ConfigError
+from tests.support.processes import DEADLINE_S
+
+
+@pytest.fixture
+def _no_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_default_option_follows_the_device() -> None:
+    assert get_default_distributed_option().backend == "gloo"
+    assert get_default_distributed_option(0).backend == "nccl"
+    option = DDPOption()
+    assert (option.initialization_method, option.backend) == ("tcp", "nccl")
+    assert (option.master_port, option.master_addr) == (23456, None)
+    assert isinstance(option, DistributedBaseOption)
+
+
+def test_w67_the_documented_spelling_of_the_method_works() -> None:
+    with pytest.warns(DeprecationWarning, match="initialization_method"):
+        option = DDPOption(init_method="file", backend="gloo", sync_file="x")
+    assert option.initialization_method == "file"
+    assert option.init_with_env_file() is True
+    assert DDPOption().init_with_env_file() is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"backend": "glo"},
+            "backend: expected one of nccl, gloo, got 'glo', did you mean 'gloo'",
+        ),
+        ({"initialization_method": "udp"}, "initialization_method: expected one of tcp, file"),
+        ({"initialization_method": "file"}, "sync_file: expected a path"),
+        ({"master_prt": 1}, "unknown option 'master_prt', did you mean 'master_port'"),
+        ({"master_port": 0}, "master_port: expected a port in 1..65535, got 0"),
+        ({"master_port": "1"}, "master_port: expected a port in 1..65535, got '1'"),
+    ],
+)
+def test_options_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DDPOption(**arguments)
+
+
+def test_nccl_needs_a_device() -> None:
+    with pytest.raises(ConfigError, match="'nccl' needs a CUDA device"):
+        DDPOption().convert2distributed_model(torch.nn.Linear(1, 1), 1, 0)
+
+
+def test_w67_ranks_must_know_where_to_meet() -> None:
+    with pytest.raises(ConfigError, match="the host where 2 ranks meet, got none"):
+        DDPOption(backend="gloo").convert2distributed_model(torch.nn.Linear(1, 1), 2, 0)
+
+
+def test_a_file_of_an_earlier_job(tmp_path: Path) -> None:
+    path = tmp_path / "sync"
+    path.touch()
+    os.utime(path, (0, 0))
+    option = DDPOption("file", "gloo", sync_file=str(path))
+    with pytest.raises(ConfigError, match=f"expected no file at {path}"):
+        option.convert2distributed_model(torch.nn.Linear(1, 1), 2, 0)
+
+
+@pytest.mark.usefixtures("_no_group_left")
+def test_one_rank_alone(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    option = DDPOption("file", "gloo", sync_file=str(tmp_path / "sync"))
+    parallel, same = option.convert2distributed_model(model, 1, 0, optimizer=optimizer)
+    assert isinstance(parallel, torch.nn.parallel.DistributedDataParallel)
+    assert parallel.module is model
+    assert same is optimizer
+    assert parallel.find_unused_parameters is False
+    # A second model joins the group that is there, Bagua's option too; another rank cannot.
+    bagua = BaguaDistributedOption("gradient_allreduce")
+    second, _ = bagua.convert2distributed_model(torch.nn.Linear(2, 1), 1, 0)
+    assert isinstance(second, torch.nn.parallel.DistributedDataParallel)
+    with pytest.raises(
+        ConfigError, match="this is rank 1 of 2, got one where it is rank 0 of 1"
+    ):
+        option.convert2distributed_model(torch.nn.Linear(2, 1), 2, 1)
+
+
+@pytest.mark.usefixtures("_no_group_left")
+def test_w67_unused_parameters_are_looked_for_if_asked(tmp_path: Path) -> None:
+    for asked in ({}, {"find_unused_parameters": True}):
+        option = DDPOption("file", "gloo", sync_file=str(tmp_path / "sync"), **asked)
+        parallel, _ = option.convert2distributed_model(torch.nn.Linear(2, 1), 1, 0)
+        assert isinstance(parallel, torch.nn.parallel.DistributedDataParallel)
+        assert parallel.find_unused_parameters is bool(asked)
+
+
+RANK = """
+import sys, torch
+from persia.distributed import DDPOption
+rank, sync_file = int(sys.argv[1]), sys.argv[2]
+model = torch.nn.Linear(2, 1, bias=False)
+option = DDPOption("file", "gloo", sync_file=sync_file)
+parallel, _ = option.convert2distributed_model(model, 2, rank)
+parallel(torch.full((1, 2), float(rank + 1))).sum().backward()
+print(model.weight.grad.tolist(), model.weight.sum().item())
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_two_ranks_average_gradients_and_begin_equal(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "sync")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("[[1.5, 1.5]]")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "gradient_allreduce",
+        "bytegrad",
+        "qadam",
+        "decentralized",
+        "low_precision_decentralized",
+        "async",
+    ],
+)
+@pytest.mark.usefixtures("_no_group_left")
+def test_w67_bagua_algorithms_say_what_runs(
+    algorithm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    option = BaguaDistributedOption(algorithm)
+    with caplog.at_level("INFO", "persia.distributed"):
+        parallel, same = option.convert2distributed_model(model, 1, 0, optimizer=optimizer)
+    assert f"Bagua's {algorithm} runs as" in caplog.text
+    assert "{" not in caplog.text
+    assert isinstance(parallel, torch.nn.parallel.DistributedDataParallel)
+    assert same is optimizer
+    assert option.needs_equal_batches is (algorithm not in {"gradient_allreduce", "bytegrad"})
+    before = model.weight.clone()
+    parallel(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_w67_bagua_options_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+    option = BaguaDistributedOption(
+        "bytegrad",
+        autotune_level=1,
+        enable_bagua_net=True,
+        communication_interval=3,
+        default_bucket_size=2**20,
+        master_port=1234,
+    )
+    # One line for all of them, and nothing of those that mean something.
+    assert [record.getMessage() for record in caplog.records] == [
+        "BaguaDistributedOption: no effect with 'bytegrad' on PyTorch: autotune_level, "
+        "enable_bagua_net, communication_interval"
+    ]
+    assert option.algorithm == "bytegrad"
+    assert option.master_port == 1234
+    assert option.init_with_env_file() is False
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        ("bytgrad", {}, "expected one of gradient_allreduce, .* did you mean 'bytegrad'"),
+        ("async", {"autotune": 1}, "unknown option 'autotune', did you mean"),
+        ("async", {"communication_interval": 1}, "expected an int of at least 2, got 1"),
+        ("async", {"warmup_steps": -1}, "warmup_steps: expected an int of at least 0, got -1"),
+        ("async", {"default_bucket_size": 1e6}, "default_bucket_size: expected an int"),
+    ],
+)
+def test_bagua_options_that_cannot_be_used(
+    algorithm: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BaguaDistributedOption(algorithm, **options)
+
+
+@pytest.mark.parametrize("algorithm", ["qadam", "decentralized", "async"])
+def test_algorithms_that_count_steps_need_the_optimizer(algorithm: str) -> None:
+    with pytest.raises(ConfigError, match=f"{algorithm!r} works after steps of the optimizer"):
+        BaguaDistributedOption(algorithm).convert2distributed_model(torch.nn.Linear(1, 1), 1, 0)
+
+
+@pytest.mark.usefixtures("_no_group_left")
+def test_a_model_without_parameters_needs_no_wrapper() -> None:
+    model = torch.nn.Identity()
+    assert DDPOption(backend="gloo").convert2distributed_model(model, 1, 0) == (model, None)
+
+
+def test_the_launcher_says_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    option = DDPOption("env", "gloo")
+    with pytest.raises(ConfigError, match="'env' needs MASTER_ADDR and MASTER_PORT"):
+        option.convert2distributed_model(torch.nn.Linear(1, 1), 2, 0)
+    # By hand, as the original's users do, there is an address and no port.
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.9")
+    default = DDPOption(backend="gloo")
+    assert default._meeting_place(2, 0, None) == "tcp://127.0.0.9:23456"
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    assert default._meeting_place(2, 0, None) == "env://"
+    assert DDPOption("env://", "gloo")._meeting_place(2, 0, None) == "env://"
+    # A place that was chosen is where they meet.
+    assert default._meeting_place(2, 0, "chosen") == "tcp://chosen:23456"
+    assert DDPOption(master_port=99)._meeting_place(2, 0, None) == "tcp://127.0.0.9:99"
+
+
+@pytest.mark.parametrize(
+    ("options", "launcher", "context", "want"),
+    [
+        ({}, None, None, "tcp://127.0.0.1:0"),  # alone
+        ({}, "node0:29500", None, "env://"),
+        ({}, "node0", None, "tcp://node0:23456"),
+        ({}, "node0", "node1", "tcp://node1:23456"),
+        ({}, None, "node1", "tcp://node1:23456"),
+        ({"master_port": 99}, "node0", None, "tcp://node0:99"),
+        ({"master_addr": "node2"}, "node0", "node1", "tcp://node2:23456"),
+    ],
+)
+def test_where_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    launcher: str | None,
+    context: str | None,
+    want: str,
+) -> None:
+    if launcher is not None:
+        for name, value in zip(
+            ("MASTER_ADDR", "MASTER_PORT"), launcher.split(":"), strict=False
+        ):
+            monkeypatch.setenv(name, value)
+    assert DDPOption(backend="gloo", **options)._meeting_place(1, 0, context) == want
