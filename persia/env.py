@@ -1,9 +1,8 @@
 """Everything PERSIA reads from the environment: the only reader of ``os.environ``.
 
-Who this process is (rank or replica) is parsed on first use and kept until ``reload_env`` or
-``set_env``, because a launcher sets it once. Everything else is read at each call.
-
-A variable that is set to the empty string counts as not set.
+Rank and replica numbers are parsed on first use and kept until ``reload_env`` or ``set_env``,
+because a launcher sets them once. Every other variable is read at each call. A variable that is
+set to the empty string counts as not set.
 """
 
 from __future__ import annotations
@@ -11,53 +10,44 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Generic, Literal, TypeVar, cast
 
 from persia._replica_index import own_number
 from persia.errors import ConfigError
 
 Mode = Literal["embedded", "services"]
-
-DEFAULT_EMBEDDING_WORKER_SERVICE = "embedding_worker:8887"
-DEFAULT_RPC_TIMEOUT_S = 300.0
-
-# Where the services of a job on one machine listen; the ports of the first two are the
-# original's.
-DEFAULT_PARAMETER_SERVERS = "127.0.0.1:8888"
-DEFAULT_EMBEDDING_WORKERS = "127.0.0.1:8887"
-DEFAULT_NN_WORKERS = "127.0.0.1:23457"
-DEFAULT_LISTEN_HOST = "127.0.0.1"
-DEFAULT_METRICS_GATEWAY = "metrics_gateway:9091"
+Value = TypeVar("Value")
 
 PARAMETER_SERVERS_VARIABLE = "PERSIA_EMBEDDING_PARAMETER_SERVERS"
 EMBEDDING_WORKERS_VARIABLE = "PERSIA_EMBEDDING_WORKERS"
 NN_WORKERS_VARIABLE = "PERSIA_NN_WORKERS"
 
-# Set by persia-launcher and PersiaServiceCtx for the processes they start.
+# Set by persia-launcher and PersiaServiceCtx for the processes that they start.
 LAUNCHED_VARIABLE = "PERSIA_LAUNCHED"
-
+RUN_DIRECTORY_VARIABLE = "PERSIA_RUN_DIRECTORY"
+LAUNCHER_PID_VARIABLE = "PERSIA_LAUNCHER_PID"
 # Set by a trainer in embedded mode for the data-loader's script that it starts.
 FEEDS_VARIABLE = "PERSIA_FEEDS"
 
-# Set by them too: where a script's end is noted, and the process that reads the note.
-RUN_DIRECTORY_VARIABLE = "PERSIA_RUN_DIRECTORY"
-LAUNCHER_PID_VARIABLE = "PERSIA_LAUNCHER_PID"
+_PREFIX = "PERSIA_"
 
-# Any of these says that there are servers to talk to. The values of the two NATS names are
-# ignored: the broker is gone, the old deployments that set them are not.
-_NATS_VARIABLES = ("PERSIA_NATS_URL", "PERSIA_NATS_IP")
-_SERVICES_VARIABLES = (
-    PARAMETER_SERVERS_VARIABLE,
-    EMBEDDING_WORKERS_VARIABLE,
-    "EMBEDDING_WORKER_SERVICE",
-    NN_WORKERS_VARIABLE,
-    *_NATS_VARIABLES,
-)
 
+# --- kinds of values --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ValueKind(Generic[Value]):
+    """How the text of a variable is parsed."""
+
+    parse: Callable[[str], Value]  # raises ValueError or KeyError
+    expected: str  # for messages
+
+
+_FLAGS = {"0": False, "1": True, "false": False, "true": True}
 _LOG_LEVELS = {
     "trace": logging.DEBUG,
     "debug": logging.DEBUG,
@@ -67,13 +57,256 @@ _LOG_LEVELS = {
     "error": logging.ERROR,
 }
 
-_PREFIX = "PERSIA_"
-_FLAGS = {"0": False, "1": True, "false": False, "true": True}
+
+def _parse_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.0 < seconds < math.inf:
+        raise ValueError(text)
+    return seconds
+
+
+def _parse_list(text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise ValueError(text)
+    return items
+
+
+def _parse_port(text: str) -> int | Literal["off"]:
+    if text.strip().lower() == "off":
+        return "off"
+    port = int(text)
+    if not 0 <= port < 1 << 16:
+        raise ValueError(text)
+    return port
+
+
+def _parse_replica(text: str) -> int:
+    return own_number() if text.strip().lower() == "auto" else int(text)
+
+
+def _parse_level(text: str) -> int:
+    # The variable is not ours alone: a value of another program's is INFO.
+    return _LOG_LEVELS.get(text.strip().lower(), logging.INFO)
+
+
+_TEXT: ValueKind[str] = ValueKind(str, "a text")
+_OPTIONAL_TEXT: ValueKind[str | None] = ValueKind(str, "a text")
+_PATH: ValueKind[Path | None] = ValueKind(Path, "a path")
+_INTEGER: ValueKind[int | None] = ValueKind(int, "an integer")
+_COUNT: ValueKind[int] = ValueKind(int, "an integer")
+_REPLICA: ValueKind[int] = ValueKind(_parse_replica, "an integer")
+_FLAG: ValueKind[bool] = ValueKind(lambda text: _FLAGS[text.strip().lower()], "0 or 1")
+_SECONDS: ValueKind[float] = ValueKind(_parse_seconds, "a positive number of seconds")
+_PORT: ValueKind[int | Literal["off"] | None] = ValueKind(_parse_port, "a port or off")
+_ADDRESSES: ValueKind[list[str]] = ValueKind(
+    _parse_list, "a list of addresses with commas between them"
+)
+_FOLDERS: ValueKind[list[str] | None] = ValueKind(
+    _parse_list, "a list of folders with commas between them"
+)
+_LEVEL: ValueKind[int] = ValueKind(_parse_level, "a level")
+
+# --- the table --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Variable(Generic[Value]):
+    """A variable of the environment; calling it returns its value."""
+
+    name: str
+    kind: ValueKind[Value]
+    default: str = ""  # text; without one the value is None, as the kind's type says
+    doc: str = ""  # of docs/configuration.md; "" for those that PERSIA sets for its processes
+    fallback: str = ""  # another variable, read where this one is not set
+
+    def __call__(self) -> Value:
+        """Return the value.
+
+        Raises:
+            ConfigError: If the variable is set to a text that its kind cannot parse.
+        """
+        name = self.name if self.is_set() or not self.fallback else self.fallback
+        text = os.environ.get(name) or self.default
+        if not text:
+            return cast("Value", None)
+        try:
+            return self.kind.parse(text)
+        except ConfigError:
+            raise
+        except (ValueError, KeyError) as exc:
+            raise ConfigError(
+                f"environment variable {name} must be {self.kind.expected}, got {text!r}"
+            ) from exc
+
+    def is_set(self) -> bool:
+        """Whether the variable is set to more than the empty string."""
+        return bool(os.environ.get(self.name))
+
+
+# Which process this is; ``get_rank`` and the functions beside it return what was read first.
+_world_size = Variable("WORLD_SIZE", _INTEGER, "", "Number of nn-workers; set by torchrun.")
+_rank = Variable("RANK", _INTEGER, "", "Number of this nn-worker; set by torchrun.")
+_local_rank = Variable("LOCAL_RANK", _INTEGER, "", "Its number on its node; set by torchrun.")
+_replica_size = Variable("REPLICA_SIZE", _COUNT, "1", "Number of replicas of this role.")
+_replica_index = Variable(
+    "REPLICA_INDEX",
+    _REPLICA,
+    "0",
+    "Number of this replica; `auto`: as Compose or Kubernetes count it.",
+)
+master_address = Variable(
+    "MASTER_ADDR", _OPTIONAL_TEXT, "", "Host where the ranks of torch.distributed meet."
+)
+master_port = Variable(
+    "MASTER_PORT", _INTEGER, "", "Port where the ranks of torch.distributed meet."
+)
+
+# What a job is.
+global_config_path = Variable("PERSIA_GLOBAL_CONFIG", _PATH, "", "Path of the global config.")
+embedding_config_path = Variable(
+    "PERSIA_EMBEDDING_CONFIG", _PATH, "", "Path of the embedding config."
+)
+nn_worker_entry = Variable("PERSIA_NN_WORKER_ENTRY", _PATH, "", "Script that nn-workers run.")
+data_loader_entry = Variable(
+    "PERSIA_DATALOADER_ENTRY", _PATH, "", "Script that data-loaders run."
+)
+data_dir = Variable(
+    "PERSIA_DATA_DIR", _PATH, "", "Directory where examples and tests look for data sets."
+)
+run_id = Variable(
+    "PERSIA_RUN_ID",
+    _OPTIONAL_TEXT,
+    "",
+    "Name of the run; a server that restarts under it keeps its rows.",
+)
+
+# Where processes listen and look for each other.
+parameter_server_addresses = Variable(
+    PARAMETER_SERVERS_VARIABLE,
+    _ADDRESSES,
+    "127.0.0.1:8888",
+    "Addresses of the embedding-parameter-servers.",
+)
+embedding_worker_addresses = Variable(
+    EMBEDDING_WORKERS_VARIABLE,
+    _ADDRESSES,
+    "127.0.0.1:8887",
+    "Addresses of the embedding-workers.",
+    fallback="EMBEDDING_WORKER_SERVICE",
+)
+embedding_worker_service = Variable(
+    "EMBEDDING_WORKER_SERVICE",
+    _TEXT,
+    "embedding_worker:8887",
+    "`host:port` of the embedding-worker for inference.",
+)
+nn_worker_addresses = Variable(
+    NN_WORKERS_VARIABLE,
+    _ADDRESSES,
+    "127.0.0.1:23457",
+    "Addresses of the nn-workers: of ranks, or of nodes.",
+)
+# The broker is gone, old deployments that set these are not: they mean that there are servers.
+_nats_url = Variable("PERSIA_NATS_URL", _OPTIONAL_TEXT)
+_nats_ip = Variable("PERSIA_NATS_IP", _OPTIONAL_TEXT)
+listen_host = Variable(
+    "PERSIA_LISTEN_HOST", _TEXT, "127.0.0.1", "Host at which servers listen."
+)
+keys_directory = Variable(
+    "PERSIA_KEYS", _PATH, "", "Directory of this process's keys; if not set, no encryption."
+)
+may_listen_without_keys = Variable(
+    "PERSIA_LISTEN_WITHOUT_KEYS",
+    _FLAG,
+    "0",
+    "Whether servers without keys may listen beyond this machine.",
+)
+rpc_timeout_s = Variable(
+    "PERSIA_RPC_TIMEOUT", _SECONDS, "300", "Seconds that a call to another process may take."
+)
+
+# Files of servers.
+state_directory = Variable(
+    "PERSIA_STATE_DIRECTORY",
+    _PATH,
+    "",
+    "Directory of the servers' state files, instead of `state_dir`; `off`: none.",
+)
+checkpoint_roots = Variable(
+    "PERSIA_CHECKPOINT_ROOTS", _FOLDERS, "", "Folders and URLs below which checkpoints may lie."
+)
+
+# What is observed.
+metrics_port = Variable(
+    "PERSIA_METRICS_PORT", _PORT, "", "Port of this process's metrics; `0`: any, `off`: none."
+)
+metrics_host = Variable(
+    "PERSIA_METRICS_HOST", _TEXT, "127.0.0.1", "Host at which metrics are served."
+)
+metrics_gateway = Variable(
+    "PERSIA_METRICS_GATEWAY_ADDR",
+    _TEXT,
+    "metrics_gateway:9091",
+    "`host:port` of the push gateway, if the config pushes metrics.",
+)
+log_level = Variable("LOG_LEVEL", _LEVEL, "info", "Level of the log of launched processes.")
+launcher_verbose = Variable(
+    "PERSIA_LAUNCHER_VERBOSE", _FLAG, "0", "Whether the launcher prints the commands it runs."
+)
+
+# How processes behave.
+skip_check_data = Variable(
+    "PERSIA_SKIP_CHECK_DATA", _FLAG, "0", "Whether dense data and labels are not checked."
+)
+# Servers and data-loaders then exit with 0 once the job has ended, whatever its status: with
+# another they would be started again, and wait for a job that is over.
+is_supervised = Variable(
+    "PERSIA_SUPERVISED", _FLAG, "0", "Whether a supervisor restarts processes that fail."
+)
+# ``persia._core.base.cpu.select`` knows the names, and refuses what this machine lacks.
+isa = Variable("PERSIA_ISA", _OPTIONAL_TEXT, "", "Instruction-set variant of the kernels.")
+
+# Set by PERSIA for its own processes.
+_is_launched = Variable(LAUNCHED_VARIABLE, _FLAG, "0")
+run_directory = Variable(RUN_DIRECTORY_VARIABLE, _PATH)
+launcher_pid = Variable(LAUNCHER_PID_VARIABLE, _INTEGER)
+feeds_parent = Variable(FEEDS_VARIABLE, _FLAG, "0")
+
+VARIABLES: dict[str, Variable[object]] = {
+    one.name: one for one in list(globals().values()) if isinstance(one, Variable)
+}
+
+# Any of these says that there are servers to talk to.
+_OF_SERVICES = (
+    parameter_server_addresses,
+    embedding_worker_addresses,
+    embedding_worker_service,
+    nn_worker_addresses,
+    _nats_url,
+    _nats_ip,
+)
+
+
+def named_nats_variable() -> str | None:
+    """Return the variable that names a NATS broker, if one does; its value is ignored."""
+    return next((one.name for one in (_nats_url, _nats_ip) if one.is_set()), None)
+
+
+def run_name() -> str:
+    """Return the name of this run in metrics: ``run_id``, or the working directory's name."""
+    try:
+        return run_id() or Path.cwd().name
+    except OSError:  # the directory is gone
+        return ""
+
+
+# --- rank and replica -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Who this process is: an nn-worker has a rank, every other role a replica number."""
+    """Which process this is: an nn-worker has a rank, every other role a replica number."""
 
     world_size: int | None = None
     rank: int | None = None
@@ -102,70 +335,30 @@ class _Place:
 _place: _Place | None = None
 
 
-def _text(name: str) -> str | None:
-    return os.environ.get(name) or None
-
-
-def _integer(name: str) -> int | None:
-    text = _text(name)
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError as exc:
-        raise ConfigError(
-            f"environment variable {name} must be an integer, got {text!r}"
-        ) from exc
-
-
-def _flag(name: str) -> bool:
-    text = _text(name)
-    if text is None:
-        return False
-    try:
-        return _FLAGS[text.strip().lower()]
-    except KeyError as exc:
-        raise ConfigError(f"environment variable {name} must be 0 or 1, got {text!r}") from exc
-
-
-def _path(name: str) -> Path | None:
-    text = _text(name)
-    return None if text is None else Path(text)
-
-
 def replica() -> tuple[int, int]:
-    """Return the number of this replica, and how many there are, as the environment says.
+    """Return the number of this replica and how many there are, as the environment says.
 
-    ``REPLICA_INDEX=auto`` is the number that Compose, a StatefulSet or a JobSet gave to the
-    container. Whether the number fits is for the caller to check.
+    The caller checks whether the number is below the count.
 
     Raises:
-        ConfigError: If a variable is no integer, or ``auto`` finds no number.
+        ConfigError: If a variable is no integer, or ``REPLICA_INDEX=auto`` finds no number.
     """
-    size = _integer("REPLICA_SIZE")
-    if (_text("REPLICA_INDEX") or "").strip().lower() == "auto":
-        index: int | None = own_number()
-    else:
-        index = _integer("REPLICA_INDEX")
-    return 0 if index is None else index, 1 if size is None else size
+    size = _replica_size()
+    return _replica_index(), size
 
 
 def _read_place() -> _Place:
-    rank = _integer("RANK")
+    rank = _rank()
     if rank is None:
         index, size = replica()
         return _Place(replica_size=size, replica_index=index)
-    local_rank, world_size = _integer("LOCAL_RANK"), _integer("WORLD_SIZE")
-    missing = [
-        name
-        for name, value in (("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size))
-        if value is None
-    ]
+    beside = {"LOCAL_RANK": _local_rank(), "WORLD_SIZE": _world_size()}
+    missing = [name for name, value in beside.items() if value is None]
     if missing:
         if not _has_services():
-            _check_one_rank(world_size or 1)
+            _check_one_rank(beside["WORLD_SIZE"] or 1)
         raise ConfigError(f"RANK is set to {rank}, so {' and '.join(missing)} must be set too")
-    return _Place(world_size=world_size, rank=rank, local_rank=local_rank)
+    return _Place(world_size=beside["WORLD_SIZE"], rank=rank, local_rank=beside["LOCAL_RANK"])
 
 
 def _current() -> _Place:
@@ -180,7 +373,7 @@ def reload_env() -> None:
 
     Raises:
         ConfigError: If a variable is no integer, out of range, or missing beside ``RANK``;
-            what was known before stays.
+            the numbers known before stay.
     """
     global _place
     _place = _read_place()
@@ -193,7 +386,7 @@ def set_env(
     rank: int | None = None,
     local_rank: int | None = None,
 ) -> None:
-    """Say who this process is, whatever the environment says; what is not given is None.
+    """Set the numbers of this process, whatever the environment says; those not given are None.
 
     Raises:
         ConfigError: If a number is out of range.
@@ -234,19 +427,19 @@ def get_replica_index() -> int | None:
 
 
 def get_mode() -> Mode:
-    """Say where the embeddings live: in this process, or in servers.
+    """Return where the embeddings are: in this process, or in servers.
 
     Raises:
-        ConfigError: If several ranks would each get a private table, which nobody means.
+        ConfigError: If several ranks would each get a private table.
     """
     if _has_services():
         return "services"
-    _check_one_rank(_current().world_size or _integer("WORLD_SIZE") or 1)
+    _check_one_rank(_current().world_size or _world_size() or 1)
     return "embedded"
 
 
 def _has_services() -> bool:
-    return _flag(LAUNCHED_VARIABLE) or any(_text(name) for name in _SERVICES_VARIABLES)
+    return _is_launched() or any(one.is_set() for one in _OF_SERVICES)
 
 
 def _check_one_rank(world_size: int) -> None:
@@ -258,161 +451,11 @@ def _check_one_rank(world_size: int) -> None:
         )
 
 
-def feeds_parent() -> bool:
-    """Whether this process is the child of a trainer in embedded mode, and feeds it."""
-    return _flag(FEEDS_VARIABLE)
-
-
-def skip_check_data() -> bool:
-    """Whether checks of the dtypes and values of dense data and labels are skipped."""
-    return _flag("PERSIA_SKIP_CHECK_DATA")
-
-
-def launcher_verbose() -> bool:
-    """Whether the launcher prints the commands it runs."""
-    return _flag("PERSIA_LAUNCHER_VERBOSE")
-
-
-def global_config_path() -> Path | None:
-    """Return the path of the global config, if one is named."""
-    return _path("PERSIA_GLOBAL_CONFIG")
-
-
-def embedding_config_path() -> Path | None:
-    """Return the path of the embedding config, if one is named."""
-    return _path("PERSIA_EMBEDDING_CONFIG")
-
-
-def nn_worker_entry() -> Path | None:
-    """Return the script that nn-workers run, if one is named."""
-    return _path("PERSIA_NN_WORKER_ENTRY")
-
-
-def data_loader_entry() -> Path | None:
-    """Return the script that data-loaders run, if one is named."""
-    return _path("PERSIA_DATALOADER_ENTRY")
-
-
-def data_dir() -> Path | None:
-    """Return the directory where examples and tests look for data sets, if one is named."""
-    return _path("PERSIA_DATA_DIR")
-
-
-def isa() -> str | None:
-    """Return the instruction-set variant of the kernels that is asked for, if any.
-
-    ``persia._core.base.cpu.select`` knows the names and refuses what this machine lacks.
-    """
-    return _text("PERSIA_ISA")
-
-
-def rpc_timeout_s() -> float:
-    """Return the seconds that a call to another process may take, 300 if nothing is said.
-
-    Raises:
-        ConfigError: If ``PERSIA_RPC_TIMEOUT`` is no positive number.
-    """
-    text = _text("PERSIA_RPC_TIMEOUT")
-    if text is None:
-        return DEFAULT_RPC_TIMEOUT_S
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.0 < seconds < math.inf:
-        raise ConfigError(
-            f"environment variable PERSIA_RPC_TIMEOUT must be a positive number of seconds, "
-            f"got {text!r}"
-        )
-    return seconds
-
-
-def _listed(name: str, what: str) -> list[str] | None:
-    text = _text(name)
-    if text is None:
-        return None
-    items = [item.strip() for item in text.split(",")]
-    if not all(items):
-        raise ConfigError(
-            f"environment variable {name} must be a list of {what} with commas between "
-            f"them, got {text!r}"
-        )
-    return items
-
-
-def _addresses(names: tuple[str, ...], default: str) -> list[str]:
-    for name in names:
-        addresses = _listed(name, "addresses")
-        if addresses is not None:
-            return addresses
-    return [default]
-
-
-def parameter_server_addresses() -> list[str]:
-    """Return the addresses of the embedding-parameter-servers, as they are written.
-
-    Raises:
-        ConfigError: If the list in the environment has an empty entry.
-    """
-    return _addresses((PARAMETER_SERVERS_VARIABLE,), DEFAULT_PARAMETER_SERVERS)
-
-
-def embedding_worker_addresses() -> list[str]:
-    """Return the addresses of the embedding-workers, as they are written.
-
-    Raises:
-        ConfigError: If the list in the environment has an empty entry.
-    """
-    names = (EMBEDDING_WORKERS_VARIABLE, "EMBEDDING_WORKER_SERVICE")
-    return _addresses(names, DEFAULT_EMBEDDING_WORKERS)
-
-
-def nn_worker_addresses() -> list[str]:
-    """Return the addresses of the nn-workers, as they are written: of ranks, or of nodes.
-
-    Raises:
-        ConfigError: If the list in the environment has an empty entry.
-    """
-    return _addresses((NN_WORKERS_VARIABLE,), DEFAULT_NN_WORKERS)
-
-
-def state_directory() -> Path | None:
-    """Return the directory of the servers' state files, if one is said.
-
-    It comes before the configuration's ``state_dir``. ``off`` is a path too: whoever reads it
-    has to know that it means none.
-    """
-    return _path("PERSIA_STATE_DIRECTORY")
-
-
-def run_id() -> str | None:
-    """Return the name of this run of a job, if it has one.
-
-    A server that is started again under the same name has its rows again.
-    """
-    return _text("PERSIA_RUN_ID")
-
-
-def run_name() -> str:
-    """Return what this run of a job is called to those who watch: ``run_id``, or its folder."""
-    try:
-        return run_id() or Path.cwd().name
-    except OSError:  # the folder is gone
-        return ""
-
-
-def run_directory() -> Path | None:
-    """Return the directory where a launched script's end is noted, if there is a launcher."""
-    return _path(RUN_DIRECTORY_VARIABLE)
-
-
-def launcher_pid() -> int | None:
-    """Return the process that launched this one, without which it makes no sense."""
-    return _integer(LAUNCHER_PID_VARIABLE)
+# --- the environment of processes -------------------------------------------------------------
 
 
 def own_names() -> list[str]:
-    """Return the names of what is set that begin as ours do, whether or not they are."""
+    """Return the names of variables that are set and begin with ``PERSIA_``, known or not."""
     return sorted(name for name, text in os.environ.items() if name[:7] == _PREFIX and text)
 
 
@@ -424,7 +467,7 @@ def of_child(**changes: object) -> dict[str, str]:
 
 @contextmanager
 def changed(**changes: object) -> Iterator[None]:
-    """Change this process's own environment, and put it back afterwards; None removes.
+    """Change the environment of this process and restore it afterwards; None removes.
 
     Rank and replica numbers are not read again.
     """
@@ -443,101 +486,8 @@ def changed(**changes: object) -> Iterator[None]:
         put(before)
 
 
-def log_level() -> int:
-    """Return the level of the log of a process that persia-launcher started; INFO by default.
-
-    The names are those of the original's ``LOG_LEVEL``. Another value is INFO: the variable is
-    not ours alone.
-    """
-    return _LOG_LEVELS.get((_text("LOG_LEVEL") or "info").strip().lower(), logging.INFO)
-
-
-def is_supervised() -> bool:
-    """Whether something starts anew what fails.
-
-    Servers and data-loaders then exit with 0 once the job has ended, whatever its status: with
-    another they would be started again, and wait for a job that is over.
-    """
-    return _flag("PERSIA_SUPERVISED")
-
-
-def listen_host() -> str:
-    """Return the host at which servers listen, 127.0.0.1 if nothing is said."""
-    return _text("PERSIA_LISTEN_HOST") or DEFAULT_LISTEN_HOST
-
-
-def keys_directory() -> Path | None:
-    """Return the directory of this process's keys; without one nothing is encrypted."""
-    return _path("PERSIA_KEYS")
-
-
-def may_listen_without_keys() -> bool:
-    """Whether servers without keys may listen where other machines can reach them."""
-    return _flag("PERSIA_LISTEN_WITHOUT_KEYS")
-
-
-def metrics_port() -> int | Literal["off"] | None:
-    """Return where this process serves its metrics, if something is said; 0 is any port.
-
-    Raises:
-        ConfigError: If ``PERSIA_METRICS_PORT`` is neither a port nor ``off``.
-    """
-    text = (_text("PERSIA_METRICS_PORT") or "").strip().lower()
-    if text in ("", "off"):
-        return "off" if text else None
-    port = _integer("PERSIA_METRICS_PORT")
-    if port is None or not 0 <= port < 1 << 16:
-        raise ConfigError(
-            f"environment variable PERSIA_METRICS_PORT must be a port or off, got {text!r}"
-        )
-    return port
-
-
-def metrics_host() -> str:
-    """Return the host at which metrics are served, 127.0.0.1 if nothing is said."""
-    return _text("PERSIA_METRICS_HOST") or DEFAULT_LISTEN_HOST
-
-
-def metrics_gateway() -> str:
-    """Return ``host:port`` of the push gateway, which gets metrics if a config says so."""
-    return _text("PERSIA_METRICS_GATEWAY_ADDR") or DEFAULT_METRICS_GATEWAY
-
-
-def checkpoint_roots() -> list[str] | None:
-    """Return below which folders and URLs a server reads and writes checkpoints, if said.
-
-    Raises:
-        ConfigError: If the list has an empty entry.
-    """
-    return _listed("PERSIA_CHECKPOINT_ROOTS", "folders")
-
-
-def named_nats_variable() -> str | None:
-    """Return the variable that names a NATS broker, if one does; its value is ignored."""
-    return next((name for name in _NATS_VARIABLES if _text(name)), None)
-
-
-def embedding_worker_service() -> str:
-    """Return ``host:port`` of the embedding-worker that inference asks."""
-    return _text("EMBEDDING_WORKER_SERVICE") or DEFAULT_EMBEDDING_WORKER_SERVICE
-
-
-def master_address() -> str | None:
-    """Return the host where the ranks of torch.distributed meet, if one is named."""
-    return _text("MASTER_ADDR")
-
-
-def master_port() -> int | None:
-    """Return the port where the ranks of torch.distributed meet, if one is named.
-
-    Raises:
-        ConfigError: If ``MASTER_PORT`` is no integer.
-    """
-    return _integer("MASTER_PORT")
-
-
 def __getattr__(name: str) -> bool:
-    """Read PERSIA's two flags, which the original copied once at import, at each use."""
+    """Read the two flags at each use; the original PERSIA copied them at import."""
     if name == "PERSIA_LAUNCHER_VERBOSE":
         return launcher_verbose()
     if name == "PERSIA_SKIP_CHECK_DATA":

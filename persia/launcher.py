@@ -1,4 +1,4 @@
-"""``persia-launcher``: one command per role, and some for who runs the job.
+"""``persia-launcher``: one command per role, and commands to prepare and observe a job.
 
     persia-launcher embedding-parameter-server --embedding-config slots.yml
     persia-launcher embedding-worker --embedding-config slots.yml
@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from persia import env
-from persia._cli.doctor import Question, rows_of, run_doctor
+from persia._cli.doctor import DoctorOptions, rows_of, run_doctor
 from persia._cli.errors import HELP, OneLineGroup, Refused, ScriptCommand, example
 from persia._cli.init import write_project
 from persia._cli.scraper import DEADLINE_S
@@ -40,8 +40,8 @@ from persia._cluster.process import (
     run_parameter_server,
     set_up_logging,
 )
-from persia._process_exit import end_with_launcher, note
-from persia._rpc.keys import CONTROL, DATA, SERVER, make_keys
+from persia._process_exit import end_with_launcher, note_end
+from persia._rpc.curve import CONTROL, DATA, SERVER, make_keys
 from persia.config._groups import OPTIMIZERS
 from persia.errors import ConfigError, PersiaError
 from persia.logger import get_logger
@@ -49,7 +49,7 @@ from persia.version import __version__
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-# By name: this module is the main one if Python runs it.
+# By name: ``python -m persia.launcher`` makes this module ``__main__``.
 _logger = get_logger("persia.launcher")
 
 
@@ -67,7 +67,7 @@ def cli() -> None:
 def _run_replica(
     role: str, index: int | None, size: int | None, run: Callable[[int, int], int]
 ) -> NoReturn:
-    """As ``_run``; what is not given of a replica is what the environment says."""
+    """As ``_run``; numbers that are not given are those of the environment."""
     if index is None or size is None:
         try:
             known = env.replica()
@@ -85,28 +85,28 @@ def _run_replica(
 
 
 def _run(who: str, run: Callable[[], int]) -> NoReturn:
-    """Exit with what ``run`` returns; an error made on purpose is one line."""
+    """Exit with the status that ``run`` returns; an error of PERSIA is one line."""
     set_up_logging(who)
     end_with_launcher()
     try:
         check_lists()
         status = run()
     except PersiaError as error:
-        # No traceback: the message says what to change, or who did not answer.
+        # No traceback: the message says what to change, or which process did not answer.
         _logger.error("%s", error)
         status = 2 if isinstance(error, ConfigError) else 1
-        note(status, f"{type(error).__name__}: {error}\n")
+        note_end(status, f"{type(error).__name__}: {error}\n")
     except Exception:
         text = traceback.format_exc()
         sys.stderr.write(text)
         status = 1
-        note(status, text)
-    atexit.register(_stay)
+        note_end(status, text)
+    atexit.register(_ignore_signals)
     sys.exit(status)
 
 
-def _stay() -> None:
-    """Exit with the status that is known, whoever stops what is left of a job meanwhile."""
+def _ignore_signals() -> None:
+    """Ignore signals: honcho stops the rest of a job while this process exits."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
@@ -116,7 +116,7 @@ def _script(words: Sequence[str], entry: Path | None, variable: str, line: str) 
         return Script(Path(words[0]), tuple(words[1:]))
     if entry is None:
         raise ConfigError(
-            f"expected a script: name it, or set {variable}. Type: persia-launcher {line}"
+            f"expected a script: name it, or set {variable}. Example: persia-launcher {line}"
         )
     return Script(entry, tuple(words))
 
@@ -271,7 +271,7 @@ def keys(directory: Path, names: tuple[str, ...], owner: int | None) -> None:
 
 @cli.command("top", **example("persia-launcher top --once"))
 @click.argument("address", nargs=-1)
-@click.option("--once", is_flag=True, help="Print one frame and exit; 1 if nobody answers.")
+@click.option("--once", is_flag=True, help="Print one frame and exit; 1 if no process answers.")
 @click.option(
     "--interval",
     type=click.FloatRange(0.1, 3600),
@@ -335,8 +335,8 @@ def doctor(rows: tuple[str, ...], as_json: bool, **options: Any) -> None:
     Exits with 1 if a job would fail of something.
     """
     try:
-        question = Question(rows=rows_of(rows), launcher=cli, **options)
-        sys.exit(run_doctor(question, as_json=as_json))
+        checked = DoctorOptions(rows=rows_of(rows), **options)
+        sys.exit(run_doctor(checked, as_json=as_json))
     except ConfigError as error:
         raise Refused(str(error)) from error
 

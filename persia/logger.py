@@ -1,8 +1,7 @@
 """Logging by the standard library, under PERSIA's names.
 
 Nothing is set up at import: PERSIA's own modules log to children of the logger ``persia`` and
-leave handlers to the program. ``setLogger`` and ``get_default_logger`` are for user code that
-wants readable lines without more ado.
+leave handlers to the program. ``setLogger`` and ``get_default_logger`` are for user code.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ def _escape(words: str) -> str:
 
 
 class levelFilter(logging.Filter):
-    """Let through what is strictly above a level."""
+    """Passes records strictly above a level."""
 
     def __init__(self, level: int) -> None:
         super().__init__()
         self.level = level
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether the record is above the level."""
+        """Return whether the record is above the level."""
         return record.levelno > self.level
 
 

@@ -1,4 +1,4 @@
-"""Small helpers for scripts and for PERSIA itself: seeds, YAML, programs, ports, memory."""
+"""Seeds, YAML, command lines, programs, ports and the limits of this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,13 +46,13 @@ def setup_seed(seed: int) -> None:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML where a key given twice is an error; YAML forbids it, PyYAML lets it pass.
+    """Safe YAML that refuses duplicate keys, which PyYAML accepts against YAML's rules.
 
-    ``1e-3`` is a number here, as in YAML 1.2 and JSON; PyYAML asks for a dot in it.
+    ``1e-3`` is a number, as in YAML 1.2 and JSON; PyYAML requires a dot in it.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Looked at as it was written: merging ``<<`` later puts keys in front of a node's own.
+        # Before ``<<`` is merged, which puts keys of other nodes in front of a node's own.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
@@ -68,7 +69,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe YAML in quotes wherever the loader above would read something else than text."""
+    """Safe YAML that quotes texts which the loader above would read as numbers."""
 
 
 for _cls in (_UniqueKeyLoader, _Dumper):
@@ -102,7 +103,6 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
         mark = exc.problem_mark or exc.context_mark
         place = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = " ".join(filter(None, (exc.context, exc.problem, exc.note)))
-        # Where PyYAML was when it noticed helps nobody: not even as the cause.
         raise ConfigError(f"{place}: expected YAML: {problem}") from None
     except (yaml.YAMLError, ValueError) as exc:
         # ValueError: bytes that are not UTF-8, and dates such as 2021-13-45.
@@ -118,11 +118,11 @@ def dump_yaml(content: Any, filepath: str | os.PathLike[str]) -> None:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Of a script: help that ends with an example, and a bad command line answered by one line.
+    """Parser of a script: help ends with an example, errors are one line.
 
     Args:
-        doc: The script's docstring, whose first line is what it does.
-        example: What may be typed.
+        doc: The script's docstring; its first line is the description.
+        example: A command line that works.
 
     Example:
         >>> parser = ArgumentParser(__doc__, "python train.py --epochs 3")
@@ -141,11 +141,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line, and exit with 2."""
-        self.exit(2, f"{self.prog}: {message.rstrip('.')}. Type: {self._example}\n")
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}. Example: {self._example}\n")
 
 
 def at_least(low: int) -> Callable[[str], int]:
-    """Return what reads an integer of a command line: ``add("--size", type=at_least(1))``."""
+    """Return a type for argparse, as in ``add_argument("--size", type=at_least(1))``."""
 
     def read(text: str) -> int:
         try:
@@ -181,7 +181,7 @@ def resolve_binary_execute_path(binary_name: str) -> str:
     """Find a program beside the running Python, or else on the search path.
 
     Raises:
-        FileNotFoundError: If there is none; says where it was looked for.
+        FileNotFoundError: If there is none.
     """
     beside = Path(sys.executable).parent
     found = shutil.which(binary_name, path=str(beside)) or shutil.which(binary_name)
@@ -192,8 +192,13 @@ def resolve_binary_execute_path(binary_name: str) -> str:
     return found
 
 
+def sleep(seconds: float) -> None:
+    """Wait; Ctrl-C, or another signal whose handler raises, ends it."""
+    time.sleep(seconds)
+
+
 def find_free_port(port: int = 10000, interval: int = 1) -> int:
-    """Return the first port from ``port`` on, in steps of ``interval``, that nobody listens on.
+    """Return the first free port from ``port`` on, in steps of ``interval``.
 
     Another process may take it before the caller does. Where that matters, bind to port 0
     and ask the socket instead.
@@ -220,84 +225,74 @@ def find_free_port(port: int = 10000, interval: int = 1) -> int:
 def total_memory_bytes(root: str | os.PathLike[str] = "/") -> int:
     """Return the bytes of memory this process may use: its cgroup's limit, or the host's.
 
-    Every group above the process's own counts, since the lowest limit is the one that kills.
-
     Args:
-        root: Where ``proc`` and ``sys`` are looked for; another place only in tests.
+        root: Directory of ``proc`` and ``sys``; another one only in tests.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([host, *(limit for limit, _ in _cgroup_limits(Path(root)))])
+    return min([host, *(limit for limit, _ in _memory_limits(Path(root)))])
 
 
 def free_memory_bytes(root: str | os.PathLike[str] = "/") -> int:
-    """Return the bytes of memory that this process could still have; 0 where nobody says.
+    """Return the bytes of memory that this process could still get; 0 if not known.
 
     Args:
-        root: Where ``proc`` and ``sys`` are looked for; another place only in tests.
+        root: Directory of ``proc`` and ``sys``; another one only in tests.
     """
     free = [_number_in(Path(root) / "proc/meminfo", r"MemAvailable: +(\d+) kB") * 1024]
-    for limit, folder in _cgroup_limits(Path(root)):
+    for limit, folder in _memory_limits(Path(root)):
         used = sum(
             _number_in(folder / name, r"(\d+)")
             for name in ("memory.current", "memory.usage_in_bytes")  # of versions 2 and 1
         )
-        # Pages of files that nobody has used lately make room for others.
+        # Inactive pages of files are reclaimed before the limit kills.
         cached = _number_in(folder / "memory.stat", r"inactive_file (\d+)")
         free.append(limit - used + min(cached, used))
     return max(0, min(free))
 
 
-def _number_in(path: Path, pattern: str) -> int:
-    """Return the number on the first line that matches; 0 if there is none."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return 0
-    match = re.search(f"^{pattern}", text, re.MULTILINE)
-    return int(match[1]) if match else 0
-
-
-def _cgroup_limits(root: Path) -> list[tuple[int, Path]]:
-    """Read every memory limit above this process, and whose; none without cgroups."""
-    limits: list[tuple[int, Path]] = []
-    for folder, version in _cgroup_folders(root, "memory"):
-        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-        try:
-            text = (folder / name).read_text().strip()
-        except OSError:
-            continue
-        # "max" is version 2's word for no limit; version 1 writes a number near 2**63.
-        if text.isdecimal():
-            limits.append((int(text), folder))
-    return limits
-
-
 def processor_quota(root: str | os.PathLike[str] = "/") -> float:
-    """Return how many processors' time the cgroups of this process may take; may be infinite.
+    """Return the number of processors whose time this process may take; may be infinite.
 
     Args:
-        root: Where ``proc`` and ``sys`` are looked for; another place only in tests.
+        root: Directory of ``proc`` and ``sys``; another one only in tests.
     """
     quotas = [math.inf]
     for folder, version in _cgroup_folders(Path(root), "cpu"):
         names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        try:
-            texts = " ".join((folder / name).read_text() for name in names).split()
-        except OSError:
-            continue
+        texts = " ".join(_text_in(folder / name) for name in names).split()
         # No limit is "max" in version 2, and -1 in version 1.
         if len(texts) == 2 and all(text.isdecimal() and int(text) for text in texts):
             quotas.append(int(texts[0]) / int(texts[1]))
     return min(quotas)
 
 
-def _cgroup_folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the folder of each group above this process, and its version; own ones first."""
+def _text_in(path: Path) -> str:
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return
-    for line in lines:
+        return ""
+
+
+def _number_in(path: Path, pattern: str) -> int:
+    """Return the number on the first line that matches; 0 if there is none."""
+    match = re.search(f"^{pattern}", _text_in(path), re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the memory limits of every group above this process, and their folders."""
+    for folder, version in _cgroup_folders(root, "memory"):
+        text = _text_in(
+            folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+        ).strip()
+        # No limit is "max" in version 2, and a number near 2**63 in version 1.
+        if text.isdecimal():
+            yield int(text), folder
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield the folder and version of each group above this process, its own first."""
+    for line in _text_in(root / "proc/self/cgroup").splitlines():
         # hierarchy:controllers:path; version 2 is hierarchy 0 without controllers.
         number, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
@@ -307,8 +302,8 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             mount, version = root / "sys/fs/cgroup" / controller, 1
         else:
             continue
-        # In a container the path may be the host's, which is not mounted here; its parents
-        # down to the mount point, which is then the container's own group, are read anyway.
+        # In a container the path may be the host's, which is not mounted here. Its parents up
+        # to the mount point, which is then the container's own group, are read anyway.
         here = mount / group.strip("/")
         for folder in (here, *here.parents):
             if not folder.is_relative_to(mount):

@@ -1,7 +1,7 @@
-"""A process that this one starts, signals, and learns the end of.
+"""A child process with a session of its own.
 
-It has a session of its own: a signal to this process's group (Ctrl-C, honcho) reaches it once,
-from here. It ends when this process is gone.
+A signal to the group of this process (Ctrl-C, honcho) reaches the child once, from here. The
+child ends when this process is gone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from persia import env
-from persia._process_exit import End, first_failure, took_part
+from persia._process_exit import End, first_failure, has_participated
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a signalled process gets to end; honcho kills this one after 5.
+# Seconds that a signalled child gets to end; honcho kills this process after 5.
 UNWIND_S = 2.5
 
 
@@ -36,7 +36,7 @@ class Child:
 
     Args:
         words: Python's arguments.
-        changes: Of the environment; None removes a variable.
+        changes: To the environment; None removes a variable.
     """
 
     def __init__(self, words: Sequence[str], **changes: object) -> None:
@@ -53,12 +53,12 @@ class Child:
         self.process = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def send_signal(self, number: int) -> None:
-        """Signal everything in its session."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone
+        """Signal every process of its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
             os.killpg(self.process.pid, number)
 
     def stop(self, number: int, timeout_s: float = UNWIND_S) -> None:
-        """Signal it, and kill it if it does not end in time."""
+        """Signal the child, and kill it if it does not end in time."""
         self.send_signal(number)
         try:
             self.process.wait(timeout_s)
@@ -73,7 +73,7 @@ class Child:
             self.process.wait()
 
     def end(self) -> End:
-        """Wait for its end and say how it was."""
+        """Wait for the end of the child and return it."""
         status = self.process.wait()
         if status == 0:
             return End(0)
@@ -81,12 +81,12 @@ class Child:
         return first_failure(Path(self._notes.name)) or End(status)
 
     @property
-    def took_part(self) -> bool:
+    def has_participated(self) -> bool:
         """Whether its script has configured servers."""
-        return took_part(Path(self._notes.name))
+        return has_participated(Path(self._notes.name))
 
     def close(self) -> None:
-        """Kill what is left of it."""
+        """Kill every process of its session."""
         self.send_signal(signal.SIGKILL)
         self.process.wait()
         self._notes.cleanup()

@@ -1,4 +1,4 @@
-"""``persia-ckpt``: what is in a checkpoint, whether it is whole, and getting it elsewhere."""
+"""``persia-ckpt``: inspect, verify, compare, convert and reshard checkpoints."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from persia._cli.errors import HELP, OneLineGroup, example
 from persia._cli.export import FORMATS, export
 from persia._files.catalog import chain, find, ids, load
 from persia._files.manifest import TIME, Manifest, now
+from persia._files.open import open_storage
 from persia._files.rows import Progress, rewrite, verify
-from persia._files.storage import Storage, open_storage
+from persia._files.storage import Storage
 from persia._files.summary import compare, summarise
 from persia._files.writer_lock import sole_writer
+from persia._metrics.format import byte_size, count
 from persia.version import __version__
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 which = click.option(
     "--id", "identity", help="Of the checkpoint, or its number; the latest by default."
@@ -66,7 +66,7 @@ def inspect_command(url: str, identity: str | None, quick: bool, biggest: int) -
     }
     for name, group in groups.items():
         click.echo(
-            f"  {name}: {group.rows:,} rows, {_size(group.bytes)}, norm mean "
+            f"  {name}: {group.rows:,} rows, {byte_size(group.bytes)}, norm mean "
             f"{group.norm_mean:.4g} max {group.norm_max:.4g}"
             + (f", {group.not_finite:,} not finite" if group.not_finite else "")
             + (f", oldest use {group.oldest:,} {clocks[name]} ago" if clocks[name] else "")
@@ -83,14 +83,14 @@ def verify_command(url: str, identity: str | None, everything: bool) -> None:
     """Check every file: size, checksum, dtypes, shapes, that each sign is where it belongs."""
     storage = open_storage(url)
     found: list[str | None] = [*ids(storage)] if everything else []
-    # Of an empty folder nothing is whole: then the latest is asked for, and not there.
+    # In an empty folder the latest is looked for, and not found.
     for each in found or [identity]:
         manifests = _chain(storage, each)
         with _bar("verifying", manifests) as progress:
             verify(storage, manifests[-1].id, progress)
         files = sum(len(manifest.all_files()) for manifest in manifests)
         whole = "is whole" if files == 1 else "are whole"
-        click.echo(f"{manifests[-1].id}: {_count(files, 'file')} {whole}")
+        click.echo(f"{manifests[-1].id}: {count(files, 'file')} {whole}")
 
 
 @cli.command("diff", **example("persia-ckpt diff /monday /tuesday"))
@@ -135,7 +135,7 @@ def convert_command(
     manifests = _chain(storage, identity)
     with _bar("converting", manifests, rows_only=True) as progress:
         files = export(storage, manifests, folder, form, groups, progress)
-    click.echo(f"{sum(files.values()):,} rows in {_count(len(files), 'file')} in {folder}")
+    click.echo(f"{sum(files.values()):,} rows in {count(len(files), 'file')} in {folder}")
 
 
 @cli.command("reshard", **example("persia-ckpt reshard /checkpoints /smaller --servers 2"))
@@ -144,7 +144,7 @@ def convert_command(
 @click.option("--servers", type=click.IntRange(1), help="As many as before by default.")
 @which
 def reshard_command(url: str, target: str, servers: int | None, identity: str | None) -> None:
-    """Write a checkpoint whole into the folder TARGET, as so many servers would have.
+    """Write a checkpoint whole into the folder TARGET, as that number of servers would.
 
     Any number of servers loads any checkpoint: this makes each read its own part only. Deltas
     become one full checkpoint, so it also copies and compacts.
@@ -160,7 +160,7 @@ def reshard_command(url: str, target: str, servers: int | None, identity: str | 
     with sole_writer(out), _bar("writing", manifests, rows_only=True) as progress:
         manifest = rewrite(storage, out, own, num_servers=servers, progress=progress)
     click.echo(
-        f"{manifest.id}: {manifest.num_rows:,} rows of {_count(manifest.num_servers, 'server')}"
+        f"{manifest.id}: {manifest.num_rows:,} rows of {count(manifest.num_servers, 'server')}"
     )
 
 
@@ -168,16 +168,12 @@ def _chain(storage: Storage, name: str | None) -> list[Manifest]:
     return chain(storage, None if name is None else find(storage, name))
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + "s" * (number != 1)
-
-
 @contextmanager
 def _bar(
     what: str, manifests: list[Manifest], *, rows_only: bool = False
 ) -> Iterator[Progress]:
     total = sum(
-        sum(part.file.num_bytes for part in manifest.parts) if rows_only else manifest.num_bytes
+        sum(part.num_bytes for part in manifest.parts) if rows_only else manifest.num_bytes
         for manifest in manifests
     )
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None) as bar:
@@ -193,7 +189,7 @@ def _show(storage: Storage, manifests: list[Manifest]) -> None:
     seconds = datetime.timedelta(seconds=int(age.total_seconds()))
     click.echo(f"checkpoint {last.id} in {storage.url}")
     click.echo(
-        f"  step {last.step}, by {_count(last.num_servers, 'server')}, PERSIA {last.writer}"
+        f"  step {last.step}, by {count(last.num_servers, 'server')}, PERSIA {last.writer}"
     )
     click.echo(f"  created {last.created}, {seconds} ago")
     for manifest in manifests:
@@ -201,10 +197,10 @@ def _show(storage: Storage, manifests: list[Manifest]) -> None:
         click.echo(
             f"  {manifest.kind} {manifest.id}: {manifest.num_rows:,} rows"
             + (f", {deleted:,} deleted" if manifest.kind == "delta" else "")
-            + f", {_count(len(manifest.all_files()), 'file')}, {_size(manifest.num_bytes)}"
+            + f", {count(len(manifest.all_files()), 'file')}, {byte_size(manifest.num_bytes)}"
         )
     for name, file in sorted(last.files.items()):
-        click.echo(f"  file {name}: {_size(file.num_bytes)}")
+        click.echo(f"  file {name}: {byte_size(file.num_bytes)}")
     for number, group in enumerate(last.schema.groups):
         table = last.schema.tables[group.table]
         features = [name for name, its in last.schema.features.items() if its == group.name]
@@ -216,11 +212,3 @@ def _show(storage: Storage, manifests: list[Manifest]) -> None:
     for identity in others:
         other = load(storage, identity)
         click.echo(f"  also here: {other.kind} {identity} of step {other.step}")
-
-
-def _size(num_bytes: float) -> str:
-    for unit in _UNITS:
-        if num_bytes < 1024 or unit == _UNITS[-1]:
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

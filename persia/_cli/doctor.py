@@ -1,4 +1,4 @@
-"""``persia-launcher doctor``: what a job would fail of, before it is started.
+"""``persia-launcher doctor``: what a job would fail of, before it starts.
 
 checks     -->  findings: ok, warning, error, and what to do
 forecast   -->  a table: bytes of a row of each feature, rows that fit
@@ -15,23 +15,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from persia import env
-from persia._cli.checks.findings import Finding, error, ok
-from persia._cli.checks.machine import check_machine
-from persia._cli.checks.network import check_network
-from persia._cli.checks.procfile import check_procfile, file_named_in
-from persia._cli.checks.sample import check_sample, read_sample
-from persia._cli.checks.settings import Forecast, check_files, check_memory, forecast
-from persia._cli.checks.variables import check_variables
+from persia._cli.checks import (
+    Finding,
+    Forecast,
+    check_files,
+    check_machine,
+    check_memory,
+    check_network,
+    check_procfile,
+    check_sample,
+    check_variables,
+    error,
+    file_in_procfile,
+    forecast,
+    ok,
+    read_sample,
+)
 from persia._metrics.top_view import WIDTH, need_rich
 from persia.config import schema_fingerprint
 from persia.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    import click
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-# Where a project has its files, if nothing names them.
+# Where a project has its files, unless options or variables name them.
 _EMBEDDING = ("embedding_config.yml", "config/embedding_config.yml")
 _GLOBAL = ("global_config.yml", "config/global_config.yml")
 _SCRIPT = "data_loader.py"
@@ -41,31 +49,30 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What the command line says."""
+class DoctorOptions:
+    """Options of the command."""
 
     embedding_config: Path | None = None
     global_config: Path | None = None
     sample: Path | None = None
     optimizer: str = "adagrad"
     rows: dict[str, int] = field(default_factory=dict)
-    launcher: click.Group | None = None  # that reads the lines of a Procfile
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that was found."""
+    """Findings and forecasts of one run."""
 
     findings: list[Finding]
     forecasts: list[Forecast]
 
     @property
     def status(self) -> int:
-        """The exit status: 1 if a job would fail of something."""
+        """The exit status: 1 if there is an error."""
         return int(any(one.status == "error" for one in self.findings))
 
     def to_json(self) -> str:
-        """Return it for programs."""
+        """Return the report for programs."""
         return json.dumps(
             {
                 "ok": not self.status,
@@ -76,7 +83,7 @@ class Report:
         )
 
     def summary(self) -> str:
-        """Return the last line."""
+        """Return the last line: counts of errors and warnings."""
         counts = {
             name: sum(one.status == name for one in self.findings)
             for name in ("error", "warning")
@@ -131,45 +138,45 @@ class Report:
         return table
 
 
-def examine(question: Question) -> Report:
-    """Look at everything that a job depends on.
+def examine(options: DoctorOptions) -> Report:
+    """Run every check.
 
     Raises:
-        ConfigError: If the question itself cannot be used.
+        ConfigError: If the options cannot be used.
     """
-    if question.sample is not None and not question.sample.is_file():
-        raise ConfigError(f"--sample: no such file: {question.sample}")
-    embedding = question.embedding_config or env.embedding_config_path() or _first(_EMBEDDING)
-    embedding = embedding or _started_with("--embedding-config")
-    common = question.global_config or env.global_config_path() or _first(_GLOBAL)
-    common = common or _started_with("--global-config")
+    if options.sample is not None and not options.sample.is_file():
+        raise ConfigError(f"--sample: no such file: {options.sample}")
+    embedding = options.embedding_config or env.embedding_config_path() or _first(_EMBEDDING)
+    embedding = embedding or _in_procfile("--embedding-config")
+    common = options.global_config or env.global_config_path() or _first(_GLOBAL)
+    common = common or _in_procfile("--global-config")
     findings = [*check_machine(), *check_variables()]
     found, schema, config = check_files(embedding, common)
     findings += found
     forecasts: list[Forecast] = []
     if any(one.status == "error" and one.check == "variables" for one in findings):
-        return Report(findings, forecasts)  # what follows reads them
+        return Report(findings, forecasts)  # the checks below read them
     if schema is not None:
-        forecasts = forecast(schema, config, question.optimizer, question.rows)
+        forecasts = forecast(schema, config, options.optimizer, options.rows)
     findings += check_memory(config, forecasts)
     if schema is not None:
-        path = question.sample or env.data_loader_entry() or _first([_SCRIPT])
+        path = options.sample or env.data_loader_entry() or _first([_SCRIPT])
         if path is None:
-            findings.append(ok("data", "no sample was given: --sample FILE compares one"))
+            findings.append(ok("data", "no sample given: --sample FILE compares one"))
         else:
             try:
                 findings += check_sample(schema, read_sample(path), str(path))
             except DataError as exc:
-                findings.append(error("data", str(exc), "give another --sample, or mend it"))
+                findings.append(error("data", str(exc), "correct it, or give another --sample"))
     if Path(_PROCFILE).is_file():
-        findings += check_procfile(Path(_PROCFILE), question.launcher)
+        findings += check_procfile(Path(_PROCFILE))
     findings += check_network("" if schema is None else schema_fingerprint(schema))
     return Report(findings, forecasts)
 
 
-def _started_with(option: str) -> Path | None:
+def _in_procfile(option: str) -> Path | None:
     path = Path(_PROCFILE)
-    return file_named_in(path, option) if path.is_file() else None
+    return file_in_procfile(path, option) if path.is_file() else None
 
 
 def _first(names: Sequence[str]) -> Path | None:
@@ -177,10 +184,10 @@ def _first(names: Sequence[str]) -> Path | None:
 
 
 def rows_of(texts: Sequence[str]) -> dict[str, int]:
-    """Read ``feature=number``, of which numbers may be ``2e9``.
+    """Parse texts of the form ``feature=number``, such as ``user=2e9``.
 
     Raises:
-        ConfigError: If one is spelled otherwise.
+        ConfigError: If a text has another form.
     """
     return dict(_row_of(text) for text in texts)
 
@@ -196,20 +203,20 @@ def _row_of(text: str) -> tuple[str, int]:
     raise ConfigError(f"--rows: expected FEATURE=NUMBER, such as user=2e9, got {text!r}")
 
 
-def run_doctor(question: Question, *, as_json: bool) -> int:
-    """Print what is found; returns the exit status.
+def run_doctor(options: DoctorOptions, *, as_json: bool) -> int:
+    """Print the report; returns the exit status.
 
     Raises:
-        ConfigError: If the question cannot be used, or rich is not installed.
+        ConfigError: If the options cannot be used, or rich is not installed.
     """
     if as_json:
-        report = examine(question)
+        report = examine(options)
         print(report.to_json())
         return report.status
     need_rich()
     from rich.console import Console
 
-    report, console = examine(question), Console()
+    report, console = examine(options), Console()
     if console.is_terminal:
         console.print(report)
     else:

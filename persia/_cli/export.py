@@ -1,4 +1,4 @@
-"""Rows of a checkpoint as plain tables: Parquet, safetensors, .npz."""
+"""Export of a checkpoint's rows as tables: Parquet, safetensors, .npz."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def export(
 
 @contextmanager
 def _whole_or_none(folder: Path) -> Iterator[None]:
-    """Make a folder, of which nothing is left if what fills it fails.
+    """Make a folder, and remove it again if filling it fails.
 
     Raises:
         ConfigError: If files are there already, or it cannot be made.
@@ -83,7 +83,7 @@ def _whole_or_none(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # A half of the rows looks like all of them.
+        # A part of the rows could be taken for all of them.
         for path in folder.iterdir():
             path.unlink()
         if is_new:
@@ -106,7 +106,7 @@ class _Files:
         name = f"{table}-{self._number:06}.{self._form}"
         self._number += 1
         if self._form == "npz":
-            # ``groups[group]`` is the name of a row's.
+            # ``groups[group]`` is the group's name of a row.
             np.savez(self._folder / name, allow_pickle=False, **arrays, groups=self._names)
         else:
             columns = {key: Column.of(array) for key, array in arrays.items()}
@@ -122,9 +122,7 @@ class _Parquet:
             import pyarrow
             import pyarrow.parquet
         except ImportError as exc:
-            raise ConfigError(
-                f"Parquet needs pyarrow: pip install 'persia[arrow]' ({exc})"
-            ) from exc
+            raise ConfigError(f"Parquet needs pyarrow: pip install pyarrow ({exc})") from exc
         self._arrow = pyarrow
         self._folder = folder
         self._names = pyarrow.array(names)

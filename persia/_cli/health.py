@@ -1,27 +1,27 @@
-"""Whether the server in this container does its work: for healthchecks and probes.
+"""Healthcheck of the server in this container, for containers and probes.
 
     python -m persia._cli.health embedding-worker
     python -m persia._cli.health --ready nn-worker
 
-Exits with 0 if it does, else with 1 and a line that says why not.
+Exits with 0 if the server works, else with 1 and a line that says why not.
 
-Being asked means more than being there: a server that has stopped serving still listens. Its
-own counts come from the same threads as everything else, and an embedding-worker that has not
-found its parameter servers refuses.
+The check is a call, not a connection: a server that has stopped serving still listens. Its own
+counts come from the threads that serve, and an embedding-worker that has not found its
+parameter servers refuses.
 
-With ``--ready`` the process is asked at /readyz, where its metrics are: whether its script has
-entered a context, and all that it needs answers and is configured. A data-loader can be asked
-in no other way.
+With ``--ready`` the process is read at /readyz, beside its metrics: its script has entered a
+context, and every server that it needs answers and is configured. A data-loader, which serves
+nothing else, can be checked in no other way.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, closing
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, build_opener
+from http import HTTPStatus
 
 from persia import env
+from persia._cli.scraper import LOOPBACK_OF, fetch
 from persia._cluster.addresses import TCP, split
 from persia._cluster.connect import listening_address
 from persia._metrics.definitions import LOADER, TRAINER
@@ -32,16 +32,13 @@ from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import ConfigError, PersiaError, ServiceUnavailable
 from persia.utils import ArgumentParser
 
-# What a server listens at when it listens everywhere, and where that is from here.
-_HERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]", "*": "127.0.0.1"}
-
 ROLES = {role().name: role for role in (parameter_server, embedding_worker, nn_worker)}
 
 
 def check(role: str, timeout_s: float, port: int | None = None) -> None:
-    """Ask the server of this container, of which the environment says where it listens.
+    """Call the server of this container, at the address of the environment.
 
-    An nn-worker is asked who it is, at the address of its first rank here.
+    An nn-worker only says hello, at the address of its first rank here.
 
     Raises:
         ConfigError: If another role answers, or the environment cannot be read.
@@ -52,7 +49,10 @@ def check(role: str, timeout_s: float, port: int | None = None) -> None:
     address = listening_address(role, index, port=port)
     if address.startswith(TCP):
         host, listens_at = split(address)
-        address = f"{TCP}{_HERE.get(host, host)}:{listens_at}"
+        near = LOOPBACK_OF.get(host.strip("[]"), host)
+        # ZeroMQ takes an IPv6 address in brackets only.
+        near = f"[{near}]" if ":" in near and not near.startswith("[") else near
+        address = f"{TCP}{near}:{listens_at}"
     with ExitStack() as stack:
         transport = stack.enter_context(closing(ZmqTransport()))
         client = Client(transport, address, wanted, timeout_s=timeout_s)
@@ -63,33 +63,29 @@ def check(role: str, timeout_s: float, port: int | None = None) -> None:
 
 
 def check_ready(role: str, timeout_s: float) -> None:
-    """Ask the process of this container at /readyz; of an nn-worker, its first rank here.
+    """Read /readyz of the process of this container; of an nn-worker, of its first rank here.
 
     Raises:
-        ConfigError: If it cannot be said where that is.
-        ServiceError: If it does not answer in time, or says that it is not ready.
+        ConfigError: If its port is not known.
+        ServiceError: If it does not answer in time, or is not ready.
     """
     port = env.metrics_port()
-    if port in ("off", 0):
-        raise ConfigError("PERSIA_METRICS_PORT: expected a port, where /readyz can be asked")
+    if port == 0 or isinstance(port, str):
+        raise ConfigError("PERSIA_METRICS_PORT: expected a port, for /readyz")
     if port is None:
         port = default_port(role, 0 if role == TRAINER else env.replica()[0])
-    host = env.metrics_host()
-    url = f"http://{_HERE.get(host, host)}:{port}/readyz"
+    host = env.metrics_host().strip("[]")
+    host = LOOPBACK_OF.get(host, host)
     try:
-        # Not by a proxy of the environment's.
-        with build_opener(ProxyHandler({})).open(url, timeout=timeout_s):
-            return
-    except HTTPError as error:
-        with error:
-            why = error.read().decode(errors="replace").strip()
+        status, text = fetch(host, port, "/readyz", timeout_s)
     except OSError as error:
-        why = f"{url}: {error}"
-    raise ServiceUnavailable(why, role=role)
+        raise ServiceUnavailable(f"/readyz at {host}:{port}: {error}", role=role) from error
+    if status != HTTPStatus.OK:
+        raise ServiceUnavailable(text.strip(), role=role)
 
 
 def main() -> None:
-    """Check what the command line names."""
+    """Check the role that the command line names."""
     example = "python -m persia._cli.health --ready nn-worker"
     parser = ArgumentParser("Ask the server of this container.", example)
     parser.add_argument("role", choices=sorted([*ROLES, LOADER]))

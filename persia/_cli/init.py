@@ -1,4 +1,4 @@
-"""``persia-launcher init``: a project that runs as it is, to be changed into one's own."""
+"""``persia-launcher init``: a project that runs as it is, as a start for one's own."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from pathlib import Path
 
 from persia.errors import ConfigError
 
-# Templates, which are no modules of this package.
+# Templates; with .txt they are not taken for modules of this package.
 _SKELETON = Path(__file__).parent / "skeleton"
 _SUFFIX = ".txt"
 
 
 def write_project(directory: Path) -> list[Path]:
-    """Write a project into a directory, which is made if it is not there.
-
-    Returns:
-        The files.
+    """Write a project into a new or empty directory; returns its files.
 
     Raises:
-        ConfigError: If something is in the directory, or it cannot be written.
+        ConfigError: If the directory is not empty, or cannot be written.
     """
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):

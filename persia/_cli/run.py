@@ -1,12 +1,12 @@
-"""The process of a user's script, or of a user's function: started by ``scripts``.
+"""The process of a user's script or function, as ``scripts`` starts it.
 
     python -m persia._cli.run script train.py --epochs 3
     python -m persia._cli.run call function.pkl
 
-The script finds what ``python train.py --epochs 3`` would give it. SIGTERM raises SystemExit
-in its main thread, so that ``with TrainCtx`` is left properly. How it ended is noted for the
-launcher, which prints the traceback again when all others are silent. A process whose
-launcher is gone ends.
+The script sees the same ``sys.argv`` and ``sys.path`` as under ``python train.py --epochs 3``.
+SIGTERM raises SystemExit in its main thread, so that ``with TrainCtx`` is left properly. Its
+end is noted for the launcher, which prints the traceback again after all other output. A
+process whose launcher is gone ends.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import pickle
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from persia._cluster import process_metrics
-from persia._process_exit import end_with_launcher, note, text_of
+from persia._process_exit import end_with_launcher, note_end
 from persia.errors import JobFinished
 
 
 def main() -> None:
-    """Run what the command line names, and exit as it does."""
+    """Run what the command line names, and exit with its status."""
     kind, path, *arguments = sys.argv[1:]
     end_with_launcher()
     signal.signal(signal.SIGTERM, _on_sigterm)
@@ -39,31 +40,31 @@ def main() -> None:
             _call(Path(path))
     except SystemExit as leaving:
         sys.last_value = leaving
-        note(_status_of(leaving), "")
+        note_end(_status_of(leaving), "")
         raise
     except KeyboardInterrupt:
-        note(128 + signal.SIGINT, "")
+        note_end(128 + signal.SIGINT, "")
         sys.exit(128 + signal.SIGINT)
     except JobFinished:
-        # The launcher knows with which status, and whoever failed has said why.
-        note(1, "")
+        # The launcher knows the status of the job, and the process that failed has logged why.
+        note_end(1, "")
         sys.exit(1)
     except BaseException as error:
         sys.last_value = error  # where Python puts what it prints itself; compat.backend looks
         own = _without_this_module(error.__traceback__)
         error.with_traceback(own)
-        text = text_of(error)
+        text = "".join(traceback.format_exception(error))
         if sys.excepthook is sys.__excepthook__:
             sys.stderr.write(text)
         else:
             sys.excepthook(type(error), error, own)  # the script's
         sys.stderr.flush()
-        note(1, text)
+        note_end(1, text)
         sys.exit(1)
 
 
 def dump_call(function: Callable[[], object]) -> bytes:
-    """Return what ``call`` reads: the function, and where its modules are found."""
+    """Pickle a function and the search path of its modules, for ``call``."""
     import cloudpickle  # type: ignore[import-untyped]
 
     return pickle.dumps((sys.path, cloudpickle.dumps(function)))
@@ -75,7 +76,7 @@ def _call(path: Path) -> None:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    # Once: what unwinds now shall not be interrupted by who kills twice.
+    # Once: a second signal must not interrupt the unwinding.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + number)
 
@@ -87,7 +88,7 @@ def _status_of(leaving: SystemExit) -> int:
 
 
 def _without_this_module(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frames above the script's own first."""
+    """Drop the frames of this module and of ``runpy``, above the script's first."""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if name != __file__ and "runpy" not in name:

@@ -1,15 +1,14 @@
-"""Asking every process of a job how it is, again and again, and waiting for none of them.
+"""Reading the metrics of every process of a job, without waiting for any of them.
 
-Where they are, the lists of addresses and ``PERSIA_METRICS_PORT`` say, as they do to the
-processes themselves:
+The lists of addresses and ``PERSIA_METRICS_PORT`` say where they are:
 
     hosts     of the lists; PERSIA_METRICS_HOST where they name this machine. Data-loaders are
-              in no list: on this machine, or as they are named to the command
-    ports     PERSIA_METRICS_PORT, or the default of role and replica; and those behind it, as
-              long as somebody answers
+              in no list: on this machine, or as named on the command line
+    ports     PERSIA_METRICS_PORT, or the default of role and replica; and the next ones, as
+              long as a process answers there
 
-Each is asked by a thread of its own. Whoever has not answered in time is said not to, until it
-does; nothing is joined.
+Each process is read by a thread of its own. One that has not answered in time is shown as
+silent until it answers; no thread is joined.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
@@ -31,49 +31,50 @@ from persia._metrics.scrape import Delta, Reading, read
 from persia._metrics.top_view import Watched
 from persia.errors import ConfigError, DataError
 
-# More than a process takes that asks silent ones in its turn, see persia._cluster.process_metrics.
+# Longer than a process takes whose /readyz waits for silent servers, see
+# persia._cluster.process_metrics.
 DEADLINE_S = 5.0
 _MAX_BYTES = 64 << 20
-# What a server listens at when it listens everywhere, and where that is from here.
-_HERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1", "localhost": "127.0.0.1"}
+# From this machine, the address of a server that listens everywhere.
+LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1", "localhost": "127.0.0.1"}
 
 
 @dataclass(frozen=True, slots=True)
 class ScrapeTarget:
-    """Where a process is asked, and who is expected there."""
+    """Address of a process's metrics, and the process that is expected there."""
 
     role: str
     index: int
     host: str
     port: int
-    is_listed: bool = field(default=True, compare=False)  # else it may as well not be
+    is_listed: bool = field(default=True, compare=False)  # else it may be absent
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def next(self) -> ScrapeTarget:
-        """Return where the next replica, or rank, is if there is one on the same host."""
+        """Return the target of the next replica, or rank, on the same host."""
         return ScrapeTarget(
             self.role, self.index + 1, self.host, self.port + 1, is_listed=False
         )
 
 
-def listed_places(named: Sequence[str] = ()) -> list[ScrapeTarget]:
-    """Return where the processes of the job are, of which this one's environment says where.
+def list_targets(named: Sequence[str] = ()) -> list[ScrapeTarget]:
+    """Return the targets that the environment of this process lists.
 
     Args:
-        named: More of them, ``host:port``.
+        named: Further ones, ``host:port``.
 
     Raises:
-        ConfigError: If an address cannot be read, or nothing says where anybody is.
+        ConfigError: If an address cannot be read, or there is none.
     """
-    places = [_named(index, text) for index, text in enumerate(named)]
+    targets = [_named(index, text) for index, text in enumerate(named)]
     port = env.metrics_port()
     if port in (0, "off"):
-        if places:
-            return places
+        if targets:
+            return targets
         raise ConfigError(
-            "PERSIA_METRICS_PORT does not say where processes tell their metrics: name them, "
+            "PERSIA_METRICS_PORT names no port at which processes serve metrics: name them, "
             "persia-launcher top HOST:PORT ...; each logs a line `metrics at`"
         )
     for role, variable, addresses in (
@@ -89,10 +90,10 @@ def listed_places(named: Sequence[str] = ()) -> list[ScrapeTarget]:
                 where = port + on_host if role == TRAINER else port
             else:
                 where = default_port(role, on_host if role == TRAINER else index)
-            places.append(ScrapeTarget(role, index, host, where))
+            targets.append(ScrapeTarget(role, index, host, where))
     loader = port if isinstance(port, int) else default_port(LOADER, 0)
-    places.append(ScrapeTarget(LOADER, 0, _here(), loader, is_listed=False))
-    by_address = {(place.host, place.port): place for place in reversed(places)}
+    targets.append(ScrapeTarget(LOADER, 0, _here(), loader, is_listed=False))
+    by_address = {(target.host, target.port): target for target in reversed(targets)}
     return list(reversed(by_address.values()))
 
 
@@ -105,16 +106,16 @@ def _named(index: int, text: str) -> ScrapeTarget:
 
 def _here() -> str:
     host = env.metrics_host().strip("[]")
-    return _HERE.get(host, host)
+    return LOOPBACK_OF.get(host, host)
 
 
 def _host(address: str) -> str:
-    """Return the host of a service's address, this machine's as metrics are served there."""
+    """Return the host of a service's metrics; on this machine it is PERSIA_METRICS_HOST."""
     if not address.startswith(TCP):
         return _here()
     host = split(address)[0].strip("[]")
     try:
-        is_here = ipaddress.ip_address(_HERE.get(host, host)).is_loopback
+        is_here = ipaddress.ip_address(LOOPBACK_OF.get(host, host)).is_loopback
     except ValueError:
         return host
     return _here() if is_here else host
@@ -122,139 +123,147 @@ def _host(address: str) -> str:
 
 @dataclass(slots=True)
 class _State:
-    """What is known of one place. Guarded by the lock of its ``Scraper``."""
+    """State of one target. Guarded by the lock of its ``Scraper``."""
 
-    asked_at: float | None = None  # while an answer is awaited
-    silent_since: float = 0.0
+    begun_at: float | None = None  # of the request in flight; monotonic
     before: dict[tuple[str, int], Reading] = field(default_factory=dict)
-    now: list[Reading] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
     problem: str = ""
-    remark: str = ""  # of one that has answered
+    remark: str = ""  # why a process that answers is not ready
     has_answered: bool = False  # ever
+
+    def is_expected(self, target: ScrapeTarget) -> bool:
+        return target.is_listed or self.has_answered
 
 
 class Scraper:
-    """Asks processes, and knows their last answers.
+    """Reads the metrics of processes, and keeps their last answers.
 
     Args:
-        places: Where they are.
-        deadline_s: Seconds until one is said not to answer.
+        targets: The processes.
+        deadline_s: Seconds after which a process counts as silent.
     """
 
-    def __init__(self, places: Iterable[ScrapeTarget], deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, targets: Iterable[ScrapeTarget], deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
-        self._answered = threading.Condition()  # guards what is below
-        self._states = {place: _State() for place in places}
+        self._changed = threading.Condition()  # guards what is below
+        self._states = {target: _State() for target in targets}
 
-    def ask(self) -> None:
-        """Ask everybody of whom no answer is awaited."""
-        with self._answered:
-            for place in list(self._states):
-                self._begin(place)
+    def request_all(self) -> None:
+        """Begin a request to every target without one in flight."""
+        with self._changed:
+            for target in list(self._states):
+                self._begin(target)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all have answered, or have had their time."""
-        with self._answered:
-            self._answered.wait_for(lambda: not self._num_awaited(), timeout_s)
+        """Wait until no request is in flight."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(state.begun_at is None for state in self._states.values()),
+                timeout_s,
+            )
 
-    def _num_awaited(self) -> int:
-        return sum(state.asked_at is not None for state in self._states.values())
+    def _begin(self, target: ScrapeTarget) -> None:
+        state = self._states.setdefault(target, _State())
+        if state.begun_at is None:
+            state.begun_at = time.monotonic()
+            name = f"persia-scrape-{target}"
+            threading.Thread(
+                target=self._request, args=(target,), name=name, daemon=True
+            ).start()
 
-    def _begin(self, place: ScrapeTarget) -> None:
-        state = self._states.setdefault(place, _State())
-        if state.asked_at is None:
-            state.asked_at = time.monotonic()
-            name = f"persia-asks-{place}"
-            threading.Thread(target=self._ask, args=(place,), name=name, daemon=True).start()
-
-    def _ask(self, place: ScrapeTarget) -> None:
+    def _request(self, target: ScrapeTarget) -> None:
         readings: list[Reading] = []
         problem = remark = ""
         others: list[ScrapeTarget] = []
         try:
-            host, others = _resolved(place)
-            readings = read(_get(host, place.port, "/metrics", self._deadline_s))
+            host, others = _resolve(target)
+            status, text = fetch(host, target.port, "/metrics", self._deadline_s)
+            if status != HTTPStatus.OK:
+                raise DataError(f"another program answers there: HTTP status {status}")
+            readings = read(text)
             if any(one.get("persia_ready") == 0 for one in readings):
-                remark = _get(host, place.port, "/readyz", self._deadline_s).strip()
+                remark = fetch(host, target.port, "/readyz", self._deadline_s)[1].strip()
         except DataError as error:
             problem = str(error)
         except TimeoutError:
             problem = f"no answer within {self._deadline_s:g} s"
         except OSError as error:
             problem = _reason(error)
-        except Exception as error:  # what else a stranger's answer can be
+        except Exception as error:  # of an answer that is no HTTP, or another program's
             problem = f"{type(error).__name__}: {error}"
-        with self._answered:
-            state = self._states[place]
-            state.asked_at = None
+        with self._changed:
+            state = self._states[target]
+            state.begun_at = None
             if readings:
-                state.before = {(one.role, one.replica): one for one in state.now}
-                state.now, state.has_answered = readings, True
-                others.append(place.next())
+                state.before = {(one.role, one.replica): one for one in state.readings}
+                state.readings, state.has_answered = readings, True
+                others.append(target.next())
             state.problem, state.remark = problem, remark
             for other in others:
                 if not any(
                     (one.host, one.port) == (other.host, other.port) for one in self._states
                 ):
                     self._begin(other)
-            self._answered.notify_all()
+            self._changed.notify_all()
 
     def processes(self) -> list[Watched]:
-        """Return what is known of each process now."""
+        """Return the processes as of now."""
         late = time.monotonic() - self._deadline_s
         found: list[Watched] = []
-        # Several addresses may lead to one process, as to the container that this one is in.
+        # Several addresses may be of one process, such as the container that this one is in.
         shown: set[tuple[str, int, float]] = set()
-        with self._answered:
-            for place, state in self._states.items():
+        with self._changed:
+            for target, state in self._states.items():
                 problem = state.problem
-                if state.asked_at is not None and state.asked_at < late:
-                    problem = f"no answer for {time.monotonic() - state.asked_at:.0f} s"
-                if state.now and not problem:
-                    began = state.now[0].first("process_start_time_seconds")
-                    for one in state.now:
+                if state.begun_at is not None and state.begun_at < late:
+                    problem = f"no answer for {time.monotonic() - state.begun_at:.0f} s"
+                if state.readings and not problem:
+                    began = state.readings[0].first("process_start_time_seconds")
+                    for one in state.readings:
                         if began is not None and (one.role, one.replica, began) in shown:
                             continue
                         shown.add((one.role, one.replica, began or 0.0))
                         span = Delta(state.before.get((one.role, one.replica)), one)
                         found.append(
-                            Watched(one.role, one.replica, str(place), span, state.remark)
+                            Watched(one.role, one.replica, str(target), span, state.remark)
                         )
-                elif problem and (place.is_listed or state.has_answered or "answer" in problem):
-                    who = [(one.role, one.replica) for one in state.now]
+                elif problem and (
+                    target.is_listed or state.has_answered or "answer" in problem
+                ):
+                    who = [(one.role, one.replica) for one in state.readings]
                     found += [
-                        Watched(*one, str(place), None, problem)
-                        for one in who or [(place.role, place.index)]
+                        Watched(*one, str(target), None, problem)
+                        for one in who or [(target.role, target.index)]
                     ]
         return found
 
 
-def _resolved(place: ScrapeTarget) -> tuple[str, list[ScrapeTarget]]:
-    """Return the first host to which a place leads, and those of all others."""
-    found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+def _resolve(target: ScrapeTarget) -> tuple[str, list[ScrapeTarget]]:
+    """Return the first host of a target's name, and targets of its other hosts."""
+    found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     of_family = [str(where[0]) for family, *_, where in found if family == found[0][0]]
     hosts = sorted(set(of_family))
     others = [
-        ScrapeTarget(place.role, place.index + 1 + n, host, place.port, place.is_listed)
+        ScrapeTarget(target.role, target.index + 1 + n, host, target.port, target.is_listed)
         for n, host in enumerate(hosts[1:])
     ]
     return hosts[0], others
 
 
-def _get(host: str, port: int, path: str, timeout_s: float) -> str:
+def fetch(host: str, port: int, path: str, timeout_s: float) -> tuple[int, str]:
+    """Return status and text of an HTTP page, by no proxy.
+
+    Raises:
+        OSError: If the page cannot be read in time.
+    """
     url = f"http://[{host}]:{port}{path}" if ":" in host else f"http://{host}:{port}{path}"
     try:
-        # Not by a proxy of the environment's.
         with build_opener(ProxyHandler({})).open(url, timeout=timeout_s) as answer:
-            text: bytes = answer.read(_MAX_BYTES)
+            return int(answer.status), answer.read(_MAX_BYTES).decode(errors="replace")
     except HTTPError as error:
         with error:
-            text = error.read(_MAX_BYTES)
-        if path == "/metrics":
-            raise DataError(
-                f"another program answers there: HTTP status {error.code}"
-            ) from error
-    return text.decode(errors="replace")
+            return error.code, error.read(_MAX_BYTES).decode(errors="replace")
 
 
 def _reason(error: OSError) -> str:
@@ -262,7 +271,7 @@ def _reason(error: OSError) -> str:
     if isinstance(why, TimeoutError):
         return "no answer in time"
     if isinstance(why, ConnectionRefusedError):
-        return "not there: connection refused"
+        return "not running: connection refused"
     if isinstance(why, socket.gaierror):
-        return f"its name leads nowhere: {why.strerror}"
+        return f"its name cannot be resolved: {why.strerror}"
     return str(getattr(why, "strerror", None) or why)

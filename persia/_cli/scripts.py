@@ -1,9 +1,9 @@
-"""Starting a user's script as nn-worker or data-loader, and its end.
+"""Running a user's script as nn-worker or data-loader, to the end of the job.
 
     torchrun --standalone --nproc-per-node 2 -m persia._cli.run script train.py ...
 
-The child has a session of its own: a signal to this process's group (Ctrl-C, honcho) reaches
-it once, from here. What does not end within seconds is killed; honcho kills 5 s after SIGTERM.
+Signals reach the script through this process. A script that does not end within seconds of one
+is killed: honcho kills this process 5 s after SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from pathlib import Path
 
 from persia import env
 from persia._cli.children import Child, signal_name
-from persia._cluster.events import Event, Events, watched_process
 from persia._cluster.job import (
     GRACE_S,
     POLL_S,
+    Event,
+    Events,
     JobMonitor,
     announce_job_end,
     status_after_job,
+    watched_process,
 )
 from persia._metrics.definitions import LOADER
 from persia._metrics.endpoint import Endpoint
 from persia._process_exit import RUN, End
 from persia._rpc.zmq_transport import ZmqTransport
-from persia.config import nearest
-from persia.errors import ConfigError, PersiaError
+from persia.errors import ConfigError, PersiaError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-# Seconds that servers get to hear that the job has ended: by itself, after a signal, and where
-# one that has failed is being started again.
-_TELL_S, _TELL_SOON_S, _TELL_SUPERVISED_S = 3.0, 0.5, 20.0
-# Seconds in which every data-loader has asked whether the job goes on.
-_HEAR_S = 2 * POLL_S
-# Seconds after the end of the job in which a data-loader's script may end by itself.
+# Seconds to announce the end of the job to servers: after the script's own end, after a signal,
+# and where a supervisor restarts servers that have failed.
+_ANNOUNCE_S, _ANNOUNCE_ON_SIGNAL_S, _ANNOUNCE_SUPERVISED_S = 3.0, 0.5, 20.0
+# Seconds within which every data-loader has polled the state of the job.
+_POLLED_S = 2 * POLL_S
+# Seconds that a data-loader's script gets to end after the job has.
 _LEAVE_S = 10.0
 
 
@@ -59,11 +60,11 @@ class Script:
     def __post_init__(self) -> None:
         if not self.path.is_file():
             names = (str(one) for one in self.path.parent.glob("*.py"))
-            hint = nearest(str(self.path), names)
+            hint = did_you_mean(str(self.path), names)
             raise ConfigError(f"expected a Python script at {self.path}, found none{hint}")
 
     def words(self) -> list[str]:
-        """The arguments of Python, or of torchrun."""
+        """Arguments of Python, or of torchrun, that run the script."""
         return ["-m", RUN, "script", str(self.path), *self.arguments]
 
 
@@ -79,10 +80,10 @@ def _watch(child: Child, events: Events) -> None:
 
 
 def torchrun(nproc_per_node: int, node_rank: int, nnodes: int) -> list[str]:
-    """Return the command that starts the ranks of this node.
+    """Return the arguments of Python that start the ranks of this node.
 
     Raises:
-        ConfigError: If there are several nodes, and nothing says where they meet.
+        ConfigError: If there are several nodes, and ``MASTER_ADDR`` is not set.
     """
     command = ["-m", "persia._cli.torchrun", f"--nproc-per-node={nproc_per_node}"]
     if nnodes == 1:
@@ -104,7 +105,7 @@ def run_nn_worker(
 ) -> int:
     """Run the training script of one node; returns its exit status.
 
-    On node 0 every server is told how it ended. A traceback is the last thing printed.
+    Node 0 announces the status to every server. A traceback is printed last.
     """
     command = torchrun(nproc_per_node, node_rank, nnodes)
     logger.info(
@@ -129,27 +130,31 @@ def run_nn_worker(
             end = End(128 + received)
         logger.info("%s ended with status %d", script.path, end.status)
         if node_rank == 0:
-            patience_s = _TELL_SUPERVISED_S if env.is_supervised() else _TELL_S
-            _tell(end.status, _TELL_SOON_S if received else patience_s, child.took_part)
+            patience_s = _ANNOUNCE_SUPERVISED_S if env.is_supervised() else _ANNOUNCE_S
+            _announce_end(
+                end.status,
+                _ANNOUNCE_ON_SIGNAL_S if received else patience_s,
+                child.has_participated,
+            )
         if end.status and not received:
-            # Until data-loaders have heard of the end, and say nothing more.
+            # Until data-loaders know the end of the job and log nothing more.
             with suppress(queue.Empty):
-                while events.get(timeout=_HEAR_S).kind != "signal":
+                while events.get(timeout=_POLLED_S).kind != "signal":
                     pass
     _print_last(end)
     return end.status
 
 
-def _tell(status: int, timeout_s: float, took_part: bool) -> None:
+def _announce_end(status: int, timeout_s: float, has_participated: bool) -> None:
     with closing(ZmqTransport()) as transport:
         try:
-            silent = announce_job_end(transport, status, timeout_s, took_part)
+            silent = announce_job_end(transport, status, timeout_s, has_participated)
         except ConfigError as error:
-            # The script has ended; with its status this process ends, not with its own.
-            logger.error("cannot tell the servers that the job has ended: %s", error)
+            # This process exits with the status of the script, not with one of its own.
+            logger.error("cannot announce the end of the job to the servers: %s", error)
             return
     if silent and not status:
-        logger.warning("nobody was told that the job has ended at %s", ", ".join(silent))
+        logger.warning("the end of the job did not reach %s", ", ".join(silent))
 
 
 def _print_last(end: End) -> None:
@@ -186,29 +191,29 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
             else:
                 events.put(Event("job", error=end))
 
-        def stand_in() -> None:
-            # Where the script told how it is, of which nothing but its end is left to tell.
-            endpoint = Endpoint(LOADER, replica_index, list, _is_well, _is_well)
+        def serve_metrics() -> None:
+            # At the port of the script's own endpoint, which ended with it.
+            endpoint = Endpoint(LOADER, replica_index, list, _no_problem, _no_problem)
             stack.callback(endpoint.close)
 
         watcher = f"data-loader {replica_index} {socket.gethostname()}:{os.getpid()}"
         stack.enter_context(closing(JobMonitor(transport, watcher, on_end, replica_index)))
-        end = _until_job_ends(script, child, events, stand_in)
+        end = _until_job_ends(script, child, events, serve_metrics)
     _print_last(end)
     return end.status
 
 
-def _heard(events: Events) -> int | None:
-    """Return the job's status if its end was why a script failed: the news may come later."""
+def _late_status(events: Events) -> int | None:
+    """Return the status of a job whose end made a script fail; it may be known only later."""
     with suppress(queue.Empty):
-        event = events.get(timeout=_HEAR_S)
+        event = events.get(timeout=_POLLED_S)
         if event.kind == "job" and event.error is None:
             return event.number
         events.put(event)
     return None
 
 
-def _is_well() -> str:
+def _no_problem() -> str:
     return ""
 
 
@@ -220,7 +225,7 @@ def _until_job_ends(
 ) -> End:
     has_ended = False  # the script, well
     status: int | None = None  # of the job
-    lost: BaseException | None = None  # the servers that know when the job ends
+    lost: BaseException | None = None  # no server answers that knows the end of the job
     deadline: float | None = None
     while True:
         if has_ended and status is not None:
@@ -228,14 +233,14 @@ def _until_job_ends(
                 events.get(timeout=GRACE_S)
             return End(status_after_job(status))
         if has_ended and lost is not None:
-            # Not before: a script that runs waits for the same servers, and says more.
+            # Not before: a running script waits for the same servers, with a better message.
             raise lost
-        level = logging.DEBUG if status else logging.INFO  # whoever failed speaks last
+        level = logging.DEBUG if status else logging.INFO  # the process that failed logs last
         try:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             event = events.get(timeout=left)
         except queue.Empty:
-            logger.log(level, "%s goes on after the end of the job: stopped", script.path)
+            logger.log(level, "%s still runs after the end of the job: stopped", script.path)
             child.stop(signal.SIGTERM)
             return End(status_after_job(status or 0))
         if event.kind == "failure" and event.error is not None:
@@ -247,7 +252,7 @@ def _until_job_ends(
         if event.kind == "ended":
             end = child.end()
             if end.status and env.is_supervised():
-                status = _heard(events) if status is None else status
+                status = _late_status(events) if status is None else status
                 if status is not None:
                     return End(status_after_job(status))
             if end.status and not status:
@@ -260,7 +265,7 @@ def _until_job_ends(
         elif event.error is not None:
             lost = event.error
         else:
-            # Of which the script hears as well.
+            # The script learns of it as well, and gets time to end.
             status, deadline = event.number, time.monotonic() + _LEAVE_S
             level = logging.DEBUG if status else logging.INFO
             logger.log(level, "the job has ended with status %d", status)

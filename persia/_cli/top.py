@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import threading
 import time
 from collections.abc import Sequence
 
 from persia import env
-from persia._cli.scraper import Scraper, listed_places
+from persia._cli.scraper import Scraper, list_targets
 from persia._metrics.top_view import WIDTH, Frame, Watched, need_rich
+from persia.utils import sleep
 
-NOBODY = (
-    "nobody answers: start the job, or name its processes, persia-launcher top HOST:PORT ... "
-    "(each logs a line `metrics at`)"
+NO_ANSWER = (
+    "no process answers: start the job, or name its processes, persia-launcher top HOST:PORT "
+    "... (each logs a line `metrics at`)"
 )
 
 
@@ -24,23 +24,23 @@ def run_top(
     """Show the job until Ctrl-C, or one frame of it; returns the exit status.
 
     Raises:
-        ConfigError: If nothing says where the job is, or rich is not installed.
+        ConfigError: If no address of the job is known, or rich is not installed.
     """
     need_rich()
-    asker = Scraper(listed_places(named), deadline_s)
+    scraper = Scraper(list_targets(named), deadline_s)
     if is_once:
-        return _show_once(asker, interval_s, deadline_s)
+        return _show_once(scraper, interval_s, deadline_s)
     try:
-        _show(asker, interval_s)
+        _show(scraper, interval_s)
     except KeyboardInterrupt:
         return 0
     return 0
 
 
-def frame_of(asker: Scraper) -> Frame:
-    """Return a frame of what is known now, of the run that ``PERSIA_RUN_ID`` names if one."""
+def frame_of(scraper: Scraper) -> Frame:
+    """Return a frame of the last answers, of the run of ``PERSIA_RUN_ID`` if that is set."""
     wanted = env.run_id()
-    processes = [_of_run(wanted, one) for one in asker.processes()]
+    processes = [_of_run(wanted, one) for one in scraper.processes()]
     spans = [one.span for one in processes if one.span is not None]
     title = f"{len(spans)} of {len(processes)} processes answer"
     runs = sorted({span.now.run for span in spans} - {""})
@@ -52,7 +52,7 @@ def frame_of(asker: Scraper) -> Frame:
 
 
 def _of_run(wanted: str | None, one: Watched) -> Watched:
-    """Return a process; one of another run than the one wanted without what it told."""
+    """Return a process without its readings if it is of another run."""
     run = "" if one.span is None else one.span.now.run
     if not wanted or run in ("", wanted):
         return one
@@ -60,36 +60,35 @@ def _of_run(wanted: str | None, one: Watched) -> Watched:
     return dataclasses.replace(one, span=None, problem=problem)
 
 
-def _show_once(asker: Scraper, interval_s: float, deadline_s: float) -> int:
-    asker.ask()
-    asker.wait(deadline_s)
-    threading.Event().wait(interval_s)  # rates are of this time
-    asker.ask()
-    asker.wait(deadline_s)
-    frame = frame_of(asker)
+def _show_once(scraper: Scraper, interval_s: float, deadline_s: float) -> int:
+    scraper.request_all()
+    scraper.wait(deadline_s)
+    sleep(interval_s)  # rates are of this time
+    scraper.request_all()
+    scraper.wait(deadline_s)
+    frame = frame_of(scraper)
     print(frame)
     if any(one.span is not None for one in frame.processes):
         return 0
-    print(NOBODY, file=sys.stderr)
+    print(NO_ANSWER, file=sys.stderr)
     return 1
 
 
-def _show(asker: Scraper, interval_s: float) -> None:
+def _show(scraper: Scraper, interval_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    pause = threading.Event()  # never set: a wait that Ctrl-C ends
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
             begin = time.monotonic()
-            asker.ask()
-            asker.wait(interval_s)
-            frame = frame_of(asker)
+            scraper.request_all()
+            scraper.wait(interval_s)
+            frame = frame_of(scraper)
             if console.is_terminal:
                 live.update(frame, refresh=True)
             else:
                 console.print(frame)
-            pause.wait(max(0.0, begin + interval_s - time.monotonic()))
+            sleep(max(0.0, begin + interval_s - time.monotonic()))

@@ -1,9 +1,9 @@
-"""torchrun, without a traceback of its own: that of the script is what counts.
+"""torchrun without a traceback of its own after that of the script.
 
     python -m persia._cli.torchrun --standalone --nproc-per-node=2 -m module ...
 
-is ``python -m torch.distributed.run`` with the same arguments. What failed in the ranks is one
-line each, what a signal ended none.
+is ``python -m torch.distributed.run`` with the same arguments. Each rank that failed is one
+line; ranks ended by a signal are none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which stage holds the others back: one rule over the waits and queues of all processes.
+"""The slowest stage of a job: one rule over the waits and queues of all processes.
 
     the training loop       rarely waits (below a quarter of its time)       nn-worker
       waits for a batch, and none is ready for its lookup, while
@@ -18,11 +18,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.format import percent
 from persia._metrics.scrape import Delta
 
 DATASET = "dataset"  # of a trainer without data-loaders
 
-# Of the time of the training loop: who waits less is not held back.
+# Share of the training loop's time below which waiting does not count.
 RARELY = 0.25
 HALF = 0.5
 
@@ -31,31 +32,31 @@ _WAITS_FOR_ROOM = "update_gradient_batched_time_cost_more_than_1ms_sec"
 
 
 class Stage(NamedTuple):
-    """The slowest stage, and what says so; "" before anything is known."""
+    """The slowest stage and the reason; its name is "" before anything is known."""
 
     name: str
     why: str
 
 
 def slowest(spans: Sequence[Delta]) -> Stage:
-    """Return which stage holds the others back."""
+    """Return the stage that holds the others back."""
     ranks = [span for span in spans if span.now.role == TRAINER and span.seconds > 0]
     if not ranks:
-        return Stage("", "no nn-worker was asked twice")
+        return Stage("", "no nn-worker was read twice")
     if not sum(span.delta("persia_steps_total") or 0 for span in ranks):
         return Stage("", "no step was made in between")
     for_batch = _mean(span.share(_WAITS_FOR_BATCH) for span in ranks)
     for_room = _mean(span.share(_WAITS_FOR_ROOM) for span in ranks)
     waits = for_batch + for_room
     if waits < RARELY:
-        return Stage(TRAINER, f"its loop waits for nobody {_percent(1 - waits)} of its time")
+        return Stage(TRAINER, f"its loop runs without waiting {percent(1 - waits)} of its time")
     what = "a batch" if for_batch >= for_room else "room for its gradients"
-    why = f"the training loop waits for {what} {_percent(max(for_batch, for_room))} of its time"
+    why = f"the training loop waits for {what} {percent(max(for_batch, for_room))} of its time"
     if for_batch >= for_room:
         source = _slow_source(spans, ranks)
         if source is not None:
             return Stage(source.name, f"{why}, {source.why}")
-    name, reason = _sparse(spans)
+    name, reason = _slow_server(spans)
     return Stage(name, f"{why}, {reason}" if reason else why)
 
 
@@ -68,15 +69,15 @@ def _slow_source(spans: Sequence[Delta], ranks: Sequence[Delta]) -> Stage | None
             return Stage(LOADER, "and none is there to be looked up")
         return None
     if any(span.now.get("persia_inbox_batches") is not None for span in ranks):
-        return None  # its data-loaders were not asked
+        return None  # its data-loaders were not read
     busy = _mean(span.share("forward_client_time_cost_sec") for span in ranks)
     busy += _mean(span.share("backward_client_time_cost_sec") for span in ranks)
     if busy < HALF:
-        return Stage(DATASET, f"and lookups and updates take {_percent(busy)}")
+        return Stage(DATASET, f"and lookups and updates take {percent(busy)}")
     return None
 
 
-def _sparse(spans: Sequence[Delta]) -> Stage:
+def _slow_server(spans: Sequence[Delta]) -> Stage:
     """Return which of the two server roles takes most of the time of lookups and updates."""
     workers = [span for span in spans if span.now.role == WORKER]
     servers = [span for span in spans if span.now.role == SERVER]
@@ -101,14 +102,10 @@ def _sparse(spans: Sequence[Delta]) -> Stage:
     # All servers are asked at the same time.
     there += sum(seconds or 0.0 for seconds in calls) / max(1, len(servers))
     part = min(1.0, there / whole)
-    why = f"and {_percent(part)} of lookups and updates is spent at parameter servers"
+    why = f"and {percent(part)} of lookups and updates is spent at parameter servers"
     return Stage(SERVER if part > HALF else WORKER, why)
 
 
 def _mean(shares: Iterable[float | None]) -> float:
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if known else 0.0
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:.0f} %"

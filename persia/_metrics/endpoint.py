@@ -1,4 +1,4 @@
-"""The port of a process where it tells how it is: /metrics, /healthz, /readyz.
+"""The HTTP port of a process: /metrics, /healthz, /readyz.
 
     /metrics   every metric, in Prometheus' text format
     /healthz   200 while the threads that serve live, else 503 and why
@@ -14,19 +14,16 @@ Which port that is:
                            off: none
     PERSIA_METRICS_HOST    where it listens; 127.0.0.1
 
-One of the default ports may be another job's: then the kernel chooses, and a line says which.
-A few threads answer, each for a few seconds at most; beyond them a connection is closed at
-once.
+A default port may be another job's: then the kernel chooses one, and a log line names it. A few
+threads answer, each for a few seconds at most; further connections are closed at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import selectors
 import threading
-import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,7 +34,7 @@ from typing import Any
 from persia import env
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.push import Pusher, PushSettings
-from persia._metrics.registry import CONTENT_TYPE, Metrics, Sample, Source
+from persia._metrics.registry import CONTENT_TYPE, Metrics, MetricSource, Sample
 from persia.errors import ConfigError
 from persia.version import __version__
 
@@ -45,16 +42,16 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORTS = {LOADER: 9400, WORKER: 9500, SERVER: 9600, TRAINER: 9700}
 
-# Answered at a time; and seconds that a request may take to come, or its answer to leave.
+# Requests answered at a time; and seconds for a request to arrive, or its answer to leave.
 _MAX_REQUESTS = 8
 _REQUEST_S = 5.0
 
-# Says why not; "" if all is well.
-Why = Callable[[], str]
+# Returns what is wrong; "" if nothing is.
+Check = Callable[[], str]
 
 
 def default_port(role: str, index: int) -> int:
-    """Return where a process listens if nothing is said.
+    """Return the port of a process without ``PERSIA_METRICS_PORT``.
 
     Args:
         role: Its role.
@@ -69,27 +66,27 @@ class Endpoint:
     Args:
         role: Of this process.
         replica: Its number, or rank.
-        sources: What is to be told.
-        ready: Why it cannot be used now.
-        healthy: Why it is not well.
-        local_rank: Of an nn-worker, of which one container has several.
-        push: How metrics are sent to a gateway, if they are.
+        sources: Returns the sources of its metrics.
+        ready: Returns why it cannot be used now.
+        healthy: Returns which of its threads have failed.
+        local_rank: Of an nn-worker: one container has several.
+        push: Settings of the push gateway, if metrics are pushed.
     """
 
     def __init__(
         self,
         role: str,
         replica: int,
-        sources: Callable[[], Iterable[Source]],
-        ready: Why,
-        healthy: Why,
+        sources: Callable[[], Iterable[MetricSource]],
+        ready: Check,
+        healthy: Check,
         *,
         local_rank: int = 0,
         push: PushSettings | None = None,
     ) -> None:
         self._role, self._replica = role, replica
-        self._run = env.run_name()  # now: a script may go to another folder, or lose this one
-        self._why = {"/readyz": ready, "/healthz": healthy}
+        self._run = env.run_name()  # now: a script may change its directory, or remove it
+        self._checks = {"/readyz": ready, "/healthz": healthy}
         self.metrics = Metrics(lambda: [self._own(), *sources()])
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
@@ -125,14 +122,14 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Where it is; "" if it is off."""
+        """Address of the endpoint; "" if it is off."""
         if self._server is None:
             return ""
         host, port = self._server.server_address[:2]
         return f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
 
     def close(self) -> None:
-        """Free the port; what was counted last is sent, if anything is."""
+        """Free the port, after a last push of the metrics."""
         pusher, self._pusher = self._pusher, None
         if pusher is not None:
             pusher.close()
@@ -141,29 +138,29 @@ class Endpoint:
             server.stop()
             self._thread.join()
 
-    def _own(self) -> Source:
-        return Source(self._role, self._replica, "process", self, self._samples)
+    def _own(self) -> MetricSource:
+        return MetricSource(self._role, self._replica, "process", self, self._samples)
 
     def _samples(self) -> Iterable[Sample]:
         yield Sample("persia_info", 1, {"version": __version__, "run": self._run})
-        yield Sample("persia_ready", not self.why("/readyz"))
-        yield Sample("persia_healthy", not self.why("/healthz"))
+        yield Sample("persia_ready", not self.problem("/readyz"))
+        yield Sample("persia_healthy", not self.problem("/healthz"))
 
-    def why(self, path: str) -> str:
-        """Return why the process is not what ``/readyz`` or ``/healthz`` asks for, or ""."""
+    def problem(self, path: str) -> str:
+        """Return why the process does not pass the check at a path; "" if it does."""
         try:
-            return self._why[path]()
+            return self._checks[path]()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
     def answer(self, path: str) -> tuple[HTTPStatus, str]:
-        """Return what is told at a path."""
+        """Return status and text of a path."""
         if path == "/metrics":
             return HTTPStatus.OK, self.metrics.text()
-        if path in self._why:
-            why = self.why(path)
-            if why:
-                return HTTPStatus.SERVICE_UNAVAILABLE, f"{why}\n"
+        if path in self._checks:
+            problem = self.problem(path)
+            if problem:
+                return HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}\n"
             return HTTPStatus.OK, "ok\n"
         return HTTPStatus.NOT_FOUND, "expected /metrics, /healthz or /readyz\n"
 
@@ -172,24 +169,22 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 16
-    timeout = 0  # of handle_request, which is called when there is one
+    timeout = 0  # handle_request is called when a connection is there
 
     def __init__(self, host: str, port: int, endpoint: Endpoint) -> None:
         if ":" in host:
             self.address_family = AF_INET6
         self.endpoint = endpoint
-        self._room = threading.BoundedSemaphore(_MAX_REQUESTS)
-        self._lock = threading.Lock()  # guards the next
-        self._until: dict[Any, float] = {}  # by request: monotonic; infinite if cut off
+        self._permits = threading.BoundedSemaphore(_MAX_REQUESTS)
         super().__init__((host.strip("[]"), port), _Handler)
         self._wake_in, self._wake_out = socketpair()
 
     def server_bind(self) -> None:
-        """Bind, and ask no name server who this host is, as HTTPServer does."""
+        """Bind without the lookup of this host's name that HTTPServer does."""
         TCPServer.server_bind(self)
 
     def run(self) -> None:
-        """Take requests until ``stop``; unlike ``serve_forever`` it sleeps in between."""
+        """Accept requests until ``stop``; ``serve_forever`` would poll, and stop late."""
         with selectors.DefaultSelector() as selector, self._wake_in, self:
             selector.register(self, selectors.EVENT_READ)
             selector.register(self._wake_in, selectors.EVENT_READ)
@@ -197,55 +192,28 @@ class _Server(ThreadingHTTPServer):
             while self._wake_in not in ready:
                 if ready:
                     self.handle_request()
-                ready = [key.fileobj for key, _ in selector.select(self._cut_off())]
+                ready = [key.fileobj for key, _ in selector.select()]
 
     def stop(self) -> None:
         """End ``run``, which closes the port."""
         self._wake_out.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, if there is one."""
-        if not self._room.acquire(blocking=False):
+        """Answer in a thread of its own, or close the connection if too many are open."""
+        if self._permits.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
             self.shutdown_request(request)
-            return
-        with self._lock:
-            self._until[request] = time.monotonic() + _REQUEST_S
-        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, in that thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
-
-    def has_come(self, request: Any) -> None:
-        """Leave a request its time from now on: the answer may take long, on a busy machine."""
-        with self._lock:
-            self._until.pop(request, None)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
-        self.has_come(request)
-        super().shutdown_request(request)
-
-    def _cut_off(self) -> float | None:
-        """End requests that take too long; returns the seconds until the next may.
-
-        A socket's own time begins anew with each byte.
-        """
-        now = time.monotonic()
-        with self._lock:
-            for request, until in self._until.items():
-                if until <= now:
-                    self._until[request] = math.inf
-                    with contextlib.suppress(OSError):
-                        request.shutdown(SHUT_RDWR)
-            first = min(self._until.values(), default=math.inf)
-        return None if first == math.inf else first - now
+            self._permits.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever leaves before the answer is nobody's fault."""
+        """Log a client that left before its answer."""
         logger.debug("a request from %s was not answered", client_address, exc_info=True)
 
 
@@ -253,9 +221,25 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_S
     server: _Server
 
+    def setup(self) -> None:
+        """Give the whole request its time: a socket's timeout restarts with each byte."""
+        super().setup()
+        self._cut_off = threading.Timer(_REQUEST_S, self._end_request)
+        self._cut_off.daemon = True
+        self._cut_off.start()
+
+    def finish(self) -> None:
+        """Close the streams of the request."""
+        self._cut_off.cancel()
+        super().finish()
+
+    def _end_request(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            self.connection.shutdown(SHUT_RDWR)
+
     def do_GET(self) -> None:  # the library's name
         """Answer."""
-        self.server.has_come(self.connection)
+        self._cut_off.cancel()  # the answer may take long, on a busy machine
         try:
             status, text = self.server.endpoint.answer(self.path.partition("?")[0])
         except Exception:
@@ -269,8 +253,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def version_string(self) -> str:
-        """Tell nothing of what runs here."""
+        """Return a name without versions of Python or the library."""
         return "persia"
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Say nothing: it is asked every few seconds."""
+        """Log nothing: requests come every few seconds."""

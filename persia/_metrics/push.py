@@ -1,12 +1,11 @@
-"""Metrics sent to a push gateway, for those who have one: by the original's keys.
+"""Metrics pushed to a gateway, as the keys of the original PERSIA say.
 
-    common_config.metrics_config.enable_metrics           true: they are sent as well
+    common_config.metrics_config.enable_metrics           true: metrics are pushed as well
     common_config.metrics_config.job_name                 the gateway's job
     common_config.metrics_config.push_interval_seconds    how often
     PERSIA_METRICS_GATEWAY_ADDR                           where; metrics_gateway:9091
 
-A process replaces what it sent before, and nobody else's: its group is its job, its role, its
-number and its address.
+A process replaces its own metrics only: its group is its job, role, number and address.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ _TRY_S, _LAST_TRY_S = 5.0, 1.0
 
 @dataclass(frozen=True, slots=True)
 class PushSettings:
-    """Of section ``metrics_config``."""
+    """Settings of section ``metrics_config``."""
 
     job_name: str
     interval_s: float
 
 
 class Pusher:
-    """Sends the metrics of a process time and again, and once more when it is closed.
+    """Pushes the metrics of a process periodically, and once more when it is closed.
 
-    A gateway that does not answer costs one line, and another when it answers again.
+    A gateway that does not answer is logged once, and once more when it answers again.
 
     Args:
-        metrics: What to send.
-        settings: How often, and as which job.
+        metrics: Of this process.
+        settings: Interval and job.
         role: Of this process.
         replica: Its number.
     """
@@ -65,7 +64,7 @@ class Pusher:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what there is now, and end the thread."""
+        """Push once more, and end the thread."""
         self._closed.set()
         self._thread.join(_TRY_S + 2 * _LAST_TRY_S)
 
@@ -86,10 +85,10 @@ class Pusher:
                 timeout_s,
             )
         except Exception as error:
-            # Whatever it is: training does not depend on who watches it.
+            # Of any class: training must not fail of its metrics.
             if not self._failing:
                 logger.warning(
-                    "metrics cannot be sent to %s (%s); it is tried again every %g s",
+                    "metrics cannot be sent to %s (%s); trying again every %g s",
                     self._gateway,
                     error,
                     self._settings.interval_s,

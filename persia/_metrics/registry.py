@@ -1,15 +1,14 @@
-"""What is told to whoever asks: sources, and the registry that reads them.
+"""Sources of samples, and the registry that reads them.
 
-    components     counts and timings that they keep anyway
+    components     keep counts and timings anyway
        | read at scrape time
-    Source         one role's samples, with its labels
+    MetricSource         samples of one component, with role and replica
        |
-    Metrics        one registry: a process's, or a context's of its own
+    Metrics        one registry: of a process, or of a context
 
-Nothing is registered with the library's global registry, so that several contexts of one
-process cannot collide: each has a registry. Where one registry has two sources of one role and
-replica, as of two contexts of a process, those after the first have the label ``context`` too,
-and keep it when the first has gone.
+Nothing is registered with the library's global registry, so that contexts of one process cannot
+collide. Where a registry has two sources of one role and replica, as of two contexts of a
+process, those after the first have the label ``context`` too, and keep it when the first ends.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric as Family
 
-# A constant, as the library's is at a place that it may change.
+# The library has moved its own constant between releases.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LES = (*(repr(bound) for bound in BOUNDS), "+Inf")
@@ -39,15 +38,14 @@ class Sample(NamedTuple):
 
     name: str
     value: float | Distribution
-    labels: Mapping[str, str] = {}  # nobody changes it
+    labels: Mapping[str, str] = {}  # never modified
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """One component of one role, such as its calls or its rows.
+class MetricSource:
+    """One part of a component of a role, such as its calls or its rows.
 
-    Sources with the same ``of`` tell of one component, as several contexts may: each part of
-    it is read once.
+    Several contexts may name one component: each part of the same ``of`` is read once.
     """
 
     role: str
@@ -57,15 +55,15 @@ class Source:
     read: Callable[[], Iterable[Sample]]
 
 
-Sources = Callable[[], Iterable[Source]]
+Sources = Callable[[], Iterable[MetricSource]]
 
 
 class Metrics:
-    """A registry over sources that are found anew at each reading.
+    """A registry over the sources that exist at each reading.
 
     Args:
-        sources: Returns what there is to be read now.
-        with_process: Whether to tell of the process, too: memory, CPU time, open files.
+        sources: Returns the sources that exist now.
+        with_process: Whether memory, CPU time and open files of the process are read too.
     """
 
     def __init__(self, sources: Sources, *, with_process: bool = True) -> None:
@@ -73,12 +71,12 @@ class Metrics:
         self._with_process = with_process
         self._registry: CollectorRegistry | None = None
         self._lock = threading.Lock()  # guards the next
-        # Of what was read last: which of the sources of one role, replica and part it is.
+        # Of the last reading: each source's number among those of its role, replica and part.
         self._places: dict[tuple[str, int, str, int], int] = {}
 
     @property
     def registry(self) -> CollectorRegistry:
-        """The ``prometheus_client`` registry, for a server or a gateway of one's own."""
+        """The ``prometheus_client`` registry, for a user's own server or gateway."""
         if self._registry is None:
             from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -90,7 +88,7 @@ class Metrics:
         return self._registry
 
     def text(self) -> str:
-        """Return all metrics as Prometheus reads them."""
+        """Return all metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
         return generate_latest(self.registry).decode()
@@ -125,7 +123,7 @@ class Metrics:
         yield from families.values()
 
     def _samples(self) -> Iterator[tuple[dict[str, str], Sample]]:
-        once: dict[tuple[int, str], Source] = {}
+        once: dict[tuple[int, str], MetricSource] = {}
         for source in self._sources():
             once.setdefault((id(source.of), source.part), source)
         for source, place in self._placed(list(once.values())):
@@ -135,8 +133,8 @@ class Metrics:
             for sample in source.read():
                 yield labels, sample
 
-    def _placed(self, sources: list[Source]) -> list[tuple[Source, int]]:
-        """Give each source the place that it had, or the first one that is free."""
+    def _placed(self, sources: list[MetricSource]) -> list[tuple[MetricSource, int]]:
+        """Give each source the number that it had, or the first free one."""
         keys = [(one.role, one.replica, one.part, id(one.of)) for one in sources]
         with self._lock:
             places = {key: self._places[key] for key in keys if key in self._places}

@@ -1,7 +1,7 @@
-"""What processes told of themselves at one time, and between two times.
+"""Readings of processes' metrics, and rates between two of them.
 
-/metrics, ctx.metrics()  --text-->  Reading, one of each role and replica in the text
-two readings of a process  -->  Span: values now, and rates in between
+/metrics, ctx.metrics()  --text-->  Reading, one per role and replica
+two readings of a process  -->  Delta: values now, and rates in between
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ class Reading:
 
     @property
     def version(self) -> str:
-        """Of the PERSIA that told it; "" if it did not say."""
+        """Version of PERSIA; "" if unknown."""
         return next(iter(self.by("persia_info", "version")), "")
 
     @property
     def run(self) -> str:
-        """Of which run the process that told it is; "" if it did not say."""
+        """Run of the process; "" if unknown."""
         return next(iter(self.by("persia_info", "run")), "")
 
 
 def read(text: str) -> list[Reading]:
-    """Return what a text says, by role and replica; that of the process is the first one's.
+    """Parse Prometheus' text; samples of the process are with the first role.
 
     Raises:
-        DataError: If it is not what a process of PERSIA tells.
+        DataError: If it is not the text of a process of PERSIA.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
     at = time.monotonic()
     found: dict[tuple[str, int], _Samples] = {}
     own: _Samples = {}
-    # Buckets are most of the text, and nobody here asks for them.
+    # Buckets are most of the text, and no reading needs them.
     kept = "\n".join(line for line in text.splitlines() if "_bucket{" not in line)
     try:
         for family in text_string_to_metric_families(f"{kept}\n"):
@@ -80,7 +80,7 @@ def read(text: str) -> list[Reading]:
         raise DataError(f"expected the metrics of a process of PERSIA: {exc}") from exc
     if not found or not {role for role, _ in found} <= set(EVERY):
         raise DataError("expected the metrics of a process of PERSIA, found others, or none")
-    # Of an embedded trainer, which holds servers as well.
+    # An embedded trainer holds servers as well: it comes first.
     order = sorted(found, key=lambda which: (which[0] != TRAINER, which))
     found[order[0]].update(own)
     return [Reading(role, replica, at, found[role, replica]) for role, replica in order]

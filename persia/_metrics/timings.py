@@ -1,8 +1,8 @@
-"""What is counted where the work is done, as cheaply as that can be.
+"""Histograms of durations, counted where the work is done.
 
-Everything else is read at scrape time from what components count anyway. How long something
-took is known only when it ends, so it is sorted into buckets at once: a search in a short tuple
-and two additions, well below a microsecond.
+Everything else is read at scrape time from counts that components keep anyway. A duration is
+known only when the work ends, so it is counted into its bucket at once: a search in a short
+tuple and two additions, well below a microsecond.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BOUNDS = (
 
 
 class Distribution(NamedTuple):
-    """How long something took so far."""
+    """Durations counted so far."""
 
     counts: tuple[int, ...]  # by bucket, the last without a bound; not cumulative
     seconds: float

@@ -1,15 +1,14 @@
-"""One frame of ``persia-launcher top``: what a whole job does, at a glance.
+"""One frame of ``persia-launcher top``: a whole job at a glance.
 
-    Watched, of each process   -->   Frame   -->   str(frame), or rich's own
-      (two readings, or why none)      stage, headline, a table of each role
+    Watched, one per process   -->   Frame   -->   str(frame), or rich's own
+      (two readings, or why none)      stage, headline, one table per role
 
-A trainer in embedded mode draws the same of itself: ``print(ctx.top())``.
+A trainer in embedded mode draws itself: ``print(ctx.top())``.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from persia._metrics.bottleneck import slowest
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.format import byte_size, percent, plain, seconds, short
 from persia._metrics.registry import Metrics
 from persia._metrics.scrape import Delta, Reading, read
 from persia.errors import ConfigError
@@ -26,65 +26,24 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-# The way of a batch.
+# The order in which a batch passes them.
 ORDER = (LOADER, WORKER, SERVER, TRAINER)
 
-# Of what is printed where no terminal says how wide it is.
+# Columns of text that is printed without a terminal.
 WIDTH = 112
-_NONE = "-"
 
-_Text = Callable[[Delta], str]
+Cell = Callable[[Delta], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One process: what it told, or why it did not."""
+    """One process of the job: two readings of it, or why there are none."""
 
-    role: str  # as expected, until it has said so
+    role: str  # the expected one, until it has answered
     replica: int
-    place: str  # where it was asked; "" in the same process
+    place: str  # address of its metrics; "" in the same process
     span: Delta | None
     problem: str = ""  # without a span: why there is none
-
-
-# --- numbers as text --------------------------------------------------------------------------
-
-
-def _short(value: float | None, unit: str = "") -> str:
-    """``12345`` -> ``12.3k``."""
-    if value is None or not math.isfinite(value):
-        return _NONE if value is None else str(value)
-    for letter, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.1f}{letter}{unit}"
-    return f"{value:.0f}{unit}" if value == int(value) or abs(value) >= 100 else f"{value:.2g}"
-
-
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return _NONE
-    for name, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if value >= size:
-            return f"{value / size:.1f} {name}"
-    return f"{value / 1024:.0f} KiB"
-
-
-def _percent(value: float | None) -> str:
-    return _NONE if value is None else f"{100 * value:.0f} %"
-
-
-def _milliseconds(value: float | None) -> str:
-    return (
-        _NONE
-        if value is None
-        else f"{1000 * value:.2g} ms"
-        if value < 0.1
-        else f"{value:.2f} s"
-    )
-
-
-def _plain(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.4g}"
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
@@ -100,26 +59,26 @@ def _mean(values: Iterable[float | None]) -> float | None:
 # --- columns by role --------------------------------------------------------------------------
 
 
-def _now(name: str, text: Callable[[float | None], str] = _short, **labels: str) -> _Text:
+def _now(name: str, text: Callable[[float | None], str] = short, **labels: str) -> Cell:
     return lambda span: text(span.now.get(name, **labels))
 
 
-def _rate(name: str, **labels: str) -> _Text:
-    return lambda span: _short(span.rate(name, **labels))
+def _rate(name: str, **labels: str) -> Cell:
+    return lambda span: short(span.rate(name, **labels))
 
 
-def _waits(name: str) -> _Text:
-    return lambda span: _percent(span.share(name))
+def _waits(name: str) -> Cell:
+    return lambda span: percent(span.share(name))
 
 
-def _took(name: str) -> _Text:
-    return lambda span: _milliseconds(span.mean(name))
+def _took(name: str) -> Cell:
+    return lambda span: seconds(span.mean(name))
 
 
-def _of(part: str, whole: str) -> _Text:
+def _of(part: str, whole: str) -> Cell:
     def text(span: Delta) -> str:
         limit = span.now.get(whole)
-        return _short(span.now.get(part)) + (f" of {_short(limit)}" if limit else "")
+        return short(span.now.get(part)) + (f" of {short(limit)}" if limit else "")
 
     return text
 
@@ -128,12 +87,12 @@ _TRAINED_NOT = ("abandoned", "incomplete", "skipped", "failed")
 
 
 def _not_trained(span: Delta) -> str:
-    return _short(
+    return short(
         _sum(span.now.get("persia_batches_total", outcome=name) for name in _TRAINED_NOT)
     )
 
 
-COLUMNS: dict[str, tuple[tuple[str, _Text], ...]] = {
+COLUMNS: dict[str, tuple[tuple[str, Cell], ...]] = {
     LOADER: (
         ("batches/s", _rate("persia_loader_batches_total", what="sent")),
         ("waits for room", _waits("persia_loader_wait_seconds")),
@@ -151,15 +110,15 @@ COLUMNS: dict[str, tuple[tuple[str, _Text], ...]] = {
     ),
     SERVER: (
         ("rows", _of("persia_rows", "persia_capacity_rows")),
-        ("in bytes", _now("persia_rows_bytes", _bytes)),
+        ("in bytes", _now("persia_rows_bytes", byte_size)),
         ("ids/s", _rate("persia_looked_up_ids_total")),
-        ("misses", lambda span: _percent(span.miss_rate())),
+        ("misses", lambda span: percent(span.miss_rate())),
         ("evicted/s", _rate("persia_evicted_rows_total")),
         ("queue", _now("persia_rpc_queue_calls")),
     ),
     TRAINER: (
         ("samples/s", _rate("persia_trained_samples_total")),
-        ("loss", lambda span: _plain(span.now.first("persia_loss"))),
+        ("loss", lambda span: plain(span.now.first("persia_loss"))),
         ("waits: batch", _waits("get_train_batch_time_cost_more_than_1ms_sec")),
         ("room", _waits("update_gradient_batched_time_cost_more_than_1ms_sec")),
         ("staleness", _now("staleness")),
@@ -173,7 +132,7 @@ COLUMNS: dict[str, tuple[tuple[str, _Text], ...]] = {
 
 
 class Frame:
-    """What a job does; ``str()`` is plain text, and ``rich`` prints it in colour.
+    """State of a job; ``str()`` is plain text, and ``rich`` prints it in colour.
 
     Args:
         processes: Those of the job.
@@ -194,7 +153,7 @@ class Frame:
         ]
 
     def headline(self) -> list[tuple[str, str]]:
-        """Return what counts most, as names and texts."""
+        """Return the most important numbers, as names and texts."""
         ranks, servers = self._spans(TRAINER), self._spans(SERVER)
         looked_up = _sum(span.delta("persia_looked_up_ids_total") for span in servers)
         missed = _sum(span.delta("index_miss_count_total") for span in servers)
@@ -204,25 +163,25 @@ class Frame:
             return _sum(span.now.get(name) for span in spans)
 
         found = [
-            ("samples/s", _short(_sum(s.rate("persia_trained_samples_total") for s in ranks))),
-            ("steps", _short(_mean(s.now.get("persia_steps_total") for s in ranks))),
-            ("loss", _plain(_mean(s.now.first("persia_loss") for s in ranks))),
+            ("samples/s", short(_sum(s.rate("persia_trained_samples_total") for s in ranks))),
+            ("steps", short(_mean(s.now.get("persia_steps_total") for s in ranks))),
+            ("loss", plain(_mean(s.now.first("persia_loss") for s in ranks))),
         ]
         reported: dict[str, list[float | None]] = {}
         for span in ranks:
             for name, value in span.now.by("persia_reported", "name").items():
                 reported.setdefault(name, []).append(value)
         found += [
-            (f"reported {name}" if name == "loss" else name, _plain(_mean(values)))
+            (f"reported {name}" if name == "loss" else name, plain(_mean(values)))
             for name, values in reported.items()
         ]
         return [
             *found,
-            ("staleness", _short(total(ranks, "staleness"))),
-            ("rows", _short(total(servers, "persia_rows"))),
-            ("misses", _percent(misses)),
-            ("evicted/s", _short(_sum(s.rate("persia_evicted_rows_total") for s in servers))),
-            ("memory", _bytes(total(self._spans(), "process_resident_memory_bytes"))),
+            ("staleness", short(total(ranks, "staleness"))),
+            ("rows", short(total(servers, "persia_rows"))),
+            ("misses", percent(misses)),
+            ("evicted/s", short(_sum(s.rate("persia_evicted_rows_total") for s in servers))),
+            ("memory", byte_size(total(self._spans(), "process_resident_memory_bytes"))),
         ]
 
     def __str__(self) -> str:
@@ -259,7 +218,7 @@ class Frame:
         console: Console,
         options: ConsoleOptions,
     ) -> Table:
-        """Return the table of a role, without the last columns where it is too wide."""
+        """Return the table of a role, without the last columns if it is too wide."""
         unbound = options.update(max_width=10 * WIDTH)
         num_columns = len(COLUMNS[role])
         while num_columns:
@@ -270,7 +229,7 @@ class Frame:
         return self._table(role, processes, ())
 
     def _table(
-        self, role: str, processes: Sequence[Watched], columns: Sequence[tuple[str, _Text]]
+        self, role: str, processes: Sequence[Watched], columns: Sequence[tuple[str, Cell]]
     ) -> Table:
         from rich.table import Table
         from rich.text import Text
@@ -289,8 +248,8 @@ class Frame:
             if one.span is not None:
                 memory = one.span.now.get("process_resident_memory_bytes")
                 cells += [
-                    Text(_bytes(memory)),
-                    Text(_percent(one.span.cpu())),
+                    Text(byte_size(memory)),
+                    Text(percent(one.span.cpu())),
                     *(Text(text(one.span)) for _, text in columns),
                 ]
             table.add_row(*cells)
@@ -298,7 +257,7 @@ class Frame:
 
 
 def _state(one: Watched) -> tuple[str, str]:
-    """Return how a process is, and how that is drawn."""
+    """Return the state of a process, and its style."""
     if one.span is None:
         return "no answer", "bold red"
     now = one.span.now
@@ -308,11 +267,11 @@ def _state(one: Watched) -> tuple[str, str]:
 
 
 class View:
-    """Frames of one process, drawn by itself; rates are since the frame before.
+    """Frames of this process; rates are since the frame before.
 
     Args:
-        metrics: What it tells.
-        since: Of the first frame's rates; ``time.monotonic()``.
+        metrics: Of this process.
+        since: Start of the first frame's rates, as ``time.monotonic()``.
     """
 
     def __init__(self, metrics: Metrics, since: float) -> None:
@@ -321,7 +280,7 @@ class View:
         self._before: dict[tuple[str, int], Reading] = {}
 
     def frame(self, title: str) -> Frame:
-        """Return what was done since the frame before."""
+        """Return a frame of the time since the frame before."""
         now = {(one.role, one.replica): one for one in read(self._metrics.text())}
         before, self._before = self._before, now
         return Frame(
@@ -334,6 +293,6 @@ class View:
 
 
 def need_rich() -> None:
-    """Raise a ConfigError if what draws frames is not installed."""
+    """Raise a ConfigError if rich, which draws frames, is not installed."""
     if find_spec("rich") is None:
-        raise ConfigError("to draw this view rich is needed: pip install rich")
+        raise ConfigError("this view needs rich: pip install rich")

@@ -374,9 +374,9 @@ def who_waits(seconds: float) -> str:
     for name in containers():
         since = ["docker", "logs", "--since", f"{seconds:.0f}s", name]
         state = run(["docker", "inspect", "-f", "{{.State.Status}}", name]).stdout.strip()
-        told = run(since, check=False).stdout.splitlines()
-        told = [line for line in told if re.search("wait|WARNING|ERROR", line)]
-        lines += [f"    {name}, {state}", *(f"        {line:.300}" for line in told[-3:])]
+        lines_of = run(since, check=False).stdout.splitlines()
+        lines_of = [line for line in lines_of if re.search("wait|WARNING|ERROR", line)]
+        lines += [f"    {name}, {state}", *(f"        {line:.300}" for line in lines_of[-3:])]
     return "\n".join(lines)
 
 
@@ -429,7 +429,7 @@ def faults() -> None:
         top = compose("exec", "-T", "nn_worker", "persia-launcher", "top", "--once")
         frame = run([*top, "data_loader:9400"]).stdout
         first = frame.splitlines()[0]
-        expect("whom `top` shows", True, "7 of 7 processes answer" in first, frame)
+        expect("what `top` shows", True, "7 of 7 processes answer" in first, frame)
         job.wait_for("progress ", 50)
         kill("embedding_parameter_server", 3)
         books = check_end(job, exact=False)
@@ -455,8 +455,8 @@ def starts(service: str, number: int) -> int:
 def chaos() -> None:
     """With keys, two faults at a time at random moments: what is sent is trained, once.
 
-    Nobody dies who is not killed, but for data-loaders: one that has passed a batch over whose
-    ids are lost then is started anew.
+    Only what is killed dies, but for data-loaders: one that has passed a batch over whose
+    ids are lost then is restarted.
     """
     window_s = 60 * float(os.environ.get("MINUTES", "1"))
     seed = int(os.environ.get("SEED", "1"))
@@ -484,7 +484,7 @@ def chaos() -> None:
                 what = f"{container(role, number)} began {began} times, of 1 to {most}"
                 expect(what, True, 1 <= began <= most)
         sent = loaders_books(replicas["data_loader"])
-        # One that a loader started anew only registers again is neither sent nor dropped by it.
+        # One that a restarted loader only registers again is neither sent nor dropped by it.
         known = sent["sent"] + sent["dropped"]
         between = known <= count <= known + sent["registered_again"]
         expect(f"{count} batches sent, or known to be", True, between, str(sent))

@@ -43,8 +43,8 @@ class Chaos:
         name: Gives a container's name.
         network: What containers are cut off from.
         replicas: How many containers of each service there are.
-        progress: Tells how many batches are trained.
-        waits: Tells who has said in so many seconds that it waits, and for what.
+        progress: Returns how many batches are trained.
+        waits: Returns which processes have logged in this number of seconds that they wait.
         seed: Of what happens, by hand; the moments depend on the machine.
     """
 

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import yaml
 
 from persia._replica_index import own_number
+from tests.support.docker import why_no_compose
 from tests.support.role_keys import FILES
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +177,7 @@ def test_the_image_has_what_the_package_needs() -> None:
     assert f"\ntorch=={constraint[1]}+cpu " in f"\n{pinned}"
 
 
-def test_nobody_is_root() -> None:
+def test_containers_do_not_run_as_root() -> None:
     text = DOCKERFILE.read_text()
     users = re.findall(r"^USER (\S+)$", text, re.MULTILINE)
     assert users == ["10001:10001"]
@@ -187,9 +187,34 @@ def test_nobody_is_root() -> None:
 # --- as Compose reads it ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("refusal", "status", "why"),
+    [
+        (None, 0, "docker is not installed"),
+        ("docker: 'compose' is not a docker command.", 1, "docker has no Compose plugin"),
+        ("unknown flag: --format", 125, "docker has no Compose plugin"),
+        ("docker: unknown command: docker compose", 1, "docker has no Compose plugin"),
+        ("", 0, ""),
+    ],
+)
+def test_what_is_missing_is_found_in_every_docker(
+    refusal: str | None,
+    status: int,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if refusal is not None:
+        script = f'#!/bin/sh\necho "{refusal}" >&2\nexit {status}\n'
+        (tmp_path / "docker").write_text(script)
+        (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert why_no_compose() == why
+
+
 def rendered(*files: str, **changes: str) -> dict[str, Any]:
-    if shutil.which("docker") is None:
-        pytest.skip("no docker here")
+    if why := why_no_compose():
+        pytest.skip(why)
     words = ["docker", "compose", *(word for file in files for word in ("-f", file))]
     got = subprocess.run(
         [*words, "config", "--format", "json"],
@@ -200,8 +225,6 @@ def rendered(*files: str, **changes: str) -> dict[str, Any]:
         check=False,
         timeout=60,
     )
-    if "is not a docker command" in got.stderr:
-        pytest.skip("no Compose here")
     assert got.returncode == 0, got.stderr
     config: dict[str, Any] = json.loads(got.stdout)
     return config

@@ -43,7 +43,7 @@ class Process:
     def __init__(self, words: list[str], environment: dict[str, str]) -> None:
         self._changed = threading.Condition()  # guards the next two
         self._output = b""
-        self._has_ended = False  # nobody can print any more
+        self._has_ended = False  # no process can print any more
         self.popen = subprocess.Popen(
             words,
             stdout=subprocess.PIPE,
@@ -182,7 +182,7 @@ def _pids_with(text: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with suppress(OSError):  # it has just ended, or is somebody else's
+            with suppress(OSError):  # it has just ended, or another process has its number
                 if text.encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
     return found

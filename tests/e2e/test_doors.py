@@ -1,4 +1,4 @@
-"""The ports of a running job: only those that docs/security.md lists, and none tells anything.
+"""The ports of a running job: only those of docs/security.md, and none reveals anything.
 
 /proc/<pid>/fd, /proc/net/tcp --> ports of each process --stranger--> a greeting at most
 """
@@ -94,7 +94,7 @@ def knock(host: str, port: int) -> None:
 
 
 def wait_for(cluster: Cluster, name: str, text: str) -> None:
-    until(lambda: text in cluster.log(name), PATIENCE_S, told=cluster.logs)
+    until(lambda: text in cluster.log(name), PATIENCE_S, details=cluster.logs)
 
 
 def check_ports(cluster: Cluster, name: str, role: str) -> None:
@@ -193,7 +193,7 @@ def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
         def listens() -> bool:
             return address in {port for one in _children(pid) for _, port in ports_of(one)}
 
-        until(listens, TORCH_S, look_s=0.05, told=cluster.logs)
+        until(listens, TORCH_S, look_s=0.05, details=cluster.logs)
         knock(cluster.variables["PERSIA_LISTEN_HOST"], address)
         open_here = {port for one in (pid, *_children(pid)) for _, port in ports_of(one)}
         # torchrun's and the process group's, which the page says are PyTorch's.

@@ -11,7 +11,7 @@ import pytest
 from persia._cli import scripts
 from persia._cli.children import Child
 from persia._cli.scripts import Script, _until_job_ends, _watch
-from persia._cluster.events import Event, Events
+from persia._cluster.job import Event, Events
 
 Monkey = pytest.MonkeyPatch
 

@@ -1,7 +1,7 @@
 """A small job of real processes that stand still, all of them, while a test asks them.
 
 with standing_job() as job:
-    job.urls["embedding-worker-0"]      where each of them tells its metrics
+    job.urls["embedding-worker-0"]      address of its metrics
     job.get("nn-worker", "/metrics")
     job.go_on()                         they end; the exit statuses
 """
@@ -131,7 +131,7 @@ def series(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 class StandingJob:
-    """The processes, and where each tells its metrics."""
+    """The processes, and the addresses of their metrics."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -154,7 +154,7 @@ class StandingJob:
         return sum(found)
 
     def learn(self, name: str) -> str:
-        """Find in its log where a server tells its metrics."""
+        """Return the address of a server's metrics, from its log."""
         pattern = re.compile(r"metrics at (http://\S+)/metrics")
         found = pattern.findall(self.cluster.log(name))
         assert len(found) == 1, self.cluster.log(name)

@@ -14,7 +14,7 @@ from persia import env
 from persia._metrics import endpoint as endpoints
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.endpoint import Endpoint, default_port
-from persia._metrics.registry import Sample, Source
+from persia._metrics.registry import MetricSource, Sample
 from persia.errors import ConfigError
 from tests.metrics.job import fetch
 
@@ -26,25 +26,25 @@ def why() -> str:
 
 
 def endpoint(role: str = SERVER, number: int = 0, local_rank: int = 0) -> Endpoint:
-    rows = Source(role, number, "rows", WHY, lambda: [Sample("persia_rows", 7)])
+    rows = MetricSource(role, number, "rows", WHY, lambda: [Sample("persia_rows", 7)])
     return Endpoint(role, number, lambda: [rows], why, lambda: "", local_rank=local_rank)
 
 
 def test_it_answers_three_questions() -> None:
-    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as told:
-        assert told.url.startswith("http://127.0.0.1:")
-        text = fetch(f"{told.url}/metrics")[1]
+    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as served:
+        assert served.url.startswith("http://127.0.0.1:")
+        text = fetch(f"{served.url}/metrics")[1]
         assert f'persia_rows{{replica="0",role="{SERVER}"}} 7.0' in text
         assert "# HELP persia_rows Rows held.\n# TYPE persia_rows gauge\n" in text
-        assert fetch(f"{told.url}/readyz") == (200, "ok\n")
+        assert fetch(f"{served.url}/readyz") == (200, "ok\n")
         WHY.append("not yet")
         try:
-            assert fetch(f"{told.url}/readyz") == (503, "not yet\n")
-            assert told.metrics.value("persia_ready") == 0
+            assert fetch(f"{served.url}/readyz") == (503, "not yet\n")
+            assert served.metrics.value("persia_ready") == 0
         finally:
             WHY.clear()
-        assert fetch(f"{told.url}/healthz") == (200, "ok\n")
-        assert fetch(f"{told.url}/metrics/../secrets")[0] == 404
+        assert fetch(f"{served.url}/healthz") == (200, "ok\n")
+        assert fetch(f"{served.url}/metrics/../secrets")[0] == 404
 
 
 def test_a_question_that_fails_is_answered() -> None:
@@ -53,19 +53,19 @@ def test_a_question_that_fails_is_answered() -> None:
 
     with (
         env.changed(PERSIA_METRICS_PORT=0),
-        closing(Endpoint(SERVER, 0, list, fail, fail)) as told,
+        closing(Endpoint(SERVER, 0, list, fail, fail)) as served,
     ):
-        assert fetch(f"{told.url}/readyz") == (503, "ConfigError: what it is\n")
-        assert told.metrics.value("persia_healthy") == 0
-        assert fetch(f"{told.url}/metrics")[0] == 200
+        assert fetch(f"{served.url}/readyz") == (503, "ConfigError: what it is\n")
+        assert served.metrics.value("persia_healthy") == 0
+        assert fetch(f"{served.url}/metrics")[0] == 200
 
 
 def test_nothing_is_left() -> None:
     before = set(threading.enumerate())
     with env.changed(PERSIA_METRICS_PORT=0):
-        told = endpoint()
-        port = int(told.url.rpartition(":")[2])
-        told.close()
+        served = endpoint()
+        port = int(served.url.rpartition(":")[2])
+        served.close()
     assert set(threading.enumerate()) <= before
     with socket.socket() as again:
         again.bind(("127.0.0.1", port))
@@ -88,8 +88,8 @@ def test_a_default_port_that_is_taken_is_another() -> None:
 
 
 def test_a_port_that_was_asked_for_is_taken_or_an_error() -> None:
-    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as told:
-        port = int(told.url.rpartition(":")[2])
+    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as served:
+        port = int(served.url.rpartition(":")[2])
         refused = pytest.raises(ConfigError, match=f"PERSIA_METRICS_PORT.*:{port}")
         with env.changed(PERSIA_METRICS_PORT=port), refused:
             endpoint(SERVER, 5)
@@ -104,14 +104,14 @@ def test_what_is_no_port_is_an_error(text: str) -> None:
 
 
 def test_off_is_off() -> None:
-    with env.changed(PERSIA_METRICS_PORT="off"), closing(endpoint()) as told:
-        assert told.url == ""
-        assert told.metrics.value("persia_rows") == 7
+    with env.changed(PERSIA_METRICS_PORT="off"), closing(endpoint()) as served:
+        assert served.url == ""
+        assert served.metrics.value("persia_rows") == 7
 
 
 def test_a_stranger_learns_little_and_holds_nobody_up() -> None:
-    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as told:
-        port = int(told.url.rpartition(":")[2])
+    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as served:
+        port = int(served.url.rpartition(":")[2])
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(7)]
         try:
             with socket.create_connection(("127.0.0.1", port), 10.0) as peer:
@@ -119,7 +119,7 @@ def test_a_stranger_learns_little_and_holds_nobody_up() -> None:
                 answer = peer.makefile("rb").read()
             assert b" 501 " in answer
             assert b"Python" not in answer
-            assert fetch(f"{told.url}/healthz") == (200, "ok\n")
+            assert fetch(f"{served.url}/healthz") == (200, "ok\n")
         finally:
             for one in silent:
                 one.close()
@@ -127,8 +127,8 @@ def test_a_stranger_learns_little_and_holds_nobody_up() -> None:
 
 def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "_REQUEST_S", 0.3)
-    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as told:
-        port = int(told.url.rpartition(":")[2])
+    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as served:
+        port = int(served.url.rpartition(":")[2])
         slow = [socket.create_connection(("127.0.0.1", port), 10.0) for _ in range(8)]
         try:
             deadline, left = time.monotonic() + 10.0, slow.copy()
@@ -140,7 +140,7 @@ def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> N
                     except OSError:
                         left = [other for other in left if other is not one]
                 threading.Event().wait(0.05)
-            assert fetch(f"{told.url}/healthz") == (200, "ok\n")
+            assert fetch(f"{served.url}/healthz") == (200, "ok\n")
         finally:
             for one in slow:
                 one.close()
@@ -153,6 +153,6 @@ def test_the_run_keeps_its_name_wherever_its_script_goes(
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "clicks")
     off = env.changed(PERSIA_METRICS_PORT="off", PERSIA_RUN_ID=None)
-    with off, closing(endpoint()) as told:
+    with off, closing(endpoint()) as served:
         monkeypatch.chdir(tmp_path / "elsewhere")
-        assert 'run="clicks"' in told.metrics.text()
+        assert 'run="clicks"' in served.metrics.text()

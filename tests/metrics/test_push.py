@@ -97,16 +97,16 @@ def test_w68_a_gateway_that_is_not_there_costs_one_line(
 ) -> None:
     """The original warned every ten seconds, and was on by default."""
     with env.changed(PERSIA_METRICS_GATEWAY_ADDR="127.0.0.1:1", PERSIA_METRICS_PORT="off"):
-        told = endpoint(SERVER, 0, 0.001)
-        pusher = told._pusher
+        served = endpoint(SERVER, 0, 0.001)
+        pusher = served._pusher
         assert pusher is not None
         until(lambda: pusher._failing)
-        told.close()
+        served.close()
     assert len([one for one in caplog.records if "cannot be sent" in one.message]) == 1
     assert push_settings(GlobalConfig.load({})) is None
 
 
 def test_the_original_keys_say_how() -> None:
-    told = {"enable_metrics": True, "job_name": "clicks", "push_interval_seconds": 7}
-    config = GlobalConfig.load({"common_config": {"metrics_config": told}})
+    section = {"enable_metrics": True, "job_name": "clicks", "push_interval_seconds": 7}
+    config = GlobalConfig.load({"common_config": {"metrics_config": section}})
     assert push_settings(config) == PushSettings("clicks", 7.0)

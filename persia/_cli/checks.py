@@ -1,0 +1,769 @@
+"""What ``persia-launcher doctor`` checks: machine, settings, data, Procfile, network.
+
+Each check returns findings. None raises for what it finds, and each wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import importlib.machinery
+import ipaddress
+import logging
+import logging.handlers
+import os
+import pkgutil
+import re
+import runpy
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia import _core, _rpc, env
+from persia._cluster.addresses import TCP, split
+from persia._cluster.connect import check_lists, current_addresses
+from persia._core.base import cpu
+from persia._core.kernels.optim import RowOptimizer
+from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.endpoint import default_port
+from persia._rpc.client import Client
+from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
+from persia._rpc.zmq_transport import ZmqTransport
+from persia.config import (
+    EmbeddingSchema,
+    GlobalConfig,
+    describe_differences,
+    resolve_memory_limit,
+)
+from persia.embedding.data import PersiaBatch
+from persia.errors import ConfigError, DataError, PersiaError, did_you_mean
+from persia.utils import total_memory_bytes
+from persia.version import __version__
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found; a job would fail of an error."""
+
+    check: str
+    status: Literal["ok", "warning", "error"]
+    text: str
+    todo: str = ""  # of a warning or an error
+
+
+def ok(check: str, text: str) -> Finding:
+    """Return a finding that needs no action."""
+    return Finding(check, "ok", text)
+
+
+def warning(check: str, text: str, todo: str) -> Finding:
+    """Return a finding that costs performance or may be a mistake."""
+    return Finding(check, "warning", text, todo)
+
+
+def error(check: str, text: str, todo: str) -> Finding:
+    """Return a finding that a job would fail of."""
+    return Finding(check, "error", text, todo)
+
+
+# --- machine ----------------------------------------------------------------------------------
+
+# Seconds that PyTorch gets to load; a quiet machine needs a few.
+_TORCH_S = 120.0
+_TORCH = (
+    "import torch; print(torch.__version__, torch.version.cuda or '-', "
+    "torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+)
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def check_machine(*, huge_pages: Path = _HUGE_PAGES) -> Iterator[Finding]:
+    """Yield findings on the build, the processor, PyTorch and huge pages."""
+    yield _check_build()
+    yield _check_kernels()
+    yield _check_torch()
+    yield _check_huge_pages(huge_pages)
+    yield ok("memory", f"{total_memory_bytes() / _GIB:.1f} GiB that a process here may use")
+
+
+def _check_build() -> Finding:
+    suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+    num_loaded = 0
+    for package in (_core, _rpc):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            spec = found.module_finder.find_spec(found.name, None)
+            if spec is None or not (spec.origin or "").endswith(suffixes):
+                continue
+            try:
+                importlib.import_module(found.name)
+            except ImportError as exc:
+                return error("build", f"{found.name}: {exc}", "build again: pip install .")
+            num_loaded += 1
+    version = ".".join(map(str, sys.version_info[:3]))
+    text = f"PERSIA {__version__} on Python {version}, {num_loaded} compiled modules load"
+    return ok("build", text)
+
+
+def _check_kernels() -> Finding:
+    available, asked = cpu.available(), env.isa()
+    if asked is not None:
+        try:
+            cpu.select(asked)
+        except ConfigError as exc:
+            return error("processor", f"PERSIA_ISA: {exc}", "correct or unset PERSIA_ISA")
+    num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    text = (
+        f"{num} processors; kernels for {cpu.selected()} ({', '.join(available)} are available)"
+    )
+    if asked is not None and cpu.selected() != available[-1]:
+        return warning("processor", text, "unset PERSIA_ISA: same results, faster")
+    return ok("processor", text)
+
+
+def _check_torch() -> Finding:
+    # In a process of its own: servers and this command never load PyTorch.
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", _TORCH],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TORCH_S,
+        )
+    except subprocess.TimeoutExpired:
+        text = f"did not load within {_TORCH_S:g} s"
+        return warning("torch", text, "check the load of this machine and its disk")
+    if ran.returncode:
+        why = (ran.stderr.strip().splitlines() or ["it does not load"])[-1]
+        todo = "pip install torch; nn-workers need it, others do not"
+        return warning("torch", f"cannot be used: {why}", todo)
+    version, cuda, num = ran.stdout.split()[-3:]
+    devices = f"{num} CUDA devices" if int(num) else "no CUDA device, trains on the processor"
+    built = "" if cuda == "-" else f", built for CUDA {cuda}"
+    return ok("torch", f"{version}{built}; {devices}")
+
+
+def _check_huge_pages(setting: Path) -> Finding:
+    try:
+        chosen = setting.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return ok("huge pages", "not offered by this system; rows use pages of the usual size")
+    if chosen == "never":
+        text = f"{setting}: never; large tables miss the processor's page cache more often"
+        return warning("huge pages", text, f"echo madvise | sudo tee {setting}")
+    return ok("huge pages", f"{chosen}: rows use huge pages where the kernel has some")
+
+
+# --- environment variables --------------------------------------------------------------------
+
+# Read by compose/stack.yml, not by PERSIA.
+_COMPOSE_VARIABLES = {"PERSIA_SOURCE"}
+# Similarity from which an unknown variable is taken for a misspelled one; all share a prefix.
+_MISSPELLED = 0.8
+
+
+def check_variables() -> Iterator[Finding]:
+    """Yield findings on the variables that begin with ``PERSIA_``."""
+    names = env.own_names()
+    is_fine = True
+    for name in names:
+        if name in env.VARIABLES:
+            try:
+                env.VARIABLES[name]()
+            except ConfigError as exc:
+                is_fine = False
+                yield error("variables", str(exc), "correct it, see docs/configuration.md")
+        elif name not in _COMPOSE_VARIABLES:
+            is_fine = False
+            hint = did_you_mean(name, sorted(env.VARIABLES), _MISSPELLED)
+            text = f"{name}: unknown variable{hint}"
+            yield warning("variables", text, "correct the name, or unset it")
+    if names and is_fine:
+        yield ok("variables", f"{', '.join(names)}: can be read")
+
+
+# --- configuration files ----------------------------------------------------------------------
+
+
+def check_files(
+    embedding: Path | None, common: Path | None
+) -> tuple[list[Finding], EmbeddingSchema | None, GlobalConfig]:
+    """Read both configuration files; what cannot be read is a finding with file and line."""
+    found: list[Finding] = []
+    schema: EmbeddingSchema | None = None
+    config = GlobalConfig()
+    if embedding is None:
+        todo = "--embedding-config FILE, or set PERSIA_EMBEDDING_CONFIG"
+        found.append(warning("config", "no embedding config is given or found here", todo))
+    else:
+        with _as_findings(found, embedding):
+            schema = EmbeddingSchema.load(embedding)
+            counts = f"{len(schema.slots)} features in {len(schema.groups)} groups"
+            found.append(ok("config", f"{embedding}: {counts}"))
+    if common is not None:
+        with _as_findings(found, common):
+            config = GlobalConfig.load(common)
+            found.append(ok("config", f"{common}: can be used"))
+    return found, schema, config
+
+
+@contextmanager
+def _as_findings(found: list[Finding], path: Path) -> Iterator[None]:
+    """Turn errors, warnings and log records of reading a file into findings."""
+    logger = logging.getLogger("persia.config")
+    records = logging.handlers.BufferingHandler(capacity=1 << 20)
+    records.setLevel(logging.WARNING)
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(records)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield
+        messages = [one.getMessage() for one in records.buffer]
+        messages += [str(one.message) for one in warned]
+        for message in messages:
+            found.append(warning("config", message, "change that key, or leave it out"))
+    except ConfigError as exc:
+        todo = "see docs/configuration.md; persia-launcher init DIRECTORY writes an example"
+        found.append(error("config", str(exc), todo if path.is_file() else "correct the path"))
+    finally:
+        logger.removeHandler(records)
+        logger.propagate = propagates
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+# Bytes of a row beside values and state: sign, position and stamp in the row itself, and its
+# share of the index and of the order of use (measured, see docs/operations.md).
+_HEADER_BYTES = 16
+_INDEX_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Memory of the rows of one feature; features of a group share theirs."""
+
+    feature: str
+    group: str
+    dim: int
+    dtype: str
+    optimizer: str
+    row_bytes: float  # with index and order of use
+    fit: int  # rows on one server that holds no others; 0 is no limit
+    rows: int = 0  # expected over all servers, from the command line
+
+
+def row_bytes(dim: int, optimizer: str, dtype: str) -> int:
+    """Return the bytes that a parameter server needs for one row.
+
+    Args:
+        dim: Values of the row.
+        optimizer: Its name, which decides the size of the row's state.
+        dtype: Of the values; the state is kept in words of 4 bytes.
+
+    Raises:
+        ConfigError: If there is no such optimizer.
+    """
+    value_words = dim if dtype == "float32" else (dim + 1) // 2
+    state_words = RowOptimizer(optimizer, lr=0.1).state_words(dim)
+    stride = _HEADER_BYTES + 4 * (value_words + state_words)
+    return -(-stride // 8) * 8 + _INDEX_BYTES
+
+
+def forecast(
+    schema: EmbeddingSchema, config: GlobalConfig, optimizer: str, rows: Mapping[str, int]
+) -> list[Forecast]:
+    """Return the memory that the rows of each feature need.
+
+    Args:
+        schema: The features.
+        config: Has the memory limit.
+        optimizer: Of groups that name none, as the script chooses it.
+        rows: Rows expected over all servers, by feature.
+
+    Raises:
+        ConfigError: If there is no such optimizer, or feature.
+    """
+    for name in sorted(rows.keys() - schema.slots.keys()):
+        hint = did_you_mean(name, schema.slots)
+        raise ConfigError(f"--rows: {name} is no feature of the embedding config{hint}")
+    limit = config.embedding_parameter_server_config.memory_limit_bytes()
+    found = []
+    for slot in schema.slots.values():
+        table = schema.tables[slot.table]
+        own = table.settings.optimizer
+        chosen = (own.name if own is not None else None) or optimizer
+        size = row_bytes(slot.dim, chosen, table.dtype)
+        found.append(
+            Forecast(
+                feature=slot.name,
+                group=slot.group,
+                dim=slot.dim,
+                dtype=table.dtype,
+                optimizer=chosen,
+                row_bytes=size,
+                fit=limit // size,
+                rows=rows.get(slot.name, 0),
+            )
+        )
+    return found
+
+
+def check_memory(config: GlobalConfig, forecasts: list[Forecast]) -> Iterator[Finding]:
+    """Yield findings on the memory limit and on the rows expected."""
+    settings = config.embedding_parameter_server_config
+    total, limit = total_memory_bytes(), settings.memory_limit_bytes()
+    num_here = _num_servers_here()
+    if limit == 0:
+        text = "memory_limit is 0: rows may take more memory than there is"
+        todo = "set memory_limit: 70% in embedding_parameter_server_config"
+        yield warning("memory", text, todo)
+    elif limit * num_here > total:
+        share = resolve_memory_limit("90%") // num_here / _GIB
+        yield error(
+            "memory",
+            f"{num_here} parameter server(s) here may take {limit / _GIB:.1f} GiB each, of "
+            f"{total / _GIB:.1f} GiB in all",
+            f"set memory_limit to less than {share:.1f} GiB, or start fewer of them here",
+        )
+    else:
+        yield ok("memory", f"rows of a server may take {limit / _GIB:.1f} GiB (memory_limit)")
+    if forecasts and limit:
+        mean = sum(one.row_bytes for one in forecasts) / len(forecasts)
+        at, what = min((int(limit / mean), "memory_limit"), (settings.capacity, "capacity"))
+        yield ok(
+            "memory",
+            f"a server evicts from about {at:,} rows on, by {what}; a row takes {mean:.0f} "
+            "bytes on average over features",
+        )
+        yield from _check_rows(forecasts, limit, settings.capacity)
+    directory = env.state_directory() or Path(settings.state_dir)
+    if settings.keep_state and str(directory) != "off" and limit:
+        yield _check_state_room(directory, limit * num_here)
+
+
+def _check_rows(forecasts: list[Forecast], limit: int, capacity: int) -> Iterator[Finding]:
+    rows: dict[str, tuple[int, float]] = {}
+    for one in forecasts:  # rows of a group are shared: the most of its features
+        rows[one.group] = max(rows.get(one.group, (0, 0.0)), (one.rows, one.row_bytes))
+    taken, num = sum(n * size for n, size in rows.values()), sum(n for n, _ in rows.values())
+    if not num:
+        return
+    servers = len(env.parameter_server_addresses())
+    text = (
+        f"{num:,} rows take {taken / _GIB:.2f} GiB, {taken / servers / _GIB:.2f} GiB on each "
+        f"of {servers} server(s)"
+    )
+    if taken / servers <= limit and num / servers <= capacity:
+        yield ok("memory", text)
+        return
+    needed = max(-(-int(taken) // limit), -(-num // capacity))
+    text += ", more than memory_limit or capacity: rows will be evicted"
+    todo = f"start {needed} parameter servers, or keep rows in float16 (docs/row-dtypes.md)"
+    yield warning("memory", text, todo)
+
+
+def _num_servers_here() -> int:
+    """Return how many of the listed parameter servers are on this machine; at least one."""
+    here = [
+        address
+        for address in env.parameter_server_addresses()
+        if ("://" in address and not address.startswith(TCP))
+        or split(address)[0].strip("[]") in ("127.0.0.1", "localhost", "::1")
+    ]
+    return max(1, len(here))
+
+
+def _check_state_room(directory: Path, wanted: int) -> Finding:
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        text = f"state_dir {directory} cannot be written: a killed server loses its rows"
+        return warning("recovery", text, "name a tmpfs in state_dir, or set keep_state: false")
+    free = shutil.disk_usage(directory).free
+    if free >= wanted:
+        return ok("recovery", f"{directory} has room for the rows of a killed server")
+    return warning(
+        "recovery",
+        f"{directory} has {free / _GIB:.1f} GiB free, and rows may take "
+        f"{wanted / _GIB:.1f} GiB: rows beyond that are lost with their server",
+        f"mount -o remount,size={wanted // _GIB + 1}G {directory} (docker: --shm-size)",
+    )
+
+
+# --- sample of the data -----------------------------------------------------------------------
+
+# Seconds that a script gets to send its first batch.
+_SCRIPT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DataSample:
+    """Arrays of a sample by name."""
+
+    ids: Mapping[str, NDArray[np.uint64]]  # columns of integers
+    others: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    is_batch: bool = False  # all ids are features; a column of a file may be anything
+    # Columns of texts, hashed as ParquetReader does: ids if they are features.
+    texts: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
+
+
+def read_sample(path: Path) -> DataSample:
+    """Read a sample of the data.
+
+    Args:
+        path: ``.npz`` (arrays by name), ``.parquet`` (the first row group), ``.py`` (a script,
+            run up to its first batch), or the bytes of a PersiaBatch.
+
+    Raises:
+        DataError: If it cannot be read.
+    """
+    try:
+        if path.suffix == ".py":
+            return _of_batch(_first_batch(path))
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return _of_arrays({name: arrays[name] for name in arrays.files})
+        if path.suffix in (".parquet", ".pq"):
+            return _of_parquet(path)
+        return _of_batch(PersiaBatch.from_bytes(path.read_bytes()))
+    except (OSError, ValueError, zipfile.BadZipFile, PersiaError) as exc:
+        raise DataError(f"{path}: {exc}") from exc
+
+
+def _of_batch(batch: PersiaBatch) -> DataSample:
+    ids = {one.name: one.distinct for one in batch.id_type_features}
+    others = {one.name: one.data for one in (*batch.non_id_type_features, *batch.labels)}
+    return DataSample(ids, others, is_batch=True)
+
+
+def _of_arrays(arrays: Mapping[str, NDArray[Any]]) -> DataSample:
+    ids = {
+        name: one.astype(np.uint64) for name, one in arrays.items() if one.dtype.kind in "iu"
+    }
+    return DataSample(ids, {name: one for name, one in arrays.items() if name not in ids})
+
+
+def _of_parquet(path: Path) -> DataSample:
+    try:
+        from pyarrow import parquet
+        from pyarrow.types import is_integer
+
+        from persia.readers import _arrays
+    except ImportError as exc:
+        raise DataError("to read Parquet, pip install pyarrow") from exc
+    table = parquet.ParquetFile(path).read_row_group(0)
+    found, texts = {}, {}
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        while hasattr(column, "flatten") and hasattr(column, "offsets"):  # lists, and of lists
+            column = column.flatten()
+        try:
+            if _arrays.are_ids(column.type) and not is_integer(column.type):
+                hashed = _arrays.id_feature(name, name, column, "hash")
+                texts[name] = hashed.feature_batch.distinct
+            else:
+                found[name] = column.drop_null().to_numpy(zero_copy_only=False)
+        except Exception as exc:  # pyarrow's own classes, for types that numpy lacks
+            raise DataError(f"column {name}: {exc}") from exc
+    return replace(_of_arrays(found), texts=texts)
+
+
+def _first_batch(script: Path) -> PersiaBatch:
+    with tempfile.TemporaryDirectory(prefix="persia-") as directory:
+        target = Path(directory) / "batch"
+        code = f"from {__name__} import run_to_first_batch; run_to_first_batch()"
+        try:
+            ran = subprocess.run(
+                [sys.executable, "-c", code, str(target), str(script)],
+                env=env.of_child(REPLICA_INDEX=0, REPLICA_SIZE=1, RANK=None),
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_SCRIPT_S,
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise DataError(f"it sent no batch within {_SCRIPT_S:g} s") from exc
+        if not target.exists():
+            lines = ran.stderr.strip().splitlines()
+            failed = ran.returncode and lines
+            raise DataError(lines[-1] if failed else "it ended without sending a batch")
+        return PersiaBatch.from_bytes(target.read_bytes())
+
+
+class FirstBatchCtx:
+    """Stands in for ``DataCtx``: writes the first batch to a file and ends the process."""
+
+    resume_position = 0
+    target = Path()
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        pass
+
+    def __enter__(self) -> FirstBatchCtx:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def seek(self, batch: int) -> None:
+        """Begin at the first batch, which is the only one sent."""
+
+    def stats(self) -> dict[str, int]:
+        """Return no counts."""
+        return {}
+
+    def send_data(self, persia_batch: PersiaBatch) -> None:
+        """Write the batch and end this process."""
+        part = self.target.with_suffix(".part")
+        part.write_bytes(persia_batch.to_bytes())
+        part.rename(self.target)
+        os._exit(0)
+
+
+def run_to_first_batch() -> None:
+    """Run the script ``sys.argv[2]`` and write its first batch to the file ``sys.argv[1]``."""
+    import persia.ctx
+
+    target, script = sys.argv[1:3]
+    FirstBatchCtx.target = Path(target)
+    setattr(persia.ctx, "DataCtx", FirstBatchCtx)  # noqa: B010  (mypy: a class is replaced)
+    sys.argv = [script]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def check_sample(schema: EmbeddingSchema, sample: DataSample, name: str) -> Iterator[Finding]:
+    """Yield findings on a sample beside the embedding config.
+
+    Args:
+        schema: The features.
+        sample: The data.
+        name: Of the sample, in messages.
+    """
+    ids_of = {**{k: v for k, v in sample.texts.items() if k in schema.slots}, **sample.ids}
+    missing = [slot for slot in schema.slots if slot not in ids_of]
+    others = {*sample.ids, *sample.texts} - schema.slots.keys()
+    for slot in missing:
+        there = sample.others.get(slot)
+        if there is not None and not sample.is_batch:
+            text = f"{name}: {slot} is {there.dtype}, expected integers"
+            yield error("data", text, "number them, or hash texts (docs/readers.md)")
+        else:
+            todo = f"send it, or take {slot} out of slots_config"
+            text = f"{name}: feature {slot} of the config is not in the data"
+            yield error("data", f"{text}{did_you_mean(slot, sorted(others))}", todo)
+    unknown = [one for one in sample.ids if one not in schema.slots and sample.is_batch]
+    for one in unknown:
+        todo = f"add {one}: {{dim: 8}} to slots_config, or do not send it"
+        yield error("data", f"{name}: feature {one} is not in the config", todo)
+    limit = 1 << (64 - schema.prefix_bits)
+    for one in schema.slots.keys() & ids_of.keys():
+        largest = int(ids_of[one].max()) if ids_of[one].size else 0
+        if largest >= limit:
+            text = f"{name}: {one} has ids up to {largest}, and {limit - 1} is the largest"
+            todo = "hash them to fewer bits, or lower feature_index_prefix_bit"
+            yield (error if schema.strict_ids else warning)("data", text, todo)
+    for other, values in sample.others.items():
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            todo = "fill missing values: their loss is NaN"
+            yield warning("data", f"{name}: {other} holds values that are not finite", todo)
+    if not missing and not unknown:
+        yield ok("data", f"{name}: all {len(schema.slots)} features are there, and known")
+
+
+# --- Procfile ---------------------------------------------------------------------------------
+
+_PROCESS = re.compile(r"([A-Za-z0-9_-]+):\s*(.+)")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+
+
+def check_procfile(path: Path) -> Iterator[Finding]:
+    """Yield an error for each line whose command does not exist."""
+    num_lines = num_bad = 0
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        line = _PROCESS.fullmatch(text.strip())
+        if line is None:
+            continue
+        num_lines += 1
+        problem = _command_problem(line[2])
+        if problem:
+            num_bad += 1
+            todo = "install it, activate its environment, or correct the line"
+            yield error("procfile", f"{path}:{number}: {line[1]}: {problem}", todo)
+    if not num_bad:
+        yield ok("procfile", f"{path}: all {num_lines} commands exist")
+
+
+def _command_problem(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError as exc:
+        return str(exc)
+    command = next((w for w in words if w != "env" and not _ASSIGNMENT.fullmatch(w)), "")
+    # A word that only a shell can expand, or an option of env, is not looked up.
+    if not command or command.startswith("-") or re.search(r"[$`(]", text):
+        return ""
+    found = subprocess.run(
+        ["sh", "-c", 'command -v -- "$1"', "sh", command.rstrip(";")],
+        capture_output=True,
+        check=False,
+    )
+    return "" if found.returncode == 0 else f"no such command: {command}"
+
+
+def file_in_procfile(path: Path, option: str) -> Path | None:
+    """Return the first existing file that an option in a Procfile names."""
+    names = re.findall(rf"{re.escape(option)}[=\s]+(\S+)", path.read_text(encoding="utf-8"))
+    return next((Path(name) for name in names if Path(name).is_file()), None)
+
+
+# --- network ----------------------------------------------------------------------------------
+
+# Seconds for resolving a name, and for the answer of a server.
+_NAMES_S, _ANSWER_S = 3.0, 3.0
+
+
+def check_network(fingerprint: str) -> Iterator[Finding]:
+    """Yield findings on the addresses of the job: names, ports, versions, metrics.
+
+    Args:
+        fingerprint: Of the embedding config that running servers should have; "" if unknown.
+    """
+    try:
+        check_lists()
+    except ConfigError as exc:
+        todo = "write host:port, or ipc:///path, with commas between"
+        yield error("addresses", str(exc), todo)
+        return
+    yield from _check_keys()
+    for role, variable, listed in (
+        (parameter_server(), env.PARAMETER_SERVERS_VARIABLE, env.parameter_server_addresses()),
+        (embedding_worker(), env.EMBEDDING_WORKERS_VARIABLE, env.embedding_worker_addresses()),
+        (nn_worker(), env.NN_WORKERS_VARIABLE, env.nn_worker_addresses()),
+    ):
+        found = current_addresses(role, _NAMES_S)
+        yield from _check_names(variable, listed)
+        for address in found:
+            yield _check_address(role, variable, address, fingerprint)
+    yield from _check_metrics_ports()
+
+
+def _check_keys() -> Iterator[Finding]:
+    host = env.listen_host()
+    try:
+        is_here = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_here = host == "localhost"
+    if is_here or env.keys_directory() is not None:
+        return
+    if env.may_listen_without_keys():
+        text = f"PERSIA_LISTEN_HOST={host}, and nothing is encrypted"
+        yield warning("keys", text, "use a trusted network only, see docs/security.md")
+    else:
+        text = f"PERSIA_LISTEN_HOST={host}: servers refuse to listen there without keys"
+        todo = "persia-launcher keys keys/, and PERSIA_KEYS=keys/ for every process"
+        yield error("keys", text, todo)
+
+
+def _check_names(variable: str, listed: list[str]) -> Iterator[Finding]:
+    for address in listed:
+        if "://" in address and not address.startswith(TCP):
+            continue
+        host, port = split(address)
+        try:
+            socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        except OSError as exc:
+            text = f"{variable}: {host} cannot be resolved: {exc.strerror}"
+            todo = "correct the name; in containers it is a service's, on the same network"
+            yield error("names", text, todo)
+
+
+def _check_address(role: Role, variable: str, address: str, fingerprint: str) -> Finding:
+    who = f"{role.name} at {address}"
+    taken = _listen_errno(address)
+    if taken in (errno.EACCES, errno.ENOENT):
+        text = f"{who}: cannot listen there: {os.strerror(taken)}"
+        return error("addresses", text, f"write another address into {variable}")
+    # Without a failing bind there is no server; a bare connection would be logged by one.
+    hello: Hello | None = None
+    if taken > 0:
+        try:
+            hello = _say_hello(role, address)
+        except PersiaError as exc:
+            if address.startswith(TCP) and taken == errno.EADDRINUSE:
+                text = f"{who}: another program listens there: {exc}"
+                return error("ports", text, f"end it, or write another port into {variable}")
+    if hello is None:
+        return ok("addresses", f"{who}: not running yet")
+    if hello.version != __version__:
+        text = f"{who} is PERSIA {hello.version}, and this is {__version__}"
+        return error("versions", text, "install the same version everywhere")
+    theirs = hello.schema_fingerprint
+    if fingerprint and theirs and theirs != fingerprint:
+        differences = describe_differences(fingerprint, theirs, "here", "there")
+        text = f"{who} has another embedding config: {differences}"
+        return error("versions", text, "start it with the same --embedding-config")
+    replica = f"replica {hello.replica_index} of {hello.replica_size}"
+    return ok("versions", f"{who} runs: {replica}, PERSIA {hello.version}")
+
+
+def _listen_errno(address: str) -> int:
+    """Return the errno of listening at an address; 0 if free, negative if unresolved."""
+    if not address.startswith(TCP):
+        path = Path(address.removeprefix("ipc://"))
+        if path.is_socket():
+            return errno.EADDRINUSE
+        return 0 if path.parent.is_dir() else errno.ENOENT
+    host, port = split(address)
+    return _bind_errno(host.strip("[]"), port)
+
+
+def _bind_errno(host: str, port: int) -> int:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with closing(socket.socket(family)) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((host, port))
+    except OSError as exc:  # of a name that cannot be resolved it is negative
+        return exc.errno or -1
+    return 0
+
+
+def _say_hello(role: Role, address: str) -> Hello:
+    with ExitStack() as stack:
+        transport = stack.enter_context(closing(ZmqTransport()))
+        client = Client(transport, address, role, timeout_s=_ANSWER_S)
+        stack.callback(client.close)
+        return client.hello()
+
+
+def _check_metrics_ports() -> Iterator[Finding]:
+    port, host = env.metrics_port(), env.metrics_host()
+    if port == "off":
+        text = "PERSIA_METRICS_PORT=off: persia-launcher top and Prometheus see nothing"
+        yield warning("metrics", text, "unset PERSIA_METRICS_PORT")
+    if port is not None:
+        return
+    ports = [default_port(role, 0) for role in (LOADER, WORKER, SERVER, TRAINER)]
+    refused = (errno.EADDRINUSE, errno.EACCES)
+    taken = [str(one) for one in ports if _bind_errno(host.strip("[]"), one) in refused]
+    if taken:
+        text = f"ports {', '.join(taken)} of {host} are taken: the kernel will choose others"
+        todo = "if another job has them: set PERSIA_METRICS_PORT, or name the ports to top"
+        yield warning("metrics", text, todo)
+    else:
+        yield ok("metrics", f"the default ports of {host} are free")

@@ -1,0 +1,142 @@
+"""The pictures of docs/images, made from real runs: ``make pictures``.
+
+python -m tests.cli.pictures docs/images
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import yaml
+from rich.console import Console, RenderableType
+
+from persia._cli.doctor import DoctorOptions, examine
+from persia._cli.scraper import Scraper, list_targets
+from persia._cli.top import frame_of
+from persia._metrics.top_view import Frame
+from persia.config import EmbeddingSchema
+from tests.cli.job import training_job
+from tests.support.browser import screenshot
+from tests.support.processes import DEADLINE_S, ROOT, Cluster
+
+# Seconds over which the rates of a picture are.
+WINDOW_S = 2.0
+# Seconds until all of them train; PyTorch is long in loading on a busy machine.
+START_S = 200.0
+
+
+def svg(drawn: RenderableType, title: str, width: int = 112) -> str:
+    """Return a terminal's picture, without the fonts that it would fetch."""
+    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
+    console.print(drawn)
+    text = console.export_svg(title=title, unique_id="persia")
+    return re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)
+
+
+def whole_frame(cluster: Cluster) -> Frame:
+    """Return a frame of a job, between two readings of each of its processes."""
+    with patch.dict("os.environ", cluster.environment):
+        scraper = Scraper(list_targets())
+    pause = threading.Event()  # never set
+    deadline = time.monotonic() + START_S
+    while True:
+        scraper.request_all()
+        scraper.wait(DEADLINE_S)
+        frame = frame_of(scraper)
+        spans = [one.span for one in frame.processes if one.span is not None]
+        if len(spans) == len(cluster.processes) and frame.stage.name:
+            return frame
+        has_ended = any(one.poll() is not None for one in cluster.processes.values())
+        if has_ended or time.monotonic() > deadline:
+            raise AssertionError(f"{frame}\n{cluster.logs()}")
+        pause.wait(WINDOW_S)
+
+
+def draw_top(folder: Path) -> Path:
+    """Write the picture of ``persia-launcher top``."""
+    with training_job() as cluster:
+        frame = whole_frame(cluster)
+    path = folder / "top.svg"
+    path.write_text(svg(frame, "persia-launcher top"), encoding="utf-8")
+    return path
+
+
+@contextlib.contextmanager
+def inside(directory: str) -> Iterator[None]:
+    """Be in a directory, so that messages have short names."""
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def draw_doctor(folder: Path) -> Path:
+    """Write the picture of ``persia-launcher doctor``, of an example with a mistake."""
+    example = ROOT / "examples/adult_income"
+    slots = (example / "config/embedding_config.yml").read_text()
+    with tempfile.TemporaryDirectory() as directory, inside(directory):
+        Path("slots.yml").write_text(
+            slots.replace("  education: {dim: 8}", "  school: {dim: 32}")
+        )
+        ids = np.arange(8, dtype=np.uint64)
+        names = [*EmbeddingSchema.load(yaml.safe_load(slots)).slots]
+        arrays: dict[str, Any] = dict.fromkeys(names, ids)
+        np.savez("sample.npz", **arrays)
+        rows = {"occupation": 10**8, "native_country": 10**6}
+        report = examine(DoctorOptions(Path("slots.yml"), sample=Path("sample.npz"), rows=rows))
+    path = folder / "doctor.svg"
+    path.write_text(svg(report, "persia-launcher doctor"), encoding="utf-8")
+    return path
+
+
+def draw_report(folder: Path) -> Path:
+    """Write the picture of a training report, of the quickstart's run."""
+    path = folder / "report.png"
+    with tempfile.TemporaryDirectory() as directory:
+        report, picture = Path(directory) / "report.html", Path(directory) / path.name
+        script = ROOT / "examples" / "quickstart" / "train.py"
+        command = [sys.executable, str(script), "--quiet", "--samples", "200000"]
+        subprocess.run([*command, "--report", str(report)], check=True, timeout=START_S)
+        screenshot(report.as_uri(), picture, 1240, 1950)
+        shutil.copy(picture, path)
+    return path
+
+
+def build_site(folder: Path) -> None:
+    """Write the site of the docs; a warning is an error."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    subprocess.run([*command, "--site-dir", str(folder)], cwd=ROOT, check=True, timeout=300)
+
+
+def draw_home(folder: Path) -> Path:
+    """Write the picture of the first page of the site."""
+    path = folder / "home.png"
+    with tempfile.TemporaryDirectory() as directory:
+        site, picture = Path(directory) / "site", Path(directory) / path.name
+        build_site(site)
+        screenshot((site / "index.html").as_uri(), picture, height=960)
+        shutil.copy(picture, path)
+    return path
+
+
+PICTURES = (draw_top, draw_doctor, draw_report, draw_home)
+
+if __name__ == "__main__":
+    for draw in PICTURES:
+        print(draw(Path(sys.argv[1])))

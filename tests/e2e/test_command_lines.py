@@ -1,0 +1,120 @@
+"""persia-launcher in processes of its own: mistakes, scripts and their arguments."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.e2e.support import Job
+
+SHOWS = (
+    "import sys; print('got', sys.argv[1:]); print('from', sys.path[0], __name__, __file__)\n"
+)
+
+
+def test_mistakes_are_one_line_and_status_2(job: Job) -> None:
+    del job.environment["PERSIA_EMBEDDING_CONFIG"]
+    bad = job.script("bad.yml", "slots_config: {feature: {dime: 4}}\n")
+    config = ["--embedding-config", bad]
+    mistakes = {
+        ("embedding-worker",): "give --embedding-config or set PERSIA_EMBEDDING_CONFIG",
+        ("embedding-worker", "--embedding-config", "none.yml"): "none.yml",
+        ("embedding-parameter-server", *config): "dime",
+        ("embedding-parameter-server", *config, "--replica-index", "3"): "0..0 for --replica-s",
+        ("nn-worker",): "expected a script: name it, or set PERSIA_NN_WORKER_ENTRY",
+        ("nn-worker", "none.py"): "expected a Python script at none.py, found none",
+        ("nn-worker", bad, "--nnodes", "2"): "expected MASTER_ADDR to name the host of node 0",
+        ("data-loader", bad, "--replica-index", "1"): "--replica-index must be in 0..0",
+    }
+    started = {
+        words: job.start(words[0], *words[1:], TORCHRUN="1" if "--nnodes" in words else "")
+        for words in mistakes
+    }
+    for words, text in mistakes.items():
+        assert started[words].wait() == 2
+        (line,) = started[words].printed().splitlines()
+        assert text in line
+        assert f" ERROR {words[0]}" in line
+
+
+def test_servers_that_were_not_told_how_many_they_are(job: Job) -> None:
+    two = "127.0.0.1:1,127.0.0.1:2"
+    alone = job.start("embedding-worker", PERSIA_EMBEDDING_WORKERS=two)
+    assert alone.wait() == 2
+    said = "PERSIA_EMBEDDING_WORKERS lists 2 addresses, but --replica-size is 1"
+    assert said in alone.printed()
+
+
+@pytest.mark.parametrize("role", ["nn-worker", "data-loader"])
+def test_a_list_that_cannot_be_read_is_one_line_before_anything_starts(
+    job: Job, role: str
+) -> None:
+    script = job.script("script.py", "print('started')\n")
+    process = job.start(role, script, TORCHRUN="1", PERSIA_EMBEDDING_WORKERS="127.0.0.1")
+    assert process.wait() == 2
+    (line,) = process.printed().splitlines()
+    assert "PERSIA_EMBEDDING_WORKERS: " in line
+    assert "'127.0.0.1'" in line
+
+
+def test_an_address_in_use_is_named(job: Job) -> None:
+    job.start_server("embedding-parameter-server").wait_for("serves at")
+    second = job.start_server("embedding-parameter-server")
+    assert second.wait() == 2
+    assert "cannot listen at ipc://" in second.printed()
+
+
+def test_a_script_finds_what_python_would_give_it(job: Job) -> None:
+    script = job.script("load.py", SHOWS + "raise SystemExit(4)\n")
+    loader = job.start("data-loader", script, "--lr", "a b", PERSIA_LAUNCHER_VERBOSE="1")
+    assert loader.wait() == 4
+    _, command, *rest = loader.printed().splitlines()
+    assert command.startswith("execute command: ")
+    assert command.endswith(f"-m persia._cli.run script {script} --lr 'a b'")
+    assert "got ['--lr', 'a b']" in rest
+    assert f"from {job.directory} __main__ {script}" in rest
+
+
+def test_a_data_loader_knows_its_number(job: Job) -> None:
+    text = (
+        "from persia import env\n"
+        "print(env.get_replica_index(), env.get_replica_size(), env.get_mode())\n"
+        "raise SystemExit(4)\n"
+    )
+    words = ("--replica-index", "1", "--replica-size", "3")
+    loader = job.start("data-loader", job.script("load.py", text), *words, RANK="7")
+    assert loader.wait() == 4
+    assert "1 3 services\n" in loader.printed()
+
+
+def test_servers_and_loaders_never_load_torch(job: Job) -> None:
+    text = (
+        "import sys\nimport persia.launcher, persia.helper\nassert 'torch' not in sys.modules\n"
+    )
+    loader = job.start("data-loader", job.script("load.py", text + "raise SystemExit(9)"))
+    assert loader.wait() == 9
+
+
+@pytest.mark.slow
+def test_ranks_by_torchrun_and_the_traceback_of_the_first_that_fails(job: Job) -> None:
+    text = (
+        "import pathlib, signal\n"
+        "from persia import env\n"
+        "print('rank', env.get_rank(), env.get_local_rank(), env.get_world_size(),\n"
+        "      env.get_mode(), flush=True)\n"
+        "pipe = pathlib.Path(__file__).parent / 'pipe'\n"
+        "if env.get_rank() == 1:\n"
+        "    pipe.read_bytes()\n"  # until the other one has begun
+        "    raise ValueError('rank 1 is lost')\n"
+        "pipe.write_bytes(b'')\n"
+        "signal.pause()\n"
+    )
+    os.mkfifo(job.directory / "pipe")
+    script = job.script("train.py", text)
+    trainer = job.start("nn-worker", script, "--nproc-per-node=2", TORCHRUN="1")
+    assert trainer.wait() == 1
+    printed = trainer.printed()
+    assert "rank 0 0 2 services\n" in printed
+    assert "rank 1 1 2 services\n" in printed
+    assert printed.endswith("ValueError: rank 1 is lost\n")

@@ -1,0 +1,94 @@
+"""Frames of a job, of readings that a test makes up, and of an embedded trainer."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+
+from persia._metrics import top_view
+from persia._metrics.definitions import SERVER, TRAINER, WORKER
+from persia._metrics.scrape import Delta, Reading, read
+from persia._metrics.top_view import Frame, Watched
+from persia.ctx import eval_ctx
+from persia.errors import ConfigError, DataTypeError
+from tests.metrics.texts import text_of
+from tests.support.contexts import SIZE, train, trained
+
+
+def test_a_frame_shows_who_is_there_and_who_is_not() -> None:
+    before = read(text_of(TRAINER, 0, persia_trained_samples_total=0.0))[0]
+    now = read(
+        text_of(
+            *(TRAINER, 0),
+            persia_trained_samples_total=50000.0,
+            persia_loss=math.nan,
+            persia_steps_total=math.inf,
+        )
+    )[0]
+    shown = Delta(Reading(TRAINER, 0, now.at - 2.0, before.samples), now)
+    frame = Frame(
+        [
+            Watched(TRAINER, 0, "127.0.0.1:9700", shown),
+            Watched(SERVER, 1, "10.0.0.7:9601", None, "no answer for 12 s"),
+        ],
+        "a job",
+    )
+    text = str(frame)
+    lines = text.splitlines()
+    assert lines[0].startswith("PERSIA a job")
+    assert "samples/s 25.0k" in lines[1]
+    assert "loss nan" in lines[1]
+    assert [line.split()[:4] for line in lines if line.startswith("1 ")] == [
+        ["1", "no", "answer"]
+    ]
+    assert "embedding-parameter-server 1 at 10.0.0.7:9601: no answer for 12 s" in lines
+    assert all(len(line) <= 112 for line in lines)
+    tables = [line.split()[0] for line in lines if " state " in line]
+    assert tables == ["parameter-server", "nn-worker"]
+
+
+def test_a_narrow_terminal_loses_columns_and_no_digits() -> None:
+    from rich.console import Console
+
+    shown = Delta(None, read(text_of(TRAINER, 0, persia_loss=0.6931))[0])
+    frame = Frame([Watched(TRAINER, 0, "", shown)], "a job")
+    console = Console(file=io.StringIO(), width=60, record=True)
+    console.print(frame)
+    text = console.export_text()
+    assert "0.6931" in text
+    assert "not trained" not in text
+    assert max(map(len, text.splitlines())) <= 60
+
+
+def test_report_and_top() -> None:
+    with trained() as ctx:
+        train(ctx, 3)
+        ctx.report(auc=0.5, loss=torch.tensor(0.25).item())
+        with eval_ctx(model=ctx.model) as evaluation:
+            evaluation.report(auc=torch.tensor([0.8125]))  # type: ignore[arg-type]
+            evaluation.report(ndcg=math.nan)
+        with pytest.raises(DataTypeError, match="expected a number for auc, got str"):
+            ctx.report(auc="good")  # type: ignore[arg-type]
+        assert ctx.metrics().value("persia_reported", name="auc") == 0.8125
+        shown = ctx.top()
+        assert {one.role for one in shown.processes} == {WORKER, SERVER, TRAINER}
+        named = dict(shown.headline())
+        assert named["auc"] == "0.8125"
+        assert named["reported loss"] == "0.25"
+        assert named["ndcg"] == "nan"
+        assert named["steps"] == "3"
+        assert named["rows"] == str(3 * SIZE)
+        assert named["misses"] == "100 %"
+        text = str(shown)
+        assert text.splitlines()[0].startswith("PERSIA embedded mode")
+        # Of what was done since then, which is nothing.
+        assert dict(ctx.top().headline())["samples/s"] == "0"
+
+
+def test_without_rich_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top_view, "find_spec", lambda name: None)
+    with trained() as ctx, pytest.raises(ConfigError, match="pip install rich"):
+        ctx.top()

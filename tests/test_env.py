@@ -1,0 +1,212 @@
+"""What is read from the environment, and when."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from persia import env
+from persia.errors import ConfigError
+
+Monkey = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch: Monkey) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE"]
+    names += ["EMBEDDING_WORKER_SERVICE", "MASTER_ADDR", "MASTER_PORT"]
+    for name in [*names, *(name for name in os.environ if name.startswith("PERSIA_"))]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(env, "_place", None)
+
+
+def place() -> tuple[int | None, ...]:
+    return (
+        env.get_world_size(),
+        env.get_rank(),
+        env.get_local_rank(),
+        env.get_replica_size(),
+        env.get_replica_index(),
+    )
+
+
+def set_rank(monkeypatch: Monkey, rank: str, local_rank: str, world_size: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+
+
+def test_nothing_set_is_the_only_replica() -> None:
+    assert place() == (None, None, None, 1, 0)
+
+
+def test_nn_worker(monkeypatch: Monkey) -> None:
+    set_rank(monkeypatch, "5", "1", "8")
+    monkeypatch.setenv("REPLICA_INDEX", "3")
+    assert place() == (8, 5, 1, None, None)
+
+
+def test_replica(monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("REPLICA_SIZE", "4")
+    monkeypatch.setenv("REPLICA_INDEX", "3")
+    monkeypatch.setenv("RANK", "")
+    assert place() == (None, None, None, 4, 3)
+
+
+def test_parsed_once_until_reloaded(monkeypatch: Monkey) -> None:
+    assert env.get_replica_index() == 0
+    set_rank(monkeypatch, "0", "0", "1")
+    assert env.get_rank() is None
+    env.reload_env()
+    assert place() == (1, 0, 0, None, None)
+
+
+def test_set_env_wins_and_leaves_the_rest_none(monkeypatch: Monkey) -> None:
+    set_rank(monkeypatch, "0", "0", "1")
+    env.set_env(replica_size=2, replica_index=1)
+    assert place() == (None, None, None, 2, 1)
+    env.set_env(world_size=2, rank=1, local_rank=0)
+    assert place() == (2, 1, 0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "world_size", "message"),
+    [
+        ("0", "0", "", "RANK is set to 0, so WORLD_SIZE must be set too"),
+        ("0", "", "2", "WORLD_SIZE is 2, but embedded mode has one rank"),
+        ("0", "", "", "so LOCAL_RANK and WORLD_SIZE must be set too"),
+        ("x", "0", "1", "environment variable RANK must be an integer, got 'x'"),
+        ("-1", "0", "1", "RANK must be at least 0, got -1"),
+        ("0", "0", "0", "WORLD_SIZE must be at least 1, got 0"),
+        ("2", "0", "2", "RANK must be below WORLD_SIZE 2, got 2"),
+    ],
+)
+def test_w44_bad_ranks_are_named(
+    monkeypatch: Monkey, rank: str, local_rank: str, world_size: str, message: str
+) -> None:
+    set_rank(monkeypatch, rank, local_rank, world_size)
+    with pytest.raises(ConfigError, match=message):
+        env.get_world_size()
+
+
+def test_a_bad_reload_changes_nothing(monkeypatch: Monkey) -> None:
+    env.set_env(replica_size=2, replica_index=1)
+    monkeypatch.setenv("REPLICA_INDEX", "7")
+    with pytest.raises(ConfigError, match="REPLICA_INDEX must be below REPLICA_SIZE 1, got 7"):
+        env.reload_env()
+    assert place() == (None, None, None, 2, 1)
+
+
+def test_alone_is_embedded() -> None:
+    assert env.get_mode() == "embedded"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PERSIA_EMBEDDING_PARAMETER_SERVERS",
+        "PERSIA_EMBEDDING_WORKERS",
+        "EMBEDDING_WORKER_SERVICE",
+        "PERSIA_NN_WORKERS",
+        "PERSIA_NATS_URL",
+        "PERSIA_NATS_IP",
+        "PERSIA_LAUNCHED",
+    ],
+)
+def test_servers_named_is_services_with_any_world_size(monkeypatch: Monkey, name: str) -> None:
+    monkeypatch.setenv(name, "1")
+    set_rank(monkeypatch, "0", "0", "2")
+    assert env.get_mode() == "services"
+    monkeypatch.setenv(name, "")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
+        env.get_mode()
+
+
+def test_embedded_refuses_a_world_size_without_a_rank(monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="a table of its own"):
+        env.get_mode()
+    env.set_env(world_size=1, rank=0, local_rank=0)
+    assert env.get_mode() == "embedded"
+
+
+@pytest.mark.parametrize(
+    ("text", "want"), [("", False), ("0", False), ("1", True), ("true", True)]
+)
+def test_flags_are_read_at_each_use(monkeypatch: Monkey, text: str, want: bool) -> None:
+    monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", text)
+    monkeypatch.setenv("PERSIA_LAUNCHER_VERBOSE", text)
+    assert env.PERSIA_SKIP_CHECK_DATA is want
+    assert env.PERSIA_LAUNCHER_VERBOSE is want
+
+
+def test_a_flag_that_is_none(monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", "perhaps")
+    with pytest.raises(
+        ConfigError, match="PERSIA_SKIP_CHECK_DATA must be 0 or 1, got 'perhaps'"
+    ):
+        env.skip_check_data()
+
+
+def test_unknown_attribute() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'PERSIA_NOTHING'"):
+        _ = env.PERSIA_NOTHING
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("PERSIA_GLOBAL_CONFIG", env.global_config_path),
+        ("PERSIA_EMBEDDING_CONFIG", env.embedding_config_path),
+        ("PERSIA_NN_WORKER_ENTRY", env.nn_worker_entry),
+        ("PERSIA_DATALOADER_ENTRY", env.data_loader_entry),
+        ("PERSIA_DATA_DIR", env.data_dir),
+    ],
+)
+def test_paths(monkeypatch: Monkey, name: str, function: object) -> None:
+    if not callable(function):
+        pytest.fail(f"{name} has no function")
+    assert function() is None
+    monkeypatch.setenv(name, "some/where")
+    assert function() == Path("some/where")
+
+
+def test_texts(monkeypatch: Monkey) -> None:
+    assert env.isa() is None
+    assert env.master_address() is None
+    monkeypatch.setenv("PERSIA_ISA", "avx2")
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    assert env.isa() == "avx2"
+    assert env.master_address() == "node0"
+
+
+def test_a_change_is_undone(monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "before")
+    monkeypatch.setenv("PERSIA_ISA", "avx2")
+    env.set_env(replica_size=2, replica_index=1)
+    with env.changed(MASTER_ADDR="within", PERSIA_ISA=None, PERSIA_NN_WORKERS="a:1,b:2"):
+        assert env.master_address() == "within"
+        assert env.isa() is None
+        assert env.nn_worker_addresses() == ["a:1", "b:2"]
+        assert env.get_replica_index() == 1
+    assert (env.master_address(), env.isa()) == ("before", "avx2")
+    assert env.nn_worker_addresses() == ["127.0.0.1:23457"]
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("", "INFO"), ("warn", "WARNING"), ("Debug", "DEBUG"), ("what=x", "INFO")],
+)
+def test_levels_of_the_log(monkeypatch: Monkey, text: str, want: str) -> None:
+    monkeypatch.setenv("LOG_LEVEL", text)
+    assert logging.getLevelName(env.log_level()) == want
+
+
+def test_environment_of_a_child(monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("RANK", "1")
+    child = env.of_child(RANK=None, WORLD_SIZE=3)
+    assert "RANK" not in child
+    assert child["WORLD_SIZE"] == "3"

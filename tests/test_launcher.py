@@ -1,0 +1,138 @@
+"""The command line of persia-launcher, without what it runs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from persia import launcher
+from persia._cli import scripts
+from persia._cluster.process import Options
+from persia.launcher import cli
+
+Monkey = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def ran(monkeypatch: Monkey) -> list[object]:
+    """What the commands would have run."""
+    calls: list[object] = []
+
+    def note(*arguments: object, **options: object) -> int:
+        calls.append((*arguments, *options.values()))
+        return 5
+
+    for name in ("run_nn_worker", "run_data_loader", "run_embedding_worker"):
+        monkeypatch.setattr(launcher, name, note)
+    monkeypatch.setattr(launcher, "run_parameter_server", note)
+    monkeypatch.setattr(launcher, "set_up_logging", lambda who: None)
+    return calls
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, words)
+    return result.exit_code, result.output
+
+
+def test_the_commands_of_the_original() -> None:
+    assert set(cli.commands) - {"keys", "top", "doctor", "init"} == {
+        "nn-worker",
+        "data-loader",
+        "embedding-worker",
+        "embedding-parameter-server",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (["a.py"], ((), 1, 0, 1)),
+        (["a.py", "--lr", "3", "x"], (("--lr", "3", "x"), 1, 0, 1)),
+        (["--nproc-per-node", "2", "a.py", "-v"], (("-v",), 2, 0, 1)),
+        (["a.py", "--lr=3", "--nproc-per-node=2"], (("--lr=3",), 2, 0, 1)),
+        (["a.py", "--nnodes", "3", "--node-rank", "2"], ((), 1, 2, 3)),
+        (["a.py", "--", "--nnodes", "3"], (("--nnodes", "3"), 1, 0, 1)),
+    ],
+)
+def test_what_is_no_option_goes_to_the_script(
+    ran: list[object], tmp_path: Path, monkeypatch: Monkey, words: list[str], want: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.py").touch()
+    assert invoke("nn-worker", *words) == (5, "")
+    arguments, *options = want
+    assert ran == [(scripts.Script(Path("a.py"), arguments), *options)]
+
+
+def test_scripts_named_in_the_environment(
+    ran: list[object], tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    script = tmp_path / "entry.py"
+    script.touch()
+    monkeypatch.setenv("PERSIA_NN_WORKER_ENTRY", str(script))
+    monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(script))
+    assert invoke("nn-worker", "--lr", "3") == (5, "")
+    assert invoke("data-loader", "--replica-size", "2", "--replica-index", "1") == (5, "")
+    assert ran == [
+        (scripts.Script(script, ("--lr", "3")), 1, 0, 1),
+        (scripts.Script(script), 1, 2),
+    ]
+
+
+@pytest.mark.parametrize("role", ["embedding-worker", "embedding-parameter-server"])
+def test_options_of_servers(ran: list[object], monkeypatch: Monkey, role: str) -> None:
+    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", "slots.yml")
+    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", "global.yml")
+    assert invoke(role) == (5, "")
+    words = ["--port", "1", "--embedding-config", "a", "--global-config", "b"]
+    assert invoke(role, *words, "--replica-index=1", "--replica-size=2") == (5, "")
+    assert ran == [
+        (Options(Path("slots.yml"), Path("global.yml")),),
+        (Options(Path("a"), Path("b"), 1, 2, 1),),
+    ]
+
+
+def test_replicas_numbered_by_the_environment(
+    ran: list[object], tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setenv("REPLICA_INDEX", "2")
+    monkeypatch.setenv("REPLICA_SIZE", "3")
+    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", "a")
+    script = tmp_path / "entry.py"
+    script.touch()
+    assert invoke("embedding-worker") == (5, "")
+    assert invoke("embedding-parameter-server", "--replica-index", "1") == (5, "")
+    assert invoke("data-loader", str(script)) == (5, "")
+    assert ran == [
+        (Options(Path("a"), None, 2, 3),),
+        (Options(Path("a"), None, 1, 3),),
+        (scripts.Script(script), 2, 3),
+    ]
+
+
+def test_a_replica_without_a_number_is_refused_by_name(
+    ran: list[object], monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("REPLICA_INDEX", "first")
+    assert invoke("embedding-worker")[0] == 2
+    assert "REPLICA_INDEX must be an integer, got 'first'" in caplog.text
+    assert not ran
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_is_stopped_while_it_exits_keeps_its_status(number: int) -> None:
+    """As by `docker compose up --exit-code-from`, once the first container has ended."""
+    program = (
+        "import atexit, os\n"
+        "from persia import launcher\n"
+        f"atexit.register(os.kill, os.getpid(), {int(number)})\n"
+        "launcher._run('nn-worker', lambda: 3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert done.returncode == 3
