@@ -4,8 +4,8 @@
     persia.data -------------+--- by name, when asked ---> persia.compat ---> persia.ctx, ...
     TrainCtx ----Renewed-----+
 
-``persia.compat`` knows every public module, so it lies above all of them; it is loaded by its
-name, by whoever asks for something old, and costs nobody else anything.
+``persia.compat`` imports the public modules, so it lies above all of them; it is imported by
+its name, at the first use of something old.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def names_of(module: str) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module that had other names once."""
 
     def __getattr__(name: str) -> Any:
-        if not name.startswith("__"):  # Python's own questions, such as for __path__
+        if not name.startswith("__"):  # Python asks for __path__ and the like
             return import_module(_COMPAT).find(module, name)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
@@ -36,7 +36,7 @@ class Renewed:
     """Base of a class that took other keywords once: with them it is its older form."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Not for subclasses of the user's: they are what they say.
+        # A user's subclass keeps its own class.
         if kwargs and cls.__module__ == "persia.ctx":
             cls = import_module(_COMPAT).form_of(cls, kwargs)
         return super().__new__(cls)

@@ -1,11 +1,8 @@
 """Names of the original's native module that still mean something.
 
-There is no native object behind a batch or a context any more. The batch that was filled piece
-by piece (``PyPersiaBatchData``, ``PersiaBatch``, ``_PersiaBatch``) is in ``persia.compat``. The
-rest is left out: ``PersiaCommonContext`` (its work is done by the contexts of ``persia.ctx``),
-``PersiaTrainingBatch``, ``Tensor``,
-``Forward``, ``Backward``, ``PersiaBatchDataChannel`` with its sender and receiver,
-``initialize_dataflow``, and ``PersiaMessageQueueServer`` and ``PersiaMessageQueueClient``.
+There is no native object behind a batch or a context any more. Of the names that are not here,
+``persia.compat`` has the batch that was filled piece by piece, and says for each of the others
+(``PersiaCommonContext``, ``Forward``, ``Backward``, ...) what to write today.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     September      persia_launcher, TrainCtx(torch_distributed_port=)
     November       PersiaBatch.add_id_type_features and the like
 
-This table is all there is to know where; what the older classes do is in the modules beside
-it. ``docs/moving-from-old-persia.md`` shows each name with what to write today.
+The tables below map each old name to today's; what the older classes do is in the modules
+beside this one. ``docs/moving-from-old-persia.md`` shows each name with what to write today.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ class OldName:
 
 
 EVERYTHING = "*"  # stands for any name of a module that is gone
+_STREAM = "persia.data.StreamingDataset and persia.data.DataLoader, which receive the batches"
+_CONTAINERS = (
+    "`persia-launcher` in each container, with the addresses in its environment, as "
+    "compose/stack.yml does"
+)
 
 _BATCH = OldName(
     "persia.embedding.data.PersiaBatch(id_type_features, non_id_type_features, labels)",
@@ -58,6 +63,20 @@ OLD_NAMES: Mapping[str, Mapping[str, OldName]] = {
         "PersiaBatch": _BATCH,
         "_PersiaBatch": _BATCH,
         "PyPersiaCommonContext": OldName("persia.ctx.TrainCtx, which has its methods"),
+        "PersiaCommonContext": OldName("persia.ctx.TrainCtx, which has its methods"),
+        "PersiaTrainingBatch": OldName(
+            "`output, labels = ctx.forward(batch)` with persia.ctx.TrainCtx, or "
+            "`ctx.prepare_features(batch)` for the tensors of a batch"
+        ),
+        "Tensor": OldName("torch.Tensor: every batch has PyTorch's own"),
+        "Forward": OldName("persia.data.DataLoader, which looks batches up ahead of the loop"),
+        "Backward": OldName("`ctx.backward(loss)` of persia.ctx.TrainCtx"),
+        "PersiaBatchDataChannel": OldName(_STREAM),
+        "PersiaBatchDataSender": OldName("`ctx.send_data(batch)` of persia.ctx.DataCtx"),
+        "PersiaBatchDataReceiver": OldName(_STREAM),
+        "initialize_dataflow": OldName(_STREAM),
+        "PersiaMessageQueueServer": OldName("a message queue of your own, such as zmq's PULL"),
+        "PersiaMessageQueueClient": OldName("a message queue of your own, such as zmq's PUSH"),
     },
     "persia.backend": {"init_backend": _INIT, "get_backend": _GET},
     "persia.ctx": {
@@ -87,6 +106,7 @@ OLD_NAMES: Mapping[str, Mapping[str, OldName]] = {
         ),
         "FileNotFoundException": OldName("FileNotFoundError", "builtins:FileNotFoundError"),
     },
+    "persia.k8s_utils": {EVERYTHING: OldName(_CONTAINERS)},
     "persia.wrapper": {"persia_ctx": OldName("`with persia.ctx.TrainCtx(...) as ctx:`")},
     "persia.utils": {
         "block": OldName(
@@ -119,7 +139,7 @@ OLD_KEYWORDS: Mapping[str, str] = {
 
 
 def warn(old: str, today: str, stacklevel: int = 2) -> None:
-    """Say what to write today for an old name; ``stacklevel`` as of ``warnings.warn``."""
+    """Warn of an old name with what to write today; ``stacklevel`` as of ``warnings.warn``."""
     warnings.warn(
         f"{old} is an old name; write {today} (docs/moving-from-old-persia.md)",
         DeprecationWarning,
@@ -131,14 +151,16 @@ def find(module: str, name: str) -> Any:
     """Return what a module's old name is today, with a warning.
 
     Raises:
-        AttributeError: If the module never had it, or it is gone; then it says what to write.
+        AttributeError: If the module never had it.
+        ImportError: If it is gone; the text says what to write.
     """
     names = OLD_NAMES.get(module, {})
     known = names.get(name) or names.get(EVERYTHING)
     if known is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     if not known.found:
-        raise AttributeError(f"{module}.{name} is gone; write {known.today}")
+        # ``from module import name`` replaces the text of an AttributeError by its own.
+        raise ImportError(f"{module}.{name} is gone; write {known.today}")
     warn(f"{module}.{name}", known.today, stacklevel=3)
     place, _, attribute = known.found.partition(":")
     return getattr(import_module(place), attribute)

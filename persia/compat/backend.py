@@ -11,11 +11,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from persia.ctx import DataCtx, EmbeddingCtx, TrainCtx, cnt_ctx
+from persia.ctx import DataCtx, PreprocessMode, cnt_ctx
 from persia.embedding import EmbeddingConfig
 from persia.errors import ConfigError, JobFinished
 
 if TYPE_CHECKING:
+    from persia.ctx import EmbeddingCtx
     from persia.embedding.data import PersiaBatch
     from persia.embedding.optim import Optimizer
 
@@ -79,6 +80,8 @@ class Backend:
 
     @staticmethod
     def _ctx() -> EmbeddingCtx:
+        from persia.ctx import EmbeddingCtx  # needs torch, which a data-loader has not
+
         ctx = cnt_ctx()
         if not isinstance(ctx, EmbeddingCtx):
             raise ConfigError(
@@ -127,8 +130,8 @@ class Backend:
     def wait_servers_ready(self) -> None:
         """Wait until all servers answer."""
         ctx = self._ctx()
-        if isinstance(ctx, TrainCtx):
-            ctx.wait_servers_ready()
+        if ctx.preprocess_mode is PreprocessMode.TRAIN:
+            ctx.common_context.wait_servers_ready()
 
 
 _backend = Backend()
@@ -146,7 +149,7 @@ def init_backend(
     Args:
         worker_size: Without effect.
         middleware_services: Without effect: ``PERSIA_EMBEDDING_WORKERS`` has the addresses.
-        wait_server_ready: Without effect: whoever sends waits.
+        wait_server_ready: Without effect: sending waits.
         output_addrs: Without effect: ``PERSIA_NN_WORKERS`` has the addresses.
         init_output: Begin to send now; otherwise with the first batch.
     """

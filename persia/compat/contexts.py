@@ -11,6 +11,7 @@ LooseCtx     without model=: the script calls the model, and in July its optimiz
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from persia._training.transfer import PersiaTrainingBatch
+    from persia._training.batch import PersiaTrainingBatch
     from persia.data import DataLoader
 
 __all__ = ["LooseCtx", "OldEmbeddingCtx", "RenamedCtx"]
 
-# What these said, the environment says today, or nobody needs to: without effect.
+# Replaced by variables of the environment or not needed any more: without effect.
 _WITHOUT_EFFECT = (
     "middleware_services",
     "output_addrs",
@@ -91,8 +92,8 @@ class OldEmbeddingCtx(EmbeddingCtx):
         super().__init__(*args, **_translate(given))
         self._checkpoint_dir = checkpoint_dir
 
-    def _enter(self) -> None:
-        super()._enter()
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        super()._open(stack)
         if self._checkpoint_dir is not None:
             self.load_embedding(self._checkpoint_dir)
 
@@ -126,8 +127,8 @@ class RenamedCtx(TrainCtx):
         self._data_queue_size = data_queue_size
         self._checkpoint_dir = checkpoint_dir
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        super()._open(stack)
         if self._checkpoint_dir is not None:
             self.load_embedding(self._checkpoint_dir)
 
@@ -246,7 +247,7 @@ class LooseCtx(RenamedCtx):
         Returns:
             Whether all of them are finite. If not, none is sent; lower the scale.
         """
-        engine, book, current = self.backward_engine, self._own_book(), self.current_batch
+        engine, book, current = self.backward_engine, self._own_tracker(), self.current_batch
         if engine is None or current is None:
             raise ConfigError(
                 "on_after_backward: expected a batch, inside `with TrainCtx(...)`"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dataloader", "PersiaDataset", "Sender"]
 
-# Seconds in which ``fetch_data`` ends once nobody takes its batches.
+# Seconds in which ``fetch_data`` ends once its batches are not read any more.
 LEAVE_S = 5.0
 
 
@@ -30,7 +30,7 @@ class Sender:
         self._channel = channel
 
     def send(self, batch: PersiaBatch) -> None:
-        """Send one batch; it is copied, so its arrays may be filled anew."""
+        """Send one batch; it is copied, so its arrays may be reused."""
         self._channel.put(PersiaBatch.from_bytes(batch.to_bytes()))
 
 

@@ -48,7 +48,7 @@ class InitialValues:
         self.settings()
 
     def settings(self) -> InitializationSettings:
-        """Return the distribution as servers are told it.
+        """Return the distribution as it is sent to servers.
 
         Raises:
             ConfigError: If a parameter cannot be used.
@@ -118,7 +118,7 @@ class Constant(InitialValues):
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """What parameter servers are told before training.
+    """The settings that parameter servers get before training.
 
     Args:
         emb_initialization: Bounds of a uniform distribution, or one of the distributions
@@ -154,7 +154,7 @@ class EmbeddingConfig:
             object.__setattr__(self, "schema", EmbeddingSchema.load(self.schema))
 
     def settings(self) -> HyperParameters:
-        """Return the settings as servers are told them."""
+        """Return the settings as they are sent to servers."""
         initial = self.emb_initialization
         if not isinstance(initial, InitialValues):
             try:

@@ -1,7 +1,7 @@
 """The batch a user builds: id features, dense features, labels.
 
-This is the door where user data enters. Everything is checked here, once, over whole arrays,
-before anything else has happened; behind it code trusts what it gets. With
+User data enters here. Everything is checked once, over whole arrays, before anything else has
+happened; the code behind trusts what it gets. With
 ``PERSIA_SKIP_CHECK_DATA=1`` the checks of the dtypes and values of dense data and labels are
 skipped; sizes, and everything that memory safety hangs on, are checked always.
 """
@@ -18,6 +18,7 @@ import numpy as np
 from persia import env
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc import serialization
+from persia.embedding._conversion import from_arrow, from_torch, offsets_of, unsigned
 from persia.errors import DataError, DataTypeError, ProtocolError
 
 if TYPE_CHECKING:
@@ -78,118 +79,9 @@ def _items(what: str, given: Any) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def _unsigned(values: Any) -> Any:
-    """Return int64 ids as uint64 with the same bits; anything else as it is."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int64:
-        return values.view(np.uint64)
-    return values
-
-
 def _samples(data: Any) -> Any:
     """Return the samples of a matrix, or of an object array as pandas makes them, as a list."""
     return list(data) if isinstance(data, np.ndarray) and data.ndim else data
-
-
-def _offsets_of(name: str, lengths: Any) -> NDArray[np.int64]:
-    if (
-        not isinstance(lengths, np.ndarray)
-        or lengths.ndim != 1
-        or lengths.dtype not in (np.int32, np.int64)
-    ):
-        got = (
-            f"{lengths.dtype} of shape {lengths.shape}"
-            if isinstance(lengths, np.ndarray)
-            else type(lengths).__name__
-        )
-        raise DataTypeError(
-            f"feature {name!r}: expected lengths as 1-D int32 or int64, got {got}"
-        )
-    # Descending offsets would be found later too; this says which length it was.
-    if lengths.size and lengths.min() < 0:
-        sample = int(np.argmax(lengths < 0))
-        raise DataError(
-            f"feature {name!r}: expected lengths of at least 0, "
-            f"got {lengths[sample]} in sample {sample}"
-        )
-    offsets = np.zeros(lengths.size + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def _from_torch(name: str, what: str, value: Any) -> Any:
-    """Return the memory of a torch tensor as an array; anything else as it is.
-
-    torch is known by its module's name, so that a data-loader without torch never loads it.
-    """
-    if type(value).__module__.split(".")[0] != "torch" or not hasattr(value, "detach"):
-        return value
-    if value.device.type != "cpu":
-        raise DataTypeError(
-            f"feature {name!r}: expected {what} in CPU memory, got {value.device}; "
-            "call .cpu() on it"
-        )
-    try:
-        return value.detach().numpy()
-    except (TypeError, RuntimeError) as exc:
-        raise DataTypeError(
-            f"feature {name!r}: expected {what} as a dense tensor of "
-            f"{'float32' if what == 'weights' else 'integers'}, "
-            f"got {value.dtype} with layout {value.layout}"
-        ) from exc
-
-
-def _from_arrow(name: str, list_array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Return ids and offsets of an Arrow list array; ids without a copy if it can be done."""
-    expected = f"feature {name!r}: expected an Arrow list array of uint64 or int64"
-    # Known by its module's name: pyarrow is optional, and slow to import.
-    if type(list_array).__module__.split(".")[0] != "pyarrow":
-        raise DataTypeError(f"{expected}, got {type(list_array).__name__}")
-    import pyarrow as pa
-
-    if isinstance(list_array, pa.ChunkedArray):
-        if list_array.num_chunks != 1:
-            raise DataError(
-                f"feature {name!r}: expected a chunked array of one chunk, got "
-                f"{list_array.num_chunks}; call .combine_chunks() on it"
-            )
-        list_array = list_array.chunk(0)
-    num_samples = len(list_array)
-    if isinstance(list_array, pa.ListArray | pa.LargeListArray):
-        # .offsets knows about slicing and .values does not, so they fit together.
-        offsets = list_array.offsets.to_numpy().astype(np.int64)
-    elif isinstance(list_array, pa.FixedSizeListArray):
-        offsets = np.arange(num_samples + 1, dtype=np.int64) + list_array.offset
-        offsets *= list_array.type.list_size
-    else:
-        raise DataTypeError(f"{expected}, got {getattr(list_array, 'type', type(list_array))}")
-    child = list_array.values.slice(offsets[0], offsets[-1] - offsets[0])
-    if child.type not in (pa.uint64(), pa.int64()):
-        raise DataTypeError(f"{expected}, got {getattr(list_array, 'type', type(list_array))}")
-    offsets -= offsets[0]
-    values = (
-        # By count: a buffer from elsewhere need not end where the ids do.
-        np.frombuffer(child.buffers()[1], np.uint64, len(child), 8 * child.offset)
-        if len(child)
-        else np.empty(0, np.uint64)
-    )
-    is_known = None
-    if child.null_count:
-        is_known = child.is_valid().to_numpy(zero_copy_only=False)
-    if list_array.null_count:
-        # An absent list is an empty sample. Arrow allows values to lie behind it; only then
-        # is a copy needed, which leaves them out.
-        is_list = list_array.is_valid().to_numpy(zero_copy_only=False)
-        lengths = np.diff(offsets)
-        if lengths[~is_list].any():
-            keep = np.repeat(is_list, lengths)
-            values = values[keep]
-            is_known = None if is_known is None else is_known[keep]
-            np.cumsum(np.where(is_list, lengths, 0), out=offsets[1:])
-    if is_known is not None and not is_known.all():
-        place = int(np.argmin(is_known))
-        sample = int(np.searchsorted(offsets, place, side="right")) - 1
-        raise DataError(f"feature {name!r}: expected ids, got a null in sample {sample}")
-    return values, offsets
 
 
 class IDTypeFeature:
@@ -293,19 +185,19 @@ class IDTypeFeature:
             DataError: If not exactly one of ``offsets`` and ``lengths`` is given, they do
                 not fit the values, or there is not one finite weight for each id.
         """
-        ids = _unsigned(_from_torch(_check_name(name), "values", values))
+        ids = unsigned(from_torch(_check_name(name), "values", values))
         if (offsets is None) is (lengths is None):
             both = "neither" if offsets is None else "both"
             raise DataError(f"feature {name!r}: expected offsets or lengths, got {both}")
         if lengths is not None:
-            offsets = _offsets_of(name, _from_torch(name, "lengths", lengths))
-        offsets = _from_torch(name, "offsets", offsets)
+            offsets = offsets_of(name, from_torch(name, "lengths", lengths))
+        offsets = from_torch(name, "offsets", offsets)
         if getattr(weights, "requires_grad", False):
             raise DataError(
                 f"feature {name!r}: expected weights that need no gradient, which none is "
                 "given to; call .detach() on them"
             )
-        return cls._of(name, ids, offsets, _from_torch(name, "weights", weights))
+        return cls._of(name, ids, offsets, from_torch(name, "weights", weights))
 
     @classmethod
     def from_arrow(cls, name: str, list_array: Any) -> IDTypeFeature:
@@ -322,7 +214,7 @@ class IDTypeFeature:
             DataTypeError: If it is no list array of these types.
             DataError: If an id is null, or there are several chunks.
         """
-        return cls._of(name, *_from_arrow(_check_name(name), list_array))
+        return cls._of(name, *from_arrow(_check_name(name), list_array))
 
     @property
     def data(self) -> Sequence[NDArray[np.uint64]]:
@@ -450,21 +342,21 @@ class NonIDTypeFeature(NdarrayDataBase):
 
     DEFAULT_NAME = "non_id_type_feature_anonymous"
     _WHAT = "dense feature"
-    _said: ClassVar[set[str]] = set()  # of which features it was said
+    _warned: ClassVar[set[str]] = set()  # features that were warned of
 
     def _check_values(self, data: NDArray[Any]) -> None:
         super()._check_values(data)
-        if data.dtype.kind != "f" or self.name in self._said:
+        if data.dtype.kind != "f" or self.name in self._warned:
             return
         # A model may know what to do with NaN, so it is no error; most make the loss NaN by it.
         with np.errstate(over="ignore", invalid="ignore"):
             total = np.add.reduce(data, axis=None, dtype=np.float64)
         if not np.isfinite(total) and not (is_finite := np.isfinite(data)).all():
-            self._said.add(self.name)
+            self._warned.add(self.name)
             place = np.unravel_index(int(np.argmin(is_finite)), data.shape)
             logger.warning(
                 "dense feature %r: %s in sample %d of a batch; unless the model expects it, "
-                "the loss and then every parameter become NaN (said once)",
+                "the loss and then every parameter become NaN (logged once)",
                 self.name,
                 data[place],
                 place[0],
@@ -499,7 +391,7 @@ class PersiaBatch:
 
     Attributes:
         features: The id features as ``FeatureBatch``, in the order given.
-        batch_id: Number that whoever sends the batch gives it; None before.
+        batch_id: Number that the sender of the batch gives it; None before.
     """
 
     def __init__(
@@ -558,37 +450,10 @@ class PersiaBatch:
                 "labels: expected a label where gradients are asked, got none; pass "
                 "labels=[Label(...)], or requires_grad=False for evaluation"
             )
-        names: set[str] = set()
-        for feature in features:
-            if feature.name in names:
-                raise DataError(
-                    f"feature {feature.name!r}: expected once in a batch, got twice"
-                )
-            names.add(feature.name)
-        source = "batch_size"
-        if batch_size is None:
-            source = f"feature {features[0].name!r}"
-            batch_size = features[0].batch_size
-        elif isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
-            raise DataTypeError(
-                f"batch_size: expected an integer, got {type(batch_size).__name__}"
-            )
-        batch_size = int(batch_size)
-        if batch_size < 1:
-            raise DataError(f"{source}: expected at least 1 sample, got {batch_size}")
-        sizes = [(f"feature {feature.name!r}", feature.batch_size) for feature in features]
-        sizes += [
-            (f"{item._WHAT} {item.name!r}", item.batch_size) for item in (*dense, *labels)
-        ]
-        for what, size in sizes:
-            if size != batch_size:
-                raise DataError(
-                    f"{what}: expected {batch_size} samples as in {source}, got {size}"
-                )
+        self._batch_size = _common_size(features, (*dense, *labels), batch_size)
         self.features = features
         self._dense = dense
         self._labels = labels
-        self._batch_size = batch_size
         self._requires_grad = bool(requires_grad)
         self._meta = meta
         self.batch_id: int | None = None
@@ -631,12 +496,12 @@ class PersiaBatch:
     def to_bytes(self) -> bytes:
         """Return the batch as one run of bytes, for ``from_bytes``.
 
-        The layout is that of ``persia._rpc.serialization`` with kind ``PRSBAT01``. Its header holds
-        ``size``, ``grad``, ``id`` and ``meta`` of the batch; ``features``, a list of [name,
-        number of arrays]; and ``dense`` and ``labels``, lists of names or nil. The arrays are,
-        per feature, its distinct ids u64 [D], the number of each id among them u32 [N] and,
-        unless each sample has one id, offsets u32 [B + 1]; a fourth array, if there is one, is
-        the weights f32 [N]; then dense features; then labels.
+        The layout is that of ``persia._rpc.serialization`` with kind ``PRSBAT01``. Its header
+        holds ``size``, ``grad``, ``id`` and ``meta`` of the batch; ``features``, a list of
+        [name, number of arrays]; and ``dense`` and ``labels``, lists of names or nil. The
+        arrays are, per feature, its distinct ids u64 [D], the number of each id among them u32
+        [N] and, unless each sample has one id, offsets u32 [B + 1]; a fourth array, if there is
+        one, is the weights f32 [N]; then dense features; then labels.
         """
         features: list[list[object]] = []
         arrays: list[NDArray[Any]] = []
@@ -698,6 +563,37 @@ class PersiaBatch:
         except (DataError, KeyError, TypeError, ValueError) as exc:
             raise ProtocolError(f"expected a batch, got bytes that say: {exc}") from exc
         return batch
+
+
+def _common_size(
+    features: Sequence[FeatureBatch], arrays: Sequence[NdarrayDataBase], batch_size: int | None
+) -> int:
+    """Return the number of samples that all parts of a batch have.
+
+    Raises:
+        DataTypeError: If ``batch_size`` is no integer.
+        DataError: If sizes differ, or two features have one name.
+    """
+    names: set[str] = set()
+    for feature in features:
+        if feature.name in names:
+            raise DataError(f"feature {feature.name!r}: expected once in a batch, got twice")
+        names.add(feature.name)
+    source = "batch_size"
+    if batch_size is None:
+        source = f"feature {features[0].name!r}"
+        batch_size = features[0].batch_size
+    elif isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
+        raise DataTypeError(f"batch_size: expected an integer, got {type(batch_size).__name__}")
+    batch_size = int(batch_size)
+    if batch_size < 1:
+        raise DataError(f"{source}: expected at least 1 sample, got {batch_size}")
+    sizes = [(f"feature {feature.name!r}", feature.batch_size) for feature in features]
+    sizes += [(f"{item._WHAT} {item.name!r}", item.batch_size) for item in arrays]
+    for what, size in sizes:
+        if size != batch_size:
+            raise DataError(f"{what}: expected {batch_size} samples as in {source}, got {size}")
+    return batch_size
 
 
 def _typed(value: Any, kind: type) -> Any:

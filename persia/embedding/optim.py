@@ -1,12 +1,12 @@
 """Optimizers of embedding rows. The formulas are those of ``torch.optim``, where it has them.
 
-An optimizer here holds settings only: the servers step the rows. Every option works; each is
-checked when the object is made, by the code that will use it.
+An optimizer here holds settings only: the servers step the rows. The options are checked when
+the object is made, by the code of ``persia._core.kernels.optim`` that will use them.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from persia import _context_stack
@@ -27,17 +27,30 @@ __all__ = [
 ]
 
 
-class Optimizer(ABC):
+@dataclass(eq=False, repr=False)
+class Optimizer:
     """Base of the optimizers of embedding rows."""
 
     name: ClassVar[str]
 
-    @abstractmethod
+    def __post_init__(self) -> None:
+        if type(self) is Optimizer:
+            raise TypeError("expected one of the optimizers, such as Adagrad(), got their base")
+        self.settings()
+
     def options(self) -> dict[str, float | bool]:
-        """Return every option by the name that servers know."""
+        """Return every option by the name that servers know; ``betas`` are two of theirs."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        if "betas" in options:
+            betas = options.pop("betas")
+            try:
+                options["beta1"], options["beta2"] = betas
+            except (TypeError, ValueError):
+                raise ConfigError(f"betas: expected two numbers, got {betas!r}") from None
+        return options
 
     def settings(self) -> OptimizerSettings:
-        """Return the optimizer as servers are told it.
+        """Return the optimizer as it is sent to servers.
 
         Raises:
             ConfigError: If an option is out of range.
@@ -68,6 +81,7 @@ class Optimizer(ABC):
         return f"{type(self).__name__}({options})"
 
 
+@dataclass(eq=False, repr=False)
 class SGD(Optimizer):
     """Stochastic gradient descent, as ``torch.optim.SGD``.
 
@@ -82,21 +96,12 @@ class SGD(Optimizer):
 
     name = "sgd"
 
-    def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
-        self.lr = lr
-        self.momentum = momentum
-        self.weight_decay = weight_decay
-        self.settings()
-
-    def options(self) -> dict[str, float | bool]:
-        """Return every option by the name that servers know."""
-        return {
-            "lr": self.lr,
-            "momentum": self.momentum,
-            "weight_decay": self.weight_decay,
-        }
+    lr: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
 
 
+@dataclass(eq=False, repr=False)
 class Adam(Optimizer):
     """Adam, as ``torch.optim.Adam``, with moments and bias correction counted per row.
 
@@ -115,30 +120,13 @@ class Adam(Optimizer):
 
     name = "adam"
 
-    def __init__(
-        self,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0,
-        eps: float = 1e-8,
-    ) -> None:
-        self.lr = lr
-        self.betas = _two(betas)
-        self.weight_decay = weight_decay
-        self.eps = eps
-        self.settings()
-
-    def options(self) -> dict[str, float | bool]:
-        """Return every option by the name that servers know."""
-        return {
-            "lr": self.lr,
-            "beta1": self.betas[0],
-            "beta2": self.betas[1],
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0
+    eps: float = 1e-8
 
 
+@dataclass(eq=False, repr=False)
 class Adagrad(Optimizer):
     """Adagrad, as ``torch.optim.Adagrad``.
 
@@ -163,36 +151,13 @@ class Adagrad(Optimizer):
 
     name = "adagrad"
 
-    def __init__(
-        self,
-        lr: float = 1e-2,
-        initial_accumulator_value: float = 1e-2,
-        weight_decay: float = 0,
-        g_square_momentum: float = 1,
-        eps: float = 1e-10,
-        vectorwise_shared: bool = False,
-        original_order: bool = False,
-    ) -> None:
-        self.lr = lr
-        self.initial_accumulator_value = initial_accumulator_value
-        self.weight_decay = weight_decay
-        self.g_square_momentum = g_square_momentum
-        self.eps = eps
-        self.vectorwise_shared = vectorwise_shared
-        self.original_order = original_order
-        self.settings()
-
-    def options(self) -> dict[str, float | bool]:
-        """Return every option by the name that servers know."""
-        return {
-            "lr": self.lr,
-            "initial_accumulator_value": self.initial_accumulator_value,
-            "weight_decay": self.weight_decay,
-            "g_square_momentum": self.g_square_momentum,
-            "eps": self.eps,
-            "vectorwise_shared": self.vectorwise_shared,
-            "original_order": self.original_order,
-        }
+    lr: float = 1e-2
+    initial_accumulator_value: float = 1e-2
+    weight_decay: float = 0
+    g_square_momentum: float = 1
+    eps: float = 1e-10
+    vectorwise_shared: bool = False
+    original_order: bool = False
 
 
 class RowwiseAdagrad(Adagrad):
@@ -241,6 +206,7 @@ class RowwiseAdam(Adam):
     name = "rowwise_adam"
 
 
+@dataclass(eq=False, repr=False)
 class RMSprop(Optimizer):
     """RMSprop, as ``torch.optim.RMSprop`` without ``centered``.
 
@@ -257,32 +223,14 @@ class RMSprop(Optimizer):
 
     name = "rmsprop"
 
-    def __init__(
-        self,
-        lr: float = 1e-2,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        momentum: float = 0,
-    ) -> None:
-        self.lr = lr
-        self.alpha = alpha
-        self.eps = eps
-        self.weight_decay = weight_decay
-        self.momentum = momentum
-        self.settings()
-
-    def options(self) -> dict[str, float | bool]:
-        """Return every option by the name that servers know."""
-        return {
-            "lr": self.lr,
-            "alpha": self.alpha,
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-            "momentum": self.momentum,
-        }
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0
+    momentum: float = 0
 
 
+@dataclass(eq=False, repr=False)
 class FTRL(Optimizer):
     """FTRL-Proximal with a learning rate per value (McMahan et al. 2013).
 
@@ -303,32 +251,14 @@ class FTRL(Optimizer):
 
     name = "ftrl"
 
-    def __init__(
-        self,
-        lr: float = 0.1,
-        l1: float = 0,
-        l2: float = 0,
-        beta: float = 1,
-        weight_decay: float = 0,
-    ) -> None:
-        self.lr = lr
-        self.l1 = l1
-        self.l2 = l2
-        self.beta = beta
-        self.weight_decay = weight_decay
-        self.settings()
-
-    def options(self) -> dict[str, float | bool]:
-        """Return every option by the name that servers know."""
-        return {
-            "lr": self.lr,
-            "l1": self.l1,
-            "l2": self.l2,
-            "beta": self.beta,
-            "weight_decay": self.weight_decay,
-        }
+    lr: float = 0.1
+    l1: float = 0
+    l2: float = 0
+    beta: float = 1
+    weight_decay: float = 0
 
 
+@dataclass(eq=False, repr=False)
 class Lion(Optimizer):
     """Lion (Chen et al. 2023): a step is the sign of a mean of gradients.
 
@@ -344,30 +274,6 @@ class Lion(Optimizer):
 
     name = "lion"
 
-    def __init__(
-        self,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0,
-    ) -> None:
-        self.lr = lr
-        self.betas = _two(betas)
-        self.weight_decay = weight_decay
-        self.settings()
-
-    def options(self) -> dict[str, float | bool]:
-        """Return every option by the name that servers know."""
-        return {
-            "lr": self.lr,
-            "beta1": self.betas[0],
-            "beta2": self.betas[1],
-            "weight_decay": self.weight_decay,
-        }
-
-
-def _two(betas: tuple[float, float]) -> tuple[float, float]:
-    try:
-        beta1, beta2 = betas
-    except (TypeError, ValueError):
-        raise ConfigError(f"betas: expected two numbers, got {betas!r}") from None
-    return beta1, beta2
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0

@@ -6,7 +6,7 @@
     TableReader                  a ``pyarrow.Table``, or a Hugging Face ``datasets.Dataset``
     TorchReader                  a ``torch.utils.data.DataLoader``
 
-They need pyarrow (``pip install 'persia[parquet]'``) and no torch, so that a data-loader reads
+They need pyarrow (``pip install pyarrow``) and no torch, so that a data-loader reads
 with them as well as a trainer does. ``docs/readers.md`` is about them.
 """
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from persia._core.ids.text_ids import hash_texts, parse_hex
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID
-from persia.errors import ConfigError, DataError, DataTypeError
+from persia.errors import ConfigError, DataError, DataTypeError, did_you_mean
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 try:
     import pyarrow as pa
 except ImportError as exc:
-    raise ImportError("persia.readers needs pyarrow: pip install 'persia[parquet]'") from exc
+    raise ImportError("persia.readers needs pyarrow: pip install pyarrow") from exc
 
 EXPECTED_IDS = "integers, texts, binary, a dictionary of these, or lists of these"
 EXPECTED_NUMBERS = "integers, floats or bools, or lists of them of a fixed size"
@@ -90,7 +90,7 @@ def _plain_ids(array: Any, column: str, strings: str) -> NDArray[np.uint64]:
     """Return one id for each entry of an array without nulls and lists."""
     kind = array.type
     if pa.types.is_dictionary(kind):
-        # Of entries that nobody points to a hash of each costs less than to find out.
+        # Hashing entries without a reference costs less than finding them.
         entries = array.dictionary
         if strings == "hex" and _is_text(kind.value_type):
             return _plain_ids(array.dictionary_decode(), column, strings)
@@ -127,7 +127,7 @@ def _known(array: Any) -> NDArray[np.bool_]:
 
 
 def _edges(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """Return offsets for so many ids per sample."""
+    """Return offsets for this number of ids per sample."""
     edges = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=edges[1:])
     return edges
@@ -217,14 +217,12 @@ def check_types(
         ConfigError: If a column is not there; says which are.
         DataTypeError: If one is of another type; names it, what was expected and what came.
     """
-    from persia.config import nearest
-
     for what, names in (("ids", ids), ("dense", dense), ("labels", labels)):
         for name in names:
             if name not in schema.names:
                 raise ConfigError(
                     f"{where}: expected a column {name!r} for {what}, got "
-                    f"{', '.join(schema.names) or 'none'}{nearest(name, schema.names)}"
+                    f"{', '.join(schema.names) or 'none'}{did_you_mean(name, schema.names)}"
                 )
             kind = schema.field(name).type
             is_right = are_ids(kind) if what == "ids" else width_of(kind) > 0

@@ -35,7 +35,7 @@ class Piece(Protocol):
     """A part of the data that is read in one go."""
 
     def num_rows(self) -> int | None:
-        """Return how many rows it has; None if only reading it tells."""
+        """Return how many rows it has; None if it is known only once it was read."""
 
     def read(self) -> Iterator[Any]:
         """Yield its rows as ``pyarrow.RecordBatch``, in order."""
@@ -90,7 +90,7 @@ class Reader(ABC):
             ctx.send_data(batch)
 
     def _epochs(self, count: int, first: int) -> Iterator[PersiaBatch]:
-        """Yield the batches of so many epochs from number ``first`` on."""
+        """Yield the batches of ``count`` epochs from number ``first`` on."""
         for left in range(count - 1, -1, -1):
             size = self._num_batches() if first and left else None
             if size is not None and size <= first:
@@ -107,7 +107,7 @@ class Reader(ABC):
             self.epoch += bool(left)
 
     def _num_batches(self) -> int | None:
-        """Return how many batches one epoch has; None if only reading it tells."""
+        """Return how many batches one epoch has; None if it is known only once it was read."""
         return None
 
 
@@ -166,7 +166,9 @@ class PieceReader(Reader):
         """
         count = self._num_batches()
         if count is None:
-            raise ConfigError(f"{type(self).__name__}: nobody knows how many rows it has")
+            raise ConfigError(
+                f"{type(self).__name__}: the number of its rows is not known before it was read"
+            )
         return count
 
     def _num_batches(self) -> int | None:

@@ -34,7 +34,7 @@ def table(first: int, count: int) -> pa.Table:
 
 
 def write_folder(folder: Path, sizes: Iterable[int], group: int = 7) -> int:
-    """Write Parquet files of so many rows in a hive-partitioned folder; returns all rows."""
+    """Write Parquet files of ``rows`` rows in a hive-partitioned folder; returns all rows."""
     first = 0
     for number, size in enumerate(sizes):
         path = folder / f"day={number}" / "part-0.parquet"

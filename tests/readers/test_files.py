@@ -229,7 +229,7 @@ class Ctx:
 
 
 class Unknown(ParquetReader):
-    """Of which nobody knows the number of rows before it was read."""
+    """The number of its rows is not known before it was read."""
 
     def _num_batches(self) -> None:
         return None

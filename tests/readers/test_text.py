@@ -1,15 +1,17 @@
-"""Criteo's layout: every line once, whatever the blocks."""
+"""Criteo's layout and CSV: every line once, whatever the blocks, separators and newlines."""
 
 from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from persia.errors import ConfigError, DataError
-from persia.readers import Columns, CriteoReader
+from persia.errors import ConfigError, DataError, DataTypeError
+from persia.readers import Columns, CriteoReader, CsvReader
+from persia.readers._text import NULLS
 from tests.readers.support import bytes_of, ids_of, rows_of
 
 NUM_LINES = 60
@@ -68,7 +70,7 @@ def test_packed_files_and_folders(log: Path, tmp_path: Path) -> None:
     whole = bytes_of(reader)
     assert whole == bytes_of(CriteoReader(log, 7, shard=(0, 1)))
     assert bytes_of(reader.iter_from(6)) == whole[6:]
-    with pytest.raises(ConfigError, match="nobody knows how many rows"):
+    with pytest.raises(ConfigError, match="the number of its rows is not known"):
         reader.num_batches()
 
 
@@ -98,3 +100,162 @@ def test_what_is_no_such_text_is_named(log: Path, tmp_path: Path) -> None:
         (tmp_path / "bad.txt").write_text(text)
         with pytest.raises(DataError, match=error):
             list(CriteoReader(tmp_path / "bad.txt", 8, shard=(0, 1)))
+
+
+# --- CSV -------------------------------------------------------------------------------------
+
+COLUMNS = Columns(ids=["user", "city"], dense=["age"], labels=["row"])
+NUM_ROWS = 40
+
+
+def text(
+    first: int = 0, count: int = NUM_ROWS, delimiter: str = ",", newline: str = "\n"
+) -> bytes:
+    """Lines with quotes, with a column that is not read, and with fields that are empty."""
+    lines = [delimiter.join(["user", "age", '"city"', "note", "row"])]
+    for row in range(first, first + count):
+        city = "" if row % 4 == 1 else f'"{delimiter} {row % 3}"'
+        user = "" if row % 5 == 1 else str(row * 3)
+        age = "" if row % 7 == 1 else f"{row}.5"
+        lines.append(delimiter.join([user, age, city, "x", str(row)]))
+    return newline.join(lines).encode()
+
+
+def read(path: Path, **options: Any) -> CsvReader:
+    return CsvReader(path, COLUMNS, 8, shard=(0, 1), **options)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "clicks.csv"
+    path.write_bytes(text() + b"\n")
+    return path
+
+
+def test_csv_fields_become_features(path: Path) -> None:
+    first, *_ = read(path)
+    assert ids_of(first, "user") == [[0], [], [6], [9], [12], [15], [], [21]]
+    cities = ids_of(first, "city")
+    assert cities[1] == cities[5] == []
+    assert cities[0] == cities[3] == cities[6] != cities[2]
+    assert first.non_id_type_features[0].data[:3, 0].tolist() == [0.5, 0.0, 2.5]
+    assert first.labels[0].data[:, 0].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("block", [1, 19, 100, 10**6])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("end", [True, False])
+def test_csv_every_line_is_in_one_block(
+    path: Path, block: int, newline: str, end: bool
+) -> None:
+    whole = bytes_of(read(path))
+    path.write_bytes(text(newline=newline) + newline.encode() * end)
+    reader = read(path, block_bytes=block)
+    assert bytes_of(reader) == whole
+    assert reader.num_batches() == len(whole) == NUM_ROWS / 8
+    assert bytes_of(reader.iter_from(3)) == whole[3:]
+
+
+def test_tabs_marks_and_packed_files(path: Path, tmp_path: Path) -> None:
+    whole = rows_of(read(path))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.tsv").write_bytes(b"\xef\xbb\xbf" + text(0, 10, "\t"))
+    (folder / "b.tsv.gz").write_bytes(gzip.compress(text(10, 30, "\t", "\r\n")))
+    with pytest.raises(DataError, match=r"b\.tsv\.gz: expected the header of .*a\.tsv"):
+        read(folder, delimiter="\t")
+    (folder / "a.tsv").write_bytes(text(0, 10, "\t"))
+    reader = read(folder, delimiter="\t")
+    assert rows_of(reader) == whole
+    assert rows_of(reader.iter_from(3)) == whole[24:]
+    (folder / "b.tsv.gz").unlink()
+    (folder / "a.tsv").write_bytes(b"\xef\xbb\xbf" + text(0, 40, "\t"))
+    assert rows_of(read(folder, delimiter="\t")) == whole
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("block", [1, 7, 10**6])
+def test_lines_without_anything_are_no_samples(path: Path, newline: str, block: int) -> None:
+    whole = bytes_of(read(path))
+    lines = text().decode().split("\n")
+    blank = newline + newline.join(f"{each}{newline * 3}" for each in lines[1:])
+    path.write_bytes((lines[0] + newline + blank).encode())
+    reader = read(path, block_bytes=block)
+    assert bytes_of(reader) == whole
+    assert reader.num_batches() == len(whole)
+    assert bytes_of(reader.iter_from(3)) == whole[3:]
+    packed = path.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert bytes_of(read(packed)) == whole
+    path.write_bytes(f"{lines[0]}{newline * 4}".encode())
+    said = {"user": "int64", "age": "double", "city": "string", "row": "int64"}
+    assert bytes_of(read(path, types=said, block_bytes=block)) == []
+
+
+def test_ids_are_said_and_asked_for(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "persia.readers"):
+        read(path)
+        assert "ids are user int64, city string; types= says otherwise" in caplog.text
+        caplog.clear()
+        read(path, types={"user": "uint64", "city": "string"})
+        assert not caplog.text
+    for field in ("1.5", ""):
+        path.write_text(f"user,click\n{field},1\n")
+        with pytest.raises(DataTypeError, match=r"; types={'user': 'uint64'} says what it is"):
+            CsvReader(path, Columns(["user"], labels=["click"]), 8)
+    path.write_text("user,click\n" + "".join(f"{null},1\n" for null in NULLS) + "7,0\n")
+    (batch,) = CsvReader(path, Columns(["user"], labels=["click"]), 99)
+    assert ids_of(batch, "user") == [[]] * len(NULLS) + [[7]]
+    assert {"N/A", "NA", "None", r"\N"} <= {*NULLS}
+
+
+def test_what_is_no_csv_says_what_it_is(path: Path) -> None:
+    path.write_text("user,age,user\n1,2,3\n")
+    with pytest.raises(DataError, match="each column once in the header, got 'user' twice"):
+        CsvReader(path, Columns(["user"]), 8)
+    for mark, name in ((b"PAR1", "ParquetReader"), (b"ARROW1", "ArrowReader")):
+        path.write_bytes(mark + bytes(99))
+        with pytest.raises(DataError, match=f"use {name}"):
+            CsvReader(path, Columns(["user"]), 8)
+
+
+def test_types_that_are_said(path: Path) -> None:
+    (said, *_), (found, *_) = read(path, types={"user": "string"}), read(path)
+    assert ids_of(said, "user") != ids_of(found, "user")
+    path.write_bytes(text(count=2) + b"\nA7,1,,x,3")
+    # The first lines that are read may be all there are; the number of a user is no text.
+    assert len(ids_of(next(iter(read(path))), "user")) == 3
+
+
+def test_csv_what_is_no_such_text_is_named(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"clicks\.csv: expected a column 'users' for ids"):
+        CsvReader(path, Columns(["users"]), 8)
+    with pytest.raises(DataTypeError, match="column 'city' for dense: expected integers"):
+        CsvReader(path, Columns(["user"], ["city"]), 8)
+    with pytest.raises(ConfigError, match=r"'user': expected an Arrow type .* got 'text16'"):
+        read(path, types={"user": "text16"})
+    with pytest.raises(ConfigError, match="block_bytes must be at least 1"):
+        read(path, block_bytes=0)
+    path.write_bytes(text(count=60_000) + b"\nA7,1,,x,3")  # behind the first MiB
+    reader = read(path)
+    with pytest.raises(DataError, match=r"clicks\.csv.*types= says, got: .*'A7'"):
+        list(reader.iter_from(reader.num_batches() - 2))
+    for wrong in (b"", b"user,age\n1,2,3\n"):
+        path.write_bytes(wrong)
+        with pytest.raises(DataError, match=r"clicks\.csv: expected a header and lines, got"):
+            read(path)
+
+
+@pytest.mark.parametrize("delimiter", ["\t", ","])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_criteos_layout_of_any_newlines(
+    tmp_path: Path, delimiter: str, newline: str, packed: bool
+) -> None:
+    lines = newline.join(line(number, delimiter) for number in range(NUM_LINES)).encode()
+    path = tmp_path / ("day.gz" if packed else "day")
+    path.write_bytes(gzip.compress(lines) if packed else lines)  # the last line has no newline
+    reader = CriteoReader(path, 8, delimiter=delimiter, block_bytes=700, shard=(0, 1))
+    plain = tmp_path / "plain"
+    plain.write_text("".join(line(number) + "\n" for number in range(NUM_LINES)))
+    assert bytes_of(reader) == bytes_of(CriteoReader(plain, 8, shard=(0, 1)))

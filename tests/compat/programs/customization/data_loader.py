@@ -15,7 +15,7 @@ BATCH_SIZE = 64
 def main():
     rng = np.random.default_rng(7)
     with DataCtx() as ctx:
-        for _ in range(40):
+        for _ in range(160):
             users = rng.integers(0, 50, BATCH_SIZE).astype(np.uint64)
             items = [rng.integers(0, 50, rng.integers(0, 4)).astype(np.uint64) for _ in users]
             dense = rng.normal(size=(BATCH_SIZE, 3)).astype(np.float32)

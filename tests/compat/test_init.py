@@ -38,8 +38,11 @@ def resolve(path: str) -> Any:
 def test_an_old_name_says_once_what_to_write(module: str, name: str, old: Any) -> None:
     name = name.replace(EVERYTHING, "Embedding")
     if not old.found:
-        with pytest.raises(AttributeError, match=re.escape(f"{module}.{name} is gone; write")):
+        gone = re.escape(f"{module}.{name} is gone; write {old.today}")
+        with pytest.raises(ImportError, match=gone):
             getattr(import_module(module), name)
+        with pytest.raises(ImportError, match=gone):
+            exec(f"from {module} import {name}")
         return
     with pytest.warns(DeprecationWarning, match=re.escape(old.today)) as caught:
         found = getattr(import_module(module), name)

@@ -37,7 +37,7 @@ class Model(torch.nn.Module):
 
 
 def train(source: Any, folder: Path, *, stop_after: int | None, resume: bool) -> list[int]:
-    """Train, from a checkpoint if asked, to one if told to stop; returns the rows trained."""
+    """Train, from a checkpoint if asked, to one if asked to stop; returns the rows trained."""
     model = Model()
     seen: list[int] = []
     with TrainCtx(

@@ -122,7 +122,7 @@ def test_w74_adding_features_forgets_no_memory() -> None:
 
 
 class Fetched(PersiaDataset):
-    """Sends batches from one array, which it fills anew for each."""
+    """Sends batches from one array, which it refills for each."""
 
     def __init__(self, count: int, error: BaseException | None = None) -> None:
         super().__init__(buffer_size=3, async_iterator=True)

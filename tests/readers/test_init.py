@@ -40,4 +40,4 @@ def test_a_data_loader_loads_no_torch() -> None:
 def test_without_pyarrow_it_says_what_to_install() -> None:
     ran = run("import sys; sys.modules['pyarrow'] = None; import persia.readers")
     last = ran.stderr.strip().splitlines()[-1]
-    assert last == "ImportError: persia.readers needs pyarrow: pip install 'persia[parquet]'"
+    assert last == "ImportError: persia.readers needs pyarrow: pip install pyarrow"

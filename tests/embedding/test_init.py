@@ -1,0 +1,129 @@
+"""The settings that parameter servers get before training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persia import embedding
+from persia._core.kernels.initial import OPTIONS
+from persia._rpc.messages import HyperParameters, InitializationSettings
+from persia.config import EmbeddingSchema
+from persia.embedding import (
+    Constant,
+    EmbeddingConfig,
+    Gamma,
+    InitialValues,
+    Normal,
+    Poisson,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
+    get_default_embedding_config,
+)
+from persia.errors import ConfigError
+
+
+def test_defaults() -> None:
+    config = get_default_embedding_config()
+    assert config == EmbeddingConfig()
+    assert config.settings() == HyperParameters(
+        initialization=InitializationSettings("uniform", {"lower": -0.01, "upper": 0.01}),
+        admit_probability=1.0,
+        weight_bound=10.0,
+        seed=0,
+    )
+
+
+def test_positional_as_in_the_original() -> None:
+    settings = EmbeddingConfig((-1, 1), 0.5, -1, seed=2**64 - 1).settings()
+    assert settings.initialization.options == {"lower": -1.0, "upper": 1.0}
+    assert (settings.admit_probability, settings.weight_bound) == (0.5, -1.0)
+    assert settings.seed == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        (Uniform(), {"lower": -0.01, "upper": 0.01}),
+        (Normal(standard_deviation=2), {"mean": 0.0, "standard_deviation": 2.0}),
+        (TruncatedNormal(1.0), {"mean": 1.0, "standard_deviation": 0.01}),
+        (Gamma(2, 3), {"shape": 2.0, "scale": 3.0}),
+        (Poisson(4), {"lam": 4.0}),
+        (Zeros(), {}),
+        (Constant(5), {"value": 5.0}),
+    ],
+)
+def test_distributions(values: InitialValues, want: dict[str, float]) -> None:
+    settings = EmbeddingConfig(values).settings().initialization
+    assert settings == InitializationSettings(values.method, want)
+
+
+def test_distributions_are_those_of_the_core_with_its_defaults() -> None:
+    classes = [
+        item
+        for name in embedding.__all__
+        if isinstance(item := getattr(embedding, name), type)
+        and issubclass(item, InitialValues)
+        and item is not InitialValues
+    ]
+    mine = {
+        cls.method: {
+            f.name: None if f.default is dataclasses.MISSING else f.default
+            for f in dataclasses.fields(cls)
+        }
+        for cls in classes
+    }
+    assert mine == OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"admit_probability": 1.01}, "admit_probability: expected a probability in 0..1"),
+        ({"admit_probability": -0.01}, "admit_probability"),
+        ({"admit_probability": math.nan}, "admit_probability"),
+        ({"admit_probability": "0.5"}, "admit_probability: expected a probability in 0..1"),
+        ({"admit_probability": None}, "admit_probability: expected a probability in 0..1"),
+        ({"admit_probability": True}, "admit_probability: expected a probability in 0..1"),
+        ({"weight_bound": math.nan}, "weight_bound must be finite in f32, got nan"),
+        ({"weight_bound": math.inf}, "weight_bound must be finite in f32, got inf"),
+        ({"weight_bound": "10"}, "weight_bound must be a number, got '10'"),
+        ({"weight_bound": None}, "weight_bound must be a number, got None"),
+        (
+            {"emb_initialization": (1.0, -1.0)},
+            "lower must be below upper in f32, got 1.0 and -1.0",
+        ),
+        ({"emb_initialization": (1.0,)}, r"expected \(lower, upper\) or a distribution"),
+        ({"emb_initialization": 3}, r"expected \(lower, upper\) or a distribution"),
+        ({"seed": -1}, r"seed: expected an integer in 0..2\*\*64 - 1, got -1"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"schema": {"slots": {}}}, "embedding config: slots: unknown key"),
+        ({"schema": "no/such/file.yml"}, "embedding config: expected a YAML file at"),
+    ],
+)
+def test_w39_values_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EmbeddingConfig(**arguments)
+
+
+def test_distributions_check_themselves() -> None:
+    with pytest.raises(ConfigError, match="expected one of the distributions"):
+        InitialValues()
+    with pytest.raises(ConfigError, match="standard_deviation must be above 0"):
+        Normal(0.0, -1.0)
+
+
+def test_schema_is_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "embedding_config.yml"
+    path.write_text("slots_config: {a: {dim: 4}}\n")
+    for source in (path, str(path), {"slots_config": {"a": {"dim": 4}}}):
+        schema = EmbeddingConfig(schema=source).schema
+        assert isinstance(schema, EmbeddingSchema)
+        assert schema.slots["a"].dim == 4
+    assert EmbeddingConfig(schema=schema).schema is schema

@@ -1,0 +1,153 @@
+"""Settings of optimizers: every option reaches the servers or is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from persia import _context_stack
+from persia._core.kernels.optim import OPTIONS, RowOptimizer
+from persia._rpc.messages import OptimizerSettings
+from persia.embedding.optim import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Lion,
+    Optimizer,
+    RMSprop,
+    RowwiseAdagrad,
+    RowwiseAdam,
+)
+from persia.errors import ConfigError
+
+DEFAULTS = {
+    "sgd": {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
+    "adam": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    "adagrad": {
+        "lr": 1e-2,
+        "initial_accumulator_value": 1e-2,
+        "weight_decay": 0.0,
+        "g_square_momentum": 1.0,
+        "eps": 1e-10,
+        "vectorwise_shared": False,
+        "original_order": False,
+    },
+}
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adam(), Adagrad()])
+def test_defaults(optimizer: Optimizer) -> None:
+    settings = optimizer.settings()
+    assert settings.options == DEFAULTS[settings.name]
+
+
+def test_w14_every_option_is_sent() -> None:
+    assert SGD(0.5, momentum=0.9, weight_decay=0.01).settings() == OptimizerSettings(
+        "sgd", {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
+    )
+    assert Adam(0.5, (0.8, 0.9), 0.01, 1e-6).settings() == OptimizerSettings(
+        "adam", {"lr": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.01}
+    )
+    assert Adagrad(0.5, 1e-8, 0.01, 0.99, 1e-6, True, True).settings() == OptimizerSettings(
+        "adagrad",
+        {
+            "lr": 0.5,
+            "initial_accumulator_value": 1e-8,
+            "weight_decay": 0.01,
+            "g_square_momentum": 0.99,
+            "eps": 1e-6,
+            "vectorwise_shared": True,
+            "original_order": True,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: SGD(-0.1), "sgd: lr must be at least 0, got -0.1"),
+        (lambda: SGD(math.nan), "lr must be finite"),
+        (lambda: SGD("0.1"), "lr must be a number, got '0.1'"),  # type: ignore[arg-type]
+        (lambda: SGD(True), "lr must be a number, got True"),
+        (lambda: SGD(0.1, momentum=-1), "momentum must be at least 0"),
+        (lambda: SGD(0.1, weight_decay=-1), "weight_decay must be at least 0"),
+        (lambda: Adam(betas=(0.9, 1.0)), "adam: beta2 must be below 1"),
+        (lambda: Adam(betas=(-0.1, 0.9)), "beta1 must be at least 0"),
+        (lambda: Adam(betas=0.9), "betas: expected two numbers, got 0.9"),  # type: ignore[arg-type]
+        (lambda: Adam(eps=0), "adam: eps must be above 0"),
+        (lambda: Adagrad(initial_accumulator_value=-1), "initial_accumulator_value"),
+        (lambda: Adagrad(g_square_momentum=-1), "g_square_momentum"),
+        (
+            lambda: Adagrad(vectorwise_shared=1),  # type: ignore[arg-type]
+            "vectorwise_shared must be True or False, got 1",
+        ),
+    ],
+)
+def test_what_cannot_be_used(build: Callable[[], Optimizer], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.registered: list[OptimizerSettings] = []
+
+    def register_optimizer(self, settings: OptimizerSettings) -> None:
+        self.registered.append(settings)
+
+
+def test_apply_registers_with_the_current_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_context_stack, "_entered", [])
+    optimizer = Adagrad()
+    with pytest.raises(
+        ConfigError, match=r"Adagrad\.apply\(\) must be called inside.*no context"
+    ):
+        optimizer.apply()
+    _context_stack.push(object())
+    with pytest.raises(ConfigError, match="got object"):
+        optimizer.apply()
+    trainer = Trainer()
+    _context_stack.push(trainer)
+    optimizer.apply()
+    assert trainer.registered == [optimizer.settings()]
+
+
+NEW = [RowwiseAdam(), RMSprop(), FTRL(), Lion()]
+
+
+@pytest.mark.parametrize("optimizer", NEW)
+def test_defaults_are_the_cores(optimizer: Optimizer) -> None:
+    assert optimizer.settings().options == OPTIONS[optimizer.name]
+
+
+def test_w14_every_option_of_the_others_is_sent() -> None:
+    for optimizer, options in (
+        (RowwiseAdam(1, (0.2, 0.3), 4, 5), {"lr": 1, "beta1": 0.2, "beta2": 0.3, "eps": 5}),
+        (RMSprop(1, 0.2, 3, 4, 5), {"lr": 1, "alpha": 0.2, "eps": 3, "momentum": 5}),
+        (FTRL(1, 2, 3, 5, 4), {"lr": 1, "l1": 2, "l2": 3, "beta": 5}),
+        (Lion(1, (0.2, 0.3), 4), {"lr": 1, "beta1": 0.2, "beta2": 0.3}),
+    ):
+        assert optimizer.settings().options == options | {"weight_decay": 4}
+    shared = RowwiseAdagrad(1, 2, 3, 4).settings()
+    assert shared == Adagrad(1, 2, 3, 1, 4, vectorwise_shared=True).settings()
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 1.0)])
+def test_betas_of_the_others_are_checked(betas: tuple[float, float]) -> None:
+    for build in (RowwiseAdam, Lion):
+        with pytest.raises(ConfigError, match="beta"):
+            build(betas=betas)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adam(), Adagrad(), *NEW])
+def test_the_core_takes_the_settings(optimizer: Optimizer) -> None:
+    settings = optimizer.settings()
+    assert RowOptimizer(settings.name, **settings.options).options == settings.options
+    assert settings.options.keys() == OPTIONS[settings.name].keys()
+
+
+def test_repr_shows_the_options() -> None:
+    assert repr(SGD(0.5)) == "SGD(lr=0.5, momentum=0.0, weight_decay=0.0)"

@@ -1,0 +1,29 @@
+"""Old names of a module are asked for in ``persia.compat``, at first use."""
+
+from __future__ import annotations
+
+import pytest
+
+from persia._deprecated import names_of
+
+
+def test_a_name_is_found_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="persia.data.DataLoder is an old name"):
+        assert names_of("persia.data")("DataLoder").__name__ == "Dataloader"
+
+
+def test_python_s_own_names_are_not_looked_for() -> None:
+    with pytest.raises(
+        AttributeError, match=r"module 'persia\.data' has no attribute '__path__'"
+    ):
+        names_of("persia.data")("__path__")
+
+
+def test_a_subclass_of_a_user_keeps_its_class() -> None:
+    from persia._deprecated import Renewed
+
+    class Mine(Renewed):
+        def __init__(self, sparse_optimizer: object) -> None:
+            self.given = sparse_optimizer
+
+    assert Mine(sparse_optimizer=1).given == 1
