@@ -33,14 +33,14 @@ demo: $(VENV)/.installed  ## build, install, and train a click model in embedded
 # .dev (what a developer needs as well). The install is editable: one .venv serves both.
 #
 # What the build needs goes in as well: COMPILE does what changed. pip would compile everything
-# anew, so it takes what is there, and a developer's tools are added to what is installed.
+# again, so it takes what is there, and a developer's tools are added to what is installed.
 BUILD_NEEDS := 'setuptools>=77' 'cython>=3.1,<4' 'numpy>=2.0'
 # A line every ten seconds while it compiles, from beside it: Ctrl-C must reach the compiler.
-TOLD = ( s=0; while sleep 1; kill -0 $$$$ 2>/dev/null; do \
+WATCHED = ( s=0; while sleep 1; kill -0 $$$$ 2>/dev/null; do \
   s=$$((s + 1)); [ $$((s % 10)) -ne 0 ] || echo "          $$s s so far"; done ) & teller=$$!; \
   $(COMPILE); status=$$?; kill $$teller; wait $$teller 2>/dev/null; [ $$status = 0 ]
 INSTALL = $(PIP) install -c constraints.txt $(BUILD_NEEDS) && \
-  echo "  2 of 3: compiling, about two minutes on two cores" && { $(TOLD); } && \
+  echo "  2 of 3: compiling, about two minutes on two cores" && { $(WATCHED); } && \
   echo "  3 of 3: fetching torch and the rest" && \
   PERSIA_COMPILED=1 $(PIP) install -c constraints.txt --no-build-isolation --check-build-dependencies -e .
 COMPILE := $(BIN)/python setup.py --quiet build_ext --inplace
@@ -77,7 +77,7 @@ build: $(VENV)/.dev  ## compile the extensions in place
 
 # A worker per core, and one thread of torch in each. A file stays with one worker, because what
 # it sets up once (an sdist, a trained model) would otherwise be set up by each. Bytecode is kept
-# whatever the shell says: hundreds of processes would compile persia anew, each for 0.3 s.
+# whatever the shell says: hundreds of processes would compile persia again, each for 0.3 s.
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 FULL := --hypothesis-profile=full
 
@@ -118,6 +118,10 @@ lint: build  ## style, types, Cython, spelling
 	$(BIN)/mypy
 	PATH="$(BIN):$$PATH" cython-lint persia
 	$(BIN)/codespell
+
+.PHONY: house
+house: build  ## count what the layout promises: lines, files, forms of a batch
+	$(BIN)/python -m tests.meta.house
 
 format:  ## let ruff write the style it checks
 	$(BIN)/ruff check --fix .
@@ -207,8 +211,8 @@ bench-instructions: build  ## instructions of the sparse path against the commit
 	$(BIN)/python -m tests.benchmarks.instructions $(BENCH)
 
 .PHONY: pictures
-pictures: build  ## draw docs/images anew, from real runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.screens.pictures docs/images
+pictures: build  ## draw docs/images from real runs
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cli.pictures docs/images
 
 # --- packages -----------------------------------------------------------------------------
 

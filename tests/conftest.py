@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from persia import env
 from tests.support import profiles
 
 if TYPE_CHECKING:
@@ -39,3 +40,14 @@ def _same_environment_after() -> Iterator[None]:
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process outside any job, whatever the shell says."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE")
+    services = ("EMBEDDING_WORKER_SERVICE", "MASTER_ADDR", "MASTER_PORT")
+    ours = [name for name in os.environ if name.startswith("PERSIA_")]
+    for name in (*names, *services, *ours):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(env, "_place", None)

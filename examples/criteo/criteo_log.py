@@ -26,7 +26,7 @@ BATCH_SIZE = 512
 NUM_DENSE, NUM_IDS = 13, 26
 # Ids of a column; like Criteo's, some have a few and some have many.
 NUM_VALUES = tuple(20 * 4 ** (column % 5) for column in range(NUM_IDS))
-TEST_SHARE = 5  # one line in so many
+TEST_SHARE = 5  # one line in five
 MISSING = 0.05
 
 

@@ -41,7 +41,7 @@ class Vocabulary:
         exponent: Of Zipf's law; a higher one gives popular ids more of the log.
         turnover: Expected changes of a rank's holder over the whole log. The number of ids is
             therefore about ``size * (1 + turnover)``.
-        head: Rank around which effects begin to fade: an id that nobody meets twice cannot
+        head: Rank around which effects begin to fade: an id that comes only once cannot
             be learned, so little of the truth hangs on it.
         id_bits: Width of the ids.
     """

@@ -370,7 +370,7 @@ static void run(table_t *t, work_t work)
         relax();
 }
 
-/* Whether a feature has so many ids that one thread would be left waiting for another. */
+/* Whether a feature has more ids than its share, so that one thread would wait for another. */
 static int is_cut(const table_t *t, int feature, int64_t num_ids)
 {
     return t->num_threads > 1 && t->features[feature].num_ids * 2 * t->num_threads > num_ids;

@@ -75,14 +75,14 @@ def dump(folder: Path, blocks: Sequence[RowBlock], num_bytes: int) -> tuple[floa
             parts.extend(writer.finish())
 
     seconds = timed(work)
-    return sum(part.file.num_bytes for part in parts) / seconds, parts
+    return sum(part.num_bytes for part in parts) / seconds, parts
 
 
 def load(folder: Path, parts: Sequence[Part]) -> float:
     """Return bytes a second."""
     storage = LocalStorage(folder)
     for part in parts:
-        descriptor = os.open(folder / part.file.path, os.O_RDONLY)
+        descriptor = os.open(folder / part.path, os.O_RDONLY)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
@@ -91,7 +91,7 @@ def load(folder: Path, parts: Sequence[Part]) -> float:
         for _ in read_ahead(storage, parts):
             pass
 
-    return sum(part.file.num_bytes for part in parts) / timed(work)
+    return sum(part.num_bytes for part in parts) / timed(work)
 
 
 def measure(folder: Path, pairs: int, num_bytes: int) -> None:

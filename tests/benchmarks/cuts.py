@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
-from persia._core.store.snapshot import Cut
+from persia._core.store.snapshot import Snapshot
 from persia._core.store.store import EmbeddingStore
 
 DIM = 16
@@ -77,7 +77,7 @@ def pauses(training: Training) -> None:
     for _ in range(CUTS):
         steps.append(training.seconds([training.draw("cold")], time.perf_counter))
         start = time.perf_counter()
-        cut = training.store.begin_cut()
+        cut = training.store.begin_snapshot()
         begun.append(time.perf_counter() - start)
         start = time.thread_time()
         count = sum(map(len, cut.blocks()))
@@ -96,7 +96,7 @@ def restoring(training: Training) -> None:
     for kind in ("an empty store", "a store that has them"):
         seconds = 0.0
         count = 0
-        with training.store.begin_cut() as cut:
+        with training.store.begin_snapshot() as cut:
             for block in cut.blocks():
                 start = time.thread_time()
                 count += other.restore(block)
@@ -126,12 +126,12 @@ class Reader:
         try:
             while not self.is_over.is_set():
                 if self.is_on.wait(0.1):
-                    with self.store.begin_cut() as cut:
+                    with self.store.begin_snapshot() as cut:
                         self.read(cut)
         except BaseException as error:
             self.failure = error
 
-    def read(self, cut: Cut) -> None:
+    def read(self, cut: Snapshot) -> None:
         for block in cut.blocks():
             self.num_bytes += block.num_bytes
             if not self.is_on.is_set():
@@ -176,7 +176,7 @@ def watched(training: Training) -> Iterator[str]:
             store.open_changes("feed")
             ratios["log"].append(alone / training.seconds(batches, time.thread_time))
             store.close_changes("feed")
-            with store.begin_cut(side_bytes=1 << 40):
+            with store.begin_snapshot(side_bytes=1 << 40):
                 ratios["cut"].append(alone / training.seconds(batches, time.thread_time))
         yield (
             f"{pattern}: with a consumer of changes {median(ratios['log']):.2f}, with a cut "

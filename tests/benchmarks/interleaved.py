@@ -1,9 +1,8 @@
 """Measuring contenders one after another, many times over, so that their ratios can be trusted.
 
 A rate says little on a shared machine: it moves by 15 % between runs. What is compared here is
-compared within a repetition, in which everyone met the same load: a ratio is the median over
-the repetitions' own ratios, and its interval is what the median of so many could as well have
-been (95 %, by the bootstrap).
+compared within a repetition, in which all met the same load: a ratio is the median over the
+repetitions' own ratios, with its 95 % interval by the bootstrap.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ RESAMPLES = 500
 
 
 class Load:
-    """A thread that steps until it is told to stop."""
+    """A thread that steps until its event is set."""
 
     def __init__(self, steps: Iterator[Step]) -> None:
         self._steps = steps

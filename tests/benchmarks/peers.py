@@ -32,7 +32,7 @@ INSTALL_PEERS = (
     "pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0"
 )
 # Past the number of training steps of a run: managed collision merges its history of ids into
-# its tables every so many steps, and that cost is left out in its favour.
+# its tables at intervals, and that cost is left out in its favour.
 EVICTION_INTERVAL = 2000
 
 

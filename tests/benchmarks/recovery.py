@@ -48,7 +48,7 @@ class Server:
         config = ParameterServerConfig(
             capacity=rows, num_hashmap_internal_shards=SHARDS, memory_limit=0
         )
-        self.server = ParameterServer(SCHEMA, config, state=state)
+        self.server = ParameterServer(SCHEMA, config, state_file=state)
         self.server.configure(SETTINGS)
         self.server.register_optimizer(ADAGRAD)
         self.number = 0
@@ -102,7 +102,7 @@ def main(rows: int = 10_000_000, pairs: int = 41) -> None:
             ParameterServerConfig(
                 capacity=rows, num_hashmap_internal_shards=SHARDS, memory_limit=0
             ),
-            state=StateFile(path, SHARDS),
+            state_file=StateFile(path, SHARDS),
         )
         took, cpu = time.perf_counter() - begin, time.process_time() - cpu
         assert again.get_embedding_size() == held, again.get_embedding_size()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import yaml
 
-from persia._rpc.keys import make_keys
+from persia._rpc.curve import make_keys
 from tests.benchmarks.local.dlrm import NUM_FEATURES
 from tests.benchmarks.workload import BATCH, DIM, sizes
 
@@ -93,7 +93,7 @@ def run(mode: str, arguments: Sequence[str], num_timed: int, cores: set[int]) ->
             "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
             "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
             "OMP_NUM_THREADS": "1",
-            # Threads of torch that wait shall leave their core to whoever has work.
+            # Threads of torch that wait shall leave their core to threads with work.
             "OMP_WAIT_POLICY": "PASSIVE",
         }
         train = str(HERE / "train.py")

@@ -5,7 +5,7 @@
 
 A job in embedded mode holds ROWS rows of dim 16 with Adagrad's state (about 160 bytes each in a
 file). A step is 4096 samples of 8 ids, a small dense net, forward and backward by a DataLoader.
-Ids are drawn anew for every step: ``uniform`` over all rows, so that most rows change before a
+Ids are drawn for every step: ``uniform`` over all rows, so that most rows change before a
 dump has read them, or by popularity (``zipf``). The lines:
 
     pauses   over CUTS dumps with ``blocking=False`` in training: the longest step (the call is
@@ -51,7 +51,7 @@ ALONE = 400
 
 
 class Clicks(IterableDataset):
-    """Batches for as long as somebody asks."""
+    """Batches without end."""
 
     def __init__(self, rows: int, kind: str) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Training:
         self._loss = torch.nn.BCEWithLogitsLoss()
         self.run(WARM)
         # The interpreter's own collection stops all of the process for 160 ms where torch is
-        # loaded, whoever's object sets it off: it is no part of a dump, nor of a step.
+        # loaded, whichever object triggers it: it is no part of a dump, nor of a step.
         gc.freeze()
 
     def step(self, then: Callable[[], object] | None = None) -> float:
@@ -138,8 +138,8 @@ class Training:
     def while_dumping(self, folder: str) -> list[float]:
         """Return the steps from the call to the end of its files."""
         steps = [self.step(lambda: self._ctx.dump_checkpoint(folder, blocking=False))]
-        saver = self._ctx._saver
-        while saver is not None and saver._thread is not None and saver._thread.is_alive():
+        writer = self._ctx._checkpoints._writer
+        while writer._thread is not None and writer._thread.is_alive():
             steps.append(self.step())
         self._ctx.wait_for_dump_embedding()
         return steps

@@ -33,7 +33,7 @@ import numpy as np
 import zmq
 
 from persia._rpc.client import Client
-from persia._rpc.keys import make_keys
+from persia._rpc.curve import make_keys
 from persia._rpc.messages import AnyArray, NamedArray
 from persia._rpc.methods import role_of
 from persia._rpc.server import serve
@@ -46,13 +46,13 @@ WARM_UP = 16
 
 @dataclass(frozen=True)
 class Load:
-    """Arrays of so many bytes, so many calls at a time."""
+    """Arrays of one size, a number of calls at a time."""
 
     title: str
     num_bytes: int
     in_flight: int
     num_calls: int
-    is_threaded: bool = False  # ours by so many threads; else by one, as bare pyzmq
+    is_threaded: bool = False  # ours by as many threads; else by one, as bare pyzmq
 
 
 LOADS = (

@@ -127,3 +127,20 @@ def test_the_reader_of_blocks_reads() -> None:
         Block("python", "", "a = 1\n", 3 + 1),
         Block("yaml", "c.yml", "b: 2\n", 8),
     ]
+
+
+def test_every_old_defect_has_a_test_and_a_sentence() -> None:
+    page = (ROOT / "docs/old-defects.md").read_text()
+    listed = re.findall(r"^\| W-(\d\d) \| \S.* \| \S.* \|$", page, re.MULTILINE)
+    named = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for name in re.findall(r"^ *def (test_w\w+)", path.read_text(), re.MULTILINE):
+            named |= set(re.findall(r"(?<=_)?w(\d\d)(?=_)", name))
+    assert sorted(named) == listed
+
+
+def test_the_design_names_files_that_exist() -> None:
+    page = (ROOT / "docs/design.md").read_text()
+    paths = re.findall(r"`((?:persia|tests)/[\w/.]+)`", page)
+    assert len(paths) > 30
+    assert not [path for path in paths if not (ROOT / path).exists()]

@@ -38,7 +38,8 @@ def digest(ctx: Any) -> str:
     """
     by_shape: dict[tuple[int, int], list[tuple[Any, Any, Any]]] = {}
     for server in ctx.embedding_worker.servers:
-        for signs, values, states in server._configured.store.iterate():
+        assert server._settings.state is not None
+        for signs, values, states in server._settings.state.store.iterate():
             by_shape.setdefault((values.shape[1], states.shape[1]), []).append(
                 (signs, values, states)
             )

@@ -44,7 +44,7 @@ def test_help_has_an_example_and_a_bad_word_one_line(
     status, out, line = run(monkeypatch, capsys, name, "--nothing")
     assert (status, out, line.count("\n")) == (2, "", 1)
     assert line.startswith(f"{script}: ")
-    assert line.endswith(f". Type: {example}\n")
+    assert line.endswith(f". Example: {example}\n")
 
 
 @pytest.mark.parametrize(
@@ -66,5 +66,7 @@ def test_a_number_out_of_range_is_one_line(
         words = option, text, *(["--into", "nowhere"] if "log" in name else [])
         status, out, line = run(monkeypatch, capsys, name, *words)
         assert (status, out, line.count("\n")) == (2, "", 1)
-        said = f"argument {option}: expected an integer of at least {low}, got {text!r}. Type: "
+        said = (
+            f"argument {option}: expected an integer of at least {low}, got {text!r}. Example: "
+        )
         assert said in line

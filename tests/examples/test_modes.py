@@ -33,7 +33,7 @@ from tests.distributed.batches import make_batch as net_batch
 from tests.examples.conftest import LOADER
 from tests.examples.loading import digest_of, load
 from tests.support.processes import ROOT, Cluster
-from tests.training.test_checkpoints import step
+from tests.training.test_checkpoint import step
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL_LOADER = ROOT / "tests" / "distributed" / "scripts" / "resume_loader.py"
@@ -86,9 +86,11 @@ def services(
 
 def embedded_rows(ctx: Any) -> tuple[Rows, str]:
     """Return the signs that are held, by dim, and a digest over their rows."""
+    ctx.get_embedding_size()  # waits for the last update, which may be in flight
     parts: dict[int, list[Any]] = {}
     for server in ctx.embedding_worker.servers:
-        for signs, values, states in server._configured.store.iterate():
+        assert server._settings.state is not None
+        for signs, values, states in server._settings.state.store.iterate():
             parts.setdefault(values.shape[1], []).append((signs, values, states))
     return {
         dim: np.concatenate([p[0] for p in found]) for dim, found in parts.items()

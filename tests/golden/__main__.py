@@ -1,4 +1,4 @@
-"""Record everything anew, on purpose: ``python -m tests.golden [--only wire,help]``."""
+"""Record everything again, on purpose: ``python -m tests.golden [--only wire,help]``."""
 
 from __future__ import annotations
 

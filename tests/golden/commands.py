@@ -11,7 +11,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from tests.cluster import ROOT
+from tests.support.processes import ROOT
 
 SCRIPTS = dict(
     re.findall(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from persia._core.feature_batch import FeatureBatch
-from persia._rpc.failures import Place, from_body, to_body
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._rpc.error_codec import ErrorOrigin, from_body, to_body
 from persia._rpc.frame import PROTOCOL, Call, Failure, Reply, decode, encode
 from persia._rpc.messages import EmbeddingWorker, Job, NNWorker, ParameterServer
 from persia._rpc.methods import (
@@ -15,13 +15,14 @@ from persia._rpc.methods import (
     parameter_server,
     schema_text,
 )
-from persia._services.plan import schema_fingerprint
+from persia.config import schema_fingerprint
 
 __all__ = [
     "HELLO",
     "PROTOCOL",
     "Call",
     "EmbeddingWorker",
+    "ErrorOrigin",
     "Failure",
     "FeatureBatch",
     "Hello",
@@ -29,7 +30,6 @@ __all__ = [
     "Method",
     "NNWorker",
     "ParameterServer",
-    "Place",
     "Reply",
     "decode",
     "embedding_worker",

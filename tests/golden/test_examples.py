@@ -54,7 +54,7 @@ def rows_of(ctx: Any) -> dict[str, Any]:
     return found
 
 
-def told(report: Any, rows: dict[str, Any]) -> str:
+def outline(report: Any, rows: dict[str, Any]) -> str:
     said = {name: getattr(report, name) for name in ("auc", "loss", "rows")}
     return as_text({**said, "tables": rows})
 
@@ -65,7 +65,7 @@ def quickstart(**options: Any) -> str:
     with quiet_surroundings():
         log = example.generate(chosen.samples, chosen.seed)
         with example.build_ctx(chosen) as ctx:
-            return told(example.run(ctx, log, chosen), rows_of(ctx))
+            return outline(example.run(ctx, log, chosen), rows_of(ctx))
 
 
 def adult_income() -> str:
@@ -77,7 +77,7 @@ def adult_income() -> str:
         "REPRODUCIBLE": "1",
     }
     with quiet_surroundings(**more), example.build_ctx(options) as ctx:
-        return told(example.run(ctx, example.load(), options), rows_of(ctx))
+        return outline(example.run(ctx, example.load(), options), rows_of(ctx))
 
 
 def record() -> dict[str, str]:

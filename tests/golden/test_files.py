@@ -23,7 +23,7 @@ from persia.version import __version__
 from tests.golden.book import as_text, check
 from tests.golden.commands import invoke
 from tests.golden.surroundings import quiet_surroundings
-from tests.waiting import until
+from tests.support.waiting import until
 
 SLOTS = {
     "feature_index_prefix_bit": 8,
@@ -126,7 +126,7 @@ def page(path: Path) -> Any:
         return {"length": end - 8, "header": data[8:end].decode(), "data": lines}
     if path.suffix == ".npz":
         with np.load(path) as arrays:
-            return {name: told(array) for name, array in arrays.items()}
+            return {name: summary(array) for name, array in arrays.items()}
     if path.suffix == ".parquet":
         table = pyarrow.parquet.read_table(path)
         schema = [f"{field.name}: {field.type}" for field in table.schema]
@@ -134,7 +134,7 @@ def page(path: Path) -> Any:
     return data.decode()
 
 
-def told(array: Any) -> str:
+def summary(array: Any) -> str:
     return f"{array.dtype} {list(array.shape)} {array.tolist()}"
 
 

@@ -1,4 +1,4 @@
-"""A small job of real processes: what each tells at /metrics, its log, a server's own file."""
+"""A small job of real processes: what each serves at /metrics, its log, a server's own file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from persia.version import __version__
-from tests.cluster import ROOT
 from tests.golden.book import as_text, check
 from tests.golden.surroundings import quiet_surroundings
 from tests.metrics.job import standing_job
+from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.slow  # torch takes seconds to load
 
@@ -25,7 +25,7 @@ RECENT, UPDATES, SHARDS = 4 << 20, 8 << 20, 4 << 30
 
 
 def outline(text: str) -> list[str]:
-    """Names, HELP, TYPE and labels of what is told, without values; sorted within a metric."""
+    """Names, HELP, TYPE and labels of what is served, without values; sorted by metric."""
     text = text.replace(__version__, "VERSION").replace(f'run="{ROOT.name}"', 'run="RUN"')
     lines: list[str] = []
     series: list[str] = []
@@ -61,7 +61,7 @@ def log_of(text: str, place: Path) -> list[str]:
         (r"\d+(\.\d+)? s\b", "N s"),
     ):
         text = re.sub(pattern, put, text)
-    # Whether somebody had to wait, and for whom, is chance.
+    # Whether a process had to wait, and for which, is chance.
     return sorted({line for line in text.splitlines() if not line.startswith("waiting:")})
 
 
@@ -109,9 +109,9 @@ def record() -> dict[str, str]:
     files.sort(key=lambda file: file["newest note"]["facts"]["replica_index"])
     found = {"job/state-files.json": as_text(files)}
     for name, text in texts.items():
-        if name != "embedding-parameter-server-1":  # tells what the other one tells
-            told = {"series": outline(text), "buckets": buckets(text)}
-            found[f"job/metrics-{name}.json"] = as_text(told)
+        if name != "embedding-parameter-server-1":  # serves what the other one does
+            page = {"series": outline(text), "buckets": buckets(text)}
+            found[f"job/metrics-{name}.json"] = as_text(page)
     logged = {name: {"status": statuses[name], "lines": logs[name]} for name in names}
     return {**found, "job/logs.json": as_text(logged)}
 
@@ -125,5 +125,5 @@ def test_the_file_of_a_server() -> None:
 
 
 def test_the_logs_of_a_job() -> None:
-    """Recorded anew with every text that is put in other words."""
+    """Recorded again with every text that is put in other words."""
     check({name: text for name, text in record().items() if "logs" in name})

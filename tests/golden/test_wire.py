@@ -111,7 +111,7 @@ def message_of(method: Any, is_request: bool, value: Any) -> Any:
 
 
 def failures() -> dict[str, Any]:
-    """Every exception class as a peer is told it, and one from elsewhere."""
+    """Every exception class as a peer gets it, and one from elsewhere."""
     place = {"role": "embedding-worker", "replica": 3, "address": "tcp://host:1", "method": "m"}
     made: dict[str, BaseException] = {"KeyError": KeyError("from elsewhere")}
     for name, cls in sorted(vars(errors).items()):
@@ -183,7 +183,7 @@ def test_recorded_failures_are_read_as_the_same_errors() -> None:
         message: Any = own.decode([own.PROTOCOL, *parts])
         assert same(message, failure), name
         error = own.from_body(
-            message.body, own.Place("embedding-worker", 3, "tcp://host:1", "m")
+            message.body, own.ErrorOrigin("embedding-worker", 3, "tcp://host:1", "m")
         )
         assert type(error) is getattr(errors, name, errors.RemoteError), name
         assert name in str(error)

@@ -35,7 +35,7 @@ def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 names = [node.module or ""]
             yield from ((node.lineno, n) for n in names if n.partition(".")[0] in MODULES)
         elif isinstance(node, ast.Call):
-            yield from ((node.lineno, told) for told in dangers_of_call(node))
+            yield from ((node.lineno, what) for what in dangers_of_call(node))
 
 
 def dangers_of_call(call: ast.Call) -> Iterator[str]:
@@ -64,10 +64,10 @@ def is_literal(node: ast.expr | None, value: object) -> bool:
 
 def test_w71_nothing_runs_what_it_reads() -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {told}"
+        f"{path.relative_to(ROOT)}:{line}: {what}"
         for path in python_files()
         if path != FUNCTIONS_OF_THE_USER
-        for line, told in dangers(ast.parse(path.read_text(encoding="utf-8")))
+        for line, what in dangers(ast.parse(path.read_text(encoding="utf-8")))
     ]
     pattern = rf"\b({'|'.join(MODULES)}|eval|exec|system|popen)\s*(\(|$)"
     wrong += [

@@ -26,9 +26,9 @@ def waits(tree: ast.AST, inside: str = "") -> Iterator[tuple[int, str]]:
 
 def test_w66_no_step_synchronises_the_device() -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {told}"
+        f"{path.relative_to(ROOT)}:{line}: {what}"
         for path in python_files()
-        for line, told in waits(ast.parse(path.read_text(encoding="utf-8")))
+        for line, what in waits(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert not wrong
 

@@ -31,13 +31,27 @@ ROWS = (
     {"_server", "_worker", "_training"},
     {"_loader", "_cluster", "_report", "distributed", "metrics", "service"},
     {"data", "readers", "ctx", "prelude"},
-    {"launcher", "helper", "_cli", "compat", "backend", "error", "sparse", "wrapper"},
+    {
+        "launcher",
+        "helper",
+        "_cli",
+        "compat",
+        "backend",
+        "error",
+        "k8s_utils",
+        "sparse",
+        "wrapper",
+    },
 )
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
 # Rooms of one row that do not import each other: roles meet in the messages.
 ROLES = {"_server", "_worker", "_training"}
-# The only modules that name a role's class, to make a process of it.
-COMPOSERS = {"persia._cluster.embedded", "persia._cluster.process"}
+# The only modules that name a role's class: to make a process of it, and to read its counts.
+COMPOSERS = {
+    "persia._cluster.embedded",
+    "persia._cluster.metric_sources",
+    "persia._cluster.process",
+}
 # Folders of the core, from the bottom up.
 CORE_FOLDERS = ("base", "ids", "kernels", "shard", "store")
 # Rooms in which torch may be imported when a module is loaded. Elsewhere only inside functions.
@@ -219,7 +233,12 @@ def test_servers_and_loaders_start_without_torch() -> None:
     ]
     assert "persia._worker.service" in modules
     # ``from persia.ctx import DataCtx`` is a data-loader's, and its tests' start as fast.
-    modules += ["persia.ctx", "tests.faults.batches", "tests.distributed.batches"]
+    modules += [
+        "persia.ctx",
+        "persia.data",
+        "tests.faults.batches",
+        "tests.distributed.batches",
+    ]
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *modules],
         cwd=ROOT,

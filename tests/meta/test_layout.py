@@ -107,12 +107,13 @@ def layout(python: Path, where: Path) -> set[str]:
 
 def test_wheel_from_sdist_has_everything(wheel_files: set[str]) -> None:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    wanted = {"persia/py.typed", "persia/_core/__init__.pxd"}
+    wanted = {"persia/py.typed"}
     wanted |= {str(header.relative_to(ROOT)) for header in CORE.rglob("*.h")}
     for source in CORE.rglob("*.pyx"):
         name = str(source.relative_to(ROOT).with_suffix(""))
-        wanted |= {f"{name}{end}" for end in (suffix, ".pxd")}
-    wanted |= {str(stub.relative_to(ROOT)) for stub in CORE.rglob("*.pyi")}
+        wanted.add(f"{name}{suffix}")
+    declared = [*CORE.rglob("*.pxd"), *CORE.rglob("*.pyi")]
+    wanted |= {str(path.relative_to(ROOT)) for path in declared}
     assert wanted <= wheel_files
     assert not {name for name in wheel_files if Path(name).suffix in SOURCE_ONLY}
 

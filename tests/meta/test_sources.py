@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.meta.sources import CORE, PACKAGE, ROOT, cython_files, module_name, python_files
+from tests.meta.sources import (
+    CORE,
+    PACKAGE,
+    ROOT,
+    cython_files,
+    imports_of,
+    module_name,
+    python_files,
+)
 from tests.support.processes import DEADLINE_S
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -62,19 +70,33 @@ def test_sources_are_ascii() -> None:
     assert not wrong
 
 
-def test_every_extension_has_declarations_and_a_stub() -> None:
-    missing = [
-        str(source.with_suffix(suffix).relative_to(ROOT))
-        for source in sorted(CORE.rglob("*.pyx"))
-        for suffix in (".pxd", ".pyi")
-        if not source.with_suffix(suffix).exists()
-    ]
-    assert not missing
+def importers_of(modules: set[str], paths: list[Path]) -> dict[str, set[str]]:
+    """Which of these modules are imported by the files, and by which files."""
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        for one in imports_of(path):
+            # ``from persia._core.base import cpu`` is read as persia._core.base.cpu.
+            for name in (one.module, one.module.rpartition(".")[0]):
+                if name in modules and name != one.importer:
+                    found.setdefault(name, set()).add(one.importer)
+    return found
 
 
-def test_no_stub_without_its_extension() -> None:
-    alone = [path.name for path in CORE.rglob("*.pyi") if not path.with_suffix(".pyx").exists()]
-    assert not alone
+def extensions_with(suffix: str) -> set[str]:
+    return {module_name(path) for path in CORE.rglob(f"*{suffix}")}
+
+
+def test_declarations_are_there_where_another_extension_takes_them() -> None:
+    # Without .pxd nothing can be cimported; one that nothing cimports is a second place for
+    # what the .pyx says. base.types is declarations alone.
+    modules = extensions_with(".pyx") | {"persia._core.base.types"}
+    assert extensions_with(".pxd") == set(importers_of(modules, cython_files()))
+
+
+def test_stubs_are_there_where_python_imports_an_extension() -> None:
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "meta"]
+    modules = extensions_with(".pyx")
+    assert extensions_with(".pyi") == set(importers_of(modules, [*python_files(), *tests]))
 
 
 def test_every_kernel_says_how_it_fails() -> None:
@@ -107,7 +129,7 @@ CYTHON_NAMES = r"""
 
 
 def test_tests_give_up_before_they_are_stopped(pytestconfig: pytest.Config) -> None:
-    """Else nobody reads what their processes have printed."""
+    """Otherwise the output of their processes is lost."""
     assert float(pytestconfig.getini("timeout")) > DEADLINE_S
 
 
@@ -115,7 +137,7 @@ def test_tests_give_up_before_they_are_stopped(pytestconfig: pytest.Config) -> N
 @pytest.mark.timeout(300)
 def test_stubs_match_the_compiled_modules(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    modules = [module_name(source) for source in sorted(CORE.rglob("*.pyx"))]
+    modules = [module_name(stub) for stub in sorted(CORE.rglob("*.pyi"))]
     allowlist = tmp_path / "allowlist"
     allowlist.write_text(CYTHON_NAMES, encoding="utf-8")
     command = [sys.executable, "-m", "mypy.stubtest", *modules]

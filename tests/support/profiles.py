@@ -21,13 +21,13 @@ PROFILES = {"fast": FULL // 4, "full": FULL, "deep": 100 * FULL}
 
 
 def register() -> None:
-    """Make the profiles known; the fast one holds unless pytest is told another."""
+    """Make the profiles known; the fast one holds unless pytest is given another."""
     for name, number in PROFILES.items():
         settings.register_profile(name, max_examples=number, derandomize=True, deadline=None)
     settings.load_profile("fast")
 
 
 def tries(full: int, **options: Any) -> settings:
-    """Decorate a test whose examples take long: so many in full, else in proportion."""
+    """Decorate a test whose examples take long: this number in full, else in proportion."""
     number = full * settings().max_examples // FULL
     return settings(max_examples=max(number, min(full, _LEAST)), **options)

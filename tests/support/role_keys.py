@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from persia._rpc.keys import make_keys
+from persia._rpc.curve import make_keys
 
 _LISTENS = ("server.secret", "server.public", "control.public", "data.public")
 

@@ -125,9 +125,9 @@ class FakeRank:
                 if known.version > seen or time.monotonic() > deadline:
                     break
                 self.changed.wait(0.5)
-            for told in (known.acknowledged,):
-                for batch_id in [x for x, version in told.items() if version <= seen]:
-                    del told[batch_id]
+            for versions in (known.acknowledged,):
+                for batch_id in [x for x, version in versions.items() if version <= seen]:
+                    del versions[batch_id]
             wanted = tuple(x for x, version in known.wanted.items() if version > seen)
             return StreamNews(
                 known.version,
@@ -139,7 +139,7 @@ class FakeRank:
 
     def _answer(self) -> None:
         if self.is_down:
-            raise ServiceUnavailable("nobody is there")
+            raise ServiceUnavailable("no process is there")
 
     def _stream(self, stream: tuple[int, int]) -> Stream:
         self._answer()
@@ -228,7 +228,7 @@ class FakeRank:
 
 
 class FakeWorker:
-    """An embedding-worker: refs by batch id, as long as nobody restarts it."""
+    """An embedding-worker: refs by batch id, until it is restarted."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -310,7 +310,7 @@ def feeder(
     workers: list[Any], ranks: list[Any], *, faults: random.Random | None = None, **options: Any
 ) -> BatchSender:
     """A feeder over plain objects, started."""
-    lines = [Line(server, faults) for server in (*workers, *ranks)]
+    lines: list[Any] = [Line(server, faults) for server in (*workers, *ranks)]
 
     def disconnect() -> None:
         for line in lines:
@@ -327,7 +327,7 @@ def feeder(
 
 
 def send(feeder: BatchSender, number: int = 0) -> None:
-    """Send a batch that can be told by its label."""
+    """Send a batch that is recognised by its label."""
     feeder.send(
         (FeatureBatch.from_single("user", np.array([number], np.uint64)),),
         (NamedArray("dense", np.full((1, 2), number, np.float32)),),

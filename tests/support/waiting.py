@@ -1,4 +1,4 @@
-"""Waiting for what nobody tells: a counter, another process's log, the kernel's view.
+"""Waiting for what sends no event: a counter, another process's log, the kernel's view.
 
 Where there is an event, a pipe or a thread to join, a test waits for that.
 """
@@ -20,12 +20,12 @@ def until(
     patience_s: float = PATIENCE_S,
     *,
     look_s: float = _LOOK_S,
-    told: Callable[[], object] = str,
+    details: Callable[[], object] = str,
 ) -> None:
-    """Look until it is so; what is ``told`` goes into the error if it never is."""
+    """Look until it is so; what ``details`` returns goes into the error if it never is."""
     pause = threading.Event()  # never set
     deadline = time.monotonic() + patience_s
     while not is_so():
         if time.monotonic() > deadline:
-            raise AssertionError(f"it did not come to pass within {patience_s:g} s {told()}")
+            raise AssertionError(f"it did not come to pass within {patience_s:g} s {details()}")
         pause.wait(look_s)

@@ -43,7 +43,7 @@ class Here(IterableDataset):
 
 
 class Clock:
-    """Tells the batches that count."""
+    """Marks the batches that count."""
 
     def __init__(self, options: Options) -> None:
         self._first, self._last = options.warm, options.warm + options.timed
@@ -93,7 +93,7 @@ def train(options: Options, model: DLRM, optimizer: torch.optim.Optimizer) -> No
 
 
 def train_dense(options: Options, model: DLRM, optimizer: torch.optim.Optimizer) -> None:
-    """The same steps with embeddings that are given, and gradients that nobody takes."""
+    """The same steps with embeddings that are given, and gradients that are dropped."""
     given = [
         (
             torch.from_numpy(raw.dense),

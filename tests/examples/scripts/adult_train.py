@@ -1,4 +1,4 @@
-"""Trains adult_income anew for each seed, reproducibly: adult_train.py BATCH_SIZE SEEDS.
+"""Trains adult_income once for each seed, reproducibly: adult_train.py BATCH_SIZE SEEDS.
 
 Rank 0 prints the AUC of each seed as a line of JSON.
 """
