@@ -4,7 +4,7 @@
     python docs/_site/configuration.py --check  fails if it is not what the code says
 
 A key is a field of a dataclass of ``persia.config``; its text is the string below the field. A
-variable is read by a function of ``persia.env``; its text is the function's first line.
+variable is one of the table of ``persia.env``.
 """
 
 from __future__ import annotations
@@ -66,15 +66,6 @@ TEXTS = (
 # Mappings whose keys are the user's own names.
 MEMBERS = {"slots_config": "slot", "group_settings": "group"}
 
-# Set by PERSIA for its own processes.
-INTERNAL = {
-    "PERSIA_",
-    "PERSIA_LAUNCHED",
-    "PERSIA_FEEDS",
-    "PERSIA_RUN_DIRECTORY",
-    "PERSIA_LAUNCHER_PID",
-}
-
 
 def kind(hint: object) -> str:
     """Say a type in the file's words."""
@@ -129,7 +120,7 @@ def nested(hint: object) -> type | None:
     """Return the dataclass that a key's value is read as, key by key."""
     for one in (hint, *typing.get_args(hint)):
         if isinstance(one, type) and dataclasses.is_dataclass(one):
-            return None if hasattr(one, "from_file") else one
+            return None if "options" in one.__dataclass_fields__ else one
     return None
 
 
@@ -160,32 +151,12 @@ def table(cls: type, name: str, level: int) -> Iterator[str]:
 
 
 def variables() -> Iterator[str]:
-    """Write each variable, and what the function that reads it returns."""
-    source = ast.parse(inspect.getsource(persia.env))
-    constants = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in source.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.Constant)
-    }
-    yield "| variable | what it says |\n| --- | --- |"
-    for node in source.body:
-        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
-            continue
-        names = []
-        for part in ast.walk(node):
-            word = part.value if isinstance(part, ast.Constant) else None
-            if isinstance(part, ast.Name):
-                word = constants.get(part.id)
-            if isinstance(word, str) and word.isupper() and word.isascii() and "_" in word:
-                names.append(word)
-        text = (ast.get_docstring(node) or "").split("\n\n")[0]
-        text = plain(text).removeprefix("Return ")
-        names = [name for name in names if name not in INTERNAL]
-        if names and text:
-            shown = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
-            yield f"| {shown} | {text[0].upper()}{text[1:]} |"
+    """Write each variable of the table."""
+    yield "| variable | default | |\n| --- | --- | --- |"
+    for one in persia.env.VARIABLES.values():
+        if one.doc:
+            default = f"`{one.default}`" if one.default else ""
+            yield f"| `{one.name}` | {default} | {plain(one.doc)} |"
     yield ""
 
 
