@@ -290,7 +290,10 @@ class ServerProcess:
         )
         self.server.start()
         self.stack.callback(self.stop)
-        threading.Thread(target=self._watch_job, name="persia-job", daemon=True).start()
+        watch = threading.Thread(target=self._watch_job, name="persia-job", daemon=True)
+        watch.start()
+        self.stack.callback(watch.join, _ANNOUNCE_S)
+        self.stack.callback(self._job.close)
         self.sources.append(of_rpc_server(name, number, self.server))
         endpoint = Endpoint(
             name,

@@ -36,6 +36,7 @@ class JobState:
         self._changed = threading.Condition()  # guards all below
         self._status: int | None = None
         self._is_configured = False
+        self._is_closed = False
         # When each watcher without the status polled last, in seconds of the clock.
         self._polled_at: dict[str, float] = {}
 
@@ -90,10 +91,18 @@ class JobState:
             return self._status
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the end; returns the status, or None if it did not come in time."""
+        """Wait for the end; returns the status, or None if it did not come before ``close``."""
         with self._changed:
-            self._changed.wait_for(lambda: self._status is not None, timeout_s)
+            self._changed.wait_for(
+                lambda: self._status is not None or self._is_closed, timeout_s
+            )
             return self._status
+
+    def close(self) -> None:
+        """Let the threads go that wait for the end."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def wait_until_notified(self, timeout_s: float) -> bool:
         """Wait until every watcher that polled lately has the status; False if not in time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from persia._rpc import job
@@ -44,3 +45,13 @@ def test_a_script_that_failed_before_it_began_ends_servers_that_none_configured(
     state = JobState()
     state.finish_job(1, False)
     assert state.status == 1
+
+
+def test_a_waiter_is_let_go_when_the_server_ends() -> None:
+    state = JobState()
+    waiter = threading.Thread(target=state.wait)
+    waiter.start()
+    state.close()
+    waiter.join(10.0)
+    assert not waiter.is_alive()
+    assert state.wait(60.0) is None
