@@ -46,6 +46,8 @@ def run(phase: str) -> dict[str, object]:
         except PersiaError as error:
             failure = str(error)
             print("FAILURE", ctx.rank_id, failure, flush=True)
+        if not failure:
+            ctx.get_embedding_size()  # waits for this rank's updates, which the other reads
         dist.barrier()
         held = rows(ctx) if not failure else []
         stats = ctx.stats()  # behind a read, which waits until each update is acknowledged
