@@ -132,9 +132,6 @@ class _State:
     remark: str = ""  # why a process that answers is not ready
     has_answered: bool = False  # ever
 
-    def is_expected(self, target: ScrapeTarget) -> bool:
-        return target.is_listed or self.has_answered
-
 
 class Scraper:
     """Reads the metrics of processes, and keeps their last answers.

@@ -331,11 +331,6 @@ class ForwardPipeline:
             )
             self._agreeing.start()
 
-    @property
-    def data_failure(self) -> BaseException | None:
-        """What ended the data before its time, as ``next`` has raised it."""
-        return self._source.failure
-
     def next(self) -> PersiaTrainingBatch:
         """Return the next batch; the last one is released if it had no backward.
 
