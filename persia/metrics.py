@@ -1,29 +1,21 @@
 r"""AUC and GAUC of a stream of batches: ``update`` and ``reset`` here, ``compute`` over ranks.
 
-    preds, target ---> update ---> counts of this rank ---\
-                                                           +--> compute: of all ranks together
-    preds, target ---> update ---> counts of this rank ---/
-
 ``AUC`` counts clicks and others by bins of the score. A bin is a stretch of float32 numbers in
-their own order, narrow where scores are small, so probabilities and logits need no range:
-
-    score         sign | exponent | mantissa        as an integer that orders like the score
-    bin           the first log2(bins) bits of it
-
-Pairs of one bin count half. What that can be wrong by is known afterwards, and not guessed: at
-most half of the pairs that share a bin, see ``AUC.error_bound``.
+their own order, narrow where scores are small, so probabilities and logits need no range: the
+bits of a score are an integer that orders like it, and their first log2(bins) are the bin.
+Pairs of one bin count half, see ``AUC.error_bound``.
 
 ``GAUC`` needs the scores of each group together. It keeps them, up to a bound; beyond it whole
 groups go, those whose hash is above a threshold that falls: what stays is a fair sample of
 groups, the same ones on every rank. See ``GAUC.standard_error``.
 
-The methods are those of torchmetrics, which is not needed: its own base class would be a second
-way for state to travel between ranks, where one addition of counts is enough.
+The methods are those of torchmetrics, whose base class would be a second way for state to
+travel between ranks, where one addition of counts is enough.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,31 +55,28 @@ class _Metric:
     def _gathered(self, mine: NDArray[Any]) -> NDArray[Any]:
         """Return the arrays of all ranks, one after the other."""
         device = _meeting_place(self.process_group)
-        world_size = dist.get_world_size(self.process_group)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-        own = torch.tensor([len(mine)], dtype=torch.int64, device=device)
-        dist.all_gather(sizes, own, group=self.process_group)
-        lengths = [int(size) for size in sizes]
-        room = np.zeros(max(lengths), mine.dtype)  # collectives take equal shapes only
-        room[: len(mine)] = mine
-        sent = torch.from_numpy(room).to(device)
-        parts = [torch.empty_like(sent) for _ in lengths]
-        dist.all_gather(parts, sent, group=self.process_group)
-        return np.concatenate(
-            [part.cpu().numpy()[:length] for part, length in zip(parts, lengths, strict=True)]
-        )
 
-    def _gathered_bits(self, mine: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        return self._gathered(mine.astype(np.uint8)).astype(np.bool_)
+        def gather(own: torch.Tensor) -> list[torch.Tensor]:
+            num_ranks = dist.get_world_size(self.process_group)
+            parts = [torch.empty_like(own) for _ in range(num_ranks)]
+            dist.all_gather(parts, own, group=self.process_group)
+            return parts
+
+        sizes = [int(size) for size in gather(torch.tensor([len(mine)], device=device))]
+        room = np.zeros(max(sizes), mine.dtype)  # collectives take equal shapes only
+        room[: len(mine)] = mine
+        parts = gather(torch.from_numpy(room).to(device))
+        pairs = zip(parts, sizes, strict=True)
+        return np.concatenate([part.cpu().numpy()[:size] for part, size in pairs])
 
 
 class AUC(_Metric):
     """Area under the ROC curve of binary targets.
 
     Args:
-        bins: A power of two from 2 to 2**32; more of them take more memory (16 bytes each) and
-            make the error bound smaller. None keeps every score, and is exact.
-        sync_on_compute: Let ``compute`` speak of all ranks of ``torch.distributed``, where it
+        bins: A power of two from 2 to 2**32, 16 bytes each; more make the error bound smaller.
+            None keeps every score, and is exact.
+        sync_on_compute: Whether ``compute`` is of all ranks of ``torch.distributed``, where it
             is initialised; all of them call it then.
         process_group: Of these ranks; None is all.
 
@@ -140,9 +129,9 @@ class AUC(_Metric):
             self._scores.append(scores.double().cpu().numpy())
             self._targets.append(is_positive.cpu().numpy())
             return
-        if self._counts is None or self._counts.device != scores.device:
-            counts = torch.zeros(2 * self.bins, dtype=torch.int64, device=scores.device)
-            self._counts = counts if self._counts is None else counts + self._counts.to(counts)
+        if self._counts is None:
+            self._counts = torch.zeros(2 * self.bins, dtype=torch.int64)
+        self._counts = self._counts.to(scores.device)
         places = _bin_of(scores, self.bins) + is_positive * self.bins
         self._counts.index_add_(0, places, torch.ones_like(places))
 
@@ -158,7 +147,7 @@ class AUC(_Metric):
     def error_bound(self) -> float:
         """Return how far ``compute`` can be from the exact AUC: half the pairs in one bin.
 
-        Rounding scores to float32 is included. With several ranks all of them call it.
+        Rounding scores to float32 is included. All ranks call it.
         """
         if self.bins is None:
             return 0.0
@@ -187,10 +176,8 @@ class AUC(_Metric):
         self._scores += other._scores
         self._targets += other._targets
         if other._counts is not None:
-            mine = self._counts
-            self._counts = (
-                other._counts.clone() if mine is None else mine + other._counts.to(mine)
-            )
+            mine = torch.zeros_like(other._counts) if self._counts is None else self._counts
+            self._counts = mine + other._counts.to(mine)
 
     def _histogram(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return how many negatives and positives there are of each score, ascending."""
@@ -198,19 +185,18 @@ class AUC(_Metric):
         is_shared = self._is_shared()
         if is_shared:
             num_nan = int(self._gathered(np.array([num_nan])).sum())
-        if num_nan:
-            raise DataError(f"preds: expected numbers, got {num_nan} NaN")
+        _check_no_nan(num_nan)
         if self.bins is None:
             scores = np.concatenate([np.empty(0), *self._scores])
             targets = np.concatenate([np.empty(0, np.bool_), *self._targets])
             if is_shared:
-                scores, targets = self._gathered(scores), self._gathered_bits(targets)
-            _, places = np.unique(scores, return_inverse=True)
-            size = int(places.max()) + 1 if len(places) else 0
-            return (
-                np.bincount(places[~targets], minlength=size).astype(np.float64),
-                np.bincount(places[targets], minlength=size).astype(np.float64),
+                scores, targets = self._gathered(scores), self._gathered(targets)
+            distinct, places = np.unique(scores, return_inverse=True)
+            negative, positive = (
+                np.bincount(places[of], minlength=len(distinct)).astype(np.float64)
+                for of in (~targets, targets)
             )
+            return negative, positive
         counts = self._counts
         if counts is None:
             counts = torch.zeros(2 * self.bins, dtype=torch.int64)
@@ -280,9 +266,7 @@ class GAUC(_Metric):
         """
         scores, targets, of = _flat(preds), _flat(target), _flat(groups)
         _check_lengths(preds=scores, target=targets, groups=of)
-        num_nan = int(torch.isnan(scores).sum())
-        if num_nan:
-            raise DataError(f"preds: expected numbers, got {num_nan} NaN")
+        _check_no_nan(int(torch.isnan(scores).sum()))
         if of.is_floating_point():
             raise DataError(f"groups: expected integers, got {of.dtype}")
         self._keep(
@@ -298,9 +282,9 @@ class GAUC(_Metric):
         return torch.tensor(self._estimate()[0], dtype=torch.float64)
 
     def standard_error(self) -> float:
-        """Return the standard error of ``compute``: 0 as long as no group was let go.
+        """Return the standard error of ``compute``: 0 until groups are sampled.
 
-        With several ranks all of them call it.
+        All ranks call it.
         """
         return self._estimate()[1]
 
@@ -344,7 +328,7 @@ class GAUC(_Metric):
             samples = _Samples(
                 self._gathered(samples.groups.view(np.int64)).view(np.uint64),
                 self._gathered(samples.scores),
-                self._gathered_bits(samples.targets),
+                self._gathered(samples.targets),
             )
         weights, aucs = _group_aucs(samples)
         if not len(aucs):
@@ -356,33 +340,24 @@ class GAUC(_Metric):
         return mean, float(np.sqrt(spread * len(aucs) / max(len(aucs) - 1, 1))) / total
 
 
-class _Samples:
-    """Samples of groups: u64, f64 and bool, parallel."""
+class _Samples(NamedTuple):
+    """Samples of groups, parallel."""
 
-    __slots__ = ("groups", "scores", "targets")
-
-    def __init__(
-        self,
-        groups: NDArray[np.uint64],
-        scores: NDArray[np.float64],
-        targets: NDArray[np.bool_],
-    ) -> None:
-        self.groups, self.scores, self.targets = groups, scores, targets
+    groups: NDArray[np.uint64]
+    scores: NDArray[np.float64]
+    targets: NDArray[np.bool_]
 
     def of_groups_below(self, below: int) -> _Samples:
         """Return those of groups whose hash is below a threshold."""
         if below >= _HASHES:
             return self
         keep = mix64_array(np.ascontiguousarray(self.groups)) < np.uint64(below)
-        return _Samples(self.groups[keep], self.scores[keep], self.targets[keep])
+        return _Samples(*(column[keep] for column in self))
 
 
 def _joined(pieces: list[_Samples]) -> _Samples:
-    return _Samples(
-        np.concatenate([np.empty(0, np.uint64), *(piece.groups for piece in pieces)]),
-        np.concatenate([np.empty(0), *(piece.scores for piece in pieces)]),
-        np.concatenate([np.empty(0, np.bool_), *(piece.targets for piece in pieces)]),
-    )
+    none = _Samples(np.empty(0, np.uint64), np.empty(0), np.empty(0, np.bool_))
+    return _Samples(*map(np.concatenate, zip(none, *pieces, strict=True)))
 
 
 def _auc(negative: NDArray[np.float64], positive: NDArray[np.float64]) -> float:
@@ -429,6 +404,11 @@ def _bin_of(scores: torch.Tensor, bins: int) -> torch.Tensor:
 
 def _flat(values: Values) -> torch.Tensor:
     return torch.as_tensor(values).detach().reshape(-1)
+
+
+def _check_no_nan(num_nan: int) -> None:
+    if num_nan:
+        raise DataError(f"preds: expected numbers, got {num_nan} NaN")
 
 
 def _check_lengths(**arrays: torch.Tensor) -> None:

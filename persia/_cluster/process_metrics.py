@@ -17,8 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from persia import _context_stack, env
 from persia._metrics.definitions import LOADER, TRAINER
-from persia._metrics.endpoint import Endpoint
-from persia._metrics.push import PushSettings
+from persia._metrics.endpoint import Endpoint, PushSettings
 from persia._metrics.registry import MetricSource
 from persia._rpc.deadlines import within
 from persia.config import GlobalConfig

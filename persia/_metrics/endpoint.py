@@ -1,39 +1,35 @@
-"""The HTTP port of a process: /metrics, /healthz, /readyz.
+"""How the metrics of a process leave it: its HTTP port, and a push gateway.
 
     /metrics   every metric, in Prometheus' text format
     /healthz   200 while the threads that serve live, else 503 and why
     /readyz    200 while it is configured and can be used, else 503 and why
 
-Which port that is:
+Where it listens, and where it pushes:
 
     PERSIA_METRICS_PORT    not set: 9400 + replica of a data-loader, 9500 + of an
                            embedding-worker, 9600 + of an embedding-parameter-server,
-                           9700 + local rank of an nn-worker
+                           9700 + local rank of an nn-worker; where that is taken, one that
+                           the kernel chooses
                            a number: that one, as for containers; + local rank of an nn-worker
                            0: one that the kernel chooses
                            off: none
     PERSIA_METRICS_HOST    where it listens; 127.0.0.1
-
-A default port may be another job's: then the kernel chooses one, and a log line names it. A few
-threads answer, each for a few seconds at most; further connections are closed at once.
+    PERSIA_METRICS_GATEWAY_ADDR    where it pushes, if metrics_config.enable_metrics says so
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import selectors
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6, SHUT_RDWR, socketpair
 from socketserver import TCPServer
-from typing import Any
+from typing import Any, NamedTuple
 
 from persia import env
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
-from persia._metrics.push import Pusher, PushSettings
 from persia._metrics.registry import CONTENT_TYPE, Metrics, MetricSource, Sample
 from persia.errors import ConfigError
 from persia.version import __version__
@@ -42,12 +38,19 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORTS = {LOADER: 9400, WORKER: 9500, SERVER: 9600, TRAINER: 9700}
 
-# Requests answered at a time; and seconds for a request to arrive, or its answer to leave.
-_MAX_REQUESTS = 8
-_REQUEST_S = 5.0
+# Seconds that a client may be silent; between two looks whether the port is to be closed; of
+# one push, and of the last one, as the process ends.
+_REQUEST_S, _POLL_S, _PUSH_S, _LAST_PUSH_S = 5.0, 0.1, 5.0, 1.0
 
 # Returns what is wrong; "" if nothing is.
 Check = Callable[[], str]
+
+
+class PushSettings(NamedTuple):
+    """Settings of section ``metrics_config``."""
+
+    job_name: str
+    interval_s: float
 
 
 def default_port(role: str, index: int) -> int:
@@ -87,37 +90,29 @@ class Endpoint:
         self._role, self._replica = role, replica
         self._run = env.run_name()  # now: a script may change its directory, or remove it
         self._checks = {"/readyz": ready, "/healthz": healthy}
-        self.metrics = Metrics(lambda: [self._own(), *sources()])
+        own = MetricSource(role, replica, "process", self, self._samples)
+        self.metrics = Metrics(lambda: [own, *sources()])
         self._server: _Server | None = None
-        self._thread: threading.Thread | None = None
         port = env.metrics_port()
         if port != "off":
             self._start(port, local_rank)
-        self._pusher: Pusher | None = None
-        if push is not None:
-            self._pusher = Pusher(self.metrics, push, role, replica)
+        self._pusher = Pusher(self.metrics, push, role, replica) if push else None
 
     def _start(self, asked: int | None, local_rank: int) -> None:
         host = env.metrics_host()
         if asked is None:
             index = local_rank if self._role == TRAINER else self._replica
-            asked = default_port(self._role, index)
-            try:
-                self._server = _Server(host, asked, self)
-            except OSError:
-                self._server = _Server(host, 0, self)
+            port = default_port(self._role, index)
         else:
             port = asked + local_rank if asked else 0
-            try:
-                self._server = _Server(host, port, self)
-            except OSError as exc:
+        try:
+            self._server = _Server(host, port, self)
+        except OSError as exc:
+            if asked is not None:
                 raise ConfigError(
                     f"PERSIA_METRICS_PORT: cannot listen at {host}:{port}: {exc}"
                 ) from exc
-        self._thread = threading.Thread(
-            target=self._server.run, name="persia-metrics", daemon=True
-        )
-        self._thread.start()
+            self._server = _Server(host, 0, self)  # the default is another job's
         logger.info("metrics at %s/metrics", self.url)
 
     @property
@@ -134,20 +129,15 @@ class Endpoint:
         if pusher is not None:
             pusher.close()
         server, self._server = self._server, None
-        if server is not None and self._thread is not None:
+        if server is not None:
             server.stop()
-            self._thread.join()
-
-    def _own(self) -> MetricSource:
-        return MetricSource(self._role, self._replica, "process", self, self._samples)
 
     def _samples(self) -> Iterable[Sample]:
         yield Sample("persia_info", 1, {"version": __version__, "run": self._run})
-        yield Sample("persia_ready", not self.problem("/readyz"))
-        yield Sample("persia_healthy", not self.problem("/healthz"))
+        yield Sample("persia_ready", not self._problem("/readyz"))
+        yield Sample("persia_healthy", not self._problem("/healthz"))
 
-    def problem(self, path: str) -> str:
-        """Return why the process does not pass the check at a path; "" if it does."""
+    def _problem(self, path: str) -> str:
         try:
             return self._checks[path]()
         except Exception as error:
@@ -158,7 +148,7 @@ class Endpoint:
         if path == "/metrics":
             return HTTPStatus.OK, self.metrics.text()
         if path in self._checks:
-            problem = self.problem(path)
+            problem = self._problem(path)
             if problem:
                 return HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}\n"
             return HTTPStatus.OK, "ok\n"
@@ -166,51 +156,29 @@ class Endpoint:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
     block_on_close = False
     request_queue_size = 16
-    timeout = 0  # handle_request is called when a connection is there
 
     def __init__(self, host: str, port: int, endpoint: Endpoint) -> None:
         if ":" in host:
-            self.address_family = AF_INET6
+            self.address_family = socket.AF_INET6
         self.endpoint = endpoint
-        self._permits = threading.BoundedSemaphore(_MAX_REQUESTS)
         super().__init__((host.strip("[]"), port), _Handler)
-        self._wake_in, self._wake_out = socketpair()
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(_POLL_S,), name="persia-metrics", daemon=True
+        )
+        self._thread.start()
 
     def server_bind(self) -> None:
         """Bind without the lookup of this host's name that HTTPServer does."""
         TCPServer.server_bind(self)
 
-    def run(self) -> None:
-        """Accept requests until ``stop``; ``serve_forever`` would poll, and stop late."""
-        with selectors.DefaultSelector() as selector, self._wake_in, self:
-            selector.register(self, selectors.EVENT_READ)
-            selector.register(self._wake_in, selectors.EVENT_READ)
-            ready: list[object] = []
-            while self._wake_in not in ready:
-                if ready:
-                    self.handle_request()
-                ready = [key.fileobj for key, _ in selector.select()]
-
     def stop(self) -> None:
-        """End ``run``, which closes the port."""
-        self._wake_out.close()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, or close the connection if too many are open."""
-        if self._permits.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, in that thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._permits.release()
+        """Close the port."""
+        if self._thread.is_alive():  # it is not in a process that was forked
+            self.shutdown()
+        self._thread.join()
+        self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a client that left before its answer."""
@@ -221,25 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_S
     server: _Server
 
-    def setup(self) -> None:
-        """Give the whole request its time: a socket's timeout restarts with each byte."""
-        super().setup()
-        self._cut_off = threading.Timer(_REQUEST_S, self._end_request)
-        self._cut_off.daemon = True
-        self._cut_off.start()
-
-    def finish(self) -> None:
-        """Close the streams of the request."""
-        self._cut_off.cancel()
-        super().finish()
-
-    def _end_request(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed meanwhile
-            self.connection.shutdown(SHUT_RDWR)
-
     def do_GET(self) -> None:  # the library's name
         """Answer."""
-        self._cut_off.cancel()  # the answer may take long, on a busy machine
         try:
             status, text = self.server.endpoint.answer(self.path.partition("?")[0])
         except Exception:
@@ -258,3 +209,69 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Log nothing: requests come every few seconds."""
+
+
+class Pusher:
+    """Pushes the metrics of a process periodically, and once more when it is closed.
+
+    A process replaces its own metrics only: its group is its job, role, number and address. A
+    gateway that does not answer is logged once, and once more when it answers again.
+    """
+
+    def __init__(
+        self, metrics: Metrics, settings: PushSettings, role: str, replica: int
+    ) -> None:
+        self._metrics = metrics
+        self._settings = settings
+        self._gateway = env.metrics_gateway()
+        self._group = {
+            "instance": f"rep_{replica}",
+            "ip_addr": _own_address(self._gateway),
+            "role": role,
+        }
+        self._failing = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="persia-push", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Push once more, and end the thread."""
+        self._closed.set()
+        self._thread.join(_PUSH_S + 2 * _LAST_PUSH_S)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._settings.interval_s):
+            self._push(_PUSH_S)
+        self._push(_LAST_PUSH_S)
+
+    def _push(self, timeout_s: float) -> None:
+        from prometheus_client import push_to_gateway
+
+        job, interval_s = self._settings
+        registry = self._metrics.registry
+        try:
+            push_to_gateway(self._gateway, job, registry, self._group, timeout_s)
+        except Exception as error:
+            # Of any class: training must not fail of its metrics.
+            if not self._failing:
+                logger.warning(
+                    "metrics cannot be sent to %s (%s); trying again every %g s",
+                    *(self._gateway, error, interval_s),
+                )
+            self._failing = True
+            return
+        if self._failing:
+            logger.info("metrics are sent to %s again", self._gateway)
+        self._failing = False
+
+
+def _own_address(gateway: str) -> str:
+    """Return the address of this host from which the gateway is reached."""
+    host = gateway.rpartition("//")[2].partition("/")[0].rpartition(":")[0]
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"

@@ -1,10 +1,6 @@
 """Sources of samples, and the registry that reads them.
 
-    components     keep counts and timings anyway
-       | read at scrape time
-    MetricSource         samples of one component, with role and replica
-       |
-    Metrics        one registry: of a process, or of a context
+    components  --read at scrape time-->  MetricSource  -->  Metrics, of a process or context
 
 Nothing is registered with the library's global registry, so that contexts of one process cannot
 collide. Where a registry has two sources of one role and replica, as of two contexts of a
@@ -55,9 +51,6 @@ class MetricSource:
     read: Callable[[], Iterable[Sample]]
 
 
-Sources = Callable[[], Iterable[MetricSource]]
-
-
 class Metrics:
     """A registry over the sources that exist at each reading.
 
@@ -66,7 +59,9 @@ class Metrics:
         with_process: Whether memory, CPU time and open files of the process are read too.
     """
 
-    def __init__(self, sources: Sources, *, with_process: bool = True) -> None:
+    def __init__(
+        self, sources: Callable[[], Iterable[MetricSource]], *, with_process: bool = True
+    ) -> None:
         self._sources = sources
         self._with_process = with_process
         self._registry: CollectorRegistry | None = None
@@ -112,14 +107,12 @@ class Metrics:
 
         families: dict[str, Family] = {}
         for labels, sample in self._samples():
-            family = families.get(sample.name)
-            if family is None:
+            if sample.name not in families:
                 metric = METRICS.get(sample.name)
                 if metric is None:
                     raise InternalError(f"metric {sample.name} is not in the catalogue")
-                family = Family(metric.name, metric.help, metric.kind)
-                families[sample.name] = family
-            _add(family, {**labels, **sample.labels}, sample.value)
+                families[metric.name] = Family(metric.name, metric.help, metric.kind)
+            _add(families[sample.name], {**labels, **sample.labels}, sample.value)
         yield from families.values()
 
     def _samples(self) -> Iterator[tuple[dict[str, str], Sample]]:

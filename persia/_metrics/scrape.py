@@ -27,11 +27,8 @@ class Reading:
 
     def get(self, name: str, /, **labels: str) -> float | None:
         """Return the sum of the samples of a name that have these labels; None if none has."""
-        found = [
-            value
-            for of, value in self.samples.get(name, ())
-            if not labels or labels.items() <= of.items()
-        ]
+        samples = self.samples.get(name, ())
+        found = [value for of, value in samples if labels.items() <= of.items()]
         return sum(found) if found else None
 
     def first(self, name: str) -> float | None:
@@ -44,11 +41,6 @@ class Reading:
         for labels, value in self.samples.get(name, ()):
             found.setdefault(labels.get(label, ""), value)
         return found
-
-    @property
-    def version(self) -> str:
-        """Version of PERSIA; "" if unknown."""
-        return next(iter(self.by("persia_info", "version")), "")
 
     @property
     def run(self) -> str:
@@ -117,11 +109,6 @@ class Delta:
         total, num = self.delta(f"{name}_sum", **labels), self.delta(f"{name}_count", **labels)
         return total / num if total is not None and num else None
 
-    def ratio(self, part: str, whole: str) -> float | None:
-        """Return how much of what a counter grew by another one grew by."""
-        grown, of = self.delta(part), self.delta(whole)
-        return grown / of if grown is not None and of else None
-
     def cpu(self) -> float | None:
         """Return how many processors the process used; None if that was not read before."""
         name = "process_cpu_seconds_total"
@@ -130,4 +117,6 @@ class Delta:
 
     def miss_rate(self) -> float | None:
         """Return which part of the ids that a parameter server looked up had no row."""
-        return self.ratio("index_miss_count_total", "persia_looked_up_ids_total")
+        missed = self.delta("index_miss_count_total")
+        looked_up = self.delta("persia_looked_up_ids_total")
+        return missed / looked_up if missed is not None and looked_up else None

@@ -1,8 +1,7 @@
 """Histograms of durations, counted where the work is done.
 
-Everything else is read at scrape time from counts that components keep anyway. A duration is
-known only when the work ends, so it is counted into its bucket at once: a search in a short
-tuple and two additions, well below a microsecond.
+All else is read at scrape time from counts that components keep anyway. A duration is known
+only when the work ends, so it is counted into its bucket at once: well below a microsecond.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ class Distribution(NamedTuple):
         return sum(self.counts)
 
 
-NONE = Distribution((0,) * (len(BOUNDS) + 1), 0.0)
-
-
 class Timing:
     """A histogram of seconds; any thread may add to it."""
 
@@ -57,20 +53,15 @@ class Timing:
             return Distribution(tuple(self._counts), self._seconds)
 
 
-class Timings:
+class Timings(dict[str, Timing]):
     """A ``Timing`` by name, of names that are known beforehand."""
 
-    __slots__ = ("_by_name",)
-
     def __init__(self, *names: str) -> None:
-        self._by_name = {name: Timing() for name in names}
-
-    def __getitem__(self, name: str) -> Timing:
-        return self._by_name[name]
+        super().__init__((name, Timing()) for name in names)
 
     def read(self) -> Mapping[str, Distribution]:
         """Return all so far."""
-        return {name: timing.read() for name, timing in self._by_name.items()}
+        return {name: timing.read() for name, timing in self.items()}
 
 
 class Traffic(NamedTuple):
@@ -80,16 +71,6 @@ class Traffic(NamedTuple):
     errors: int
     received: int  # bytes, headers included
     sent: int
-
-
-class _Method:
-    __slots__ = ("errors", "received", "sent", "took")
-
-    def __init__(self) -> None:
-        self.took = Timing()
-        self.errors = 0
-        self.received = 0
-        self.sent = 0
 
 
 class CallTimings:
@@ -102,35 +83,30 @@ class CallTimings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the counts, not the timings
-        self._methods: dict[str, _Method] = {}
+        # By method: errors, received and sent bytes.
+        self._methods: dict[str, tuple[Timing, list[int]]] = {}
 
     def add(
         self, method: str, seconds: float, received: int, sent: int, *, failed: bool = False
     ) -> None:
         """Count one more call."""
         with self._lock:
-            counts = self._methods.get(method)
-            if counts is None:
-                counts = self._methods[method] = _Method()
-            counts.received += received
-            counts.sent += sent
-            counts.errors += failed
-        counts.took.add(seconds)
+            if method not in self._methods:
+                self._methods[method] = (Timing(), [0, 0, 0])
+            took, counts = self._methods[method]
+            counts[0] += failed
+            counts[1] += received
+            counts[2] += sent
+        took.add(seconds)
 
     def read(self) -> Mapping[str, Traffic]:
         """Return all so far, by method."""
         with self._lock:
-            methods = [
-                (name, one, one.errors, one.received, one.sent)
-                for name, one in self._methods.items()
-            ]
-        return {name: Traffic(one.took.read(), *counts) for name, one, *counts in methods}
+            items = [(name, took, [*counts]) for name, (took, counts) in self._methods.items()]
+        return {name: Traffic(took.read(), *counts) for name, took, counts in items}
 
 
 def total(parts: Iterable[Distribution]) -> Distribution:
     """Add up distributions, such as those of several clients."""
-    counts, seconds = list(NONE.counts), 0.0
-    for part in parts:
-        counts = [mine + theirs for mine, theirs in zip(counts, part.counts, strict=True)]
-        seconds += part.seconds
-    return Distribution(tuple(counts), seconds)
+    all_counts, seconds = zip(*parts, strict=True)
+    return Distribution(tuple(map(sum, zip(*all_counts, strict=True))), sum(seconds))

@@ -1,22 +1,32 @@
 """One frame of ``persia-launcher top``: a whole job at a glance.
 
     Watched, one per process   -->   Frame   -->   str(frame), or rich's own
-      (two readings, or why none)      stage, headline, one table per role
+      (two readings, or why none)      slowest stage, headline, one table per role
 
-A trainer in embedded mode draws itself: ``print(ctx.top())``.
+A trainer in embedded mode draws itself: ``print(ctx.top())``. The slowest stage is one rule
+over the waits and queues of all processes; docs/top.md says it in words:
+
+    the training loop       rarely waits (below a quarter of its time)       nn-worker
+      waits for a batch, and none is ready for its lookup, while
+        data-loaders do not wait for room                                   data-loader
+        there are none, and lookups and updates have time to spare          dataset
+      waits otherwise: for lookups, for room of its gradients, or for
+      updates that the staleness allows no more of
+        more than half of their time is spent at parameter servers          parameter server
+        else                                                               embedding-worker
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from persia._metrics.bottleneck import slowest
-from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.definitions import EVERY, LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.format import byte_size, percent, plain, seconds, short
 from persia._metrics.registry import Metrics
 from persia._metrics.scrape import Delta, Reading, read
@@ -26,13 +36,19 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-# The order in which a batch passes them.
-ORDER = (LOADER, WORKER, SERVER, TRAINER)
-
 # Columns of text that is printed without a terminal.
 WIDTH = 112
 
 Cell = Callable[[Delta], str]
+
+DATASET = "dataset"  # of a trainer without data-loaders
+
+# Share of the training loop's time below which waiting does not count.
+RARELY = 0.25
+HALF = 0.5
+
+_WAITS_FOR_BATCH = "get_train_batch_time_cost_more_than_1ms_sec"
+_WAITS_FOR_ROOM = "update_gradient_batched_time_cost_more_than_1ms_sec"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,90 @@ def _sum(values: Iterable[float | None]) -> float | None:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def _share(shares: Iterable[float | None]) -> float:
+    return _mean(shares) or 0.0
+
+
+# --- the slowest stage ------------------------------------------------------------------------
+
+
+class Stage(NamedTuple):
+    """The slowest stage and the reason; its name is "" before anything is known."""
+
+    name: str
+    why: str
+
+
+def slowest(spans: Sequence[Delta]) -> Stage:
+    """Return the stage that holds the others back."""
+    ranks = [span for span in spans if span.now.role == TRAINER and span.seconds > 0]
+    if not ranks:
+        return Stage("", "no nn-worker was read twice")
+    if not sum(span.delta("persia_steps_total") or 0 for span in ranks):
+        return Stage("", "no step was made in between")
+    for_batch = _share(span.share(_WAITS_FOR_BATCH) for span in ranks)
+    for_room = _share(span.share(_WAITS_FOR_ROOM) for span in ranks)
+    waits = for_batch + for_room
+    if waits < RARELY:
+        return Stage(TRAINER, f"its loop runs without waiting {percent(1 - waits)} of its time")
+    what = "a batch" if for_batch >= for_room else "room for its gradients"
+    why = f"the training loop waits for {what} {percent(max(for_batch, for_room))} of its time"
+    if for_batch >= for_room:
+        source = _slow_source(spans, ranks)
+        if source is not None:
+            return Stage(source.name, f"{why}, {source.why}")
+    name, reason = _slow_server(spans)
+    return Stage(name, f"{why}, {reason}" if reason else why)
+
+
+def _slow_source(spans: Sequence[Delta], ranks: Sequence[Delta]) -> Stage | None:
+    loaders = [span for span in spans if span.now.role == LOADER]
+    if loaders:
+        waiting = sum(span.now.get("persia_inbox_batches") or 0 for span in ranks)
+        held_up = _share(span.share("persia_loader_wait_seconds") for span in loaders)
+        if waiting < len(ranks) and held_up < HALF:
+            return Stage(LOADER, "and none is there to be looked up")
+        return None
+    if any(span.now.get("persia_inbox_batches") is not None for span in ranks):
+        return None  # its data-loaders were not read
+    busy = sum(
+        _share(span.share(f"{way}_client_time_cost_sec") for span in ranks)
+        for way in ("forward", "backward")
+    )
+    if busy < HALF:
+        return Stage(DATASET, f"and lookups and updates take {percent(busy)}")
+    return None
+
+
+def _slow_server(spans: Sequence[Delta]) -> Stage:
+    """Return which of the two server roles takes most of the time of lookups and updates."""
+    workers = [span for span in spans if span.now.role == WORKER]
+    servers = [span for span in spans if span.now.role == SERVER]
+    whole = sum(
+        span.delta(f"{name}_sum") or 0.0
+        for span in workers
+        for name in (
+            "lookup_preprocess_time_cost_sec",
+            "lookup_total_time_cost_sec",
+            "update_gradient_time_cost_sec",
+        )
+    )
+    if not whole:
+        return Stage(WORKER, "")
+    there = sum(span.delta("lookup_rpc_time_cost_sec_sum") or 0.0 for span in workers)
+    calls = [
+        span.delta("persia_rpc_call_seconds_sum", peer=SERVER, method="update")
+        for span in workers
+    ]
+    if all(seconds is None for seconds in calls):  # servers in the same process
+        calls = [span.delta("persia_update_rows_seconds_sum") for span in servers]
+    # All servers are asked at the same time.
+    there += sum(seconds or 0.0 for seconds in calls) / max(1, len(servers))
+    part = min(1.0, there / whole)
+    why = f"and {percent(part)} of lookups and updates is spent at parameter servers"
+    return Stage(SERVER if part > HALF else WORKER, why)
 
 
 # --- columns by role --------------------------------------------------------------------------
@@ -87,9 +187,8 @@ _TRAINED_NOT = ("abandoned", "incomplete", "skipped", "failed")
 
 
 def _not_trained(span: Delta) -> str:
-    return short(
-        _sum(span.now.get("persia_batches_total", outcome=name) for name in _TRAINED_NOT)
-    )
+    batches = span.now.by("persia_batches_total", "outcome")
+    return short(_sum(batches.get(name) for name in _TRAINED_NOT))
 
 
 COLUMNS: dict[str, tuple[tuple[str, Cell], ...]] = {
@@ -140,7 +239,7 @@ class Frame:
     """
 
     def __init__(self, processes: Sequence[Watched], title: str) -> None:
-        self.processes = sorted(processes, key=lambda one: (ORDER.index(one.role), one.replica))
+        self.processes = sorted(processes, key=lambda one: (EVERY.index(one.role), one.replica))
         self.title = title
         self.clock = time.strftime("%H:%M:%S")
         self.stage = slowest(self._spans())
@@ -162,21 +261,18 @@ class Frame:
         def total(spans: list[Delta], name: str) -> float | None:
             return _sum(span.now.get(name) for span in spans)
 
-        found = [
+        reported = [span.now.by("persia_reported", "name") for span in ranks]
+        return [
             ("samples/s", short(_sum(s.rate("persia_trained_samples_total") for s in ranks))),
             ("steps", short(_mean(s.now.get("persia_steps_total") for s in ranks))),
             ("loss", plain(_mean(s.now.first("persia_loss") for s in ranks))),
-        ]
-        reported: dict[str, list[float | None]] = {}
-        for span in ranks:
-            for name, value in span.now.by("persia_reported", "name").items():
-                reported.setdefault(name, []).append(value)
-        found += [
-            (f"reported {name}" if name == "loss" else name, plain(_mean(values)))
-            for name, values in reported.items()
-        ]
-        return [
-            *found,
+            *(
+                (
+                    f"reported {name}" if name == "loss" else name,
+                    plain(_mean(one.get(name) for one in reported)),
+                )
+                for name in dict.fromkeys(itertools.chain(*reported))
+            ),
             ("staleness", short(total(ranks, "staleness"))),
             ("rows", short(total(servers, "persia_rows"))),
             ("misses", percent(misses)),
@@ -201,7 +297,7 @@ class Frame:
         )
         name, why = self.stage
         yield Text.assemble("slowest: ", (name or "not known", "bold yellow"), f" ({why})\n")
-        for role in ORDER:
+        for role in EVERY:
             mine = [one for one in self.processes if one.role == role]
             if mine:
                 yield self._fitting(role, mine, console, options)
@@ -212,21 +308,16 @@ class Frame:
                 yield Text(f"{one.role} {one.replica}{where}: {one.problem}", "red")
 
     def _fitting(
-        self,
-        role: str,
-        processes: Sequence[Watched],
-        console: Console,
-        options: ConsoleOptions,
+        self, role: str, mine: Sequence[Watched], console: Console, options: ConsoleOptions
     ) -> Table:
         """Return the table of a role, without the last columns if it is too wide."""
         unbound = options.update(max_width=10 * WIDTH)
-        num_columns = len(COLUMNS[role])
-        while num_columns:
-            table = self._table(role, processes, COLUMNS[role][:num_columns])
-            if console.measure(table, options=unbound).maximum <= options.max_width:
-                return table
-            num_columns -= 1
-        return self._table(role, processes, ())
+        columns = COLUMNS[role]
+        table = self._table(role, mine, columns)
+        while columns and console.measure(table, options=unbound).maximum > options.max_width:
+            columns = columns[:-1]
+            table = self._table(role, mine, columns)
+        return table
 
     def _table(
         self, role: str, processes: Sequence[Watched], columns: Sequence[tuple[str, Cell]]
@@ -236,9 +327,8 @@ class Frame:
 
         colour = " yellow" if self.stage.name == role else ""
         table = Table(box=None, pad_edge=False, header_style=f"bold{colour}")
-        table.add_column(
-            role.removeprefix("embedding-") if role == SERVER else role, no_wrap=True
-        )
+        name = role.removeprefix("embedding-") if role == SERVER else role
+        table.add_column(name, no_wrap=True)
         table.add_column("state", no_wrap=True)
         for name in ("memory", "cpu", *(name for name, _ in columns)):
             table.add_column(name, justify="right", no_wrap=True)
@@ -247,11 +337,8 @@ class Frame:
             cells = [Text(str(one.replica)), Text(state, style)]
             if one.span is not None:
                 memory = one.span.now.get("process_resident_memory_bytes")
-                cells += [
-                    Text(byte_size(memory)),
-                    Text(percent(one.span.cpu())),
-                    *(Text(text(one.span)) for _, text in columns),
-                ]
+                cells += [Text(byte_size(memory)), Text(percent(one.span.cpu()))]
+                cells += [Text(text(one.span)) for _, text in columns]
             table.add_row(*cells)
         return table
 

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class TrainingMetrics:
-    """The sources of one context.
-
-    Args:
-        rank: This rank.
-    """
+    """The sources of one context of a rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -51,25 +47,26 @@ class TrainingMetrics:
     ) -> list[MetricSource]:
         """Return what there is to be read now."""
         self._engine = engine
-        found: dict[int, MetricSource] = {}
-
-        def add(of: object, make: Callable[[], MetricSource]) -> None:
-            found[id(of)] = self._known.get(id(of)) or make()
-
-        add(book, lambda: metric_sources.of_inflight(TRAINER, self._rank, book))
-        add(self, lambda: MetricSource(TRAINER, self._rank, "steps", self, self._read))
+        role, rank = TRAINER, self._rank
+        found: list[tuple[object, Callable[[], MetricSource]]] = [
+            (book, lambda: metric_sources.of_inflight(role, rank, book)),
+            (self, lambda: MetricSource(role, rank, "steps", self, self._read)),
+        ]
         if stream is not None:
             receiver, server = stream.receiver, stream.server
-            add(receiver, lambda: metric_sources.of_receiver(TRAINER, self._rank, receiver))
-            add(server, lambda: metric_sources.of_rpc_server(TRAINER, self._rank, server))
+            found += [
+                (receiver, lambda: metric_sources.of_receiver(role, rank, receiver)),
+                (server, lambda: metric_sources.of_rpc_server(role, rank, server)),
+            ]
         if isinstance(worker, EmbeddingWorkers):
             clients = worker.clients
-            add(worker, lambda: metric_sources.of_clients(TRAINER, self._rank, worker, clients))
+            found.append(
+                (worker, lambda: metric_sources.of_clients(role, rank, worker, clients))
+            )
         else:
-            for of, make in metric_sources.of_embedded(worker):
-                add(of, make)
-        self._known = found
-        return list(found.values())
+            found += metric_sources.of_embedded(worker)
+        self._known = {id(of): self._known.get(id(of)) or make() for of, make in found}
+        return list(self._known.values())
 
     def _read(self) -> Iterable[Sample]:
         yield Sample("persia_steps", self._steps)

@@ -1,7 +1,7 @@
 """What a run records of itself, for its report and for TensorBoard.
 
     user's thread   step(loss), norms of every 16th step, ctx.report(auc=...) --+
-                                                                                +--> sinks
+                                                                                +--> curves
     a thread        twice a second at first: speed, staleness, rows, memory ----+
 
 Losses stay on their device until 16 are read at once, so that a step waits for nothing. The
@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from persia.errors import ServiceError
+from persia.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from persia._rpc.messages import EmbeddingWorker
     from persia._training.backward import BackwardPipeline
@@ -44,13 +46,6 @@ _JOIN_S = 30.0
 MOST = 600
 
 Points = list[tuple[float, float]]
-
-
-class Sink(Protocol):
-    """Where recorded values go."""
-
-    def add(self, name: str, step: int, seconds: float, value: float) -> None: ...
-    def close(self) -> None: ...
 
 
 class Curve:
@@ -89,7 +84,7 @@ class Curve:
 
 
 class CurveStore:
-    """A sink that keeps each value in two curves: over steps, and over seconds."""
+    """Each value in two curves: over steps, and over seconds."""
 
     def __init__(self) -> None:
         self._curves: dict[str, tuple[Curve, Curve]] = {}
@@ -100,24 +95,22 @@ class CurveStore:
         over_steps.add(step, value)
         over_time.add(seconds, value)
 
-    def close(self) -> None:
-        """Keep all of it."""
-
     def names(self) -> list[str]:
         """Return the names of all curves, the oldest first."""
         return list(self._curves)
 
-    def over_steps(self, name: str) -> Points:
-        """Return (step, value); empty if nothing was added."""
-        return self._curves[name][0].points() if name in self._curves else []
+    def of(self, name: str, *, over_time: bool = False) -> Curve:
+        """Return a curve over steps or over seconds; an empty one if nothing was added."""
+        return self._curves[name][over_time] if name in self._curves else Curve()
 
-    def over_time(self, name: str) -> Points:
-        """Return (seconds, value); empty if nothing was added."""
-        return self._curves[name][1].points() if name in self._curves else []
 
-    def num_not_finite(self, name: str) -> int:
-        """Return how many values were not finite."""
-        return self._curves[name][0].num_not_finite if name in self._curves else 0
+def need_tensorboard() -> None:
+    """Raise ConfigError unless TensorBoard is installed, which writes its own files."""
+    if find_spec("tensorboard") is None:
+        raise ConfigError(
+            "tensorboard=: expected the package tensorboard, which is not installed: "
+            "pip install tensorboard"
+        )
 
 
 class Recorder:
@@ -127,8 +120,8 @@ class Recorder:
         worker: Whose servers' statistics are read.
         tracker: The run's batches.
         engine: The run's updates.
-        sinks: Where values go; closed with this.
         world_size: Ranks that make the steps.
+        tensorboard: Folder of event files; its name is the run's. None writes none.
     """
 
     def __init__(
@@ -136,17 +129,23 @@ class Recorder:
         worker: EmbeddingWorker,
         tracker: InFlightTracker,
         engine: BackwardPipeline,
-        sinks: Sequence[Sink],
         world_size: int,
+        tensorboard: str | os.PathLike[str] | None,
     ) -> None:
         self.begin = time.monotonic()
-        self.feature_norms: dict[str, tuple[float, float]] = {}  # of vectors, of gradients
+        # Of vectors, and of gradients.
+        self.feature_norms: dict[str, tuple[float, float | None]] = {}
         self.num_missed = 0  # readings of servers that failed
         self.step = 0  # the last one
         self.worker, self.tracker, self.world_size = worker, tracker, world_size
         self._engine = engine
-        self._sinks = sinks
-        self._lock = threading.Lock()  # guards the sinks and _last
+        self.curves = CurveStore()
+        self._writer: Any = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._writer = SummaryWriter(os.fspath(tensorboard))
+        self._lock = threading.Lock()  # guards the curves, the writer and _last
         self._losses: list[torch.Tensor] = []
         self._last = (self.begin, tracker.totals()[0])  # when speed was read; samples then
         self._ended = threading.Event()
@@ -174,14 +173,14 @@ class Recorder:
         losses, self._losses = self._losses, []
         if not losses:
             return
-        first = self.step - len(losses) + 1
         values = torch.stack([loss.float() for loss in losses]).tolist()
         finite = [value for value in values if math.isfinite(value)]
         for value in values:
             if not math.isfinite(value):
                 self._add({"loss": value}, self.step)
         if finite:
-            self._add({"loss": sum(finite) / len(finite)}, first + len(values) // 2)
+            middle = self.step - len(losses) + 1 + len(losses) // 2
+            self._add({"loss": sum(finite) / len(finite)}, middle)
 
     def note_norms(
         self,
@@ -189,29 +188,21 @@ class Recorder:
         parameters: Iterable[torch.Tensor],
         scale: float,
     ) -> None:
-        """Note the norms of vectors and gradients, while leaves have them.
+        """Note the norms of vectors and of gradients of a loss times ``scale``.
 
-        Args:
-            batches: Those that the backward reached.
-            parameters: Of the dense model.
-            scale: What the loss was multiplied with.
+        The leaves of ``batches``, which the backward reached, have their gradients still.
         """
         leaves = [leaf for batch in batches for leaf in batch.leaves]
         vectors = [leaf.tensor.detach() for leaf in leaves]
-        reached = [leaf for leaf in leaves if leaf.tensor.grad is not None]
-        gradients = [leaf.tensor.grad for leaf in reached if leaf.tensor.grad is not None]
+        reached = {leaf.name: g for leaf in leaves if (g := leaf.tensor.grad) is not None}
         dense = [one.grad for one in parameters if one.grad is not None]
         # One transfer from the device for all of them.
-        norms = _norms([*vectors, *gradients, *dense])
-        of_vectors, rest = norms[: len(vectors)], norms[len(vectors) :]
-        of_gradients, of_dense = rest[: len(gradients)], rest[len(gradients) :]
-        of_features = {
-            leaf.name: norm / scale for leaf, norm in zip(reached, of_gradients, strict=True)
-        }
-        rows = [max(len(leaf.tensor), 1) for leaf in leaves]
-        means = [norm / math.sqrt(num) for norm, num in zip(of_vectors, rows, strict=True)]
+        norms = iter(_norms([*vectors, *reached.values(), *dense]))
+        means = [next(norms) / math.sqrt(max(len(vector), 1)) for vector in vectors]
+        of_features = {name: next(norms) / scale for name in reached}
+        of_dense = list(norms)
         for leaf, mean in zip(leaves, means, strict=True):
-            self.feature_norms[leaf.name] = (mean, of_features.get(leaf.name, math.nan))
+            self.feature_norms[leaf.name] = (mean, of_features.get(leaf.name))
         self._add(
             {
                 "gradient_norm_dense": math.hypot(*of_dense) / scale,
@@ -238,12 +229,12 @@ class Recorder:
             raise failure
 
     def close(self) -> None:
-        """End the thread and the sinks."""
+        """End the thread, and write what is left."""
         self._ended.set()
         self._thread.join(_JOIN_S)
         with self._lock:
-            for sink in self._sinks:
-                sink.close()
+            if self._writer is not None:
+                self._writer.close()
 
     # --- the recorder's thread --------------------------------------------------------------
 
@@ -283,8 +274,9 @@ class Recorder:
         seconds = self.seconds
         with self._lock:
             for name, value in values.items():
-                for sink in self._sinks:
-                    sink.add(name, step, seconds, value)
+                self.curves.add(name, step, seconds, value)
+                if self._writer is not None:
+                    self._writer.add_scalar(name.removeprefix("reported/"), value, step)
 
 
 def _norms(tensors: list[torch.Tensor]) -> list[float]:

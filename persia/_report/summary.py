@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from persia import env
 from persia._core.ids import cardinality
-from persia._report.html import Chart, ChartSeries, FeatureRow, Page, RunWarning, render, short
-from persia._report.recorder import CurveStore, Points, Recorder, Sink
-from persia._report.tensorboard import TensorBoard, need_tensorboard
+from persia._metrics.format import count
+from persia._report.html import Chart, ChartSeries, FeatureRow, Page, render, short
+from persia._report.recorder import CurveStore, Points, Recorder, need_tensorboard
 from persia.errors import ConfigError, ServiceError
 from persia.version import __version__
 
@@ -26,22 +26,15 @@ _T = TypeVar("_T")
 _REPORTED = "reported/"
 # A loss of at least this many points is smoothed as well.
 _MANY = 60
-_NOTE = (
-    "Distinct ids are estimated by HyperLogLog: the standard error is 1.6 %. Each has a row, "
-    "but for those that were evicted, expired or not admitted, and but for features that share "
-    "rows in a group. Vectors are their size as f32, without optimizer state. Evaluation's ids "
-    "count as well. The norm of a vector is the root mean square over a batch's rows, pooled "
-    "as the model sees them; norms are of the last step that was recorded."
-)
 
 
 class TrainingRecord:
-    """What a TrainCtx records, and the report it writes at the end.
+    """What a TrainCtx of rank 0 records, and the report it writes at the end.
 
     Args:
         report: The report's file; None writes none. Its folder is made now.
         tensorboard: Folder of event files; None writes none.
-        rank: Only rank 0 records.
+        rank: Others than 0 record nothing.
 
     Raises:
         ConfigError: If no file can be written there, or TensorBoard is not installed.
@@ -57,15 +50,10 @@ class TrainingRecord:
             need_tensorboard()
         if report is not None and rank == 0:
             _make_folder(report)
+        self.has_report = report is not None
         self._report, self._tensorboard = report, tensorboard
         self._rank = rank
-        self._curves: CurveStore | None = None
         self._recorder: Recorder | None = None
-
-    @property
-    def has_report(self) -> bool:
-        """Whether a report is to be written at the end."""
-        return self._report is not None
 
     def begin(
         self,
@@ -75,21 +63,13 @@ class TrainingRecord:
         world_size: int,
     ) -> Recorder | None:
         """Begin to record a run; None if nothing is to be recorded."""
-        if self._rank:
-            return None
-        sinks: list[Sink] = []
-        if self._report is not None:
-            self._curves = CurveStore()
-            sinks.append(self._curves)
-        if self._tensorboard is not None:
-            sinks.append(TensorBoard(self._tensorboard))
-        if sinks:
-            self._recorder = Recorder(worker, tracker, engine, sinks, world_size)
+        if not self._rank and (self.has_report or self._tensorboard is not None):
+            self._recorder = Recorder(worker, tracker, engine, world_size, self._tensorboard)
         return self._recorder
 
     def end(self) -> None:
         """End the recording."""
-        recorder, self._recorder, self._curves = self._recorder, None, None
+        recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.close()
 
@@ -98,23 +78,17 @@ class TrainingRecord:
     ) -> None:
         """Write the report of the run so far; the file appears whole or not at all.
 
-        Args:
-            path: The file; None is the one that was given at first.
-            model_name: For the title.
-            optimizers: For the line below it.
-
         Raises:
             ConfigError: If no run is recorded for a report.
             OSError: If the file cannot be written.
         """
-        if self._recorder is None or self._curves is None or self._report is None:
+        if self._recorder is None or self._report is None:
             raise ConfigError(
                 "TrainCtx.write_report: expected TrainCtx(report='report.html'), which has the "
                 "run recorded, and to be called inside its `with`"
             )
         self._recorder.settle()
-        title = f"Training report: {model_name}"
-        page = gather(title, optimizers, self._recorder, self._curves)
+        page = gather(f"Training report: {model_name}", optimizers, self._recorder)
         target = Path(self._report if path is None else path)
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{os.getpid()}")
@@ -127,43 +101,37 @@ class TrainingRecord:
 
 def _make_folder(path: str | os.PathLike[str]) -> None:
     """Make the folder of a report now, and not after a run of days."""
-    target = Path(path)
+    folder = Path(path).parent
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        raise ConfigError(
-            f"report: cannot make the folder {target.parent}: {exc.strerror}"
-        ) from exc
-    if target.is_dir():
-        raise ConfigError(
-            f"report: expected a file, got the folder {target}; give {target / 'report.html'}"
-        )
-    if not os.access(target.parent, os.W_OK):
-        raise ConfigError(f"report: the folder {target.parent} cannot be written to")
+        raise ConfigError(f"report: cannot make the folder {folder}: {exc.strerror}") from exc
+    if Path(path).is_dir():
+        raise ConfigError(f"report: expected a file, got the folder {path}")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"report: the folder {folder} cannot be written to")
 
 
-def gather(title: str, optimizers: str, recorder: Recorder, curves: CurveStore) -> Page:
+def gather(title: str, optimizers: str, recorder: Recorder) -> Page:
     """Return what is known of a run now."""
     # Servers may be gone when a report is written: it has what the others say.
     servers = _unless_gone(recorder.worker.server_stats) or []
     features = _unless_gone(recorder.worker.feature_stats) or ()
-    world_size = recorder.world_size
     facts = (
         f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         f"PERSIA {__version__}",
         f"{env.get_mode()} mode",
-        f"{world_size} rank{'s' if world_size > 1 else ''}",
-        f"{len(servers) or 'no'} parameter server{'s' if len(servers) != 1 else ''}",
+        count(recorder.world_size, "rank"),
+        count(len(servers), "parameter server"),
         optimizers,
     )
     return Page(
         title=title,
         facts=" \u00b7 ".join(facts),
-        tiles=_tiles(recorder, curves, servers),
-        warnings=_warnings(recorder, curves, servers, features),
-        charts=_charts(curves),
+        tiles=_tiles(recorder, servers),
+        warnings=_warnings(recorder, servers, features),
+        charts=_charts(recorder.curves),
         features=_feature_rows(recorder, features),
-        note=_NOTE,
     )
 
 
@@ -174,20 +142,18 @@ def _unless_gone(read: Callable[[], _T]) -> _T | None:
         return None
 
 
-def _tiles(
-    recorder: Recorder, curves: CurveStore, servers: Sequence[Mapping[str, int]]
-) -> list[tuple[str, str]]:
+def _tiles(recorder: Recorder, servers: Sequence[Mapping[str, int]]) -> list[tuple[str, str]]:
     samples = recorder.tracker.totals()[0] * recorder.world_size
-    losses = curves.over_steps("loss")
     tiles = [
         ("steps", f"{recorder.step:,}"),
         ("samples", short(samples)),
-        ("time", _duration(recorder.seconds)),
+        ("time", str(datetime.timedelta(seconds=round(recorder.seconds)))),
         ("samples / s", short(samples / max(recorder.seconds, 1e-9))),
     ]
+    losses = recorder.curves.of("loss").points()
     if losses:
         tiles.append(("loss at the end", f"{losses[-1][1]:.4f}"))
-    for name, points in _reported(curves).items():
+    for name, points in _reported(recorder.curves).items():
         tiles.append((f"{name}, last", f"{points[-1][1]:.4f}"))
     if servers:
         tiles.append(("rows held", short(sum(one["rows"] for one in servers))))
@@ -198,32 +164,26 @@ def _tiles(
 def _reported(curves: CurveStore) -> dict[str, Points]:
     """Return what the script reported by name, over steps."""
     names = [name for name in curves.names() if name.startswith(_REPORTED)]
-    found = {name.removeprefix(_REPORTED): curves.over_steps(name) for name in names}
+    found = {name.removeprefix(_REPORTED): curves.of(name).points() for name in names}
     return {name: points for name, points in found.items() if points}
 
 
 # Title, unit, whether over time, and the recorded name of each line by its label.
+_STALENESS = {"between lookup and update": "staleness", "updates that wait": "update_queue"}
+_MEMORY = {"rows, of all servers": "embedding_bytes", "this process": "process_bytes"}
+_GRADIENTS = {"embeddings": "gradient_norm_embeddings", "dense net": "gradient_norm_dense"}
 _CHARTS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Throughput", "samples / s, all ranks", True, {"samples / s": "samples_per_second"}),
-    (
-        *("Staleness", "batches", True),
-        {"between lookup and update": "staleness", "updates that wait": "update_queue"},
-    ),
+    ("Staleness", "batches", True, _STALENESS),
     ("Rows", "of all servers", True, {"rows": "rows"}),
-    (
-        *("Memory", "B", True),
-        {"rows, of all servers": "embedding_bytes", "this process": "process_bytes"},
-    ),
-    (
-        *("Gradients", "norm", False),
-        {"embeddings": "gradient_norm_embeddings", "dense net": "gradient_norm_dense"},
-    ),
+    ("Memory", "B", True, _MEMORY),
+    ("Gradients", "norm", False, _GRADIENTS),
     ("Embeddings", "norm of a vector, mean of features", False, {"norm": "embedding_norm"}),
 )
 
 
 def _charts(curves: CurveStore) -> list[Chart]:
-    losses = curves.over_steps("loss")
+    losses = curves.of("loss").points()
     of_loss: tuple[ChartSeries, ...] = (ChartSeries("loss", losses),)
     if len(losses) >= _MANY:
         smoothed = ChartSeries("smoothed", _smoothed(losses))
@@ -234,9 +194,11 @@ def _charts(curves: CurveStore) -> list[Chart]:
             title = name.upper() if name in ("auc", "gauc") else name
             charts.append(Chart(title, "as reported", "step", (ChartSeries(name, points),)))
     for title, unit, over_time, lines in _CHARTS:
-        read = curves.over_time if over_time else curves.over_steps
         across = "seconds since the start" if over_time else "step"
-        series = tuple(ChartSeries(label, read(name)) for label, name in lines.items())
+        series = tuple(
+            ChartSeries(label, curves.of(name, over_time=over_time).points())
+            for label, name in lines.items()
+        )
         charts.append(Chart(title, unit, across, series, from_zero=True))
     return charts
 
@@ -251,7 +213,6 @@ def _smoothed(points: Points) -> Points:
 
 
 def _feature_rows(recorder: Recorder, features: Sequence[FeatureStats]) -> list[FeatureRow]:
-    nothing = (float("nan"), float("nan"))
     return [
         FeatureRow(
             one.name,
@@ -260,7 +221,7 @@ def _feature_rows(recorder: Recorder, features: Sequence[FeatureStats]) -> list[
             one.num_ids,
             one.num_ids / max(one.num_samples, 1),
             one.num_empty / max(one.num_samples, 1),
-            *recorder.feature_norms.get(one.name, nothing),
+            *recorder.feature_norms.get(one.name, (None, None)),
         )
         for one in features
         if one.num_samples
@@ -276,8 +237,6 @@ _OF_BATCHES = {
         "Other ranks had none at the end of a pass.",
     ),
     "missing": ("gradients without a row", "Their ids were not admitted, or evicted since."),
-}
-_BY_FEATURE = {
     "nan_samples": ("gradient rows not finite: {}", "They were left out of the update."),
     "nan_rows": ("summed gradients not finite: {}", "The row made no step."),
     "skipped_slots": ("batches without a gradient: {}", "The loss did not reach the feature."),
@@ -292,26 +251,25 @@ _OF_SERVERS = {
 
 def _warnings(
     recorder: Recorder,
-    curves: CurveStore,
     servers: Sequence[Mapping[str, int]],
     features: Sequence[FeatureStats],
-) -> list[RunWarning]:
+) -> list[tuple[str, int, str]]:
     of_batches = recorder.tracker.stats()
     of_worker = _unless_gone(recorder.worker.stats) or {}
-    masked = {name for name in of_worker if name.startswith("masked_ids.")}
     unseen = [one.name for one in features if not one.num_samples]
-    found = [("losses not finite", curves.num_not_finite("loss"), "NaN or infinity.")]
+    not_finite = recorder.curves.of("loss").num_not_finite
+    found = [("losses not finite", not_finite, "NaN or infinity.")]
     for key, (what, why) in _OF_BATCHES.items():
-        number = of_batches[key]
-        found.append((what, number if isinstance(number, int) else 0, why))
-    for key, (what, why) in _BY_FEATURE.items():
         counts = of_batches[key]
-        if isinstance(counts, Mapping):
+        if isinstance(counts, int):
+            found.append((what, counts, why))
+        elif isinstance(counts, Mapping):  # by feature
             found += [(what.format(name), num, why) for name, num in sorted(counts.items())]
     found.append(("lookups that raised", recorder.tracker.totals()[1], "The log says why."))
     why = "They need more bits than feature_index_prefix_bit leaves, and may share rows."
-    for name in sorted(masked):
-        found.append((f"ids masked: {name.removeprefix('masked_ids.')}", of_worker[name], why))
+    for name, num in sorted(of_worker.items()):
+        if name.startswith("masked_ids."):
+            found.append((f"ids masked: {name.removeprefix('masked_ids.')}", num, why))
     restarts = of_worker.get("server_restarts", 0)
     found.append(("parameter servers restarted", restarts, "What they did not save is gone."))
     for key, (what, why) in _OF_SERVERS.items():
@@ -320,12 +278,4 @@ def _warnings(
     if len(unseen) < len(features):  # where no batch had any slot, that is no news
         why = f"{', '.join(unseen)}: the model got no embeddings of them."
         found.append(("slots that no batch had", len(unseen), why))
-    return [RunWarning(what, num, why) for what, num, why in found if num]
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+    return [warning for warning in found if warning[1]]

@@ -9,15 +9,16 @@ Each case prints a table with a ratio, taken pair by pair as interleaved.py says
     inputs       an IDTypeFeature from 4096 arrays, from CSR and from one array
     rows         the same batch on tables of more and more rows, and the ceiling's there
     distinct     batches of as many ids, of which more and more are distinct
-    latency      see latency.py
+    latency      how long a lookup takes while others train
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import itertools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +27,17 @@ from persia._core.ids.feature_batch import FeatureBatch
 from persia.embedding.data import IDTypeFeature
 from tests.benchmarks.ceiling import Ceiling
 from tests.benchmarks.contenders import ADAGRAD, Persia
-from tests.benchmarks.interleaved import Clock, Series, again, measure, pin_malloc, ratio
-from tests.benchmarks.latency import latency
+from tests.benchmarks.interleaved import (
+    Clock,
+    Ratio,
+    again,
+    measure,
+    parser,
+    pin_malloc,
+    ratio,
+    row,
+    table,
+)
 from tests.benchmarks.native import compiler
 from tests.benchmarks.workload import (
     BATCH,
@@ -43,6 +53,8 @@ from tests.benchmarks.workload import (
 )
 
 NUM_BATCHES = 8
+LOOKUPS = 60  # a slice
+RESAMPLES = 500
 UNSEEN = itertools.count(1 << 40, 1 << 20)  # row numbers of no feature
 NEW = 0.1  # of the distinct ids of a batch, or of all of them
 
@@ -54,14 +66,6 @@ class Options:
     threads: int
     clock: Clock
     max_rows: int
-
-
-def table(title: str, *columns: str) -> None:
-    print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
-
-
-def row(*cells: object) -> None:
-    print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
 
 
 def training(contender: Contender, data: list[Batch]) -> Callable[[], Sequence[Step]]:
@@ -93,31 +97,27 @@ def optimizers(options: Options) -> None:
 class Renewed:
     """Steps on batches of which a part of the ids was never seen before."""
 
-    def __init__(self, persia: Persia, data: list[Batch], of_distinct: bool) -> None:
+    def __init__(self, persia: Persia, data: list[Batch], of_distinct: bool = False) -> None:
         self._persia = persia
         self._data = [data[-1], *data]
         self._of_distinct = of_distinct
         self._rng = np.random.default_rng(0)
 
+    def __iter__(self) -> Iterator[Step]:
+        for batch in self._data:
+            new = fresh(batch, self._rng, next(UNSEEN), NEW, self._of_distinct)
+            yield self._persia.train_step(new)
+
     def __call__(self) -> list[Step]:
-        return [
-            self._persia.train_step(
-                fresh(batch, self._rng, next(UNSEEN), NEW, self._of_distinct)
-            )
-            for batch in self._data
-        ]
+        return list(self)
 
 
 def eviction(options: Options) -> None:
     """At full capacity every new row takes the place of one that is evicted."""
     table(
         "Training with 10 % new ids at full capacity, M ids/s",
-        "new",
-        "no new ids",
-        "growing",
-        "evicting",
-        "evicting of no new ids [95 %]",
-        "evicting of growing [95 %]",
+        *("new", "no new ids", "growing", "evicting"),
+        *("evicting of no new ids [95 %]", "evicting of growing [95 %]"),
     )
     table_sizes = sizes(options.quick)
     data = batches("single", options.quick, NUM_BATCHES)
@@ -155,41 +155,27 @@ def inputs(options: Options) -> None:
     offsets = ids.offsets if ids.offsets is not None else np.zeros(0, np.int64)
     lists = [array.copy() for array in np.split(ids.values, offsets[1:-1])]
     single = ids.values[:BATCH]
-    makers: dict[str, tuple[Step, int]] = {
-        "FeatureBatch.from_csr": (
-            lambda: void(FeatureBatch.from_csr("f", ids.values, offsets)),
-            len(ids.values),
-        ),
-        "IDTypeFeature.from_csr": (
-            lambda: void(IDTypeFeature.from_csr("f", ids.values, offsets)),
-            len(ids.values),
-        ),
-        "IDTypeFeature of 4096 arrays": (
-            lambda: void(IDTypeFeature("f", lists)),
-            len(ids.values),
-        ),
-        "FeatureBatch.from_single": (
-            lambda: void(FeatureBatch.from_single("f", single)),
-            len(single),
-        ),
+    makers: dict[str, Callable[[], object]] = {
+        "FeatureBatch.from_csr": lambda: FeatureBatch.from_csr("f", ids.values, offsets),
+        "IDTypeFeature.from_csr": lambda: IDTypeFeature.from_csr("f", ids.values, offsets),
+        "IDTypeFeature of 4096 arrays": lambda: IDTypeFeature("f", lists),
+        "FeatureBatch.from_single": lambda: FeatureBatch.from_single("f", single),
     }
     repeat = 20
     # A unit is a feature here, because not all have as many ids.
-    series = measure(
-        {name: again([step] * repeat) for name, (step, _) in makers.items()},
-        repeat,
-        options.pairs,
-        options.clock,
-    )
-    for name, (_, count) in makers.items():
-        scaled = Series([rate * count for rate in series[name].rates], [])
-        base = series["FeatureBatch.from_csr"]
-        same = Series([rate * len(ids.values) for rate in base.rates], [])
-        row(name, f"{scaled.rate:.1f}", ratio(scaled, same))
+    steps = {
+        name: again([functools.partial(void, make)] * repeat) for name, make in makers.items()
+    }
+    series = measure(steps, repeat, options.pairs, options.clock)
+    for name, own in series.items():
+        num_ids_each = BATCH if "single" in name else len(ids.values)
+        own.rates[:] = [rate * num_ids_each for rate in own.rates]
+        row(name, f"{own.rate:.1f}", ratio(own, series["FeatureBatch.from_csr"]))
 
 
-def void(_: object) -> None:
-    """Forget what a step made."""
+def void(make: Callable[[], object]) -> None:
+    """Make something, and forget it."""
+    make()
 
 
 def rows(options: Options) -> None:
@@ -252,40 +238,135 @@ def distinct(options: Options) -> None:
         row(f"{counts[at]:,.0f}", f"{num_ids(data[0]) / NUM_BATCHES / own.rate:.0f}", *grown)
 
 
+class Load:
+    """A thread that steps until its event is set."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._steps = steps
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self.count = 0
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            for step in self._steps:
+                if self._stop.is_set():
+                    return
+                step()
+                self.count += 1
+        except BaseException as error:
+            self._error = error
+
+
+def slice_of(lookups: list[Step], steps: Iterator[Step] | None) -> tuple[list[float], float]:
+    """Return the seconds of LOOKUPS lookups, and steps a second beside them."""
+
+    def timed() -> list[float]:
+        seconds = []
+        for _, lookup in zip(range(LOOKUPS), itertools.cycle(lookups)):
+            start = time.perf_counter()
+            lookup()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    if steps is None:
+        return timed(), 0.0
+    with Load(steps) as load:
+        start, before = time.perf_counter(), load.count
+        seconds = timed()
+        return seconds, (load.count - before) / (time.perf_counter() - start)
+
+
+def p99(slices: list[list[float]]) -> float:
+    return float(np.percentile(np.concatenate(slices), 99))
+
+
+def p99_ratio(own: list[list[float]], other: list[list[float]]) -> Ratio:
+    """Return p99 over p99; slices that were taken together are drawn together."""
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(RESAMPLES):
+        drawn = rng.integers(0, len(own), len(own))
+        ratios.append(p99([own[at] for at in drawn]) / p99([other[at] for at in drawn]))
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return Ratio(p99(own) / p99(other), float(low), float(high))
+
+
+def forever(steps: Iterable[Step]) -> Iterator[Step]:
+    while True:
+        yield from steps
+
+
+def latency(options: Options) -> None:
+    """Time lookups in slices, each while another thread of the process
+
+    idle       does nothing
+    trains     trains batches whose ids have rows
+    grows      trains batches of which 10 % of the ids are new, below capacity
+    evicts     does so at full capacity, so that each new row takes an old one's place
+
+    Slices alternate. A p99 is over all slices of a kind; its ratio's interval is by the
+    bootstrap over slices. What the threads take from each other (a core, the GIL, memory) is in
+    `trains`; what growth and eviction add to it is the last column.
+    """
+    table_sizes = sizes(options.quick)
+    data = batches("single", options.quick, NUM_BATCHES)
+    roomy = Persia(table_sizes, options.threads)
+    full = Persia(table_sizes, options.threads, capacity=sum(table_sizes))
+    loads: dict[str, tuple[Persia, Iterator[Step] | None]] = {
+        "idle": (roomy, None),
+        "trains": (roomy, forever([roomy.train_step(batch) for batch in data])),
+        "grows": (roomy, forever(Renewed(roomy, data))),
+        "evicts": (full, forever(Renewed(full, data))),
+    }
+    slices: dict[str, list[list[float]]] = {name: [] for name in loads}
+    rates: dict[str, list[float]] = {name: [] for name in loads}
+    for number in range(options.pairs + 1):
+        for name, (persia, steps) in loads.items():
+            seconds, rate = slice_of([persia.evaluate_step(batch) for batch in data], steps)
+            if number > 0:  # the first only warms
+                slices[name].append(seconds)
+                rates[name].append(rate)
+    table(
+        f"A lookup of 4096 samples, {options.pairs * LOOKUPS} of each, ms",
+        *("beside it", "steps/s", "p50", "p99", "p99 of idle [95 %]", "p99 of trains [95 %]"),
+    )
+    for name, own in slices.items():
+        p50 = np.percentile(np.concatenate(own), 50) * 1e3
+        times = (f"{np.median(rates[name]):.0f}", f"{p50:.2f}", f"{p99(own) * 1e3:.2f}")
+        row(name, *times, *(p99_ratio(own, slices[base]) for base in ("idle", "trains")))
+
+
 CASES: dict[str, Callable[[Options], None]] = {
-    "optimizers": optimizers,
-    "eviction": eviction,
-    "inputs": inputs,
-    "rows": rows,
-    "distinct": distinct,
-    "latency": lambda options: latency(options.quick, options.threads, options.pairs),
+    case.__name__: case for case in (optimizers, eviction, inputs, rows, distinct, latency)
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--quick", action="store_true", help="1 %% of the rows")
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--max-rows", type=int, help="of rows; default: 64 million, 1 %% quick")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="for a busy machine; not latency"
-    )
-    args = parser.parse_args()
-    for name in args.names:
-        if name not in CASES:
-            parser.error(f"expected of {', '.join(CASES)}, got {name}")
+    options = parser(__doc__, 20, cpu_time=True)
+    options.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}")
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--max-rows", type=int, help="of rows; default: 64 million")
+    args = options.parse_args()
+    if not set(args.names) <= CASES.keys():
+        options.error(f"expected of {', '.join(CASES)}, got {args.names}")
     pin_malloc()
-    options = Options(
-        args.quick,
-        args.pairs,
-        args.threads,
-        time.process_time if args.cpu_time else time.perf_counter,
-        args.max_rows or (640_000 if args.quick else 64_000_000),
-    )
-    for name in args.names or CASES:
-        CASES[name](options)
+    args.max_rows = args.max_rows or (640_000 if args.quick else 64_000_000)
+    names = args.names or CASES
+    del args.names
+    for name in names:
+        CASES[name](Options(**vars(args)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ bytes of the files. Ratios are taken pair by pair.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -25,7 +24,7 @@ from persia._files.entries import Part
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_ahead
 from persia._files.storage import LocalStorage
-from tests.benchmarks.interleaved import Series, ratio
+from tests.benchmarks.interleaved import Series, parser, ratio
 
 DIM = 16
 BLOCK_ROWS = 65_536
@@ -78,14 +77,20 @@ def dump(folder: Path, blocks: Sequence[RowBlock], num_bytes: int) -> tuple[floa
     return sum(part.num_bytes for part in parts) / seconds, parts
 
 
-def load(folder: Path, parts: Sequence[Part]) -> float:
-    """Return bytes a second."""
-    storage = LocalStorage(folder)
-    for part in parts:
-        descriptor = os.open(folder / part.path, os.O_RDONLY)
+def forget(folder: Path) -> None:
+    """Have no file of a checkpoint in memory, as far as the system lets go."""
+    os.sync()
+    for path in folder.rglob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+def load(folder: Path, parts: Sequence[Part]) -> float:
+    """Return bytes a second."""
+    storage = LocalStorage(folder)
+    forget(folder)
 
     def work() -> None:
         for _ in read_ahead(storage, parts):
@@ -103,19 +108,23 @@ def measure(folder: Path, pairs: int, num_bytes: int) -> None:
         rates["dump"].append(rate)
         rates["load"].append(load(folder, parts))
         shutil.rmtree(folder / "id")
-    series = {name: Series(found, []) for name, found in rates.items()}
-    print(f"{folder}: dd {series['dd'].rate / 1e9:.2f} GB/s")
+    report(str(folder), rates)
+
+
+def report(title: str, rates: dict[str, list[float]], asked: str = "") -> None:
+    """Print rates in bytes a second, and their parts of dd's."""
+    disk = Series(rates["dd"])
+    print(f"{title}: dd {disk.rate / 1e9:.2f} GB/s")
     for name in ("dump", "load"):
-        own = series[name]
-        print(f"  {name} {own.rate / 1e9:.2f} GB/s, {ratio(own, series['dd'])} of dd")
+        own = Series(rates[name])
+        print(f"  {name} {own.rate / 1e9:.2f} GB/s, {ratio(own, disk)} of dd{asked}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--megabytes", type=int, default=1024)
-    parser.add_argument("--folders", nargs="*", default=[".", "/dev/shm"])
-    arguments = parser.parse_args()
+    options = parser(__doc__, 5)
+    options.add_argument("--megabytes", type=int, default=1024)
+    options.add_argument("--folders", nargs="*", default=[".", "/dev/shm"])
+    arguments = options.parse_args()
     for parent in arguments.folders:
         with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as folder:
             measure(Path(folder), arguments.pairs, arguments.megabytes << 20)

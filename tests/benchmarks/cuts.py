@@ -18,51 +18,31 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
-from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.snapshot import Snapshot
 from persia._core.store.store import EmbeddingStore
+from tests.benchmarks.interleaved import interleave, ratio
+from tests.benchmarks.policies import IDS, WORKLOADS, Rows, Signs
 
-DIM = 16
-IDS = 34_000
 CUTS = 10
 PAIRS = 11
 ROW_BYTES = 144
-UNIFORM = Initializer("uniform")
-Signs = NDArray[np.uint64]
+PATTERNS = ("zipf", "cold")
 
 
-def new_store(rows: int) -> EmbeddingStore:
-    store = EmbeddingStore(rows + rows // 8, num_shards=16)
-    store.configure(RowOptimizer("adagrad", lr=0.1))
-    return store
-
-
-class Training:
-    """A full store, and steps on it."""
+class Training(Rows):
+    """A store with room for more rows than it has, and steps on it."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.store = new_store(rows)
         self.rng = np.random.default_rng(1)
-        self.out = np.empty((IDS, DIM), np.float32)
-        self.hints = np.empty(IDS, np.uint32)
         order = self.rng.permutation(rows).astype(np.uint64)
-        for first in range(0, rows, IDS):
-            self.step(order[first : first + IDS])
+        super().__init__("lru", rows, order, rows + rows // 8)
 
-    def draw(self, pattern: str) -> Signs:
-        if pattern == "zipf":
-            raw = np.minimum(self.rng.pareto(0.25, 2 * IDS) * 50, self.rows - 1)
-            return self.rng.permutation(np.unique(raw.astype(np.uint64)))[:IDS]
-        return np.unique(self.rng.integers(0, self.rows, IDS).astype(np.uint64))
-
-    def step(self, signs: Signs) -> None:
-        out, hints = self.out[: len(signs)], self.hints[: len(signs)]
-        self.store.lookup_train(signs, UNIFORM, 1.0, 0, out, hints)
-        self.store.update(signs, hints, out)
+    def draw(self, pattern: str, count: int) -> list[Signs]:
+        drawn = (np.unique(WORKLOADS[pattern](self.rng, self.rows, 0)) for _ in range(count))
+        return [self.rng.permutation(signs)[:IDS] for signs in drawn]
 
     def seconds(self, batches: list[Signs], clock: Callable[[], float]) -> float:
         start = clock()
@@ -75,7 +55,7 @@ def pauses(training: Training) -> None:
     """Print how long beginning a cut takes, beside steps, and how fast it is read."""
     begun, read, steps = [], [], []
     for _ in range(CUTS):
-        steps.append(training.seconds([training.draw("cold")], time.perf_counter))
+        steps.append(training.seconds(training.draw("cold", 1), time.perf_counter))
         start = time.perf_counter()
         cut = training.store.begin_snapshot()
         begun.append(time.perf_counter() - start)
@@ -92,7 +72,8 @@ def pauses(training: Training) -> None:
 
 def restoring(training: Training) -> None:
     """Print how fast rows enter an empty store, whose memory is still to be had, and again."""
-    other = new_store(training.rows)
+    other = EmbeddingStore(training.rows + training.rows // 8, num_shards=16)
+    other.configure(RowOptimizer("adagrad", lr=0.1))
     for kind in ("an empty store", "a store that has them"):
         seconds = 0.0
         count = 0
@@ -140,53 +121,61 @@ class Reader:
 
 def beside(training: Training) -> None:
     """Print the rate of training while another thread reads cut after cut."""
-    for pattern in ("zipf", "cold"):
+    for pattern in PATTERNS:
         reader = Reader(training.store)
-        ratios, read, waited = [], 0, 0.0
-        for _ in range(PAIRS):
-            batches = [training.draw(pattern) for _ in range(8)]
-            alone = training.seconds(batches, time.perf_counter)
-            before = reader.num_bytes
+        waited = 0.0
+
+        def alone(pattern: str = pattern) -> float:
+            return 1 / training.seconds(training.draw(pattern, 8), time.perf_counter)
+
+        def read(reader: Reader = reader, alone: Callable[[], float] = alone) -> float:
+            nonlocal waited
             reader.is_on.set()
-            start = time.perf_counter()
-            with_reader = training.seconds(batches, time.perf_counter)
-            waited += time.perf_counter() - start
-            read += reader.num_bytes - before
+            rate = alone()
             reader.is_on.clear()
-            ratios.append(alone / with_reader)
+            waited += 1 / rate
+            return rate
+
+        series = interleave({"alone": alone, "read": read}, PAIRS)
         reader.is_over.set()
         reader.thread.join()
         if reader.failure is not None:
             raise reader.failure
         print(
-            f"{pattern}: training while cuts are read at {read / waited / 1e9:.2f} GB/s: "
-            f"{median(ratios):.2f} of its rate without"
+            f"{pattern}: training while cuts are read at {reader.num_bytes / waited / 1e9:.2f} "
+            f"GB/s: {ratio(series['read'], series['alone'])} of its rate without"
         )
 
 
 def watched(training: Training) -> Iterator[str]:
-    """Yield the cost of being watched, without anybody reading."""
+    """Yield the cost of being watched, without a reader."""
     store = training.store
-    for pattern in ("zipf", "cold"):
-        ratios: dict[str, list[float]] = {"log": [], "cut": []}
-        for _ in range(PAIRS):
-            batches = [training.draw(pattern) for _ in range(3)]
-            training.seconds(batches, time.thread_time)
-            alone = training.seconds(batches, time.thread_time)
+    for pattern in PATTERNS:
+        batches = training.draw(pattern, 3)
+
+        def alone(batches: list[Signs] = batches) -> float:
+            return 1 / training.seconds(batches, time.thread_time)
+
+        def log(alone: Callable[[], float] = alone) -> float:
             store.open_changes("feed")
-            ratios["log"].append(alone / training.seconds(batches, time.thread_time))
+            rate = alone()
             store.close_changes("feed")
+            return rate
+
+        def cut(alone: Callable[[], float] = alone) -> float:
             with store.begin_snapshot(side_bytes=1 << 40):
-                ratios["cut"].append(alone / training.seconds(batches, time.thread_time))
+                return alone()
+
+        series = interleave({"alone": alone, "log": log, "cut": cut}, PAIRS)
         yield (
-            f"{pattern}: with a consumer of changes {median(ratios['log']):.2f}, with a cut "
-            f"that is not read {median(ratios['cut']):.2f} of the rate without"
+            f"{pattern}: with a consumer of changes {ratio(series['log'], series['alone'])}, "
+            f"with a cut that is not read {ratio(series['cut'], series['alone'])} of the rate "
+            "without"
         )
 
 
-def main() -> None:
+def main(rows: int = 10_000_000) -> None:
     """Measure all of it."""
-    rows = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000_000
     training = Training(rows)
     gc.disable()
     pauses(training)
@@ -197,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

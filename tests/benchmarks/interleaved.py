@@ -7,13 +7,15 @@ repetitions' own ratios, with its 95 % interval by the bootstrap.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import functools
 import gc
 import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,7 +36,7 @@ class Series:
     """One contender's repetitions."""
 
     rates: list[float]  # million units a second
-    faults: list[float]  # page faults a step
+    faults: list[float] = field(default_factory=list)  # page faults a step
 
     @property
     def rate(self) -> float:
@@ -99,6 +101,25 @@ def run(steps: Sequence[Step], clock: Clock = time.perf_counter) -> tuple[float,
     return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
 
 
+def interleave(
+    turns: Mapping[str, Callable[[], float]], pairs: int, warm: int = 1
+) -> dict[str, Series]:
+    """Return the rates that each turn returned, ``pairs`` times over.
+
+    Each repetition starts with another contender, so that none always follows the same one. The
+    first ones only warm.
+    """
+    names = list(turns)
+    series: dict[str, Series] = {name: Series([]) for name in names}
+    for repetition in range(-warm, pairs):
+        first = repetition % len(names)
+        for name in names[first:] + names[:first]:
+            rate = turns[name]()
+            if repetition >= 0:
+                series[name].rates.append(rate)
+    return series
+
+
 def measure(
     everyone: Mapping[str, Callable[[], Sequence[Step]]],
     num_units: float,
@@ -107,8 +128,6 @@ def measure(
 ) -> dict[str, Series]:
     """Run everyone's steps one after another, ``pairs`` times over.
 
-    Each repetition starts with another contender, so that none always follows the same one.
-
     Args:
         everyone: What makes the steps of a repetition, by name. Its first step is not timed.
         num_units: How many units (ids, samples) one contender's timed steps are.
@@ -116,21 +135,48 @@ def measure(
         clock: Of the machine, or ``time.process_time`` where others use it: that leaves out
             what they take, and means something with one thread only.
     """
-    names = list(everyone)
-    series: dict[str, Series] = {name: Series([], []) for name in names}
-    for name in names:
-        run(everyone[name]())  # buffers grow to their size
-    for repetition in range(pairs):
-        first = repetition % len(names)
-        for name in names[first:] + names[:first]:
-            steps = everyone[name]()
-            seconds, faulted = run(steps, clock)
-            series[name].rates.append(num_units / seconds / 1e6)
-            series[name].faults.append(faulted / (len(steps) - 1))
-    return series
+    faults: dict[str, list[float]] = {name: [] for name in everyone}
+
+    def turn(name: str) -> float:
+        steps = everyone[name]()
+        seconds, faulted = run(steps, clock)
+        faults[name].append(faulted / (len(steps) - 1))
+        return num_units / seconds / 1e6
+
+    series = interleave({name: functools.partial(turn, name) for name in everyone}, pairs)
+    return {name: Series(own.rates, faults[name][1:]) for name, own in series.items()}
 
 
 def again(steps: Sequence[Step]) -> Callable[[], Sequence[Step]]:
     """Return what ``measure`` takes of steps that can be repeated; the last goes first too."""
     repeated = [steps[-1], *steps]
     return lambda: repeated
+
+
+# --- what every benchmark reads and prints ----------------------------------------------------
+
+
+def parser(doc: str | None, pairs: int, *, cpu_time: bool = False) -> argparse.ArgumentParser:
+    """Return a parser of ``--quick``, ``--pairs`` and, if asked for, ``--cpu-time``."""
+    made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    made.add_argument("--quick", action="store_true", help="1 %% of the rows")
+    made.add_argument("--pairs", type=int, default=pairs, help="repetitions")
+    if cpu_time:
+        made.add_argument(
+            "--cpu-time",
+            dest="clock",
+            action="store_const",
+            const=time.process_time,
+            default=time.perf_counter,
+            help="for a busy machine, 1 thread: not the clock",
+        )
+    return made
+
+
+def table(title: str, *columns: str) -> None:
+    """Print the head of a Markdown table."""
+    print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+
+
+def row(*cells: object) -> None:
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)

@@ -1,19 +1,21 @@
 """torch on its own; FBGEMM, TorchRec and TFRA, measured where they are installed.
 
 The latter are optional and untyped: they are loaded by name, and what they give is ``Any``.
+TFRA's table takes any i64; TensorFlow takes its number of threads once for a process: measure
+one number at a time.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.benchmarks.tfra import Tfra
 from tests.benchmarks.workload import (
     ACCUMULATOR,
     BATCH,
@@ -31,6 +33,12 @@ INSTALL_PEERS = (
     "pip install tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions && "
     "pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0"
 )
+# Apart from the build's own environment, as TensorFlow 2.16 needs NumPy 1.
+INSTALL_TFRA = (
+    "python -m venv .venv-tfra && .venv-tfra/bin/pip install . torch==2.13.0 "
+    "tensorflow==2.16.2 tf-keras==2.16.0 tensorflow-recommenders-addons==0.8.1 'setuptools<81'"
+)
+FILL = 500_000  # ids at a time
 # Past the number of training steps of a run: managed collision merges its history of ids into
 # its tables at intervals, and that cost is left out in its favour.
 EVICTION_INTERVAL = 2000
@@ -55,10 +63,38 @@ def peers(quick: bool) -> dict[str, Callable[[], Contender]]:
     return found
 
 
-class TorchMerged:
-    """One EmbeddingBag(sparse=True) over all features, with torch's sparse Adagrad."""
+class TorchPeer:
+    """A contender of torch: what it is given, and how it looks that up."""
 
     ids = "row numbers"
+
+    def _inputs(self, batch: Batch) -> Any:
+        raise NotImplementedError
+
+    def _lookup(self, inputs: Any, is_training: bool) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _gradient(self, batch: Batch) -> torch.Tensor:
+        """Return the gradient as most give their output: [BATCH, features * DIM]."""
+        by_sample = np.ascontiguousarray(batch.gradient.transpose(1, 0, 2))
+        return torch.from_numpy(by_sample.reshape(BATCH, -1))
+
+    def train_step(self, batch: Batch) -> Step:
+        inputs, gradient = self._inputs(batch), self._gradient(batch)
+        return lambda: self._lookup(inputs, True).backward(gradient)  # type: ignore[no-untyped-call]
+
+    def evaluate_step(self, batch: Batch) -> Step:
+        inputs = self._inputs(batch)
+
+        def step() -> None:
+            with torch.no_grad():
+                self._lookup(inputs, False)
+
+        return step
+
+
+class TorchMerged(TorchPeer):
+    """One EmbeddingBag(sparse=True) over all features, with torch's sparse Adagrad."""
 
     def __init__(self, quick: bool) -> None:
         weight = torch.empty(sum(sizes(quick)), DIM).uniform_(-0.01, 0.01)
@@ -69,8 +105,12 @@ class TorchMerged:
             self._bag.parameters(), lr=LR, initial_accumulator_value=ACCUMULATOR
         )
 
-    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _inputs(self, batch: Batch) -> Any:
         return torch.from_numpy(batch.merged_rows), torch.from_numpy(batch.merged_offsets)
+
+    def _lookup(self, inputs: Any, is_training: bool) -> torch.Tensor:
+        output: torch.Tensor = self._bag(*inputs)
+        return output
 
     def train_step(self, batch: Batch) -> Step:
         inputs = self._inputs(batch)
@@ -78,68 +118,41 @@ class TorchMerged:
 
         def step() -> None:
             self._optimizer.zero_grad()
-            self._bag(*inputs).backward(gradient)
+            self._lookup(inputs, True).backward(gradient)  # type: ignore[no-untyped-call]
             self._optimizer.step()
 
         return step
 
-    def evaluate_step(self, batch: Batch) -> Step:
-        inputs = self._inputs(batch)
 
-        def step() -> None:
-            with torch.no_grad():
-                self._bag(*inputs)
-
-        return step
-
-
-class Fbgemm:
+class Fbgemm(TorchPeer):
     """FBGEMM's table-batched embeddings on the CPU, one table a feature."""
 
-    ids = "row numbers"
-
     def __init__(self, quick: bool, row_wise: bool) -> None:
-        training: Any = importlib.import_module(
-            "fbgemm_gpu.split_table_batched_embeddings_ops_training"
-        )
-        common: Any = importlib.import_module(
-            "fbgemm_gpu.split_table_batched_embeddings_ops_common"
-        )
+        ops = "fbgemm_gpu.split_table_batched_embeddings_ops_"
+        training: Any = importlib.import_module(f"{ops}training")
+        common: Any = importlib.import_module(f"{ops}common")
         optimizers: Any = importlib.import_module("fbgemm_gpu.split_embedding_configs")
         kind = optimizers.EmbOptimType
+        where = (common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)
         self._tables = training.SplitTableBatchedEmbeddingBagsCodegen(
-            [
-                (size, DIM, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)
-                for size in sizes(quick)
-            ],
+            [(size, DIM, *where) for size in sizes(quick)],
             optimizer=kind.EXACT_ROWWISE_ADAGRAD if row_wise else kind.EXACT_ADAGRAD,
             learning_rate=LR,
         )
         self._tables.init_embedding_weights_uniform(-0.01, 0.01)
 
-    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _inputs(self, batch: Batch) -> Any:
         rows = np.concatenate([feature.rows for feature in batch.features])
         offsets = np.append(batch.merged_offsets, len(rows))
         return torch.from_numpy(rows), torch.from_numpy(offsets)
 
-    def train_step(self, batch: Batch) -> Step:
-        inputs, gradient = self._inputs(batch), sample_major_gradient(batch)
-        return lambda: self._tables(*inputs).backward(gradient)
-
-    def evaluate_step(self, batch: Batch) -> Step:
-        inputs = self._inputs(batch)
-
-        def step() -> None:
-            with torch.no_grad():
-                self._tables(*inputs)
-
-        return step
+    def _lookup(self, inputs: Any, is_training: bool) -> torch.Tensor:
+        output: torch.Tensor = self._tables(*inputs)
+        return output
 
 
-class TorchRec:
+class TorchRec(TorchPeer):
     """A fused collection of embedding bags: the optimizer runs inside the backward pass."""
-
-    ids = "row numbers"
 
     def __init__(self, quick: bool, spare_rows: int = 0) -> None:
         configs: Any = importlib.import_module("torchrec.modules.embedding_configs")
@@ -176,19 +189,6 @@ class TorchRec:
     def _lookup(self, inputs: Any, is_training: bool) -> torch.Tensor:
         output: torch.Tensor = self._bags(inputs).values()
         return output
-
-    def train_step(self, batch: Batch) -> Step:
-        inputs, gradient = self._inputs(batch), sample_major_gradient(batch)
-        return lambda: self._lookup(inputs, True).backward(gradient)  # type: ignore[no-untyped-call]
-
-    def evaluate_step(self, batch: Batch) -> Step:
-        inputs = self._inputs(batch)
-
-        def step() -> None:
-            with torch.no_grad():
-                self._lookup(inputs, False)
-
-        return step
 
 
 class ManagedCollision(TorchRec):
@@ -231,7 +231,89 @@ def fill(collision: Any, num_ids: int) -> None:
     collision.load_state_dict(state)
 
 
-def sample_major_gradient(batch: Batch) -> torch.Tensor:
-    """Return the gradient as these peers give their output: [BATCH, features * DIM]."""
-    by_sample = np.ascontiguousarray(batch.gradient.transpose(1, 0, 2))
-    return torch.from_numpy(by_sample.reshape(BATCH, -1))
+class Tfra:
+    """A ``dynamic_embedding`` variable in memory, with Keras's Adagrad on it.
+
+    One table for all features, so that a step is one lookup and one update.
+    """
+
+    ids = "any i64, unbounded"
+
+    def __init__(self, quick: bool) -> None:
+        # Its optimizers are those of Keras 2; there is nothing for it to look for on a GPU.
+        os.environ |= {"TF_USE_LEGACY_KERAS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        self._tf: Any = importlib.import_module("tensorflow")
+        addons: Any = importlib.import_module("tensorflow_recommenders_addons")
+        tf, dynamic = self._tf, addons.dynamic_embedding
+        tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        num_rows = sum(sizes(quick))
+        table = dynamic.get_variable(
+            "table",
+            key_dtype=tf.int64,
+            value_dtype=tf.float32,
+            dim=DIM,
+            devices=["/CPU:0"],
+            initializer=tf.keras.initializers.RandomUniform(-0.01, 0.01, seed=0),
+            init_size=num_rows,
+        )
+        rows = dynamic.shadow_ops.ShadowVariable(table, name="rows")
+        optimizer = dynamic.DynamicEmbeddingOptimizer(
+            tf.keras.optimizers.Adagrad(LR, initial_accumulator_value=ACCUMULATOR, epsilon=0.0)
+        )
+
+        def pooled(keys: Any, segments: Any, num_bags: Any) -> Any:
+            distinct, places = tf.unique(keys)
+            vectors = tf.gather(dynamic.shadow_ops.embedding_lookup(rows, distinct), places)
+            return tf.math.unsorted_segment_sum(vectors, segments, num_bags)
+
+        def train(keys: Any, segments: Any, gradient: Any) -> None:
+            with tf.GradientTape() as tape:
+                output = pooled(keys, segments, tf.shape(gradient)[0])
+            found = tape.gradient(output, rows, output_gradients=gradient)
+            optimizer.apply_gradients([(found, rows)])
+
+        # Shapes are left open, or each batch would be compiled.
+        of_ids = tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.int32)
+        self._train = tf.function(
+            train, input_signature=[*of_ids, tf.TensorSpec([None, DIM], tf.float32)]
+        )
+        self._pooled = tf.function(
+            pooled, input_signature=[*of_ids, tf.TensorSpec([], tf.int32)]
+        )
+        for first in range(0, num_rows, FILL):
+            keys = keys_of(np.arange(first, min(first + FILL, num_rows)))
+            places = np.arange(len(keys), dtype=np.int32)
+            self._train(
+                tf.constant(keys), tf.constant(places), tf.zeros([len(keys), DIM], tf.float32)
+            )
+        held = int(table.size().numpy())
+        if held != num_rows:
+            raise RuntimeError(f"expected {num_rows} rows resident, got {held}")
+
+    def _inputs(self, batch: Batch) -> tuple[Any, Any]:
+        ends = np.append(batch.merged_offsets[1:], batch.num_ids)
+        bags = np.arange(len(ends), dtype=np.int32)
+        segments = np.repeat(bags, ends - batch.merged_offsets)
+        tf = self._tf
+        return tf.constant(keys_of(batch.merged_rows)), tf.constant(segments)
+
+    def train_step(self, batch: Batch) -> Step:
+        keys, segments = self._inputs(batch)
+        gradient = self._tf.constant(batch.gradient.reshape(-1, DIM))
+        return lambda: self._train(keys, segments, gradient)
+
+    def evaluate_step(self, batch: Batch) -> Step:
+        keys, segments = self._inputs(batch)
+        num_bags = self._tf.constant(len(batch.features) * BATCH)
+
+        def step() -> None:
+            self._pooled(keys, segments, num_bags).numpy()
+
+        return step
+
+
+def keys_of(merged_rows: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+    """Return hash-like ids, one to one, for row numbers of all features together."""
+    return raw_ids(merged_rows).view(np.int64)

@@ -4,16 +4,15 @@
 
 A step is a training lookup and an Adagrad update of 34,000 distinct ids, dim 16, one thread.
 `zipf`: ids by popularity; `cold`: uniform over all rows; `new`: a tenth of the ids is new, so
-that a full store evicts as many. Rows expire after 150 steps. Pairs are interleaved, timed by
-the thread's CPU clock; the medians of their ratios, above 1 is faster than LRU.
+that a full store evicts as many. Rows expire after 150 steps. Timed by the thread's CPU clock;
+a ratio above 1 is faster than LRU.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
+from tests.benchmarks.interleaved import interleave, ratio, row, table
 
 PAIRS = 21
 DIM = 16
@@ -51,62 +51,73 @@ def new(rng: np.random.Generator, rows: int, step: int) -> Signs:
     return np.concatenate([cold(rng, rows, step)[IDS // 10 :], fresh.astype(np.uint64)])
 
 
-class Rows:
-    """A store of one policy, full."""
+WORKLOADS: dict[str, Callable[[np.random.Generator, int, int], Signs]] = {
+    "zipf": zipf,
+    "cold": cold,
+    "new": new,
+}
 
-    def __init__(self, policy: str, rows: int) -> None:
+
+class Rows:
+    """A store that holds the first ``rows`` ids, and steps on it.
+
+    Args:
+        policy: How its lookups choose and admit rows.
+        rows: Ids that it holds.
+        order: In which they come; ascending, if not given.
+        capacity: Rows that it can hold; as many, if not given.
+    """
+
+    def __init__(
+        self, policy: str, rows: int, order: Signs | None = None, capacity: int | None = None
+    ) -> None:
         arguments, self.policy = POLICIES[policy]
-        self.store = EmbeddingStore(rows, num_shards=16, **arguments)
+        self.store = EmbeddingStore(capacity or rows, num_shards=16, **arguments)
         self.store.configure(RowOptimizer("adagrad", lr=0.1))
         self.out = np.empty((3 * IDS, DIM), np.float32)
         self.hints = np.empty(3 * IDS, np.uint32)
         admitted = {key: value for key, value in self.policy.items() if key == "policy"}
+        signs = np.arange(rows, dtype=np.uint64) if order is None else order
         for first in range(0, rows, IDS):
-            signs = np.arange(first, min(first + IDS, rows), dtype=np.uint64)
-            self.lookup(signs, 0, admitted)
+            self.lookup(signs[first : first + IDS], 0, admitted)
 
     def lookup(self, signs: Signs, step: int, policy: dict[str, Any]) -> None:
         out, hints = self.out[: len(signs)], self.hints[: len(signs)]
         self.store.lookup_train(signs, UNIFORM, 1.0, step, out, hints, **policy)
 
+    def step(self, signs: Signs, step: int = 0) -> None:
+        self.lookup(signs, step, self.policy)
+        self.store.update(signs, self.hints[: len(signs)], self.out[: len(signs)])
+
     def steps(self, batches: list[Signs], first: int) -> float:
+        """Return million ids a second."""
         start = time.thread_time()
         for step, signs in enumerate(batches, first):
             self.store.set_clocks(0, step)
-            self.lookup(signs, step, self.policy)
-            self.store.update(signs, self.hints[: len(signs)], self.out[: len(signs)])
-        return time.thread_time() - start
+            self.step(signs, step)
+        return sum(map(len, batches)) / (time.thread_time() - start) / 1e6
 
 
-def compare(policy: str, ids: Callable[..., Signs], rows: int) -> tuple[float, float]:
-    """Return million ids a second, and LRU's time divided by the policy's."""
-    mine, base = Rows(policy, rows), Rows("lru", rows)
-    rng = np.random.default_rng(1)
-    rates, ratios = [], []
-    for pair in range(-2, PAIRS):
-        first = 1 + 3 * (pair + 2)
-        batches = [rng.permutation(np.unique(ids(rng, rows, first + i))) for i in range(3)]
-        stores = (mine, base) if pair % 2 else (base, mine)
-        times = {store: store.steps(batches, first) for store in stores}
-        if pair >= 0:
-            rates.append(sum(map(len, batches)) / times[mine] / 1e6)
-            ratios.append(times[base] / times[mine])
-    return median(rates), median(ratios)
+def main(num_rows: str = "2000000", *policies: str) -> None:
+    rows = int(num_rows)
+    title = f"{rows} rows, medians of {PAIRS} interleaved pairs"
+    columns = [column for name in WORKLOADS for column in (f"{name} M ids/s", "of lru")]
+    table(title, "policy", *columns)
+    for policy in policies or POLICIES:
+        cells: list[object] = [policy]
+        for draw in WORKLOADS.values():
 
+            def turns(store: Rows, draw: Any = draw) -> Iterator[float]:
+                rng = np.random.default_rng(1)  # the same batches for both
+                for first in range(1, 3 * (PAIRS + 2), 3):
+                    drawn = (np.unique(draw(rng, rows, first + i)) for i in range(3))
+                    yield store.steps([rng.permutation(ids) for ids in drawn], first)
 
-def main() -> None:
-    rows = int(sys.argv[1]) if len(sys.argv) > 1 else 2_000_000
-    workloads = (zipf, cold, new)
-    print(f"{rows} rows, medians of {PAIRS} interleaved pairs\n")
-    print(
-        "| policy |", " | ".join(f"{ids.__name__} M ids/s | of lru" for ids in workloads), "|"
-    )
-    print("|---" * (1 + 2 * len(workloads)) + "|")
-    for policy in sys.argv[2:] or POLICIES:
-        cells = [compare(policy, ids, rows) for ids in workloads]
-        shown = " | ".join(f"{rate:.2f} | {ratio:.2f}" for rate, ratio in cells)
-        print(f"| {policy} | {shown} |", flush=True)
+            own, base = turns(Rows(policy, rows)), turns(Rows("lru", rows))
+            series = interleave({"own": own.__next__, "lru": base.__next__}, PAIRS, warm=2)
+            cells += [f"{series['own'].rate:.2f}", ratio(series["own"], series["lru"])]
+        row(*cells)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

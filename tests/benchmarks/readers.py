@@ -10,11 +10,11 @@ is the median of the pairs' own. `memory` is the most that Arrow held beyond the
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from persia.readers import Columns, CriteoReader, ParquetReader
 from persia.readers._text import DENSE, IDS, LABEL
-from tests.benchmarks.interleaved import Series, ratio
+from tests.benchmarks.interleaved import interleave, parser, ratio
 
 GROUP_ROWS = 1 << 16
 NUM_TEXT_ROWS = 100_000  # are 20 MB
@@ -92,12 +92,11 @@ def memory(path: Path, batch: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=11)
-    parser.add_argument("--rows", type=int, default=400_000)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    given = parser.parse_args()
+    options = parser(__doc__, 11)
+    options.add_argument("--rows", type=int, default=400_000)
+    options.add_argument("--batch", type=int, default=4096)
+    options.add_argument("--json", action="store_true", help="print one line of JSON")
+    given = options.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, given.rows)
@@ -105,9 +104,8 @@ def main() -> None:
         held, whole = memory(folder / "a.parquet", given.batch)
         report: dict[str, object] = {"memory": [held, whole]}
         for kind, (ours, theirs) in readers(folder, given.batch).items():
-            ours(), theirs()
-            pairs = [(rate(ours), rate(theirs)) for _ in range(given.pairs)]
-            own, other = (Series(list(rates), []) for rates in zip(*pairs, strict=True))
+            turns = {"ours": partial(rate, ours), "theirs": partial(rate, theirs)}
+            own, other = interleave(turns, given.pairs).values()
             quotient = ratio(own, other)
             report[kind] = [own.rate, other.rate, quotient.median, quotient.low, quotient.high]
             if not given.json:

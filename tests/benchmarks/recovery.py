@@ -3,11 +3,9 @@
     python -m tests.benchmarks.recovery [ROWS [PAIRS]]
 
 Two parameter servers hold the same rows, one of them in a state file. A step is a training
-lookup and an Adagrad update of 34,000 distinct ids, dim 16, one thread, with everything that a
-server does for it. `zipf`: ids by popularity; `cold`: uniform over all rows; `new`: a tenth of
-the ids is new, so that as many rows go. Pairs are interleaved, timed by the thread's CPU clock;
-the medians of their ratios, above 1 is faster than without a file. Then the file is taken up
-again, as by a new process.
+lookup and an Adagrad update as in policies.py, with everything that a server does for it, timed
+by the thread's CPU clock; a ratio above 1 is faster than without a file. Then the file is taken
+up again, as by a new process.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,26 +30,30 @@ from persia._rpc.messages import (
 from persia._server.service import ParameterServer
 from persia._server.state_file import StateFile
 from persia.config import EmbeddingSchema, ParameterServerConfig
-from tests.benchmarks.interleaved import Series, ratio
-from tests.benchmarks.policies import DIM, IDS, Signs, cold, new, zipf
+from tests.benchmarks.interleaved import interleave, ratio
+from tests.benchmarks.policies import DIM, IDS, WORKLOADS, Signs
 
 SHARDS = 16
 SCHEMA = EmbeddingSchema.load({"slots_config": {"id": {"dim": DIM}}})
 SETTINGS = HyperParameters(InitializationSettings("uniform", {}), 1.0, 10.0, 1)
-ADAGRAD = OptimizerSettings("adagrad", {"lr": 0.1})
 GROUP = np.uint64(1 << 56)
+
+
+def new_server(rows: int, state: StateFile | None) -> ParameterServer:
+    config = ParameterServerConfig(
+        capacity=rows, num_hashmap_internal_shards=SHARDS, memory_limit=0
+    )
+    return ParameterServer(SCHEMA, config, state_file=state)
 
 
 class Server:
     """A server and its steps."""
 
     def __init__(self, rows: int, state: StateFile | None) -> None:
-        config = ParameterServerConfig(
-            capacity=rows, num_hashmap_internal_shards=SHARDS, memory_limit=0
-        )
-        self.server = ParameterServer(SCHEMA, config, state_file=state)
+        self.rows = rows
+        self.server = new_server(rows, state)
         self.server.configure(SETTINGS)
-        self.server.register_optimizer(ADAGRAD)
+        self.server.register_optimizer(OptimizerSettings("adagrad", {"lr": 0.1}))
         self.number = 0
         self.gradients = np.random.default_rng(0).normal(0, 1, (IDS, DIM)).astype(np.float32)
 
@@ -64,12 +67,16 @@ class Server:
         self.server.update(UpdateRequest((1, self.number), gradients))
         return len(signs) / (time.thread_time() - begin) / 1e6
 
-    def fill(self, rows: int) -> float:
-        rates = [
-            self.step(np.arange(at, min(at + IDS, rows), dtype=np.uint64) | GROUP)
-            for at in range(0, rows, IDS)
-        ]
+    def fill(self) -> float:
+        ids = np.arange(self.rows, dtype=np.uint64) | GROUP
+        rates = [self.step(ids[first : first + IDS]) for first in range(0, self.rows, IDS)]
         return float(np.median(rates))
+
+    def train(self, name: str, pairs: int) -> Iterator[float]:
+        random = np.random.default_rng(1)  # the same ids for both
+        for number in range(pairs + 2):
+            signs = np.unique(WORKLOADS[name](random, self.rows, number))
+            yield self.step(random.permutation(signs)[:IDS] | GROUP)
 
 
 def main(rows: int = 10_000_000, pairs: int = 41) -> None:
@@ -78,32 +85,20 @@ def main(rows: int = 10_000_000, pairs: int = 41) -> None:
         path = Path(directory) / "persia-bench.rows"
         state = StateFile(path, SHARDS)
         plain, kept = Server(rows, None), Server(rows, state)
-        fills = plain.fill(rows), kept.fill(rows)
+        fills = plain.fill(), kept.fill()
         print(f"fill   {fills[0]:6.2f} -> {fills[1]:6.2f} M ids/s, {fills[1] / fills[0]:.3f}")
-        random = np.random.default_rng(1)
-        for name, draw in {"zipf": zipf, "cold": cold, "new": new}.items():
-            series: list[list[float]] = [[], []]
-            for number in range(pairs + 2):
-                signs = np.unique(draw(random, rows, number))
-                signs = random.permutation(signs)[:IDS] | GROUP
-                order = (plain, kept) if number % 2 else (kept, plain)
-                rates = {id(server): server.step(signs) for server in order}
-                if number >= 2:
-                    series[0].append(rates[id(plain)])
-                    series[1].append(rates[id(kept)])
-            own, other = Series(series[1], [0.0]), Series(series[0], [0.0])
+        for name in WORKLOADS:
+            turns = {
+                "plain": plain.train(name, pairs).__next__,
+                "kept": kept.train(name, pairs).__next__,
+            }
+            other, own = interleave(turns, pairs, warm=2).values()
             print(f"{name:6} {other.rate:6.2f} -> {own.rate:6.2f} M ids/s, {ratio(own, other)}")
         held = kept.server.get_embedding_size()
         state.close()
-        del kept, plain
+        del kept, plain, turns
         begin, cpu = time.perf_counter(), time.process_time()
-        again = ParameterServer(
-            SCHEMA,
-            ParameterServerConfig(
-                capacity=rows, num_hashmap_internal_shards=SHARDS, memory_limit=0
-            ),
-            state_file=StateFile(path, SHARDS),
-        )
+        again = new_server(rows, StateFile(path, SHARDS))
         took, cpu = time.perf_counter() - begin, time.process_time() - cpu
         assert again.get_embedding_size() == held, again.get_embedding_size()
         print(

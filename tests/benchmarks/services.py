@@ -12,24 +12,24 @@ With ``--keys`` local mode runs with and without keys in turn, and nothing else 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import yaml
+import numpy as np
 
 from persia._rpc.curve import make_keys
-from tests.benchmarks.local.dlrm import NUM_FEATURES
-from tests.benchmarks.workload import BATCH, DIM, sizes
+from tests.benchmarks.interleaved import parser, row, table
+from tests.benchmarks.local.dlrm import SLOTS
+from tests.benchmarks.workload import BATCH, sizes
+from tests.support.processes import ROOT, Cluster
 
 HERE = Path(__file__).parent / "local"
-ROOT = Path(__file__).resolve().parents[2]
 TICKS = os.sysconf("SC_CLK_TCK")
 MODES = ("dense", "embedded", "local")
 GUARDED = ("local", "keys")
@@ -71,74 +71,38 @@ def cpu_seconds(root: int) -> float:
     return total
 
 
-def launcher(*arguments: str) -> list[str]:
-    """Return a command of persia-launcher."""
-    return [sys.executable, "-m", "persia.launcher", *arguments]
-
-
-def run(mode: str, arguments: Sequence[str], num_timed: int, cores: set[int]) -> Measured:
+def run(mode: str, arguments: Sequence[str], num_timed: int) -> Measured:
     """Run one job in one mode and return what it measured."""
-    with tempfile.TemporaryDirectory(prefix="persia-bench-") as directory:
-        place = Path(directory)
-        slots = {f"feature_{number}": {"dim": DIM} for number in range(NUM_FEATURES)}
-        (place / "embedding.yml").write_text(
-            yaml.safe_dump({"slots_config": slots}, sort_keys=False)
-        )
-        (place / "global.yml").write_text(
-            "embedding_worker_config: {forward_buffer_size: 1000}\n"
-        )
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-            "OMP_NUM_THREADS": "1",
-            # Threads of torch that wait shall leave their core to threads with work.
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
-        train = str(HERE / "train.py")
-        only = ["--dense"] if mode == "dense" else []
-        commands = {"trainer": [sys.executable, train, *arguments, *only]}
+    variables = {
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+        # Threads of torch that wait shall leave their core to threads with work.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    settings = {"embedding_worker_config": {"forward_buffer_size": 1000}}
+    with Cluster({"slots_config": SLOTS}, settings, environment=variables) as job:
+        train = [str(HERE / "train.py"), *arguments]
+        environment = job.environment
+        if mode not in GUARDED:
+            environment = {
+                name: value
+                for name, value in environment.items()
+                if name in variables or name not in job.variables
+            }
         if mode == "keys":
-            make_keys(place / "keys")
-            environment["PERSIA_KEYS"] = str(place / "keys")
+            make_keys(job.place / "keys")
+            job.variables["PERSIA_KEYS"] = str(job.place / "keys")
         if mode in GUARDED:
-            environment |= {
-                "PERSIA_EMBEDDING_CONFIG": str(place / "embedding.yml"),
-                "PERSIA_GLOBAL_CONFIG": str(place / "global.yml"),
-                "PERSIA_EMBEDDING_PARAMETER_SERVERS": f"ipc://{directory}/server",
-                "PERSIA_EMBEDDING_WORKERS": f"ipc://{directory}/worker",
-                "PERSIA_NN_WORKERS": f"ipc://{directory}/trainer",
-            }
-            commands = {
-                "server": launcher("embedding-parameter-server"),
-                "worker": launcher("embedding-worker"),
-                "loader": launcher("data-loader", str(HERE / "data_loader.py"), *arguments),
-                "trainer": launcher("nn-worker", train, *arguments),
-            }
-        log = place / "log"
-        processes: dict[str, subprocess.Popen[str]] = {}
-        with log.open("w") as output:
-            for role, command in commands.items():
-                processes[role] = subprocess.Popen(
-                    command,
-                    env=environment,
-                    cwd=ROOT,
-                    text=True,
-                    stdout=subprocess.PIPE if role == "trainer" else output,
-                    stderr=output,
-                    preexec_fn=lambda: os.sched_setaffinity(0, cores),
-                )
-        try:
-            return _read(processes, num_timed)
-        except Exception:
-            sys.stderr.write(log.read_text())
-            raise
-        finally:
-            for process in processes.values():
-                process.terminate()
-            for process in processes.values():
-                process.wait(30)
+            job.start_servers()
+            job.start_loaders(HERE / "data_loader.py", 1, *arguments)
+            environment = job.environment
+            train = ["-m", "persia.launcher", "nn-worker", *train]
+        words = [sys.executable, *train, *(["--dense"] if mode == "dense" else [])]
+        how: dict[str, Any] = {"cwd": ROOT, "env": environment, "text": True}
+        with (job.place / "trainer.log").open("w") as log:
+            trainer = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, **how)
+        job.processes["trainer"] = trainer
+        return _read(job.processes, num_timed)
 
 
 def _read(processes: dict[str, subprocess.Popen[str]], num_timed: int) -> Measured:
@@ -155,96 +119,75 @@ def _read(processes: dict[str, subprocess.Popen[str]], num_timed: int) -> Measur
     raise RuntimeError("the trainer ended without a result")
 
 
-def median(runs: Sequence[Measured], value: Callable[[Measured], float]) -> float:
-    """Return the median of a value over runs."""
-    return statistics.median(map(value, runs))
+def middle(values: Iterable[float]) -> str:
+    return f"{statistics.median(values):.2f}"
+
+
+def spread(own: Iterable[float], other: Iterable[float]) -> str:
+    """Return the median of the ratios run by run, the least and the greatest."""
+    ratios = sorted(one / two for one, two in zip(own, other, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+
+
+def by_role(runs: list[Measured]) -> str:
+    return ", ".join(f"{role} {middle(run.cpu[role] for run in runs)}" for role in runs[0].cpu)
 
 
 def report(runs: dict[str, list[Measured]]) -> list[str]:
     """Return the cells of a table's row."""
-    ratios = sorted(
-        two.samples_per_s / one.samples_per_s
-        for one, two in zip(runs["embedded"], runs["local"], strict=True)
-    )
-    rates = [median(runs[mode], lambda run: run.samples_per_s) / 1e3 for mode in MODES]
-    dense = median(runs["dense"], lambda run: run.all_cpu)
+    rates = {mode: [run.samples_per_s / 1e3 for run in own] for mode, own in runs.items()}
+    used = {mode: [run.all_cpu for run in own] for mode, own in runs.items()}
+    if "keys" in runs:
+        return [
+            *map(middle, rates.values()),
+            spread(rates["keys"], rates["local"]),
+            *map(middle, used.values()),
+            spread(used["keys"], used["local"]),
+            *map(by_role, runs.values()),
+        ]
     sparse = [
-        statistics.median(
-            run.all_cpu - alone.all_cpu
-            for run, alone in zip(runs[mode], runs["dense"], strict=True)
-        )
+        middle(np.subtract(used[mode], used["dense"]).tolist())
         for mode in ("embedded", "local")
     ]
-    roles = [
-        f"{role} {median(runs['local'], lambda run: run.cpu[role]):.1f}"  # noqa: B023
-        for role in runs["local"][0].cpu
-    ]
     return [
-        *(f"{rate:.1f}" for rate in rates),
-        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
-        f"{dense:.2f}",
-        *(f"{seconds:.2f}" for seconds in sparse),
-        ", ".join(roles),
-    ]
-
-
-def report_keys(runs: dict[str, list[Measured]]) -> list[str]:
-    """Return the cells of a row about keys."""
-
-    def ratio(value: Callable[[Measured], float]) -> str:
-        pairs = zip(runs["local"], runs["keys"], strict=True)
-        ratios = sorted(value(two) / value(one) for one, two in pairs)
-        return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-
-    def used(mode: str) -> str:
-        roles = [
-            f"{role} {median(runs[mode], lambda run: run.cpu[role]):.2f}"  # noqa: B023
-            for role in runs[mode][0].cpu
-        ]
-        return ", ".join(roles)
-
-    rates = [median(runs[mode], lambda run: run.samples_per_s) / 1e3 for mode in GUARDED]
-    return [
-        *(f"{rate:.1f}" for rate in rates),
-        ratio(lambda run: run.samples_per_s),
-        *(f"{median(runs[mode], lambda run: run.all_cpu):.2f}" for mode in GUARDED),
-        ratio(lambda run: run.all_cpu),
-        *map(used, GUARDED),
+        *map(middle, rates.values()),
+        spread(rates["local"], rates["embedded"]),
+        middle(used["dense"]),
+        *sparse,
+        by_role(runs["local"]),
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="1 %% of the rows")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--warm", type=int, default=20)
-    parser.add_argument("--timed", type=int, default=100)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--keys", action="store_true", help="local mode with and without")
-    options = parser.parse_args()
-    modes, of = (GUARDED, report_keys) if options.keys else (MODES, report)
-    cores = set(sorted(os.sched_getaffinity(0))[:2])
-    print(f"{sum(sizes(options.quick)):,} rows, {options.pairs} runs of each, staleness 10\n")
-    head = (
-        "threads | dense alone, k samples/s | embedded | local | local / embedded "
-        "| CPU s per M samples: dense | embedded, sparse | local, sparse "
-        "| all of local, by role"
+    parsed = parser(__doc__, 5)
+    parsed.add_argument("--warm", type=int, default=20)
+    parsed.add_argument("--timed", type=int, default=100)
+    parsed.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parsed.add_argument("--keys", action="store_true", help="local mode with and without")
+    options = parsed.parse_args()
+    os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:2]))
+    columns = (
+        *("threads", "dense alone, k samples/s", "embedded", "local", "local / embedded"),
+        *("CPU s per M samples: dense", "embedded, sparse", "local, sparse"),
+        "all of local, by role",
     )
     if options.keys:
-        head = (
-            "threads | local, k samples/s | with keys | with / without "
-            "| CPU s per M samples | with keys | with / without | by role | with keys"
+        columns = (
+            *("threads", "local, k samples/s", "with keys", "with / without"),
+            *("CPU s per M samples", "with keys", "with / without", "by role", "with keys"),
         )
-    print(f"| {head} |")
-    print("|" + " --- |" * len(head.split(" | ")), flush=True)
+    title = f"{sum(sizes(options.quick)):,} rows, {options.pairs} runs of each, staleness 10"
+    table(title, *columns)
     for threads in options.threads:
         arguments = ["--warm", str(options.warm), "--timed", str(options.timed)]
         arguments += ["--threads", str(threads), *(["--quick"] if options.quick else [])]
-        runs: dict[str, list[Measured]] = {mode: [] for mode in modes}
+        runs: dict[str, list[Measured]] = {
+            mode: [] for mode in (GUARDED if options.keys else MODES)
+        }
         for _ in range(options.pairs):
             for mode, measured in runs.items():
-                measured.append(run(mode, arguments, options.timed, cores))
-        print(f"| {threads} | {' | '.join(of(runs))} |", flush=True)
+                measured.append(run(mode, arguments, options.timed))
+        row(threads, *report(runs))
 
 
 if __name__ == "__main__":

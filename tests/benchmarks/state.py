@@ -1,4 +1,4 @@
-"""What issue 5 asks of checkpoints, measured on a TrainCtx: one line for each number.
+"""What dumps and loads cost a TrainCtx: one line for each number.
 
     python -m tests.benchmarks.state [--rows N] [--cuts N] [--pairs N] [--ids KIND]
         [--only LINE ...]
@@ -16,9 +16,7 @@ dump has read them, or by popularity (``zipf``). The lines:
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import shutil
 import sys
 import tempfile
@@ -37,8 +35,8 @@ from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
-from tests.benchmarks.checkpoints import dd, timed
-from tests.benchmarks.interleaved import Series, pin_malloc, ratio
+from tests.benchmarks.checkpoints import dd, forget, report, timed
+from tests.benchmarks.interleaved import parser, pin_malloc
 
 DIM = 16
 SAMPLES, IDS = 4096, 8
@@ -183,16 +181,6 @@ def beside(training: Training, folder: str, pairs: int) -> None:
     )
 
 
-def forget(folder: Path) -> None:
-    """Have no file of it in memory, as far as the system lets go."""
-    os.sync()
-    for path in folder.rglob("*.safetensors"):
-        descriptor = os.open(path, os.O_RDONLY)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
 def idle(ctx: TrainCtx, parent: str, pairs: int, asked: float) -> None:
     rates: dict[str, list[float]] = {"dd": [], "dump": [], "load": []}
     with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as name:
@@ -208,26 +196,18 @@ def idle(ctx: TrainCtx, parent: str, pairs: int, asked: float) -> None:
                 rates["dd"].append(disk)
                 rates["dump"].append(size / seconds)
                 rates["load"].append(size / loading)
-    series = {kind: Series(found, []) for kind, found in rates.items()}
-    print(f"idle, {parent}: dd {series['dd'].rate / 1e9:.2f} GB/s")
-    for kind in ("dump", "load"):
-        own = series[kind]
-        print(
-            f"  {kind} {own.rate / 1e9:.2f} GB/s, {ratio(own, series['dd'])} of dd "
-            f"(asked: at least {asked})"
-        )
+    report(f"idle, {parent}", rates, f" (asked: at least {asked})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--cuts", type=int, default=10)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--ids", choices=["uniform", "zipf"], default="uniform")
-    parser.add_argument("--disk", default=".")
-    parser.add_argument("--tmpfs", default="/dev/shm")
-    parser.add_argument("--only", nargs="*", default=["pauses", "beside", "disk", "tmpfs"])
-    arguments = parser.parse_args()
+    options = parser(__doc__, 5)
+    options.add_argument("--rows", type=int, default=10_000_000)
+    options.add_argument("--cuts", type=int, default=10)
+    options.add_argument("--ids", choices=["uniform", "zipf"], default="uniform")
+    options.add_argument("--disk", default=".")
+    options.add_argument("--tmpfs", default="/dev/shm")
+    options.add_argument("--only", nargs="*", default=["pauses", "beside", "disk", "tmpfs"])
+    arguments = options.parse_args()
     pin_malloc()
     with job(arguments.rows) as ctx:
         fill(ctx, arguments.rows)

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -26,8 +26,24 @@ from persia.data import DataLoader, IterableDataset
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
 from tests.benchmarks.ceiling import Ceiling, Table, described_ids
-from tests.benchmarks.interleaved import Clock, Series, pin_malloc, ratio
-from tests.benchmarks.local.dlrm import DLRM, NUM_DIFFERENT, NUM_FEATURES, Raw, raw_batches
+from tests.benchmarks.interleaved import (
+    Clock,
+    interleave,
+    parser,
+    pin_malloc,
+    ratio,
+    row,
+    table,
+)
+from tests.benchmarks.local.dlrm import (
+    NUM_DIFFERENT,
+    NUM_FEATURES,
+    SLOTS,
+    Raw,
+    loss_of,
+    net,
+    raw_batches,
+)
 from tests.benchmarks.local.train import fill
 from tests.benchmarks.workload import ACCUMULATOR, BATCH, DIM, LR, sizes
 
@@ -45,16 +61,6 @@ class Epoch(IterableDataset):
     def __iter__(self) -> Iterator[PersiaBatch]:
         for number in range(WARM + TIMED + BEHIND):
             yield self._raws[number % len(self._raws)].batch()
-
-
-def net() -> tuple[DLRM, torch.optim.Optimizer]:
-    """Return the dense part; the same for both."""
-    torch.manual_seed(0)
-    model = DLRM()
-    return model, torch.optim.Adagrad(model.parameters(), lr=LR)
-
-
-loss_of = torch.nn.BCEWithLogitsLoss()
 
 
 def persia_slice(ctx: TrainCtx, raws: list[Raw], clock: Clock) -> float:
@@ -108,63 +114,45 @@ def measure(quick: bool, threads: int, pairs: int, clock: Clock) -> None:
     torch.set_num_threads(threads)
     raws = list(raw_batches(quick, NUM_DIFFERENT))
     model, optimizer = net()
-    persia, ideal, alone = Series([], []), Series([], []), Series([], [])
     with TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=LR, initial_accumulator_value=ACCUMULATOR),
         dense_optimizer=optimizer,
-        embedding_config={
-            "slots_config": {f"feature_{n}": {"dim": DIM} for n in range(NUM_FEATURES)}
-        },
+        embedding_config={"slots_config": SLOTS},
         global_config={"embedded_config": {"num_threads": threads}},
     ) as ctx:
         fill(ctx, quick)
         ceiling, dense = Ideal(Ceiling(sizes(quick), threads).table), Ideal(None)
-        turns: list[tuple[Series, Callable[[], float]]] = [
-            (persia, lambda: persia_slice(ctx, raws, clock)),
-            (ideal, lambda: ceiling.slice(raws, clock)),
-            (alone, lambda: dense.slice(raws, clock)),
-        ]
-        for number in range(pairs + 1):
-            first = number % len(turns)
-            for series, turn in turns[first:] + turns[:first]:
-                seconds = turn()
-                if number > 0:  # the first of all only warms
-                    series.rates.append(TIMED * BATCH / seconds / 1e3)
-    rates = " | ".join(f"{series.rate:.1f}" for series in (persia, ideal, alone))
-    print(f"| {threads} | {rates} | {ratio(persia, ideal)} |", flush=True)
+        samples = TIMED * BATCH / 1e3
+        turns = {
+            "persia": lambda: samples / persia_slice(ctx, raws, clock),
+            "ceiling": lambda: samples / ceiling.slice(raws, clock),
+            "alone": lambda: samples / dense.slice(raws, clock),
+        }
+        series = interleave(turns, pairs)
+    rates = [f"{own.rate:.1f}" for own in series.values()]
+    row(threads, *rates, ratio(series["persia"], series["ceiling"]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="1 %% of the rows")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="for a busy machine, 1 thread: not the clock"
-    )
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.cpu_time and args.threads != [1]:
-        parser.error("--cpu-time adds the threads up: use it with --threads 1")
+    options = parser(__doc__, 20, cpu_time=True)
+    options.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    args = options.parse_args()
+    if args.clock is time.process_time and args.threads != [1]:
+        options.error("--cpu-time adds the threads up: use it with --threads 1")
     if args.one:
-        measure(
-            args.quick,
-            args.threads[0],
-            args.pairs,
-            time.process_time if args.cpu_time else time.perf_counter,
-        )
+        measure(args.quick, args.threads[0], args.pairs, args.clock)
         return
-    print("DLRM, thousand samples/s\n")
-    print("| threads | PERSIA | ceiling | dense net alone | PERSIA of the ceiling [95 %] |")
-    print("|---|---|---|---|---|", flush=True)
+    columns = ("PERSIA", "ceiling", "dense net alone", "PERSIA of the ceiling [95 %]")
+    table("DLRM, thousand samples/s", "threads", *columns)
     for threads in args.threads:
         # A process each, because threads keep the cores they were started with.
-        command = [sys.executable, "-m", "tests.benchmarks.whole_step", "--one"]
-        command += ["--threads", str(threads), "--pairs", str(args.pairs)]
-        command += ["--quick"] if args.quick else []
-        command += ["--cpu-time"] if args.cpu_time else []
-        subprocess.run(command, check=True)
+        words = [word for word in sys.argv[1:] if word in ("--quick", "--cpu-time")]
+        words += ["--one", "--threads", str(threads), "--pairs", str(args.pairs)]
+        subprocess.run(
+            [sys.executable, "-m", "tests.benchmarks.whole_step", *words], check=True
+        )
 
 
 if __name__ == "__main__":

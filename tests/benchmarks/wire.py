@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from persia._rpc.messages import AnyArray, NamedArray
 from persia._rpc.methods import role_of
 from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
+from tests.benchmarks.interleaved import Series, interleave, parser, row, table
 
 TRANSPORTS = ("ipc", "tcp")
 CONTENDERS = ("ours", "keys", "bare")
@@ -160,7 +161,7 @@ def bare_calls(socket: zmq.Socket[bytes], array: AnyArray, load: Load, num_calls
 
 
 def our_calls(client: Client, array: AnyArray, load: Load, num_calls: int) -> None:
-    """Ask so often, ``in_flight`` at a time, as an embedding-worker asks its servers."""
+    """The same, as an embedding-worker asks its servers."""
     begun = deque(
         client.begin("echo", NamedArray("", array))
         for _ in range(min(load.in_flight, num_calls))
@@ -197,30 +198,38 @@ class Cell:
     keys_to_ours: list[float]
 
 
-def spread(ratios: Sequence[float]) -> list[float]:
+def spread(own: Series, other: Series) -> list[float]:
+    ratios = np.divide(own.rates, other.rates).tolist()
     return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
-def measure(kind: str, load: Load, asks: dict[str, Callable[[int], None]], **how: Any) -> Cell:
-    """Run all in turn, another one first each time."""
-    rates: dict[str, list[float]] = {name: [] for name in asks}
+def measure(
+    kind: str,
+    load: Load,
+    asks: dict[str, Callable[[int], None]],
+    times: int,
+    num_calls: int,
+    cpu: Callable[[], float],
+) -> Cell:
+    """Run all in turn."""
     used: dict[str, list[float]] = {name: [] for name in asks}
-    for repetition in range(how["times"]):
-        first = repetition % len(asks)
-        names = [*asks][first:] + [*asks][:first]
-        for name in names:
-            asks[name](WARM_UP)
-            cpu, start = how["cpu"](), time.perf_counter()
-            asks[name](how["num_calls"])
-            rates[name].append(how["num_calls"] / (time.perf_counter() - start))
-            used[name].append((how["cpu"]() - cpu) / how["num_calls"] * 1e6)
+
+    def turn(name: str) -> float:
+        asks[name](WARM_UP)
+        before, start = cpu(), time.perf_counter()
+        asks[name](num_calls)
+        rate = num_calls / (time.perf_counter() - start)
+        used[name].append((cpu() - before) / num_calls * 1e6)
+        return rate
+
+    series = interleave({name: functools.partial(turn, name) for name in asks}, times, warm=0)
     return Cell(
         kind,
         load.title,
-        {name: statistics.median(values) for name, values in rates.items()},
+        {name: own.rate for name, own in series.items()},
         {name: statistics.median(values) for name, values in used.items()},
-        spread(np.divide(rates["ours"], rates["bare"]).tolist()),
-        spread(np.divide(rates["keys"], rates["ours"]).tolist()),
+        spread(series["ours"], series["bare"]),
+        spread(series["keys"], series["ours"]),
     )
 
 
@@ -253,8 +262,8 @@ def measure_transport(kind: str, times: int, share: float) -> list[Cell]:
                 for name, client in clients.items()
             }
             asks["bare"] = functools.partial(bare_calls, dealer, array, load)
-            how = {"times": times, "num_calls": num_calls}
-            cells.append(measure(kind, load, asks, cpu=lambda: cpu_seconds() + used(), **how))
+            cpu = lambda: cpu_seconds() + used()  # noqa: E731
+            cells.append(measure(kind, load, asks, times, num_calls, cpu))
     return cells
 
 
@@ -264,32 +273,32 @@ def wire(quick: bool, transports: list[str], times: int) -> list[Cell]:
     for kind in transports:
         print(f"measuring the wire over {kind}", file=sys.stderr)
         cells += measure_transport(kind, times, 0.1 if quick else 1.0)
-    print("\nCalls that return their array, against bare pyzmq ROUTER/DEALER\n")
-    titles = "transport | load | calls/s | with keys | bare | times bare (range) "
-    titles += "| keys / without (range) | CPU us a call | with keys | bare"
-    print(f"| {titles} |")
-    print("|" + "---|" * len(titles.split("|")))
+    table(
+        "Calls that return their array, against bare pyzmq ROUTER/DEALER",
+        *("transport", "load", "calls/s", "with keys", "bare", "times bare (range)"),
+        *("keys / without (range)", "CPU us a call", "with keys", "bare"),
+    )
     for cell in cells:
-        rates = " | ".join(f"{cell.calls_per_s[name]:.0f}" for name in CONTENDERS)
-        used = " | ".join(f"{cell.cpu_us_per_call[name]:.0f}" for name in CONTENDERS)
-        to_bare, to_ours = (
-            "{:.2f} ({:.2f}..{:.2f})".format(*of) for of in (cell.to_bare, cell.keys_to_ours)
+        row(
+            *(cell.transport, cell.load),
+            *(f"{cell.calls_per_s[name]:.0f}" for name in CONTENDERS),
+            "{:.2f} ({:.2f}..{:.2f})".format(*cell.to_bare),
+            "{:.2f} ({:.2f}..{:.2f})".format(*cell.keys_to_ours),
+            *(f"{cell.cpu_us_per_call[name]:.0f}" for name in CONTENDERS),
         )
-        print(f"| {cell.transport} | {cell.load} | {rates} | {to_bare} | {to_ours} | {used} |")
     return cells
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of the calls")
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=[*TRANSPORTS])
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    options = parser(__doc__, 9)
+    options.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=[*TRANSPORTS])
+    options.add_argument("--repetitions", dest="pairs", type=int, help="the same as --pairs")
+    options.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    args = options.parse_args()
     if args.serve:
         run_server(Path(args.serve[0]), json.loads(args.serve[1]))
     else:
-        wire(args.quick, args.transports, args.repetitions)
+        wire(args.quick, args.transports, args.pairs or 9)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,6 @@ def test_whoever_answers_says_who_it_is_and_what_its_neighbour_is() -> None:
     assert [(one.role, one.replica, one.problem) for one in found] == [(SERVER, 3, "")]
     assert found[0].span is not None
     assert found[0].span.now.get("persia_rows") == 7
-    assert found[0].span.now.version == "1.2.3"
 
 
 def test_rates_are_between_two_answers() -> None:

@@ -1,4 +1,4 @@
-"""The commands by the names that people type, in this process or in one of their own."""
+"""The commands by the names that people type, and the same surroundings for every run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+import torch
 from click.testing import CliRunner, Result
 
+from persia import env
 from tests.support.processes import ROOT
 
 SCRIPTS = dict(
@@ -35,6 +40,24 @@ def without_persia(**more: str) -> dict[str, str]:
     left = ("PERSIA_", "REPLICA_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOG_LEVEL")
     kept = {name: text for name, text in os.environ.items() if not name.startswith(left)}
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80", **more}
+
+
+@contextmanager
+def quiet_surroundings(**more: str) -> Iterator[None]:
+    """Have no variables of a job but these, and torch compute in one thread."""
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in set(os.environ) - without_persia().keys():
+            patch.delenv(name)
+        for name, text in more.items():
+            patch.setenv(name, text)
+        env.reload_env()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+    env.reload_env()
 
 
 def invoke(name: str, *arguments: object) -> Result:

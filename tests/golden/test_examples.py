@@ -13,8 +13,7 @@ import pytest
 from persia import env
 from tests.examples.loading import EXAMPLES, load
 from tests.golden.book import as_text, check
-from tests.golden.commands import invoke
-from tests.golden.surroundings import quiet_surroundings
+from tests.golden.commands import invoke, quiet_surroundings
 
 SMALL = 6_000  # samples that touch every feature, in a second
 COLUMNS = ("group", "id", "states", "values")

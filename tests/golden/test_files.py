@@ -21,8 +21,7 @@ from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Labe
 from persia.embedding.optim import Adagrad
 from persia.version import __version__
 from tests.golden.book import as_text, check
-from tests.golden.commands import invoke
-from tests.golden.surroundings import quiet_surroundings
+from tests.golden.commands import invoke, quiet_surroundings
 from tests.support.waiting import until
 
 SLOTS = {

@@ -14,7 +14,7 @@ import pytest
 
 from persia.version import __version__
 from tests.golden.book import as_text, check
-from tests.golden.surroundings import quiet_surroundings
+from tests.golden.commands import quiet_surroundings
 from tests.metrics.job import standing_job
 from tests.support.processes import ROOT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,6 +42,29 @@ def python_files() -> list[Path]:
 
 def cython_files() -> list[Path]:
     return sorted([*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxd")])
+
+
+def found_in_sources(
+    look: Callable[[ast.AST], Iterator[tuple[int, str]]], pattern: str, but: Path | None = None
+) -> list[str]:
+    """Return where Python files, but one, and Cython code have what they must not have.
+
+    Args:
+        look: Yields lines of a Python file, and what is there.
+        pattern: Of lines of Cython, without their comments.
+        but: A Python file that may.
+    """
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in python_files()
+        if path != but
+        for line, what in look(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    for path in cython_files():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if re.search(pattern, line.partition("#")[0]):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    return found
 
 
 def module_name(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""W-71: nothing that runs what it reads: no pickle, no eval, no shell, in the whole package."""
+"""What no source may do: run what it reads (W-71), or wait for a device in a step (W-66)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.meta.sources import PACKAGE, ROOT, cython_files, python_files
+from tests.meta.sources import PACKAGE, found_in_sources
 
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib", "pty"}
 BUILTINS = {"eval", "exec", "compile", "__import__", "input"}
@@ -63,20 +63,8 @@ def is_literal(node: ast.expr | None, value: object) -> bool:
 
 
 def test_w71_nothing_runs_what_it_reads() -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {what}"
-        for path in python_files()
-        if path != FUNCTIONS_OF_THE_USER
-        for line, what in dangers(ast.parse(path.read_text(encoding="utf-8")))
-    ]
     pattern = rf"\b({'|'.join(MODULES)}|eval|exec|system|popen)\s*(\(|$)"
-    wrong += [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in cython_files()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if re.search(pattern, line.partition("#")[0])
-    ]
-    assert not wrong
+    assert not found_in_sources(dangers, pattern, FUNCTIONS_OF_THE_USER)
 
 
 def test_yaml_makes_plain_values_only() -> None:
@@ -104,3 +92,31 @@ def test_yaml_makes_plain_values_only() -> None:
 )
 def test_each_danger_is_seen(code: str) -> None:
     assert list(dangers(ast.parse(code)))
+
+
+# --- devices --------------------------------------------------------------------------------
+
+# What makes one is made once: a Converter, and a context's gradients.
+ONCE = {"_new_stream", "__init__"}
+
+
+def waits(tree: ast.AST, inside: str = "") -> Iterator[tuple[int, str]]:
+    """Yield the calls that stop everything, and streams that are made more often than once."""
+    for node in ast.iter_child_nodes(tree):
+        name = node.name if isinstance(node, ast.FunctionDef) else inside
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called = ast.unparse(node.func)
+            if called in ("torch.cuda.synchronize", "torch.cuda.empty_cache"):
+                yield node.lineno, called
+            if called == "torch.cuda.Stream" and name not in ONCE:
+                yield node.lineno, f"{called} in {name}"
+        yield from waits(node, name)
+
+
+def test_w66_no_step_synchronises_the_device() -> None:
+    assert not found_in_sources(waits, r"\btorch\.cuda\b")
+
+
+def test_what_would_is_seen() -> None:
+    step = "def step():\n    torch.cuda.synchronize()\n    torch.cuda.Stream(device)\n"
+    assert [line for line, _ in waits(ast.parse(step))] == [2, 3]

@@ -9,8 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import pytest
-
 from tests.meta.sources import (
     ROOT,
     Import,
@@ -31,17 +29,8 @@ ROWS = (
     {"_server", "_worker", "_training"},
     {"_loader", "_cluster", "_report", "distributed", "metrics", "service"},
     {"data", "readers", "ctx", "prelude"},
-    {
-        "launcher",
-        "helper",
-        "_cli",
-        "compat",
-        "backend",
-        "error",
-        "k8s_utils",
-        "sparse",
-        "wrapper",
-    },
+    {"launcher", "helper", "_cli", "compat"}
+    | {"backend", "error", "k8s_utils", "sparse", "wrapper"},
 )
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
 # Rooms of one row that do not import each other: roles meet in the messages.
@@ -88,31 +77,33 @@ def test_every_module_has_a_row() -> None:
     assert not unknown, "give these a row in docs/design.md and here"
 
 
-def test_imports_point_down() -> None:
-    wrong = []
+def crossing() -> Iterator[tuple[Import, str, str]]:
+    """Yield each import from one room to another, and the rooms."""
     for found in internal_imports():
         here, there = room(found.importer), room(found.module)
-        if here and there and here != there and ROW[there] > ROW[here]:
-            wrong.append(str(found))
+        if here != there:
+            yield found, here, there
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        str(found)
+        for found, here, there in crossing()
+        if here and there and ROW[there] > ROW[here]
+    ]
     assert not wrong
 
 
 def test_roles_do_not_import_each_other() -> None:
-    wrong = []
-    for found in internal_imports():
-        here, there = room(found.importer), room(found.module)
-        if here != there and {here, there} <= ROLES:
-            wrong.append(str(found))
-    assert not wrong
+    assert not [str(found) for found, here, there in crossing() if {here, there} <= ROLES]
 
 
 def test_only_composers_name_the_servers() -> None:
+    services = {"persia._server.service", "persia._worker.service"}
     wrong = [
         str(found)
-        for found in internal_imports()
-        if found.module in {"persia._server.service", "persia._worker.service"}
-        and room(found.importer) != room(found.module)
-        and found.importer not in COMPOSERS
+        for found, _, _ in crossing()
+        if found.module in services and found.importer not in COMPOSERS
     ]
     assert not wrong
 
@@ -178,34 +169,26 @@ def test_core_imports_only_numpy_and_errors() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("library", "rooms"),
-    [
-        ("zmq", {"_rpc"}),
-        ("msgpack", {"_rpc"}),
-        ("pydantic", {"config", "_files"}),
-        ("jinja2", {"_report"}),
-        ("click", {"launcher", "_cli"}),
-        ("cloudpickle", {"_cli", "helper"}),
-    ],
-)
-def test_libraries_stay_in_their_rooms(library: str, rooms: set[str]) -> None:
-    wrong = [
-        str(found)
-        for found in all_imports()
-        if found.module.split(".")[0] == library and room(found.importer) not in rooms
-    ]
-    assert not wrong
+ROOMS_OF = {
+    "zmq": {"_rpc"},
+    "msgpack": {"_rpc"},
+    "pydantic": {"config", "_files"},
+    "jinja2": {"_report"},
+    "click": {"launcher", "_cli"},
+    "cloudpickle": {"_cli", "helper"},
+}
 
 
-def test_torch_is_imported_above_the_line_or_inside_functions() -> None:
-    wrong = [
-        str(found)
-        for found in all_imports()
-        if found.module.split(".")[0] == "torch"
-        and found.at_load
-        and room(found.importer) not in TORCH_ROOMS
-    ]
+def test_libraries_stay_in_their_rooms() -> None:
+    # Torch is imported above the line, or inside functions.
+    wrong = []
+    for found in all_imports():
+        library, here = found.module.split(".")[0], room(found.importer)
+        rooms = ROOMS_OF.get(library, {here})
+        if library == "torch" and found.at_load:
+            rooms = TORCH_ROOMS
+        if here not in rooms:
+            wrong.append(str(found))
     assert not wrong
 
 

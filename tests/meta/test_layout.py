@@ -63,16 +63,8 @@ def wheel_files(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> set[st
         else:
             archive.extractall(folder)
     (unpacked,) = folder.iterdir()
-    build = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(folder),
-    ]
-    run(*build, cwd=unpacked)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
+    run(*build, folder, cwd=unpacked)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive_of_wheel:
         names = archive_of_wheel.namelist()
@@ -118,37 +110,22 @@ def test_wheel_from_sdist_has_everything(wheel_files: set[str]) -> None:
     assert not {name for name in wheel_files if Path(name).suffix in SOURCE_ONLY}
 
 
-def test_pip_install_gives_the_layout_of_the_wheel(
-    checkout: Path, wheel_files: set[str], tmp_path: Path
+@pytest.mark.parametrize("is_editable", [False, True])
+def test_an_install_gives_the_layout_of_the_wheel(
+    is_editable: bool, checkout: Path, wheel_files: set[str], tmp_path: Path
 ) -> None:
     python = environment(tmp_path / "venv")
-    install = [
-        "-m",
-        "pip",
-        "install",
+    words: list[str | Path] = [
         "--no-deps",
         "--no-build-isolation",
         "--ignore-installed",
+        checkout,
     ]
-    run(python, *install, str(checkout), cwd=tmp_path)
-    assert layout(python, tmp_path) == wheel_files
-
-
-def test_editable_install_gives_the_layout_of_the_wheel(
-    checkout: Path, wheel_files: set[str], tmp_path: Path
-) -> None:
-    source = tmp_path / "persia"
-    shutil.copytree(checkout, source, ignore=shutil.ignore_patterns("build", "*.c"))
-    python = environment(tmp_path / "venv")
-    install = [
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-build-isolation",
-        "--ignore-installed",
-    ]
-    run(python, *install, "-e", str(source), cwd=tmp_path)
+    if is_editable:
+        source = tmp_path / "persia"
+        shutil.copytree(checkout, source, ignore=shutil.ignore_patterns("build", "*.c"))
+        words[-1:] = ["-e", source]
+    run(python, "-m", "pip", "install", *words, cwd=tmp_path)
     # Not from the folder that holds the checkout: it would be imported as a namespace.
     assert layout(python, tmp_path / "venv") == wheel_files
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.meta.sources import (
     PACKAGE,
     ROOT,
     cython_files,
+    found_in_sources,
     imports_of,
     module_name,
     python_files,
@@ -26,37 +28,25 @@ from tests.support.processes import DEADLINE_S
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
-def where(path: Path, line: int) -> str:
-    return f"{path.relative_to(ROOT)}:{line}"
+def reads_of_the_environment(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else None
+        name = node.name if isinstance(node, ast.alias) else name
+        if name in ENVIRONMENT:
+            yield getattr(node, "lineno", 0), name
 
 
 def test_only_env_reads_the_environment() -> None:
-    wrong = []
-    for path in python_files():
-        if path == PACKAGE / "env.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name = node.attr if isinstance(node, ast.Attribute) else None
-            name = node.name if isinstance(node, ast.alias) else name
-            if name in ENVIRONMENT:
-                wrong.append(where(path, getattr(node, "lineno", 0)))
-    for path in cython_files():
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if re.search(r"\b(" + "|".join(ENVIRONMENT) + r")\b", line.partition("#")[0]):
-                wrong.append(where(path, number))
-    assert not wrong
+    pattern = rf"\b({'|'.join(ENVIRONMENT)})\b"
+    assert not found_in_sources(reads_of_the_environment, pattern, PACKAGE / "env.py")
+
+
+def asserts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    return ((n.lineno, "assert") for n in ast.walk(tree) if isinstance(n, ast.Assert))
 
 
 def test_nothing_is_asserted_in_the_package() -> None:
-    wrong = []
-    for path in python_files():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        wrong += [where(path, n.lineno) for n in ast.walk(tree) if isinstance(n, ast.Assert)]
-    for path in cython_files():
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if re.match(r"\s*assert\b", line):
-                wrong.append(where(path, number))
-    assert not wrong
+    assert not found_in_sources(asserts, r"^\s*assert\b")
 
 
 def test_sources_are_ascii() -> None:

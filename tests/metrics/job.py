@@ -19,62 +19,37 @@ from typing import TYPE_CHECKING
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.processes import DEADLINE_S, Cluster
+from tests.support.scripts import NET, SEND, slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-SLOTS = {
-    "feature_index_prefix_bit": 8,
-    "slots_config": {"user": {"dim": 8}, "item": {"dim": 8}},
-}
 NUM_BATCHES, BATCH_SIZE = 6, 32
 
 LOADER = f"""
-import sys, os
-import numpy as np
-from persia.ctx import DataCtx
+import sys
 from persia._cluster import process_metrics
-from persia.embedding.data import (
-    IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch,
-)
-
+{SEND}
 place = sys.argv[1]
 with DataCtx() as ctx:
     with open(f"{{place}}/loader-says", "w") as pipe:
         pipe.write(process_metrics.url())
     for number in range(2 * {NUM_BATCHES}):
         rng = np.random.default_rng(number)
-        ids = [rng.integers(0, 1000, {BATCH_SIZE}, dtype=np.uint64) for _ in range(2)]
-        ctx.send_data(PersiaBatch(
-            [IDTypeFeatureWithSingleID(name, x) for name, x in zip(("user", "item"), ids)],
-            non_id_type_features=[NonIDTypeFeature(rng.random(({BATCH_SIZE}, 1), np.float32))],
-            labels=[Label((ids[0] % 2).astype(np.float32).reshape(-1, 1))],
-        ))
+        send(ctx, rng, [rng.integers(0, 1000, {BATCH_SIZE}, dtype=np.uint64) for _ in range(2)])
     open(f"{{place}}/loader-waits").read()
 """
 
 TRAINER = f"""
 import sys
 import numpy as np
-import torch
 from persia._cluster import process_metrics
-from persia.ctx import TrainCtx, eval_ctx
-from persia.data import DataLoader, StreamingDataset
+from persia.ctx import eval_ctx
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
-from persia.embedding.optim import Adagrad
 
+DIM = 8
+{NET}
 place = sys.argv[1]
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.top = torch.nn.Linear(17, 1)
-
-    def forward(self, dense, embeddings):
-        return self.top(torch.cat([*dense, *embeddings], dim=1))
-
-torch.manual_seed(0)
-model = Net()
 with TrainCtx(
     model=model, embedding_optimizer=Adagrad(lr=0.1),
     dense_optimizer=torch.optim.Adam(model.parameters()), mixed_precision=False,
@@ -85,8 +60,7 @@ with TrainCtx(
     def train():
         for _ in range({NUM_BATCHES}):
             output, labels = ctx.forward(next(loader))
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0])
-            ctx.backward(loss)
+            ctx.backward(loss_of(output, labels[0]))
         ctx.dump_checkpoint(f"{{place}}/checkpoint")
 
     def stand():
@@ -179,7 +153,7 @@ def standing_job(
 ) -> Iterator[StandingJob]:
     """Train some batches, and let every process stand still."""
     variables = {"PERSIA_METRICS_PORT": "0", **(environment or {})}
-    with Cluster(SLOTS, environment=variables, **options) as cluster:  # type: ignore[arg-type]
+    with Cluster(slots(8), environment=variables, **options) as cluster:  # type: ignore[arg-type]
         place = cluster.place
         for name in ("loader-says", "loader-waits", "trainer-says", "trainer-waits"):
             os.mkfifo(place / name)

@@ -1,23 +1,30 @@
-"""The port of a process: where it is, what it answers, and that it goes."""
+"""The port of a process: where it is, what it answers, that it goes; and a push gateway."""
 
 from __future__ import annotations
 
+import http.server
+import queue
 import socket
 import threading
-import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from persia import env
-from persia._metrics import endpoint as endpoints
+from persia._cluster.process_metrics import push_settings
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
-from persia._metrics.endpoint import Endpoint, default_port
+from persia._metrics.endpoint import Endpoint, PushSettings, default_port
 from persia._metrics.registry import MetricSource, Sample
+from persia.config import GlobalConfig
 from persia.errors import ConfigError
 from tests.metrics.job import fetch
+from tests.support.waiting import until
 
+DEADLINE_S = 30.0
+NEVER_S = 3600.0
 WHY: list[str] = []
 
 
@@ -25,9 +32,14 @@ def why() -> str:
     return "; ".join(WHY)
 
 
-def endpoint(role: str = SERVER, number: int = 0, local_rank: int = 0) -> Endpoint:
+def endpoint(
+    role: str = SERVER, number: int = 0, local_rank: int = 0, every_s: float | None = None
+) -> Endpoint:
     rows = MetricSource(role, number, "rows", WHY, lambda: [Sample("persia_rows", 7)])
-    return Endpoint(role, number, lambda: [rows], why, lambda: "", local_rank=local_rank)
+    push = None if every_s is None else PushSettings("a_job", every_s)
+    return Endpoint(
+        role, number, lambda: [rows], why, lambda: "", local_rank=local_rank, push=push
+    )
 
 
 def test_it_answers_three_questions() -> None:
@@ -125,27 +137,6 @@ def test_a_stranger_learns_little_and_holds_nobody_up() -> None:
                 one.close()
 
 
-def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "_REQUEST_S", 0.3)
-    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as served:
-        port = int(served.url.rpartition(":")[2])
-        slow = [socket.create_connection(("127.0.0.1", port), 10.0) for _ in range(8)]
-        try:
-            deadline, left = time.monotonic() + 10.0, slow.copy()
-            while left:  # each byte well before the time of the one before is over
-                assert time.monotonic() < deadline
-                for one in slow:
-                    try:
-                        one.send(b"G", socket.MSG_NOSIGNAL)
-                    except OSError:
-                        left = [other for other in left if other is not one]
-                threading.Event().wait(0.05)
-            assert fetch(f"{served.url}/healthz") == (200, "ok\n")
-        finally:
-            for one in slow:
-                one.close()
-
-
 def test_the_run_keeps_its_name_wherever_its_script_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,3 +147,85 @@ def test_the_run_keeps_its_name_wherever_its_script_goes(
     with off, closing(endpoint()) as served:
         monkeypatch.chdir(tmp_path / "elsewhere")
         assert 'run="clicks"' in served.metrics.text()
+
+
+# --- the push gateway -----------------------------------------------------------------------
+
+
+@contextmanager
+def gateway() -> Iterator[tuple[str, queue.SimpleQueue[tuple[str, str, str]]]]:
+    """Take what is pushed: method, path and text of each."""
+    pushed: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            pushed.put((self.command, self.path, text))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}", pushed
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_metrics_are_sent_time_and_again_and_at_the_end() -> None:
+    with (
+        gateway() as (address, pushed),
+        env.changed(PERSIA_METRICS_GATEWAY_ADDR=address, PERSIA_METRICS_PORT="off"),
+    ):
+        with closing(endpoint(SERVER, 3, every_s=0.01)):
+            for _ in range(2):
+                method, path, text = pushed.get(timeout=DEADLINE_S)
+                assert method == "PUT"
+                assert path.startswith("/metrics/job/a_job/")
+                assert "/instance/rep_3" in path
+                assert "/ip_addr/127.0.0.1" in path
+                assert f'persia_ready{{replica="3",role="{SERVER}"}} 1.0' in text
+        while not pushed.empty():
+            pushed.get()
+        with closing(endpoint(SERVER, 3, every_s=NEVER_S)):
+            assert pushed.empty()
+        assert pushed.get(timeout=DEADLINE_S)[0] == "PUT"
+
+
+def test_w68_roles_of_a_host_do_not_replace_each_other() -> None:
+    """The original's roles with one number pushed into one group, and the last one stayed."""
+    paths = set()
+    with (
+        gateway() as (address, pushed),
+        env.changed(PERSIA_METRICS_GATEWAY_ADDR=address, PERSIA_METRICS_PORT="off"),
+    ):
+        for role in (SERVER, WORKER):
+            for replica in range(2):
+                endpoint(role, replica, every_s=NEVER_S).close()
+                paths.add(pushed.get(timeout=DEADLINE_S)[1])
+    assert len(paths) == 4
+
+
+def test_w68_a_gateway_that_is_not_there_costs_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The original warned every ten seconds, and was on by default."""
+    with env.changed(PERSIA_METRICS_GATEWAY_ADDR="127.0.0.1:1", PERSIA_METRICS_PORT="off"):
+        served = endpoint(SERVER, 0, every_s=0.001)
+        pusher = served._pusher
+        assert pusher is not None
+        until(lambda: pusher._failing)
+        served.close()
+    assert len([one for one in caplog.records if "cannot be sent" in one.message]) == 1
+    assert push_settings(GlobalConfig.load({})) is None
+
+
+def test_the_original_keys_say_how() -> None:
+    section = {"enable_metrics": True, "job_name": "clicks", "push_interval_seconds": 7}
+    config = GlobalConfig.load({"common_config": {"metrics_config": section}})
+    assert push_settings(config) == PushSettings("clicks", 7.0)

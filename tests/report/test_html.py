@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -27,16 +25,14 @@ def test_ticks_are_few_and_span_the_range(one: float, other: float, unit: str) -
 
 
 def test_numbers_are_short() -> None:
-    texts = {0: "0", 12: "12", 1500: "1,500", 0.00123: "0.00123", 12_345: "12.3 k"}
+    texts = {0: "0", 12: "12", 1500: "1500", 0.00123: "0.00123", 12_345: "12.3k", None: "-"}
     assert {value: html.short(value) for value in texts} == texts
-    assert html.short(3 * 2**30, "B") == "3 GiB"
-    assert html.short(1000, "B") == "1000 B"
-    assert len(html.short(math.nan)) == 1
+    assert html.short(3 * 2**30, "B") == "3.0 GiB"
 
 
 def test_a_chart_of_nothing_says_so_and_names_are_escaped() -> None:
     def draw(chart: html.Chart) -> str:
-        return html.render(html.Page("", "", (), (), (chart,), (), ""))
+        return html.render(html.Page("", "", (), (), (chart,), ()))
 
     empty = draw(html.Chart("<b>", "", "step", (html.ChartSeries("x", ()),)))
     assert "nothing was recorded" in empty

@@ -77,7 +77,7 @@ def test_a_report_that_could_not_be_written_is_refused_before_the_run(tmp_path: 
     (tmp_path / "file").touch()
     for path, says in (
         (tmp_path / "file" / "report.html", "cannot make the folder .*file"),
-        (tmp_path, "expected a file, got the folder .*; give .*report.html"),
+        (tmp_path, "expected a file, got the folder"),
     ):
         with pytest.raises(ConfigError, match=f"report: {says}"):
             build(report=path)

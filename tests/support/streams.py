@@ -125,9 +125,9 @@ class FakeRank:
                 if known.version > seen or time.monotonic() > deadline:
                     break
                 self.changed.wait(0.5)
-            for versions in (known.acknowledged,):
-                for batch_id in [x for x, version in versions.items() if version <= seen]:
-                    del versions[batch_id]
+            for batch_id, version in [*known.acknowledged.items()]:
+                if version <= seen:
+                    del known.acknowledged[batch_id]
             wanted = tuple(x for x, version in known.wanted.items() if version > seen)
             return StreamNews(
                 known.version,

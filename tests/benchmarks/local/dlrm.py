@@ -16,7 +16,7 @@ from persia.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from tests.benchmarks.workload import BATCH, DIM, batches, sizes
+from tests.benchmarks.workload import BATCH, DIM, LR, batches, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NUM_DENSE = 13
 NUM_FEATURES = len(sizes(True))
+SLOTS = {f"feature_{number}": {"dim": DIM} for number in range(NUM_FEATURES)}
 # Different batches, taken in turn: enough that none is still in a cache when it comes again.
 NUM_DIFFERENT = 16
 # Batches behind those that are timed, so that all roles have as much ahead of them at the end
@@ -53,6 +54,16 @@ class DLRM(torch.nn.Module):
         chosen = products.index_select(1, self.pairs)  # type: ignore[arg-type]
         logits: torch.Tensor = self.top(torch.cat([bottom, chosen], dim=1))
         return logits
+
+
+def net() -> tuple[DLRM, torch.optim.Optimizer]:
+    """Return the dense part; the same everywhere."""
+    torch.manual_seed(0)
+    model = DLRM()
+    return model, torch.optim.Adagrad(model.parameters(), lr=LR)
+
+
+loss_of = torch.nn.BCEWithLogitsLoss()
 
 
 def _mlp(*widths: int) -> torch.nn.Sequential:
@@ -97,28 +108,14 @@ def raw_batches(quick: bool, count: int) -> Iterator[Raw]:
         yield different[number % NUM_DIFFERENT]
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """One run."""
-
-    quick: bool
-    warm: int
-    timed: int
-    threads: int
-    dense: bool
-
-    @property
-    def count(self) -> int:
-        """All batches."""
-        return self.warm + self.timed + NUM_BEHIND
-
-
-def parse() -> Options:
-    """Read the command line of both scripts."""
+def parse() -> argparse.Namespace:
+    """Read the command line of both scripts; ``count`` is the number of all batches."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--warm", type=int, default=20)
     parser.add_argument("--timed", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dense", action="store_true", help="the dense net alone")
-    return Options(**vars(parser.parse_args()))
+    options = parser.parse_args()
+    options.count = options.warm + options.timed + NUM_BEHIND
+    return options

@@ -6,6 +6,7 @@ count, and then their seconds.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator
 
@@ -18,10 +19,11 @@ from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from tests.benchmarks.local.dlrm import (
-    DLRM,
     NUM_DIFFERENT,
     NUM_FEATURES,
-    Options,
+    SLOTS,
+    loss_of,
+    net,
     parse,
     raw_batches,
 )
@@ -45,7 +47,7 @@ class Here(IterableDataset):
 class Clock:
     """Marks the batches that count."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self._first, self._last = options.warm, options.warm + options.timed
         self._start = 0.0
 
@@ -72,15 +74,13 @@ def fill(ctx: TrainCtx, quick: bool) -> None:
         raise RuntimeError(f"expected {expected} rows, got {held}")
 
 
-def train(options: Options, model: DLRM, optimizer: torch.optim.Optimizer) -> None:
-    slots = {f"feature_{number}": {"dim": DIM} for number in range(NUM_FEATURES)}
-    loss_fn = torch.nn.BCEWithLogitsLoss()
-    clock = Clock(options)
+def train(options: argparse.Namespace) -> None:
+    clock, (model, optimizer) = Clock(options), net()
     with TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=LR),
         dense_optimizer=optimizer,
-        embedding_config={"slots_config": slots},
+        embedding_config={"slots_config": SLOTS},
         global_config={"embedded_config": {"num_threads": options.threads}},
     ) as ctx:
         fill(ctx, options.quick)
@@ -89,38 +89,23 @@ def train(options: Options, model: DLRM, optimizer: torch.optim.Optimizer) -> No
         for number, batch in enumerate(DataLoader(dataset, embedding_staleness=10)):
             clock.at(number)
             output, labels = ctx.forward(batch)
-            ctx.backward(loss_fn(output, (labels or [])[0]))
+            ctx.backward(loss_of(output, (labels or [])[0]))
 
 
-def train_dense(options: Options, model: DLRM, optimizer: torch.optim.Optimizer) -> None:
+def train_dense(options: argparse.Namespace) -> None:
     """The same steps with embeddings that are given, and gradients that are dropped."""
-    given = [
-        (
-            torch.from_numpy(raw.dense),
-            [torch.randn(BATCH, DIM) for _ in range(NUM_FEATURES)],
-            torch.from_numpy(raw.labels),
-        )
-        for raw in raw_batches(options.quick, NUM_DIFFERENT)
-    ]
-    loss_fn = torch.nn.BCEWithLogitsLoss()
-    clock = Clock(options)
-    for number in range(options.count):
+    clock, (model, optimizer) = Clock(options), net()
+    given = [torch.randn(NUM_FEATURES, BATCH, DIM).unbind() for _ in range(NUM_DIFFERENT)]
+    for number, raw in enumerate(raw_batches(options.quick, options.count)):
         clock.at(number)
-        dense, embeddings, labels = given[number % NUM_DIFFERENT]
-        leaves = [values.detach().requires_grad_() for values in embeddings]
-        loss_fn(model([dense], leaves), labels).backward()
+        leaves = [one.detach().requires_grad_() for one in given[number % NUM_DIFFERENT]]
+        logits = model([torch.from_numpy(raw.dense)], leaves)
+        loss_of(logits, torch.from_numpy(raw.labels)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def main() -> None:
-    options = parse()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    model = DLRM()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
-    (train_dense if options.dense else train)(options, model, optimizer)
-
-
 if __name__ == "__main__":
-    main()
+    chosen = parse()
+    torch.set_num_threads(chosen.threads)
+    (train_dense if chosen.dense else train)(chosen)
