@@ -7,14 +7,10 @@
       00000008-03bb6a1f/
       00000009-aa20c4e7/         being written, or left by a writer that died
 
-A checkpoint comes with its own id, so it overwrites nothing: the one before loads until the new
-one is there, and after. It begins to exist with one rename, of its manifest, and ends to exist
-when the manifest is unlinked, before its files are. So at any moment every manifest has its
-files; files without a manifest belong to no checkpoint.
-
-The number in an id grows: of two checkpoints in a folder the one with the larger number is the
-later one, even if the clock was set back. Rows that servers write by themselves as training
-goes on are in catalogs of their own, ``<folder>/s0``, ``<folder>/s1``.
+A checkpoint begins to exist with one rename, of its manifest, and ends to exist when the
+manifest is unlinked, before its files are. So at any moment every manifest has its files. The
+number in an id grows, even if the clock was set back. Rows that servers write by themselves as
+training goes on are in catalogs of their own, ``<folder>/s0``, ``<folder>/s1``.
 """
 
 from __future__ import annotations
@@ -62,12 +58,7 @@ def ids(place: Place) -> list[str]:
 
 
 def publish(storage: Storage, manifest: Manifest) -> None:
-    """Make a checkpoint exist, its files being durable already.
-
-    Raises:
-        CheckpointError: If a file that it names is not there with its size, or the manifest
-            could not be written; then it does not exist.
-    """
+    """Make a checkpoint exist, its files being durable already; if it fails there is none."""
     data = manifest.encode()
     for file in manifest.all_files():
         size = storage.size(file.path)
@@ -82,10 +73,7 @@ def discard(storage: Storage, identity: str) -> bool:
     """Remove what was written of a checkpoint that could not be published, as far as it goes.
 
     The manifest may be there although ``publish`` failed, at its last fsync for example: it is
-    removed first, and if that fails, its files stay.
-
-    Returns:
-        Whether the checkpoint certainly does not exist.
+    removed first; if that fails, its files stay and False is returned.
     """
     try:
         storage.remove(f"{identity}.json")
@@ -100,11 +88,7 @@ def discard(storage: Storage, identity: str) -> bool:
 
 
 def load(place: Place, identity: str | None = None) -> Manifest:
-    """Return the manifest of a checkpoint, the latest unless one is named.
-
-    Raises:
-        CheckpointError: If there is none, or it cannot be read.
-    """
+    """Return the manifest of a checkpoint, the latest unless one is named."""
     storage = storage_of(place)
     if identity is None:
         found = ids(storage)
@@ -138,11 +122,7 @@ def nothing_in(storage: Storage) -> CheckpointError:
 
 
 def find(place: Place, name: str) -> str:
-    """Return the id of a checkpoint by its id, or by the number that it begins with.
-
-    Raises:
-        CheckpointError: If there is none, or more than one.
-    """
+    """Return the id of a checkpoint by its id, or by the number that it begins with."""
     storage = storage_of(place)
     found = [
         identity
@@ -170,11 +150,7 @@ def latest(place: Place) -> str | None:
 
 
 def chain(place: Place, identity: str | None = None) -> list[Manifest]:
-    """Return a full checkpoint and the deltas up to the one asked for, the latest by default.
-
-    Raises:
-        CheckpointError: If one of them is not there, so that changes would be missing.
-    """
+    """Return a full checkpoint and the deltas up to the one asked for, or to the latest."""
     storage = storage_of(place)
     found = [load(storage, identity)]
     known = set(ids(storage))
@@ -196,11 +172,9 @@ class Chain:
     """A full checkpoint and deltas to it."""
 
     storage: Storage
-    manifests: list[Manifest]
-    """The full one first."""
-
+    manifests: list[Manifest]  # the full one first
+    # Who wrote it by itself, as others wrote theirs; None if all servers wrote it together.
     server: int | None = None
-    """Who wrote it by itself, as others wrote theirs; None if all servers wrote it together."""
 
 
 def folder_of(server: int) -> str:
@@ -214,15 +188,7 @@ def below(url: str, folder: str) -> str:
 
 
 def chains(url: str, identity: str | None = None) -> list[Chain]:
-    """Return every chain of checkpoints that together are the rows of a job.
-
-    Args:
-        url: Of the folder.
-        identity: The checkpoint of a catalog; the latest if not given.
-
-    Raises:
-        CheckpointError: If there is none, or what a server wrote is missing.
-    """
+    """Return every chain of checkpoints that together are the rows of a job in a folder."""
     storage = open_storage(url)
     if identity is not None or latest(storage) is not None:
         return [Chain(storage, chain(storage, identity))]
@@ -253,15 +219,8 @@ def keep_last(place: Place, count: int, writing: Collection[str] = ()) -> list[s
 
     What writers that died have left goes too: folders without a manifest, of a number below
     the latest checkpoint's. A writer that is slower than another one's whole checkpoint would
-    lose its files, which its ``publish`` reports.
-
-    Args:
-        place: The catalog.
-        count: How many to keep, at least 1; each full checkpoint or delta is one.
-        writing: Ids of checkpoints that are being written: these are left alone.
-
-    Raises:
-        CheckpointError: If something that is kept cannot be read; nothing was removed.
+    lose its files, which its ``publish`` reports. Those in ``writing`` are left alone, and
+    nothing is removed if something that is kept cannot be read.
     """
     if count < 1:
         raise ConfigError(f"keep_last: expected at least 1, got {count}")

@@ -41,11 +41,7 @@ def _plain(value: object) -> Any:
 
 
 def read_json(cls: type[T], value: object, name: str) -> T:
-    """Return a parsed JSON value as ``cls``, a record or a type of records.
-
-    Raises:
-        CheckpointError: It cannot be read so; names the document and the key.
-    """
+    """Return a parsed JSON value as ``cls``, a record or a type of records."""
     try:
         return validate(cls, value)
     except InvalidValue as exc:
@@ -53,11 +49,7 @@ def read_json(cls: type[T], value: object, name: str) -> T:
 
 
 def parse(data: bytes, name: str) -> Any:
-    """Return the JSON value that ``data`` is; keys may not repeat, numbers are finite.
-
-    Raises:
-        CheckpointError: It is not JSON, or nested too deeply; begins with ``name``.
-    """
+    """Return the JSON value that ``data`` is; keys may not repeat, numbers are finite."""
 
     def unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)

@@ -15,12 +15,79 @@ from typing import Annotated, Any, Literal
 
 import xxhash
 
-from persia._files.entries import NAME, NUM_BUCKETS, Deleted, File, Part
 from persia._files.json_models import Record, parse, read_json
-from persia._files.schema import SavedSchema
+from persia._files.schema import DTYPE, NAME, SavedSchema
 from persia.config import Expect, InvalidValue, Listed, Named, integer, show
 from persia.errors import CheckpointError
 from persia.version import __version__
+
+NUM_BUCKETS = 1 << 14
+_PATH = Expect(
+    "names of letters, digits and ._- between slashes", pattern=f"^{NAME}(/{NAME})*$"
+)
+_CHECKSUM = Expect("32 hexadecimal digits", pattern="^[0-9a-f]{32}$")
+_U64 = (1 << 64) - 1
+_U32 = (1 << 32) - 1
+
+
+def sketch_name(server: int) -> str:
+    """Return the name of a server's counts of ids that are not admitted yet.
+
+    They cannot be divided again: they mean nothing to another number of servers.
+    """
+    return f"sketch-{server}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class File(Record):
+    """A file of a checkpoint, as the manifest knows it."""
+
+    path: Annotated[str, _PATH]  # below the catalog's folder; begins with the checkpoint's id
+    num_bytes: Annotated[int, integer()] = field(metadata={"key": "bytes"})
+    xxh3_128: Annotated[str, _CHECKSUM]  # checksum of all of it, 32 hexadecimal digits
+
+
+@dataclass(frozen=True, slots=True)
+class Part(File):
+    """A file of rows that have one format and one policy."""
+
+    # Which server wrote it: ``orders`` are comparable between rows of one server.
+    server: Annotated[int, integer(0, NUM_BUCKETS - 1)]
+    table: str
+    policy: Annotated[int, integer(0, _U32)]
+    dtype: Annotated[str, DTYPE]
+    dim: Annotated[int, integer(1, _U32)]
+    state_words: Annotated[int, integer(0, _U32)]
+    num_rows: Annotated[int, integer()] = field(metadata={"key": "rows"})
+    # First bucket of its signs, and one beyond the last.
+    buckets: Annotated[tuple[int, int], Expect("[first, end] of buckets", strict=False)]
+    max_order: Annotated[int, integer(0, _U64)]  # the largest of ``orders``
+
+    def check(self) -> None:
+        """Check the range of buckets."""
+        first, end = self.buckets
+        if not 0 <= first < end <= NUM_BUCKETS:
+            raise InvalidValue(
+                f"expected 0 <= first < end <= {NUM_BUCKETS}, got {[first, end]}", "buckets"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted(File):
+    """A file of signs whose rows are gone since the base."""
+
+    server: Annotated[int, integer(0, NUM_BUCKETS - 1)]
+    num_signs: Annotated[int, integer()] = field(metadata={"key": "signs"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFiles(Record):
+    """What one server wrote of a checkpoint."""
+
+    parts: Listed[tuple[Part, ...]]
+    deleted: Listed[tuple[Deleted, ...]]
+    files: Named[File]  # others, by name
+
 
 FORMAT = "persia-checkpoint"
 VERSION = 1
@@ -50,35 +117,22 @@ def number_of(identity: str) -> tuple[int, str]:
 class Manifest(Record):
     """One checkpoint."""
 
-    id: _Id
-    """Number in its catalog, and chance: two writers never have the same."""
-
+    id: _Id  # number in its catalog, and chance: two writers never have the same
     kind: Literal["full", "delta"]
-    base: _Id | None = None
-    """Of a delta, the checkpoint that it changes; None of a full one."""
-
-    step: Annotated[int, integer()]
-    """The cut comes after this step."""
-
-    created: str = field(default_factory=now)
-    """UTC, as ``now`` returns it."""
-
-    writer: str = __version__
-    """Version of PERSIA that wrote it."""
-
+    base: _Id | None = None  # of a delta, the checkpoint that it changes; None of a full one
+    step: Annotated[int, integer()]  # the cut comes after this step
+    created: str = field(default_factory=now)  # UTC, as ``now`` returns it
+    writer: str = __version__  # version of PERSIA that wrote it
+    # How many parameter servers wrote it.
     num_servers: Annotated[int, integer(1, NUM_BUCKETS)] = field(metadata={"key": "servers"})
-    """How many parameter servers wrote it."""
-
     schema: SavedSchema
     parts: Listed[tuple[Part, ...]]
+    # Signs that were rows at ``base`` and are none now; rows of ``parts`` are never meant.
     deleted: Listed[tuple[Deleted, ...]] = ()
-    """Signs that were rows at ``base`` and are none now; rows of ``parts`` are never meant."""
-
+    # All others by name: the dense model, its optimizer, states of generators, sketches.
     files: Named[File] = field(default_factory=dict)
-    """All others by name: the dense model, its optimizer, states of generators, sketches."""
-
+    # What else has to be known to continue; JSON.
     extras: Named[Any] = field(default_factory=dict)
-    """What else has to be known to continue; JSON."""
 
     @property
     def num_rows(self) -> int:
@@ -151,11 +205,7 @@ class Manifest(Record):
             )
 
     def encode(self) -> bytes:
-        """Return the file.
-
-        Raises:
-            CheckpointError: It could not be read again; names the key.
-        """
+        """Return the file."""
         try:
             content = {"format": FORMAT, "version": VERSION, **self.to_json()}
             content["xxh3_128"] = _checksum(content)
@@ -167,11 +217,7 @@ class Manifest(Record):
 
     @staticmethod
     def decode(data: bytes, path: str) -> Manifest:
-        """Return a manifest from its file, every value of it checked.
-
-        Raises:
-            CheckpointError: It is not one; names ``path`` and the key.
-        """
+        """Return a manifest from its file, every value of it checked."""
         content = dict(read_json(dict[str, Any], parse(data, path), path))
         named, version = content.pop("format", None), content.pop("version", None)
         checksum = content.pop("xxh3_128", None)

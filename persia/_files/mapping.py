@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.blocks import RowBlock
-from persia._files.entries import Part
+from persia._files.manifest import Part
 from persia._files.parts import parts_for, take
 from persia._files.schema import Policy, SavedGroup, SavedSchema, SavedTable
 from persia.errors import CheckpointError, ConfigError
@@ -35,11 +35,10 @@ class Mapping:
 
     saved: SavedSchema
     wanted: SavedSchema
+    # By number of a group in the checkpoint its number now, or -1 if its rows are dropped.
     groups: tuple[int, ...]
-    """By number of a group in the checkpoint its number now, or -1 if its rows are dropped."""
-
+    # Sentences for the user: what is dropped, new, or starts from initial values.
     notes: tuple[str, ...]
-    """Sentences for the user: what is dropped, new, or starts from initial values."""
 
     @property
     def moves_rows(self) -> bool:
@@ -58,18 +57,10 @@ class Mapping:
         wanted: SavedSchema,
         *,
         only: Collection[str] | None = None,
-        drop_removed: bool = True,
     ) -> Mapping:
-        """Find how the rows of ``saved`` are loaded into ``wanted``.
+        """Find how the rows of ``saved`` are loaded into ``wanted``; refuse all that cannot be.
 
-        Args:
-            saved: Of the checkpoint.
-            wanted: Of the job that loads.
-            only: Features whose rows are loaded, with those that share them; None for all.
-            drop_removed: Whether rows of removed features are dropped, or an error.
-
-        Raises:
-            ConfigError: They cannot be; the message shows every difference.
+        With ``only``, these features are loaded, and those that share rows with them.
         """
         match = _Match(saved, wanted)
         match.check_names(only)
@@ -77,7 +68,7 @@ class Mapping:
             if only is None or not set(only).isdisjoint(_features(wanted, group.name)):
                 match.add(number, group)
         if only is None:
-            match.add_removed(drop_removed)
+            match.add_removed()
         if match.problems:
             raise ConfigError(
                 "the checkpoint does not fit the embedding config: " + "; ".join(match.problems)
@@ -95,11 +86,7 @@ class Mapping:
         return [part for part in near if part.table in used]
 
     def groups_of(self, table: str, signs: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the number that the group of each sign of a table has now, or -1.
-
-        Raises:
-            CheckpointError: If a sign is of no group that has this table.
-        """
+        """Return the number that the group of each sign of a table has now, or -1."""
         # By prefix: 0 is no group's, nor is any beyond the last.
         numbers = np.full(len(self.groups) + 2, _UNKNOWN, np.int64)
         for old, new in enumerate(self.groups):
@@ -113,11 +100,7 @@ class Mapping:
         return found
 
     def signs_of(self, table: str, signs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the signs that rows have now, without those that are dropped.
-
-        Raises:
-            CheckpointError: If a sign is of no group that has this table.
-        """
+        """Return the signs that rows have now, without those that are dropped."""
         new = self.groups_of(table, signs)
         kept = new != _DROPPED
         if not self.moves_rows:
@@ -128,11 +111,7 @@ class Mapping:
         return found
 
     def apply(self, table: str, block: RowBlock) -> Iterator[tuple[str, RowBlock]]:
-        """Yield a block's rows as they are now, by the table they belong to.
-
-        Raises:
-            CheckpointError: If a sign is of no group that has this table.
-        """
+        """Yield a block's rows as they are now, by the table they belong to."""
         new = self.groups_of(table, block.signs)
         if self._keeps_all and block.policy == self.wanted.tables[table].policy:
             yield table, block
@@ -218,18 +197,16 @@ class _Match:
             self.groups[old] = number
             self._compare(self._saved.groups[old], group)
 
-    def add_removed(self, drop: bool) -> None:
+    def add_removed(self) -> None:
         """Note the features that the job does not have."""
         pairs = zip(self._saved.groups, self.groups, strict=True)
         removed = [group.name for group, new in pairs if new == _DROPPED]
         names = [name for group in removed for name in _features(self._saved, group)]
-        if not removed:
-            return
-        sentence = f"features {', '.join(names)} of the checkpoint are not here"
-        if drop:
-            self.notes.append(f"{sentence}: their rows are dropped")
-        else:
-            self.problems.append(sentence)
+        if removed:
+            self.notes.append(
+                f"features {', '.join(names)} of the checkpoint are not here: their rows are "
+                "dropped"
+            )
 
     def _differ(self, what: str, before: object, after: object) -> None:
         self.problems.append(f"{what} is {before} in the checkpoint and {after} here")

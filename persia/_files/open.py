@@ -6,13 +6,18 @@ that others can reach opens only what is below the roots that its operator has n
 
 from __future__ import annotations
 
+import io
 import os
 import posixpath
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from persia._files.storage import LocalStorage, Storage
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._files.storage import Buffer, FileReader, LocalStorage, Storage
 from persia.errors import CheckpointError, ConfigError
 
 # Whole objects or nothing: a PUT is atomic, while a rename would copy.
@@ -27,16 +32,11 @@ def open_storage(url: str | os.PathLike[str], **options: Any) -> Storage:
     Args:
         url: A path, or a URL such as ``s3://bucket/folder``; ``file://`` is a path too.
         options: For fsspec's file system: credentials, an endpoint.
-
-    Raises:
-        ConfigError: fsspec, or what it needs for this URL, is not installed.
     """
     text = os.fspath(url)
     scheme, path = _split(text)
     if not scheme:
         return LocalStorage(path)
-    from persia._files.object_store import RemoteStorage  # fsspec is optional
-
     try:
         return RemoteStorage(text, atomic_put=scheme in _OBJECT_STORES, **options)
     except (ImportError, ValueError) as exc:
@@ -49,9 +49,6 @@ def folder_url(given: object, name: str) -> str:
     Args:
         given: What a user has given.
         name: Of the argument.
-
-    Raises:
-        ConfigError: If it is neither.
     """
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
@@ -88,9 +85,6 @@ class AllowedRoots:
         Args:
             url: What is opened.
             name: Of a folder in it.
-
-        Raises:
-            CheckpointError: Names the folder and the roots.
         """
         if self._roots is None:
             return
@@ -129,3 +123,104 @@ def _is_below(path: str, root: str) -> bool:
 
 
 ANYWHERE = AllowedRoots()
+
+
+class _RemoteReader(FileReader):
+    def __init__(self, system: Any, path: str, name: str) -> None:
+        self._system = system
+        self._path = path
+        self._name = name
+        self.size = system.info(path)["size"]
+
+    def read_into(self, target: NDArray[np.uint8], offset: int) -> None:
+        # A range of no bytes is one that servers refuse.
+        if not len(target):
+            return
+        data = self._system.cat_file(self._path, start=offset, end=offset + len(target))
+        if len(data) != len(target):
+            raise CheckpointError(
+                f"{self._name}: expected {len(target)} bytes at {offset}, got {len(data)}"
+            )
+        target[:] = np.frombuffer(data, np.uint8)
+
+
+class RemoteStorage(Storage):
+    """A folder that fsspec reaches.
+
+    Args:
+        url: Of the folder.
+        atomic_put: Whether a file that is written whole appears whole, as objects do.
+        options: For fsspec's file system.
+    """
+
+    # A request each: a part is one.
+    read_bytes = 64 << 20
+    _errors = Exception  # each of fsspec's systems has its own
+
+    def __init__(self, url: str, *, atomic_put: bool, **options: Any) -> None:
+        import fsspec  # which is optional
+
+        self.url = url
+        self._atomic_put = atomic_put
+        self._system, self._root = fsspec.core.url_to_fs(url, **options)
+
+    def write(self, path: str, buffers: Iterable[Buffer]) -> None:
+        """Write a whole object."""
+        whole = io.BytesIO()
+        for buffer in buffers:
+            whole.write(buffer)
+            self.on_progress()
+        with self._failing("write", path):
+            self._put(self._path(path), whole.getvalue())  # no copy of it
+
+    def sync(self, folder: str) -> None:
+        """Nothing: what was written is there."""
+
+    def publish(self, path: str, data: bytes) -> None:
+        """Put one object, or write aside and rename."""
+        target = self._path(path)
+        with self._failing("publish", path):
+            if self._atomic_put:
+                self._put(target, data)
+                return
+            self._put(f"{target}.tmp", data)
+            self._system.mv(f"{target}.tmp", target)
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[FileReader]:
+        """Look up a file."""
+        with self._failing("read", path):
+            self._system.invalidate_cache()
+            yield _RemoteReader(self._system, self._path(path), self.at(path))
+
+    def list(self, folder: str = "") -> list[str]:
+        """Return the names in a folder."""
+        with self._failing("list", folder):
+            self._system.invalidate_cache()
+            parent = self._path(folder).rstrip("/")
+            try:
+                found = self._system.ls(parent, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            names = {name.rstrip("/").rpartition("/")[2] for name in found}
+            # Some stores list the folder's own marker, or a file of that name.
+            return sorted(names - {"", parent.rpartition("/")[2]})
+
+    def remove(self, path: str) -> None:
+        """Remove one object."""
+        with self._failing("remove", path), suppress(FileNotFoundError):
+            self._system.invalidate_cache()
+            self._system.rm_file(self._path(path))
+
+    def remove_folder(self, path: str) -> None:
+        """Remove all objects below a path."""
+        with self._failing("remove", path), suppress(FileNotFoundError):
+            self._system.invalidate_cache()
+            self._system.rm(self._path(path), recursive=True)
+
+    def _put(self, path: str, data: bytes) -> None:
+        self._system.makedirs(self._system._parent(path), exist_ok=True)
+        self._system.pipe_file(path, data)
+
+    def _path(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else str(self._root)

@@ -1,11 +1,7 @@
 """Rows into parts, as they come and in bounded memory.
 
     blocks of rows, any order       their rows by 64 ranges       files
-    +------------------------+      +------------------+
-    | signs values states .. | ---> | places by range  |  0..16   table0-00-000000
-    +------------------------+      +------------------+ -------> table0-16-000001
-    | signs values states .. | ---> | places by range  |          ...
-    +------------------------+      +------------------+
+    | signs values states .. | ---> | places by range  | -------> table0-00-000000, ranges 0..16
 
 Blocks are held as they came. Once there are enough of a kind, neighbouring ranges become a part
 each, and threads beside the caller copy its rows, array by array, into a window of memory in
@@ -28,10 +24,10 @@ from numpy.typing import NDArray
 from persia._core.base.hashing import route
 from persia._core.store.blocks import RowBlock
 from persia._core.store.part_rows import copy_rows
-from persia._files.buffer_pool import BufferPool
-from persia._files.entries import NAME, NUM_BUCKETS, Part
+from persia._files.manifest import NUM_BUCKETS, Part
 from persia._files.parts import CODE_OF_DTYPE, write_file
-from persia._files.storage import AT_ONCE, Buffer, Storage
+from persia._files.schema import NAME
+from persia._files.storage import AT_ONCE, Buffer, BufferPool, Storage
 from persia._files.tensors import CODES, head
 from persia.errors import ConfigError
 
@@ -71,8 +67,8 @@ class _Rows:
 
     block: RowBlock
     places: NDArray[np.uint32]
+    # Of its arrays those that a file may go without, where they are not all 0.
     extras: tuple[str, ...]
-    """Of its arrays those that a file may go without, where they are not all 0."""
 
 
 @dataclass(slots=True)
@@ -80,9 +76,8 @@ class _Pile:
     """The blocks that are held of one kind, with their rows by range."""
 
     rows: list[_Rows] = field(default_factory=list)
+    # Of each block, where a range begins in its places; and their end.
     starts: list[NDArray[np.int64]] = field(default_factory=list)
-    """Of each block, where a range begins in its places; and their end."""
-
     bytes: int = 0
 
     def of_ranges(self, first: int, end: int, most: int) -> Iterator[list[_Rows]]:
@@ -114,8 +109,7 @@ class PartWriter:
         budget_bytes: Of rows held here, gathered or being written.
         server: Which server's rows these are.
         part_bytes: Of one part at most, unless a single row is larger.
-        num_threads: That write, beside the caller.
-        begin: Called by each of these when it begins.
+        num_threads: That write, beside the caller; each calls ``begin`` first.
     """
 
     def __init__(
@@ -129,11 +123,8 @@ class PartWriter:
         num_threads: int = 4,
         begin: Callable[[], None] | None = None,
     ) -> None:
-        self._storage = storage
-        self._prefix = prefix
-        self._budget = budget_bytes
-        self._server = server
-        self._part_bytes = part_bytes
+        self._storage, self._prefix, self._server = storage, prefix, server
+        self._budget, self._part_bytes = budget_bytes, part_bytes
         self._piles: dict[_Kind, _Pile] = {}
         self._gathered = 0
         self._pool = ThreadPoolExecutor(num_threads, "persia-parts", initializer=begin)
@@ -159,17 +150,8 @@ class PartWriter:
         """Bytes of rows held here, gathered or being written."""
         return self._gathered + self._in_flight
 
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of the parts that are done."""
-        return sum(part.num_bytes for part in self._parts)
-
     def add(self, table_name: str, block: RowBlock) -> None:
-        """Take rows, which must not change any more; returns once they fit into the budget.
-
-        Raises:
-            CheckpointError: A part could not be written, this one or an earlier one.
-        """
+        """Take rows, which must not change any more; returns once they fit into the budget."""
         if not re.fullmatch(NAME, table_name):
             raise ConfigError(
                 f"table name: expected letters, digits and ._-, got {table_name!r}"
@@ -188,11 +170,7 @@ class PartWriter:
         self._shrink()
 
     def finish(self) -> tuple[Part, ...]:
-        """Write what is left and make all parts durable; returns them.
-
-        Raises:
-            CheckpointError: A part could not be written.
-        """
+        """Write what is left and make all parts durable; returns them."""
         for kind in list(self._piles):
             self._flush(kind)
         while self._writing:
@@ -260,7 +238,7 @@ class PartWriter:
         window = self._memory.take(AT_ONCE + kind.row_bytes)
         written = write_file(self._storage, path, _pieces(first_bytes, names, rows, window))
         return Part(
-            **written.as_fields(),
+            **dataclasses.asdict(written),
             **dataclasses.asdict(kind),
             server=self._server,
             num_rows=count,

@@ -3,15 +3,17 @@
 A part holds rows of one table, one policy and one range of buckets, with everything that makes
 a row: sign, values, optimizer state, place in the order of eviction, uses, age. A server that
 loads needs the parts of the buckets that it owns, whatever the number of servers that wrote
-them. Nothing of a file is given out before its size and checksum were those of the manifest.
+them. Nothing of a file is given out before its size and checksum were those of the manifest;
+what differs is a ``CheckpointError``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -20,11 +22,13 @@ from numpy.typing import NDArray
 from persia._core.base.hashing import bucket, mix64_array, owners
 from persia._core.store.blocks import RowBlock
 from persia._core.store.part_rows import all_once, find_stranger
-from persia._files.buffer_pool import BufferPool
-from persia._files.entries import Deleted, File, Part
-from persia._files.storage import AT_ONCE, Buffer, Storage
+from persia._files.manifest import Deleted, File, Part
+from persia._files.storage import AT_ONCE, Buffer, BufferPool, Storage
 from persia._files.tensors import CODES, Column, HeaderReader, decode, encode
 from persia.errors import CheckpointError
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 # What a reader takes; a writer's parts are a sixteenth of it.
 MAX_PART_BYTES = 1 << 30
@@ -96,7 +100,7 @@ def write_deleted(
         columns = {"signs": Column.of(piece)}
         found.append(
             Deleted(
-                **write_columns(storage, path, columns, metadata).as_fields(),
+                **dataclasses.asdict(write_columns(storage, path, columns, metadata)),
                 server=server,
                 num_signs=len(piece),
             )
@@ -115,17 +119,7 @@ def read_file(
     max_bytes: int = MAX_PART_BYTES,
     memory: BufferPool | None = None,
 ) -> NDArray[np.uint8]:
-    """Return a file's bytes, which are those that were written.
-
-    Args:
-        storage: Where it is.
-        file: What a manifest says of it.
-        max_bytes: More are an error.
-        memory: To read it into.
-
-    Raises:
-        CheckpointError: If size or checksum are not the manifest's.
-    """
+    """Return a file's bytes, which are those that were written."""
     _check_size(storage.at(file.path), file, max_bytes)
     return _stream(storage, file, memory or BufferPool(), keep=True)
 
@@ -138,11 +132,7 @@ def _check_size(name: str, file: File, max_bytes: int) -> None:
 
 
 def check_file(storage: Storage, file: File) -> None:
-    """Check a file of any size without keeping it.
-
-    Raises:
-        CheckpointError: If size or checksum are not the manifest's.
-    """
+    """Check a file of any size without keeping it."""
     _stream(storage, file, BufferPool(), keep=False)
 
 
@@ -154,15 +144,9 @@ def _stream(
     keep: bool,
     see: Callable[[int, NDArray[np.uint8]], object] | None = None,
 ) -> NDArray[np.uint8]:
-    """Read and check a file, whole or through a window that is used over and over.
+    """Read and check a file, whole with ``keep``, else through a window used over and over.
 
-    Args:
-        storage: Where it is.
-        file: What a manifest says of it.
-        memory: To read it into.
-        keep: Whether all of it is to be there in the end.
-        see: Called with the offset of each piece and the piece, before the file is known to be
-            what was written.
+    Each piece is seen with its offset, before the file is known to be what was written.
     """
     name = storage.at(file.path)
     checksum = xxhash.xxh3_128()
@@ -188,16 +172,7 @@ def _stream(
 
 
 def read_part(storage: Storage, part: Part, memory: BufferPool | None = None) -> RowBlock:
-    """Return the rows of a part, checked against what the manifest says of it.
-
-    Args:
-        storage: Where it is.
-        part: What the manifest says.
-        memory: To read it into; gets it back with the last array of the block.
-
-    Raises:
-        CheckpointError: If the file is not what was written, or no such part.
-    """
+    """Return the rows of a part, checked against what the manifest says of it."""
     name = storage.at(part.path)
     arrays, _ = decode(read_file(storage, part, memory=memory), name)
     wanted = _wanted(part)
@@ -217,16 +192,7 @@ def read_part(storage: Storage, part: Part, memory: BufferPool | None = None) ->
 def check_part(
     storage: Storage, part: Part, memory: BufferPool | None = None
 ) -> NDArray[np.uint64]:
-    """Check a part as ``read_part`` does, through a window; returns its signs.
-
-    Args:
-        storage: Where it is.
-        part: What the manifest says.
-        memory: To read it into, piece by piece.
-
-    Raises:
-        CheckpointError: If the file is not what was written, or no such part.
-    """
+    """Check a part as ``read_part`` does, through a window; returns its signs."""
     name = storage.at(part.path)
     _check_size(name, part, MAX_PART_BYTES)
     glance = HeaderReader(name, part.num_bytes, "signs")
@@ -274,55 +240,37 @@ def _check_buckets(name: str, part: Part, signs: NDArray[np.uint64]) -> None:
         )
 
 
+def run_ahead(
+    pool: ThreadPoolExecutor, function: Callable[[S], T], items: Iterable[S], count: int
+) -> Iterator[tuple[S, T]]:
+    """Yield items with their results, in order; the next ones are under way meanwhile."""
+    waiting: deque[tuple[S, Future[T]]] = deque()
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(function, item)))
+            if len(waiting) > count:
+                done, result = waiting.popleft()
+                yield done, result.result()
+                del result
+        while waiting:
+            done, result = waiting.popleft()
+            yield done, result.result()
+    finally:
+        for _, result in waiting:
+            result.cancel()
+
+
 def read_ahead(
     storage: Storage, parts: Iterable[Part], memory: BufferPool | None = None
 ) -> Iterator[tuple[Part, RowBlock]]:
-    """Yield parts with their rows; the next ones are read and checked while one is used.
-
-    Args:
-        storage: Where they are.
-        parts: Which.
-        memory: To read them into; its own by default.
-
-    Raises:
-        CheckpointError: If a file is not what was written, or no such part.
-    """
+    """Yield parts with their rows; the next ones are read and checked while one is used."""
     memory = memory or BufferPool()
     with ThreadPoolExecutor(_AHEAD, thread_name_prefix="persia-read-ahead") as pool:
-        reading: deque[tuple[Part, Future[RowBlock]]] = deque()
-        try:
-            for part in parts:
-                reading.append((part, pool.submit(read_part, storage, part, memory)))
-                if len(reading) > _AHEAD:
-                    done, rows = reading.popleft()
-                    yield done, rows.result()
-                    del rows
-            for done, rows in reading:
-                yield done, rows.result()
-        finally:
-            for _, rows in reading:
-                rows.cancel()
-
-
-def verify_part(
-    storage: Storage, part: Part, memory: BufferPool | None = None
-) -> NDArray[np.uint64]:
-    """Check a part as ``check_part`` does, and that no sign is in it twice; returns the signs.
-
-    Raises:
-        CheckpointError: If it is not what it should be.
-    """
-    signs = check_part(storage, part, memory)
-    check_once([signs], storage.at(part.path))
-    return signs
+        yield from run_ahead(pool, lambda part: read_part(storage, part, memory), parts, _AHEAD)
 
 
 def check_once(arrays: Sequence[NDArray[np.uint64]], name: str) -> None:
-    """Check that no sign is twice in what ``name`` names.
-
-    Raises:
-        CheckpointError: If one is.
-    """
+    """Check that no sign is twice in what ``name`` names."""
     signs = np.concatenate([np.empty(0, np.uint64), *arrays])
     if all_once(signs):
         return
@@ -344,11 +292,7 @@ class DuplicateFilter:
         self._held: list[tuple[int, NDArray[np.uint64]]] = []  # with the ends of their buckets
 
     def add(self, part: Part, signs: NDArray[np.uint64]) -> None:
-        """Take the signs of the next part.
-
-        Raises:
-            CheckpointError: If one of those that are held comes twice.
-        """
+        """Take the signs of the next part."""
         if part.buckets[0] > self._first:
             self.close()
             self._first = part.buckets[0]
@@ -356,20 +300,12 @@ class DuplicateFilter:
         self._held.append((part.buckets[1], signs))
 
     def close(self) -> None:
-        """Check those that are still held.
-
-        Raises:
-            CheckpointError: If one comes twice.
-        """
+        """Check those that are still held."""
         check_once([signs for _, signs in self._held], self._name)
 
 
 def read_deleted(storage: Storage, deleted: Deleted) -> NDArray[np.uint64]:
-    """Return signs whose rows are gone.
-
-    Raises:
-        CheckpointError: If the file is not what was written.
-    """
+    """Return signs whose rows are gone."""
     name = storage.at(deleted.path)
     arrays, _ = decode(read_file(storage, deleted), name)
     wanted: dict[str, _Kind] = {"signs": ("U64", (deleted.num_signs,))}

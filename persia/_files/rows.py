@@ -19,28 +19,28 @@ from numpy.typing import NDArray
 
 from persia._core.base.hashing import mix64_array
 from persia._core.store.blocks import RowBlock
-from persia._files.buffer_pool import BufferPool
 from persia._files.catalog import Place, chain, discard, new_id, publish, storage_of
-from persia._files.entries import NUM_BUCKETS, File, Part, sketch_name
-from persia._files.manifest import Manifest, now
-from persia._files.part_writer import PART_BYTES, PartWriter
+from persia._files.manifest import NUM_BUCKETS, File, Manifest, Part, now, sketch_name
+from persia._files.part_writer import PartWriter
 from persia._files.parts import (
     DuplicateFilter,
     check_file,
+    check_part,
     filter_owned,
     parts_for,
     read_ahead,
     read_deleted,
     read_file,
     take,
-    verify_part,
     write_file,
 )
-from persia._files.storage import Storage
+from persia._files.storage import BufferPool, Storage
 from persia.version import __version__
 
 # Signs of deltas held at a time, 8 bytes each, and as much again to sort them.
 _REMEMBERED = 16 << 20
+# Rows held while a checkpoint is rewritten.
+_BUDGET_BYTES = 256 << 20
 
 Progress = Callable[[int], object]
 """Called with the bytes that were read since the last call."""
@@ -61,15 +61,6 @@ def rows_of(
 
     Places in the order of eviction are comparable between rows of one shard and server, here
     too: what changed later goes later.
-
-    Args:
-        storage: The catalog's.
-        manifests: The chain, the full one first.
-        progress: Of reading.
-        buckets: First, and one beyond the last, of the rows that are asked for.
-
-    Raises:
-        CheckpointError: If a file is not what was written.
     """
     changed = sum(part.num_rows for manifest in manifests[1:] for part in manifest.parts)
     gone = [
@@ -138,11 +129,7 @@ def _without(block: RowBlock, known: NDArray[np.uint64]) -> RowBlock:
 def verify(
     place: Place, identity: str | None = None, progress: Progress = no_progress
 ) -> list[Manifest]:
-    """Check every file of a checkpoint and of those that it is based on; returns the chain.
-
-    Raises:
-        CheckpointError: What is wrong, naming the file.
-    """
+    """Check every file of a checkpoint and of those that it is based on; returns the chain."""
     storage = storage_of(place)
     manifests = chain(storage, identity)
     for manifest in manifests:
@@ -152,18 +139,13 @@ def verify(
         for deleted in manifest.deleted:
             read_deleted(storage, deleted)
             progress(deleted.num_bytes)
-        _verify_parts(storage, manifest, progress)
+        window = DuplicateFilter(f"parts of {storage.at(manifest.id)}")
+        memory = BufferPool()
+        for part in sorted(manifest.parts, key=lambda part: part.buckets):
+            window.add(part, check_part(storage, part, memory))
+            progress(part.num_bytes)
+        window.close()
     return manifests
-
-
-def _verify_parts(storage: Storage, manifest: Manifest, progress: Progress) -> None:
-    """Check each part, and that no two of them have a row of the same sign."""
-    window = DuplicateFilter(f"parts of {storage.at(manifest.id)}")
-    memory = BufferPool()
-    for part in sorted(manifest.parts, key=lambda part: part.buckets):
-        window.add(part, verify_part(storage, part, memory))
-        progress(part.num_bytes)
-    window.close()
 
 
 def rewrite(
@@ -173,25 +155,11 @@ def rewrite(
     *,
     num_servers: int | None = None,
     progress: Progress = no_progress,
-    budget_bytes: int = 256 << 20,
-    part_bytes: int = PART_BYTES,
 ) -> Manifest:
     """Write a checkpoint again as a full one, into the same catalog or another one.
 
-    Args:
-        place: Where it is.
-        target: Where it goes.
-        identity: Which one; the latest by default.
-        num_servers: As this number of servers would have written it; None for the same.
-        progress: Of reading.
-        budget_bytes: Of rows held while they are written.
-        part_bytes: Of one part.
-
-    Returns:
-        The manifest, published.
-
-    Raises:
-        CheckpointError: If a file cannot be read or written; then nothing was published.
+    As ``num_servers`` would have written it, the same number by default. If it fails, nothing
+    is published.
     """
     storage, out = storage_of(place), storage_of(target)
     manifests = chain(storage, identity)
@@ -201,11 +169,7 @@ def rewrite(
     # All writers hold rows at the same time, so they share the budget.
     writers = [
         PartWriter(
-            out,
-            f"{own}/server{server}",
-            server=server,
-            budget_bytes=budget_bytes // count,
-            part_bytes=part_bytes,
+            out, f"{own}/server{server}", server=server, budget_bytes=_BUDGET_BYTES // count
         )
         for server in range(count)
     ]
@@ -262,16 +226,6 @@ def _carried_over(
         deleted=(),
         files=files,
     )
-
-
-def compact(place: Place, *, progress: Progress = no_progress) -> Manifest:
-    """Replace the latest chain by one full checkpoint of the same rows, which is published.
-
-    The chain stays until ``keep_last`` removes it. A chain of one is left as it is.
-    """
-    storage = storage_of(place)
-    manifests = chain(storage)
-    return manifests[0] if len(manifests) == 1 else rewrite(storage, storage, progress=progress)
 
 
 def _copy(storage: Storage, out: Storage, file: File, own: str, name: str) -> File:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from persia._core.base.halves import DTYPES
 from persia._core.kernels.optim import MAX_DIM, RowOptimizer
-from persia._files.entries import DTYPE, NAME
 from persia._files.json_models import Record
 from persia.config import (
     EmbeddingSchema,
@@ -24,6 +24,9 @@ from persia.config import (
     list_differences,
 )
 
+# Of files, folders and tables: what every file system and object store takes as it is.
+NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
+DTYPE = Expect(f"one of {', '.join(DTYPES)}", pattern=f"^({'|'.join(DTYPES)})$")
 _MAX_STATE_WORDS = 1 << 24
 # Policy, clock and time to live, as ``EmbeddingStore`` takes them.
 Policy = Annotated[
@@ -44,11 +47,9 @@ class SavedTable(Record):
     dtype: Annotated[str, DTYPE]
     state_words: Annotated[int, integer(0, _MAX_STATE_WORDS)]
     optimizer: str
+    # Of the optimizer, all of them.
     options: Named[Annotated[bool | int | float, Expect("a number")]]
-    """Of the optimizer, all of them."""
-
-    policy: Annotated[int, integer()]
-    """Place in ``SavedSchema.policies``."""
+    policy: Annotated[int, integer()]  # place in ``SavedSchema.policies``
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,11 @@ class SavedGroup(Record):
 
     name: str
     table: str
+    # Rounds, and rows of each round; (0, 0) without one.
     hash_stack: Annotated[
         tuple[Annotated[int, integer(0, 0xFFFF)], Annotated[int, integer()]],
         Expect("[rounds, rows of each]", strict=False),
     ]
-    """Rounds, and rows of each round; (0, 0) without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,10 @@ class SavedSchema(Record):
 
     prefix_bits: Annotated[int, integer(1, 63)]
     groups: Listed[tuple[SavedGroup, ...]]
-    features: Named[str]
-    """Group of each feature."""
-
+    features: Named[str]  # group of each feature
     tables: Named[SavedTable]
+    # Of eviction, by their numbers in the rows; number 0 is plain LRU.
     policies: Listed[tuple[Policy, ...]]
-    """Of eviction, by their numbers in the rows; number 0 is plain LRU."""
 
     def check(self) -> None:
         """Check the names and numbers by which fields refer to others."""
@@ -116,14 +115,7 @@ class SavedSchema(Record):
         policies: Sequence[Policy] = (),
         policy_of_table: Sequence[int] | None = None,
     ) -> SavedSchema:
-        """Return what is saved of a config.
-
-        Args:
-            schema: The embedding config.
-            optimizers: One for each of its tables.
-            policies: Those beside plain LRU, as ``EmbeddingStore`` was given them.
-            policy_of_table: Numbers by table; None says all are 0.
-        """
+        """Return what is saved of a config; optimizers and numbers of policies are by table."""
         numbers = policy_of_table or [0] * len(schema.tables)
         tables = {
             table_name(table.number): SavedTable(

@@ -6,8 +6,7 @@ A storage is one folder and paths below it, with ``/`` between their parts. It p
     publish    a small file, whole or not at all after any crash; durable on return
 
 Locally a file is durable when it and the folder that names it are fsynced, and published when
-it is renamed into place. An object store needs neither: one PUT makes an object. Other file
-systems that fsspec reaches (HDFS) rename.
+it is renamed into place. What fails is a ``CheckpointError`` that names the path.
 
 Buffers that are aligned to a block are read and written past the page cache (O_DIRECT) where
 the file system allows it: the copy into the cache would cost more than the rest of the work on
@@ -17,10 +16,13 @@ a row, and would evict pages that other processes need.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 import tempfile
+import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -30,8 +32,51 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._files.buffer_pool import BLOCK_BYTES
 from persia.errors import CheckpointError
+
+# Addresses, offsets and lengths of O_DIRECT are multiples of it.
+BLOCK_BYTES = 4096
+# Pages of this size spare most misses of the TLB.
+_HUGE_BYTES = 2 << 20
+
+
+class BufferPool:
+    """Gives out buffers and keeps those that return; thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: deque[mmap.mmap] = deque()
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return uninitialised bytes that begin with a block."""
+        held = self._find(num_bytes)
+        whole = np.frombuffer(held, np.uint8)
+        # Views keep ``whole`` alive as their base. The finalizer may run in any thread at any
+        # time, even inside ``_find``: deque.append takes no lock.
+        end = weakref.finalize(whole, self._free.append, held)
+        end.atexit = False
+        return whole[:num_bytes]
+
+    def _find(self, num_bytes: int) -> mmap.mmap:
+        for _ in range(len(self._free)):
+            try:
+                held = self._free.popleft()
+            except IndexError:  # another thread was faster
+                break
+            if num_bytes <= len(held) <= 2 * max(num_bytes, _HUGE_BYTES):
+                return held
+            # Of another size than is needed now: it is unmapped, and a new one replaces it.
+        size = max(-(-num_bytes // _HUGE_BYTES), 1) * _HUGE_BYTES
+        try:
+            held = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as exc:
+            raise CheckpointError(
+                f"memory for files: expected {size} bytes of the system, got: {exc}"
+            ) from exc
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a system without them says that it is invalid
+                held.madvise(mmap.MADV_HUGEPAGE)
+        return held
+
 
 Buffer = bytes | memoryview
 
@@ -44,8 +89,7 @@ _DIRECT_BYTES = 256 << 10
 class FileReader(ABC):
     """An open file."""
 
-    size: int
-    """Bytes."""
+    size: int  # bytes
 
     @abstractmethod
     def read_into(self, target: NDArray[np.uint8], offset: int) -> None:
@@ -55,15 +99,14 @@ class FileReader(ABC):
 class Storage(ABC):
     """One folder of files; any thread may call it."""
 
-    url: str
-    """Of the folder, for messages too."""
-
+    url: str  # of the folder, for messages too
+    # Called between pieces of a file that is written, by the thread that writes.
     on_progress: Callable[[], object] = staticmethod(bool)
-    """Called between pieces of a file that is written, by the thread that writes."""
-
+    # Bytes to read at a time: a piece is hashed while it is in the cache. At least the
+    # largest header of a file.
     read_bytes: int = 2 << 20
-    """Bytes to read at a time: a piece is hashed while it is in the cache. At least the
-    largest header of a file."""
+
+    _errors: type[Exception] = OSError  # of what is below
 
     @abstractmethod
     def write(self, path: str, buffers: Iterable[Buffer]) -> None:
@@ -97,11 +140,7 @@ class Storage(ABC):
         """Remove a folder and what is in it, if it is there."""
 
     def read(self, path: str, max_bytes: int) -> NDArray[np.uint8]:
-        """Return a whole file of at most ``max_bytes``.
-
-        Raises:
-            CheckpointError: If it is not there or larger.
-        """
+        """Return a whole file of at most ``max_bytes``."""
         with self.open(path) as reader:
             if reader.size > max_bytes:
                 raise CheckpointError(
@@ -112,11 +151,7 @@ class Storage(ABC):
         return data
 
     def size(self, path: str) -> int:
-        """Return the bytes of a file.
-
-        Raises:
-            CheckpointError: If it is not there.
-        """
+        """Return the bytes of a file."""
         with self.open(path) as reader:
             return int(reader.size)
 
@@ -136,15 +171,18 @@ class Storage(ABC):
         """Return the path with the folder's URL, for messages."""
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
 
+    @contextmanager
+    def _failing(self, verb: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except self._errors as exc:
+            raise failed(verb, self.at(path), exc) from exc
+
 
 class _Descriptors:
-    """A file that is open through the page cache, and past it where that can be.
-
-    Args:
-        system: Module ``os``, or its replacement in tests.
-        path: Of the file.
-        flags: To open it with.
-    """
+    """A file that is open through the page cache, and past it where that can be."""
 
     def __init__(self, system: Any, path: Path, flags: int) -> None:
         self._system = system
@@ -220,12 +258,7 @@ class _LocalReader(FileReader):
 
 
 class LocalStorage(Storage):
-    """A folder of this machine.
-
-    Args:
-        folder: Made when the first file is written.
-        system: Module ``os``, or a replacement in tests whose disk fails.
-    """
+    """A folder of this machine; ``system`` is module ``os``, or in tests a disk that fails."""
 
     def __init__(self, folder: str | os.PathLike[str], system: Any = os) -> None:
         self.url = os.fspath(folder)
@@ -356,15 +389,6 @@ class LocalStorage(Storage):
         finally:
             self._system.close(descriptor)
 
-    @contextmanager
-    def _failing(self, verb: str, path: str) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except OSError as exc:
-            raise failed(verb, self.at(path), exc) from exc
-
 
 def failed(verb: str, path: str, exc: Exception) -> CheckpointError:
     """Return the error of a failed operation on a path."""
@@ -375,15 +399,7 @@ def failed(verb: str, path: str, exc: Exception) -> CheckpointError:
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Make a local file appear whole or not at all, in place of one that may be there.
-
-    Args:
-        path: The file; its folder is made.
-        write: Writes a file beside it, which is then fsynced and renamed.
-
-    Raises:
-        CheckpointError: It cannot be written, or ``write`` raised an OSError or RuntimeError.
-    """
+    """Make a local file, written by ``write``, appear whole or not at all."""
     aside: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from persia._core.base.halves import widen
 from persia._core.store.blocks import RowBlock
-from persia._files.entries import NUM_BUCKETS
-from persia._files.manifest import Manifest
+from persia._files.manifest import NUM_BUCKETS, Manifest
 from persia._files.rows import Progress, no_progress, rows_of
 from persia._files.schema import SavedSchema
 from persia._files.storage import Storage
@@ -26,19 +25,14 @@ class GroupSummary:
     """The rows of one feature group; norms are Euclidean, of the values."""
 
     rows: int = 0
-    bytes: int = 0
-    """Of signs, values and states."""
-
+    bytes: int = 0  # of signs, values and states
     norm_sum: float = 0.0
     norm_max: float = 0.0
-    not_finite: int = 0
-    """Rows with an infinity or a NaN; they are in no norm."""
-
+    not_finite: int = 0  # rows with an infinity or a NaN; they are in no norm
+    # The longest time since a use, in the clock of the group's policy; 0 without a ttl.
     oldest: int = 0
-    """The longest time since a use, in the clock of the group's policy; 0 without a ttl."""
-
+    # Norm and id of the rows with the largest norms, descending.
     biggest: list[tuple[float, int]] = field(default_factory=list)
-    """Norm and id of the rows with the largest norms, descending."""
 
     @property
     def norm_mean(self) -> float:
@@ -58,11 +52,7 @@ def values_of(block: RowBlock) -> NDArray[np.float32]:
 def groups_and_ids(
     schema: SavedSchema, signs: NDArray[np.uint64]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return the group's number and the id of each sign.
-
-    Raises:
-        CheckpointError: If a sign is of no group.
-    """
+    """Return the group's number and the id of each sign."""
     shift = np.uint64(64 - schema.prefix_bits)
     numbers = (signs >> shift).astype(np.int64) - 1
     strange = (numbers < 0) | (numbers >= len(schema.groups))
@@ -118,12 +108,9 @@ class Difference:
 
     only_before: int = 0
     only_after: int = 0
-    changed: int = 0
-    """In both, with other values or another state."""
-
+    changed: int = 0  # in both, with other values or another state
     equal: int = 0
-    largest: float = 0.0
-    """Of the changes of single values."""
+    largest: float = 0.0  # of the changes of single values
 
 
 def compare(
@@ -160,14 +147,12 @@ _Row = tuple[NDArray[np.float32], bytes]
 
 
 def _by_sign(blocks: Sequence[RowBlock]) -> dict[int, _Row]:
-    return dict(_rows(blocks))
-
-
-def _rows(blocks: Sequence[RowBlock]) -> Iterator[tuple[int, _Row]]:
+    found = {}
     for block in blocks:
         values = values_of(block)
         for place, sign in enumerate(block.signs.tolist()):
-            yield sign, (values[place], block.states[place].tobytes())
+            found[sign] = (values[place], block.states[place].tobytes())
+    return found
 
 
 def _compare(group: Difference, one: _Row, two: _Row) -> None:

@@ -57,11 +57,8 @@ _CODE_OF = {
 class Column:
     """One array of a file."""
 
-    code: str
-    """Its dtype, a key of ``CODES``."""
-
-    array: NDArray[Any]
-    """C-contiguous."""
+    code: str  # its dtype, a key of ``CODES``
+    array: NDArray[Any]  # C-contiguous
 
     @staticmethod
     def of(array: NDArray[Any]) -> Column:
@@ -73,12 +70,7 @@ class Column:
 def head(
     arrays: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[str]]:
-    """Return how a file begins, and the names of its arrays in the order that they follow in.
-
-    Args:
-        arrays: Of each name dtype and shape.
-        metadata: Any texts.
-    """
+    """Return how a file of arrays, dtype and shape by name, begins, and the order of these."""
     names = sorted(arrays, key=lambda name: -CODES[arrays[name][0]].itemsize)
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -105,15 +97,13 @@ def encode(columns: Mapping[str, Column], metadata: Mapping[str, str]) -> list[m
 class Entry(Record):
     """What a header says of one array."""
 
-    code: Annotated[
-        str, Expect(f"one of {', '.join(CODES)}", pattern=f"^({'|'.join(CODES)})$")
-    ] = field(metadata={"key": "dtype"})
+    code: Annotated[str, _CODE] = field(metadata={"key": "dtype"})
     shape: Listed[tuple[Annotated[int, integer()], ...]]
+    # Where its bytes begin in the file, and where they end.
     offsets: Annotated[
         tuple[Annotated[int, integer()], Annotated[int, integer()]],
         Expect("[begin, end] in bytes", strict=False),
     ] = field(metadata={"key": "data_offsets"})
-    """Where its bytes begin in the file, and where they end."""
 
     @property
     def begin(self) -> int:
@@ -145,16 +135,7 @@ class Entry(Record):
 def layout(
     first: NDArray[np.uint8], num_bytes: int, file: str
 ) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return what the header says of each array, and the metadata.
-
-    Args:
-        first: The first bytes of the file, with all of the header.
-        num_bytes: Of the file.
-        file: Its name.
-
-    Raises:
-        CheckpointError: If no such file begins so and is as long.
-    """
+    """Return what the header in the first bytes says of each array, and the metadata."""
     name = f"{file}: safetensors header"
     if num_bytes < _LENGTH:
         raise CheckpointError(
@@ -183,11 +164,7 @@ def layout(
 def decode(
     data: NDArray[np.uint8], file: str
 ) -> tuple[dict[str, tuple[str, NDArray[Any]]], dict[str, str]]:
-    """Return each array with its dtype's code, and the metadata; arrays are views of ``data``.
-
-    Raises:
-        CheckpointError: If these are not the bytes of such a file, all of them.
-    """
+    """Return each array, a view of ``data``, with its dtype's code, and the metadata."""
     entries, metadata = layout(data, len(data), file)
     arrays = {}
     for name, entry in entries.items():
@@ -200,13 +177,7 @@ def decode(
 
 
 class HeaderReader:
-    """Header and one array of a file that is read piece by piece and not kept.
-
-    Args:
-        file: Its name.
-        num_bytes: Of it.
-        array: The array's name.
-    """
+    """Header and one array of a file that is read piece by piece and not kept."""
 
     def __init__(self, file: str, num_bytes: int, array: str) -> None:
         self._file = file
@@ -233,11 +204,7 @@ class HeaderReader:
             self._data[begin - entry.begin : end - entry.begin] = part
 
     def seen(self) -> tuple[dict[str, Entry], NDArray[np.uint8]]:
-        """Return what the header says of each array, and the bytes of the one, if it is there.
-
-        Raises:
-            CheckpointError: If it is no such file.
-        """
+        """Return what the header says of each array, and the bytes of the one, if any."""
         if self._num_bytes == 0:
             self.see(0, self._data)  # there was nothing to see
         if isinstance(self._entries, CheckpointError):

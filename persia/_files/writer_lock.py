@@ -1,18 +1,13 @@
 """One job writes into a folder of checkpoints at a time.
 
-Two jobs that dump into one folder would remove each other's checkpoints. So a writer holds the
-lock of a file there, which names it for the others:
-
     <folder>/writer.lock     {"host": "a", "pid": 4711, "since": "2026-11-21T09:30:00.000000Z"}
 
-A job that trains holds it from its first dump there until it ends; a command holds it while it
-writes.
-
-The lock is the kernel's (``flock``): it ends with the process, so a file that is not locked is
-stale, and is taken over. A forked child is no writer: it closes the descriptor that it
-inherited, since it may outlive its parent. The lock holds between machines where their file
-system has such locks (NFS does). Where it has none, and in object stores, nothing is locked:
-each job then needs a folder of its own.
+A job that trains holds the lock of this file, which names it for others, from its first dump
+there until it ends; a command holds it while it writes. The lock is the kernel's (``flock``):
+it ends with the process, so a file that is not locked is stale, and is taken over. A forked
+child is no writer: it closes the descriptor that it inherited, since it may outlive its parent.
+Where a file system has no such locks, and in object stores, nothing is locked: each job then
+needs a folder of its own.
 """
 
 from __future__ import annotations
@@ -52,11 +47,7 @@ class WriterLock:
         self._held: tuple[Path, int, int] | None = None  # file, descriptor, process
 
     def acquire(self) -> None:
-        """Become the one writer of the folder.
-
-        Raises:
-            CheckpointError: Another writer holds it, which is named; or it cannot be made.
-        """
+        """Become the one writer of the folder."""
         if not isinstance(self.storage, LocalStorage):
             return
         if self._held is not None and _is_there(*self._held):
@@ -163,11 +154,7 @@ class JobFolders:
         end.atexit = False  # a dump may be under way, and the kernel releases locks
 
     def acquire(self, storage: Storage) -> None:
-        """Lock a folder.
-
-        Raises:
-            CheckpointError: Another job is its writer.
-        """
+        """Lock a folder."""
         if not isinstance(storage, LocalStorage):
             return
         with self._guard:
@@ -193,11 +180,7 @@ def _release_all(locks: list[WriterLock]) -> None:
 
 @contextmanager
 def sole_writer(storage: Storage, job: JobFolders | None = None) -> Iterator[None]:
-    """Hold the lock of a folder inside; as part of a job, until that ends.
-
-    Raises:
-        CheckpointError: Another writer holds it.
-    """
+    """Hold the lock of a folder inside; as part of a job, until that ends."""
     if job is not None:
         job.acquire(storage)
         yield

@@ -1,7 +1,8 @@
-"""Which updates a server has applied, so that a repeated call changes nothing.
+"""What a server knows of its requests: which are repeated, and which use the rows just now.
 
-An update id is (client, number). A client's numbers grow with its batches, with gaps where
-a batch had no gradient, and may arrive out of order by as much as its staleness bound:
+An update that comes again changes nothing. Its id is (client, number). A client's numbers grow
+with its batches, with gaps where a batch had no gradient, and may arrive out of order by as
+much as its staleness bound:
 
     numbers   0 ........... floor | floor + 1 ................ highest
               forgotten           | outcome kept, applied or not
@@ -29,14 +30,22 @@ same slot to the same update if it comes again: the core goes on where it was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._rpc.messages import TableSigns
 from persia._server.state_file import UPDATES, StateFile
 from persia.errors import InternalError, StoreError
 
 # Far more than any staleness bound in use; an outcome takes about 100 bytes.
 WINDOW = 4096
+# Lookups that may come between one and its repetition. A client repeats only what is in flight.
+NUM_RECENT = 64
 
 _NUM_SLOTS = 256
 _NUM_CLIENTS = 1024
@@ -65,10 +74,6 @@ class AppliedUpdates:
     """Runs each update at most once and gives a repeated one its first outcome.
 
     Any thread may call it; updates with different ids run at the same time.
-
-    Args:
-        window: Outcomes kept of each client, at least.
-        record: Where they outlive the process; it begins with those that are there.
     """
 
     def __init__(self, window: int = WINDOW, record: UpdateRecord | None = None) -> None:
@@ -84,22 +89,7 @@ class AppliedUpdates:
         self._num_waiting = 0
 
     def run(self, update_id: tuple[int, int], apply: Callable[[], int]) -> tuple[int, bool]:
-        """Call ``apply`` unless this id has been applied.
-
-        Args:
-            update_id: Client and number.
-            apply: Applies the update, already validated, and returns its count of signs
-                without a row.
-
-        Returns:
-            The count that the first call got, and whether this one was a repetition.
-
-        Raises:
-            StoreError: If the number is too old to know whether this is a repetition; or if
-                the first call raised: it may have changed rows, so that running it once more
-                could step them twice.
-            BaseException: What ``apply`` raised.
-        """
+        """Call ``apply`` unless this id has been applied."""
         name, number = update_id
         with self._lock:
             client = self._clients.get(name)
@@ -152,11 +142,7 @@ class AppliedUpdates:
 
 
 class UpdateRecord:
-    """The updates of one server in its state file; any thread may call it.
-
-    Args:
-        file: The state file, of this process or of one that was killed.
-    """
+    """The updates of one server in its state file; any thread may call it."""
 
     def __init__(self, file: StateFile) -> None:
         self._file = file
@@ -282,3 +268,104 @@ class UpdateRecord:
             self._clients[place, 3] = self._next_order
             self._next_order += 1
         return place
+
+
+class RowGate:
+    """Counts the requests that use the rows, for a load that is going to replace them.
+
+    Attributes:
+        whole_rows: A context for what needs all rows: no load replaces them meanwhile. It
+            raises a CheckpointError if one does, or has left some of them out.
+        any_rows: The same for what does not need those that a load has left out.
+    """
+
+    def __init__(self) -> None:
+        self.whole_rows = _Use(self, or_missing=False)
+        self.any_rows = _Use(self, or_missing=True)
+        self._lock = threading.Lock()  # guards all below
+        self._idle = threading.Condition(self._lock)  # the last use has ended
+        self._num_uses = 0
+        self._load: object | None = None
+        self._missing: object | None = None  # rows that a load has left out
+
+    def _check_whole(self, or_missing: bool) -> None:
+        """Raise if rows are being replaced, or are missing and needed."""
+        raise NotImplementedError
+
+
+class _Use:
+    """A context of ``RowGate``. Each request enters it."""
+
+    def __init__(self, gate: RowGate, or_missing: bool) -> None:
+        self._gate = gate
+        self._or_missing = or_missing
+
+    def __enter__(self) -> None:
+        gate = self._gate
+        with gate._lock:
+            if gate._load is not None or gate._missing is not None:
+                gate._check_whole(self._or_missing)
+            gate._num_uses += 1
+
+    def __exit__(self, *_: object) -> None:
+        gate = self._gate
+        with gate._lock:
+            gate._num_uses -= 1
+            if not gate._num_uses and gate._load is not None:
+                gate._idle.notify_all()
+
+
+class TrainingClock:
+    """The time of one server, and which training lookups it had lately.
+
+    A lookup that is repeated, because its reply was lost, is neither another appearance of its
+    ids nor another step.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        saved: NDArray[np.uint64] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._saved = saved
+        self._lock = threading.Lock()  # guards all below
+        self._steps = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=NUM_RECENT)
+        self._next = 0  # of ``saved``
+        if saved is not None:
+            self._recent.extend(
+                (number, digest) for number, digest, is_set in saved.tolist() if is_set
+            )
+
+    def now(self) -> tuple[int, int]:
+        """Return milliseconds and steps."""
+        return int(self._clock() * 1000), self._steps
+
+    def resume(self, steps: int) -> None:
+        """Go on from this number of steps."""
+        with self._lock:
+            self._steps = max(self._steps, steps)
+
+    def forget_recent(self) -> None:
+        """Take no lookup for a repetition of one before now: a load brings other rows."""
+        with self._lock:
+            self._recent.clear()
+            if self._saved is not None:
+                self._saved[:] = 0
+
+    def begin_step(self, batch_id: int, tables: Sequence[TableSigns]) -> bool:
+        """Count a training lookup as a step; True if it only repeats a recent one."""
+        # The signs too: another run over the data may give equal numbers to other batches.
+        digest = 0
+        for part in tables:
+            digest ^= int(np.bitwise_xor.reduce(part.signs, initial=np.uint64(0)))
+        with self._lock:
+            if (batch_id, digest) in self._recent:
+                return True
+            self._recent.append((batch_id, digest))
+            self._steps += 1
+            if self._saved is not None:
+                self._saved[self._next % NUM_RECENT] = (batch_id, digest, 1)
+                self._next += 1
+        return False

@@ -1,25 +1,21 @@
 """Changed rows, written out by each server as training goes on.
 
-    update --note--> enough changes since the last packet?    the store's change log
-                              |                                  |
-                              +--> thread: their snapshot -----> a delta to the one before
+    update --note--> enough changes since the last packet? --> a thread writes their snapshot,
+                                                               a delta to the one before
 
 The first packet has all rows, and so has one that follows when the deltas since the last such
-packet have become as large as it was: the folder stays within a small multiple of the table.
-Each packet is a checkpoint of the server's own catalog, ``incremental_dir/s<replica>``: whole
-or not there, and of no other moment than its own. Servers do not wait for each other.
-
-A packet that fails is logged; what it had comes again in the next one. While a load
-replaces rows, and while rows are missing because one was cut short, there is none: it would be
-half of a load. A server keeps other writers out of its folder from its first packet to its end,
-or to that of the job.
+packet have become as large as it was. Each packet is a checkpoint of the server's own catalog,
+``incremental_dir/s<replica>``: whole or not there, and of no other moment than its own. One
+that fails is logged; what it had comes again in the next one. While a load replaces rows, and
+while rows are missing because one was cut short, there is none. A server keeps other writers
+out of its folder from its first packet to its end, or to that of the job.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING
 
 from persia._files import catalog
@@ -28,8 +24,7 @@ from persia._files.manifest import Manifest
 from persia._files.open import open_storage
 from persia._files.storage import Storage
 from persia._files.writer_lock import WriterLock
-from persia._server.snapshot import write_rows
-from persia._server.throttle import give_room
+from persia._server.snapshot import give_room, write_rows
 from persia.errors import StoreError
 from persia.logger import get_logger
 
@@ -50,16 +45,7 @@ LAST_PACKET_S = 120.0
 
 
 class IncrementalWriter:
-    """Writes the changes of one server. Any thread may call ``note`` and ``flush``.
-
-    Args:
-        replica: Number of the server, of ``num_replicas``.
-        num_replicas: How many servers there are.
-        config: Where to, and after how many changes.
-        whole_rows: A context in which no load replaces rows; it raises a CheckpointError
-            where one does.
-        requests: Returns how many requests of training have come.
-    """
+    """Writes the changes of one server. Any thread may call ``note`` and ``flush``."""
 
     def __init__(
         self,
@@ -69,10 +55,8 @@ class IncrementalWriter:
         whole_rows: AbstractContextManager[None],
         requests: Callable[[], int],
     ) -> None:
-        self._whole_rows = whole_rows
-        self._requests = requests
-        self._replica = replica
-        self._num_replicas = num_replicas
+        self._whole_rows, self._requests = whole_rows, requests
+        self._replica, self._num_replicas = replica, num_replicas
         self._threshold = config.incremental_buffer_size
         self.url = below(config.incremental_dir, folder_of(replica))
         self._writing = threading.Lock()  # held over a packet; guards the next six
@@ -146,10 +130,8 @@ class IncrementalWriter:
     def _begin_snapshot(self, state: ServerState) -> Snapshot:
         store = state.store
         if store is not self._store:  # rows of another store are no delta to those written
-            try:
+            with suppress(StoreError):  # it logs changes already
                 store.open_changes(CONSUMER)
-            except StoreError:
-                _logger.debug("the store logs changes already")
             self._store, self._base = store, None
         is_long = self._sizes[1] > self._sizes[0]
         # A delta is read by the schema of its base: another learning rate makes another one.
@@ -159,9 +141,23 @@ class IncrementalWriter:
         return snapshot
 
     def _write(self, storage: Storage, state: ServerState, snapshot: Snapshot) -> None:
-        identity = catalog.new_id(storage)
+        identity, settings = catalog.new_id(storage), state.settings
         try:
-            manifest = self._publish(storage, identity, state, snapshot)
+            parts, deleted = write_rows(
+                storage, f"{identity}/rows", snapshot, settings, self._replica, self._requests
+            )
+            manifest = Manifest(
+                id=identity,
+                kind="full" if snapshot.is_full else "delta",
+                base=None if snapshot.is_full else self._base,
+                step=0,
+                num_servers=self._num_replicas,
+                schema=settings.saved_schema(),
+                parts=parts,
+                deleted=deleted,
+                extras={"servers": settings.to_json()},
+            )
+            catalog.publish(storage, manifest)
         except BaseException:
             catalog.discard(storage, identity)
             raise
@@ -179,27 +175,6 @@ class IncrementalWriter:
             manifest.num_rows,
             sum(deleted.num_signs for deleted in manifest.deleted),
         )
-
-    def _publish(
-        self, storage: Storage, identity: str, state: ServerState, snapshot: Snapshot
-    ) -> Manifest:
-        prefix, settings = f"{identity}/rows", state.settings
-        parts, deleted = write_rows(
-            storage, prefix, snapshot, settings, self._replica, self._requests
-        )
-        manifest = Manifest(
-            id=identity,
-            kind="full" if snapshot.is_full else "delta",
-            base=None if snapshot.is_full else self._base,
-            step=0,
-            num_servers=self._num_replicas,
-            schema=settings.saved_schema(),
-            parts=parts,
-            deleted=deleted,
-            extras={"servers": settings.to_json()},
-        )
-        catalog.publish(storage, manifest)
-        return manifest
 
     def close(self) -> None:
         """Write what is left, and end."""

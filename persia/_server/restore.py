@@ -5,23 +5,18 @@
     finish    every server has its share: the rows are whole
 
 The first two are threads; the same request again is answered with how far it is. A status is
-one value, replaced by the thread that works and set before it starts: a load that is over is
-never seen as one that goes on.
+one value, replaced by the thread that works and set before it starts.
 
 From commit to finish rows are *missing*: here, or on another server. Whatever comes between, a
 failure, a kill of this process or the death of the trainer, they stay missing, in the state
 file too, until a load of as many features is finished or all rows are cleared. Commit waits
-for the requests that are being served; those to come are refused. While rows are missing
-no batch is trained and nothing is dumped.
-
-A server reads the parts that may have rows of its own: those of its buckets, unless groups have
-other numbers here than in the checkpoint, which moves their rows to other buckets.
+for the requests that are being served; those to come are refused: while rows are missing no
+batch is trained and nothing is dumped.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
 import time
 from collections import deque
@@ -33,9 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from persia._files.buffer_pool import BufferPool
 from persia._files.catalog import Chain, chains
-from persia._files.entries import sketch_name
+from persia._files.manifest import sketch_name
 from persia._files.mapping import Mapping
 from persia._files.parts import (
     DuplicateFilter,
@@ -43,9 +37,12 @@ from persia._files.parts import (
     filter_owned,
     num_owned,
     read_deleted,
+    run_ahead,
 )
 from persia._files.rows import rows_of
+from persia._files.storage import BufferPool
 from persia._rpc.messages import HyperParameters, LoadRequest, LoadStatus, OptimizerSettings
+from persia._server.applied_updates import RowGate
 from persia._server.row_settings import settings_from_json
 from persia._server.snapshot import Sketch, read_sketch
 from persia.errors import CheckpointError, ConfigError, DataError, PersiaError
@@ -55,8 +52,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from persia._core.store.blocks import RowBlock
-    from persia._files.entries import Part
-    from persia._files.manifest import Manifest
+    from persia._files.manifest import Manifest, Part
     from persia._files.storage import Storage
     from persia._server.row_settings import ServerState
 
@@ -75,16 +71,16 @@ _RESTORING = 2
 _BLOCK_ROWS = 65_536
 
 
-def settings_of(request: LoadRequest) -> tuple[HyperParameters, OptimizerSettings]:
-    """Return the settings of the servers that wrote a checkpoint.
+def _saved_settings(manifest: Manifest) -> dict[str, Any]:
+    saved = manifest.extras.get("servers")
+    return saved if isinstance(saved, dict) else {}
 
-    Raises:
-        CheckpointError: If there is no checkpoint, or it does not say.
-    """
+
+def settings_of(request: LoadRequest) -> tuple[HyperParameters, OptimizerSettings]:
+    """Return the settings of the servers that wrote a checkpoint."""
     chain = chains(request.url, request.checkpoint or None)[0]
     manifest = chain.manifests[-1]
-    saved = manifest.extras.get("servers")
-    saved = saved if isinstance(saved, dict) else {}
+    saved = _saved_settings(manifest)
     try:
         hyper, optimizer = settings_from_json(
             saved.get("hyper_parameters"), saved.get("optimizer")
@@ -146,43 +142,14 @@ class _Load:
         return self.status.state == "loading"
 
 
-class _Use:
-    """A context of ``LoadManager`` in which no load replaces rows. Each request enters it."""
-
-    def __init__(self, loads: LoadManager, or_missing: bool) -> None:
-        self._loads = loads
-        self._or_missing = or_missing
-
-    def __enter__(self) -> None:
-        loads = self._loads
-        with loads._lock:
-            if loads._load is not None or loads._missing is not None:
-                loads._check_whole(self._or_missing)
-            loads._num_uses += 1
-
-    def __exit__(self, *_: object) -> None:
-        loads = self._loads
-        with loads._lock:
-            loads._num_uses -= 1
-            if not loads._num_uses and loads._load is not None:
-                loads._idle.notify_all()
-
-
-class LoadManager:
+class LoadManager(RowGate):
     """The loads of one server, one at a time; any thread may call it.
 
-    Args:
-        replica: Number of the server.
-        num_replicas: How many servers there are.
-        num_threads: Files that are checked at the same time.
-        note: Called with what is missing when that changes, so that it outlives the process.
-
-    Attributes:
-        whole_rows: A context for what needs all rows: no load replaces them meanwhile. It
-            raises a CheckpointError if one does, or has left some of them out.
-        any_rows: The same for what does not need those that a load has left out.
-        loaded_at: When a load last replaced the rows; monotonic.
+    What is missing is given to ``note`` when it changes, so that it outlives the process.
     """
+
+    _load: _Load | None
+    _missing: Missing | None
 
     def __init__(
         self,
@@ -191,19 +158,12 @@ class LoadManager:
         num_threads: int,
         note: Callable[[dict[str, Any] | None], None],
     ) -> None:
-        self._replica = replica
+        super().__init__()
+        self._replica, self._num_replicas = replica, num_replicas
         self._num_threads = num_threads
-        self._num_replicas = num_replicas
         self._note = note
-        self.whole_rows = _Use(self, or_missing=False)
-        self.any_rows = _Use(self, or_missing=True)
-        self._lock = threading.Lock()  # guards all below
-        self._idle = threading.Condition(self._lock)  # the last use has ended
-        self._num_uses = 0
-        self._load: _Load | None = None
-        self._finished: int | None = None  # the load that was last
-        self._missing: Missing | None = None
-        self.loaded_at: float | None = None
+        self._finished: int | None = None  # the load that was last; guarded by the lock
+        self.loaded_at: float | None = None  # when one last replaced the rows; monotonic
 
     @property
     def is_loading(self) -> bool:
@@ -381,31 +341,23 @@ class LoadManager:
 # --- what is read, and what is done with it -------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """A full checkpoint and deltas to it, with the parts that this server reads."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MappedChain(Chain):
+    """A chain with the parts that this server reads."""
 
-    storage: Storage
-    manifests: list[Manifest]  # base first
-    mapping: Mapping
-    writer: int | None = None  # the server that wrote it by itself, as others wrote theirs
-
-    @property
-    def parts(self) -> list[Part]:
-        """All of them."""
-        return [part for manifest in self.manifests for part in manifest.parts]
+    mapping: Mapping  # what their rows become here
 
 
-def _check(chain: _Chain, part: Part, memory: BufferPool) -> _Signs:
+def _check(chain: _MappedChain, part: Part, memory: BufferPool) -> _Signs:
     """Check a part and whose rows are in it; returns its signs, and those they become here."""
     signs = check_part(chain.storage, part, memory)  # none comes twice: the caller's window
-    if chain.writer is not None:
+    if chain.server is not None:
         # Servers own different signs, so no two of their chains have one in common.
         count = chain.manifests[-1].num_servers
-        if num_owned(signs, chain.writer, count) != len(signs):
+        if num_owned(signs, chain.server, count) != len(signs):
             raise CheckpointError(
                 f"{chain.storage.at(part.path)}: signs: expected those of server "
-                f"{chain.writer} of {count}, got another server's, whose own folder may have "
+                f"{chain.server} of {count}, got another server's, whose own folder may have "
                 "them too"
             )
     try:
@@ -415,15 +367,7 @@ def _check(chain: _Chain, part: Part, memory: BufferPool) -> _Signs:
 
 
 class CheckpointRestore:
-    """One server's share of one load. Its methods run one after the other, in threads.
-
-    Args:
-        replica: Number of the server, of ``num_replicas``.
-        num_replicas: How many servers there are.
-        now: The server's state.
-        request: What to load.
-        num_threads: Files that are checked at the same time.
-    """
+    """One server's share of one load. Its methods run one after the other, in threads."""
 
     def __init__(
         self,
@@ -433,29 +377,24 @@ class CheckpointRestore:
         request: LoadRequest,
         num_threads: int,
     ) -> None:
-        self._replica = replica
-        self._num_replicas = num_replicas
+        self._replica, self._num_replicas = replica, num_replicas
         self._store, self._settings = now.store, now.settings
-        self._request = request
-        self._num_threads = num_threads
+        self._request, self._num_threads = request, num_threads
         self.notes: list[str] = []
-        self._chains: list[_Chain] = []
+        self._chains: list[_MappedChain] = []
         self._sketch: Sketch | None = None
         self._num_bytes = 0
         self._num_rows = 0  # at least, once verified
 
     def verify(self, progress: Progress) -> None:
-        """Read everything that commit will read, and check it; changes nothing.
-
-        Raises:
-            CheckpointError: If something is missing or damaged.
-            ConfigError: If it does not fit the embedding config; says what differs.
-        """
+        """Read everything that commit will read, and check it; changes nothing."""
         found = chains(self._request.url, self._request.checkpoint or None)
         self._chains = [self._read(one) for one in found]
         latest = found[0].manifests[-1]
         self.notes = [*self._chains[0].mapping.notes, *self._differing_settings(latest)]
-        self._num_bytes = sum(part.num_bytes for c in self._chains for part in c.parts)
+        self._num_bytes = sum(
+            part.num_bytes for c in self._chains for m in c.manifests for part in m.parts
+        )
         done = 0
 
         def read(num_bytes: int) -> None:
@@ -481,7 +420,7 @@ class CheckpointRestore:
     def _verify_parts(
         self,
         pool: ThreadPoolExecutor,
-        chain: _Chain,
+        chain: _MappedChain,
         manifest: Manifest,
         read: Callable[[int], None],
     ) -> int:
@@ -489,24 +428,15 @@ class CheckpointRestore:
         window = DuplicateFilter(f"parts of {chain.storage.at(manifest.id)}")
         memory = BufferPool()
         count = 0
-        # As many checks ahead as there are threads: what they return are all signs.
-        checks: deque[tuple[Part, Future[_Signs]]] = deque()
-        left = iter(sorted(manifest.parts, key=lambda part: part.buckets))
-        try:
-            while True:
-                for part in itertools.islice(left, 1 + self._num_threads - len(checks)):
-                    checks.append((part, pool.submit(_check, chain, part, memory)))
-                if not checks:
-                    break
-                part, check = checks.popleft()
-                signs, here = check.result()
-                window.add(part, signs)
-                count += num_owned(here, self._replica, self._num_replicas)
-                read(part.num_bytes)
-            window.close()
-        finally:
-            for _, check in checks:
-                check.cancel()
+        parts = sorted(manifest.parts, key=lambda part: part.buckets)
+        checked = run_ahead(
+            pool, lambda part: _check(chain, part, memory), parts, self._num_threads
+        )
+        for part, (signs, here) in checked:
+            window.add(part, signs)
+            count += num_owned(here, self._replica, self._num_replicas)
+            read(part.num_bytes)
+        window.close()
         return count
 
     def _check_capacity(self, num_rows: int) -> None:
@@ -522,7 +452,7 @@ class CheckpointRestore:
                 f"more than {self._num_replicas} server{'s' * (self._num_replicas != 1)}"
             )
 
-    def _read(self, chain: Chain) -> _Chain:
+    def _read(self, chain: Chain) -> _MappedChain:
         """Return a chain as this server reads it."""
         mapping = Mapping.between(
             chain.manifests[-1].schema,
@@ -538,12 +468,11 @@ class CheckpointRestore:
             )
             for manifest in chain.manifests
         ]
-        return _Chain(chain.storage, mine, mapping, chain.server)
+        return _MappedChain(chain.storage, mine, chain.server, mapping=mapping)
 
     def _differing_settings(self, manifest: Manifest) -> list[str]:
         """Return notes on settings by which new rows differ from those of the job before."""
-        saved = manifest.extras.get("servers")
-        there = saved.get("hyper_parameters") if isinstance(saved, dict) else None
+        there = _saved_settings(manifest).get("hyper_parameters")
         if not isinstance(there, dict):
             return []
         here = dataclasses.asdict(self._settings.hyper)
@@ -568,11 +497,7 @@ class CheckpointRestore:
             )
 
     def check_fits(self, now: ServerState) -> None:
-        """Check that what was verified is still what the server holds.
-
-        Raises:
-            CheckpointError: If other settings have come, or another store.
-        """
+        """Check that what was verified is still what the server holds."""
         changed = now.settings.optimizers.first_changed(self._settings.optimizers)
         if now.store is not self._store or changed is not None:
             raise CheckpointError(
@@ -581,12 +506,7 @@ class CheckpointRestore:
             )
 
     def commit(self, progress: Progress) -> None:
-        """Replace the rows held by those of the checkpoint.
-
-        Raises:
-            CheckpointError: If a file is not what it was when it was verified; rows are
-                missing then.
-        """
+        """Replace the rows held by those of the checkpoint."""
         stats = self._store.stats
         before = stats()["evicted"]
         try:
@@ -633,7 +553,7 @@ class CheckpointRestore:
             done += num_bytes
             progress(done, self._num_bytes, count)
 
-        def restore(chain: _Chain, part: Part, block: RowBlock) -> int:
+        def restore(chain: _MappedChain, part: Part, block: RowBlock) -> int:
             total = 0
             for _, rows in chain.mapping.apply(part.table, block):
                 mine = filter_owned(rows, self._replica, self._num_replicas)

@@ -1,7 +1,5 @@
 """What rows are: how they begin, how they step, which are admitted and which are evicted.
 
-    config by group, HyperParameters, OptimizerSettings --RowSettings.of--> one RowKind a table
-
 The config names eviction policies by group and the store numbers the distinct ones. An update
 says at which learning rate its rows step, if not at the registered one. So a rate takes effect
 with the update that was computed under it, whatever else is in flight, and a restarted server
@@ -13,9 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,22 +23,14 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia._files.schema import SavedSchema
-from persia._rpc.messages import (
-    HyperParameters,
-    InitializationSettings,
-    OptimizerSettings,
-    TableSigns,
-)
+from persia._rpc.messages import HyperParameters, InitializationSettings, OptimizerSettings
+from persia._server.applied_updates import TrainingClock
 from persia._server.state_file import StateRecovery
 from persia.config import EmbeddingSchema, ParameterServerConfig, Table, schema_fingerprint
 from persia.errors import ConfigError, NotConfigured
 from persia.logger import get_logger
 
 _logger = get_logger("persia.parameter_server")
-
-# Lookups that may come between one and its repetition. A client repeats only what is in flight.
-NUM_RECENT = 64
-
 
 # (policy, clock, ttl) of rows that no group says anything about; number 0 of every store.
 _PLAIN_LRU = ("lru", None, 0)
@@ -64,16 +52,7 @@ def sketch_bytes(tables: Sequence[Table], config: ParameterServerConfig) -> int:
 
 
 class TableOptimizers:
-    """The optimizer of each table, at the rates of updates; any thread may call it.
-
-    Args:
-        schema: The embedding config.
-        registered: The optimizer of all tables that have none of their own.
-        weight_bound: Absolute bound on every value after a step; 0 or less is none.
-
-    Raises:
-        ConfigError: If an option cannot be used.
-    """
+    """The optimizer of each table, at the rates of updates; any thread may call it."""
 
     def __init__(
         self, schema: EmbeddingSchema, registered: OptimizerSettings, weight_bound: float
@@ -97,11 +76,7 @@ class TableOptimizers:
         self._at_rates: dict[int, RowOptimizer] = {}
 
     def at_rate(self, table: int, lr: float) -> RowOptimizer:
-        """Return the optimizer of a table at this learning rate.
-
-        Raises:
-            ConfigError: If the rate cannot be used.
-        """
+        """Return the optimizer of a table at this learning rate."""
         optimizer = self.by_table[table]
         if lr == optimizer.options["lr"]:
             return optimizer
@@ -160,9 +135,6 @@ class RowSettings:
 
         A table's own initialization and admission come before the trainer's. Eviction policies
         and the size of the sketch are those of the config.
-
-        Raises:
-            ConfigError: If a value cannot be used.
         """
         tables = schema.tables
         optimizers = TableOptimizers(schema, registered, hyper.weight_bound)
@@ -263,11 +235,7 @@ class ServerState:
 
 
 def initializers_of(schema: EmbeddingSchema, hyper: HyperParameters) -> list[Initializer]:
-    """Return how new rows begin, by table.
-
-    Raises:
-        ConfigError: If a value cannot be used.
-    """
+    """Return how new rows begin, by table."""
     if not 0.0 <= hyper.admit_probability <= 1.0:
         raise ConfigError(f"admit_probability must be in 0..1, got {hyper.admit_probability}")
     return [
@@ -280,11 +248,7 @@ def initializers_of(schema: EmbeddingSchema, hyper: HyperParameters) -> list[Ini
 def settings_from_json(
     hyper: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None
 ) -> tuple[HyperParameters | None, OptimizerSettings | None]:
-    """Read what ``dataclasses.asdict`` made of settings; None where there is none.
-
-    Raises:
-        ConfigError: If it is something else.
-    """
+    """Read what ``dataclasses.asdict`` made of settings; None where there is none."""
     known = registered = None
     try:
         if hyper is not None:
@@ -316,14 +280,6 @@ class ServerSettings:
     """Takes what a trainer sets, and has the state that follows from it; thread-safe.
 
     Requests read ``state`` once, so that all of a request is served by the same settings.
-
-    Args:
-        schema: The embedding config.
-        config: Section ``embedding_parameter_server_config``.
-        name: Of the server, for messages.
-        num_threads: Threads that one request may use.
-        recovery: Notes settings, and has the file of the store.
-        any_rows: A context in which no load is filling the store.
     """
 
     def __init__(
@@ -462,63 +418,3 @@ class ServerSettings:
         return NotConfigured(
             f"{what} came to {self._name} before {expected}, which says what a new row is"
         )
-
-
-class TrainingClock:
-    """The time of one server, and which training lookups it had lately.
-
-    A lookup that is repeated, because its reply was lost, is neither another appearance of its
-    ids nor another step.
-
-    Args:
-        clock: Seconds that never go back; ``time.monotonic`` outside of tests.
-        saved: ``[NUM_RECENT, 3]`` numbers that outlive the process: batch id, digest, 1.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        saved: NDArray[np.uint64] | None = None,
-    ) -> None:
-        self._clock = clock
-        self._saved = saved
-        self._lock = threading.Lock()  # guards all below
-        self._steps = 0
-        self._recent: deque[tuple[int, int]] = deque(maxlen=NUM_RECENT)
-        self._next = 0  # of ``saved``
-        if saved is not None:
-            self._recent.extend(
-                (number, digest) for number, digest, is_set in saved.tolist() if is_set
-            )
-
-    def now(self) -> tuple[int, int]:
-        """Return milliseconds and steps."""
-        return int(self._clock() * 1000), self._steps
-
-    def resume(self, steps: int) -> None:
-        """Go on from this number of steps."""
-        with self._lock:
-            self._steps = max(self._steps, steps)
-
-    def forget_recent(self) -> None:
-        """Take no lookup for a repetition of one before now: a load brings other rows."""
-        with self._lock:
-            self._recent.clear()
-            if self._saved is not None:
-                self._saved[:] = 0
-
-    def begin_step(self, batch_id: int, tables: Sequence[TableSigns]) -> bool:
-        """Count a training lookup as a step; True if it only repeats a recent one."""
-        # The signs too: another run over the data may give equal numbers to other batches.
-        digest = 0
-        for part in tables:
-            digest ^= int(np.bitwise_xor.reduce(part.signs, initial=np.uint64(0)))
-        with self._lock:
-            if (batch_id, digest) in self._recent:
-                return True
-            self._recent.append((batch_id, digest))
-            self._steps += 1
-            if self._saved is not None:
-                self._saved[self._next % NUM_RECENT] = (batch_id, digest, 1)
-                self._next += 1
-        return False

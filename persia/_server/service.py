@@ -3,10 +3,8 @@
 A plain object; embedded mode calls it, a transport serves it. It is empty until it is
 configured (the seed of its rows arrives with ``HyperParameters``) and trains once it has an
 optimizer too. Evaluation needs neither: rows that are not there are zeros, and are counted.
-
-A request is checked whole before anything changes, so a refused one has changed nothing. Types
-and dtypes are the codec's to check; here it is tables, lengths and whose signs they are. Any
-thread may call any method.
+A request is checked whole before anything changes, so a refused one has changed nothing; types
+and dtypes are the codec's to check.
 """
 
 from __future__ import annotations
@@ -46,16 +44,19 @@ from persia._rpc.messages import (
     UpdateRequest,
     WriteRequest,
 )
-from persia._server.applied_updates import AppliedUpdates, UpdateRecord
+from persia._server.applied_updates import (
+    NUM_RECENT,
+    AppliedUpdates,
+    TrainingClock,
+    UpdateRecord,
+)
 from persia._server.incremental import IncrementalWriter
 from persia._server.restore import LoadManager, settings_of
 from persia._server.row_settings import (
-    NUM_RECENT,
     RowKind,
     RowSettings,
     ServerSettings,
     ServerState,
-    TrainingClock,
     identity,
 )
 from persia._server.snapshot import Snapshots
@@ -92,25 +93,20 @@ _TIMINGS = (
 class ParameterServer:
     """Implements ``messages.ParameterServer`` over an ``EmbeddingStore``.
 
+    A request raises NotConfigured where it needs settings or an optimizer that have not come,
+    a StoreError, DimMismatch or ConfigError where it cannot be served, and a CheckpointError
+    while a load replaces rows or has left some of them out.
+
     Args:
         schema: The embedding config.
         config: Section ``embedding_parameter_server_config``.
-        replica_index: Number of this server.
-        replica_size: Number of servers that share the signs.
+        replica_index: Number of this server, of ``replica_size`` that share the signs.
         num_threads: Threads that one request may use.
         num_checkpoint_threads: Files of a checkpoint that are checked at the same time.
         clock: Seconds that never go back, by which rows expire.
         state_file: Where all of it outlives the process. The state of a process that was killed
             is recovered from it, if it is whole and of the same schema.
         roots: Where clients may have checkpoints written and loaded.
-
-    Attributes:
-        schema_fingerprint: What this server takes signs and tables to mean.
-        timings: Of lookups, updates and writes.
-
-    Raises:
-        ConfigError: If ``replica_index`` is not in ``0..replica_size - 1``.
-        StoreError: If there is not enough memory for the rows in the state file.
     """
 
     def __init__(
@@ -189,29 +185,17 @@ class ParameterServer:
 
     @property
     def state_file(self) -> StateFile | None:
-        """Where all of it outlives the process."""
+        """The one in use: another one than it was given, if that could not be recovered."""
         return self._recovery.file
 
     # --- settings ---------------------------------------------------------------------------
 
     def configure(self, settings: HyperParameters) -> None:
-        """Take the settings of rows; the same settings again change nothing.
-
-        Raises:
-            ConfigError: If the seed differs from that of the rows held, or a value cannot be
-                used.
-            CheckpointError: If the seed differs and a load is replacing rows.
-        """
+        """Take the settings of rows; the same settings again change nothing."""
         self._settings.configure(settings)
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
-        """Take the optimizer of rows; the same one again changes nothing.
-
-        Raises:
-            ConfigError: If an option cannot be used, or rows are held whose state is not what
-                this optimizer keeps.
-            CheckpointError: If a load is replacing rows that it would have to drop.
-        """
+        """Take the optimizer of rows; the same one again changes nothing."""
         self._settings.register_optimizer(settings)
 
     def ready_for_serving(self) -> bool:
@@ -229,13 +213,7 @@ class ParameterServer:
     # more, so checks and counts stand in line.
 
     def lookup(self, request: LookupRequest) -> LookupReply:
-        """Return the rows asked for, inserting those that are admitted if it is training.
-
-        Raises:
-            NotConfigured: If it is training and settings or optimizer have not arrived.
-            StoreError: If a table is unknown or comes twice, a sign is another server's, or
-                the batch's id is negative.
-        """
+        """Return the rows asked for, inserting those that are admitted if it is training."""
         begin = time.perf_counter()
         num_ids = _check_signs("a lookup", request.tables, *self._share)
         if request.is_training:
@@ -308,15 +286,7 @@ class ParameterServer:
         return replies, num_missing
 
     def update(self, request: UpdateRequest) -> UpdateReply:
-        """Step each row by its gradient, once per update id.
-
-        Raises:
-            NotConfigured: If settings or optimizer have not arrived.
-            StoreError: If a table is unknown or comes twice, lengths differ, a sign is
-                another server's, or the id is too old to know whether it was applied.
-            DimMismatch: If gradients are not of the table's dim.
-            ConfigError: If a learning rate cannot be used.
-        """
+        """Step each row by its gradient, once per update id."""
         state = self._settings.state
         if state is None:
             raise self._settings.not_configured("an update")
@@ -327,7 +297,7 @@ class ParameterServer:
         for part in request.tables:
             kind, count = settings.kinds[part.table], len(part.signs)
             if part.gradients.shape != (count, kind.dim):
-                _check_matrix("gradients", part.table, part.gradients, count, kind.dim)
+                _check_shape("gradients", part.table, part.gradients, count, kind.dim)
             if part.hints is not None and len(part.hints) != count:
                 raise StoreError(
                     f"table {part.table}: expected {count} hints, one a sign, got "
@@ -358,20 +328,11 @@ class ParameterServer:
     # --- whole rows -------------------------------------------------------------------------
 
     def set_embedding(self, tables: Sequence[TableEntries]) -> None:
-        """Write rows, in place of what was there.
-
-        Raises:
-            NotConfigured: If settings or optimizer have not arrived.
-            StoreError: If a table is unknown, lengths differ, or a sign is of another table
-                or another server.
-            DimMismatch: If values are not of the table's dim, or states not of the
-                optimizer's width for it.
-            DataTypeError: If values or states have another dtype than their message says.
-        """
+        """Write rows, in place of what was there."""
         begin = time.perf_counter()
         state = self._settings.state_at(self._clock, "set_embedding")
         _check_signs("set_embedding", tables, *self._share, may_repeat=True)
-        writes = [_checked_rows(self._schema, state.settings, part) for part in tables]
+        writes = [_checked_rows(state.settings, part) for part in tables]
         with self._loads.whole_rows:
             for kind, signs, values, states in writes:
                 state.store.write(
@@ -380,12 +341,7 @@ class ParameterServer:
         self._set_time.add(time.perf_counter() - begin)
 
     def read_embedding(self, tables: Sequence[TableSigns]) -> tuple[TableEntries, ...]:
-        """Return those of the rows asked for that exist, whole, without using them.
-
-        Raises:
-            NotConfigured: If settings or optimizer have not arrived.
-            StoreError: If a table is unknown or a sign is another server's.
-        """
+        """Return those of the rows asked for that exist, whole, without using them."""
         state = self._settings.state_at(self._clock, "read_embedding")
         _check_signs("read_embedding", tables, *self._share, may_repeat=True)
         entries = []
@@ -406,11 +362,7 @@ class ParameterServer:
         return 0 if state is None else len(state.store)
 
     def clear_embeddings(self) -> None:
-        """Drop every row; settings, optimizer and applied updates stay.
-
-        Raises:
-            CheckpointError: If a load is replacing them.
-        """
+        """Drop every row; settings, optimizer and applied updates stay."""
         state = self._settings.state
         if state is not None:
             with self._loads.any_rows:
@@ -423,30 +375,17 @@ class ParameterServer:
         return self._settings.state_at(self._clock, "a checkpoint")
 
     def begin_cut(self, request: CutRequest) -> CutInfo:
-        """Begin a snapshot of this moment; the caller holds updates back meanwhile.
-
-        Raises:
-            NotConfigured: If settings or optimizer have not arrived.
-            CheckpointError: If another of its kind is being written, or a load goes on.
-        """
+        """Begin a snapshot of this moment; the caller holds updates back meanwhile."""
         with self._loads.whole_rows:
             return self._snapshots.begin(request, self._state_to_save)
 
     def write_cut(self, request: WriteRequest) -> None:
-        """Write the parts of a snapshot, in a thread of its own.
-
-        Raises:
-            CheckpointError: If there is no such snapshot, or the folder is outside the roots.
-        """
+        """Write the parts of a snapshot, in a thread of its own."""
         self._roots.check(request.url, request.prefix)
         self._snapshots.write(request)
 
     def cut_status(self, cut_id: int) -> CutStatus:
-        """Return how far a snapshot is, and why it failed if it did.
-
-        Raises:
-            CheckpointError: If there is no such snapshot.
-        """
+        """Return how far a snapshot is, and why it failed if it did."""
         return self._snapshots.status(cut_id)
 
     def end_cut(self, cut_id: int, committed: bool) -> None:
@@ -454,13 +393,7 @@ class ParameterServer:
         self._snapshots.end(cut_id, committed)
 
     def load(self, request: LoadRequest) -> LoadStatus:
-        """Begin a step of a load, in a thread of its own, or return how far it is.
-
-        Raises:
-            NotConfigured: If settings or optimizer have not arrived.
-            CheckpointError: If the step does not follow from the one before, or the folder is
-                outside the roots.
-        """
+        """Begin a step of a load, in a thread of its own, or return how far it is."""
         self._roots.check(request.url, request.checkpoint)
         if request.step == "verify" and not self.ready_for_serving():
             self._settings.complete(*settings_of(request))
@@ -472,9 +405,6 @@ class ParameterServer:
         """Write the rows that have changed since they were written last, if that is asked for.
 
         This is the end of a job, whose folder is free afterwards, though the server may go on.
-
-        Raises:
-            CheckpointError: If they cannot be written.
         """
         if self._incremental is not None:
             self._incremental.flush_and_release()
@@ -485,12 +415,7 @@ class ParameterServer:
             self._incremental.close()
 
     def load_checkpoint(self, url: str) -> None:
-        """Load this server's share of a checkpoint now, with the settings that it names.
-
-        Raises:
-            CheckpointError: If something is missing, damaged, or does not fit.
-            ConfigError: If the embedding config is another one; says what differs.
-        """
+        """Load this server's share of a checkpoint now, with the settings that it names."""
         request = LoadRequest(0, "verify", url, "", None)
         self._settings.complete(*settings_of(request))
         for note in self._loads.load_now(request, self._state_to_save):
@@ -501,12 +426,9 @@ class ParameterServer:
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start, and what is held now.
 
-        ``rows``, ``bytes``, ``inserted``, ``evicted`` (``evicted_lru`` and ``evicted_lfu``),
-        ``expired``, ``refused`` (not admitted) and ``memory_limited`` are the store's;
-        ``recovered_rows``, if any, are those that this process found when it started;
         ``looked_up_ids`` are distinct ids, request by request, of which ``misses`` had no row;
         ``missing`` counts zeros that evaluation answered with, ``update_missing`` gradients
-        without a row.
+        without a row; ``recovered_rows`` are those that this process found when it started.
         """
         state = self._settings.state
         held = {} if state is None else state.store.stats()
@@ -530,53 +452,32 @@ class ParameterServer:
         return self._counts["lookups"] + self._counts["updates"]
 
 
-def _as_matrix(
-    name: str, table: int, matrix: NDArray[Element], dtype: type[Element]
+def _as_rows(
+    name: str, part: TableEntries, matrix: NDArray[Element], dtype: type[Element], width: int
 ) -> NDArray[Element]:
-    """Return ``matrix`` in C order.
-
-    Raises:
-        DataTypeError: If it has another dtype, or not two dimensions.
-    """
+    """Return ``matrix`` in C order, if it is one row a sign."""
     if not isinstance(matrix, np.ndarray) or matrix.dtype != dtype or matrix.ndim != 2:
         got = type(matrix).__name__
         if isinstance(matrix, np.ndarray):
             got = f"{matrix.dtype} with {matrix.ndim}"
         raise DataTypeError(
-            f"table {table}: expected {name} as {np.dtype(dtype)} with 2 dimensions, got {got}"
+            f"table {part.table}: expected {name} as {np.dtype(dtype)} with 2 dimensions, "
+            f"got {got}"
         )
+    _check_shape(name, part.table, matrix, len(part.signs), width)
     return np.ascontiguousarray(matrix)
 
 
-def _check_matrix(
-    name: str, table: int, matrix: NDArray[np.float32], num_signs: int, dim: int
+def _check_shape(
+    name: str, table: int, matrix: NDArray[Any], num_signs: int, width: int
 ) -> None:
-    """Check the shape of rows.
-
-    Raises:
-        DimMismatch: If they are not of the table's dim.
-        StoreError: If they are not one a sign.
-    """
-    if matrix.shape[1:] != (dim,):
+    if matrix.shape[1:] != (width,):
         got = ", ".join(map(str, matrix.shape[1:])) or "vectors"
-        raise DimMismatch(f"table {table}: expected {name} of dim {dim}, got {got}")
+        raise DimMismatch(f"table {table}: expected {name} of dim {width}, got {got}")
     if matrix.shape[0] != num_signs:
         raise StoreError(
             f"table {table}: expected {num_signs} rows of {name}, one a sign, "
             f"got {matrix.shape[0]}"
-        )
-
-
-def _check_groups(schema: EmbeddingSchema, table: int, signs: Signs) -> None:
-    """Check that each sign's feature bits are of a group with rows in this table."""
-    groups = [schema.groups[group] for group in schema.groups_of(table)]
-    bits = signs >> np.uint64(64 - schema.prefix_bits)
-    known = np.isin(bits, np.array([group + 1 for group in groups], np.uint64))
-    if not known.all():
-        sign = int(signs[~known][0])
-        raise StoreError(
-            f"table {table}: sign {sign:#018x} has feature bits "
-            f"{sign >> (64 - schema.prefix_bits)}, which no slot of it has"
         )
 
 
@@ -642,20 +543,19 @@ def _check_signs(
 
 
 def _checked_rows(
-    schema: EmbeddingSchema, settings: RowSettings, part: TableEntries
+    settings: RowSettings, part: TableEntries
 ) -> tuple[RowKind, Signs, NDArray[np.float32], NDArray[np.uint32] | None]:
     """Check rows that are written; in embedded mode they are a user's, which no codec saw."""
-    kind, count = settings.kinds[part.table], len(part.signs)
-    _check_groups(schema, part.table, part.signs)
-    values = _as_matrix("values", part.table, part.values, np.float32)
-    _check_matrix("values", part.table, values, count, kind.dim)
-    if part.states is None:
-        return kind, part.signs, values, None
-    states = _as_matrix("states", part.table, part.states, np.uint32)
-    expected = (count, kind.optimizer.state_words(kind.dim))
-    if states.shape != expected:
-        raise DimMismatch(
-            f"table {part.table}: expected states {list(expected)} for "
-            f"{kind.optimizer.name}, got {list(states.shape)}"
+    kind, states = settings.kinds[part.table], None
+    is_other = settings.tables_of(part.signs) != part.table
+    if is_other.any():
+        sign = int(part.signs[is_other][0])
+        raise StoreError(
+            f"table {part.table}: sign {sign:#018x} has feature bits "
+            f"{sign >> (64 - settings.schema.prefix_bits)}, which no slot of it has"
         )
+    values = _as_rows("values", part, part.values, np.float32, kind.dim)
+    if part.states is not None:
+        words = kind.optimizer.state_words(kind.dim)
+        states = _as_rows("states", part, part.states, np.uint32, words)
     return kind, part.signs, values, states

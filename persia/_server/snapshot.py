@@ -1,4 +1,4 @@
-"""A parameter server's share of a dump: snapshots of its rows, and their files.
+"""A parameter server's share of a dump: snapshots of its rows, their files, and their pace.
 
     begin_cut    a snapshot of this moment; the caller holds updates back for it
     write_cut    starts a thread that reads the snapshot block by block, while training goes on
@@ -6,13 +6,21 @@
     end_cut      the files are in a manifest, or never will be
 
 The same call again is answered as before, so that a lost reply does no harm. A snapshot's state
-has one writer, the thread that works, once it runs; it is set before the thread starts, and a
-failure is the last thing that happens to it: no status is overwritten by an older one.
+has one writer, the thread that works, once it runs; a failure is the last thing that happens to
+it: no status is overwritten by an older one.
+
+While no requests come, threads read rows as fast as they can. Beside training all together take
+SHARE of the processors: after a piece of work a thread pauses until that is paid for, in turn
+with the others, as threads that work at once would keep the interpreter's lock from requests.
+The fuller the room for copies of rows that change meanwhile, the shorter the pauses. Pauses,
+not a lower priority: a thread that holds a lock must not be the one that never runs.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +29,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from persia._core.store.store import MAX_SIDE_BYTES
 from persia._files.catalog import folder_of
-from persia._files.entries import ServerFiles, sketch_name
+from persia._files.manifest import ServerFiles, sketch_name
 from persia._files.open import open_storage
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_file, take, write_columns, write_deleted
@@ -30,9 +39,9 @@ from persia._files.schema import table_name
 from persia._files.storage import Storage
 from persia._files.tensors import Column, decode
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
-from persia._server.throttle import Throttle, give_room
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
+from persia.utils import free_memory_bytes, processor_quota, sleep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +50,7 @@ if TYPE_CHECKING:
 
     from persia._core.store.blocks import RowBlock
     from persia._core.store.snapshot import Snapshot
-    from persia._files.entries import Deleted, File, Part
+    from persia._files.manifest import Deleted, File, Part
     from persia._server.row_settings import RowSettings, ServerState
 
 Sketch = tuple["NDArray[np.uint8]", "NDArray[np.uint64]"]
@@ -83,20 +92,9 @@ class _Dump:
             snapshot.close()  # an open one that is not read would stop training
             raise
 
-    def status(self) -> CutStatus:
-        """Return how far it is."""
-        return CutStatus(
-            self.state, self.num_rows, self.error, np.frombuffer(self.meta, np.uint8)
-        )
-
 
 class Snapshots:
-    """The snapshots of one server, one of each consumer at a time; any thread may call it.
-
-    Args:
-        replica: Number of the server.
-        requests: Returns how many requests of training have come.
-    """
+    """The snapshots of one server, one of each consumer at a time; any thread may call it."""
 
     def __init__(self, replica: int, requests: Callable[[], int]) -> None:
         self._replica = replica
@@ -148,7 +146,9 @@ class Snapshots:
     def status(self, cut_id: int) -> CutStatus:
         """Return how far a snapshot is."""
         with self._lock:
-            return self._find(cut_id).status()
+            dump = self._find(cut_id)
+            meta = np.frombuffer(dump.meta, np.uint8)
+            return CutStatus(dump.state, dump.num_rows, dump.error, meta)
 
     def end(self, cut_id: int, committed: bool) -> None:
         """End a snapshot; nothing if it has ended."""
@@ -241,20 +241,7 @@ def write_rows(
     requests: Callable[[], int],
     note: Callable[[int], None] = lambda num_rows: None,
 ) -> tuple[tuple[Part, ...], tuple[Deleted, ...]]:
-    """Write the rows of a snapshot, and unless it is full its deletions, beside training.
-
-    Args:
-        storage: Where to.
-        prefix: Folder of the files.
-        snapshot: What is read.
-        settings: What its rows are.
-        replica: Number of the server.
-        requests: Returns how many requests of training have come.
-        note: Takes the number of rows of each block that is written.
-
-    Raises:
-        CheckpointError: If a file cannot be written.
-    """
+    """Write the rows of a snapshot, and unless it is full its deletions, beside training."""
     storage.on_progress = rest = Throttle(requests).beside(snapshot)
     with PartWriter(storage, prefix, server=replica, begin=rest) as writer:
         for block in snapshot.blocks(BLOCK_ROWS):
@@ -277,11 +264,7 @@ def write_sketch(storage: Storage, path: str, sketch: Sketch) -> File:
 
 
 def read_sketch(storage: Storage, file: File) -> Sketch:
-    """Return what ``write_sketch`` wrote.
-
-    Raises:
-        CheckpointError: If the file is damaged or no sketch.
-    """
+    """Return what ``write_sketch`` wrote."""
     name = storage.at(file.path)
     arrays, _ = decode(read_file(storage, file), name)
     found = []
@@ -304,3 +287,116 @@ def split_by_table(settings: RowSettings, block: RowBlock) -> Iterator[tuple[str
             raise CheckpointError("rows of a group that the embedding config does not have")
         mine = tables == number
         yield table_name(number), block if mine.all() else take(block, mine)
+
+
+# --- beside training -------------------------------------------------------------------------
+
+# Of the processors, for one server. A dump costs training more than that, as rows are copied
+# before they change: with one server on a machine all of it is to be less than a fifth.
+SHARE = 0.07
+# Processors, however many there are: a disk or network is not faster for more.
+MAX_PROCESSORS = 1.0
+# Copies may take this part of what is free; of the rows' memory where that is not known.
+COPY_DIVISOR = 4
+# Seconds between two looks at the memory that is free.
+ROOM_S = 1.0
+# How full that room is when a reader begins to hurry, and when it does not pause any more.
+HURRY = 0.5, 0.75
+# Seconds of one pause, however much is owed: threads of a small container owe much more.
+LONGEST_S = 10.0
+# Seconds between two looks, in a pause, at whether training goes on, or waits.
+LOOK_S = 0.25
+# Seconds that a thread is taken to have worked at its first look: so it takes its turn.
+PIECE_S = 0.005
+
+
+def num_processors() -> float:
+    """Return how many this process may use, which may be a part of one."""
+    if sys.platform == "linux":
+        return min(len(os.sched_getaffinity(0)), processor_quota())
+    return os.cpu_count() or 1
+
+
+class Throttle:
+    """Limits threads that work beside requests, all of them together."""
+
+    def __init__(self, requests: Callable[[], int], processors: float | None = None) -> None:
+        self._requests = requests
+        if processors is None:
+            processors = min(SHARE * num_processors(), MAX_PROCESSORS)
+        self._processors = processors
+        self._first_seen = requests()
+        self._own = threading.local()
+        self._lock = threading.Lock()  # guards the next
+        self._paid_at = 0.0  # when all work done so far is paid for; monotonic
+
+    def rest(self, urgency: Callable[[], float] = lambda: 0.0) -> None:
+        """Pause after a piece of work, or before the first, if requests came meanwhile."""
+        seen, now = self._requests(), time.thread_time()
+        before, since = getattr(self._own, "last", (self._first_seen, now - PIECE_S))
+        if seen != before and urgency() < 1.0:
+            left_s = min(self._owed(now - since, urgency()), LONGEST_S)
+            while left_s > 0 and urgency() < 1.0:
+                sleep(min(left_s, LOOK_S))
+                left_s -= LOOK_S
+                seen, before = self._requests(), seen
+                if seen == before:
+                    break
+        self._own.last = seen, time.thread_time()
+
+    def _owed(self, work_s: float, urgency: float = 0.0) -> float:
+        """Return the seconds until this work is paid for, which began when it could.
+
+        The part that is urgent is forgiven, not put off until there is time.
+        """
+        with self._lock:
+            now = time.monotonic()
+            paid_at = max(self._paid_at, now - work_s) + work_s / self._processors
+            owed_s = (paid_at - now) * (1.0 - urgency)
+            self._paid_at = now + owed_s
+            return owed_s
+
+    def beside(self, snapshot: Snapshot) -> Callable[[], None]:
+        """Return what the threads that read and write this snapshot call between two pieces."""
+        due = time.monotonic()
+
+        def rest() -> None:
+            nonlocal due
+            now = time.monotonic()
+            if now >= due:  # two threads at once: the same, twice
+                due = now + ROOM_S
+                snapshot.allow(
+                    room_for_copies(snapshot, int(snapshot.fill * snapshot.side_bytes))
+                )
+            self.rest(lambda: urgency_of(snapshot))
+
+        return rest
+
+
+def room_for_copies(snapshot: Snapshot, copied: int = 0) -> int:
+    """Return the bytes that copies of rows may take, which change before they are read.
+
+    Where ids are uniform, a dump copies most rows: too little room would stop training. There
+    is enough for all of them where a machine has that much memory left.
+    """
+    whole, free = snapshot.copied_bytes, free_memory_bytes()
+    more = free // COPY_DIVISOR if free else whole // COPY_DIVISOR
+    return max(MAX_SIDE_BYTES, min(whole, copied + more))
+
+
+def give_room(snapshot: Snapshot) -> None:
+    """Let copies of a new snapshot take what they may: training changes rows from now on.
+
+    If that fails, it is closed: an open one that is not read would stop training.
+    """
+    try:
+        snapshot.allow(room_for_copies(snapshot))
+    except BaseException:
+        snapshot.close()
+        raise
+
+
+def urgency_of(snapshot: Snapshot) -> float:
+    """Return from 0 to 1 how urgent it is to read on, before training has to wait for room."""
+    begin, end = HURRY
+    return min(1.0, max(0.0, (snapshot.fill - begin) / (end - begin)))

@@ -3,7 +3,7 @@
     0        MAGIC, layout, how many shards
     4 KiB    the control page: a word that the core sets when the file is void
     8 KiB    notes, twice: | number u64 | length u64 | checksum 16 | JSON |
-    4 MiB    recent lookups (``row_settings.TrainingClock``)
+    4 MiB    recent lookups (``applied_updates.TrainingClock``)
     8 MiB    updates in flight and applied (``applied_updates.UpdateRecord``)
     4 GiB    the shards; see ``persia._core.shard.persistent_shard``
 
@@ -82,17 +82,7 @@ Parent = tuple[str, int, int]
 
 
 class StateFile:
-    """A server's own file, open and locked. Any thread may write notes.
-
-    Args:
-        path: The file; made if there is none.
-        num_shards: Of the store.
-        parent: The process that would start this server again, if it is known.
-
-    Raises:
-        ConfigError: If another process has it.
-        OSError: If it cannot be made, or there is no memory for it.
-    """
+    """A server's own file, open and locked. Any thread may write notes."""
 
     def __init__(self, path: Path, num_shards: int, parent: Parent | None = None) -> None:
         self.path = path
@@ -125,7 +115,6 @@ class StateFile:
             self.problem = "neither of its notes is whole"
 
     def _find_problem(self) -> str | None:
-        """Return why this is not the file of such a server, or None."""
         head = os.pread(self.descriptor, len(MAGIC) + 16, 0)
         if len(head) < len(MAGIC) + 16 or not head.startswith(MAGIC):
             return "it is not a state file"
@@ -134,9 +123,9 @@ class StateFile:
             return f"layout: expected {LAYOUT}, got {layout}"
         if num_shards != self.num_shards:
             return f"num_hashmap_internal_shards: expected {self.num_shards}, got {num_shards}"
-        size = os.fstat(self.descriptor).st_size
-        if size != _SHARDS + num_shards * _SHARD_BYTES:
-            return f"its length: expected {_SHARDS + num_shards * _SHARD_BYTES}, got {size}"
+        size, expected = os.fstat(self.descriptor).st_size, _SHARDS + num_shards * _SHARD_BYTES
+        if size != expected:
+            return f"its length: expected {expected}, got {size}"
         return None
 
     @property
@@ -236,11 +225,10 @@ def _read_note(memory: bytes, place: int) -> tuple[int, dict[str, Any]]:
     text = memory[begin : begin + length]
     if _checksum(number, text) != checksum:
         return 0, {}
-    try:
-        notes = json.loads(text)
-    except ValueError:
-        return 0, {}
-    return (number, notes) if isinstance(notes, dict) else (0, {})
+    with suppress(ValueError):
+        if isinstance(notes := json.loads(text), dict):
+            return number, notes
+    return 0, {}
 
 
 def _open_locked(path: Path) -> int:
@@ -259,10 +247,7 @@ def _open_locked(path: Path) -> int:
                 return descriptor
             # Else it was removed between open and lock: the path names another file now.
         except BaseException as error:
-            if not isinstance(error, OSError) or error.errno not in (
-                errno.EAGAIN,
-                errno.EACCES,
-            ):
+            if getattr(error, "errno", None) not in (errno.EAGAIN, errno.EACCES):
                 os.close(descriptor)
                 raise
         os.close(descriptor)
@@ -275,11 +260,7 @@ def _open_locked(path: Path) -> int:
 def open_state(
     config: ParameterServerConfig, address: str, replica_index: int, replica_size: int
 ) -> StateFile | None:
-    """Open the state file of a server; None, said in the log, if it has to do without.
-
-    Raises:
-        ConfigError: If another process has the file.
-    """
+    """Open the state file of a server; None, said in the log, if it has to do without."""
     directory = env.state_directory() or Path(config.state_dir)
     if not config.keep_state or str(directory) == "off":
         return None
@@ -316,12 +297,7 @@ def path_of(directory: Path, *key: object) -> Path:
 
 
 def remove_stale(directory: Path, is_running: Callable[[Parent], bool | None]) -> list[Path]:
-    """Remove the files of servers that will not be started again; returns their paths.
-
-    Args:
-        directory: Where they are.
-        is_running: Whether a process still runs; None if that cannot be known.
-    """
+    """Remove the files of servers that will not be started again; returns their paths."""
     removed = []
     for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError, ValueError):
@@ -359,14 +335,6 @@ def _find_lack_of_room(directory: Path, config: ParameterServerConfig) -> str | 
             f"state_dir: {directory} has {free / 1e6:.0f} MB free, expected at least "
             f"{least / 1e6:.0f} MB and better the memory limit (docker: --shm-size)"
         )
-    if limit > free:
-        logger.info(
-            "state_dir: %s has %.2f GB free, and the memory limit is %.2f GB: beyond that rows "
-            "will not outlive this process",
-            directory,
-            free / 1e9,
-            limit / 1e9,
-        )
     return None
 
 
@@ -388,46 +356,23 @@ def _is_running(parent: Parent) -> bool | None:
 
 
 def _pid_namespace() -> str:
-    try:
+    with suppress(OSError):
         return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
+    return ""
 
 
 def _start_of(number: int) -> int | None:
-    try:
+    with suppress(OSError):
         text = Path(f"/proc/{number}/stat").read_text()
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[_START_TIME])
+        return int(text.rpartition(")")[2].split()[_START_TIME])
+    return None
 
 
 # --- recovery -------------------------------------------------------------------------------
 
 
-def check_facts(found: object, expected: Mapping[str, Any]) -> None:
-    """Check what a file says of its server.
-
-    Raises:
-        ConfigError: If it is another one's; names every difference.
-    """
-    known = found if isinstance(found, dict) else {}
-    others = [
-        f"{name}: expected {value!r}, got {known.get(name)!r}"
-        for name, value in expected.items()
-        if known.get(name) != value
-    ]
-    if others:
-        raise ConfigError(", ".join(others))
-
-
 class StateRecovery:
-    """What a server notes in its state file, and recovers from one that a process left.
-
-    Args:
-        file: The file; None for a server without, which notes nothing.
-        facts: The ``identity`` of the server.
-    """
+    """What a server notes in its state file, and recovers from one that a process left."""
 
     def __init__(self, file: StateFile | None, facts: Mapping[str, Any]) -> None:
         self.file = file
@@ -437,20 +382,12 @@ class StateRecovery:
         self._name = f"parameter server {facts['replica_index']} of {facts['replica_size']}"
 
     def run(self, attach: Callable[[Mapping[str, Any]], tuple[int, int]]) -> None:
-        """Begin with the state that is in the file: with all of it, or with none and say why.
-
-        Args:
-            attach: Takes notes, which are empty for a server that begins empty; returns the
-                number of rows, and of updates that were cut short.
-
-        Raises:
-            StoreError: If there is not enough memory for the rows.
-        """
+        """Begin with all of the state in the file, or with none and say why."""
         begin = time.perf_counter()
         file = self.file
         if file is not None and file.has_state:
             try:
-                check_facts(file.notes.get("facts"), self._facts)
+                self._check_facts(file.notes.get("facts"))
                 self.num_rows, num_updates = attach(file.notes)
             except MemoryError as error:
                 # The rows are whole. Where there is memory, the next process has them.
@@ -476,6 +413,16 @@ class StateRecovery:
                 return
         self.note(facts=self._facts)
         attach({})
+
+    def _check_facts(self, found: object) -> None:
+        known = found if isinstance(found, dict) else {}
+        others = [
+            f"{name}: expected {value!r}, got {known.get(name)!r}"
+            for name, value in self._facts.items()
+            if known.get(name) != value
+        ]
+        if others:
+            raise ConfigError(", ".join(others))
 
     def note(self, **changes: object) -> None:
         """Write notes; those with other names stay."""

@@ -39,9 +39,8 @@ from tqdm import tqdm
 from persia import env
 from persia._files import catalog
 from persia._files.catalog import chains
-from persia._files.entries import File, Part, ServerFiles
 from persia._files.json_models import parse, read_json
-from persia._files.manifest import Manifest
+from persia._files.manifest import File, Manifest, Part, ServerFiles
 from persia._files.open import open_storage
 from persia._files.parts import read_file, write_file
 from persia._files.schema import SavedSchema

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from persia._core.store.blocks import RowBlock
-from persia._files.entries import Part
+from persia._files.manifest import Part
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_ahead
 from persia._files.storage import LocalStorage

@@ -10,16 +10,14 @@ import pytest
 
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.blocks import RowBlock
-from persia._files.buffer_pool import BufferPool
 from persia._files.catalog import chain, ids, keep_last, latest, new_id, publish
-from persia._files.entries import Deleted, Part
-from persia._files.manifest import Manifest
+from persia._files.manifest import Deleted, Manifest, Part
 from persia._files.part_writer import PartWriter
 from persia._files.parts import filter_owned, write_deleted, write_file
-from persia._files.rows import compact, verify
+from persia._files.rows import rewrite, verify
 from persia._files.rows import rows_of as rows_of_chain
 from persia._files.schema import SavedSchema
-from persia._files.storage import LocalStorage, Storage
+from persia._files.storage import BufferPool, LocalStorage, Storage
 from persia.config import EmbeddingSchema
 from persia.errors import CheckpointError
 
@@ -90,6 +88,15 @@ Rows = dict[int, tuple[bytes, ...]]
 
 
 SCHEMA = schema()
+
+
+def parts_of(
+    storage: Storage, rows: RowBlock, prefix: str = "id", **options: Any
+) -> tuple[Part, ...]:
+    """Write rows of table 0; returns their parts."""
+    with PartWriter(storage, prefix, **options) as writer:
+        writer.add("table0", rows)
+        return writer.finish()
 
 
 def dump(
@@ -202,7 +209,7 @@ def check_catalog(storage: Storage) -> None:
     del rows[4]
     delta = dump(storage, {3: rows[3]}, base=base.id, deleted={4})
     assert loaded(storage) == rows_of(rows.values())
-    whole = compact(storage)
+    whole = rewrite(storage, storage)
     assert keep_last(storage, 1) == [base.id, delta.id]
     assert latest(storage) == whole.id
     assert ids(storage) == [whole.id]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import pytest
 
-from persia._files.json_models import Record, parse, read_json
+from persia._files.json_models import Record, read_json
 from persia.config import Listed, Named, integer
 from persia.errors import CheckpointError
 
@@ -49,21 +49,3 @@ def test_a_record_is_read_as_it_was_written() -> None:
 def test_another_value_is_an_error(value: object, message: str) -> None:
     with pytest.raises(CheckpointError, match=f"^{message}"):
         read_json(Outer, value, "f")
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "expected JSON in UTF-8"),
-        (b"\xff", "expected JSON in UTF-8"),
-        (b'{"a": 1, "a": 2}', "a key comes twice"),
-        (b"[NaN]", "expected finite numbers, got NaN"),
-        (b"[1e999]", "expected finite numbers, got 1e999"),
-        (b"9" * 10_000, "expected JSON in UTF-8: Exceeds"),
-        (b"[" * 100_000, "a value nested too deeply"),
-        (b'"\\ud800"', "surrogates not allowed"),
-    ],
-)
-def test_other_bytes_are_an_error(data: bytes, message: str) -> None:
-    with pytest.raises(CheckpointError, match=f"^f: .*{message}"):
-        parse(data, "f")

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from persia._core.store.blocks import RowBlock
-from persia._files.entries import Part
+from persia._files.manifest import Part
 from persia._files.open import open_storage
-from persia._files.part_writer import PartWriter
 from persia._files.parts import (
     check_part,
     filter_owned,
@@ -24,7 +23,6 @@ from persia._files.parts import (
     read_ahead,
     read_deleted,
     read_part,
-    verify_part,
     write_columns,
     write_deleted,
     write_file,
@@ -32,17 +30,9 @@ from persia._files.parts import (
 from persia._files.storage import LocalStorage
 from persia._files.tensors import Column
 from persia.errors import CheckpointError
-from tests.files.support import (
-    block,
-    rows_of,
-)
+from tests.files.support import block, parts_of, rows_of
 
 NAMES = ("signs", "values", "states", "orders", "uses", "ages")
-
-
-@pytest.fixture
-def storage(tmp_path: Path) -> LocalStorage:
-    return LocalStorage(tmp_path)
 
 
 @given(
@@ -58,11 +48,8 @@ def test_w33_any_number_of_servers_reads_what_any_other_wrote(
     rows = block(sorted(signs))
     parts: list[Part] = []
     for server in range(writers):
-        with PartWriter(
-            storage, f"id/server{server}", server=server, part_bytes=2000
-        ) as writer:
-            writer.add("table0", filter_owned(rows, server, writers))
-            parts += writer.finish()
+        mine = filter_owned(rows, server, writers)
+        parts += parts_of(storage, mine, f"id/server{server}", server=server, part_bytes=2000)
     found: list[RowBlock] = []
     for server in range(readers):
         needed = parts_for(parts, server, readers)
@@ -85,14 +72,12 @@ READS = pytest.mark.parametrize("read", [read_part, check_part], ids=["read", "c
 def test_signs_are_found_wherever_windows_end(storage: LocalStorage, num_rows: int) -> None:
     storage.read_bytes = 4096
     rows = block(range(max(num_rows, 1)))
-    with PartWriter(storage, "id") as writer:
-        writer.add("table0", rows)
-        (part,) = writer.finish()
+    (part,) = parts_of(storage, rows)
     if num_rows == 0:  # as others may write one
         empty = {key: np.zeros_like(a)[:0] for key, a in zip(NAMES, rows.arrays, strict=True)}
         columns = {key: Column.of(a) for key, a in empty.items()}
         file = write_columns(storage, "id/empty", columns, {})
-        part = dataclasses.replace(part, **file.as_fields(), num_rows=0)
+        part = dataclasses.replace(part, **dataclasses.asdict(file), num_rows=0)
     assert check_part(storage, part).tolist() == read_part(storage, part).signs.tolist()
     assert part.num_rows == num_rows
 
@@ -114,13 +99,11 @@ def test_w50_other_arrays_than_a_part_has_are_an_error(
     message: str | None,
 ) -> None:
     rows = block(range(100))
-    with PartWriter(storage, "id") as writer:
-        writer.add("table0", rows)
-        (part,) = writer.finish()
+    (part,) = parts_of(storage, rows)
     arrays = dict(zip(NAMES, rows.arrays, strict=True)) | change
     columns = {key: Column.of(a) for key, a in arrays.items() if a is not None}
     file = write_columns(storage, "id/other", columns, {})
-    part = dataclasses.replace(part, **file.as_fields())
+    part = dataclasses.replace(part, **dataclasses.asdict(file))
     if message is None:
         read(storage, part)
         return
@@ -132,22 +115,18 @@ def test_w50_other_arrays_than_a_part_has_are_an_error(
 def test_w50_a_file_that_is_what_was_written_and_no_part_is_an_error(
     storage: LocalStorage, read: Callable[[LocalStorage, Part], object]
 ) -> None:
-    with PartWriter(storage, "id") as writer:
-        writer.add("table0", block(range(100)))
-        (part,) = writer.finish()
+    (part,) = parts_of(storage, block(range(100)))
     for number, data in enumerate((b"", b"\xff" * 9, b"\xff" * 7 + b"\0", bytes(100))):
         file = write_file(storage, f"id/foreign{number}", [memoryview(data)])
         with pytest.raises(CheckpointError, match=f"id/foreign{number}: safetensors header"):
-            read(storage, dataclasses.replace(part, **file.as_fields()))
+            read(storage, dataclasses.replace(part, **dataclasses.asdict(file)))
 
 
 @READS
 def test_w50_a_damaged_file_is_an_error(
     storage: LocalStorage, read: Callable[[LocalStorage, Part], object]
 ) -> None:
-    with PartWriter(storage, "id") as writer:
-        writer.add("table0", block(range(100)))
-        (part,) = writer.finish()
+    (part,) = parts_of(storage, block(range(100)))
     path = Path(storage.url) / part.path
     whole = path.read_bytes()
     for place in (0, 9, 300, len(whole) - 1):
@@ -180,25 +159,13 @@ def test_a_part_that_is_not_as_the_manifest_says_is_an_error(
     change: dict[str, object],
     message: str,
 ) -> None:
-    with PartWriter(storage, "id") as writer:
-        writer.add("table0", block(range(100)))
-        (part,) = writer.finish()
+    (part,) = parts_of(storage, block(range(100)))
     with pytest.raises(CheckpointError, match=f"{part.path}: {message}"):
         read(storage, dataclasses.replace(part, **change))  # type: ignore[arg-type]
 
 
-def test_a_sign_that_comes_twice_is_found(storage: LocalStorage) -> None:
-    with PartWriter(storage, "id") as writer:
-        writer.add("table0", block([1, 2, 1]))
-        (part,) = writer.finish()
-    with pytest.raises(CheckpointError, match="signs: 1 comes twice"):
-        verify_part(storage, part)
-
-
 def test_reading_ahead_tells_what_is_damaged(storage: LocalStorage) -> None:
-    with PartWriter(storage, "id", part_bytes=500) as writer:
-        writer.add("table0", block(range(100)))
-        parts = writer.finish()
+    parts = parts_of(storage, block(range(100)), part_bytes=500)
     (Path(storage.url) / parts[2].path).write_bytes(b"")
     reading = read_ahead(storage, parts)
     assert [next(reading)[0], next(reading)[0]] == list(parts[:2])

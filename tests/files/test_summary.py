@@ -28,8 +28,7 @@ def test_signs_are_of_groups_and_ids() -> None:
             groups_and_ids(SCHEMA, np.array([USER, sign], np.uint64))
 
 
-def test_a_summary_counts_rows_by_group(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
+def test_a_summary_counts_rows_by_group(storage: LocalStorage) -> None:
     rows = {sign: row(sign, seed) for seed, sign in enumerate((USER, USER + 1, ITEM + 2))}
     rows[USER + 1].values[0, 0] = np.nan
     dump(storage, rows)

@@ -170,11 +170,7 @@ def wrong_rows(
 
 
 def replace(made: Job, processes: list[Process], number: int) -> tuple[float, float, bool]:
-    """Kill a server and start it again.
-
-    Returns:
-        Seconds until it had its rows and until it served; whether an update was cut short.
-    """
+    """Start a server again; returns seconds to rows and to service, and if one was cut."""
     processes[number].signal(signal.SIGKILL)
     processes[number].wait()
     killed_at = time.monotonic()
@@ -188,11 +184,7 @@ def replace(made: Job, processes: list[Process], number: int) -> tuple[float, fl
 
 
 def soak(num_kills: int, seed: int, show: bool = False) -> str:
-    """Kill servers ``num_kills`` times; returns what happened.
-
-    Raises:
-        AssertionError: If a row does not show the updates that were acknowledged.
-    """
+    """Kill servers ``num_kills`` times; returns what happened, if every row is right."""
     chance = random.Random(seed)
     with job() as made, transport() as wire:
         addresses = made.addresses["PERSIA_EMBEDDING_PARAMETER_SERVERS"].split(",")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.saving import Trained, train
+from tests.support.saving import Trained, dump, train
 from tests.support.services import ADAGRAD, make_servers, make_worker
 from tests.support.tmpfs import tmpfs_directory
 
@@ -18,6 +18,13 @@ def trained() -> Trained:
     worker = make_worker(servers)
     train(worker, 0, 3)
     return worker, servers
+
+
+@pytest.fixture
+def dumped(trained: Trained, tmp_path: Path) -> Trained:
+    """The same, with a checkpoint of them in ``tmp_path``."""
+    dump(trained[0], tmp_path)
+    return trained
 
 
 @pytest.fixture

@@ -17,26 +17,13 @@ from persia._files.catalog import below
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_part, take
 from persia._files.storage import LocalStorage
-from persia._rpc.messages import (
-    OptimizerSettings,
-)
-from persia._server import incremental, throttle
+from persia._rpc.messages import OptimizerSettings
+from persia._server import incremental, snapshot
 from persia._server.incremental import IncrementalWriter
 from persia._training.checkpoint import CheckpointReader
 from persia.errors import CheckpointError
-from tests.support.saving import (
-    dump,
-    held_load,
-    load_changes,
-    rows_of,
-    train,
-    writing_changes,
-)
-from tests.support.services import (
-    ADAGRAD,
-    make_servers,
-    make_worker,
-)
+from tests.support.saving import dump, held_load, load_changes, rows_of, train, writing_changes
+from tests.support.services import ADAGRAD, make_servers, make_worker
 from tests.support.waiting import until
 
 
@@ -99,7 +86,7 @@ def test_copies_have_room_before_a_packet_is_written(
     monkeypatch.setattr(IncrementalWriter, "_write", note)
     for number in range(2):  # all rows, and changes
         with monkeypatch.context() as patch:
-            patch.setattr(throttle, "room_for_copies", lambda cut, copied=0: 1 << 40)
+            patch.setattr(snapshot, "room_for_copies", lambda cut, copied=0: 1 << 40)
             train(make_worker(servers), number, 1)
             server.flush_changes()
     assert rooms == [1 << 40] * 2
@@ -108,7 +95,7 @@ def test_copies_have_room_before_a_packet_is_written(
         raise MemoryError
 
     with monkeypatch.context() as patch:  # no open cut is left, which would stop training
-        patch.setattr(throttle, "room_for_copies", fails)
+        patch.setattr(snapshot, "room_for_copies", fails)
         train(make_worker(servers), 2, 1)
         with pytest.raises(MemoryError):
             server.flush_changes()

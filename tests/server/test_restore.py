@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,9 @@ import pytest
 from persia._files import catalog
 from persia._files.parts import take
 from persia._files.storage import LocalStorage
-from persia._rpc.messages import (
-    LoadRequest,
-    LookupRequest,
-    WriteRequest,
-)
+from persia._rpc.messages import LoadRequest, LookupRequest, WriteRequest
 from persia._server import restore
 from persia._server.service import ParameterServer
-from persia._training.checkpoint import CheckpointReader
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError, PersiaError
@@ -30,12 +25,14 @@ from tests.support.saving import (
     Trained,
     add_part,
     assert_alike,
+    committed,
     dump,
     held_load,
     is_in,
     load,
     rows_of,
     train,
+    verified,
 )
 from tests.support.services import (
     ADAGRAD,
@@ -55,19 +52,17 @@ from tests.support.waiting import until
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_w19_rows_move_to_any_number_of_servers(
-    trained: Trained, tmp_path: Path, count: int
+    dumped: Trained, tmp_path: Path, count: int
 ) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+    worker, servers = dumped
     fresh = make_servers(count, optimizer=ADAGRAD)
     other = make_worker(fresh)
     assert load(other, tmp_path) == []
     assert_alike((worker, servers), (other, fresh), 3, 3)
 
 
-def test_w19_a_load_replaces_what_was_held(trained: Trained, tmp_path: Path) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+def test_w19_a_load_replaces_what_was_held(dumped: Trained, tmp_path: Path) -> None:
+    worker, servers = dumped
     before = rows_of(servers)
     train(worker, 3, 3)
     assert rows_of(servers).keys() > before.keys()
@@ -75,9 +70,8 @@ def test_w19_a_load_replaces_what_was_held(trained: Trained, tmp_path: Path) -> 
     assert rows_of(servers) == before
 
 
-def test_a_load_by_feature_keeps_all_others(trained: Trained, tmp_path: Path) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+def test_a_load_by_feature_keeps_all_others(dumped: Trained, tmp_path: Path) -> None:
+    worker, servers = dumped
     before = rows_of(servers)
     train(worker, 3, 3)
     after = rows_of(servers)
@@ -92,10 +86,9 @@ def test_a_load_by_feature_keeps_all_others(trained: Trained, tmp_path: Path) ->
 
 
 def test_w31_a_step_that_is_over_is_never_seen_to_go_on(
-    trained: Trained, tmp_path: Path
+    dumped: Trained, tmp_path: Path
 ) -> None:
-    worker, (server, _) = trained
-    dump(worker, tmp_path)
+    _, (server, _) = dumped
     for number in range(3):
         request = LoadRequest(number, "verify", str(tmp_path), "", None)
         # The step is begun by the call itself, so its answer already is of it.
@@ -105,10 +98,9 @@ def test_w31_a_step_that_is_over_is_never_seen_to_go_on(
 
 
 def test_steps_of_a_load_that_do_not_follow_are_refused(
-    trained: Trained, tmp_path: Path
+    dumped: Trained, tmp_path: Path
 ) -> None:
-    worker, (server, _) = trained
-    dump(worker, tmp_path)
+    _, (server, _) = dumped
     with pytest.raises(CheckpointError, match="verified"):
         server.load(LoadRequest(5, "commit", str(tmp_path), "", None))
     with pytest.raises(CheckpointError, match="no snapshot"):
@@ -127,9 +119,8 @@ def test_w33_a_checkpoint_without_rows(tmp_path: Path) -> None:
     assert worker.get_embedding_size() == [0, 0, 0]
 
 
-def test_w33_more_threads_than_files(trained: Trained, tmp_path: Path) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+def test_w33_more_threads_than_files(dumped: Trained, tmp_path: Path) -> None:
+    _, servers = dumped
     config = ParameterServerConfig(memory_limit=0)
     fresh = [ParameterServer(SCHEMA, config, num_checkpoint_threads=64)]
     load(make_worker(fresh), tmp_path)
@@ -137,10 +128,9 @@ def test_w33_more_threads_than_files(trained: Trained, tmp_path: Path) -> None:
 
 
 def test_another_optimizer_begins_its_state_anew_and_says_so(
-    trained: Trained, tmp_path: Path
+    dumped: Trained, tmp_path: Path
 ) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+    _, servers = dumped
     fresh = make_servers(2, optimizer=ADAM)
     notes = load(make_worker(fresh), tmp_path)
     assert any("adagrad" in note and "adam" in note for note in notes)
@@ -156,10 +146,9 @@ def renamed(order: list[str], **changes: Any) -> EmbeddingSchema:
 
 
 def test_groups_are_found_by_the_names_of_their_features(
-    trained: Trained, tmp_path: Path
+    dumped: Trained, tmp_path: Path
 ) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+    _, servers = dumped
     # All but one feature, in another order: other numbers of groups and tables.
     order = [name for name in reversed(CONFIG["slots_config"]) if name != "raw"]
     groups = {"stacks": ["stack", "stack_mean"], "shared": ["sum", "max", "jagged"]}
@@ -188,10 +177,9 @@ def test_groups_are_found_by_the_names_of_their_features(
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_with_the_difference(
-    trained: Trained, tmp_path: Path, changes: dict[str, Any], message: str
+    dumped: Trained, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    worker, _ = trained
-    dump(worker, tmp_path)
+    _, _ = dumped
     schema = EmbeddingSchema.load(CONFIG | {"slots_config": CONFIG["slots_config"] | changes})
     fresh = make_servers(1, schema, optimizer=ADAGRAD)
     other = make_worker(fresh, schema)
@@ -199,36 +187,38 @@ def test_a_config_that_does_not_fit_is_refused_with_the_difference(
         load(other, tmp_path)
 
 
-def test_a_damaged_file_is_found_before_anything_changes(
-    trained: Trained, tmp_path: Path
-) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
-    train(worker, 3, 1)
-    before = rows_of(servers)
-    damaged = sorted(tmp_path.rglob("*.safetensors"))[0]
-    data = bytearray(damaged.read_bytes())
+def damage(folder: Path) -> str:
+    path = sorted(folder.rglob("*.safetensors"))[0]
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
-    with pytest.raises(PersiaError, match=damaged.name):
-        load(worker, tmp_path)
-    assert rows_of(servers) == before
+    path.write_bytes(data)
+    return path.name
 
 
-def test_a_sign_of_no_group_is_found_before_anything_changes(
-    trained: Trained, tmp_path: Path
-) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
-
+def add_strange_sign(folder: Path) -> str:
     def strange(block: Any) -> Any:
         return replace(take(block, np.arange(1)), signs=np.zeros(1, np.uint64))
 
-    _, table = add_part(tmp_path, "strange", strange)
+    _, table = add_part(folder, "strange", strange)
+    return f"strange/.*sign 0x0+ is of no group of {table}"
+
+
+def add_row_again(folder: Path) -> str:
+    twice, _ = add_part(folder, "twice", lambda block: take(block, np.arange(1)))
+    return f"signs: {twice.signs[0]} comes twice"
+
+
+@pytest.mark.parametrize("spoil", [damage, add_strange_sign, add_row_again])
+def test_what_is_wrong_with_files_is_found_before_anything_changes(
+    dumped: Trained, tmp_path: Path, spoil: Callable[[Path], str]
+) -> None:
+    worker, servers = dumped
+    train(worker, 3, 1)
     before = rows_of(servers)
-    with pytest.raises(CheckpointError, match=f"strange/.*sign 0x0+ is of no group of {table}"):
+    with pytest.raises(PersiaError, match=spoil(tmp_path)):
         load(worker, tmp_path)
     assert rows_of(servers) == before
+    train(worker, 4, 1)
 
 
 def test_counts_of_ids_not_admitted_yet_are_kept(tmp_path: Path) -> None:
@@ -254,9 +244,8 @@ def test_counts_of_ids_not_admitted_yet_are_kept(tmp_path: Path) -> None:
     assert sum(other.get_embedding_size()) == 2
 
 
-def test_the_seed_of_the_rows_is_told_apart(trained: Trained, tmp_path: Path) -> None:
-    worker, _ = trained
-    dump(worker, tmp_path)
+def test_the_seed_of_the_rows_is_told_apart(dumped: Trained, tmp_path: Path) -> None:
+    _, _ = dumped
     fresh = make_servers(1, hyper=settings(seed=8), optimizer=ADAGRAD)
     notes = load(make_worker(fresh), tmp_path)
     assert any("seed" in note for note in notes)
@@ -264,10 +253,9 @@ def test_the_seed_of_the_rows_is_told_apart(trained: Trained, tmp_path: Path) ->
 
 
 def test_w17_servers_that_lost_all_are_whole_after_a_load(
-    trained: Trained, tmp_path: Path
+    dumped: Trained, tmp_path: Path
 ) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+    worker, servers = dumped
     fresh = make_servers(3, hyper=None, optimizer=None)  # not configured
     other = make_worker(fresh)
     assert not other.ready_for_serving()
@@ -277,10 +265,9 @@ def test_w17_servers_that_lost_all_are_whole_after_a_load(
 
 
 def test_w19_servers_of_inference_load_by_themselves_and_reshard(
-    trained: Trained, tmp_path: Path
+    dumped: Trained, tmp_path: Path
 ) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+    _, servers = dumped
     fresh = make_servers(5, hyper=None, optimizer=None)
     for server in fresh:
         server.load_checkpoint(str(tmp_path))
@@ -290,71 +277,42 @@ def test_w19_servers_of_inference_load_by_themselves_and_reshard(
         make_servers(1, hyper=None, optimizer=None)[0].load_checkpoint(str(tmp_path / "x"))
 
 
-def test_half_a_load_is_not_dumped(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
-    before = rows_of(servers)
-    with (
-        held_load(worker, tmp_path, monkeypatch),
-        pytest.raises(CheckpointError, match="a load is replacing"),
-    ):
-        dump(worker, tmp_path)
-    fresh = make_servers(1, optimizer=ADAGRAD)
-    load(make_worker(fresh), tmp_path)
-    assert rows_of(fresh) == before == rows_of(servers)
-
-
 def test_a_load_that_is_dropped_half_way_is_not_followed_by_another_beside_it(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dumped: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+    worker, servers = dumped
     before = rows_of(servers)
     slow = Slow(monkeypatch)
-    url = str(tmp_path)
-    first = LoadRequest(1, "verify", url, "", None)
-    until(lambda: is_in(servers[0], first, "verified"))
+    first = verified(servers[0], tmp_path)
     servers[0].load(replace(first, step="commit"))
     assert slow.is_there.wait(60)
     servers[0].load(replace(first, step="drop"))  # another server could not load
     assert not servers[0].ready_for_serving()
     with pytest.raises(CheckpointError, match="another load"):
-        servers[0].load(LoadRequest(2, "verify", url, "", None))
+        servers[0].load(replace(first, load_id=2))
     slow.may_go.set()
     until(servers[0].ready_for_serving)
     load(worker, tmp_path)
     assert rows_of(servers) == before
 
 
-@pytest.fixture
-def loading(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Slow, CheckpointReader]]:
-    """A load that has dropped the rows and restored none."""
-    worker, _ = trained
-    dump(worker, tmp_path)
-    with held_load(worker, tmp_path, monkeypatch) as held:
-        yield held
-
-
 def test_training_is_refused_while_a_load_goes_on(
-    trained: Trained, loading: tuple[Slow, CheckpointReader]
+    dumped: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, servers = trained
-    slow, loader = loading
+    worker, servers = dumped
     request = features({"sum": [[1, 2]]}, 9)
-    for refused in (
-        partial(worker.lookup_direct, request),
-        worker.clear_embeddings,
-        partial(servers[0].lookup, LookupRequest(3, True, ())),
-    ):
-        with pytest.raises(CheckpointError, match="a load is replacing its rows"):
-            refused()
-    slow.may_go.set()
-    loader.wait()
+    with held_load(worker, tmp_path, monkeypatch):
+        for refused in (
+            partial(worker.lookup_direct, request),
+            worker.clear_embeddings,
+            partial(servers[0].lookup, LookupRequest(3, True, ())),
+            partial(dump, worker, tmp_path),
+        ):
+            with pytest.raises(CheckpointError, match="a load is replacing its rows"):
+                refused()
     before = rows_of(servers)
+    load(make_worker(fresh := make_servers(1, optimizer=ADAGRAD)), tmp_path)
+    assert rows_of(fresh) == before
     worker.update(gradient(worker.lookup_direct(request), (1, 9)))
     assert rows_of(servers) != before
 
@@ -372,10 +330,9 @@ def test_a_retry_after_a_load_is_applied_once(trained: Trained, tmp_path: Path) 
 
 
 def test_a_load_waits_for_requests(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dumped: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+    worker, servers = dumped
     train(worker, 3, 1)
     before = rows_of(servers)
     monkeypatch.setattr(restore, "_IDLE_TIMEOUT_S", 0.01)
@@ -400,14 +357,12 @@ def test_a_load_waits_for_requests(
 
 
 def test_a_load_that_is_given_up_while_it_waits_drops_no_row(
-    trained: Trained, tmp_path: Path
+    dumped: Trained, tmp_path: Path
 ) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+    worker, servers = dumped
     before = rows_of(servers)
-    request = LoadRequest(1, "verify", str(tmp_path), "", None)
+    request = verified(servers[0], tmp_path)
     commit = replace(request, step="commit")
-    until(partial(is_in, servers[0], request, "verified"))
     with servers[0]._loads.whole_rows:
         assert servers[0].load(commit).state == "loading"
         servers[0].load(replace(request, step="drop"))
@@ -416,14 +371,12 @@ def test_a_load_that_is_given_up_while_it_waits_drops_no_row(
     train(worker, 3, 1)
 
 
-def test_a_trainer_that_dies_leaves_no_mixture(trained: Trained, tmp_path: Path) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
+def test_a_trainer_that_dies_leaves_no_mixture(dumped: Trained, tmp_path: Path) -> None:
+    worker, servers = dumped
     before = rows_of(servers)
-    request = LoadRequest(1, "verify", str(tmp_path), "", None)
     for server in servers:
-        until(partial(is_in, server, request, "verified"))
-    until(partial(is_in, servers[0], replace(request, step="commit"), "loaded"))
+        request = verified(server, tmp_path)
+    committed(servers[0], request)
     # Here it dies. Server 0 cannot know what the other one has.
     with pytest.raises(CheckpointError, match="parameter server 0: rows are missing"):
         train(worker, 3, 1)
@@ -439,12 +392,9 @@ def test_a_trainer_that_dies_leaves_no_mixture(trained: Trained, tmp_path: Path)
     train(worker, 3, 1)
 
 
-def test_missing_rows_of_features_are_named(trained: Trained, tmp_path: Path) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
-    request = LoadRequest(1, "verify", str(tmp_path), "", ("sqrt", "raw"))
-    until(partial(is_in, servers[0], request, "verified"))
-    until(partial(is_in, servers[0], replace(request, step="commit"), "loaded"))
+def test_missing_rows_of_features_are_named(dumped: Trained, tmp_path: Path) -> None:
+    worker, servers = dumped
+    committed(servers[0], verified(servers[0], tmp_path, "sqrt", "raw"))
     with pytest.raises(CheckpointError, match="rows of raw, sqrt are missing"):
         train(worker, 3, 1)
     load(worker, tmp_path, "raw")
@@ -454,9 +404,8 @@ def test_missing_rows_of_features_are_named(trained: Trained, tmp_path: Path) ->
     train(worker, 3, 1)
 
 
-def test_more_rows_than_there_is_room_for_are_refused(trained: Trained, tmp_path: Path) -> None:
-    worker, _ = trained
-    dump(worker, tmp_path)
+def test_more_rows_than_there_is_room_for_are_refused(dumped: Trained, tmp_path: Path) -> None:
+    worker, _ = dumped
     count = sum(worker.get_embedding_size())
     (small,) = make_servers(1, optimizer=ADAGRAD, capacity=count - 1)
     other = make_worker([small])
@@ -473,19 +422,6 @@ def test_more_rows_than_there_is_room_for_are_refused(trained: Trained, tmp_path
     assert [note for note in notes if f"{lost} rows did not fit" in note]
 
 
-def test_a_row_in_two_parts_is_found_before_anything_changes(
-    trained: Trained, tmp_path: Path
-) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path)
-    twice, _ = add_part(tmp_path, "twice", lambda block: take(block, np.arange(1)))
-    before = rows_of(servers)
-    with pytest.raises(CheckpointError, match=f"signs: {twice.signs[0]} comes twice"):
-        load(worker, tmp_path)
-    assert rows_of(servers) == before
-    train(worker, 3, 1)
-
-
 @pytest.mark.parametrize(
     "extras",
     [
@@ -497,11 +433,10 @@ def test_a_row_in_two_parts_is_found_before_anything_changes(
     ],
 )
 def test_what_servers_were_told_may_be_anything_in_a_file(
-    trained: Trained, tmp_path: Path, extras: dict[str, Any]
+    dumped: Trained, tmp_path: Path, extras: dict[str, Any]
 ) -> None:
     """Servers that have settings need none of it; others say that it is not there."""
-    worker, servers = trained
-    dump(worker, tmp_path)
+    _, servers = dumped
     storage = LocalStorage(tmp_path)
     catalog.publish(storage, replace(catalog.load(storage), extras=extras))
     fresh = make_servers(1, optimizer=ADAGRAD)
@@ -512,21 +447,17 @@ def test_what_servers_were_told_may_be_anything_in_a_file(
 
 
 def test_a_store_that_was_replaced_since_verify_takes_no_rows(
-    trained: Trained, tmp_path: Path
+    dumped: Trained, tmp_path: Path
 ) -> None:
-    worker, _ = trained
-    dump(worker, tmp_path)
+    worker, _ = dumped
     (server,) = make_servers(1, optimizer=ADAGRAD)
-    request = LoadRequest(1, "verify", str(tmp_path), "", None)
-    commit = replace(request, step="commit")
-    until(partial(is_in, server, request, "verified"))
+    commit = replace(verified(server, tmp_path), step="commit")
     server.register_optimizer(ADAM)
     until(partial(is_in, server, commit, "failed"))
     assert "another seed or optimizer" in server.load(commit).error
     assert server.get_embedding_size() == 0
     # From commit on it is the other way round: who would replace the store is refused.
-    request, commit = replace(request, load_id=2), replace(commit, load_id=2)
-    until(partial(is_in, server, request, "verified"))
+    commit = replace(verified(server, tmp_path, number=2), step="commit")
     with server._loads.whole_rows:
         assert server.load(commit).state == "loading"
         with pytest.raises(CheckpointError, match="a load is replacing its rows"):
@@ -535,5 +466,5 @@ def test_a_store_that_was_replaced_since_verify_takes_no_rows(
             server.register_optimizer(ADAGRAD)
         server.register_optimizer(replace(ADAM, options={"lr": 0.2}))  # the same state
     until(partial(is_in, server, commit, "loaded"))
-    server.load(replace(request, step="finish"))
+    server.load(replace(commit, step="finish"))
     assert server.get_embedding_size() == sum(worker.get_embedding_size())

@@ -26,13 +26,7 @@ from persia._rpc.messages import (
 )
 from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema, ParameterServerConfig
-from persia.errors import (
-    ConfigError,
-    DataTypeError,
-    DimMismatch,
-    NotConfigured,
-    StoreError,
-)
+from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
 from tests.support.services import ADAGRAD, ADAM, SCHEMA, SETTINGS, SGD, make_servers, settings
 
 ROOT = Path(__file__).parents[2]
@@ -73,18 +67,18 @@ def ones(count: int) -> NDArray[np.float32]:
 
 def test_training_needs_settings_and_an_optimizer_and_evaluation_neither() -> None:
     (server,) = make_servers(hyper=None, optimizer=None)
-    arrivals: list[Callable[[], None]] = [
-        lambda: server.register_optimizer(SGD),
-        lambda: server.configure(SETTINGS),
+    arrivals: list[tuple[str, Callable[[], None]]] = [
+        ("configure", lambda: server.configure(SETTINGS)),
+        ("register_optimizer", lambda: server.register_optimizer(SGD)),
     ]
-    for arrive in arrivals:
+    for missing, arrive in arrivals:
         for call in (
             lambda: look(server, 1),
             lambda: update(server, 0, ones(1), 1),
             lambda: server.set_embedding([]),
             lambda: server.read_embedding([]),
         ):
-            with pytest.raises(NotConfigured, match="before configure"):
+            with pytest.raises(NotConfigured, match=f"before {missing}"):
                 call()
         assert not server.ready_for_serving()
         reply = look(server, 1, 2, is_training=False)
@@ -97,12 +91,6 @@ def test_training_needs_settings_and_an_optimizer_and_evaluation_neither() -> No
     assert server.stats()["missing"] == 4
     look(server, 1)
     assert server.get_embedding_size() == 1
-
-
-def test_the_optimizer_is_asked_for_by_name() -> None:
-    (server,) = make_servers(optimizer=None)
-    with pytest.raises(NotConfigured, match=r"training lookup .* before register_optimizer"):
-        look(server, 1)
 
 
 def test_a_tables_own_settings_come_before_the_global_ones() -> None:
@@ -339,6 +327,9 @@ def test_rows_are_written_and_read_whole() -> None:
     states = read.states + 1
     server.set_embedding([TableEntries(TABLE, signs(2, 1), read.values, states)])
     np.testing.assert_array_equal(entries(server, 2, 1).states, states)
+    turned = np.arange(2 * DIM, dtype=np.float32).reshape(DIM, 2).T  # of another layout
+    server.set_embedding([TableEntries(TABLE, signs(1, 2), turned, None)])
+    np.testing.assert_array_equal(entries(server, 1, 2).values, turned)
     server.clear_embeddings()
     assert server.get_embedding_size() == 0
 
@@ -472,13 +463,6 @@ def test_a_sign_of_another_server_is_refused(index: int) -> None:
     with pytest.raises(StoreError, match=message):
         server.update(UpdateRequest((0, 0), (part,)))
     assert server.get_embedding_size() == len(mine)
-
-
-def test_rows_are_written_in_any_layout() -> None:
-    (server,) = make_servers()
-    values = np.arange(2 * DIM, dtype=np.float32).reshape(DIM, 2).T
-    server.set_embedding([TableEntries(TABLE, signs(1, 2), values, None)])
-    np.testing.assert_array_equal(entries(server, 1, 2).values, values)
 
 
 # --- the process -----------------------------------------------------------------------------

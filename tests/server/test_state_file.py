@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 
 from persia._core.store.store import EmbeddingStore
 from persia._rpc.messages import (
-    LoadRequest,
     LookupRequest,
     TableGradients,
     TableSigns,
@@ -31,10 +28,9 @@ from persia._server.state_file import StateFile, path_of, remove_stale
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError, StoreError
 from tests.support.profiles import tries
-from tests.support.saving import dump, is_in, load
+from tests.support.saving import committed, dump, load, verified
 from tests.support.services import ADAGRAD, SETTINGS, SGD, make_worker
 from tests.support.services import settings as other_settings
-from tests.support.waiting import until
 
 CONFIG: dict[str, Any] = {
     "slots_config": {
@@ -226,9 +222,7 @@ def test_a_server_killed_in_a_load_knows_that_it_has_half(
     before = rows(first)
     worker = make_worker([first], first._schema)
     dump(worker, tmp_path)
-    request = LoadRequest(1, "verify", str(tmp_path), "", None)
-    until(partial(is_in, first, request, "verified"))
-    until(partial(is_in, first, replace(request, step="commit"), "loaded"))
+    committed(first, verified(first, tmp_path))
     kill(first)  # before finish, which says that all servers have theirs
     second = serve(open_file(directory))
     assert second.ready_for_serving()  # to be loaded again
@@ -273,17 +267,17 @@ def spoil(change: Callable[[int], None], directory: Path) -> str:
     descriptor = os.open(path, os.O_RDWR)
     change(descriptor)
     os.close(descriptor)
-    state = open_file(directory)
-    if state.problem:
-        why = state.problem
-        state = state.renewed()
-        server = serve(state)
-    else:
-        server = serve(state)
-        why = ""
-    assert server.get_embedding_size() in (0, len(SIGNS))
-    kill(server)
-    path.unlink(missing_ok=True)
+    try:
+        state = open_file(directory)
+        why = state.problem or ""
+        server = serve(state.renewed() if why else state)
+        # Other numbers may say that rows are gone, as they are after an eviction.
+        assert server.get_embedding_size() <= len(SIGNS)
+        if server._settings.state is not None:
+            server._settings.state.store.check()
+        kill(server)
+    finally:
+        path.unlink(missing_ok=True)  # a failure leaves it locked
     return why
 
 
@@ -321,7 +315,7 @@ def test_files_that_are_not_ours_are_not_taken_up(directory: Path) -> None:
 @tries(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_number_in_a_file_is_believed(directory: Path, data: st.DataObject) -> None:
-    """Whatever stands in a shard's part: all of the rows, or none and an error; no crash."""
+    """Whatever stands in a shard's part: rows of a store that is whole, or none; no crash."""
     where = st.sampled_from(
         [
             *range(0, 128, 8),  # counts, clocks, the journal: see kept.pxd

@@ -29,7 +29,7 @@ from tests.support.services import (
     read_rows,
     sign,
 )
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
     import pytest
@@ -82,6 +82,20 @@ def load(worker: EmbeddingWorker, url: str | Path, *names: str) -> list[str]:
 
 def is_in(server: ParameterServer, request: LoadRequest, state: str) -> bool:
     return server.load(request).state == state
+
+
+def verified(
+    server: ParameterServer, url: Path, *features: str, number: int = 1
+) -> LoadRequest:
+    """Let a server verify a load, of all features if none is named; returns its request."""
+    request = LoadRequest(number, "verify", str(url), "", features or None)
+    until(lambda: is_in(server, request, "verified"))
+    return request
+
+
+def committed(server: ParameterServer, request: LoadRequest) -> None:
+    """Let it replace its rows; no server has finished."""
+    until(lambda: is_in(server, replace(request, step="commit"), "loaded"))
 
 
 def add_part(url: Path, name: str, change: Callable[[Any], Any]) -> tuple[Any, str]:
