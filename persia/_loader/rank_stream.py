@@ -24,7 +24,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import TypeVar
@@ -81,31 +81,8 @@ class Action(Enum):
     DROP = "drop"  # and has acknowledged it
 
 
-@dataclass(slots=True)
-class UnackedBatch:
-    """A batch that is not acknowledged, with the ids that the message has only a ref of."""
-
-    ids: IDFeatures
-    message: StreamedBatch
-    was_sent: bool = False
-
-    def num_bytes(self) -> int:
-        """Return the bytes of its arrays."""
-        arrays = (*self.message.non_id_type_features, *self.message.labels)
-        ids = sum(part.nbytes for one in self.ids.features for part in one.parts())
-        return ids + sum(one.array.nbytes for one in arrays)
-
-
 class LoaderState:
-    """One data-loader's run over its data.
-
-    Args:
-        loader: Number of this data-loader.
-        num_loaders: How many there are.
-        num_ranks: How many nn-workers.
-        deadline_s: Seconds to wait for a server that does not answer.
-        gone_s: Seconds to wait for a server to which there is no connection.
-    """
+    """One data-loader's run over its data; seconds as of ``BatchSender``."""
 
     def __init__(
         self, loader: int, num_loaders: int, num_ranks: int, deadline_s: float, gone_s: float
@@ -166,8 +143,7 @@ class LoaderState:
     ) -> None:
         """Wait, with the lock held; a line every few seconds says for what.
 
-        There is no deadline: a rank may take as long as it likes for a step, and one that is
-        gone ends the wait by the failure of its thread.
+        No deadline: a rank takes as long as it likes, and one that is gone fails its thread.
         """
         while not self.changed.wait_for(lambda: is_ready() or self.is_over, LINE_S):
             logger.log(level, "%s waits for %s", self, describe_peer())
@@ -208,7 +184,9 @@ class RankStream:
         self._feed = feed
         self._register = register
         self._state = RankState.NEW
-        self.unacked: dict[int, UnackedBatch] = {}  # by batch id
+        # By batch id: a message has only a ref of its ids.
+        self.unacked: dict[int, tuple[IDFeatures, StreamedBatch]] = {}
+        self._sent_below = 0  # ids below reached the rank once
         self._backlog: deque[int] = deque()  # unacked, to be delivered after a restart
         self._credits = 0  # since the opening, as is the next
         self._num_delivered = 0
@@ -257,11 +235,7 @@ class RankStream:
     # --- the user's thread ------------------------------------------------------------------
 
     def wait_for_room(self, batch_id: int) -> Action:
-        """Wait until it is known what is to be done with a batch, with the lock held.
-
-        Raises:
-            JobFinished: If the rank reads no more, or the job has ended.
-        """
+        """Wait until it is known what is to be done with a batch, with the lock held."""
         self._wait_until_opened()
         if batch_id < self._received_below and not self.is_closed:
             if batch_id in self._wanted_later:
@@ -272,10 +246,7 @@ class RankStream:
         return Action.DELIVER
 
     def find_first_needed(self) -> int | None:
-        """Wait, with the lock held, until it is known which batch is the first it needs.
-
-        None if it gets none of this data-loader's.
-        """
+        """Wait, with the lock held, for the first batch it needs; None if it gets none."""
         feed = self._feed
         self._wait_until_opened()
         self._check_open()
@@ -289,25 +260,24 @@ class RankStream:
             lambda: self._state is not RankState.NEW, lambda: f"{self} to open a stream"
         )
 
-    def deliver(self, batch: UnackedBatch) -> None:
+    def deliver(self, ids: IDFeatures, message: StreamedBatch) -> None:
         """Deliver the next batch, for which there was room."""
-        feed = self._feed
         with self._turn(lambda: self.is_closed or self._has_room):
-            with feed.changed:
+            with self._feed.changed:
                 self._check_open()
-                self._add_unacked(batch)
-            self._deliver(batch)
+                self._add_unacked(ids, message)
+            self._deliver(message)
 
-    def hold(self, batch: UnackedBatch) -> None:
+    def hold(self, ids: IDFeatures, message: StreamedBatch) -> None:
         """Keep a batch that the rank has from a process before this one."""
-        batch_id = batch.message.batch_id
+        batch_id = message.batch_id
         with self._feed.changed:
             self._check_open()
             is_received = batch_id < self._received_below
             is_wanted = batch_id in self._wanted_later
             if is_received:
-                batch.was_sent = True
-                self._add_unacked(batch)
+                self._sent_below = max(self._sent_below, batch_id + 1)
+                self._add_unacked(ids, message)
                 self._wanted_later.discard(batch_id)
                 if not is_wanted:
                     self._feed.counts["dropped"] += 1
@@ -315,14 +285,16 @@ class RankStream:
                         del self.unacked[batch_id]  # acknowledged meanwhile
                 self._unfinished.discard(batch_id)
         if not is_received:  # the rank was restarted after ``wait_for_room``
-            self.deliver(batch)
+            self.deliver(ids, message)
         if not (is_received and is_wanted):
             return
         try:
-            if batch.message.ids == NO_REF:  # wanted since ``wait_for_room``
-                self._register_again(batch)
+            # The stream's thread may have registered it meanwhile.
+            ids, message = self.unacked.get(batch_id, (ids, message))
+            if message.ids == NO_REF:  # wanted since ``wait_for_room``
+                self._register_again(ids, message)
             else:
-                self._relocate(batch.message)
+                self._relocate(message)
         except UnknownStream:
             self._set_state(RankState.LOST)
 
@@ -368,8 +340,8 @@ class RankStream:
         self.unacked.clear()
         self._backlog.clear()
 
-    def _add_unacked(self, batch: UnackedBatch) -> None:
-        self.unacked[batch.message.batch_id] = batch
+    def _add_unacked(self, ids: IDFeatures, message: StreamedBatch) -> None:
+        self.unacked[message.batch_id] = ids, message
         self._feed.next_id += self._feed.num_loaders
 
     @property
@@ -452,8 +424,7 @@ class RankStream:
 
     def _rank_incarnation(self) -> int | None:
         """Return which process answers; None for a rank of this process."""
-        incarnation: int | None = getattr(self._rank, "incarnation", None)
-        return incarnation
+        return getattr(self._rank, "incarnation", None)
 
     def _check_forgotten(self, exc: UnknownStream) -> None:
         """Raise if one and the same process does not know the stream twice."""
@@ -476,9 +447,9 @@ class RankStream:
         """Deliver what a rank lost, as far as there are credits."""
         while self._backlog and self.is_open and self._num_delivered < self._credits:
             with self._turn():
-                batch = self.unacked.get(self._backlog[0])
-                if batch is not None:
-                    self._deliver(batch)
+                unacked = self.unacked.get(self._backlog[0])
+                if unacked is not None:
+                    self._deliver(unacked[1])
                 with self._feed.changed:
                     if self.is_open:
                         self._backlog.popleft()
@@ -503,18 +474,20 @@ class RankStream:
         """Register again ids that the rank cannot look up, and send it the new refs."""
         for batch_id in wanted:
             with self._feed.changed:
-                batch = self.unacked.get(batch_id)
-                if batch is None:
+                unacked = self.unacked.get(batch_id)
+                if unacked is None:
                     self._add_wanted(batch_id)
                     continue
-            self._register_again(batch)
+            self._register_again(*unacked)
 
-    def _register_again(self, batch: UnackedBatch) -> None:
-        old = batch.message.ids
-        ref = self._register(batch.ids, None if old == NO_REF else old.worker)
+    def _register_again(self, ids: IDFeatures, message: StreamedBatch) -> None:
+        old = message.ids
+        ref = self._register(ids, None if old == NO_REF else old.worker)
+        message = replace(message, ids=ref)
         with self._feed.changed:
-            batch.message = replace(batch.message, ids=ref)
-        self._relocate(batch.message)
+            if message.batch_id in self.unacked:
+                self.unacked[message.batch_id] = ids, message
+        self._relocate(message)
 
     def _add_wanted(self, batch_id: int) -> None:
         """Remember, with the lock held, a wanted batch that the script has still to read."""
@@ -533,17 +506,18 @@ class RankStream:
 
     # --- both -------------------------------------------------------------------------------
 
-    def _deliver(self, batch: UnackedBatch) -> None:
+    def _deliver(self, message: StreamedBatch) -> None:
         """Deliver one batch, in turn. If the stream is not known, it goes to the backlog."""
         try:
-            self._call(partial(self._rank.deliver, self._feed.stream, batch.message))
+            self._call(partial(self._rank.deliver, self._feed.stream, message))
         except UnknownStream:
             self._set_state(RankState.LOST)
             return
         with self._feed.changed:
             self._num_delivered += 1
-            self._feed.counts["redelivered" if batch.was_sent else "sent"] += 1
-            batch.was_sent = True
+            was_sent = message.batch_id < self._sent_below
+            self._feed.counts["redelivered" if was_sent else "sent"] += 1
+            self._sent_below = max(self._sent_below, message.batch_id + 1)
 
     def _relocate(self, message: StreamedBatch) -> None:
         with self._feed.changed:
@@ -569,13 +543,7 @@ class RankStream:
                 changed.notify_all()
 
     def _call(self, call: Callable[[], T]) -> T:
-        """Call the rank; again until the deadline, if it does not answer.
-
-        Raises:
-            UnknownStream: If it does not know the stream.
-            ServiceUnavailable: If it is gone for too long; names it.
-            ServiceTimeout: If it does not answer for too long; names it.
-        """
+        """Call the rank; again until the deadline, if it does not answer."""
         feed = self._feed
         alive_at = time.monotonic()
         while True:

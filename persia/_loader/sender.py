@@ -12,18 +12,8 @@ A batch is kept, ids and all, until its rank acknowledges it; one that a process
 sent, from when it is read again. Batches reach a rank one at a time in ascending order, after
 its restart too: an id that was left out will not come.
 
-What waits for what:
-
-    user's thread ---credit, opening---> thread of the rank ---its turn---> user's thread
-       |                                    |          |                        |
-       |  a ref is free                     |          | an answer              | an answer
-       +-------------> embedding-worker <---+          +------> nn-worker <-----+
-
-A turn lasts for one call at a rank and waits for nothing else, so the upper row ends at an
-nn-worker. That answers every call without waiting for a data-loader. An embedding-worker has
-a free ref once nn-workers have updated what they have; they can, as long as its
-``forward_buffer_size`` holds the batches that all credits and the staleness allow. No lock is
-held across a call. Each call has a deadline; what waits for a thread ends with that thread.
+Why no cycle of waits closes: docs/services.md. A turn at a rank lasts for one call. No lock is
+held across a call, each call has a deadline, and what waits for a thread ends with it.
 """
 
 from __future__ import annotations
@@ -47,7 +37,6 @@ from persia._loader.rank_stream import (
     Action,
     LoaderState,
     RankStream,
-    UnackedBatch,
     job_finished,
 )
 from persia._metrics.timings import Timings
@@ -55,6 +44,7 @@ from persia._rpc.client import Client
 from persia._rpc.messages import IDFeatures, NamedArray, NNWorker, RemoteRef, StreamedBatch
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from persia._rpc.worker_pool import WorkerPool
+from persia._training.queues import join
 from persia.errors import (
     ConfigError,
     DataError,
@@ -84,12 +74,7 @@ MAX_FAILURE = 16_384
 
 
 class RegistrationPool(WorkerPool):
-    """Registers ids at each embedding-worker in turn.
-
-    Args:
-        workers: All of them, by replica index.
-        feed: The state of the data-loader.
-    """
+    """Registers ids at each embedding-worker in turn; all, by replica index."""
 
     def __init__(self, workers: Sequence[RemoteEmbeddingWorker], feed: LoaderState) -> None:
         super().__init__()
@@ -99,17 +84,9 @@ class RegistrationPool(WorkerPool):
         self._turns = itertools.count(feed.loader)
 
     def register(self, ids: IDFeatures, avoid: int | None = None) -> RemoteRef:
-        """Register ids at the next embedding-worker that takes them.
+        """Register ids at the next embedding-worker that takes them; ``avoid`` is tried last.
 
         A busy worker is alive: there is no deadline as long as one answers so.
-
-        Args:
-            ids: The ids of one batch.
-            avoid: The worker to try last.
-
-        Raises:
-            DataError: If a worker refuses the ids.
-            ServiceUnavailable: If none answers until the deadline; names them.
         """
         feed = self._feed
         alive_at = logged_at = time.monotonic()
@@ -169,13 +146,11 @@ class BatchSender:
     Args:
         workers: All embedding-workers, by replica number.
         ranks: All nn-workers, by rank.
-        loader: Number of this data-loader.
-        num_loaders: How many there are.
+        loader: Number of this data-loader, of ``num_loaders``.
         disconnect: Ends every call in flight, at once; any thread may call it, repeatedly.
-        deadline_s: Seconds to wait for a server that does not answer;
-            ``PERSIA_RPC_TIMEOUT`` if not given.
-        gone_s: Seconds to wait for one to which there is no connection; ``deadline_s`` if not
-            given.
+        deadline_s: Seconds to wait for a server that does not answer; None is
+            ``PERSIA_RPC_TIMEOUT``.
+        gone_s: Seconds to wait for one to which there is no connection; None is the same.
     """
 
     def __init__(
@@ -210,11 +185,10 @@ class BatchSender:
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start; those that are zero are absent.
 
-        ``sent`` batches were delivered, ``redelivered`` once more, to a rank that was
-        restarted. ``registered_again`` had ids that an embedding-worker no longer held.
-        ``dropped`` had been received from this loader before it was restarted. ``kept`` are
-        not acknowledged now, ``lost`` were not when this loader ended. ``skipped`` calls went
-        to another embedding-worker, as the one whose turn it was was down or busy.
+        Batches ``sent``; ``redelivered`` to a rank that was restarted; ``registered_again``,
+        as an embedding-worker no longer held their ids; ``dropped``, received before this
+        loader was restarted; ``kept``, not acknowledged now; ``lost``, not when it ended.
+        ``skipped`` calls went to another embedding-worker than the one whose turn it was.
         """
         with self._feed.changed:
             kept = sum(len(stream.unacked) for stream in self._streams)
@@ -225,7 +199,12 @@ class BatchSender:
         with self._feed.changed:
             kept = [one for stream in self._streams for one in stream.unacked.values()]
             num_credits = sum(stream.num_credits for stream in self._streams)
-        return len(kept), sum(one.num_bytes() for one in kept), num_credits
+        num_bytes = 0
+        for ids, message in kept:
+            num_bytes += sum(part.nbytes for one in ids.features for part in one.parts())
+            arrays = (*message.non_id_type_features, *message.labels)
+            num_bytes += sum(one.array.nbytes for one in arrays)
+        return len(kept), num_bytes, num_credits
 
     def why_not_ready(self) -> str:
         """Say what keeps batches from being sent; "" if nothing does."""
@@ -291,16 +270,12 @@ class BatchSender:
                 None if meta is None else np.frombuffer(meta, np.uint8),
             )
             send = stream.deliver if action is Action.DELIVER else stream.hold
-            send(UnackedBatch(ids, message))
+            send(ids, message)
         finally:
             self._sending.release()
 
     def resume_position(self) -> int:
-        """Return how many of this data-loader's batches no rank needs; waits for the ranks.
-
-        Raises:
-            JobFinished: If the job has ended, or a rank reads no more.
-        """
+        """Return how many of this data-loader's batches no rank needs; waits for the ranks."""
         feed = self._feed
         with feed.changed:
             needed = [stream.find_first_needed() for stream in self._streams]
@@ -329,11 +304,7 @@ class BatchSender:
             feed.counts["dropped"] += batch
 
     def finish(self) -> None:
-        """End the streams; wait until each rank has acknowledged all, closed, or the job ended.
-
-        Raises:
-            BaseException: What ended a thread.
-        """
+        """End the streams; wait until all is acknowledged, a rank closed, or the job ended."""
         feed = self._feed
         with feed.changed:
             feed.is_ending = True
@@ -369,7 +340,7 @@ class BatchSender:
             for stream in self._streams
             if not stream.is_closed
         ]
-        _join(threads, END_S)
+        join(threads, END_S)
 
     def close(self) -> None:
         """Disconnect and end the threads; count unacknowledged batches as lost."""
@@ -379,7 +350,7 @@ class BatchSender:
             feed.stopping.set()
             feed.changed.notify_all()
         self._disconnect()
-        alive = [thread.name for thread in _join(feed.threads, END_S)]
+        alive = [thread.name for thread in join(feed.threads, END_S)]
         if alive:
             logger.warning("%s: still running: %s", feed, ", ".join(alive))
         with feed.changed:
@@ -466,11 +437,7 @@ def connect() -> BatchSender:
 
 
 def _find_place(is_child: bool) -> tuple[int, int]:
-    """Return which data-loader this process is, of how many.
-
-    Raises:
-        ConfigError: If it is none.
-    """
+    """Return which data-loader this process is, of how many."""
     loader, num_loaders = env.get_replica_index(), env.get_replica_size()
     if loader is not None and num_loaders is not None:
         return loader, num_loaders
@@ -480,11 +447,3 @@ def _find_place(is_child: bool) -> tuple[int, int]:
             "nn-worker"
         )
     return 0, 1
-
-
-def _join(threads: Sequence[threading.Thread], timeout_s: float) -> list[threading.Thread]:
-    """Wait this long for all threads together; return those that are still alive."""
-    deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return [thread for thread in threads if thread.is_alive()]

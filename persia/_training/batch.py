@@ -1,8 +1,4 @@
-"""The forms of a batch in the trainer, in the order in which it passes through them.
-
-    HostBatch             dense data and labels copied; ids, or the ref of registered ids
-    StagedBatch           looked up; copies to the device may still be under way
-    PersiaTrainingBatch   what the model receives, with the leaves that collect gradients
+"""A batch in the trainer: its copies in the host's torch memory and on the device.
 
 A feature has three kinds:
 
@@ -13,22 +9,39 @@ A feature has three kinds:
               i64 [B * fixed]      dim]; row 0 is the padding    last channel is the mask
     jagged    f32 [D, dim]         rows at index, [N, dim]       Jagged(values, offsets)
               i64 [N], [B + 1]
+
+Embeddings are f32 (the original's were f16 on every device). Dense tensors and labels keep
+their dtype, bool included.
+
+Two threads work on a batch. The dataset's thread copies dense data and labels while the
+user's generator waits, so that a generator may refill its arrays for the next batch. A forward
+worker then builds the tensors; for a CUDA device it packs the lookup into one pinned buffer
+per dtype and starts the copies on a side stream, and the user's thread makes its own stream
+wait for their event and builds the tensors there. Nothing synchronises the device.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from persia._rpc.messages import JaggedOutput, PooledOutput, RawOutput
+from persia.embedding.data import PersiaBatch
+from persia.errors import DataTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable, Sequence
 
-    import torch
+    from numpy.typing import NDArray
 
-    from persia._core.ids.feature_batch import FeatureBatch
-    from persia._rpc.messages import SlotOutput
+    from persia._rpc.messages import SlotOutput, StreamedBatch
     from persia._training.inflight import InFlightBatch
-    from persia.errors import ServiceError
+
+logger = logging.getLogger(__name__)
 
 
 class Jagged(NamedTuple):
@@ -38,68 +51,31 @@ class Jagged(NamedTuple):
     offsets: torch.Tensor  # i64 [B + 1]
 
 
-@dataclass(slots=True)
-class HostBatch:
-    """A batch on its way to its lookup, with dense data and labels copied."""
-
-    features: tuple[FeatureBatch, ...]  # empty if a data-loader has registered the ids
-    dense: list[torch.Tensor]
-    labels: list[torch.Tensor]
-    meta: bytes | None
-    batch_size: int
-    requires_grad: bool
-
-    # The key of admission draws, from the data-loader or by ``Lookups.number``.
-    batch_id: int = -1
-    # Running number of the training batches of this context: second half of the update id.
-    number: int = -1
-    # Under which the ids, if not in ``features``, are registered at an embedding-worker.
-    ref: int | None = None
-    # Registers the ids once more, given what their embedding-worker raised, and returns the
-    # new ref; None if the embedding-worker, being of this process, cannot lose them.
-    register_again: Callable[[ServiceError], int] | None = None
-    # Called when a resumed run does not need the batch any more.
-    on_done: Callable[[], None] | None = None
-    # Called when the ids are not needed any more.
-    on_end: Callable[[], None] | None = None
-
-
-class StagedBatch(NamedTuple):
-    """A looked-up batch whose copies to the device may still be under way."""
-
-    host: HostBatch
-    dense: list[torch.Tensor]
-    labels: list[torch.Tensor]
-    outputs: tuple[SlotOutput, ...]
-    floats: list[torch.Tensor]  # pooled values or rows, one per output
-    indices: list[torch.Tensor]  # index, then offsets, of the outputs that have them
-    ticket: InFlightBatch | None
-    event: torch.cuda.Event | None = None  # recorded behind the copies
-    uploaded: tuple[torch.Tensor, ...] = ()  # one per storage that the side stream allocated
-
-
+@dataclass(slots=True, eq=False)
 class Leaf:
     """The tensor of one feature that receives the gradient, and what it is summed by."""
 
-    __slots__ = ("has_padding", "index", "name", "num_rows", "tensor")
+    name: str
+    tensor: torch.Tensor
+    index: torch.Tensor | None = None  # i64, one row number per row of the leaf; None if pooled
+    num_rows: int = 0  # rows of the sum, the padding row included
+    has_padding: bool = False  # row 0 is padding and has no gradient
 
-    def __init__(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        index: torch.Tensor | None = None,
-        num_rows: int = 0,
-        has_padding: bool = False,
-    ) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.index = index  # i64, one row number per row of the leaf; None if pooled
-        self.num_rows = num_rows  # rows of the sum, the padding row included
-        self.has_padding = has_padding  # row 0 is padding and has no gradient
+
+class Upload(NamedTuple):
+    """What the user's thread builds a CUDA batch from, once it has the event."""
+
+    outputs: Sequence[SlotOutput]
+    floats: list[torch.Tensor]  # pooled values or rows, one per output
+    indices: list[torch.Tensor]  # index, then offsets, of the outputs that have them
+    event: torch.cuda.Event  # recorded behind the copies
+    storages: tuple[torch.Tensor, ...]  # one per storage that the side stream allocated
 
 
 class PersiaTrainingBatch:
     """One batch, ready for the model.
+
+    Until its lookup it has no embeddings; ``InFlightBatch`` has its ids.
 
     Attributes:
         non_id_type_tensors: Dense tensors, in the order of the batch.
@@ -114,19 +90,21 @@ class PersiaTrainingBatch:
 
     def __init__(
         self,
-        staged: StagedBatch,
-        embedding_tensors: list[torch.Tensor | Jagged],
-        leaves: list[Leaf],
+        dense: list[torch.Tensor],
+        labels: list[torch.Tensor],
+        meta: bytes | None,
+        batch_size: int,
     ) -> None:
-        self.non_id_type_tensors = staged.dense
-        self.embedding_tensors = embedding_tensors
-        self.labels: list[torch.Tensor] | None = staged.labels or None
-        self.meta = staged.host.meta
-        self.batch_id = staged.host.batch_id
-        self.feature_names = tuple([output.name for output in staged.outputs])
-        self.batch_size = staged.host.batch_size
-        self.leaves = leaves  # of the features with a gradient; empty in evaluation
-        self.ticket = staged.ticket  # None in evaluation
+        self.non_id_type_tensors = dense
+        self.embedding_tensors: list[torch.Tensor | Jagged] = []
+        self.labels: list[torch.Tensor] | None = labels or None
+        self.meta = meta
+        self.batch_id = -1
+        self.feature_names: tuple[str, ...] = ()
+        self.batch_size = batch_size
+        self.leaves: list[Leaf] = []  # of the features with a gradient; empty in evaluation
+        self.ticket: InFlightBatch | None = None  # from the lookup on; None in evaluation
+        self.upload: Upload | None = None  # copies that are still under way
 
     @property
     def requires_grad(self) -> bool:
@@ -142,3 +120,191 @@ class PersiaTrainingBatch:
             f"PersiaTrainingBatch(batch_id={self.batch_id}, batch_size={self.batch_size}, "
             f"feature_names={self.feature_names})"
         )
+
+
+class DeviceTransfer:
+    """Brings batches to one device.
+
+    Args:
+        device: Where the model is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # One for all batches: a stream per tensor costs more than it hides.
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._wide: set[str] = set()  # float64 arrays that a warning has named
+
+    def copy(self, batch: PersiaBatch) -> PersiaTrainingBatch:
+        """Copy what the user may overwrite; the ids are PERSIA's own already.
+
+        Raises:
+            DataTypeError: If the user's dataset yields something else than a PersiaBatch.
+        """
+        if not isinstance(batch, PersiaBatch):
+            raise DataTypeError(
+                f"expected the dataset to yield PersiaBatch, got {type(batch).__name__}"
+            )
+        dense = [(item.name, item.data) for item in batch.non_id_type_features]
+        labels = [(item.name, item.data) for item in batch.labels]
+        return self._copy_all(dense, labels, batch.meta, batch.batch_size)
+
+    def copy_streamed(self, batch: StreamedBatch) -> PersiaTrainingBatch:
+        """Copy what came in one message, so that its memory is not kept."""
+        dense = [(item.name, item.array) for item in batch.non_id_type_features]
+        labels = [(item.name, item.array) for item in batch.labels]
+        meta = None if batch.meta is None else batch.meta.tobytes()
+        return self._copy_all(dense, labels, meta, batch.batch_size)
+
+    def _copy_all(
+        self,
+        dense: Iterable[tuple[str, NDArray[Any]]],
+        labels: Iterable[tuple[str, NDArray[Any]]],
+        meta: bytes | None,
+        batch_size: int,
+    ) -> PersiaTrainingBatch:
+        return PersiaTrainingBatch(
+            [self._copy("dense feature", *item) for item in dense],
+            [self._copy("label", *item) for item in labels],
+            meta,
+            batch_size,
+        )
+
+    def _copy(self, what: str, name: str, array: NDArray[Any]) -> torch.Tensor:
+        if array.dtype == np.float64 and name not in self._wide:
+            # A model may want float64, though it is mostly numpy's default and no choice;
+            # torch's own error does not name the array.
+            self._wide.add(name)
+            logger.warning(
+                "%s %r is float64, and so is its tensor: layers in float32 refuse it; "
+                "give it as .astype(np.float32), or call .float() on it in the model",
+                what,
+                name,
+            )
+        if self._stream is None:
+            return torch.from_numpy(np.array(array, order="C"))
+        template = torch.from_numpy(np.empty(0, array.dtype))
+        pinned = torch.empty(array.shape, dtype=template.dtype, pin_memory=True)
+        pinned.numpy()[...] = array
+        return pinned
+
+    def stage(self, batch: PersiaTrainingBatch, outputs: Sequence[SlotOutput]) -> None:
+        """Give a batch its embeddings; on CUDA, start the copies that ``finish`` waits for."""
+        floats: list[NDArray[np.float32]] = []
+        indices: list[NDArray[np.int64]] = []
+        for output in outputs:
+            if isinstance(output, PooledOutput):
+                floats.append(output.values)
+                continue
+            floats.append(output.rows)
+            indices.append(output.index)
+            if isinstance(output, JaggedOutput):
+                indices.append(output.offsets)
+        if self._stream is None:
+            _build(batch, outputs, _own(floats), _own(indices))
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            packed_floats, float_parts = self._pack(floats, torch.float32)
+            packed_indices, index_parts = self._pack(indices, torch.int64)
+            dense = [
+                item.to(self._device, non_blocking=True) for item in batch.non_id_type_tensors
+            ]
+            labels = [item.to(self._device, non_blocking=True) for item in batch.labels or ()]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        batch.non_id_type_tensors, batch.labels = dense, labels or None
+        storages = packed_floats, packed_indices, *dense, *labels
+        batch.upload = Upload(outputs, float_parts, index_parts, event, storages)
+
+    def _pack(
+        self, arrays: Sequence[NDArray[Any]], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Copy all arrays through one pinned buffer; return it on the device, and its parts.
+
+        The caching host allocator keeps the pinned buffer until the copy has run.
+        """
+        pinned = torch.empty(sum(array.size for array in arrays), dtype=dtype, pin_memory=True)
+        flat = pinned.numpy()
+        start = 0
+        for array in arrays:
+            flat[start : start + array.size] = array.reshape(-1)
+            start += array.size
+        packed = pinned.to(self._device, non_blocking=True)
+        pieces = torch.split(packed, [array.size for array in arrays]) if arrays else ()
+        # detach: a part that is a view would share version counters with all the others.
+        parts = [
+            piece.detach().view(array.shape)
+            for piece, array in zip(pieces, arrays, strict=True)
+        ]
+        return packed, parts
+
+    def finish(self, batch: PersiaTrainingBatch) -> None:
+        """Build the tensors of a CUDA batch, on the thread and stream that will use them."""
+        upload, batch.upload = batch.upload, None
+        if upload is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(upload.event)
+        for tensor in upload.storages:
+            tensor.record_stream(stream)
+        _build(batch, upload.outputs, upload.floats, upload.indices)
+
+
+def _build(
+    batch: PersiaTrainingBatch,
+    outputs: Sequence[SlotOutput],
+    floats: list[torch.Tensor],
+    indices: list[torch.Tensor],
+) -> None:
+    """Build what the model receives, and the leaves behind it if there is a gradient."""
+    trains = batch.ticket is not None
+    if trains != torch.is_grad_enabled():
+        # The graph of a raw feature begins here, whatever this thread has switched off.
+        with torch.set_grad_enabled(trains):
+            _build(batch, outputs, floats, indices)
+        return
+    names: list[str] = []
+    parts = iter(indices)
+    for output, values in zip(outputs, floats, strict=True):
+        names.append(output.name)
+        embedding: torch.Tensor | Jagged
+        if isinstance(output, PooledOutput):
+            leaf = Leaf(output.name, values.requires_grad_(trains))
+            embedding = values
+        else:
+            index = next(parts)
+            picked = values.index_select(0, index).requires_grad_(trains)
+            is_raw = isinstance(output, RawOutput)
+            leaf = Leaf(output.name, picked, index, len(values), has_padding=is_raw)
+            if isinstance(output, RawOutput):
+                embedding = _with_mask(picked, index, output.sample_fixed_size)
+            else:
+                embedding = Jagged(picked, next(parts))
+        batch.embedding_tensors.append(embedding)
+        if trains:
+            batch.leaves.append(leaf)
+    batch.feature_names = tuple(names)
+
+
+def _own(arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+    """Wrap arrays; torch keeps them alive. Those that view received bytes are copied."""
+    return [
+        torch.from_numpy(
+            array
+            if array.flags.writeable and array.flags.c_contiguous
+            else array.copy(order="C")
+        )
+        for array in arrays
+    ]
+
+
+def _with_mask(
+    picked: torch.Tensor, index: torch.Tensor, sample_fixed_size: int
+) -> torch.Tensor:
+    """Return [B, fixed, dim + 1]; the last channel is 1 where there is an id."""
+    num_samples = len(index) // sample_fixed_size
+    shape = num_samples, sample_fixed_size
+    mask = (index != 0).to(picked.dtype).view(*shape, 1)
+    return torch.cat([picked.view(*shape, picked.shape[1]), mask], dim=2)

@@ -9,13 +9,12 @@ the batch is released.
 
 Order (``reproducible=True``): batches are taken, numbered, looked up and returned in the order
 of the dataset. With a staleness bound ``s`` no batch is taken before the user asked for the
-``s - 1`` th before it. At staleness 1, then, lookups and updates alternate strictly, and a loop
-that is left early has looked up exactly the batches that it received.
+``s - 1`` th before it: at staleness 1 lookups and updates alternate strictly.
 
-Ranks in step: with several ranks a batch is returned when all of them have one. A thread
-asks that one step ahead of the user. The first round in which a rank has none is the last: what
-the others have is dropped and counted. Each rank takes part in every round up to the last one,
-and in no other, whatever ends its own pass, so that none waits for another in vain.
+Ranks in step: with several ranks a batch is returned when all of them have one, which a thread
+asks one step ahead of the user. The first round in which a rank has none is the last: what the
+others have is dropped and counted. Each rank takes part in every round up to the last one, and
+in no other, whatever ends its own pass, so that none waits for another in vain.
 
 Threads and locks: ``_turn`` makes take, permit and number one step (and, in order, the
 lookup too). It is held while waiting for input or a permit; no other thread needs it to make
@@ -25,40 +24,46 @@ none is idle.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from persia import env
 from persia._rpc.deadlines import within
 from persia._rpc.messages import IDFeatures
 from persia._rpc.worker_pool import EmbeddingWorkers
-from persia._training.batch import StagedBatch
 from persia._training.inflight import (
     LOST,
     SHORT_S,
+    UNREGISTERED,
     InFlightBatch,
+    Progress,
     Reason,
     StalenessLimiter,
     State,
+    Watermark,
     call_again,
+    to_position,
 )
-from persia._training.queues import Closed, Finished, OrderedQueue, join
-from persia._training.resume import Progress
+from persia._training.queues import BoundedQueue, Closed, Finished, OrderedQueue, join
 from persia.errors import ConfigError, InternalError, ServiceError, ServiceTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
-    from persia._rpc.messages import EmbeddingWorker, LookupResult
-    from persia._training.batch import HostBatch, PersiaTrainingBatch
-    from persia._training.inflight import InFlightTracker
+    from persia._rpc.messages import EmbeddingWorker, LookupResult, SlotOutput
+    from persia._training.batch import DeviceTransfer, PersiaTrainingBatch
+    from persia._training.inflight import InFlightTracker, Plain
     from persia._training.ranks import Ranks
-    from persia._training.sources import Source
-    from persia._training.transfer import DeviceTransfer
+    from persia.embedding.data import PersiaBatch
+
+    Taken = tuple[PersiaTrainingBatch, InFlightBatch]  # a batch and its ids
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +84,150 @@ FAILED = 3  # its data or a lookup has
 
 _NOTHING_RESUMED = (
     "nothing was trained in this pass: the checkpoint was made behind its batch %d, and the "
-    "data has no more than that; the next pass begins at the first batch. To go on with other "
-    "data, load the checkpoint with features=[...] of all features, which leaves the position "
-    "out"
+    "data has no more than that; the next pass begins at the first batch"
 )
+_NOTHING_TRAINED = (
+    "none of the %d batches of this pass so far had a backward, so no embedding is trained; "
+    "call ctx.backward(loss) for each, or use eval_ctx"
+)
+
+
+class Source(ABC):
+    """Batches of one pass, in order. ``start`` and ``close`` are the user's thread's."""
+
+    # What ended the data before its time, once ``get`` has raised Finished.
+    failure: BaseException | None = None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin."""
+
+    @abstractmethod
+    def get(self) -> Taken:
+        """Wait for the next batch and take it, unless ``Closed`` or ``Finished``."""
+
+    @abstractmethod
+    def position(self) -> Plain | None:
+        """Return what is done of the pass; None if nothing is known of it."""
+
+    def end_position(self) -> Plain | None:
+        """Return ``position`` for when all that was read is done, if other ranks need it."""
+        return None
+
+    @abstractmethod
+    def describe_wait(self) -> str:
+        """Name what ``get`` is waiting for; empty if for nothing."""
+
+    def drop_rest(self, on_drop: Callable[[], None]) -> None:  # noqa: B027
+        """Drop what is left, where it is known, and wait for its end; calls for each batch."""
+
+    @abstractmethod
+    def close(self) -> list[threading.Thread]:
+        """Wake ``get`` and return the threads that are about to end."""
+
+
+class DatasetSource(Source):
+    """Iterates a dataset in a thread of its own.
+
+    Args:
+        dataset: Iterated once.
+        transfer: Of the context's device.
+        capacity: Batches read ahead of the lookups.
+        resumed: What is done already; those batches are read and left out, or not even read
+            where the dataset has ``iter_from``.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[PersiaBatch],
+        transfer: DeviceTransfer,
+        capacity: int,
+        resumed: Plain | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._transfer = transfer
+        self.queue: BoundedQueue[Taken] = BoundedQueue(capacity)
+        self._lock = threading.Lock()  # guards the watermark
+        self._trained = Watermark()
+        if resumed is not None:
+            self._trained.floor = resumed["floors"]["0"]
+            self._trained.above = set(resumed["above"]["0"])
+        self._first = self._trained.floor
+        self._left_out = frozenset(self._trained.above)
+        self._has_ended = False  # for messages only
+        self._thread = threading.Thread(target=self._read, name="persia-dataset", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def get(self) -> Taken:
+        """Take the next batch that the thread has read."""
+        return self.queue.get()
+
+    def _mark_done(self, place: int) -> None:
+        with self._lock:
+            self._trained.mark_done(place)
+
+    def position(self) -> Plain | None:
+        """Return what is done of the pass."""
+        with self._lock:
+            return to_position("dataset", 0, {0: self._trained})
+
+    def describe_wait(self) -> str:
+        """Name the dataset, while it is being read."""
+        if self._has_ended:
+            return ""
+        return f"the dataset ({type(self._dataset).__name__}) to yield a batch"
+
+    def close(self) -> list[threading.Thread]:
+        """Close the queue, where the thread notices it."""
+        self.queue.close()
+        return [self._thread]
+
+    def _read(self) -> None:
+        iterator = None
+        try:
+            iterator = self._begin()
+            for place, batch in enumerate(iterator, self._first):
+                if place not in self._left_out:
+                    copied = self._transfer.copy(batch)
+                    ticket = InFlightBatch(
+                        features=batch.features,
+                        requires_grad=batch.requires_grad,
+                        num_samples=batch.batch_size,
+                        on_done=partial(self._mark_done, place),
+                    )
+                    self.queue.put((copied, ticket))
+            self._has_ended = True
+            self.queue.finish()
+        except Closed:
+            pass
+        except BaseException as exc:
+            self._has_ended, self.failure = True, exc
+            self.queue.finish(exc)
+        if isinstance(iterator, Generator):
+            _close_generator(iterator)
+
+    def _begin(self) -> Iterator[Any]:
+        if not self._first:
+            return iter(self._dataset)
+        seek = getattr(self._dataset, "iter_from", None)
+        if seek is not None:
+            return iter(seek(self._first))
+        return itertools.islice(iter(self._dataset), self._first, None)
+
+
+def _close_generator(generator: Generator[Any, Any, Any]) -> None:
+    """Run the ``finally`` blocks of the user's generator now, in its own thread.
+
+    An iterator of another kind is left alone: its ``close`` may be meant for its owner.
+    """
+    try:
+        generator.close()
+    except Exception:
+        # The loop is over and would not see it.
+        logger.exception("the dataset raised while it was closed")
 
 
 class Lookups:
@@ -94,7 +239,7 @@ class Lookups:
         trains: Whether batches may have gradients at all.
         before_evaluation: Called before each lookup without gradients; waits until this
             rank's updates are acknowledged or have failed.
-        rank: This rank, of ``world_size``: ranks give their own batches ids in turn.
+        rank: Ranks give their own batches ids in turn.
         world_size: Number of ranks.
         progress: Where it is noted what was trained; one of its own if not given.
     """
@@ -124,114 +269,105 @@ class Lookups:
         # An embedding-worker of this process never loses a batch.
         self._keeps_ids = isinstance(worker, EmbeddingWorkers)
 
-    def number(self, host: HostBatch) -> None:
+    def number(self, ticket: InFlightBatch) -> None:
         """Give a batch the next number of its kind, and an id if it has none."""
-        trains = self.trains and host.requires_grad
+        trains = self.trains and ticket.requires_grad
         with self._lock:
-            host.number = self._next_numbers[trains]
+            ticket.number = self._next_numbers[trains]
             self._next_numbers[trains] += 1
         if trains:
-            host.on_done = partial(self.progress.mark_done, host.number, host.on_done)
-        if host.ref is None:
-            host.batch_id = host.number * self._world_size + self._rank
+            ticket.on_done = partial(self.progress.mark_done, ticket.number, ticket.on_done)
+        if ticket.ref == UNREGISTERED:
+            ticket.batch_id = ticket.number * self._world_size + self._rank
 
     def resume(self, next_number: int) -> None:
         """Give the next training batch this number, as if those below had been given out."""
         with self._lock:
             self._next_numbers[True] = next_number
 
-    def has_gradients(self, host: HostBatch) -> bool:
+    def has_gradients(self, ticket: InFlightBatch) -> bool:
         """Whether this batch is looked up for training."""
-        return self.trains and host.requires_grad
+        return self.trains and ticket.requires_grad
 
     def lookup(
         self,
-        host: HostBatch,
+        batch: PersiaTrainingBatch,
+        ticket: InFlightBatch,
         limiter: StalenessLimiter | None = None,
-        in_order: bool = False,
-        in_turn: bool = False,
-    ) -> tuple[LookupResult, InFlightBatch | None]:
+    ) -> tuple[SlotOutput, ...]:
         """Look one batch up; if it has gradients its ticket owns the permit from then on.
 
-        Raises:
-            Exception: What the embedding-worker raised; a permit is returned.
+        If the embedding-worker raises, the permit is returned.
         """
-        trains = self.trains and host.requires_grad
+        trains = self.trains and ticket.requires_grad
         if not trains:
             self.before_evaluation()
         begin = time.perf_counter()
         try:
-            result = self._ask(host, trains, begin)
+            result = self._ask(ticket, trains, begin)
             if trains and result.ref is None:
-                raise InternalError(f"the training lookup of batch {host.batch_id} left no ref")
+                raise InternalError(f"the lookup of batch {ticket.batch_id} left no ref")
         except BaseException:
             self.tracker.count_failed_lookup()
             if trains and limiter is not None:
                 limiter.return_permit()
             try:
-                self._release(host)
+                self._release(ticket)
             except Exception as exc:  # the user sees the failure of the lookup
-                logger.debug("ref %s could not be released: %s", host.ref, exc)
+                logger.debug("ref %s could not be released: %s", ticket.ref, exc)
             raise
         self._lookup_time.add(time.perf_counter() - begin)
+        batch.batch_id = ticket.batch_id
+        ticket.features = ()
         if result.ref is None or not trains:
-            if host.on_done is not None:
-                host.on_done()
-            self._release(host)
-            return result, None
-        ticket = InFlightBatch(
-            result.ref,
-            host.batch_id,
-            host.number,
-            limiter=limiter,
-            in_order=in_order,
-            in_turn=in_turn,
-            num_samples=host.batch_size,
-            register_again=host.register_again,
-            on_done=host.on_done,
-            on_end=host.on_end,
-        )
+            if ticket.on_done is not None:
+                ticket.on_done()
+            self._release(ticket)
+            return result.outputs
+        ticket.ref = result.ref
+        ticket.limiter = limiter
         self.tracker.open(ticket)
-        return result, ticket
+        batch.ticket = ticket
+        return result.outputs
 
-    def _ask(self, host: HostBatch, trains: bool, begin: float) -> LookupResult:
-        if host.ref is None:
-            features = IDFeatures(host.features, host.batch_id, trains)
+    def _ask(self, ticket: InFlightBatch, trains: bool, begin: float) -> LookupResult:
+        if ticket.ref == UNREGISTERED:
+            features = IDFeatures(ticket.features, ticket.batch_id, trains)
             if trains and self._keeps_ids:
                 worker = self.worker
-                host.register_again = lambda error: worker.register(features)
+                ticket.register_again = lambda error: worker.register(features)
             return self.worker.lookup_direct(features)
         try:
-            return self.worker.lookup(host.ref, trains)
+            return self.worker.lookup(ticket.ref, trains)
         except LOST as error:
-            if host.register_again is None:
+            if ticket.register_again is None:
                 raise
             left_s = env.rpc_timeout_s() - (time.perf_counter() - begin)
             return call_again(
-                lambda ref: self._lookup_moved(host, ref, trains),
-                host.register_again,
+                lambda ref: self._lookup_moved(ticket, ref, trains),
+                ticket.register_again,
                 error,
                 left_s,
             )
 
-    def _lookup_moved(self, host: HostBatch, ref: int, trains: bool) -> LookupResult:
-        host.ref = ref  # for a release, should this fail too
+    def _lookup_moved(self, ticket: InFlightBatch, ref: int, trains: bool) -> LookupResult:
+        ticket.ref = ref  # for a release, should this fail too
         return self.worker.lookup(ref, trains)
 
-    def discard(self, host: HostBatch, reason: Reason) -> None:
+    def discard(self, ticket: InFlightBatch, reason: Reason) -> None:
         """End a batch that was taken and will not be looked up."""
-        if host.ref is not None:
+        if ticket.ref != UNREGISTERED:
             self.tracker.count(reason)
-            self._release(host)
+            self._release(ticket)
 
-    def _release(self, host: HostBatch) -> None:
+    def _release(self, ticket: InFlightBatch) -> None:
         """Release the ids of a batch that will have no gradients."""
         try:
-            if host.ref is not None:
-                self.worker.release(host.ref)
+            if ticket.ref != UNREGISTERED:
+                self.worker.release(ticket.ref)
         finally:
-            if host.on_end is not None:
-                host.on_end()
+            if ticket.on_end is not None:
+                ticket.on_end()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,7 +416,7 @@ class ForwardPipeline:
         self._limiter = StalenessLimiter(
             options.staleness if lookups.trains else None, on_demand=options.reproducible
         )
-        self._looked_up: OrderedQueue[StagedBatch | PersiaTrainingBatch] = OrderedQueue(
+        self._looked_up: OrderedQueue[PersiaTrainingBatch] = OrderedQueue(
             options.output_capacity, options.reproducible
         )
         # What the user receives: with several ranks, what all have agreed on.
@@ -312,14 +448,9 @@ class ForwardPipeline:
         self._kept: list[InFlightBatch] = []  # most of them ended since
         self._threads: list[threading.Thread] = []
         self._agreeing: threading.Thread | None = None
-        self._closed = False
+        self.is_closed = False
 
     # --- the user's thread ----------------------------------------------------------------
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the pass has ended."""
-        return self._closed
 
     def start(self) -> None:
         """Start the source, the first worker and the thread that agrees with other ranks."""
@@ -339,19 +470,19 @@ class ForwardPipeline:
             Closed: If the pass was closed, by a new one or by leaving the context.
             ServiceTimeout: If none came in time; names what it waited for.
             ConfigError: If kept batches hold all permits, so that none can come.
-            BaseException: What the dataset or a lookup raised.
         """
         self._leave_last()
         if self._kept:
             self._check_kept()
         self._limiter.request()
         begin = time.perf_counter()
-        item = self._wait_for_batch()
+        batch = self._wait_for_batch()
         waited_s = time.perf_counter() - begin
         if waited_s > SHORT_S:
             name = "get_train_batch_time_cost_more_than_1ms_sec"
             self._tracker.timings[name].add(waited_s)
-        batch = self._transfer.finish(item) if isinstance(item, StagedBatch) else item
+        if batch.upload is not None:
+            self._transfer.finish(batch)
         self._has_begun = True
         self._last = batch.ticket
         self._last_needs_turn = batch.ticket is None
@@ -367,7 +498,7 @@ class ForwardPipeline:
                 "it must be at least k"
             )
 
-    def _wait_for_batch(self) -> StagedBatch | PersiaTrainingBatch:
+    def _wait_for_batch(self) -> PersiaTrainingBatch:
         deadline = time.monotonic() + self._timeout_s
         while True:
             left = deadline - time.monotonic()
@@ -390,11 +521,7 @@ class ForwardPipeline:
 
     def _note_end(self) -> None:
         if self._num_abandoned and not self._num_trained:
-            logger.warning(
-                "none of the %d batches of this pass had a backward, so no embedding "
-                "was trained; call ctx.backward(loss) for each, or use eval_ctx",
-                self._num_abandoned,
-            )
+            logger.warning(_NOTHING_TRAINED, self._num_abandoned)
         is_empty = self._num_resumed > 0 and not self._has_begun
         if is_empty:
             logger.warning(_NOTHING_RESUMED, self._num_resumed)
@@ -412,12 +539,8 @@ class ForwardPipeline:
             self._num_trained += not needs_turn
             self._num_abandoned += needs_turn
             if self._num_abandoned == _MANY and not self._num_trained:
-                logger.warning(
-                    "none of the first %d batches had a backward, so no embedding is trained; "
-                    "call ctx.backward(loss) for each, or use eval_ctx",
-                    _MANY,
-                )
-        if needs_turn and self._takes_turns and self._ranks is not None and not self._closed:
+                logger.warning(_NOTHING_TRAINED, _MANY)
+        if needs_turn and self._takes_turns and self._ranks is not None and not self.is_closed:
             self._ranks.in_turn(lambda: None)  # the others wait for this rank's turn
         if last is not None and last.state is State.KEPT:
             self._kept.append(last)
@@ -436,14 +559,10 @@ class ForwardPipeline:
         return self._source.describe_wait() or "the forward workers"
 
     def close(self) -> None:
-        """End the pass: release what the user has not received, join the threads.
-
-        The batch that the user received last is released if it had no backward. May be called
-        again.
-        """
-        if self._closed:
+        """End the pass: release what had no backward, join the threads; idempotent."""
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         readers = self._source.close()
         self._limiter.close()
         left = self._looked_up.close()
@@ -470,18 +589,14 @@ class ForwardPipeline:
         deadline = time.monotonic() + timeout_s
         agreeing = [] if self._agreeing is None else [self._agreeing]
         join(self._threads, timeout_s)  # the last of these may have started another
-        for threads, what in (
-            (readers, "the user's dataset"),
-            (self._threads, "a lookup"),
-            (agreeing, "a round with the other ranks"),
-        ):
-            for thread in join(threads, max(deadline - time.monotonic(), 0.0)):
-                logger.warning(
-                    "%s has not ended %g s after the loop did: it is still inside %s",
-                    thread.name,
-                    timeout_s,
-                    what,
-                )
+        threads = [*readers, *self._threads, *agreeing]
+        for thread in join(threads, max(deadline - time.monotonic(), 0.0)):
+            logger.warning(
+                "%s has not ended %g s after the loop did: it is still inside the user's "
+                "dataset, a lookup or a round with the other ranks",
+                thread.name,
+                timeout_s,
+            )
 
     # --- ranks in step ----------------------------------------------------------------------
 
@@ -496,7 +611,7 @@ class ForwardPipeline:
             self._agreed.fail(exc)
 
     def _play_round(self, ranks: Ranks, number: int) -> bool:
-        item: StagedBatch | PersiaTrainingBatch | None = None
+        item: PersiaTrainingBatch | None = None
         failure: BaseException | None = None
         code = HAS_BATCH
         try:
@@ -570,44 +685,40 @@ class ForwardPipeline:
         self._idle.add(me)
         with self._turn:
             self._idle.discard(me)
-            host = self._source.get()
-            needs_permit = self._lookups.has_gradients(host)
+            batch, ticket = self._source.get()
+            needs_permit = self._lookups.has_gradients(ticket)
             try:
                 if not self._idle and len(self._threads) < self._num_workers:
                     self._start_worker()
                 self._limiter.acquire(needs_permit)
             except BaseException:
-                self._lookups.discard(host, self._reason_to_drop)
+                self._lookups.discard(ticket, self._reason_to_drop)
                 raise
             if needs_permit:
                 self._lookups.progress.begin(self._source.position)
             place = self._num_taken
             self._num_taken += 1
-            self._lookups.number(host)
+            self._lookups.number(ticket)
             if self._in_order:
-                result, ticket = self._look_up(host, place)
+                outputs = self._look_up(batch, ticket, place)
         if not self._in_order:
-            result, ticket = self._look_up(host, place)
+            outputs = self._look_up(batch, ticket, place)
         try:
-            ready: StagedBatch | PersiaTrainingBatch
             begin = time.perf_counter()
-            ready = staged = self._transfer.stage(host, result, ticket)
-            if staged.event is None:
-                ready = self._transfer.finish(staged)
+            self._transfer.stage(batch, outputs)
             self._stage_time.add(time.perf_counter() - begin)
-            self._looked_up.put(place, ready)
+            self._looked_up.put(place, batch)
         except BaseException:
-            self._drop(ticket)
+            self._drop(batch.ticket)
             raise
 
     def _look_up(
-        self, host: HostBatch, place: int
-    ) -> tuple[LookupResult, InFlightBatch | None]:
+        self, batch: PersiaTrainingBatch, ticket: InFlightBatch, place: int
+    ) -> tuple[SlotOutput, ...]:
         self._looking_up.add(place)
         try:
-            return self._lookups.lookup(
-                host, self._limiter, self._in_order, in_turn=self._takes_turns
-            )
+            ticket.in_order, ticket.in_turn = self._in_order, self._takes_turns
+            return self._lookups.lookup(batch, ticket, self._limiter)
         finally:
             self._looking_up.discard(place)
 

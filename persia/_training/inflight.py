@@ -18,27 +18,33 @@ import enum
 import logging
 import threading
 from collections import Counter, deque
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from persia._metrics.timings import Timings
 from persia._rpc.deadlines import Retry
 from persia._training.queues import Closed
-from persia.errors import DataError, ServiceUnavailable, UnknownRef
+from persia.errors import CheckpointError, DataError, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from persia._core.ids.feature_batch import FeatureBatch
     from persia._rpc.messages import EmbeddingWorker, UpdateReport
     from persia.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
+# The ref of a batch whose ids no embedding-worker has yet.
+UNREGISTERED = -1
 # Shorter waits of the user's thread are not counted in the metrics.
 SHORT_S = 0.001
 # What an embedding-worker raises that has died, or that was restarted and knows no refs.
 LOST = (UnknownRef, ServiceUnavailable)
 
 T = TypeVar("T")
+# What travels in files: text, numbers, lists and maps of them.
+Plain = dict[str, Any]
 
 
 class State(enum.Enum):
@@ -124,51 +130,29 @@ class StalenessLimiter:
             return self.staleness is not None and self._num_permits >= self.staleness
 
 
+@dataclass(slots=True, eq=False)
 class InFlightBatch:
-    """One ref at the embedding-worker. Only its ``InFlightTracker`` changes its state."""
+    """The ids of one batch, from its source on; ``InFlightTracker`` changes its state."""
 
-    __slots__ = (
-        "__weakref__",
-        "batch_id",
-        "in_order",
-        "in_turn",
-        "limiter",
-        "num_samples",
-        "number",
-        "on_done",
-        "on_end",
-        "reason",
-        "ref",
-        "register_again",
-        "state",
-    )
-
-    def __init__(
-        self,
-        ref: int,
-        batch_id: int,
-        number: int,
-        *,
-        limiter: StalenessLimiter | None = None,
-        in_order: bool = False,
-        in_turn: bool = False,
-        num_samples: int = 0,
-        register_again: Callable[[ServiceError], int] | None = None,
-        on_done: Callable[[], None] | None = None,
-        on_end: Callable[[], None] | None = None,
-    ) -> None:
-        self.ref = ref
-        self.batch_id = batch_id
-        self.number = number  # second half of the update id
-        self.limiter = limiter  # None for a batch without staleness control
-        self.in_order = in_order  # its update waits for those submitted before it
-        self.in_turn = in_turn  # and for those of lower ranks, and then for all ranks
-        self.num_samples = num_samples
-        self.register_again = register_again  # these three as of ``HostBatch``
-        self.on_done = on_done
-        self.on_end = on_end
-        self.state = State.LOOKED_UP
-        self.reason: Reason | None = None  # of a released one
+    ref: int = UNREGISTERED  # of the ids at the embedding-worker
+    # The key of admission draws, from the data-loader or by ``Lookups.number``.
+    batch_id: int = -1
+    # Running number of the training batches of this context: second half of the update id.
+    number: int = -1
+    # Until the lookup; empty if a data-loader registered them.
+    features: tuple[FeatureBatch, ...] = ()
+    requires_grad: bool = True
+    num_samples: int = 0
+    # Registers the ids once more, given what their embedding-worker raised, and returns the
+    # new ref; None if the embedding-worker, being of this process, cannot lose them.
+    register_again: Callable[[ServiceError], int] | None = None
+    on_done: Callable[[], None] | None = None  # called when a resumed run can do without it
+    on_end: Callable[[], None] | None = None  # called when the ids are not needed any more
+    limiter: StalenessLimiter | None = None  # whose permit it has
+    in_order: bool = False  # its update waits for those submitted before it
+    in_turn: bool = False  # and for those of lower ranks, and then for all ranks
+    state: State = State.LOOKED_UP
+    reason: Reason | None = None  # of a released one
 
     def is_open(self) -> bool:
         """Whether the batch can still take a backward."""
@@ -407,3 +391,153 @@ def call_again(
         except LOST as exc:
             error = exc
     raise error
+
+
+# --- which batches are done -------------------------------------------------------------------
+#
+#     place    0 ............... floor | floor + 1 ......................
+#              all done                | done, or in flight, or not read
+#
+# A dataset's places are the numbers of its batches; a data-loader's are its batch ids. A batch
+# is done once its update is acknowledged, or once it is certain that it has none. A resumed run
+# leaves it out; what was looked up ahead and is not done is read again.
+
+
+@dataclass(slots=True)
+class Watermark:
+    """Places that are done: all below ``floor``, and ``above``. Guarded by its owner's lock."""
+
+    floor: int = 0
+    step: int = 1  # from one place to the next
+    above: set[int] = field(default_factory=set)
+
+    def mark_done(self, place: int) -> None:
+        """Note that a batch is done; idempotent."""
+        if place < self.floor:
+            return
+        self.above.add(place)
+        while self.floor in self.above:
+            self.above.remove(self.floor)
+            self.floor += self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a training run was when its checkpoint was made."""
+
+    passes: int = 0
+    """Passes over the data that had ended."""
+
+    batches: int = 0
+    """Batches of the pass after them that were trained; of all data-loaders and ranks."""
+
+
+class Progress:
+    """The passes of one training context; any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards all below
+        self._passes = 0
+        # Of the source of the pass that trains now: returns its position.
+        self._position: Callable[[], Plain | None] | None = None
+        self._resumed: Plain | None = None  # of a checkpoint, until a pass begins there
+        self._before: Plain | None = None  # where the last pass ended
+        self._next_number = 0
+
+    def begin(self, position: Callable[[], Plain | None]) -> None:
+        """Note that the pass with this source's ``position`` has a batch to train."""
+        with self._lock:
+            if self._position == position:  # bound methods are equal if their objects are one
+                return
+            if self._position is not None:
+                self._passes += 1  # the one before was left
+                self._before = self._position()
+            self._position = position
+            self._resumed = None
+
+    def end(
+        self,
+        position: Callable[[], Plain | None],
+        end: Plain | None = None,
+        *,
+        is_empty: bool = False,
+    ) -> None:
+        """Note that a pass has given out all its batches, and where it ended.
+
+        One ``is_empty`` that began behind what was trained of it, and nothing was left.
+        """
+        with self._lock:
+            if self._position == position or (is_empty and self._position is None):
+                self._position = None
+                self._before = end
+                self._passes += 1
+                self._resumed = None
+
+    def is_between_passes(self) -> bool:
+        """Whether the last pass has given out all its batches, and no other has begun."""
+        with self._lock:
+            return self._position is None and self._passes > 0
+
+    def mark_done(self, number: int, at_source: Callable[[], None] | None) -> None:
+        """Note that the training batch with this running number is done, and at its source."""
+        with self._lock:
+            if number >= self._next_number:
+                self._next_number = number + 1
+        if at_source is not None:
+            at_source()
+
+    def snapshot(self) -> Plain:
+        """Return how far training is, for a file."""
+        with self._lock:
+            here = self._resumed if self._position is None else self._position()
+            return {
+                "passes": self._passes,
+                "position": here,
+                "before": self._before,
+                "next_number": self._next_number,
+            }
+
+    def resume(self, passes: int, position: Plain | None, next_number: int) -> None:
+        """Restore what a checkpoint says; the next pass begins there."""
+        with self._lock:
+            self._passes = passes
+            self._resumed = position
+            self._before = None
+            self._position = None
+            self._next_number = next_number
+
+    def resumed(self, kind: str) -> Plain | None:
+        """Return where a pass that is opened now begins; None at its beginning."""
+        with self._lock:
+            here = self._resumed
+        if here is not None and here["kind"] != kind:
+            raise CheckpointError(
+                f"the checkpoint was made in a pass over a {here['kind']}, and this one is "
+                f"over a {kind}: its position there means nothing here"
+            )
+        return here
+
+    def where(self) -> Position:
+        """Return passes, and batches of the one after them, as the checkpoint had them."""
+        with self._lock:
+            if self._resumed is None:
+                return Position(self._passes)
+            return Position(self._passes, count_done(self._resumed))
+
+
+def count_done(position: Plain) -> int:
+    """Return how many batches are done at a position."""
+    above: int = sum(len(places) for places in position["above"].values())
+    step: int = position["num_loaders"] or 1
+    floors: dict[str, int] = position["floors"]
+    return above + sum(-(-(floor - int(name)) // step) for name, floor in floors.items())
+
+
+def to_position(kind: str, num_loaders: int, series: Mapping[int, Watermark]) -> Plain:
+    """Return a position for a file: of a ``stream`` by data-loader, of a ``dataset`` at 0."""
+    return {
+        "kind": kind,
+        "num_loaders": num_loaders,
+        "floors": {str(number): one.floor for number, one in series.items()},
+        "above": {str(number): sorted(one.above) for number, one in series.items()},
+    }

@@ -1,10 +1,8 @@
 """Bounded queues between the threads of one pipeline, woken by close and by errors.
 
-``queue.Queue`` cannot be closed before Python 3.13: a thread blocked in it would have to poll a
-flag to notice the end of a pass. Here ``close`` wakes every thread that waits, at once.
-
-A thread that waits for *work* has no deadline, as the user's next step may take any time; the
-owner of the queue closes it when it leaves. A thread of the *user* that waits has one.
+``queue.Queue`` cannot be closed before Python 3.13. A thread that waits for *work* has no
+deadline, as the user's next step may take any time; the owner of the queue closes it when it
+leaves. A thread of the *user* that waits has one.
 """
 
 from __future__ import annotations
@@ -71,11 +69,7 @@ class BoundedQueue(Generic[T]):
             return list(self._items)
 
     def put(self, item: T, timeout_s: float | None = None) -> bool:
-        """Append an item once there is room; False if there was none in time.
-
-        Raises:
-            Closed: If the queue is closed, before or while it waits.
-        """
+        """Append an item once there is room, unless ``Closed``; False if none was in time."""
         with self._lock:
             if len(self._items) >= self._capacity and not self._closed:
                 self._has_room.wait_for(self._admits, timeout_s)
@@ -91,12 +85,7 @@ class BoundedQueue(Generic[T]):
         return self._closed or len(self._items) < self._capacity
 
     def get(self) -> T:
-        """Take the oldest item, waiting for one.
-
-        Raises:
-            Closed: If the queue is closed.
-            Finished: If nothing more will come.
-        """
+        """Take the oldest item, waiting for one, unless ``Closed`` or ``Finished``."""
         with self._lock:
             while not (self._closed or self._items or self._finished):
                 self._has_item.wait()
@@ -153,11 +142,7 @@ class OrderedQueue(Generic[T]):
         return len(self._items)
 
     def put(self, number: int, item: T) -> None:
-        """Store an item once there is room.
-
-        Raises:
-            Closed: If the reader has left.
-        """
+        """Store an item once there is room, unless ``Closed``."""
         with self._lock:
             while not self._closed and len(self._items) >= self._capacity:
                 if self._ordered and number == self._next:

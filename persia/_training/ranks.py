@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
     from typing_extensions import Self
 
-    from persia._training.resume import Plain
+    from persia._training.inflight import Plain
 
 T = TypeVar("T")
 

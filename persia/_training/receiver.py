@@ -4,12 +4,6 @@
                              bounded by        lookup, step,
                              credits           update
 
-    LoaderStream    one data-loader's stream: what came, is pending, in flight, acknowledged
-    PassOrder       the streams of one pass: which batch is next
-    LoaderStreams   the streams of all passes: which one a data-loader continues
-    BatchReceiver   all of them under one lock, called by data-loaders and by the trainer
-    Stream          a receiver, served at an address
-
 Each data-loader has a stream with credits of its own, so that one that stalls leaves the
 others their room, and in reproducible order the one whose turn it is can always deliver. A
 credit comes back when its batch is taken; the ids stay with the data-loader until the batch
@@ -40,6 +34,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,8 +45,9 @@ from persia._rpc.methods import embedding_worker, nn_worker
 from persia._rpc.server import ServerLimits, serve
 from persia._rpc.worker_pool import handle_of
 from persia._rpc.zmq_transport import ZmqTransport
+from persia._training.forward import Source
+from persia._training.inflight import InFlightBatch, Watermark, to_position
 from persia._training.queues import Closed, Finished
-from persia._training.resume import Watermark, to_position
 from persia.errors import (
     ConfigError,
     DataError,
@@ -66,8 +62,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from persia._rpc.messages import EmbeddingWorker, StreamOpening
-    from persia._rpc.server import Server
-    from persia._training.resume import Plain
+    from persia._training.batch import DeviceTransfer, PersiaTrainingBatch
+    from persia._training.inflight import Plain
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +80,12 @@ _SERVING = ServerLimits(num_threads=256)
 # Seconds until a child has to be gone that knows that nothing more is read.
 _CHILD_LEAVES_S = 5.0
 _STOP_S = 5.0
+# Seconds that data-loaders may take to send what no rank will train any more.
+DROP_S = 60.0
 
 
 def failure_of_loader(loader: int, text: str) -> RemoteError:
-    """Return what is raised here of a data-loader that failed; the text is its traceback."""
+    """Return the error of a data-loader that failed; the text is its traceback."""
     return RemoteError(
         f"{LOADER} {loader} failed; over there:\n{text.rstrip()}", role=LOADER, replica=loader
     )
@@ -101,11 +99,11 @@ class LoaderStream:
 
     Args:
         opening: The data-loader's.
-        rank: This nn-worker's, of ``world_size``.
+        rank: This nn-worker's.
         world_size: Number of ranks.
-        floor: Lowest batch id of this data-loader that the run before left to be trained.
-        above: Those above it that it did train.
-        news: Notified of what its data-loader does not know yet; of the receiver's lock.
+        resumed: Lowest batch id of this data-loader that the run before left to be trained,
+            and those above it that it did train.
+        lock: The receiver's.
     """
 
     def __init__(
@@ -113,16 +111,18 @@ class LoaderStream:
         opening: StreamOpening,
         rank: int,
         world_size: int,
-        floor: int = 0,
-        above: Sequence[int] = (),
-        news: threading.Condition | None = None,
+        resumed: tuple[int, Sequence[int]] = (0, ()),
+        lock: threading.RLock | None = None,
     ) -> None:
-        self.news = news or threading.Condition()
+        # Of what its data-loader does not know yet.
+        self.news = threading.Condition(lock)
         self.loader = opening.loader
         self.num_loaders = opening.num_loaders
         self.incarnation = opening.incarnation
         self.step = math.lcm(opening.num_loaders, world_size)
-        self._offset = _first_id(opening.loader, opening.num_loaders, rank, world_size)
+        ids = range(opening.loader, self.step, opening.num_loaders)
+        self._offset = next((x for x in ids if x % world_size == rank), None)
+        floor, above = resumed
         self.next_batch_id = self.at_or_after(max(opening.first_batch_id, floor))
         # Of this rank's batches, those done; in a resumed run some above its beginning are.
         self.left_out = frozenset(place for place in above if self.is_mine(place))
@@ -151,22 +151,11 @@ class LoaderStream:
         """Whether this data-loader sends a batch to this rank."""
         return self.at_or_after(batch_id) == batch_id
 
-    def is_new(self, batch_id: int) -> bool:
-        """Whether a batch has not been received."""
-        return self.next_batch_id is not None and batch_id >= self.next_batch_id
-
     def mark_received(self, batch_id: int) -> None:
-        """Note that a batch was received.
-
-        After a restart of this rank some before it may be left out: they were trained.
-        """
+        """Note a batch; after a restart of this rank those that are left out were trained."""
         for left_out in range(self.next_batch_id or 0, batch_id, self.step):
             self.trained.mark_done(left_out)
         self.next_batch_id = batch_id + self.step
-
-    def acknowledge(self, batch_id: int) -> None:
-        """Let the data-loader drop the ids of a batch; the caller notifies it."""
-        self.acknowledged.append((self.version + 1, batch_id))
 
     def is_over(self) -> bool:
         """Whether it has ended and everything that it sent was taken."""
@@ -182,19 +171,10 @@ class LoaderStream:
         )
 
 
-def _first_id(loader: int, num_loaders: int, rank: int, world_size: int) -> int | None:
-    """The lowest batch id that this loader sends to this rank."""
-    for batch_id in range(loader, math.lcm(num_loaders, world_size), num_loaders):
-        if batch_id % world_size == rank:
-            return batch_id
-    return None
-
-
 class PassOrder:
     """The streams of one pass, and the order in which their batches are taken. No lock.
 
-    Args:
-        world_size: Number of ranks; this rank's ids are that far apart.
+    A rank's ids are ``world_size`` apart.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -202,7 +182,7 @@ class PassOrder:
         self.num_loaders: int | None = None  # from the first that opens a stream
         self.streams: dict[int, LoaderStream] = {}  # by data-loader
         self._arrived: deque[tuple[LoaderStream, int]] = deque()  # pending batches
-        self._expected: int | None = None  # next id in order; None before the first
+        self.expected: int | None = None  # next id in order; None before the first
 
     def add(self, stream: LoaderStream, batch: StreamedBatch) -> None:
         """Make a batch pending."""
@@ -210,23 +190,19 @@ class PassOrder:
         self._arrived.append((stream, batch.batch_id))
 
     def take(self, in_order: bool) -> tuple[LoaderStream, StreamedBatch] | None:
-        """Take the next pending batch, and grant its credit again; None if it is not here.
-
-        Args:
-            in_order: By batch id, over all data-loaders; otherwise as they arrived.
-        """
+        """Take the next pending batch, and grant its credit again; None if it is not here."""
         if in_order:
             stream = self._stream_in_order()
-            if stream is None or self._expected is None:
+            if stream is None or self.expected is None:
                 return None
-            batch_id = self._expected
+            batch_id = self.expected
             self._arrived.remove((stream, batch_id))
         elif self._arrived:
             stream, batch_id = self._arrived.popleft()
         else:
             return None
-        if self._expected is not None:
-            self._expected = batch_id + self._world_size
+        if self.expected is not None:
+            self.expected = batch_id + self._world_size
         batch = stream.pending.pop(batch_id)
         stream.in_flight[batch_id] = batch.ids
         stream.credits += 1
@@ -236,38 +212,33 @@ class PassOrder:
         """Return the stream where the expected batch is pending; skips ids that do not come."""
         if self.num_loaders is None or len(self.streams) < self.num_loaders:
             return None  # one that has not connected may have the first batch
-        if self._expected is None:
+        if self.expected is None:
             firsts = [
                 min(stream.pending, default=stream.next_batch_id)
                 for stream in self.streams.values()
             ]
-            self._expected = min((one for one in firsts if one is not None), default=None)
-        while self._expected is not None:
-            stream = self.streams[self._expected % self.num_loaders]
-            if self._expected in stream.pending:
+            self.expected = min((one for one in firsts if one is not None), default=None)
+        while self.expected is not None:
+            stream = self.streams[self.expected % self.num_loaders]
+            if self.expected in stream.pending:
                 return stream
             next_id = stream.next_batch_id
-            has_passed = next_id is not None and self._expected < next_id
-            if not has_passed and (stream.ended_at is None or self._expected < stream.ended_at):
+            has_passed = next_id is not None and self.expected < next_id
+            if not has_passed and (stream.ended_at is None or self.expected < stream.ended_at):
                 return None
             if self.is_over():
                 return None
-            self._expected += self._world_size
+            self.expected += self._world_size
         return None
 
     def drop_pending(self) -> list[tuple[LoaderStream, int]]:
         """Remove all pending batches and return their ids."""
-        dropped = [
-            (one, place) for one in self.streams.values() for place in sorted(one.pending)
-        ]
+        dropped = []
         for stream in self.streams.values():
+            dropped += [(stream, batch_id) for batch_id in sorted(stream.pending)]
             stream.pending.clear()
         self._arrived.clear()
         return dropped
-
-    def interrupt(self) -> None:
-        """Let the next pass over the same streams begin at the lowest id that is pending."""
-        self._expected = None
 
     def is_over(self) -> bool:
         """Whether every data-loader has ended and everything was taken."""
@@ -292,16 +263,7 @@ class PassOrder:
 
 
 class LoaderStreams:
-    """The streams of this pass and of those before; called under the receiver's lock.
-
-    Args:
-        rank: This nn-worker's.
-        world_size: Number of ranks.
-        capacity: Batches pending, of all data-loaders; each may have one whatever it is.
-        lock: The receiver's.
-        clock: Monotonic seconds.
-        resumed: What a run before this one has trained of the first pass.
-    """
+    """The streams of this pass and of those before; called under the receiver's lock."""
 
     def __init__(
         self,
@@ -334,16 +296,11 @@ class LoaderStreams:
             return None
         return ConfigError(
             f"the checkpoint was made with {before} {LOADER}s, now there are {num_loaders}: "
-            f"which batches were trained is known of those only; expected REPLICA_SIZE {before}"
+            f"its position in the data is theirs; expected REPLICA_SIZE {before}"
         )
 
     def open(self, opening: StreamOpening) -> LoaderStream:
-        """Return the stream that a data-loader begins or continues.
-
-        Raises:
-            ConfigError: If the data-loaders do not agree on how many they are.
-            ServiceBusy: If this data-loader has ended its stream and the pass is under way.
-        """
+        """Return the stream that a data-loader begins or continues."""
         count = opening.num_loaders
         if self.order.num_loaders not in (None, count):
             raise ConfigError(
@@ -382,19 +339,13 @@ class LoaderStreams:
 
     def _create(self, opening: StreamOpening) -> LoaderStream:
         self.order.num_loaders = opening.num_loaders
-        floor = 0
-        above: Sequence[int] = ()
-        if self._resumed is not None:
-            name = str(opening.loader)
-            floor = self._resumed["floors"].get(name, 0)
-            above = self._resumed["above"].get(name, ())
+        name, resumed = str(opening.loader), self._resumed or {"floors": {}, "above": {}}
         stream = self.order.streams[opening.loader] = LoaderStream(
             opening,
             self._rank,
             self._world_size,
-            floor,
-            above,
-            news=threading.Condition(self._lock),
+            (resumed["floors"].get(name, 0), resumed["above"].get(name, ())),
+            self._lock,
         )
         stream.was_read = self.is_passing
         stream.credits = self._window(opening.num_loaders)
@@ -425,11 +376,7 @@ class LoaderStreams:
         return max(1, self._capacity // num_loaders)
 
     def find(self, stream: tuple[int, int], method: str) -> LoaderStream:
-        """Return the stream of a data-loader and its incarnation, and note that it was heard.
-
-        Raises:
-            UnknownStream: If it is not open here.
-        """
+        """Return an open stream by data-loader and incarnation; note that it was heard."""
         loader, incarnation = stream
         for found in (self.order.streams.get(loader), self._past.get(loader)):
             if found is not None and found.incarnation == incarnation:
@@ -462,7 +409,7 @@ class LoaderStreams:
                 stream.news.notify_all()  # nothing would wake a poll of these later
             self.order = PassOrder(self._world_size)
             self._resumed = None
-        self.order.interrupt()
+        self.order.expected = None  # a pass over the same streams begins at what is pending
 
     def position(self, watermark: Callable[[LoaderStream], Watermark]) -> Plain | None:
         """Return the watermarks of this pass for a file; None before its first one began."""
@@ -505,7 +452,7 @@ class BatchReceiver:
     """Implements ``messages.NNWorker``; ``take`` and the rest are the trainer's.
 
     Args:
-        rank: This nn-worker's.
+        rank: This nn-worker's, of ``world_size``.
         world_size: Number of ranks.
         capacity: Batches pending, of all data-loaders; each may have one whatever it is.
         patience_s: How long a data-loader may take to register ids again.
@@ -542,8 +489,7 @@ class BatchReceiver:
 
         Raises:
             ConfigError: If the data-loaders do not agree on how many they are.
-            ServiceBusy: If this data-loader has ended its stream and the pass is under way,
-                unless it may register ids of it again; or the receiver is closed.
+            ServiceBusy: If it is to be asked again in the next pass, or context.
         """
         if not 0 <= opening.loader < opening.num_loaders:
             raise ConfigError(
@@ -572,7 +518,6 @@ class BatchReceiver:
         """Take one batch; the same one again is dropped and counted.
 
         Raises:
-            UnknownStream: If the stream is not open here.
             DataError: If the batch is not one of this stream's.
         """
         with self._lock:
@@ -583,7 +528,7 @@ class BatchReceiver:
                     f"batch {batch_id} of {LOADER} {stream[0]} is not rank "
                     f"{self.replica_index}'s of {self.replica_size}"
                 )
-            if not found.is_new(batch_id):
+            if batch_id < (found.next_batch_id or 0):
                 self._counts["delivered_again"] += 1
                 return
             if found.ended_at is not None and batch_id >= found.ended_at:
@@ -664,11 +609,7 @@ class BatchReceiver:
     # --- called by the trainer --------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Begin to take batches.
-
-        Raises:
-            ConfigError: If another pass is under way.
-        """
+        """Begin to take batches; ConfigError if another pass is under way."""
         with self._lock:
             if self._streams.is_passing:
                 raise ConfigError(
@@ -689,12 +630,7 @@ class BatchReceiver:
     def drop_rest(self, on_drop: Callable[[], None], timeout_s: float) -> bool:
         """Acknowledge what is pending, and what comes until every data-loader has ended.
 
-        Args:
-            on_drop: Called for each batch; must return soon.
-            timeout_s: Seconds to wait for the data-loaders to end.
-
-        Returns:
-            Whether they have.
+        Calls for each batch; returns whether they have ended in time.
         """
         with self._lock:
             for stream in self._streams.order.streams.values():
@@ -708,7 +644,11 @@ class BatchReceiver:
 
     def _drop(self, stream: LoaderStream, batch_id: int) -> None:
         stream.credits += 1
-        stream.acknowledge(batch_id)
+        self._acknowledge(stream, batch_id)
+
+    def _acknowledge(self, stream: LoaderStream, batch_id: int) -> None:
+        """Let the data-loader drop the ids of a batch."""
+        stream.acknowledged.append((stream.version + 1, batch_id))
         self._notify(stream)
 
     def take(
@@ -723,8 +663,8 @@ class BatchReceiver:
         Raises:
             Closed: If ``is_closed()``, or the receiver was closed.
             Finished: If every data-loader has ended.
-            RemoteError: If a data-loader has failed, and what it sent was taken; once.
-            BaseException: What ``fail`` was given.
+            BaseException: Of a data-loader that failed, once, after what it sent; or what
+                ``fail`` was given.
         """
         with self._lock:
             while True:
@@ -775,16 +715,10 @@ class BatchReceiver:
             if stream.in_flight.pop(batch_id, None) is None:
                 return
             stream.wanted.discard(batch_id)
-            stream.acknowledge(batch_id)
-            self._notify(stream)
+            self._acknowledge(stream, batch_id)
 
     def register_again(self, stream: LoaderStream, batch_id: int, why: ServiceError) -> int:
-        """Have the data-loader register the ids of a batch in flight again; returns the ref.
-
-        Raises:
-            ServiceTimeout: If it does not in time: the batch is lost.
-            Closed: If the receiver is closed.
-        """
+        """Have the data-loader register the ids of a batch in flight again; returns the ref."""
         logger.warning("batch %d is registered again: %s", batch_id, why)
         with self._lock:
             stream.wanted.add(batch_id)
@@ -846,10 +780,9 @@ class BatchReceiver:
             }
 
     def close(self) -> None:
-        """Announce to data-loaders and waiting threads that nothing more is read.
+        """Announce that nothing more is read; returns when data-loaders heard lately know it.
 
-        Returns when the data-loaders that were heard lately know it: one that found no
-        nn-worker here would wait for it to be restarted.
+        One that found no nn-worker here would wait for it to be restarted.
         """
         with self._lock:
             if self._is_closed:
@@ -878,18 +811,10 @@ class BatchReceiver:
 def check_room(
     worker: EmbeddingWorker, world_size: int, buffer_size: int, num_in_flight: int
 ) -> None:
-    """Check that the embedding-workers can hold what the ranks let data-loaders send.
+    """Raise ConfigError if embedding-workers cannot hold what ranks let data-loaders send.
 
     With less, batches that no rank can train yet may keep out the one that all wait for.
-
-    Args:
-        worker: All of them.
-        world_size: Number of ranks.
-        buffer_size: Batches that a rank lets data-loaders send.
-        num_in_flight: Most batches of a rank between lookup and update.
-
-    Raises:
-        ConfigError: If they cannot.
+    ``num_in_flight`` batches of a rank may be between lookup and update.
     """
     stats = worker.stats()
     needed = world_size * (buffer_size + num_in_flight)
@@ -899,24 +824,12 @@ def check_room(
             f"embedding_worker_config.forward_buffer_size: the embedding-workers have room for "
             f"{room} batches together, expected at least {needed}, which is {world_size} "
             f"rank(s) times (StreamingDataset's buffer_size {buffer_size} + {num_in_flight} "
-            f"between lookup and update); set it to {needed} in the global config of the "
-            "embedding-workers, or give StreamingDataset a smaller buffer_size"
+            "between lookup and update)"
         )
 
 
 class Stream:
-    """A receiver, served at an address.
-
-    Args:
-        rank: This nn-worker's.
-        world_size: Number of ranks.
-        capacity: Batches pending.
-        address: Where data-loaders find it.
-        resumed: What a run before this one has trained.
-
-    Raises:
-        ConfigError: If the address cannot be used.
-    """
+    """A receiver, served at an address where data-loaders find it."""
 
     def __init__(
         self,
@@ -931,50 +844,31 @@ class Stream:
         )
         self._transport = ZmqTransport()
         try:
-            self._server = serve(
+            self.server = serve(
                 self._transport, address, nn_worker(), self.receiver, settings=_SERVING
             )
         except BaseException:
             self._transport.close()
             raise
+        self.address = self.server.address  # with the true port
         logger.info("nn-worker %d of %d: listens at %s", rank, world_size, self.address)
 
-    @property
-    def address(self) -> str:
-        """Where data-loaders find it, with the true port."""
-        return self._server.address
-
-    @property
-    def server(self) -> Server:
-        """What answers data-loaders."""
-        return self._server
-
     def begin_pass(self) -> None:
-        """Called before each pass over the batches.
-
-        Raises:
-            ConfigError: If another one is under way.
-        """
+        """Begin to take batches; ConfigError if another pass is under way."""
         self.receiver.begin_pass()
 
     def close(self) -> None:
         """Announce to data-loaders that nothing more is read, and stop."""
         self.receiver.close()
-        self._server.stop(_STOP_S)
+        self.server.stop(_STOP_S)
         self._transport.close()
 
 
 class ChildStream(Stream):
-    """A stream from a script that runs as a child process, for embedded mode.
+    """A stream from a script that runs as a child process, once for each pass; embedded mode.
 
     The script's DataCtx finds the embedding-worker of this process, and its receiver, at two
-    sockets in a directory that no other user can enter. It runs once for each pass.
-
-    Args:
-        worker: This process's.
-        capacity: Batches pending.
-        script: The data-loader.
-        resumed: What a run before this one has trained.
+    sockets in a directory that no other user can enter.
     """
 
     def __init__(
@@ -1096,3 +990,85 @@ class ChildStream(Stream):
             child.wait()
         if self._watcher is not None:
             self._watcher.join()
+
+
+class StreamSource(Source):
+    """Takes what data-loaders deliver.
+
+    Args:
+        stream: Where they deliver it.
+        transfer: Of the context's device.
+        in_order: Whether by batch id.
+    """
+
+    def __init__(self, stream: Stream, transfer: DeviceTransfer, in_order: bool) -> None:
+        self._stream = stream
+        self._receiver = stream.receiver
+        self._transfer = transfer
+        self._in_order = in_order
+        self._is_closed = False
+        self._has_begun = False
+
+    def start(self) -> None:
+        """Begin a pass; ConfigError if another one is under way."""
+        self._stream.begin_pass()
+        self._has_begun = True
+
+    def get(self) -> tuple[PersiaTrainingBatch, InFlightBatch]:
+        """Take the next batch."""
+        if self.failure is not None:
+            raise Finished
+        receiver = self._receiver
+        try:
+            stream, batch = receiver.take(self._in_order, lambda: self._is_closed)
+        except (Closed, Finished):
+            raise
+        except BaseException as exc:
+            self.failure = exc
+            raise Finished from exc
+        batch_id = batch.batch_id
+        try:
+            copied = self._transfer.copy_streamed(batch)
+        except BaseException:
+            receiver.end(stream, batch_id)
+            raise
+        return copied, InFlightBatch(
+            handle_of(batch.ids),
+            batch_id,
+            requires_grad=batch.requires_grad,
+            num_samples=batch.batch_size,
+            register_again=partial(receiver.register_again, stream, batch_id),
+            on_done=partial(receiver.mark_done, stream, batch_id),
+            on_end=partial(receiver.end, stream, batch_id),
+        )
+
+    def position(self) -> Plain | None:
+        """Return what is done of every data-loader's batches that are this rank's."""
+        return self._receiver.position()
+
+    def end_position(self) -> Plain | None:
+        """Return ``position`` for when all that was received is done."""
+        return self._receiver.end_position()
+
+    def describe_wait(self) -> str:
+        """Name the data-loaders whose batch is missing."""
+        return f"{self._receiver.describe_wait()} (this nn-worker is at {self._stream.address})"
+
+    def drop_rest(self, on_drop: Callable[[], None]) -> None:
+        """Have the receiver acknowledge what comes until the data-loaders have ended."""
+        if not self._receiver.drop_rest(on_drop, DROP_S):
+            logger.warning(
+                "another rank has no batch, and the rest of this one's did not come within "
+                "%g s: waited for %s",
+                DROP_S,
+                self._receiver.describe_wait(),
+            )
+
+    def close(self) -> list[threading.Thread]:
+        """End the pass; what is pending stays for the next one."""
+        self._is_closed = True
+        self._receiver.wake()
+        if self._has_begun:
+            self._has_begun = False
+            self._receiver.end_pass()
+        return []

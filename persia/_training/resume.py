@@ -1,183 +1,15 @@
-"""Which batches of a pass have been trained: what a resumed run leaves out.
-
-    place    0 ............... floor | floor + 1 ......................
-             all done                | done, or in flight, or not read
-
-A dataset's places are the numbers of its batches; a data-loader's are its batch ids. A batch
-is done once its update is acknowledged, or once it is certain that it has none. What was looked
-up ahead and is not done is read again after a restart.
-"""
+"""What a checkpoint says of the trainer: the position over all ranks, random numbers."""
 
 from __future__ import annotations
 
 import random
-import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from persia._training.inflight import Plain, Watermark, count_done, to_position
 from persia.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-# What travels in files: text, numbers, lists and maps of them.
-Plain = dict[str, Any]
-
-
-@dataclass(slots=True)
-class Watermark:
-    """Places that are done: all below ``floor``, and ``above``. Guarded by its owner's lock."""
-
-    floor: int = 0
-    step: int = 1  # from one place to the next
-    above: set[int] = field(default_factory=set)
-
-    def mark_done(self, place: int) -> None:
-        """Note that a batch is done; idempotent."""
-        if place < self.floor:
-            return
-        self.above.add(place)
-        while self.floor in self.above:
-            self.above.remove(self.floor)
-            self.floor += self.step
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """How far a training run was when its checkpoint was made."""
-
-    passes: int = 0
-    """Passes over the data that had ended."""
-
-    batches: int = 0
-    """Batches of the pass after them that were trained; of all data-loaders and ranks."""
-
-
-class Progress:
-    """The passes of one training context; any thread may call it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all below
-        self._passes = 0
-        # Of the source of the pass that trains now: returns its position.
-        self._position: Callable[[], Plain | None] | None = None
-        self._resumed: Plain | None = None  # of a checkpoint, until a pass begins there
-        self._before: Plain | None = None  # where the last pass ended
-        self._next_number = 0
-
-    def begin(self, position: Callable[[], Plain | None]) -> None:
-        """Note that the pass with this source's ``position`` has a batch to train."""
-        with self._lock:
-            if self._position == position:  # bound methods are equal if their objects are one
-                return
-            if self._position is not None:
-                self._passes += 1  # the one before was left
-                self._before = self._position()
-            self._position = position
-            self._resumed = None
-
-    def end(
-        self,
-        position: Callable[[], Plain | None],
-        end: Plain | None = None,
-        *,
-        is_empty: bool = False,
-    ) -> None:
-        """Note that a pass has given out all its batches.
-
-        Args:
-            position: Of the source of the pass.
-            end: Where it ended.
-            is_empty: Whether it began behind what was trained of it, and nothing was left.
-        """
-        with self._lock:
-            if self._position == position or (is_empty and self._position is None):
-                self._position = None
-                self._before = end
-                self._passes += 1
-                self._resumed = None
-
-    def is_between_passes(self) -> bool:
-        """Whether the last pass has given out all its batches, and no other has begun."""
-        with self._lock:
-            return self._position is None and self._passes > 0
-
-    def mark_done(self, number: int, at_source: Callable[[], None] | None) -> None:
-        """Note that the training batch with this running number is done, and at its source."""
-        with self._lock:
-            if number >= self._next_number:
-                self._next_number = number + 1
-        if at_source is not None:
-            at_source()
-
-    def snapshot(self) -> Plain:
-        """Return how far training is, for a file."""
-        with self._lock:
-            here = self._resumed if self._position is None else self._position()
-            return {
-                "passes": self._passes,
-                "position": here,
-                "before": self._before,
-                "next_number": self._next_number,
-            }
-
-    def resume(self, passes: int, position: Plain | None, next_number: int) -> None:
-        """Restore what a checkpoint says; the next pass begins there."""
-        with self._lock:
-            self._passes = passes
-            self._resumed = position
-            self._before = None
-            self._position = None
-            self._next_number = next_number
-
-    def resumed(self, kind: str) -> Plain | None:
-        """Return where a pass that is opened now begins; None at its beginning.
-
-        Raises:
-            CheckpointError: If the checkpoint was made in a pass over another kind of data.
-        """
-        with self._lock:
-            here = self._resumed
-        if here is not None and here["kind"] != kind:
-            raise CheckpointError(
-                f"the checkpoint was made in a pass over a {here['kind']}, and this one is "
-                f"over a {kind}: its position there means nothing here"
-            )
-        return here
-
-    def where(self) -> Position:
-        """Return passes, and batches of the one after them, as the checkpoint had them."""
-        with self._lock:
-            if self._resumed is None:
-                return Position(self._passes)
-            return Position(self._passes, count_done(self._resumed))
-
-
-def count_done(position: Plain) -> int:
-    """Return how many batches are done at a position."""
-    above: int = sum(len(places) for places in position["above"].values())
-    step: int = position["num_loaders"] or 1
-    floors: dict[str, int] = position["floors"]
-    return above + sum(-(-(floor - int(name)) // step) for name, floor in floors.items())
-
-
-def to_position(kind: str, num_loaders: int, series: Mapping[int, Watermark]) -> Plain:
-    """Return a position for a file.
-
-    Args:
-        kind: ``dataset`` or ``stream``.
-        num_loaders: Data-loaders; 0 for a dataset.
-        series: By number of the data-loader; 0 for a dataset.
-    """
-    return {
-        "kind": kind,
-        "num_loaders": num_loaders,
-        "floors": {str(number): one.floor for number, one in series.items()},
-        "above": {str(number): sorted(one.above) for number, one in series.items()},
-    }
 
 
 def of_one_pass(ranks: list[Plain]) -> tuple[int, list[Plain | None]]:
@@ -261,11 +93,7 @@ def _set(states: Plain, python: Any, numpy: Any, generator: torch.Generator) -> 
 
 
 def check_trainer(trainer: Any, file: str) -> None:
-    """Check that a run could go on from what a file holds; changes nothing.
-
-    Raises:
-        CheckpointError: If it could not.
-    """
+    """Raise CheckpointError if a run could not go on from what a file holds."""
     try:
         _check_counts(trainer["step"], trainer["passes"])
         positions = [trainer["stream"]]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from persia._training.inflight import Plain, Progress
     from persia._training.ranks import Ranks
-    from persia._training.resume import Plain, Progress
     from persia.ctx.connection import Connection
 
 logger = logging.getLogger("persia.ctx")

@@ -16,8 +16,7 @@ from persia._process_exit import mark_participated
 from persia._report.metrics import TrainingMetrics
 from persia._rpc.deadlines import within
 from persia._training.forward import Lookups
-from persia._training.inflight import InFlightTracker
-from persia._training.resume import Progress
+from persia._training.inflight import InFlightTracker, Progress
 from persia.config import EmbeddingSchema
 from persia.config._load import load_configs
 from persia.ctx.base import BaseCtx, PreprocessMode

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from persia._report.recorder import Recorder
     from persia._rpc.messages import EmbeddingWorker
     from persia._training.backward import BackwardPipeline
+    from persia._training.inflight import Plain
     from persia._training.ranks import StepBarrier
-    from persia._training.resume import Plain
 
 # Seconds that servers have to become ready, and between two requests whether they are.
 READY_S = 300.0

@@ -11,13 +11,10 @@ import torch
 
 from persia import env
 from persia._training import checkpoint, error_hints
-from persia._training.batch import PersiaTrainingBatch
-from persia._training.forward import ForwardPipeline
-from persia._training.inflight import Reason
-from persia._training.receiver import check_room
-from persia._training.resume import count_done
-from persia._training.sources import DatasetSource, StreamSource
-from persia._training.transfer import DeviceTransfer
+from persia._training.batch import DeviceTransfer, PersiaTrainingBatch
+from persia._training.forward import DatasetSource, ForwardPipeline
+from persia._training.inflight import InFlightBatch, Reason, count_done
+from persia._training.receiver import StreamSource, check_room
 from persia.ctx.base import PreprocessMode, usable_device
 from persia.ctx.connected import ConnectedCtx
 from persia.embedding import EmbeddingConfig
@@ -32,10 +29,9 @@ if TYPE_CHECKING:
 
     from persia._rpc.messages import EmbeddingWorker
     from persia._training.batch import Jagged
-    from persia._training.forward import PassOptions
+    from persia._training.forward import PassOptions, Source
+    from persia._training.inflight import Plain
     from persia._training.ranks import Ranks
-    from persia._training.resume import Plain
-    from persia._training.sources import Source
     from persia.config._load import ConfigSource
     from persia.ctx.connection import Connection
 
@@ -270,18 +266,24 @@ class EmbeddingCtx(ConnectedCtx):
         tracker = self._own_tracker()
         tracker.release_orphans()
         transfer = self._transfer(device)
-        host = transfer.copy(persia_batch)
-        if not self._lookups.has_gradients(host):
+        batch = transfer.copy(persia_batch)
+        ticket = InFlightBatch(
+            features=persia_batch.features,
+            requires_grad=persia_batch.requires_grad,
+            num_samples=persia_batch.batch_size,
+        )
+        if not self._lookups.has_gradients(ticket):
             self._connected().flush()
-        self._lookups.number(host)
-        result, ticket = self._lookups.lookup(host)
+        self._lookups.number(ticket)
+        outputs = self._lookups.lookup(batch, ticket)
         try:
-            batch = transfer.finish(transfer.stage(host, result, ticket))
+            transfer.stage(batch, outputs)
+            transfer.finish(batch)
         except BaseException:
-            if ticket is not None:
-                tracker.release(ticket, Reason.UNUSED)
+            if batch.ticket is not None:
+                tracker.release(batch.ticket, Reason.UNUSED)
             raise
-        if ticket is not None:
+        if batch.ticket is not None:
             # A finalizer runs inside any allocation: it may append, but not take a lock.
             finalizer = weakref.finalize(batch, tracker.orphans.append, ticket)
             finalizer.atexit = False

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from persia._rpc.messages import EmbeddingWorker
     from persia._training.backward import GradientBatch
     from persia._training.batch import PersiaTrainingBatch
-    from persia._training.resume import Plain, Position
+    from persia._training.inflight import Plain, Position
     from persia.config._load import ConfigSource
     from persia.embedding import EmbeddingConfig
 

@@ -8,15 +8,23 @@ import pytest
 
 from tests.e2e.support import Job
 
-SHOWS = (
-    "import sys; print('got', sys.argv[1:]); print('from', sys.path[0], __name__, __file__)\n"
-)
+SHOWS = """
+import sys
+import persia.launcher, persia.helper
+from persia import env
+print('got', sys.argv[1:])
+print('from', sys.path[0], __name__, __file__)
+print('as', env.get_replica_index(), env.get_replica_size(), env.get_mode())
+print('torch', 'torch' in sys.modules)
+raise SystemExit(4)
+"""
 
 
 def test_mistakes_are_one_line_and_status_2(job: Job) -> None:
     del job.environment["PERSIA_EMBEDDING_CONFIG"]
     bad = job.script("bad.yml", "slots_config: {feature: {dime: 4}}\n")
     config = ["--embedding-config", bad]
+    good = str(job.directory / "slots.yml")
     mistakes = {
         ("embedding-worker",): "give --embedding-config or set PERSIA_EMBEDDING_CONFIG",
         ("embedding-worker", "--embedding-config", "none.yml"): "none.yml",
@@ -26,9 +34,14 @@ def test_mistakes_are_one_line_and_status_2(job: Job) -> None:
         ("nn-worker", "none.py"): "expected a Python script at none.py, found none",
         ("nn-worker", bad, "--nnodes", "2"): "expected MASTER_ADDR to name the host of node 0",
         ("data-loader", bad, "--replica-index", "1"): "--replica-index must be in 0..0",
+        ("embedding-worker", *config[:1], good): "lists 2 addresses, but --replica-size is 1",
     }
+    two = {"PERSIA_EMBEDDING_WORKERS": "127.0.0.1:1,127.0.0.1:2"}
+    whole = {"TORCHRUN": "1"}
     started = {
-        words: job.start(words[0], *words[1:], TORCHRUN="1" if "--nnodes" in words else "")
+        words: job.start(
+            *words, **(two if good in words else whole if "--nnodes" in words else {})
+        )
         for words in mistakes
     }
     for words, text in mistakes.items():
@@ -36,14 +49,6 @@ def test_mistakes_are_one_line_and_status_2(job: Job) -> None:
         (line,) = started[words].printed().splitlines()
         assert text in line
         assert f" ERROR {words[0]}" in line
-
-
-def test_servers_that_were_not_told_how_many_they_are(job: Job) -> None:
-    two = "127.0.0.1:1,127.0.0.1:2"
-    alone = job.start("embedding-worker", PERSIA_EMBEDDING_WORKERS=two)
-    assert alone.wait() == 2
-    said = "PERSIA_EMBEDDING_WORKERS lists 2 addresses, but --replica-size is 1"
-    assert said in alone.printed()
 
 
 @pytest.mark.parametrize("role", ["nn-worker", "data-loader"])
@@ -65,35 +70,19 @@ def test_an_address_in_use_is_named(job: Job) -> None:
     assert "cannot listen at ipc://" in second.printed()
 
 
-def test_a_script_finds_what_python_would_give_it(job: Job) -> None:
-    script = job.script("load.py", SHOWS + "raise SystemExit(4)\n")
-    loader = job.start("data-loader", script, "--lr", "a b", PERSIA_LAUNCHER_VERBOSE="1")
+def test_a_script_finds_what_python_would_give_it_and_its_number(job: Job) -> None:
+    script = job.script("load.py", SHOWS)
+    words = (script, "--lr", "a b")
+    replica = ("--replica-index=1", "--replica-size=3")
+    loader = job.start("data-loader", *replica, *words, PERSIA_LAUNCHER_VERBOSE="1", RANK="7")
     assert loader.wait() == 4
     _, command, *rest = loader.printed().splitlines()
     assert command.startswith("execute command: ")
     assert command.endswith(f"-m persia._cli.run script {script} --lr 'a b'")
     assert "got ['--lr', 'a b']" in rest
     assert f"from {job.directory} __main__ {script}" in rest
-
-
-def test_a_data_loader_knows_its_number(job: Job) -> None:
-    text = (
-        "from persia import env\n"
-        "print(env.get_replica_index(), env.get_replica_size(), env.get_mode())\n"
-        "raise SystemExit(4)\n"
-    )
-    words = ("--replica-index", "1", "--replica-size", "3")
-    loader = job.start("data-loader", job.script("load.py", text), *words, RANK="7")
-    assert loader.wait() == 4
-    assert "1 3 services\n" in loader.printed()
-
-
-def test_servers_and_loaders_never_load_torch(job: Job) -> None:
-    text = (
-        "import sys\nimport persia.launcher, persia.helper\nassert 'torch' not in sys.modules\n"
-    )
-    loader = job.start("data-loader", job.script("load.py", text + "raise SystemExit(9)"))
-    assert loader.wait() == 9
+    assert "as 1 3 services" in rest
+    assert "torch False" in rest  # which data-loaders and servers never load
 
 
 @pytest.mark.slow

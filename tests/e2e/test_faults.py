@@ -13,7 +13,7 @@ from tests.e2e.support import Job, configured_worker
 from tests.support.services import features, gradient
 from tests.support.waiting import until
 
-SERVER, WORKER = "embedding-parameter-server", "embedding-worker"
+SERVER = "embedding-parameter-server"
 
 
 @pytest.fixture
@@ -43,30 +43,6 @@ def test_w17_w30_a_killed_server_comes_back_configured_and_training_goes_on(
     assert worker.get_embedding_size() == [4]
     assert worker.stats()["server_restarts"] == 1
     assert worker_process.printed().count("THE ROWS IT HELD ARE LOST") == 1
-
-
-def test_a_batch_whose_rows_were_lost_is_counted(
-    job: Job, worker: RemoteEmbeddingWorker
-) -> None:
-    result = worker.lookup(worker.register(features({"feature": [[1, 2]]}, 1)), True)
-    server = job.processes[0]
-    server.signal(signal.SIGKILL)
-    server.wait()
-    job.start_server(SERVER)
-    assert worker.update(gradient(result, (1, 1))).num_missing == 2
-    assert worker.stats()["missing"] == 2
-
-
-def test_a_killed_worker_comes_back_and_its_servers_keep_their_rows(
-    job: Job, worker: RemoteEmbeddingWorker
-) -> None:
-    assert step(worker, 1) == 0
-    killed = job.processes[1]
-    killed.signal(signal.SIGKILL)
-    killed.wait()
-    job.start_server(WORKER)
-    assert step(worker, 2) == 0
-    assert worker.get_embedding_size() == [4]
 
 
 def states_of(pid: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from persia import env, launcher
+from persia import launcher
 from persia._cluster.process import Options
 from tests.e2e.support import PATIENCE_S, WITHOUT_TORCHRUN, Job, processes_with
 from tests.e2e.test_lifecycle import FAILS, TALKS
@@ -59,45 +58,6 @@ def test_the_traceback_of_a_failed_script_is_last_and_the_status_not_0(job: Job)
     assert ours[-6].endswith("| Traceback (most recent call last):")
     assert "SIGKILL" not in ran.stdout
     assert not processes_with(str(job.directory))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
-def test_the_example_prints_the_auc_of_embedded_mode_and_ends_by_itself(job: Job) -> None:
-    programs = job.directory / "bin"
-    programs.mkdir()
-    launcher_program = programs / "persia-launcher"
-    launcher_program.write_text(f'#!/bin/sh\nexec {sys.executable} -m persia.launcher "$@"\n')
-    launcher_program.chmod(0o755)
-    data = {
-        "PERSIA_DATA_DIR": str(env.data_dir()),
-        "REPRODUCIBLE": "1",
-        "EMBEDDING_STALENESS": "1",
-    }
-    path = {"PATH": f"{programs}:{job.environment['PATH']}"}
-    services = run(["-m", "honcho", "start", "--no-colour"], job.environment | data | path)
-    alone = {name: text for name, text in job.environment.items() if name not in job.addresses}
-    embedded = run(["examples/adult_income/train.py"], alone | data)
-    pattern = r"test AUC (0\.\d+),.* (\d+) rows held"
-    assert re.findall(pattern, services) == re.findall(pattern, embedded)
-    assert len(re.findall(pattern, services)) == 1
-    assert "sending SIG" not in services.partition("nn_worker.1 stopped (rc=0)")[0]
-    assert not processes_with(str(job.directory))
-
-
-def run(words: list[str], environment: dict[str, str]) -> str:
-    """Return what a program prints in the repository's root; it must end well."""
-    ran = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout + ran.stderr
 
 
 def test_the_procfile_runs_the_four_roles(monkeypatch: pytest.MonkeyPatch) -> None:

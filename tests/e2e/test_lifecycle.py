@@ -16,7 +16,6 @@ from tests.e2e.support import (
     Job,
     Process,
     processes_with,
-    short_directory,
     wait_until_gone,
 )
 
@@ -127,12 +126,6 @@ def test_an_error_for_the_user_ends_with_its_message_and_the_users_frames(job: J
     )
     assert printed.count(frames) == printed.count(message) == 2  # when it was raised, and last
     assert printed.endswith("; waited 0.2 s\n")
-
-
-def test_a_failed_data_loader_ends_at_once(job: Job) -> None:
-    loader = job.start("data-loader", job.script("load.py", FAILS))
-    assert loader.wait() == 1
-    assert loader.printed().endswith("ValueError: no such column\n")
 
 
 def test_a_loader_that_hears_of_the_end_says_nothing(job: Job) -> None:
@@ -280,21 +273,6 @@ def test_w53_a_worker_without_servers_gives_up_at_its_deadline(job: Job) -> None
     last = worker.printed().splitlines()[-1]
     assert "no embedding-parameter-server answers" in last
     assert last.endswith("waited 0.5 s")
-
-
-@pytest.mark.slow
-def test_two_jobs_on_one_machine_do_not_disturb_each_other(job: Job) -> None:
-    with short_directory() as directory:
-        other = Job(directory)
-        others = other.start_servers()
-        servers = job.start_servers()
-        others[1].wait_for("serves at")
-        assert job.status(job.script("train.py", FAILS)) == 1
-        assert [server.wait() for server in servers] == [1, 1]
-        assert [server.popen.poll() for server in others] == [None, None]
-        assert other.status(other.script("train.py", TALKS)) == 0
-        assert [server.wait() for server in others] == [0, 0]
-        other.close()
 
 
 def test_a_thread_that_fails_ends_a_server(job: Job) -> None:

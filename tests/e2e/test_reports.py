@@ -1,20 +1,28 @@
-"""The report of a run over services: what an embedded run of the same batches writes."""
+"""The report of a run over services and in a browser; a config that is not the servers'."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
 from persia.embedding import Constant, EmbeddingConfig
 from persia.embedding.optim import SGD
+from persia.errors import ConfigError
 from tests.e2e.support import short_directory
-from tests.faults.batches import SLOTS, make_batch
+from tests.faults.batches import DIM, SLOTS, make_batch
 from tests.faults.job import Sum
+from tests.support.browser import screenshot
 from tests.support.local_job import local_job
+from tests.support.processes import ROOT
 
 COUNT = 40
 
@@ -53,3 +61,82 @@ def test_services_and_an_embedded_run_write_the_same_report(tmp_path: Path) -> N
     ):
         found = [re.findall(pattern, page, re.DOTALL) for page in (embedded, services)]
         assert found[0] == found[1] != [], pattern
+
+
+def test_a_trainer_with_another_config_learns_which_slot_differs() -> None:
+    slots = {**SLOTS["slots_config"], "user": {"dim": 2 * DIM}}
+    model = torch.nn.Linear(1, 1)
+    with short_directory() as place, local_job(place):
+        ctx = TrainCtx(
+            model=model,
+            embedding_optimizer=SGD(lr=1.0),
+            dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            embedding_config={"slots_config": slots},
+        )
+        said = f"slots_config.user.dim is {DIM} there and {2 * DIM} here; "
+        with pytest.raises(ConfigError, match=said), ctx:
+            pass
+
+
+# A blank page has a handful of values.
+FEWEST_VALUES = 100
+
+# Set by the page itself, once it is drawn.
+PROBE = """
+<script>
+const found = {
+  charts: document.querySelectorAll("svg[role=img]").length,
+  lines: document.querySelectorAll("polyline.line").length,
+  features: document.querySelectorAll(".features tbody tr").length,
+  fetched: performance.getEntriesByType("resource").length,
+};
+const svg = document.querySelector("svg");
+svg.dispatchEvent(new PointerEvent("pointermove", {clientX: 300}));
+found.shown = svg.parentNode.querySelector("output").textContent.includes(": ");
+const wide = document.documentElement.scrollWidth <= innerWidth;
+const seen = [...document.querySelectorAll("svg, .tile, table")].every(
+  one => one.getBoundingClientRect().width > 40);
+document.title = JSON.stringify({...found, wide, seen});
+</script>
+"""
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_report_of_a_run(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    script = ROOT / "examples" / "quickstart" / "train.py"
+    command = [sys.executable, str(script), "--quiet", "--samples", "60000"]
+    subprocess.run([*command, "--report", str(report)], check=True, timeout=240)
+    for name, width in (("wide", 1240), ("narrow", 500)):
+        shown = screenshot(report.as_uri(), tmp_path / f"{name}.png", width, 1500)
+        assert len(set(shown)) > FEWEST_VALUES
+    probed = tmp_path / "probed.html"
+    probed.write_text(report.read_text("utf-8").replace("</body>", PROBE + "</body>"), "utf-8")
+    dom = document(probed)
+    title = dom[dom.index("<title>") + 7 : dom.index("</title>")]
+    found = json.loads(title)
+    # A curve of readings by the clock is a point if a short run has one reading only.
+    assert found.pop("lines") in (10, 11)
+    assert found == {
+        "charts": 8,
+        "features": 10,
+        "fetched": 0,
+        "shown": True,
+        "wide": True,
+        "seen": True,
+    }
+
+
+def document(page: Path) -> str:
+    """Return a page as it is after its scripts have run."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome") or "chromium-browser"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1240,1500"]
+    folder = f"--user-data-dir={page.parent / 'browser'}"
+    ran = subprocess.run(
+        [browser, *options, folder, "--dump-dom", page.as_uri()],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return ran.stdout

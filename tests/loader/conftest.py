@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from persia._loader.sender import BatchSender
-from tests.loader.sending import MakeFeeder
-from tests.support.streams import (
-    feeder,
-)
+from tests.support.streams import FakeRank, FakeWorker, feeder, send
+
+MakeFeeder = Callable[..., BatchSender]
 
 
 @pytest.fixture
 def make_feeder() -> Iterator[MakeFeeder]:
+    """Of one rank or several, and one worker if not given; with ``sent`` batches on the way."""
     made = []
 
-    def make(*arguments: Any, **options: Any) -> BatchSender:
-        made.append(feeder(*arguments, **options))
+    def make(ranks: Any, workers: Any = None, sent: int = 0, **options: Any) -> BatchSender:
+        listed = [
+            given if isinstance(given, list) else [given]
+            for given in (FakeWorker() if workers is None else workers, ranks)
+        ]
+        made.append(feeder(*listed, **options))
+        send_some(made[-1], sent)
         return made[-1]
 
     yield make
     for one in made:
         one.close()
+
+
+def send_some(feeder: BatchSender, *numbers: int) -> None:
+    """Send the batches with the numbers of a range."""
+    for number in range(*numbers):
+        send(feeder, number)
+
+
+def send_all(feeder: BatchSender, num_batches: int) -> None:
+    send_some(feeder, num_batches)
+    feeder.finish()
+
+
+class ReportingRank(FakeRank):
+    """Reports what has not ended."""
+
+    def open_stream(self, opening: Any) -> Any:
+        with self.changed:
+            state = super().open_stream(opening)
+            return replace(state, unfinished=(*self.waiting, *self.taken))

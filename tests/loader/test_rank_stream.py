@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from persia._loader.rank_stream import RankStream, UnackedBatch
+from persia._loader.rank_stream import RankStream
 from persia._rpc.messages import RemoteRef
 from persia.errors import (
     ConfigError,
     ServiceError,
     ServiceUnavailable,
 )
-from tests.loader.sending import MakeFeeder, TellingRank, send_all
+from tests.loader.conftest import MakeFeeder, ReportingRank, send_all, send_some
 from tests.support.streams import (
     PATIENCE_S,
     Background,
@@ -29,8 +29,7 @@ from tests.support.waiting import until
 
 def test_wanted_ids_are_registered_elsewhere_and_relocated(make_feeder: MakeFeeder) -> None:
     workers, rank = [FakeWorker(), FakeWorker()], FakeRank()
-    made = make_feeder(workers, [rank])
-    send(made)
+    made = make_feeder(rank, workers, sent=1)
     batch = rank.take()
     workers[batch.ids.worker].restart()
     rank.want(batch.batch_id)
@@ -44,24 +43,9 @@ def test_wanted_ids_are_registered_elsewhere_and_relocated(make_feeder: MakeFeed
     assert made.stats()["registered_again"] == 1
 
 
-def test_a_restarted_worker_loses_no_batch(make_feeder: MakeFeeder) -> None:
-    worker, rank = FakeWorker(), FakeRank(credits=4)
-    made = make_feeder([worker], [rank])
-    for number in range(4):
-        send(made, number)
-    batches = [rank.take() for _ in range(4)]
-    worker.restart()
-    for batch in batches:
-        rank.want(batch.batch_id)
-    rank.wait_for(lambda: len(rank.relocations) == 4)
-    assert dict(rank.relocations).keys() == {0, 1, 2, 3}
-    assert {ids.ref for _, ids in rank.relocations} == set(worker.refs.values())
-
-
 def test_wanted_after_it_was_acknowledged_is_old_news(make_feeder: MakeFeeder) -> None:
     rank = FakeRank()
-    made = make_feeder([FakeWorker()], [rank])
-    send(made)
+    made = make_feeder(rank, sent=1)
     rank.train(1)
     until(lambda: "kept" not in made.stats())
     rank.want(0)
@@ -73,9 +57,7 @@ def test_wanted_after_it_was_acknowledged_is_old_news(make_feeder: MakeFeeder) -
 
 def test_a_restarted_rank_gets_again_what_it_had_not_ended(make_feeder: MakeFeeder) -> None:
     rank = FakeRank(credits=4)
-    made = make_feeder([FakeWorker()], [rank])
-    for number in range(4):
-        send(made, number)
+    made = make_feeder(rank, sent=4)
     assert [number_of(rank.take()) for _ in range(2)] == [0, 1]
     assert number_of(rank.train(1)[0]) == 2  # before those
     until(lambda: made.stats()["kept"] == 3)
@@ -92,7 +74,7 @@ def test_a_restarted_rank_gets_again_what_it_had_not_ended(make_feeder: MakeFeed
 
 def test_a_restarted_rank_is_not_given_more_than_its_credits(make_feeder: MakeFeeder) -> None:
     rank = FakeRank(credits=2)
-    made = make_feeder([FakeWorker()], [rank])
+    made = make_feeder(rank)
     for number in range(6):
         send(made, number)
         rank.take()
@@ -107,8 +89,7 @@ def test_a_restarted_rank_is_not_given_more_than_its_credits(make_feeder: MakeFe
 
 def test_a_rank_restarted_at_the_end_is_told_again(make_feeder: MakeFeeder) -> None:
     rank = FakeRank()
-    made = make_feeder([FakeWorker()], [rank])
-    send(made)
+    made = make_feeder(rank, sent=1)
     finish = Background(made.finish)
     rank.wait_for_end()
     rank.restart()
@@ -119,8 +100,7 @@ def test_a_rank_restarted_at_the_end_is_told_again(make_feeder: MakeFeeder) -> N
 
 def test_a_rank_that_is_down_for_a_while_is_waited_for(make_feeder: MakeFeeder) -> None:
     rank = FakeRank()
-    made = make_feeder([FakeWorker()], [rank])
-    send(made)
+    made = make_feeder(rank, sent=1)
     rank.go_down()
     run = Background(lambda: send_all(made, 3))
     rank.restart()
@@ -130,8 +110,7 @@ def test_a_rank_that_is_down_for_a_while_is_waited_for(make_feeder: MakeFeeder) 
 
 def test_a_rank_that_stays_away_is_an_error_that_names_it(make_feeder: MakeFeeder) -> None:
     ranks = [FakeRank(0, 2), FakeRank(1, 2)]
-    made = make_feeder([FakeWorker()], ranks, deadline_s=PATIENCE_S, gone_s=0.1)
-    send(made)
+    made = make_feeder(ranks, deadline_s=PATIENCE_S, gone_s=0.1, sent=1)
     ranks[1].go_down()
     with pytest.raises(ServiceUnavailable, match="nn-worker 1 is gone") as caught:
         send_all(made, 100)
@@ -146,7 +125,7 @@ def test_an_error_of_a_polling_thread_surfaces_in_the_users(make_feeder: MakeFee
             return super().poll_until(*arguments)
 
     rank = Broken(credits=1)
-    made = make_feeder([FakeWorker()], [rank])
+    made = make_feeder(rank)
     with pytest.raises(ZeroDivisionError, match="in a thread"):
         send_all(made, 3)
     with pytest.raises(ZeroDivisionError, match="in a thread"):
@@ -158,13 +137,11 @@ def test_an_error_of_a_polling_thread_surfaces_in_the_users(make_feeder: MakeFee
 def test_a_loader_that_is_restarted_goes_on_where_the_rank_is(make_feeder: MakeFeeder) -> None:
     ranks = [FakeRank(rank, 2, credits=3) for rank in range(2)]
     workers = [FakeWorker()]
-    first = make_feeder(workers, ranks)
-    for number in range(5):
-        send(first, number)
+    first = make_feeder(ranks, workers, sent=5)
     ranks[0].train(2)
     first.close()
     assert first.stats()["lost"] >= 3
-    second = make_feeder(workers, ranks)
+    second = make_feeder(ranks, workers)
     run = Background(lambda: send_all(second, 8))
     for rank in ranks:
         rank.wait_for_end()
@@ -176,14 +153,12 @@ def test_a_loader_that_is_restarted_goes_on_where_the_rank_is(make_feeder: MakeF
 
 def test_a_loader_that_is_restarted_registers_what_is_wanted(make_feeder: MakeFeeder) -> None:
     rank, worker = FakeRank(credits=4), FakeWorker()
-    first = make_feeder([worker], [rank])
-    for number in range(4):
-        send(first, number)
+    first = make_feeder(rank, worker, sent=4)
     batches = [rank.take() for _ in range(4)]
     first.close()
     worker.restart()
     rank.want(2)
-    second = make_feeder([worker], [rank])
+    second = make_feeder(rank, worker)
     run = Background(lambda: send_all(second, 4))
     rank.wait_for_end()
     assert [batch_id for batch_id, _ in rank.relocations] == [2]
@@ -200,20 +175,17 @@ def test_a_loader_that_is_restarted_holds_what_has_not_ended(
 ) -> None:
     """What is wanted after it was read is lost no more."""
 
-    rank, worker = TellingRank(credits=4), FakeWorker()
-    first = make_feeder([worker], [rank])
-    for number in range(3):
-        send(first, number)
+    rank, worker = ReportingRank(credits=4), FakeWorker()
+    first = make_feeder(rank, worker, sent=3)
     batches = [rank.take() for _ in range(3)]
     rank.acknowledge(0)
     first.close()
-    second = make_feeder([worker], [rank])
+    second = make_feeder(rank, worker)
     assert second.resume_position() == 1
     if is_too_late:  # one of them ends before it is read again
         rank.acknowledge(batches.pop().batch_id)
         until(lambda: second._streams[0]._unfinished == {1})
-    for number in range(3):
-        send(second, number)
+    send_some(second, 3)
     assert second.stats() == {"dropped": 3, "kept": len(batches) - 1}
     worker.restart()
     rank.want(1)
@@ -233,17 +205,13 @@ def test_a_rank_that_is_started_anew_gets_what_a_loader_before_had_sent(
     make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     """Of which this one has read a part; it held the last one just then, or had not begun."""
-    rank, worker = TellingRank(credits=6), FakeWorker()
-    first = make_feeder([worker], [rank])
-    for number in range(6):
-        send(first, number)
+    rank, worker = ReportingRank(credits=6), FakeWorker()
+    first = make_feeder(rank, worker, sent=6)
     rank.take()
     rank.acknowledge(0)
     rank.acknowledge(rank.take().batch_id)
     first.close()
-    second = make_feeder([worker], [rank])
-    for number in range(3):
-        send(second, number)
+    second = make_feeder(rank, worker, sent=3)
     (lane,) = second._streams
     hold = lane.hold
 
@@ -251,10 +219,10 @@ def test_a_rank_that_is_started_anew_gets_what_a_loader_before_had_sent(
         rank.restart()
         until(lambda: lane._received_below == 3)
 
-    def hold_late(kept: UnackedBatch) -> None:
+    def hold_late(*kept: Any) -> None:
         monkeypatch.setattr(lane, "hold", hold)
         restart()
-        hold(kept)
+        hold(*kept)
 
     if is_late:
         monkeypatch.setattr(lane, "hold", hold_late)
@@ -262,8 +230,7 @@ def test_a_rank_that_is_started_anew_gets_what_a_loader_before_had_sent(
         restart()
 
     def send_rest() -> None:
-        for number in range(3, 8):
-            send(second, number)
+        send_some(second, 3, 8)
 
     run = Background(send_rest)
     trained: list[int] = []
@@ -280,9 +247,7 @@ def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(
 ) -> None:
     """The script of a restarted loader goes on as soon as the stream is open."""
     rank, worker = FakeRank(credits=4), FakeWorker()
-    first = make_feeder([worker], [rank])
-    for number in range(2):
-        send(first, number)
+    first = make_feeder(rank, worker, sent=2)
     batches = [rank.take() for _ in range(2)]
     first.close()
     worker.restart()
@@ -295,9 +260,7 @@ def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(
         relocate_all(lane, wanted)
 
     monkeypatch.setattr(RankStream, "_relocate_all", late)
-    second = make_feeder([worker], [rank])
-    for number in range(2):
-        send(second, number)
+    second = make_feeder(rank, worker, sent=2)
     has_sent.set()
     run = Background(second.finish)
     rank.wait_for_end()
@@ -311,11 +274,10 @@ def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(
 
 def test_a_batch_that_nobody_holds_any_more_is_an_error(make_feeder: MakeFeeder) -> None:
     rank, worker = FakeRank(credits=4), FakeWorker()
-    first = make_feeder([worker], [rank])
-    send(first, 0)
+    first = make_feeder(rank, worker, sent=1)
     rank.take()
     first.close()
-    second = make_feeder([worker], [rank])
+    second = make_feeder(rank, worker)
     send(second, 0)
     send(second, 1)
     assert second.stats()["dropped"] == 1
@@ -328,12 +290,8 @@ def test_a_batch_that_nobody_holds_any_more_is_an_error(make_feeder: MakeFeeder)
 
 def test_two_loaders_of_one_number_do_not_fight_for_ever(make_feeder: MakeFeeder) -> None:
     rank = FakeRank(credits=10)
-    made = [make_feeder([FakeWorker()], [rank]) for _ in range(2)]
-
-    def run() -> None:
-        until(lambda: any(one._feed.failure for one in made))
-
-    run()
+    made = [make_feeder(rank) for _ in range(2)]
+    until(lambda: any(one._feed.failure for one in made))
     (failure,) = [one._feed.failure for one in made if one._feed.failure]
     assert isinstance(failure, ConfigError)
     assert "each REPLICA_INDEX once" in str(failure)
@@ -341,7 +299,7 @@ def test_two_loaders_of_one_number_do_not_fight_for_ever(make_feeder: MakeFeeder
 
 def test_credits_bound_what_is_sent_and_registered(make_feeder: MakeFeeder) -> None:
     rank, worker = FakeRank(credits=2), FakeWorker()
-    made = make_feeder([worker], [rank])
+    made = make_feeder(rank, worker)
     run = Background(lambda: send_all(made, 10))
     for taken in range(8):
         rank.wait_for(lambda: len(rank.waiting) == 2)
@@ -351,20 +309,3 @@ def test_credits_bound_what_is_sent_and_registered(make_feeder: MakeFeeder) -> N
     rank.train(2)
     run.result()
     assert rank.most_waiting == 2
-
-
-def test_a_batch_is_kept_until_it_is_acknowledged(make_feeder: MakeFeeder) -> None:
-    rank = FakeRank(credits=3)
-    made = make_feeder([FakeWorker()], [rank])
-    for number in range(3):
-        send(made, number)
-    first = [rank.take().batch_id for _ in range(3)]
-    assert made.stats() == {"sent": 3, "kept": 3}
-    rank.acknowledge(first[1])
-    until(lambda: made.stats() == {"sent": 3, "kept": 2})
-    finish = Background(made.finish)
-    rank.wait_for_end()
-    rank.acknowledge(first[0])
-    rank.acknowledge(first[2])
-    finish.result()
-    assert made.stats() == {"sent": 3}

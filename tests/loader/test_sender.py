@@ -8,26 +8,19 @@ import threading
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from persia import env
 from persia._loader import rank_stream, sender
-from persia.embedding.data import (
-    IDTypeFeature,
-    PersiaBatch,
-)
 from persia.errors import (
     ConfigError,
     DataError,
     JobFinished,
     ServiceBusy,
     ServiceError,
-    ServiceTimeout,
     ServiceUnavailable,
 )
-from tests.loader.sending import MakeFeeder, TellingRank, send_all
-from tests.support.services import make_servers, make_worker
+from tests.loader.conftest import MakeFeeder, ReportingRank, send_all, send_some
 from tests.support.streams import (
     PATIENCE_S,
     Background,
@@ -49,7 +42,7 @@ def test_ids_and_order_for_any_number_of_loaders_and_ranks(
     counts = [7 + loader for loader in range(num_loaders)]
     runs = []
     for loader, count in enumerate(counts):
-        made = make_feeder(workers, ranks, loader=loader, num_loaders=num_loaders)
+        made = make_feeder(ranks, workers, loader=loader, num_loaders=num_loaders)
         runs.append(Background(partial(send_all, made, count)))
     want = sorted(
         i * num_loaders + loader for loader, count in enumerate(counts) for i in range(count)
@@ -75,7 +68,7 @@ def test_ids_and_order_for_any_number_of_loaders_and_ranks(
 
 def test_a_batch_arrives_as_it_was_sent(make_feeder: MakeFeeder) -> None:
     rank = FakeRank()
-    made = make_feeder([FakeWorker()], [rank])
+    made = make_feeder(rank)
     send(made, 7)
     batch = rank.take()
     assert (batch.batch_size, batch.requires_grad) == (1, True)
@@ -90,15 +83,14 @@ def test_a_batch_arrives_as_it_was_sent(make_feeder: MakeFeeder) -> None:
 def test_seeking_after_a_batch_is_told_how_several_epochs_are_sent(
     make_feeder: MakeFeeder,
 ) -> None:
-    made = make_feeder([FakeWorker()], [FakeRank(0, 1, credits=100)])
-    send(made, 0)
+    made = make_feeder(FakeRank(), sent=1)
     with pytest.raises(DataError, match=r"before the first send_data; .*send\(ctx, epochs=3\)"):
         made.seek(0)
 
 
 def test_one_stalled_rank_leaves_the_other_its_batches(make_feeder: MakeFeeder) -> None:
     ranks = [FakeRank(0, 2, credits=1), FakeRank(1, 2, credits=1)]
-    made = make_feeder([FakeWorker()], ranks)
+    made = make_feeder(ranks)
     run = Background(lambda: send_all(made, 4))
     assert [number_of(x) for x in ranks[1].train(1)] == [1]
     assert [number_of(x) for x in ranks[0].train(2)] == [0, 2]
@@ -108,7 +100,7 @@ def test_one_stalled_rank_leaves_the_other_its_batches(make_feeder: MakeFeeder) 
 
 def test_a_bad_batch_leaves_no_gap(make_feeder: MakeFeeder) -> None:
     rank, worker = FakeRank(), FakeWorker()
-    made = make_feeder([worker], [rank])
+    made = make_feeder(rank, worker)
     worker.error = DataError("unknown feature")
     with pytest.raises(DataError, match="unknown feature"):
         send(made)
@@ -119,8 +111,7 @@ def test_a_bad_batch_leaves_no_gap(make_feeder: MakeFeeder) -> None:
 
 def test_two_threads_cannot_send_at_a_time(make_feeder: MakeFeeder) -> None:
     rank = FakeRank(credits=1)
-    made = make_feeder([FakeWorker()], [rank])
-    send(made)
+    made = make_feeder(rank, sent=1)
     run = Background(lambda: send(made, 1))
     until(made._sending.locked)
     with pytest.raises(ConfigError, match="two threads"):
@@ -129,27 +120,18 @@ def test_two_threads_cannot_send_at_a_time(make_feeder: MakeFeeder) -> None:
     run.result()
 
 
-def test_w23_the_end_of_the_data_is_a_message(make_feeder: MakeFeeder) -> None:
+def test_w23_w72_the_end_of_the_data_is_a_message_and_awaits_the_last_batch(
+    make_feeder: MakeFeeder,
+) -> None:
     ranks = [FakeRank(0, 2), FakeRank(1, 2)]
-    made = make_feeder([FakeWorker()], ranks)
-    send(made)
+    made = make_feeder(ranks, sent=1)
     finish = Background(made.finish)
     for rank in ranks:
         rank.wait_for_end()
         assert rank.streams[0].end == 1
         assert rank.failures == []
-    ranks[0].train(1)
-    finish.result()
-
-
-def test_w72_the_loader_ends_when_its_data_is_consumed(make_feeder: MakeFeeder) -> None:
-    rank = FakeRank()
-    made = make_feeder([FakeWorker()], [rank])
-    send(made)
-    finish = Background(made.finish)
-    rank.wait_for_end()
     assert not finish.is_done.is_set()
-    rank.train(1)
+    ranks[0].train(1)
     finish.result()
     made.close()
     assert made.stats() == {"sent": 1}
@@ -158,7 +140,7 @@ def test_w72_the_loader_ends_when_its_data_is_consumed(make_feeder: MakeFeeder) 
 @pytest.mark.parametrize("status", [0, 3])
 def test_w72_the_loader_ends_with_the_job(make_feeder: MakeFeeder, status: int) -> None:
     worker, rank = FakeWorker(), FakeRank(credits=1)
-    made = make_feeder([worker], [rank])
+    made = make_feeder(rank, worker)
     run = Background(lambda: send_all(made, 100))
     rank.train(1)
     worker.job.finish_job(status, True)
@@ -174,8 +156,7 @@ def test_w72_the_loader_ends_with_the_job(make_feeder: MakeFeeder, status: int) 
 
 def test_a_rank_that_leaves_ends_the_loader(make_feeder: MakeFeeder) -> None:
     rank = FakeRank(credits=1)
-    made = make_feeder([FakeWorker()], [rank])
-    send(made)
+    made = make_feeder(rank, sent=1)
     run = Background(lambda: send(made, 1))
     rank.close()
     with pytest.raises(JobFinished, match="nn-worker 0 reads no more"):
@@ -186,8 +167,7 @@ def test_a_rank_that_leaves_ends_the_loader(make_feeder: MakeFeeder) -> None:
 
 def test_the_failure_of_the_script_is_told(make_feeder: MakeFeeder) -> None:
     ranks = [FakeRank(0, 2), FakeRank(1, 2)]
-    made = make_feeder([FakeWorker()], ranks)
-    send(made)
+    made = make_feeder(ranks, sent=1)
     try:
         raise KeyError("no such file \ud800")
     except KeyError as exc:
@@ -205,8 +185,7 @@ def test_where_it_is_started_anew_a_failure_of_servers_is_not_the_scripts(
     make_feeder: MakeFeeder,
 ) -> None:
     rank = FakeRank()
-    made = make_feeder([FakeWorker()], [rank])
-    send(made)
+    made = make_feeder(rank, sent=1)
     with env.changed(PERSIA_SUPERVISED=1):
         made.fail(ServiceError("batch 3 is lost"))
         assert rank.failures == []
@@ -225,7 +204,7 @@ def test_a_failure_reaches_a_rank_whose_stream_is_not_open(make_feeder: MakeFeed
             return super().open_stream(opening)
 
     rank = Slow()
-    made = make_feeder([FakeWorker()], [rank])
+    made = make_feeder(rank)
     made.fail(KeyError("early"))
     assert "KeyError: 'early'" in rank.failures[0]
     held.set()
@@ -242,7 +221,7 @@ def test_a_failing_script_does_not_wait_for_a_rank_that_is_gone(
             held.wait(PATIENCE_S)
 
     ranks = [Silent(0, 2), FakeRank(1, 2)]
-    made = make_feeder([FakeWorker()], ranks)
+    made = make_feeder(ranks)
     made.fail(KeyError("x"))
     assert len(ranks[1].failures) == 1
     held.set()
@@ -254,7 +233,7 @@ def test_whoever_is_waited_for_is_named(
     monkeypatch.setattr(rank_stream, "LINE_S", 0.02)
     caplog.set_level(logging.INFO)
     ranks = [FakeRank(0, 2, credits=1), FakeRank(1, 2, credits=1)]
-    made = make_feeder([FakeWorker()], ranks, loader=1, num_loaders=3)
+    made = make_feeder(ranks, loader=1, num_loaders=3)
     send(made)
     send(made)
     run = Background(lambda: send(made))
@@ -280,7 +259,7 @@ def test_each_batch_is_trained_once_whatever_is_lost_or_repeated(
     for loader in range(num_loaders):
         faults = random.Random(chance.random())
         made = make_feeder(
-            workers, ranks, loader=loader, num_loaders=num_loaders, faults=faults
+            ranks, workers, loader=loader, num_loaders=num_loaders, faults=faults
         )
         runs.append(Background(partial(send_all, made, count)))
 
@@ -317,7 +296,7 @@ def test_restarts_at_random_lose_nothing(
     monkeypatch.setattr(rank_stream, "AGAIN_S", 0.0)
     chance = random.Random(seed)
     rank, worker = FakeRank(credits=3), FakeWorker()
-    made = make_feeder([worker], [rank], faults=random.Random(seed) if seed % 2 else None)
+    made = make_feeder(rank, worker, faults=random.Random(seed) if seed % 2 else None)
     run = Background(lambda: send_all(made, 60))
     trained: set[int] = set()
     held: list[int] = []
@@ -348,54 +327,15 @@ def test_restarts_at_random_lose_nothing(
 # --- embedding-workers that are down, busy or new ---------------------------------------------
 
 
-def test_w13_lost_answers_register_and_train_a_batch_once(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = make_worker(make_servers(), forward_buffer_size=1000)
-
-    class Worker:
-        lost = True
-
-        def register(self, features: Any, timeout_s: float | None = None) -> int:
-            ref = real.register(features)
-            self.lost = not self.lost
-            if not self.lost:
-                raise ServiceTimeout("the answer was lost")
-            return ref
-
-        def job_status(self, watcher: str, timeout_s: float | None = None) -> None:
-            return None
-
-    rank = FakeRank(credits=5)
-    made = make_feeder([Worker()], [rank], faults=None)
-    monkeypatch.setattr(rank_stream, "AGAIN_S", 0.0)
-    for number in range(5):
-        made.send(
-            PersiaBatch(
-                [IDTypeFeature("sum", [np.array([number], np.uint64)])], requires_grad=False
-            ).features,
-            (),
-            (),
-            batch_size=1,
-            requires_grad=False,
-        )
-    refs = {batch.ids.ref for batch in rank.train(5)}
-    made.finish()
-    assert len(refs) == real.stats()["in_flight"] == 5
-    assert real.stats()["registered_again"] == 5
-    real.close()
-
-
 @pytest.mark.parametrize("error", [ServiceUnavailable("down"), ServiceBusy("full")])
 def test_w69_a_worker_that_is_down_or_busy_is_passed_over(
     make_feeder: MakeFeeder, error: ServiceError
 ) -> None:
     workers = [FakeWorker(), FakeWorker(), FakeWorker()]
     rank = FakeRank(credits=100)
-    made = make_feeder(workers, [rank])
+    made = make_feeder(rank, workers)
     workers[1].error = error
-    for number in range(9):
-        send(made, number)
+    send_some(made, 9)
     assert workers[1].registered == []
     assert {batch.ids.worker for batch in rank.train(9)} == {0, 2}
     # It was asked once, and is left alone for a while.
@@ -407,18 +347,17 @@ def test_w69_a_worker_that_came_back_gets_its_turn(
 ) -> None:
     monkeypatch.setattr("persia._rpc.worker_pool.AVOID_S", 0.0)
     workers = [FakeWorker(), FakeWorker()]
-    made = make_feeder(workers, [FakeRank(credits=100)])
+    made = make_feeder(FakeRank(credits=100), workers)
     workers[0].error = ServiceUnavailable("down")
     send(made)
     workers[0].error = None
-    for number in range(3):
-        send(made, number)
+    send_some(made, 3)
     assert len(workers[0].registered) >= 1
 
 
 def test_all_workers_down_is_an_error_that_names_them(make_feeder: MakeFeeder) -> None:
     workers = [FakeWorker(), FakeWorker()]
-    made = make_feeder(workers, [FakeRank()], deadline_s=0.1)
+    made = make_feeder(FakeRank(), workers, deadline_s=0.1)
     for number, worker in enumerate(workers):
         worker.error = ServiceUnavailable(f"no way to {number}")
     with pytest.raises(ServiceUnavailable) as caught:
@@ -435,7 +374,7 @@ def test_a_busy_worker_is_waited_for_without_a_deadline(
 ) -> None:
     monkeypatch.setattr(sender, "LINE_S", 0.02)
     worker = FakeWorker()
-    made = make_feeder([worker], [FakeRank()], deadline_s=0.05)
+    made = make_feeder(FakeRank(), worker, deadline_s=0.05)
     worker.error = ServiceBusy("full")
     run = Background(lambda: send(made))
     until(lambda: made.stats().get("skipped", 0) > 5)
@@ -447,13 +386,11 @@ def test_a_busy_worker_is_waited_for_without_a_deadline(
 def test_ids_that_no_worker_has_are_registered_at_the_one_whose_turn_it_is(
     make_feeder: MakeFeeder,
 ) -> None:
-    rank, workers = TellingRank(credits=4), [FakeWorker(), FakeWorker()]
-    first = make_feeder(workers, [rank])
-    send(first, 0)
+    rank, workers = ReportingRank(credits=4), [FakeWorker(), FakeWorker()]
+    first = make_feeder(rank, workers, sent=1)
     rank.take()
     first.close()
-    second = make_feeder(workers, [rank])
-    send(second, 0)
+    make_feeder(rank, workers, sent=1)
     rank.want(0)
     rank.wait_for(lambda: rank.relocations)
     assert [ref.worker for _, ref in rank.relocations] == [0]
@@ -462,8 +399,7 @@ def test_ids_that_no_worker_has_are_registered_at_the_one_whose_turn_it_is(
 def test_the_end_of_the_job_is_heard_from_any_worker(make_feeder: MakeFeeder) -> None:
     workers = [FakeWorker(), FakeWorker()]
     workers[0].error = ServiceUnavailable("gone")
-    made = make_feeder(workers, [FakeRank()])
-    send(made)
+    made = make_feeder(FakeRank(), workers, sent=1)
     assert workers[1].asked.wait(PATIENCE_S)
     workers[1].job.finish_job(0, True)
     made.finish()

@@ -16,13 +16,13 @@ MOST_FUNCTION_LINES = 60
 MOST_CLASS_LINES = 450
 
 # Classes and dataclasses that one batch passes through, from the user's features to the
-# acknowledged update.
+# acknowledged update. A ``LoaderStream`` is the receiver's state of one data-loader, and no
+# form of a batch.
 FORMS_OF_A_BATCH = frozenset(
     (
         *("IDTypeFeature", "FeatureBatch", "PersiaBatch", "IDFeatures", "StreamedBatch"),
-        *("UnackedBatch", "LoaderStream", "HostBatch"),
         *("PackedBatch", "BufferedBatch", "LookupRequest", "RequestResult", "LookupReply"),
-        *("LookupResult", "InFlightBatch", "StagedBatch", "PersiaTrainingBatch"),
+        *("LookupResult", "InFlightBatch", "PersiaTrainingBatch"),
         *("GradientBatch", "BatchGradients", "TableSums", "UpdateRequest", "UpdateReply"),
         "UpdateReport",
     )

@@ -15,16 +15,14 @@ import torch
 from persia._rpc.messages import (
     BatchGradients,
     JaggedOutput,
-    LookupResult,
     PooledOutput,
     RawOutput,
     SlotGradient,
     UpdateReport,
 )
 from persia._training.backward import GradientBatch
-from persia._training.batch import Jagged
+from persia._training.batch import DeviceTransfer, Jagged
 from persia._training.inflight import InFlightBatch
-from persia._training.transfer import DeviceTransfer
 from persia.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia.data import DataLoader
 from persia.distributed import BaguaDistributedOption
@@ -424,7 +422,7 @@ def test_w25_a_direct_batch_that_fails_after_its_lookup_is_released(
         raise MemoryError("no room for the tensors")
 
     with make_ctx() as ctx:
-        monkeypatch.setattr("persia._training.transfer.DeviceTransfer.stage", refuse)
+        monkeypatch.setattr("persia._training.batch.DeviceTransfer.stage", refuse)
         with pytest.raises(MemoryError, match="no room"):
             ctx.get_embedding_from_data(make_batch(0))
         assert worker.refs == {}
@@ -843,7 +841,7 @@ def test_a_dataset_can_be_iterated() -> None:
 
 def test_update_takes_the_gradients_away() -> None:
     transfer = DeviceTransfer(torch.device("cpu"))
-    host = transfer.copy(make_batch(0, size=2, names=("user", "seq", "jag")))
+    batch = transfer.copy(make_batch(0, size=2, names=("user", "seq", "jag")))
     outputs = (
         PooledOutput("user", np.ones((2, DIM), np.float32)),
         RawOutput("seq", np.ones((3, DIM), np.float32), np.array([1, 2, 0, 2, 2, 2]), FIXED),
@@ -851,8 +849,8 @@ def test_update_takes_the_gradients_away() -> None:
             "jag", np.ones((1, DIM), np.float32), np.array([0, 0]), np.array([0, 2, 2])
         ),
     )
-    ticket = InFlightBatch(1, 0, 0)
-    batch = transfer.finish(transfer.stage(host, LookupResult(outputs, 1), ticket))
+    batch.ticket = ticket = InFlightBatch(1, 0, 0)
+    transfer.stage(batch, outputs)
     user, seq, jag = batch.embedding_tensors
     assert isinstance(user, torch.Tensor)
     assert isinstance(seq, torch.Tensor)

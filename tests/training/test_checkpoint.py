@@ -23,7 +23,7 @@ from persia._files.parts import write_file
 from persia._files.storage import LocalStorage
 from persia._server import restore
 from persia._training import checkpoint
-from persia._training.resume import Position
+from persia._training.inflight import Position
 from persia.ctx import InferCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding import EmbeddingConfig

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,17 +17,22 @@ from persia._training import forward
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.data import (
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
     PersiaBatch,
 )
 from persia.errors import (
     ConfigError,
     DataError,
+    DataTypeError,
     ServiceTimeout,
     ServiceUnavailable,
 )
+from tests.support.waiting import until
 
 from .conftest import MakeCtx, loss_of, step
-from .fakes import FakeWorker, make_batch
+from .fakes import FakeWorker, make_batch, u64
 
 WAIT_S = 20.0
 
@@ -95,10 +100,15 @@ def test_every_batch_comes_exactly_once(
         second = train_all(ctx, loader)
         stats = ctx.stats()
     for seen in (first, second):
-        assert sorted(seen) == list(range(30))
-        if reproducible:
-            assert seen == list(range(30))
-    assert sorted(worker.of("update")) == list(range(60))
+        assert (seen if reproducible else sorted(seen)) == list(range(30))
+    for kind in ("lookup", "update"):
+        numbers = worker.of(kind)
+        assert (numbers if reproducible else sorted(numbers)) == list(range(60))
+    in_flight = 0
+    for kind, _ in worker.events:
+        in_flight += {"lookup": 1, "update": -1}[kind]
+        assert in_flight <= (staleness or 60)
+    assert in_flight == 0
     assert worker.refs == {}
     assert stats["abandoned"] == stats["unused"] == 0
     assert ctx.stats()["batches"] == 60
@@ -152,29 +162,18 @@ def test_a_timeout_that_a_lookup_met_is_raised_itself(
         train_all(ctx, DataLoader(Batches(1)))
 
 
-def test_whom_the_loop_waits_for_is_said_now_and_then(
+def test_a_log_line_names_what_the_loop_waits_for(
     make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(forward, "LINE_S", 0.01)
-    said = threading.Event()
 
     class Late(IterableDataset):
         def __iter__(self) -> Iterator[PersiaBatch]:
-            said.wait(WAIT_S)
+            until(lambda: "waiting for a batch: for the dataset (Late)" in caplog.text)
             yield make_batch(meta=b"0")
 
-    class Listens(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "waiting for a batch: for the dataset (Late)" in record.getMessage():
-                said.set()
-
-    logging.getLogger("persia").addHandler(handler := Listens())
-    try:
-        with make_ctx() as ctx:
-            assert train_all(ctx, DataLoader(Late(), timeout_ms=20_000)) == [0]
-    finally:
-        logging.getLogger("persia").removeHandler(handler)
-    assert said.is_set()
+    with make_ctx() as ctx:
+        assert train_all(ctx, DataLoader(Late(), timeout_ms=20_000)) == [0]
 
 
 def test_stall_of_an_update_is_a_timeout_that_names_the_staleness(
@@ -186,8 +185,7 @@ def test_stall_of_an_update_is_a_timeout_that_names_the_staleness(
         loader = DataLoader(Batches(5), timeout_ms=50, embedding_staleness=1)
         iterator = iter(loader)
         batch = next(iterator)
-        output, labels = ctx.forward(batch)
-        ctx.backward(loss_of(output, labels))
+        step(ctx, batch)
         with pytest.raises(ServiceTimeout, match="embedding_staleness=1"):
             next(iterator)
         hold.set()
@@ -206,33 +204,6 @@ def test_staleness_one_alternates_lookup_and_update(
     assert worker.events == wanted
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 5])
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_never_more_than_staleness_in_flight(
-    worker: FakeWorker, make_ctx: MakeCtx, staleness: int, reproducible: bool
-) -> None:
-    with make_ctx() as ctx:
-        loader = DataLoader(
-            Batches(40), reproducible=reproducible, embedding_staleness=staleness
-        )
-        train_all(ctx, loader)
-    in_flight = highest = 0
-    for kind, _ in worker.events:
-        in_flight += {"lookup": 1, "update": -1}[kind]
-        highest = max(highest, in_flight)
-    assert highest <= staleness
-    assert in_flight == 0
-
-
-def test_order_of_lookups_and_updates_is_the_datasets(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    with make_ctx() as ctx:
-        train_all(ctx, DataLoader(Batches(40), reproducible=True, embedding_staleness=4))
-    assert worker.of("lookup") == list(range(40))
-    assert worker.of("update") == list(range(40))
-
-
 def test_loop_left_early_in_lockstep_has_looked_up_what_it_was_given(
     worker: FakeWorker, make_ctx: MakeCtx
 ) -> None:
@@ -240,8 +211,7 @@ def test_loop_left_early_in_lockstep_has_looked_up_what_it_was_given(
         loader = DataLoader(Batches(40), reproducible=True, embedding_staleness=1)
         for epoch in range(3):
             for number, batch in enumerate(loader):
-                output, labels = ctx.forward(batch)
-                ctx.backward(loss_of(output, labels))
+                step(ctx, batch)
                 if number == 4:
                     break
             del batch
@@ -278,8 +248,7 @@ def test_batch_of_the_past_takes_no_backward(make_ctx: MakeCtx) -> None:
 def test_second_backward_of_a_batch_is_an_error(make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
         for batch in DataLoader(Batches(1)):
-            output, labels = ctx.forward(batch)
-            ctx.backward(loss_of(output, labels))
+            step(ctx, batch)
             output, labels = ctx.forward(batch)
             with pytest.raises(DataError, match=r"sent already|trained already"):
                 ctx.backward(loss_of(output, labels))
@@ -424,17 +393,6 @@ def test_second_iteration_ends_the_first(make_ctx: MakeCtx) -> None:
         assert len([*second]) == 29
 
 
-def test_loop_around_a_loop_over_the_same_loader_is_an_error(make_ctx: MakeCtx) -> None:
-    loader = DataLoader(Batches(4), reproducible=True)
-
-    def train() -> None:
-        for _ in loader:
-            assert len(list(loader)) == 4
-
-    with make_ctx(), pytest.raises(ConfigError, match="make two DataLoaders"):
-        train()
-
-
 def test_a_loader_that_outlives_its_context_keeps_no_rows(make_ctx: MakeCtx) -> None:
     loader = DataLoader(Batches(4))
     fake = FakeWorker()
@@ -512,11 +470,6 @@ def test_threads_that_cannot_be_started_are_an_error_and_no_hang(
     assert ctx.stats()["staleness"] == 0
 
 
-def test_loader_needs_a_context() -> None:
-    with pytest.raises(ConfigError, match="the current one is none"):
-        iter(DataLoader(Batches(1)))
-
-
 @pytest.mark.parametrize(
     "option", ["forward_buffer_size", "timeout_ms", "num_workers", "embedding_staleness"]
 )
@@ -526,11 +479,6 @@ def test_loader_numbers_start_at_one(option: str) -> None:
     settings[option] = 0
     with pytest.raises(ConfigError, match=f"{option} must be at least 1, got 0"):
         DataLoader(Batches(1), **settings)
-
-
-def test_buffer_size_starts_at_one() -> None:
-    with pytest.raises(ConfigError, match="buffer_size"):
-        Batches(1, buffer_size=0)
 
 
 def test_a_stream_in_embedded_mode_needs_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,3 +595,122 @@ def test_one_worker_is_one_thread_and_keeps_the_order(make_ctx: MakeCtx) -> None
                 assert sum(name.startswith("persia-forward") for name in names) <= 1
                 ctx.forget_output()
             assert seen == list(range(40))
+
+
+# --- the dataset's thread --------------------------------------------------------------------
+
+
+def test_w42_exception_in_the_dataset_is_raised_after_the_batches_before_it(
+    make_ctx: MakeCtx,
+) -> None:
+    class Fails(IterableDataset):
+        def __iter__(self) -> Iterator[PersiaBatch]:
+            for number in range(5):
+                yield make_batch(number, meta=b"%d" % number)
+            raise KeyError("column 'price'")
+
+    seen = []
+    with make_ctx() as ctx:
+        iterator = iter(DataLoader(Fails(), reproducible=True))
+        for _ in range(5):
+            batch = next(iterator)
+            step(ctx, batch)
+            seen.append(int(batch.meta or b""))
+        with pytest.raises(KeyError, match="column 'price'") as caught:
+            next(iterator)
+        assert seen == [0, 1, 2, 3, 4]
+        files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert files[0] == __file__  # the loop
+        assert files[1:].count(__file__) == 1  # the dataset
+        # the context goes on
+        assert train_all(ctx, DataLoader(Batches(2), reproducible=True)) == [0, 1]
+
+
+def test_dataset_that_raises_while_it_is_closed_is_logged(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(IterableDataset):
+        def __iter__(self) -> Iterator[PersiaBatch]:
+            try:
+                while True:
+                    yield make_batch()
+            finally:
+                raise KeyError("closing")
+
+    with make_ctx():
+        for _ in DataLoader(Fails()):
+            break
+    assert "the dataset raised while it was closed" in caplog.text
+
+
+def test_a_refused_batch_ends_the_users_generator(make_ctx: MakeCtx) -> None:
+    closed = threading.Event()
+
+    def generate() -> Iterator[Any]:
+        try:
+            yield {}
+        finally:
+            closed.set()
+
+    with make_ctx(), pytest.raises(DataTypeError, match="PersiaBatch, got dict") as caught:
+        list(DataLoader(generate()))
+    assert closed.wait(WAIT_S)
+    del caught
+
+
+def test_an_iterator_that_is_no_generator_is_not_closed(make_ctx: MakeCtx) -> None:
+    class Reader(Iterator[PersiaBatch]):
+        is_closed = False
+
+        def __next__(self) -> PersiaBatch:
+            return make_batch()
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    reader = Reader()
+    with make_ctx() as ctx:
+        for batch in DataLoader(reader):
+            step(ctx, batch)
+            break
+    assert not reader.is_closed
+
+
+def test_w41_the_same_batch_can_be_yielded_again(make_ctx: MakeCtx) -> None:
+    batch = make_batch(7, meta=b"7")
+    with make_ctx() as ctx:
+        assert train_all(ctx, DataLoader([batch] * 12)) == [7] * 12
+    assert ctx.stats()["batches"] == 12
+    assert batch.batch_id is None
+
+
+def test_w37_a_generator_may_refill_its_arrays(make_ctx: MakeCtx) -> None:
+    ids, dense, label = u64(0, 0), np.zeros((2, 2), np.float32), np.zeros((2, 1), np.float32)
+
+    class Refills(IterableDataset):
+        def __iter__(self) -> Iterator[PersiaBatch]:
+            for number in range(20):
+                ids[:], dense[:], label[:] = number, number, number
+                yield PersiaBatch(
+                    [IDTypeFeatureWithSingleID("user", ids)],
+                    [NonIDTypeFeature(dense)],
+                    [Label(label)],
+                )
+
+    with make_ctx(num_features=1):
+        batches = list(DataLoader(Refills(), reproducible=True))
+    for number, batch in enumerate(batches):
+        assert batch.non_id_type_tensors[0].eq(number).all()
+        assert batch.labels is not None
+        assert batch.labels[0].eq(number).all()
+
+
+def test_reading_ahead_is_bounded(make_ctx: MakeCtx) -> None:
+    dataset = Batches(10**6, buffer_size=2)
+    with make_ctx():
+        iterator = iter(DataLoader(dataset, forward_buffer_size=3, num_workers=2))
+        for _ in range(5):
+            next(iterator)
+        # 5 given, 3 ready, 2 in workers, 2 in the buffer, 1 in the dataset's hands
+        assert dataset.read <= 5 + 3 + 2 + 2 + 1
+        del iterator

@@ -13,7 +13,6 @@ from persia._rpc.deadlines import Retry
 from persia._rpc.messages import BatchGradients
 from persia._training import inflight
 from persia._training.backward import BackwardPipeline
-from persia._training.batch import HostBatch
 from persia._training.forward import Lookups
 from persia._training.inflight import InFlightBatch, InFlightTracker, StalenessLimiter
 from persia._training.queues import Closed
@@ -65,8 +64,8 @@ def update(workers: Any) -> Any:
 
 def look_up(workers: Any) -> Any:
     lookups = Lookups(workers, InFlightTracker(workers), True, lambda: None)
-    host = HostBatch((), [], [], None, 1, True, ref=0, register_again=workers.register_again)
-    return lookups._ask(host, True, time.perf_counter())
+    ticket = InFlightBatch(0, register_again=workers.register_again)
+    return lookups._ask(ticket, True, time.perf_counter())
 
 
 @pytest.fixture
