@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, TypeVar, cast
+from typing import Generic, Literal, NamedTuple, TypeVar, cast
 
 from persia._replica_index import own_number
 from persia.errors import ConfigError
@@ -39,12 +39,11 @@ _PREFIX = "PERSIA_"
 # --- kinds of values --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ValueKind(Generic[Value]):
-    """How the text of a variable is parsed."""
+class ValueKind(NamedTuple, Generic[Value]):
+    """How the text of a variable is parsed, and what is expected of it."""
 
     parse: Callable[[str], Value]  # raises ValueError or KeyError
-    expected: str  # for messages
+    expected: str
 
 
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
@@ -99,12 +98,8 @@ _REPLICA: ValueKind[int] = ValueKind(_parse_replica, "an integer")
 _FLAG: ValueKind[bool] = ValueKind(lambda text: _FLAGS[text.strip().lower()], "0 or 1")
 _SECONDS: ValueKind[float] = ValueKind(_parse_seconds, "a positive number of seconds")
 _PORT: ValueKind[int | Literal["off"] | None] = ValueKind(_parse_port, "a port or off")
-_ADDRESSES: ValueKind[list[str]] = ValueKind(
-    _parse_list, "a list of addresses with commas between them"
-)
-_FOLDERS: ValueKind[list[str] | None] = ValueKind(
-    _parse_list, "a list of folders with commas between them"
-)
+_ADDRESSES = ValueKind(_parse_list, "a list of addresses with commas between them")
+_FOLDERS: ValueKind[list[str] | None] = ValueKind(_parse_list, "a list of folders with commas")
 _LEVEL: ValueKind[int] = ValueKind(_parse_level, "a level")
 
 # --- the table --------------------------------------------------------------------------------
@@ -132,12 +127,12 @@ class Variable(Generic[Value]):
             return cast("Value", None)
         try:
             return self.kind.parse(text)
-        except ConfigError:
-            raise
         except (ValueError, KeyError) as exc:
-            raise ConfigError(
-                f"environment variable {name} must be {self.kind.expected}, got {text!r}"
-            ) from exc
+            if isinstance(exc, ConfigError):
+                raise
+            expected = self.kind.expected
+            problem = f"environment variable {name} must be {expected}, got {text!r}"
+            raise ConfigError(problem) from exc
 
     def is_set(self) -> bool:
         """Whether the variable is set to more than the empty string."""
@@ -150,17 +145,10 @@ _rank = Variable("RANK", _INTEGER, "", "Number of this nn-worker; set by torchru
 _local_rank = Variable("LOCAL_RANK", _INTEGER, "", "Its number on its node; set by torchrun.")
 _replica_size = Variable("REPLICA_SIZE", _COUNT, "1", "Number of replicas of this role.")
 _replica_index = Variable(
-    "REPLICA_INDEX",
-    _REPLICA,
-    "0",
-    "Number of this replica; `auto`: as Compose or Kubernetes count it.",
+    "REPLICA_INDEX", _REPLICA, "0", "Its number; `auto`: as Compose or Kubernetes count it."
 )
-master_address = Variable(
-    "MASTER_ADDR", _OPTIONAL_TEXT, "", "Host where the ranks of torch.distributed meet."
-)
-master_port = Variable(
-    "MASTER_PORT", _INTEGER, "", "Port where the ranks of torch.distributed meet."
-)
+master_address = Variable("MASTER_ADDR", _OPTIONAL_TEXT, "", "Host where the ranks meet.")
+master_port = Variable("MASTER_PORT", _INTEGER, "", "Port where the ranks meet.")
 
 # What a job is.
 global_config_path = Variable("PERSIA_GLOBAL_CONFIG", _PATH, "", "Path of the global config.")
@@ -171,56 +159,36 @@ nn_worker_entry = Variable("PERSIA_NN_WORKER_ENTRY", _PATH, "", "Script that nn-
 data_loader_entry = Variable(
     "PERSIA_DATALOADER_ENTRY", _PATH, "", "Script that data-loaders run."
 )
-data_dir = Variable(
-    "PERSIA_DATA_DIR", _PATH, "", "Directory where examples and tests look for data sets."
-)
+data_dir = Variable("PERSIA_DATA_DIR", _PATH, "", "Where examples and tests find data.")
 run_id = Variable(
-    "PERSIA_RUN_ID",
-    _OPTIONAL_TEXT,
-    "",
-    "Name of the run; a server that restarts under it keeps its rows.",
+    "PERSIA_RUN_ID", _OPTIONAL_TEXT, "", "Name of the run; a server restarted in it keeps rows."
 )
 
 # Where processes listen and look for each other.
 parameter_server_addresses = Variable(
-    PARAMETER_SERVERS_VARIABLE,
-    _ADDRESSES,
-    "127.0.0.1:8888",
-    "Addresses of the embedding-parameter-servers.",
-)
-embedding_worker_addresses = Variable(
-    EMBEDDING_WORKERS_VARIABLE,
-    _ADDRESSES,
-    "127.0.0.1:8887",
-    "Addresses of the embedding-workers.",
-    fallback="EMBEDDING_WORKER_SERVICE",
+    PARAMETER_SERVERS_VARIABLE, _ADDRESSES, "127.0.0.1:8888", "Addresses of parameter servers."
 )
 embedding_worker_service = Variable(
-    "EMBEDDING_WORKER_SERVICE",
-    _TEXT,
-    "embedding_worker:8887",
-    "`host:port` of the embedding-worker for inference.",
+    "EMBEDDING_WORKER_SERVICE", _TEXT, "embedding_worker:8887", "`host:port` for inference."
+)
+embedding_worker_addresses = Variable(
+    *(EMBEDDING_WORKERS_VARIABLE, _ADDRESSES, "127.0.0.1:8887"),
+    "Addresses of the embedding-workers.",
+    fallback=embedding_worker_service.name,
 )
 nn_worker_addresses = Variable(
-    NN_WORKERS_VARIABLE,
-    _ADDRESSES,
-    "127.0.0.1:23457",
+    *(NN_WORKERS_VARIABLE, _ADDRESSES, "127.0.0.1:23457"),
     "Addresses of the nn-workers: of ranks, or of nodes.",
 )
 # The broker is gone, old deployments that set these are not: they mean that there are servers.
 _nats_url = Variable("PERSIA_NATS_URL", _OPTIONAL_TEXT)
 _nats_ip = Variable("PERSIA_NATS_IP", _OPTIONAL_TEXT)
-listen_host = Variable(
-    "PERSIA_LISTEN_HOST", _TEXT, "127.0.0.1", "Host at which servers listen."
-)
+listen_host = Variable("PERSIA_LISTEN_HOST", _TEXT, "127.0.0.1", "Host where servers listen.")
 keys_directory = Variable(
     "PERSIA_KEYS", _PATH, "", "Directory of this process's keys; if not set, no encryption."
 )
 may_listen_without_keys = Variable(
-    "PERSIA_LISTEN_WITHOUT_KEYS",
-    _FLAG,
-    "0",
-    "Whether servers without keys may listen beyond this machine.",
+    "PERSIA_LISTEN_WITHOUT_KEYS", _FLAG, "0", "Whether to listen beyond this host without keys."
 )
 rpc_timeout_s = Variable(
     "PERSIA_RPC_TIMEOUT", _SECONDS, "300", "Seconds that a call to another process may take."
@@ -228,10 +196,7 @@ rpc_timeout_s = Variable(
 
 # Files of servers.
 state_directory = Variable(
-    "PERSIA_STATE_DIRECTORY",
-    _PATH,
-    "",
-    "Directory of the servers' state files, instead of `state_dir`; `off`: none.",
+    "PERSIA_STATE_DIRECTORY", _PATH, "", "For state files instead of `state_dir`; `off`: none."
 )
 checkpoint_roots = Variable(
     "PERSIA_CHECKPOINT_ROOTS", _FOLDERS, "", "Folders and URLs below which checkpoints may lie."
@@ -241,14 +206,9 @@ checkpoint_roots = Variable(
 metrics_port = Variable(
     "PERSIA_METRICS_PORT", _PORT, "", "Port of this process's metrics; `0`: any, `off`: none."
 )
-metrics_host = Variable(
-    "PERSIA_METRICS_HOST", _TEXT, "127.0.0.1", "Host at which metrics are served."
-)
+metrics_host = Variable("PERSIA_METRICS_HOST", _TEXT, "127.0.0.1", "Host of metrics.")
 metrics_gateway = Variable(
-    "PERSIA_METRICS_GATEWAY_ADDR",
-    _TEXT,
-    "metrics_gateway:9091",
-    "`host:port` of the push gateway, if the config pushes metrics.",
+    "PERSIA_METRICS_GATEWAY_ADDR", _TEXT, "metrics_gateway:9091", "`host:port` to push to."
 )
 log_level = Variable("LOG_LEVEL", _LEVEL, "info", "Level of the log of launched processes.")
 launcher_verbose = Variable(
@@ -315,21 +275,16 @@ class _Place:
     replica_index: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, low in (
-            ("WORLD_SIZE", self.world_size, 1),
-            ("RANK", self.rank, 0),
-            ("LOCAL_RANK", self.local_rank, 0),
-            ("REPLICA_SIZE", self.replica_size, 1),
-            ("REPLICA_INDEX", self.replica_index, 0),
-        ):
-            if value is not None and value < low:
-                raise ConfigError(f"{name} must be at least {low}, got {value}")
-        for name, number, of, count in (
-            ("RANK", self.rank, "WORLD_SIZE", self.world_size),
-            ("REPLICA_INDEX", self.replica_index, "REPLICA_SIZE", self.replica_size),
-        ):
-            if number is not None and count is not None and number >= count:
-                raise ConfigError(f"{name} must be below {of} {count}, got {number}")
+        for number, count in (("rank", "world_size"), ("replica_index", "replica_size")):
+            of = getattr(self, count)
+            for name, low in ((count, 1), (number, 0), ("local_rank", 0)):
+                value = getattr(self, name)
+                if value is not None and value < low:
+                    raise ConfigError(f"{name.upper()} must be at least {low}, got {value}")
+            if of is not None and (value := getattr(self, number)) is not None and value >= of:
+                raise ConfigError(
+                    f"{number.upper()} must be below {count.upper()} {of}, got {value}"
+                )
 
 
 _place: _Place | None = None
@@ -392,13 +347,7 @@ def set_env(
         ConfigError: If a number is out of range.
     """
     global _place
-    _place = _Place(
-        world_size=world_size,
-        rank=rank,
-        local_rank=local_rank,
-        replica_size=replica_size,
-        replica_index=replica_index,
-    )
+    _place = _Place(world_size, rank, local_rank, replica_size, replica_index)
 
 
 def get_world_size() -> int | None:
@@ -488,8 +437,7 @@ def changed(**changes: object) -> Iterator[None]:
 
 def __getattr__(name: str) -> bool:
     """Read the two flags at each use; the original PERSIA copied them at import."""
-    if name == "PERSIA_LAUNCHER_VERBOSE":
-        return launcher_verbose()
-    if name == "PERSIA_SKIP_CHECK_DATA":
-        return skip_check_data()
+    for flag in (launcher_verbose, skip_check_data):
+        if name == flag.name:
+            return flag()
     raise AttributeError(f"module 'persia.env' has no attribute {name!r}")

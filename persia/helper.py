@@ -22,12 +22,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from persia import env
-from persia._cli.children import UNWIND_S, Child
-from persia._cli.run import dump_call
+from persia._cli.run import UNWIND_S, Child, dump_call
 from persia._cluster.connect import connect_embedding_workers, connect_parameter_servers
 from persia._cluster.job import announce_job_end
 from persia._process_exit import RUN, End
@@ -108,16 +106,12 @@ class PersiaServiceCtx:
             raise ConfigError(
                 f"nproc_per_node must be in 1..{_MAX_NPROC}, got {nproc_per_node}"
             )
-        self._num_loaders = data_loader_replica_num if data_loader_func is not None else 0
         self._nproc = nproc_per_node
         self._data_loader_func = data_loader_func
         self._nn_worker_func = nn_worker_func
-        self._embedding_config = _one_of(
-            "embedding_config", embedding_config, embedding_config_path
-        )
+        slots = _one_of("embedding_config", embedding_config, embedding_config_path)
+        self._embedding_config = env.embedding_config_path() if slots is None else slots
         self._global_config = _one_of("global_config", global_config, global_config_path)
-        if self._embedding_config is None:
-            self._embedding_config = env.embedding_config_path()
         if self._embedding_config is None:
             raise ConfigError("expected embedding_config or embedding_config_path, got neither")
         # Read here too, as the output of a child process may not be seen.
@@ -126,15 +120,13 @@ class PersiaServiceCtx:
         self._num_replicas = {
             "embedding-parameter-server": embedding_parameter_replica_num,
             "embedding-worker": embedding_worker_replica_num,
+            "data-loader": data_loader_replica_num,
         }
         self._ports = {
             "embedding-parameter-server": embedding_parameter_server_port,
             "embedding-worker": embedding_worker_port,
         }
-        for role, number in {
-            **self._num_replicas,
-            "data-loader": data_loader_replica_num,
-        }.items():
+        for role, number in self._num_replicas.items():
             if number < 1:
                 raise ConfigError(f"number of {role}s must be at least 1, got {number}")
         self._stack = ExitStack()
@@ -154,12 +146,7 @@ class PersiaServiceCtx:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End the job: with the training if that runs elsewhere, else now."""
         try:
             if error is None and self._nn_worker_func is not None:
@@ -168,15 +155,14 @@ class PersiaServiceCtx:
             self._end(1, _time_to_unwind(exc))
             raise
         self._end(0 if error is None else 1, _time_to_unwind(error))
-        failure = self._failure()
-        if failure is None:
+        if not self._failures:
             return
         if error is None:
-            raise failure
+            raise self._failures[0]
         if isinstance(error, PersiaError):
             # What the body met is what the failure of that process looks like from here.
-            raise failure from error
-        logger.error("%s", failure)
+            raise self._failures[0] from error
+        logger.error("%s", self._failures[0])
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the nn-workers have ended, or without any, the data-loaders.
@@ -195,16 +181,11 @@ class PersiaServiceCtx:
                 lambda: self._failures or all(p.end is not None for p in awaited),
                 timeout_s,
             )
-        failure = self._failure()
-        if failure is not None:
-            raise failure
+        if self._failures:
+            raise self._failures[0]
         if not is_over:
             running = ", ".join(str(process) for process in awaited if process.end is None)
             raise ServiceTimeout(f"{running}: not ended within {timeout_s:g} s", role=role)
-
-    def _failure(self) -> RemoteError | None:
-        """Return what is wrong with the process that failed first."""
-        return self._failures[0] if self._failures else None
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -218,16 +199,17 @@ class PersiaServiceCtx:
         self._wait_for_servers()
         if self._data_loader_func is not None:
             words = self._call_words(directory, "data_loader", self._data_loader_func)
-            for number in range(self._num_loaders):
-                changes = {"REPLICA_INDEX": number, "REPLICA_SIZE": self._num_loaders}
+            size = self._num_replicas["data-loader"]
+            for number in range(size):
+                changes = {"REPLICA_INDEX": number, "REPLICA_SIZE": size}
                 self._start_process("data-loader", number, words, **changes)
         if self._nn_worker_func is not None:
             words = self._call_words(directory, "nn_worker", self._nn_worker_func)
-            rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+            of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "GROUP_RANK": 0}
+            of_all |= {"WORLD_SIZE": self._nproc, "LOCAL_WORLD_SIZE": self._nproc}
             for rank in range(self._nproc):
-                of_rank = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
-                of_all = {"WORLD_SIZE": self._nproc, "LOCAL_WORLD_SIZE": self._nproc}
-                self._start_process("nn-worker", rank, words, **of_rank, **of_all, **rendezvous)
+                of_rank = {"RANK": rank, "LOCAL_RANK": rank}
+                self._start_process("nn-worker", rank, words, **of_rank, **of_all)
 
     def _directory(self) -> Path:
         parent = tempfile.gettempdir()
@@ -238,22 +220,20 @@ class PersiaServiceCtx:
 
     def _addresses(self, directory: Path) -> dict[str, str]:
         listed = {}
-        for role, variable in (
-            ("embedding-parameter-server", env.PARAMETER_SERVERS_VARIABLE),
-            ("embedding-worker", env.EMBEDDING_WORKERS_VARIABLE),
+        for role, variable, number in (
+            ("embedding-parameter-server", env.PARAMETER_SERVERS_VARIABLE, 0),
+            ("embedding-worker", env.EMBEDDING_WORKERS_VARIABLE, 0),
+            ("nn-worker", env.NN_WORKERS_VARIABLE, self._nproc),
         ):
-            port, numbers = self._ports[role], range(self._num_replicas[role])
+            port, places = self._ports.get(role), range(number or self._num_replicas[role])
             listed[variable] = ",".join(
-                f"ipc://{directory}/{role}-{number}"
+                f"ipc://{directory}/{role}-{place}"
                 if port is None
-                else f"127.0.0.1:{port + number}"
-                for number in numbers
+                else f"127.0.0.1:{port + place}"
+                for place in places
             )
         if env.metrics_port() not in (None, "off"):
             listed["PERSIA_METRICS_PORT"] = "0"  # it is this process's; they are on one host
-        listed[env.NN_WORKERS_VARIABLE] = ",".join(
-            f"ipc://{directory}/nn-worker-{rank}" for rank in range(self._nproc)
-        )
         return listed
 
     def _server_words(self, role: str, number: int, directory: Path) -> list[str]:
@@ -284,18 +264,16 @@ class PersiaServiceCtx:
         unset: dict[str, object] = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE"))
         process = _Process(role, number, Child(words, **(unset | changes)))
         self._processes.append(process)
-        threading.Thread(
-            target=self._watch, args=(process,), name=f"persia-watch {process}", daemon=True
-        ).start()
+        name = f"persia-watch {process}"
+        threading.Thread(None, self._watch, name, (process,), daemon=True).start()
 
     def _watch(self, process: _Process) -> None:
         """Note the end of a process, and whether it has failed."""
         end = process.child.end()
         with self._changed:
-            if self._is_ending:
-                # By our signal, or with the job's status, unless it says what is wrong.
-                failed = bool(end.text)
-            else:
+            # At the end by our signal, or with the job's status, unless it says what is wrong.
+            failed = bool(end.text)
+            if not self._is_ending:
                 failed = end.status != 0 or process.role in _SERVER_ROLES
             if failed:
                 how = f"ended with status {end.status} before the job did"
@@ -308,22 +286,21 @@ class PersiaServiceCtx:
             logger.error("%s of this job has failed, with status %d", process, end.status)
 
     def _wait_for_servers(self) -> None:
+        def has_failed() -> bool:
+            return bool(self._failures)
+
         with closing(ZmqTransport()) as transport:
             try:
                 found = [
-                    *connect_parameter_servers(transport, should_stop=self._has_failed),
-                    *connect_embedding_workers(transport, should_stop=self._has_failed),
+                    *connect_parameter_servers(transport, should_stop=has_failed),
+                    *connect_embedding_workers(transport, should_stop=has_failed),
                 ]
             except PersiaError as error:
-                failure = self._failure()
-                if failure is None:
+                if not self._failures:
                     raise
-                raise failure from error
+                raise self._failures[0] from error
             for server in found:
                 server.close()
-
-    def _has_failed(self) -> bool:
-        return bool(self._failures)
 
     # --- ending -------------------------------------------------------------------------------
 
@@ -333,13 +310,15 @@ class PersiaServiceCtx:
             self._is_ending = True
         try:
             status = 1 if self._failures else status
-            self._announce_end(status)
+            if any(p.end is None for p in self._processes):
+                with closing(ZmqTransport()) as transport:
+                    timeout_s = _ANNOUNCE_SOON_S if status else _ANNOUNCE_S
+                    announce_job_end(transport, status, timeout_s)
             others = [p for p in self._processes if p.role not in _SERVER_ROLES]
             if status == 0:
                 self._wait_for_end(others, _LEAVE_S)
             self._stop(others, unwind_s)
-            servers = [p for p in self._processes if p.role in _SERVER_ROLES]
-            self._stop(servers, _LEAVE_S / 2)
+            self._stop(self._processes, _LEAVE_S / 2)
         finally:
             for process in self._processes:
                 process.child.send_signal(signal.SIGKILL)
@@ -347,12 +326,6 @@ class PersiaServiceCtx:
             for process in self._processes:
                 process.child.close()
             self._stack.close()
-
-    def _announce_end(self, status: int) -> None:
-        if not any(p.end is None for p in self._processes):
-            return
-        with closing(ZmqTransport()) as transport:
-            announce_job_end(transport, status, _ANNOUNCE_SOON_S if status else _ANNOUNCE_S)
 
     def _wait_for_end(self, processes: list[_Process], timeout_s: float) -> None:
         with self._changed:

@@ -4,10 +4,7 @@
     persia-launcher embedding-worker --embedding-config slots.yml
     persia-launcher data-loader data_loader.py
     persia-launcher nn-worker train.py --nproc-per-node 2
-    persia-launcher keys DIRECTORY
-    persia-launcher init DIRECTORY
-    persia-launcher doctor
-    persia-launcher top
+    persia-launcher keys DIRECTORY | init DIRECTORY | doctor | top
 
 Options of a command may stand anywhere; what is not one goes to the script, and so does
 everything after ``--``. When the training script ends, every other role ends with its status.
@@ -27,13 +24,11 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from persia import env
-from persia._cli.doctor import DoctorOptions, rows_of, run_doctor
+from persia._cli.doctor import DoctorOptions, rows_of, run_doctor, write_project
 from persia._cli.errors import HELP, OneLineGroup, Refused, ScriptCommand, example
-from persia._cli.init import write_project
-from persia._cli.scraper import DEADLINE_S
 from persia._cli.scripts import Script, run_data_loader, run_nn_worker
-from persia._cli.top import run_top
-from persia._cluster.connect import check_lists
+from persia._cli.top import DEADLINE_S, run_top
+from persia._cluster.connect import current_lists
 from persia._cluster.process import (
     Options,
     run_embedding_worker,
@@ -42,7 +37,7 @@ from persia._cluster.process import (
 )
 from persia._process_exit import end_with_launcher, note_end
 from persia._rpc.curve import CONTROL, DATA, SERVER, make_keys
-from persia.config._groups import OPTIMIZERS
+from persia.config import OPTIMIZERS
 from persia.errors import ConfigError, PersiaError
 from persia.logger import get_logger
 from persia.version import __version__
@@ -68,20 +63,22 @@ def _run_replica(
     role: str, index: int | None, size: int | None, run: Callable[[int, int], int]
 ) -> NoReturn:
     """As ``_run``; numbers that are not given are those of the environment."""
+    known = 0, 1
+    refused: ConfigError | None = None
     if index is None or size is None:
         try:
             known = env.replica()
         except ConfigError as error:
-            refusal = error
+            refused = error
+    number = known[0] if index is None else index
+    count = known[1] if size is None else size
 
-            def refuse() -> int:
-                raise refusal
+    def start() -> int:
+        if refused is not None:
+            raise refused
+        return run(number, count)
 
-            _run(role, refuse)
-        index = known[0] if index is None else index
-        size = known[1] if size is None else size
-    number, count = index, size
-    _run(f"{role} {number}", lambda: run(number, count))
+    _run(role if refused else f"{role} {number}", start)
 
 
 def _run(who: str, run: Callable[[], int]) -> NoReturn:
@@ -89,7 +86,7 @@ def _run(who: str, run: Callable[[], int]) -> NoReturn:
     set_up_logging(who)
     end_with_launcher()
     try:
-        check_lists()
+        current_lists()  # before anything is started that needs one of them
         status = run()
     except PersiaError as error:
         # No traceback: the message says what to change, or which process did not answer.
@@ -101,24 +98,21 @@ def _run(who: str, run: Callable[[], int]) -> NoReturn:
         sys.stderr.write(text)
         status = 1
         note_end(status, text)
-    atexit.register(_ignore_signals)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Honcho stops the rest of a job while this process exits.
+        atexit.register(signal.signal, number, signal.SIG_IGN)
     sys.exit(status)
 
 
-def _ignore_signals() -> None:
-    """Ignore signals: honcho stops the rest of a job while this process exits."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _script(words: Sequence[str], entry: Path | None, variable: str, line: str) -> Script:
+def _script(words: Sequence[str], entry: env.Variable[Path | None], line: str) -> Script:
     if words and not words[0].startswith("-"):
         return Script(Path(words[0]), tuple(words[1:]))
-    if entry is None:
+    path = entry()
+    if path is None:
         raise ConfigError(
-            f"expected a script: name it, or set {variable}. Example: persia-launcher {line}"
+            f"expected a script: name it, or set {entry.name}. Example: persia-launcher {line}"
         )
-    return Script(entry, tuple(words))
+    return Script(path, tuple(words))
 
 
 def _replica_options(command: Command) -> Command:
@@ -126,39 +120,26 @@ def _replica_options(command: Command) -> Command:
         ("--replica-size", 1, "Number of processes of this role; REPLICA_SIZE, or 1."),
         ("--replica-index", 0, "Number of this process, from 0; REPLICA_INDEX, or 0."),
     ):
-        kind = click.IntRange(least)
-        command = click.option(name, type=kind, default=None, help=text)(command)
+        command = click.option(name, type=click.IntRange(least), help=text)(command)
     return command
 
 
 def _server_options(default_port: int) -> Callable[[Command], Command]:
+    path, port = click.Path(path_type=Path), click.IntRange(0, 65535)
+    listed = f"if not given, as the list of addresses says, or {default_port}."
+
     def add(command: Command) -> Command:
         command = _replica_options(command)
-        path = click.Path(path_type=Path)
-        for name, kind, default, text in (
-            (
-                "--global-config",
-                path,
-                env.global_config_path,
-                "YAML file; PERSIA_GLOBAL_CONFIG if not given.",
-            ),
-            (
-                "--embedding-config",
-                path,
-                env.embedding_config_path,
-                "YAML file; PERSIA_EMBEDDING_CONFIG if not given.",
-            ),
-            ("--host", str, None, "Where to listen; PERSIA_LISTEN_HOST, or 127.0.0.1."),
-            (
-                "--port",
-                click.IntRange(0, 65535),
-                None,
-                f"Where to listen; if not given, as the list of addresses says, or "
-                f"{default_port}.",
-            ),
+        for which, default in (
+            ("global", env.global_config_path),
+            ("embedding", env.embedding_config_path),
         ):
-            command = click.option(name, type=kind, default=default, help=text)(command)
-        return command
+            text = f"YAML file; PERSIA_{which.upper()}_CONFIG if not given."
+            option = click.option(f"--{which}-config", type=path, default=default, help=text)
+            command = option(command)
+        text = "Where to listen; PERSIA_LISTEN_HOST, or 127.0.0.1."
+        command = click.option("--host", help=text)(command)
+        return click.option("--port", type=port, help=f"Where to listen; {listed}")(command)
 
     return add
 
@@ -181,8 +162,7 @@ def nn_worker(
     """
 
     def run() -> int:
-        variable = "PERSIA_NN_WORKER_ENTRY"
-        script = _script(filepath, env.nn_worker_entry(), variable, "nn-worker train.py")
+        script = _script(filepath, env.nn_worker_entry, "nn-worker train.py")
         return run_nn_worker(
             script, nproc_per_node=nproc_per_node, node_rank=node_rank, nnodes=nnodes
         )
@@ -206,12 +186,19 @@ def data_loader(
     """
 
     def run(index: int, size: int) -> int:
-        variable = "PERSIA_DATALOADER_ENTRY"
-        line = "data-loader data_loader.py"
-        script = _script(filepath, env.data_loader_entry(), variable, line)
+        script = _script(filepath, env.data_loader_entry, "data-loader data_loader.py")
         return run_data_loader(script, replica_index=index, replica_size=size)
 
     _run_replica("data-loader", replica_index, replica_size, run)
+
+
+def _serve(
+    role: str, run: Callable[[Options], int], index: int | None, size: int | None, options: Any
+) -> NoReturn:
+    def start(number: int, count: int) -> int:
+        return run(Options(replica_index=number, replica_size=count, **options))
+
+    _run_replica(role, index, size, start)
 
 
 @cli.command(
@@ -223,14 +210,7 @@ def embedding_worker(
     replica_index: int | None, replica_size: int | None, **options: Any
 ) -> None:
     """Serve an embedding-worker until the job has ended."""
-    _run_replica(
-        "embedding-worker",
-        replica_index,
-        replica_size,
-        lambda index, size: run_embedding_worker(
-            Options(replica_index=index, replica_size=size, **options)
-        ),
-    )
+    _serve("embedding-worker", run_embedding_worker, replica_index, replica_size, options)
 
 
 @cli.command(
@@ -242,14 +222,8 @@ def embedding_parameter_server(
     replica_index: int | None, replica_size: int | None, **options: Any
 ) -> None:
     """Serve an embedding-parameter-server until the job has ended."""
-    _run_replica(
-        "embedding-parameter-server",
-        replica_index,
-        replica_size,
-        lambda index, size: run_parameter_server(
-            Options(replica_index=index, replica_size=size, **options)
-        ),
-    )
+    role = "embedding-parameter-server"
+    _serve(role, run_parameter_server, replica_index, replica_size, options)
 
 
 @cli.command("keys", **example("persia-launcher keys keys/"))
@@ -261,11 +235,7 @@ def keys(directory: Path, names: tuple[str, ...], owner: int | None) -> None:
 
     PERSIA_KEYS names the directory to processes. A key that is there stays.
     """
-    try:
-        made = make_keys(directory, names or (SERVER, CONTROL, DATA), owner)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from error
-    for path in made:
+    for path in make_keys(directory, names or (SERVER, CONTROL, DATA), owner):
         click.echo(path)
 
 

@@ -73,14 +73,6 @@ FORMATTER = logging.Formatter(FILE_LOG_FORMAT)
 _default_logger: logging.Logger | None = None
 
 
-def _install(
-    logger: logging.Logger, handler: logging.Handler, formatter: logging.Formatter
-) -> None:
-    handler.setFormatter(formatter)
-    handler.set_name(f"persia.{type(handler).__name__}")
-    logger.addHandler(handler)
-
-
 def setLogger(
     name: str,
     log_level: int = logging.DEBUG,
@@ -108,14 +100,18 @@ def setLogger(
     for old in [h for h in logger.handlers if (h.get_name() or "").startswith("persia.")]:
         logger.removeHandler(old)
         old.close()
-    stream = sys.stderr
-    _install(logger, logging.StreamHandler(), COLOR_FORMATTER if stream.isatty() else FORMATTER)
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
     if enable_file_logger:
-        _install(logger, logging.FileHandler(log_filename, mode="a"), FORMATTER)
+        handlers.append(logging.FileHandler(log_filename, mode="a"))
     if enable_err_redirect:
-        errors = logging.FileHandler(err_redirect_filepath, mode="a")
-        errors.addFilter(levelFilter(err_redirect_level))
-        _install(logger, errors, FORMATTER)
+        handlers.append(logging.FileHandler(err_redirect_filepath, mode="a"))
+        handlers[-1].addFilter(levelFilter(err_redirect_level))
+    for handler in handlers:
+        handler.setFormatter(FORMATTER)
+        handler.set_name(f"persia.{type(handler).__name__}")
+        logger.addHandler(handler)
+    if sys.stderr.isatty():
+        handlers[0].setFormatter(COLOR_FORMATTER)
     logger.setLevel(log_level)
     return logger
 

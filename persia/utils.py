@@ -60,10 +60,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 continue  # SafeLoader itself refuses a key that cannot be hashed
             line = key_node.start_mark.line + 1
             if key_node.value in seen:
-                raise ConfigError(
-                    f"{line}: key {key_node.value!r} is already given "
-                    f"in line {seen[key_node.value]}"
+                first = (
+                    f"key {key_node.value!r} is already given in line {seen[key_node.value]}"
                 )
+                raise yaml.MarkedYAMLError(problem=first, problem_mark=key_node.start_mark)
             seen[key_node.value] = line
         return node
 
@@ -97,8 +97,6 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
         return yaml.load(text, Loader=_UniqueKeyLoader)
-    except ConfigError as exc:
-        raise ConfigError(f"{path}:{exc}") from None
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         place = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -150,13 +148,11 @@ def at_least(low: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
             number = int(text)
+            if number >= low:
+                return number
         except ValueError:
-            number = low - 1
-        if number < low:
-            raise argparse.ArgumentTypeError(
-                f"expected an integer of at least {low}, got {text!r}"
-            )
-        return number
+            pass
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {low}, got {text!r}")
 
     return read
 
@@ -178,11 +174,7 @@ def run_command(cmd: Sequence[object], env: Mapping[str, str] | None = None) -> 
 
 
 def resolve_binary_execute_path(binary_name: str) -> str:
-    """Find a program beside the running Python, or else on the search path.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """Find a program beside the running Python, or else on the search path."""
     beside = Path(sys.executable).parent
     found = shutil.which(binary_name, path=str(beside)) or shutil.which(binary_name)
     if found is None:
@@ -206,10 +198,9 @@ def find_free_port(port: int = 10000, interval: int = 1) -> int:
     Raises:
         ConfigError: If there is none up to 65535; it is a ValueError, as in the original.
     """
-    if port < 1:
-        raise ConfigError(f"port must be at least 1, got {port}")
-    if interval < 1:
-        raise ConfigError(f"interval must be at least 1, got {interval}")
+    for name, number in (("port", port), ("interval", interval)):
+        if number < 1:
+            raise ConfigError(f"{name} must be at least 1, got {number}")
     for candidate in range(port, MAXIMUM_LOCAL_PORT_NUM + 1, interval):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
@@ -225,19 +216,14 @@ def find_free_port(port: int = 10000, interval: int = 1) -> int:
 def total_memory_bytes(root: str | os.PathLike[str] = "/") -> int:
     """Return the bytes of memory this process may use: its cgroup's limit, or the host's.
 
-    Args:
-        root: Directory of ``proc`` and ``sys``; another one only in tests.
+    ``root``, here and below, has ``proc`` and ``sys``; it is another one only in tests.
     """
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([host, *(limit for limit, _ in _memory_limits(Path(root)))])
 
 
 def free_memory_bytes(root: str | os.PathLike[str] = "/") -> int:
-    """Return the bytes of memory that this process could still get; 0 if not known.
-
-    Args:
-        root: Directory of ``proc`` and ``sys``; another one only in tests.
-    """
+    """Return the bytes of memory that this process could still get; 0 if not known."""
     free = [_number_in(Path(root) / "proc/meminfo", r"MemAvailable: +(\d+) kB") * 1024]
     for limit, folder in _memory_limits(Path(root)):
         used = sum(
@@ -251,11 +237,7 @@ def free_memory_bytes(root: str | os.PathLike[str] = "/") -> int:
 
 
 def processor_quota(root: str | os.PathLike[str] = "/") -> float:
-    """Return the number of processors whose time this process may take; may be infinite.
-
-    Args:
-        root: Directory of ``proc`` and ``sys``; another one only in tests.
-    """
+    """Return the number of processors whose time this process may take; may be infinite."""
     quotas = [math.inf]
     for folder, version in _cgroup_folders(Path(root), "cpu"):
         names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -282,9 +264,8 @@ def _number_in(path: Path, pattern: str) -> int:
 def _memory_limits(root: Path) -> Iterator[tuple[int, Path]]:
     """Yield the memory limits of every group above this process, and their folders."""
     for folder, version in _cgroup_folders(root, "memory"):
-        text = _text_in(
-            folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")
-        ).strip()
+        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
+        text = _text_in(folder / name).strip()
         # No limit is "max" in version 2, and a number near 2**63 in version 1.
         if text.isdecimal():
             yield int(text), folder
@@ -309,13 +290,3 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             if not folder.is_relative_to(mount):
                 break
             yield folder, version
-
-
-def yaml_number(value: object) -> str:
-    """Return a hint for messages: YAML 1.1 takes a number such as 1e-3 for a text."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        mantissa, exponent = value.lower().split("e")
-        mantissa += "" if "." in mantissa else ".0"
-        exponent = exponent if exponent[0] in "+-" else f"+{exponent}"
-        return f"; write {mantissa}e{exponent}"
-    return ""

@@ -39,29 +39,17 @@ def set_rank(monkeypatch: Monkey, rank: str, local_rank: str, world_size: str) -
     monkeypatch.setenv("WORLD_SIZE", world_size)
 
 
-def test_nothing_set_is_the_only_replica() -> None:
+def test_a_process_has_a_rank_or_a_replica_number_until_reloaded(monkeypatch: Monkey) -> None:
     assert place() == (None, None, None, 1, 0)
-
-
-def test_nn_worker(monkeypatch: Monkey) -> None:
-    set_rank(monkeypatch, "5", "1", "8")
-    monkeypatch.setenv("REPLICA_INDEX", "3")
-    assert place() == (8, 5, 1, None, None)
-
-
-def test_replica(monkeypatch: Monkey) -> None:
     monkeypatch.setenv("REPLICA_SIZE", "4")
     monkeypatch.setenv("REPLICA_INDEX", "3")
     monkeypatch.setenv("RANK", "")
-    assert place() == (None, None, None, 4, 3)
-
-
-def test_parsed_once_until_reloaded(monkeypatch: Monkey) -> None:
-    assert env.get_replica_index() == 0
-    set_rank(monkeypatch, "0", "0", "1")
-    assert env.get_rank() is None
+    assert place() == (None, None, None, 1, 0)
     env.reload_env()
-    assert place() == (1, 0, 0, None, None)
+    assert place() == (None, None, None, 4, 3)
+    set_rank(monkeypatch, "5", "1", "8")
+    env.reload_env()
+    assert place() == (8, 5, 1, None, None)
 
 
 def test_set_env_wins_and_leaves_the_rest_none(monkeypatch: Monkey) -> None:
@@ -100,10 +88,6 @@ def test_a_bad_reload_changes_nothing(monkeypatch: Monkey) -> None:
     assert place() == (None, None, None, 2, 1)
 
 
-def test_alone_is_embedded() -> None:
-    assert env.get_mode() == "embedded"
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -117,6 +101,7 @@ def test_alone_is_embedded() -> None:
     ],
 )
 def test_servers_named_is_services_with_any_world_size(monkeypatch: Monkey, name: str) -> None:
+    assert env.get_mode() == "embedded"
     monkeypatch.setenv(name, "1")
     set_rank(monkeypatch, "0", "0", "2")
     assert env.get_mode() == "services"
@@ -143,44 +128,28 @@ def test_flags_are_read_at_each_use(monkeypatch: Monkey, text: str, want: bool) 
     assert env.PERSIA_LAUNCHER_VERBOSE is want
 
 
-def test_a_flag_that_is_none(monkeypatch: Monkey) -> None:
+def test_what_is_none(monkeypatch: Monkey) -> None:
     monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", "perhaps")
-    with pytest.raises(
-        ConfigError, match="PERSIA_SKIP_CHECK_DATA must be 0 or 1, got 'perhaps'"
-    ):
+    with pytest.raises(ConfigError, match="_SKIP_CHECK_DATA must be 0 or 1, got 'perhaps'"):
         env.skip_check_data()
-
-
-def test_unknown_attribute() -> None:
     with pytest.raises(AttributeError, match="no attribute 'PERSIA_NOTHING'"):
         _ = env.PERSIA_NOTHING
 
 
 @pytest.mark.parametrize(
-    ("name", "function"),
+    ("variable", "want"),
     [
-        ("PERSIA_GLOBAL_CONFIG", env.global_config_path),
-        ("PERSIA_EMBEDDING_CONFIG", env.embedding_config_path),
-        ("PERSIA_NN_WORKER_ENTRY", env.nn_worker_entry),
-        ("PERSIA_DATALOADER_ENTRY", env.data_loader_entry),
-        ("PERSIA_DATA_DIR", env.data_dir),
+        *((env.global_config_path, Path("x")), (env.embedding_config_path, Path("x"))),
+        *((env.nn_worker_entry, Path("x")), (env.data_loader_entry, Path("x"))),
+        *((env.data_dir, Path("x")), (env.isa, "x"), (env.master_address, "x")),
     ],
 )
-def test_paths(monkeypatch: Monkey, name: str, function: object) -> None:
-    if not callable(function):
-        pytest.fail(f"{name} has no function")
-    assert function() is None
-    monkeypatch.setenv(name, "some/where")
-    assert function() == Path("some/where")
-
-
-def test_texts(monkeypatch: Monkey) -> None:
-    assert env.isa() is None
-    assert env.master_address() is None
-    monkeypatch.setenv("PERSIA_ISA", "avx2")
-    monkeypatch.setenv("MASTER_ADDR", "node0")
-    assert env.isa() == "avx2"
-    assert env.master_address() == "node0"
+def test_paths_and_texts(
+    monkeypatch: Monkey, variable: env.Variable[object], want: object
+) -> None:
+    assert variable() is None
+    monkeypatch.setenv(variable.name, "x")
+    assert variable() == want
 
 
 def test_a_change_is_undone(monkeypatch: Monkey) -> None:
@@ -210,3 +179,13 @@ def test_environment_of_a_child(monkeypatch: Monkey) -> None:
     child = env.of_child(RANK=None, WORLD_SIZE=3)
     assert "RANK" not in child
     assert child["WORLD_SIZE"] == "3"
+
+
+def test_a_run_is_called_as_its_variable_or_its_folder(
+    tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    (tmp_path / "clicks").mkdir()
+    monkeypatch.chdir(tmp_path / "clicks")
+    assert env.run_name() == "clicks"
+    monkeypatch.setenv("PERSIA_RUN_ID", "monday")
+    assert env.run_name() == "monday"

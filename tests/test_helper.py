@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -110,12 +111,8 @@ def test_this_process_may_be_the_nn_worker(directory: Path) -> None:
     with ensure_persia_service(embedding_config=CONFIG):
         place = private_directory()
         Kept(directory).train()
-    assert kept_names(directory) == ["rankNone"]
+    assert (directory / "rankNone").exists()
     assert_nothing_is_left(place)
-
-
-def kept_names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
 
 
 def test_w45_configs_may_be_paths_and_the_with_gives_the_context(directory: Path) -> None:
@@ -258,9 +255,7 @@ def test_w45_ports_count_from_the_one_given() -> None:
         assert env.embedding_worker_addresses()[0].startswith("ipc://")
 
 
-def test_a_port_in_use_is_an_error_at_once_and_names_it(directory: Path) -> None:
-    import socket
-
+def test_a_port_in_use_is_an_error_at_once_and_names_it() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -40,15 +40,6 @@ def invoke(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_commands_of_the_original() -> None:
-    assert set(cli.commands) - {"keys", "top", "doctor", "init"} == {
-        "nn-worker",
-        "data-loader",
-        "embedding-worker",
-        "embedding-parameter-server",
-    }
-
-
 @pytest.mark.parametrize(
     ("words", "want"),
     [

@@ -76,16 +76,10 @@ def test_the_ordinal_in_a_host_name(host: str, want: int) -> None:
     assert own_number(host, never) == want
 
 
-@pytest.mark.parametrize(
-    ("name", "want"),
-    [
-        ("persia-embedding_worker-1.persia_cluster", 0),
-        ("persia-embedding_worker-12.persia_cluster", 11),
-        ("persia_embedding_worker_3.persia_cluster", 2),
-    ],
-)
+@pytest.mark.parametrize(("name", "want"), [("-1", 0), ("-12", 11), ("_3", 2)])
 def test_the_number_of_a_container(name: str, want: int) -> None:
-    assert own_number("759c68e30f36", lambda _: ["759c68e30f36", name]) == want
+    names = ["759c68e30f36", f"persia_embedding_worker{name}.persia_cluster"]
+    assert own_number("759c68e30f36", lambda _: names) == want
 
 
 @pytest.mark.parametrize("names", [[], ["trainer.net-1"], ["host-0"], ["759c68e30f36.net"]])
@@ -187,9 +181,3 @@ def test_a_number_needs_no_question(monkeypatch: Monkey) -> None:
     monkeypatch.delenv("REPLICA_INDEX")
     monkeypatch.delenv("REPLICA_SIZE")
     assert env.replica() == (0, 1)
-
-
-def test_supervised_is_a_flag(monkeypatch: Monkey) -> None:
-    assert not env.is_supervised()
-    monkeypatch.setenv("PERSIA_SUPERVISED", "1")
-    assert env.is_supervised()

@@ -43,9 +43,6 @@ def test_yaml_round_trip_keeps_order(tmp_path: Path) -> None:
     utils.dump_yaml(content, str(path))
     assert utils.load_yaml(str(path)) == content
     assert list(utils.load_yaml(path)) == ["z", "a"]
-
-
-def test_load_yaml_of_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.yml"):
         utils.load_yaml(tmp_path / "none.yml")
 
@@ -53,7 +50,10 @@ def test_load_yaml_of_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: 1\nb:\n  c: 1\n  c: 2\n", ":4: key 'c' is already given in line 3"),
+        (
+            b"a: 1\nb:\n  c: 1\n  c: 2\n",
+            ":4: expected YAML: key 'c' is already given in line 3",
+        ),
         (b"a: [1\n", ":2: expected YAML: while parsing a flow sequence expected"),
         (b"a: 1\n b: 2\n", ":2: expected YAML: mapping values are not allowed here"),
         (b"a: \xff\n", "expected YAML"),
@@ -95,7 +95,9 @@ def test_a_number_in_powers_of_ten_needs_no_dot(
     assert utils.load_yaml(path) == {"a": want, "b": "e5", "c": "1e"}
 
 
-def test_run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "out"
     code = "import os, sys; open(sys.argv[1], 'w').write(os.environ.get('WORD', '-'))"
     monkeypatch.setenv("WORD", "inherited")
@@ -106,11 +108,7 @@ def test_run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(subprocess.CalledProcessError) as caught:
         utils.run_command([sys.executable, "-c", "raise SystemExit(3)"])
     assert caught.value.returncode == 3
-
-
-def test_run_command_shows_itself_if_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert capsys.readouterr().err == ""
     monkeypatch.setenv("PERSIA_LAUNCHER_VERBOSE", "1")
     utils.run_command([sys.executable, "-c", "pass"])
     assert f"execute command: {sys.executable} -c pass" in capsys.readouterr().err
@@ -135,14 +133,10 @@ def test_find_free_port() -> None:
             utils.find_free_port(port, interval=utils.MAXIMUM_LOCAL_PORT_NUM)
     with pytest.raises(ValueError, match="expected a free port in 65536"):
         utils.find_free_port(65536)
+    with pytest.raises(ConfigError, match="port must be at least 1, got 0"):
+        utils.find_free_port(0)
     with pytest.raises(ConfigError, match="interval must be at least 1, got 0"):
         utils.find_free_port(interval=0)
-
-
-@pytest.mark.parametrize("port", [0, -1])
-def test_find_free_port_starts_at_a_port(port: int) -> None:
-    with pytest.raises(ConfigError, match=f"port must be at least 1, got {port}"):
-        utils.find_free_port(port)
 
 
 HOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -188,11 +182,9 @@ def test_total_memory_bytes(
     assert utils.total_memory_bytes(cgroups(tmp_path, lines, limits)) == want
 
 
-def test_total_memory_bytes_without_cgroups(tmp_path: Path) -> None:
+def test_memory_where_nothing_is_said(tmp_path: Path) -> None:
     assert utils.total_memory_bytes(tmp_path) == HOST
-
-
-def test_total_memory_bytes_here() -> None:
+    assert utils.free_memory_bytes(tmp_path) == 0
     assert 0 < utils.total_memory_bytes() <= HOST
 
 
@@ -227,10 +219,6 @@ def test_free_memory_bytes(
     root = cgroups(tmp_path, lines, files)
     (root / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable:    4096 kB\n")
     assert utils.free_memory_bytes(root) == want
-
-
-def test_free_memory_bytes_where_nobody_says(tmp_path: Path) -> None:
-    assert utils.free_memory_bytes(tmp_path) == 0
 
 
 @pytest.mark.parametrize(

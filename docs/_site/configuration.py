@@ -3,7 +3,8 @@
     python docs/_site/configuration.py          writes the page
     python docs/_site/configuration.py --check  fails if it is not what the code says
 
-A key is a field of a dataclass of ``persia.config``; its text is the string below the field. A
+A key is a field of a dataclass of ``persia.config``; its text is the string below the field, or
+the comment above it or behind it. A
 variable is one of the table of ``persia.env``.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import sys
 import typing
 from collections.abc import Iterator, Mapping
@@ -19,12 +21,10 @@ from pathlib import Path
 from types import ModuleType
 
 import persia.config._global
-import persia.config._groups
 import persia.config._schema
 import persia.env
 from persia._core.kernels import initial
-from persia.config import GlobalConfig
-from persia.config._groups import OPTIMIZERS
+from persia.config import OPTIMIZERS, GlobalConfig
 from persia.config._schema import _EmbeddingKeys
 
 PAGE = Path(__file__).resolve().parents[1] / "configuration.md"
@@ -42,25 +42,38 @@ the same shape may stand in place of a file, as in `TrainCtx(embedding_config=..
 
 
 def texts(module: ModuleType) -> dict[str, dict[str, str]]:
-    """Return the text below each field, by class."""
+    """Return the text of each field, by class."""
+    source = inspect.getsource(module)
+    lines = source.splitlines()
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(module)).body:
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
-            found[node.name] = {}
-            for field, after in zip(node.body, node.body[1:], strict=False):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(field.target, ast.Name)
-                    and isinstance(after, ast.Expr)
-                    and isinstance(after.value, ast.Constant)
+            of_class = found[node.name] = {}
+            for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+                if not isinstance(field, ast.AnnAssign) or not isinstance(
+                    field.target, ast.Name
                 ):
-                    found[node.name][field.target.id] = inspect.cleandoc(str(after.value.value))
+                    continue
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                    text = inspect.cleandoc(str(after.value.value))
+                else:
+                    text = comment(lines, field)
+                of_class[ast.unparse(field.target)] = text
     return found
 
 
-TEXTS = (
-    texts(persia.config._global) | texts(persia.config._groups) | texts(persia.config._schema)
-)
+def comment(lines: list[str], field: ast.AnnAssign) -> str:
+    """Return the comment behind a field as a sentence, or that above it."""
+    _, _, behind = lines[(field.end_lineno or 0) - 1].partition("  # ")
+    if behind:
+        return f"{behind[0].upper()}{behind[1:]}."
+    above = itertools.takewhile(
+        lambda line: line.strip().startswith("# "), reversed(lines[: field.lineno - 1])
+    )
+    return " ".join(line.strip().removeprefix("# ") for line in reversed([*above]))
+
+
+TEXTS = texts(persia.config._global) | texts(persia.config._schema)
 
 
 # Mappings whose keys are the user's own names.

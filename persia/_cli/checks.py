@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import errno
 import importlib
-import importlib.machinery
-import ipaddress
 import logging
 import logging.handlers
 import os
 import pkgutil
 import re
 import runpy
-import shlex
 import shutil
 import socket
 import subprocess
@@ -24,8 +21,9 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,15 +31,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import _core, _rpc, env
-from persia._cluster.addresses import TCP, split
-from persia._cluster.connect import check_lists, current_addresses
+from persia._cluster.addresses import TCP, is_name, resolve, resolved, split
+from persia._cluster.connect import current_lists
 from persia._core.base import cpu
 from persia._core.kernels.optim import RowOptimizer
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.endpoint import default_port
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
-from persia._rpc.zmq_transport import ZmqTransport
+from persia._rpc.zmq_transport import ZmqTransport, is_local
 from persia.config import (
     EmbeddingSchema,
     GlobalConfig,
@@ -58,8 +56,6 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found; a job would fail of an error."""
-
     check: str
     status: Literal["ok", "warning", "error"]
     text: str
@@ -67,17 +63,14 @@ class Finding:
 
 
 def ok(check: str, text: str) -> Finding:
-    """Return a finding that needs no action."""
     return Finding(check, "ok", text)
 
 
 def warning(check: str, text: str, todo: str) -> Finding:
-    """Return a finding that costs performance or may be a mistake."""
     return Finding(check, "warning", text, todo)
 
 
 def error(check: str, text: str, todo: str) -> Finding:
-    """Return a finding that a job would fail of."""
     return Finding(check, "error", text, todo)
 
 
@@ -102,18 +95,14 @@ def check_machine(*, huge_pages: Path = _HUGE_PAGES) -> Iterator[Finding]:
 
 
 def _check_build() -> Finding:
-    suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     num_loaded = 0
     for package in (_core, _rpc):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            spec = found.module_finder.find_spec(found.name, None)
-            if spec is None or not (spec.origin or "").endswith(suffixes):
-                continue
             try:
-                importlib.import_module(found.name)
+                module = importlib.import_module(found.name)
             except ImportError as exc:
                 return error("build", f"{found.name}: {exc}", "build again: pip install .")
-            num_loaded += 1
+            num_loaded += (module.__file__ or "").endswith(tuple(EXTENSION_SUFFIXES))
     version = ".".join(map(str, sys.version_info[:3]))
     text = f"PERSIA {__version__} on Python {version}, {num_loaded} compiled modules load"
     return ok("build", text)
@@ -121,35 +110,31 @@ def _check_build() -> Finding:
 
 def _check_kernels() -> Finding:
     available, asked = cpu.available(), env.isa()
-    if asked is not None:
-        try:
+    try:
+        if asked is not None:
             cpu.select(asked)
-        except ConfigError as exc:
-            return error("processor", f"PERSIA_ISA: {exc}", "correct or unset PERSIA_ISA")
+    except ConfigError as exc:
+        return error("processor", f"PERSIA_ISA: {exc}", "correct or unset PERSIA_ISA")
     num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    text = (
-        f"{num} processors; kernels for {cpu.selected()} ({', '.join(available)} are available)"
-    )
-    if asked is not None and cpu.selected() != available[-1]:
+    chosen = cpu.selected()
+    text = f"{num} processors; kernels for {chosen} ({', '.join(available)} are available)"
+    if asked is not None and chosen != available[-1]:
         return warning("processor", text, "unset PERSIA_ISA: same results, faster")
     return ok("processor", text)
 
 
 def _check_torch() -> Finding:
     # In a process of its own: servers and this command never load PyTorch.
+    command = [sys.executable, "-c", _TORCH]
     try:
         ran = subprocess.run(
-            [sys.executable, "-c", _TORCH],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TORCH_S,
+            command, capture_output=True, text=True, check=True, timeout=_TORCH_S
         )
     except subprocess.TimeoutExpired:
         text = f"did not load within {_TORCH_S:g} s"
         return warning("torch", text, "check the load of this machine and its disk")
-    if ran.returncode:
-        why = (ran.stderr.strip().splitlines() or ["it does not load"])[-1]
+    except subprocess.CalledProcessError as exc:
+        why = (exc.stderr.strip().splitlines() or ["it does not load"])[-1]
         todo = "pip install torch; nn-workers need it, others do not"
         return warning("torch", f"cannot be used: {why}", todo)
     version, cuda, num = ran.stdout.split()[-3:]
@@ -179,22 +164,20 @@ _MISSPELLED = 0.8
 
 def check_variables() -> Iterator[Finding]:
     """Yield findings on the variables that begin with ``PERSIA_``."""
-    names = env.own_names()
-    is_fine = True
+    names, found = env.own_names(), []
     for name in names:
-        if name in env.VARIABLES:
-            try:
-                env.VARIABLES[name]()
-            except ConfigError as exc:
-                is_fine = False
-                yield error("variables", str(exc), "correct it, see docs/configuration.md")
-        elif name not in _COMPOSE_VARIABLES:
-            is_fine = False
+        if name not in env.VARIABLES and name not in _COMPOSE_VARIABLES:
             hint = did_you_mean(name, sorted(env.VARIABLES), _MISSPELLED)
             text = f"{name}: unknown variable{hint}"
-            yield warning("variables", text, "correct the name, or unset it")
-    if names and is_fine:
-        yield ok("variables", f"{', '.join(names)}: can be read")
+            found.append(warning("variables", text, "correct the name, or unset it"))
+        try:
+            env.VARIABLES.get(name, str)()
+        except ConfigError as exc:
+            todo = "correct it, see docs/configuration.md"
+            found.append(error("variables", str(exc), todo))
+    if names and not found:
+        found.append(ok("variables", f"{', '.join(names)}: can be read"))
+    yield from found
 
 
 # --- configuration files ----------------------------------------------------------------------
@@ -227,23 +210,19 @@ def _as_findings(found: list[Finding], path: Path) -> Iterator[None]:
     """Turn errors, warnings and log records of reading a file into findings."""
     logger = logging.getLogger("persia.config")
     records = logging.handlers.BufferingHandler(capacity=1 << 20)
-    records.setLevel(logging.WARNING)
-    propagates, logger.propagate = logger.propagate, False
     logger.addHandler(records)
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             yield
         messages = [one.getMessage() for one in records.buffer]
-        messages += [str(one.message) for one in warned]
-        for message in messages:
+        for message in (*messages, *(str(one.message) for one in warned)):
             found.append(warning("config", message, "change that key, or leave it out"))
     except ConfigError as exc:
         todo = "see docs/configuration.md; persia-launcher init DIRECTORY writes an example"
         found.append(error("config", str(exc), todo if path.is_file() else "correct the path"))
     finally:
         logger.removeHandler(records)
-        logger.propagate = propagates
 
 
 # --- memory -----------------------------------------------------------------------------------
@@ -268,17 +247,7 @@ class Forecast:
     rows: int = 0  # expected over all servers, from the command line
 
 
-def row_bytes(dim: int, optimizer: str, dtype: str) -> int:
-    """Return the bytes that a parameter server needs for one row.
-
-    Args:
-        dim: Values of the row.
-        optimizer: Its name, which decides the size of the row's state.
-        dtype: Of the values; the state is kept in words of 4 bytes.
-
-    Raises:
-        ConfigError: If there is no such optimizer.
-    """
+def _row_bytes(dim: int, optimizer: str, dtype: str) -> int:
     value_words = dim if dtype == "float32" else (dim + 1) // 2
     state_words = RowOptimizer(optimizer, lr=0.1).state_words(dim)
     stride = _HEADER_BYTES + 4 * (value_words + state_words)
@@ -308,19 +277,9 @@ def forecast(
         table = schema.tables[slot.table]
         own = table.settings.optimizer
         chosen = (own.name if own is not None else None) or optimizer
-        size = row_bytes(slot.dim, chosen, table.dtype)
-        found.append(
-            Forecast(
-                feature=slot.name,
-                group=slot.group,
-                dim=slot.dim,
-                dtype=table.dtype,
-                optimizer=chosen,
-                row_bytes=size,
-                fit=limit // size,
-                rows=rows.get(slot.name, 0),
-            )
-        )
+        size, num = _row_bytes(slot.dim, chosen, table.dtype), rows.get(slot.name, 0)
+        head = (slot.name, slot.group, slot.dim, table.dtype, chosen)
+        found.append(Forecast(*head, row_bytes=size, fit=limit // size, rows=num))
     return found
 
 
@@ -328,12 +287,14 @@ def check_memory(config: GlobalConfig, forecasts: list[Forecast]) -> Iterator[Fi
     """Yield findings on the memory limit and on the rows expected."""
     settings = config.embedding_parameter_server_config
     total, limit = total_memory_bytes(), settings.memory_limit_bytes()
-    num_here = _num_servers_here()
+    # At least one, as where the list names hosts.
+    num_here = max(1, sum(map(is_local, current_lists()[parameter_server().name].addresses)))
     if limit == 0:
         text = "memory_limit is 0: rows may take more memory than there is"
         todo = "set memory_limit: 70% in embedding_parameter_server_config"
         yield warning("memory", text, todo)
-    elif limit * num_here > total:
+        return
+    if limit * num_here > total:
         share = resolve_memory_limit("90%") // num_here / _GIB
         yield error(
             "memory",
@@ -343,17 +304,14 @@ def check_memory(config: GlobalConfig, forecasts: list[Forecast]) -> Iterator[Fi
         )
     else:
         yield ok("memory", f"rows of a server may take {limit / _GIB:.1f} GiB (memory_limit)")
-    if forecasts and limit:
+    if forecasts:
         mean = sum(one.row_bytes for one in forecasts) / len(forecasts)
         at, what = min((int(limit / mean), "memory_limit"), (settings.capacity, "capacity"))
-        yield ok(
-            "memory",
-            f"a server evicts from about {at:,} rows on, by {what}; a row takes {mean:.0f} "
-            "bytes on average over features",
-        )
+        text = f"a server evicts from about {at:,} rows on, by {what}; a row takes {mean:.0f} "
+        yield ok("memory", f"{text}bytes on average over features")
         yield from _check_rows(forecasts, limit, settings.capacity)
     directory = env.state_directory() or Path(settings.state_dir)
-    if settings.keep_state and str(directory) != "off" and limit:
+    if settings.keep_state and str(directory) != "off":
         yield _check_state_room(directory, limit * num_here)
 
 
@@ -365,28 +323,14 @@ def _check_rows(forecasts: list[Forecast], limit: int, capacity: int) -> Iterato
     if not num:
         return
     servers = len(env.parameter_server_addresses())
-    text = (
-        f"{num:,} rows take {taken / _GIB:.2f} GiB, {taken / servers / _GIB:.2f} GiB on each "
-        f"of {servers} server(s)"
-    )
-    if taken / servers <= limit and num / servers <= capacity:
+    needed = max(-(-int(taken) // limit), -(-num // capacity))
+    text = f"{num:,} rows take {taken / _GIB:.2f} GiB, on {servers} server(s)"
+    if needed <= servers:
         yield ok("memory", text)
         return
-    needed = max(-(-int(taken) // limit), -(-num // capacity))
     text += ", more than memory_limit or capacity: rows will be evicted"
     todo = f"start {needed} parameter servers, or keep rows in float16 (docs/row-dtypes.md)"
     yield warning("memory", text, todo)
-
-
-def _num_servers_here() -> int:
-    """Return how many of the listed parameter servers are on this machine; at least one."""
-    here = [
-        address
-        for address in env.parameter_server_addresses()
-        if ("://" in address and not address.startswith(TCP))
-        or split(address)[0].strip("[]") in ("127.0.0.1", "localhost", "::1")
-    ]
-    return max(1, len(here))
 
 
 def _check_state_room(directory: Path, wanted: int) -> Finding:
@@ -412,13 +356,9 @@ _SCRIPT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class DataSample:
-    """Arrays of a sample by name."""
-
-    ids: Mapping[str, NDArray[np.uint64]]  # columns of integers
+    ids: Mapping[str, NDArray[np.uint64]]  # integers; texts are hashed as ParquetReader does
     others: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     is_batch: bool = False  # all ids are features; a column of a file may be anything
-    # Columns of texts, hashed as ParquetReader does: ids if they are features.
-    texts: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
 
 
 def read_sample(path: Path) -> DataSample:
@@ -432,14 +372,13 @@ def read_sample(path: Path) -> DataSample:
         DataError: If it cannot be read.
     """
     try:
-        if path.suffix == ".py":
-            return _of_batch(_first_batch(path))
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 return _of_arrays({name: arrays[name] for name in arrays.files})
         if path.suffix in (".parquet", ".pq"):
             return _of_parquet(path)
-        return _of_batch(PersiaBatch.from_bytes(path.read_bytes()))
+        content = _first_batch(path) if path.suffix == ".py" else path.read_bytes()
+        return _of_batch(PersiaBatch.from_bytes(content))
     except (OSError, ValueError, zipfile.BadZipFile, PersiaError) as exc:
         raise DataError(f"{path}: {exc}") from exc
 
@@ -466,7 +405,7 @@ def _of_parquet(path: Path) -> DataSample:
     except ImportError as exc:
         raise DataError("to read Parquet, pip install pyarrow") from exc
     table = parquet.ParquetFile(path).read_row_group(0)
-    found, texts = {}, {}
+    found = {}
     for name in table.column_names:
         column = table[name].combine_chunks()
         while hasattr(column, "flatten") and hasattr(column, "offsets"):  # lists, and of lists
@@ -474,15 +413,15 @@ def _of_parquet(path: Path) -> DataSample:
         try:
             if _arrays.are_ids(column.type) and not is_integer(column.type):
                 hashed = _arrays.id_feature(name, name, column, "hash")
-                texts[name] = hashed.feature_batch.distinct
+                found[name] = hashed.feature_batch.distinct
             else:
                 found[name] = column.drop_null().to_numpy(zero_copy_only=False)
         except Exception as exc:  # pyarrow's own classes, for types that numpy lacks
             raise DataError(f"column {name}: {exc}") from exc
-    return replace(_of_arrays(found), texts=texts)
+    return _of_arrays(found)
 
 
-def _first_batch(script: Path) -> PersiaBatch:
+def _first_batch(script: Path) -> bytes:
     with tempfile.TemporaryDirectory(prefix="persia-") as directory:
         target = Path(directory) / "batch"
         code = f"from {__name__} import run_to_first_batch; run_to_first_batch()"
@@ -497,14 +436,14 @@ def _first_batch(script: Path) -> PersiaBatch:
             )
         except subprocess.TimeoutExpired as exc:
             raise DataError(f"it sent no batch within {_SCRIPT_S:g} s") from exc
-        if not target.exists():
-            lines = ran.stderr.strip().splitlines()
-            failed = ran.returncode and lines
-            raise DataError(lines[-1] if failed else "it ended without sending a batch")
-        return PersiaBatch.from_bytes(target.read_bytes())
+        if target.exists():
+            return target.read_bytes()
+        lines = ran.stderr.strip().splitlines()
+        failed = ran.returncode and lines
+        raise DataError(lines[-1] if failed else "it ended without sending a batch")
 
 
-class FirstBatchCtx:
+class _FirstBatchCtx:
     """Stands in for ``DataCtx``: writes the first batch to a file and ends the process."""
 
     resume_position = 0
@@ -513,21 +452,19 @@ class FirstBatchCtx:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
 
-    def __enter__(self) -> FirstBatchCtx:
+    def __enter__(self) -> _FirstBatchCtx:
         return self
 
     def __exit__(self, *raised: object) -> None:
         pass
 
     def seek(self, batch: int) -> None:
-        """Begin at the first batch, which is the only one sent."""
+        pass
 
     def stats(self) -> dict[str, int]:
-        """Return no counts."""
         return {}
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
-        """Write the batch and end this process."""
         part = self.target.with_suffix(".part")
         part.write_bytes(persia_batch.to_bytes())
         part.rename(self.target)
@@ -539,24 +476,17 @@ def run_to_first_batch() -> None:
     import persia.ctx
 
     target, script = sys.argv[1:3]
-    FirstBatchCtx.target = Path(target)
-    setattr(persia.ctx, "DataCtx", FirstBatchCtx)  # noqa: B010  (mypy: a class is replaced)
+    _FirstBatchCtx.target = Path(target)
+    setattr(persia.ctx, "DataCtx", _FirstBatchCtx)  # noqa: B010  (mypy: a class is replaced)
     sys.argv = [script]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
 
 
 def check_sample(schema: EmbeddingSchema, sample: DataSample, name: str) -> Iterator[Finding]:
-    """Yield findings on a sample beside the embedding config.
-
-    Args:
-        schema: The features.
-        sample: The data.
-        name: Of the sample, in messages.
-    """
-    ids_of = {**{k: v for k, v in sample.texts.items() if k in schema.slots}, **sample.ids}
-    missing = [slot for slot in schema.slots if slot not in ids_of]
-    others = {*sample.ids, *sample.texts} - schema.slots.keys()
+    """Yield findings on a sample, of that name in messages, beside the embedding config."""
+    missing = [slot for slot in schema.slots if slot not in sample.ids]
+    others = sample.ids.keys() - schema.slots.keys()
     for slot in missing:
         there = sample.others.get(slot)
         if there is not None and not sample.is_batch:
@@ -571,8 +501,8 @@ def check_sample(schema: EmbeddingSchema, sample: DataSample, name: str) -> Iter
         todo = f"add {one}: {{dim: 8}} to slots_config, or do not send it"
         yield error("data", f"{name}: feature {one} is not in the config", todo)
     limit = 1 << (64 - schema.prefix_bits)
-    for one in schema.slots.keys() & ids_of.keys():
-        largest = int(ids_of[one].max()) if ids_of[one].size else 0
+    for one in schema.slots.keys() & sample.ids.keys():
+        largest = int(sample.ids[one].max(initial=0))
         if largest >= limit:
             text = f"{name}: {one} has ids up to {largest}, and {limit - 1} is the largest"
             todo = "hash them to fewer bits, or lower feature_index_prefix_bit"
@@ -587,42 +517,30 @@ def check_sample(schema: EmbeddingSchema, sample: DataSample, name: str) -> Iter
 
 # --- Procfile ---------------------------------------------------------------------------------
 
-_PROCESS = re.compile(r"([A-Za-z0-9_-]+):\s*(.+)")
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+# Not looked up: options of env, and what only a shell can expand.
+_COMMAND = re.compile(r"([A-Za-z0-9_-]+):\s*((?:env\s+)?(?:[A-Za-z_]\w*=\S*\s+)*)([^\s;]+).*")
 
 
 def check_procfile(path: Path) -> Iterator[Finding]:
     """Yield an error for each line whose command does not exist."""
     num_lines = num_bad = 0
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        line = _PROCESS.fullmatch(text.strip())
+        line = _COMMAND.fullmatch(text.strip())
         if line is None:
             continue
         num_lines += 1
-        problem = _command_problem(line[2])
-        if problem:
+        role, _, command = line.groups()
+        if re.search(r"[$`(]", text) or command.startswith("-"):
+            continue
+        words = ["sh", "-c", 'command -v -- "$1"', "sh", command]
+        if subprocess.run(words, capture_output=True, check=False).returncode:
             num_bad += 1
             todo = "install it, activate its environment, or correct the line"
-            yield error("procfile", f"{path}:{number}: {line[1]}: {problem}", todo)
+            yield error(
+                "procfile", f"{path}:{number}: {role}: no such command: {command}", todo
+            )
     if not num_bad:
         yield ok("procfile", f"{path}: all {num_lines} commands exist")
-
-
-def _command_problem(text: str) -> str:
-    try:
-        words = shlex.split(text)
-    except ValueError as exc:
-        return str(exc)
-    command = next((w for w in words if w != "env" and not _ASSIGNMENT.fullmatch(w)), "")
-    # A word that only a shell can expand, or an option of env, is not looked up.
-    if not command or command.startswith("-") or re.search(r"[$`(]", text):
-        return ""
-    found = subprocess.run(
-        ["sh", "-c", 'command -v -- "$1"', "sh", command.rstrip(";")],
-        capture_output=True,
-        check=False,
-    )
-    return "" if found.returncode == 0 else f"no such command: {command}"
 
 
 def file_in_procfile(path: Path, option: str) -> Path | None:
@@ -644,31 +562,29 @@ def check_network(fingerprint: str) -> Iterator[Finding]:
         fingerprint: Of the embedding config that running servers should have; "" if unknown.
     """
     try:
-        check_lists()
+        lists = current_lists()
     except ConfigError as exc:
         todo = "write host:port, or ipc:///path, with commas between"
         yield error("addresses", str(exc), todo)
         return
     yield from _check_keys()
-    for role, variable, listed in (
-        (parameter_server(), env.PARAMETER_SERVERS_VARIABLE, env.parameter_server_addresses()),
-        (embedding_worker(), env.EMBEDDING_WORKERS_VARIABLE, env.embedding_worker_addresses()),
-        (nn_worker(), env.NN_WORKERS_VARIABLE, env.nn_worker_addresses()),
-    ):
-        found = current_addresses(role, _NAMES_S)
-        yield from _check_names(variable, listed)
-        for address in found:
-            yield _check_address(role, variable, address, fingerprint)
+    for role in (parameter_server(), embedding_worker(), nn_worker()):
+        listed = lists[role.name]
+        for name in filter(is_name, listed.addresses):
+            try:
+                resolve(name)
+            except OSError as exc:
+                text = f"{listed.variable}: {split(name)[0]} cannot be resolved: {exc.strerror}"
+                todo = "correct the name; in containers it is a service's, on the same network"
+                yield error("names", text, todo)
+        for address in resolved(listed, _NAMES_S):
+            yield _check_address(role, listed.variable, address, fingerprint)
     yield from _check_metrics_ports()
 
 
 def _check_keys() -> Iterator[Finding]:
     host = env.listen_host()
-    try:
-        is_here = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        is_here = host == "localhost"
-    if is_here or env.keys_directory() is not None:
+    if is_local(f"{host}:0") or env.keys_directory() is not None:
         return
     if env.may_listen_without_keys():
         text = f"PERSIA_LISTEN_HOST={host}, and nothing is encrypted"
@@ -677,19 +593,6 @@ def _check_keys() -> Iterator[Finding]:
         text = f"PERSIA_LISTEN_HOST={host}: servers refuse to listen there without keys"
         todo = "persia-launcher keys keys/, and PERSIA_KEYS=keys/ for every process"
         yield error("keys", text, todo)
-
-
-def _check_names(variable: str, listed: list[str]) -> Iterator[Finding]:
-    for address in listed:
-        if "://" in address and not address.startswith(TCP):
-            continue
-        host, port = split(address)
-        try:
-            socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        except OSError as exc:
-            text = f"{variable}: {host} cannot be resolved: {exc.strerror}"
-            todo = "correct the name; in containers it is a service's, on the same network"
-            yield error("names", text, todo)
 
 
 def _check_address(role: Role, variable: str, address: str, fingerprint: str) -> Finding:
@@ -729,25 +632,21 @@ def _listen_errno(address: str) -> int:
             return errno.EADDRINUSE
         return 0 if path.parent.is_dir() else errno.ENOENT
     host, port = split(address)
-    return _bind_errno(host.strip("[]"), port)
-
-
-def _bind_errno(host: str, port: int) -> int:
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        family = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0][0]
         with closing(socket.socket(family)) as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((host, port))
+            server.bind((host.strip("[]"), port))
     except OSError as exc:  # of a name that cannot be resolved it is negative
         return exc.errno or -1
     return 0
 
 
 def _say_hello(role: Role, address: str) -> Hello:
-    with ExitStack() as stack:
-        transport = stack.enter_context(closing(ZmqTransport()))
-        client = Client(transport, address, role, timeout_s=_ANSWER_S)
-        stack.callback(client.close)
+    with (
+        closing(ZmqTransport()) as transport,
+        closing(Client(transport, address, role, timeout_s=_ANSWER_S)) as client,
+    ):
         return client.hello()
 
 
@@ -760,7 +659,7 @@ def _check_metrics_ports() -> Iterator[Finding]:
         return
     ports = [default_port(role, 0) for role in (LOADER, WORKER, SERVER, TRAINER)]
     refused = (errno.EADDRINUSE, errno.EACCES)
-    taken = [str(one) for one in ports if _bind_errno(host.strip("[]"), one) in refused]
+    taken = [str(one) for one in ports if _listen_errno(f"{TCP}{host}:{one}") in refused]
     if taken:
         text = f"ports {', '.join(taken)} of {host} are taken: the kernel will choose others"
         todo = "if another job has them: set PERSIA_METRICS_PORT, or name the ports to top"

@@ -1,4 +1,4 @@
-"""``persia-launcher doctor``: what a job would fail of, before it starts.
+"""Before a job: ``persia-launcher init``, and ``doctor``, which says what a job would fail of.
 
 checks     -->  findings: ok, warning, error, and what to do
 forecast   -->  a table: bytes of a row of each feature, rows that fit
@@ -7,7 +7,6 @@ forecast   -->  a table: bytes of a row of each feature, rows that fit
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,19 +38,14 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-# Where a project has its files, unless options or variables name them.
-_EMBEDDING = ("embedding_config.yml", "config/embedding_config.yml")
-_GLOBAL = ("global_config.yml", "config/global_config.yml")
-_SCRIPT = "data_loader.py"
-_PROCFILE = "Procfile"
-
+_PROCFILE = Path("Procfile")
+# Templates of a project; with .txt they are not taken for modules of this package.
+_SKELETON = Path(__file__).parent / "skeleton"
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    """Options of the command."""
-
     embedding_config: Path | None = None
     global_config: Path | None = None
     sample: Path | None = None
@@ -61,47 +55,27 @@ class DoctorOptions:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Findings and forecasts of one run."""
-
     findings: list[Finding]
     forecasts: list[Forecast]
 
     @property
     def status(self) -> int:
-        """The exit status: 1 if there is an error."""
         return int(any(one.status == "error" for one in self.findings))
 
     def to_json(self) -> str:
-        """Return the report for programs."""
-        return json.dumps(
-            {
-                "ok": not self.status,
-                "findings": [dataclasses.asdict(one) for one in self.findings],
-                "forecast": [dataclasses.asdict(one) for one in self.forecasts],
-            },
-            indent=2,
-        )
+        findings = [dataclasses.asdict(one) for one in self.findings]
+        forecasts = [dataclasses.asdict(one) for one in self.forecasts]
+        report = {"ok": not self.status, "findings": findings, "forecast": forecasts}
+        return json.dumps(report, indent=2)
 
     def summary(self) -> str:
-        """Return the last line: counts of errors and warnings."""
-        counts = {
-            name: sum(one.status == name for one in self.findings)
-            for name in ("error", "warning")
-        }
-        return ", ".join(
-            f"{number or 'no'} {name}{'' if number == 1 else 's'}"
-            for name, number in counts.items()
-        )
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=WIDTH).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        texts = []
+        for name in ("error", "warning"):
+            number = sum(one.status == name for one in self.findings)
+            texts.append(f"{number or 'no'} {name}{'' if number == 1 else 's'}")
+        return ", ".join(texts)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield what rich draws."""
         from rich.table import Table
         from rich.text import Text
 
@@ -139,17 +113,11 @@ class Report:
 
 
 def examine(options: DoctorOptions) -> Report:
-    """Run every check.
-
-    Raises:
-        ConfigError: If the options cannot be used.
-    """
+    """Run every check."""
     if options.sample is not None and not options.sample.is_file():
         raise ConfigError(f"--sample: no such file: {options.sample}")
-    embedding = options.embedding_config or env.embedding_config_path() or _first(_EMBEDDING)
-    embedding = embedding or _in_procfile("--embedding-config")
-    common = options.global_config or env.global_config_path() or _first(_GLOBAL)
-    common = common or _in_procfile("--global-config")
+    embedding = options.embedding_config or env.embedding_config_path() or _find("embedding")
+    common = options.global_config or env.global_config_path() or _find("global")
     findings = [*check_machine(), *check_variables()]
     found, schema, config = check_files(embedding, common)
     findings += found
@@ -160,23 +128,26 @@ def examine(options: DoctorOptions) -> Report:
         forecasts = forecast(schema, config, options.optimizer, options.rows)
     findings += check_memory(config, forecasts)
     if schema is not None:
-        path = options.sample or env.data_loader_entry() or _first([_SCRIPT])
-        if path is None:
-            findings.append(ok("data", "no sample given: --sample FILE compares one"))
-        else:
-            try:
+        path = options.sample or env.data_loader_entry() or _first(["data_loader.py"])
+        try:
+            if path is None:
+                findings.append(ok("data", "no sample given: --sample FILE compares one"))
+            else:
                 findings += check_sample(schema, read_sample(path), str(path))
-            except DataError as exc:
-                findings.append(error("data", str(exc), "correct it, or give another --sample"))
-    if Path(_PROCFILE).is_file():
-        findings += check_procfile(Path(_PROCFILE))
+        except DataError as exc:
+            findings.append(error("data", str(exc), "correct it, or give another --sample"))
+    if _PROCFILE.is_file():
+        findings += check_procfile(_PROCFILE)
     findings += check_network("" if schema is None else schema_fingerprint(schema))
     return Report(findings, forecasts)
 
 
-def _in_procfile(option: str) -> Path | None:
-    path = Path(_PROCFILE)
-    return file_in_procfile(path, option) if path.is_file() else None
+def _find(which: str) -> Path | None:
+    """Return where a project has one of its configs: here, or where its Procfile says."""
+    found = _first([f"{which}_config.yml", f"config/{which}_config.yml"])
+    if found is None and _PROCFILE.is_file():
+        found = file_in_procfile(_PROCFILE, f"--{which}-config")
+    return found
 
 
 def _first(names: Sequence[str]) -> Path | None:
@@ -184,31 +155,23 @@ def _first(names: Sequence[str]) -> Path | None:
 
 
 def rows_of(texts: Sequence[str]) -> dict[str, int]:
-    """Parse texts of the form ``feature=number``, such as ``user=2e9``.
-
-    Raises:
-        ConfigError: If a text has another form.
-    """
-    return dict(_row_of(text) for text in texts)
-
-
-def _row_of(text: str) -> tuple[str, int]:
-    name, _, number = text.rpartition("=")
-    try:
-        count = int(float(number))
-        if name and count >= 0:
-            return name, count
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(f"--rows: expected FEATURE=NUMBER, such as user=2e9, got {text!r}")
+    """Parse texts of the form ``feature=number``, such as ``user=2e9``."""
+    found = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        try:
+            found[name] = int(float(number))
+        except (ValueError, OverflowError):
+            name = ""
+        if not name or found[name] < 0:
+            raise ConfigError(
+                f"--rows: expected FEATURE=NUMBER, such as user=2e9, got {text!r}"
+            )
+    return found
 
 
 def run_doctor(options: DoctorOptions, *, as_json: bool) -> int:
-    """Print the report; returns the exit status.
-
-    Raises:
-        ConfigError: If the options cannot be used, or rich is not installed.
-    """
+    """Print the report; returns the exit status."""
     if as_json:
         report = examine(options)
         print(report.to_json())
@@ -217,8 +180,22 @@ def run_doctor(options: DoctorOptions, *, as_json: bool) -> int:
     from rich.console import Console
 
     report, console = examine(options), Console()
-    if console.is_terminal:
-        console.print(report)
-    else:
-        print(report)
+    (console if console.is_terminal else Console(width=WIDTH)).print(report)
     return report.status
+
+
+def write_project(directory: Path) -> list[Path]:
+    """Write a project that trains as it is into a new or empty directory; returns its files."""
+    written: list[Path] = []
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ConfigError(f"{directory} is not empty: expected a new or an empty directory")
+        directory.mkdir(parents=True, exist_ok=True)
+        for template in sorted(_SKELETON.rglob("*.txt")):
+            path = directory / template.relative_to(_SKELETON).with_suffix("")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
+            written.append(path)
+    except OSError as exc:
+        raise ConfigError(f"{directory}: {exc.strerror}") from exc
+    return written

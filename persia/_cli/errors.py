@@ -33,7 +33,6 @@ class Refused(click.ClickException):
     exit_code = 2
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line."""
         click.echo(self.format_message(), file=file, err=True)
 
 
@@ -54,7 +53,6 @@ class OneLineCommand(click.Command):
     """A command that refuses a bad command line in one line."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words behind the command."""
         with _one_line(self, ctx.command_path):
             return super().parse_args(ctx, args)
 
@@ -73,7 +71,6 @@ class ScriptCommand(OneLineCommand):
         super().__init__(*arguments, **named)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words behind the command."""
         if args[:1] == ["-h"]:
             args = ["--help"]
         with _one_line(self, ctx.command_path):
@@ -100,12 +97,10 @@ class OneLineGroup(click.Group):
     command_class = OneLineCommand
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line up to the command."""
         with _one_line(self, ctx.command_path):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Find the command, parse its words and run it."""
         with _one_line(self, ctx.command_path):
             try:
                 return super().invoke(ctx)

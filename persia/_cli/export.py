@@ -32,11 +32,7 @@ def export(
     groups: Collection[str],
     progress: Progress,
 ) -> dict[str, int]:
-    """Write the rows of a chain, of some feature groups or all; returns rows by file.
-
-    Raises:
-        ConfigError: If a group is unknown, files are there already, or a package is missing.
-    """
+    """Write the rows of a chain, of some feature groups or all; returns rows by file."""
     schema = manifests[-1].schema
     names = [group.name for group in schema.groups]
     unknown = sorted(set(groups) - set(names))
@@ -67,11 +63,7 @@ def export(
 
 @contextmanager
 def _whole_or_none(folder: Path) -> Iterator[None]:
-    """Make a folder, and remove it again if filling it fails.
-
-    Raises:
-        ConfigError: If files are there already, or it cannot be made.
-    """
+    """Make a folder, and remove it again if filling it fails."""
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,8 +84,6 @@ def _whole_or_none(folder: Path) -> Iterator[None]:
 
 
 class _Files:
-    """A file for each part."""
-
     def __init__(self, folder: Path, form: str, names: Sequence[str]) -> None:
         self._storage = LocalStorage(folder)
         self._folder = folder

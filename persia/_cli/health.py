@@ -3,25 +3,22 @@
     python -m persia._cli.health embedding-worker
     python -m persia._cli.health --ready nn-worker
 
-Exits with 0 if the server works, else with 1 and a line that says why not.
+Exits with 0 if the server works, else with 1 and a line that says why not. The check is a call,
+not a connection: a server that has stopped serving still listens.
 
-The check is a call, not a connection: a server that has stopped serving still listens. Its own
-counts come from the threads that serve, and an embedding-worker that has not found its
-parameter servers refuses.
-
-With ``--ready`` the process is read at /readyz, beside its metrics: its script has entered a
-context, and every server that it needs answers and is configured. A data-loader, which serves
-nothing else, can be checked in no other way.
+With ``--ready``, and for a data-loader, which serves nothing else, the process is read at
+/readyz, beside its metrics: its script has entered a context, and every server that it needs
+answers and is configured.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, closing
+from contextlib import closing
 from http import HTTPStatus
 
 from persia import env
-from persia._cli.scraper import LOOPBACK_OF, fetch
+from persia._cli.top import LOOPBACK_OF, fetch, metrics_host
 from persia._cluster.addresses import TCP, split
 from persia._cluster.connect import listening_address
 from persia._metrics.definitions import LOADER, TRAINER
@@ -39,10 +36,6 @@ def check(role: str, timeout_s: float, port: int | None = None) -> None:
     """Call the server of this container, at the address of the environment.
 
     An nn-worker only says hello, at the address of its first rank here.
-
-    Raises:
-        ConfigError: If another role answers, or the environment cannot be read.
-        ServiceError: If it does not answer in time, or refuses.
     """
     wanted = ROLES[role]()
     index = 0 if role == nn_worker().name else env.replica()[0]
@@ -53,29 +46,23 @@ def check(role: str, timeout_s: float, port: int | None = None) -> None:
         # ZeroMQ takes an IPv6 address in brackets only.
         near = f"[{near}]" if ":" in near and not near.startswith("[") else near
         address = f"{TCP}{near}:{listens_at}"
-    with ExitStack() as stack:
-        transport = stack.enter_context(closing(ZmqTransport()))
-        client = Client(transport, address, wanted, timeout_s=timeout_s)
-        stack.callback(client.close)
+    with (
+        closing(ZmqTransport()) as transport,
+        closing(Client(transport, address, wanted, timeout_s=timeout_s)) as client,
+    ):
         client.hello()
         if "stats" in wanted.methods:
             client.call("stats")
 
 
 def check_ready(role: str, timeout_s: float) -> None:
-    """Read /readyz of the process of this container; of an nn-worker, of its first rank here.
-
-    Raises:
-        ConfigError: If its port is not known.
-        ServiceError: If it does not answer in time, or is not ready.
-    """
+    """Read /readyz of this container's process; of an nn-worker, of its first rank here."""
     port = env.metrics_port()
     if port == 0 or isinstance(port, str):
         raise ConfigError("PERSIA_METRICS_PORT: expected a port, for /readyz")
     if port is None:
         port = default_port(role, 0 if role == TRAINER else env.replica()[0])
-    host = env.metrics_host().strip("[]")
-    host = LOOPBACK_OF.get(host, host)
+    host = metrics_host()
     try:
         status, text = fetch(host, port, "/readyz", timeout_s)
     except OSError as error:
@@ -85,7 +72,6 @@ def check_ready(role: str, timeout_s: float) -> None:
 
 
 def main() -> None:
-    """Check the role that the command line names."""
     example = "python -m persia._cli.health --ready nn-worker"
     parser = ArgumentParser("Ask the server of this container.", example)
     parser.add_argument("role", choices=sorted([*ROLES, LOADER]))

@@ -1,33 +1,117 @@
-"""The process of a user's script or function, as ``scripts`` starts it.
+"""A user's script or function in a process of its own: how it is started, and what runs there.
 
     python -m persia._cli.run script train.py --epochs 3
     python -m persia._cli.run call function.pkl
+    python -m persia._cli.run torchrun --standalone --nproc-per-node=2 -m module ...
 
 The script sees the same ``sys.argv`` and ``sys.path`` as under ``python train.py --epochs 3``.
 SIGTERM raises SystemExit in its main thread, so that ``with TrainCtx`` is left properly. Its
 end is noted for the launcher, which prints the traceback again after all other output. A
 process whose launcher is gone ends.
+
+``torchrun`` is ``torch.distributed.run`` without a traceback of its own after the script's:
+each rank that failed is one line, and ranks ended by a signal are none.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import pickle
 import runpy
+import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from persia._cluster import process_metrics
-from persia._process_exit import end_with_launcher, note_end
+from persia import env
+from persia._process_exit import (
+    End,
+    end_with_launcher,
+    first_failure,
+    has_participated,
+    note_end,
+)
 from persia.errors import JobFinished
+
+logger = logging.getLogger(__name__)
+
+# Seconds that a signalled child gets to end; honcho kills this process after 5.
+UNWIND_S = 2.5
+
+
+class Child:
+    """A running Python process with a session of its own.
+
+    A signal to the group of this process (Ctrl-C, honcho) reaches it once, from here.
+
+    Args:
+        words: Python's arguments.
+        changes: To the environment; None removes a variable.
+    """
+
+    def __init__(self, words: Sequence[str], **changes: object) -> None:
+        command = [sys.executable, *words]
+        if env.launcher_verbose():
+            print(f"execute command: {shlex.join(command)}", file=sys.stderr, flush=True)
+        self._notes = tempfile.TemporaryDirectory(prefix="persia-")
+        launched = {
+            env.LAUNCHED_VARIABLE: 1,
+            env.RUN_DIRECTORY_VARIABLE: self._notes.name,
+            env.LAUNCHER_PID_VARIABLE: os.getpid(),
+        }
+        environment = env.of_child(**launched, **changes)
+        self.process = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
+            os.killpg(self.process.pid, number)
+
+    def stop(self, number: int, timeout_s: float = UNWIND_S) -> None:
+        """Signal the child, and kill it if it does not end in time."""
+        self.send_signal(number)
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            logger.warning(
+                "process %d did not end within %g s of %s and is killed",
+                self.process.pid,
+                timeout_s,
+                signal.Signals(number).name,
+            )
+            self.send_signal(signal.SIGKILL)
+            self.process.wait()
+
+    def end(self) -> End:
+        status = self.process.wait()
+        if status == 0:
+            return End(0)
+        status = 128 - status if status < 0 else status
+        return first_failure(Path(self._notes.name)) or End(status)
+
+    @property
+    def has_participated(self) -> bool:
+        return has_participated(Path(self._notes.name))
+
+    def close(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self._notes.cleanup()
 
 
 def main() -> None:
-    """Run what the command line names, and exit with its status."""
     kind, path, *arguments = sys.argv[1:]
+    if kind == "torchrun":
+        _torchrun([path, *arguments])
+        return
+    from persia._cluster import process_metrics
+
     end_with_launcher()
     signal.signal(signal.SIGTERM, _on_sigterm)
     sys.argv = [path, *arguments]
@@ -60,6 +144,22 @@ def main() -> None:
             sys.excepthook(type(error), error, own)  # the script's
         sys.stderr.flush()
         note_end(1, text)
+        sys.exit(1)
+
+
+def _torchrun(arguments: list[str]) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(arguments)
+    except SignalException as signalled:
+        sys.exit(128 + signalled.sigval)
+    except ChildFailedError as failed:
+        for rank, failure in failed.failures.items():
+            how = f"exit code {failure.exitcode}"
+            print(f"rank {rank} (process {failure.pid}) ended with {how}", file=sys.stderr)
         sys.exit(1)
 
 

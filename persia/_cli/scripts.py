@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from persia import env
-from persia._cli.children import Child, signal_name
+from persia._cli.run import Child
 from persia._cluster.job import (
     GRACE_S,
     POLL_S,
@@ -52,8 +52,6 @@ _LEAVE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A Python file and its arguments."""
-
     path: Path
     arguments: tuple[str, ...] = ()
 
@@ -80,12 +78,8 @@ def _watch(child: Child, events: Events) -> None:
 
 
 def torchrun(nproc_per_node: int, node_rank: int, nnodes: int) -> list[str]:
-    """Return the arguments of Python that start the ranks of this node.
-
-    Raises:
-        ConfigError: If there are several nodes, and ``MASTER_ADDR`` is not set.
-    """
-    command = ["-m", "persia._cli.torchrun", f"--nproc-per-node={nproc_per_node}"]
+    """Return the arguments of Python that start the ranks of this node."""
+    command = ["-m", RUN, "torchrun", f"--nproc-per-node={nproc_per_node}"]
     if nnodes == 1:
         return [*command, "--standalone"]
     if not 0 <= node_rank < nnodes:
@@ -108,13 +102,8 @@ def run_nn_worker(
     Node 0 announces the status to every server. A traceback is printed last.
     """
     command = torchrun(nproc_per_node, node_rank, nnodes)
-    logger.info(
-        "runs %s with %d rank(s) on node %d of %d",
-        script.path,
-        nproc_per_node,
-        node_rank,
-        nnodes,
-    )
+    where = f"{nproc_per_node} rank(s) on node {node_rank} of {nnodes}"
+    logger.info("runs %s with %s", script.path, where)
     received = 0
     with watched_process() as events, closing(Child([*command, *script.words()])) as child:
         _watch(child, events)
@@ -123,7 +112,7 @@ def run_nn_worker(
             raise event.error
         if event.kind == "signal":
             received = event.number
-            logger.info("stops after %s", signal_name(received))
+            logger.info("stops after %s", signal.Signals(received).name)
             child.stop(received)
         end = child.end()
         if received:
@@ -131,17 +120,14 @@ def run_nn_worker(
         logger.info("%s ended with status %d", script.path, end.status)
         if node_rank == 0:
             patience_s = _ANNOUNCE_SUPERVISED_S if env.is_supervised() else _ANNOUNCE_S
-            _announce_end(
-                end.status,
-                _ANNOUNCE_ON_SIGNAL_S if received else patience_s,
-                child.has_participated,
-            )
+            patience_s = _ANNOUNCE_ON_SIGNAL_S if received else patience_s
+            _announce_end(end.status, patience_s, child.has_participated)
         if end.status and not received:
             # Until data-loaders know the end of the job and log nothing more.
             with suppress(queue.Empty):
                 while events.get(timeout=_POLLED_S).kind != "signal":
                     pass
-    _print_last(end)
+    print(end.text, end="", file=sys.stderr, flush=True)
     return end.status
 
 
@@ -155,12 +141,6 @@ def _announce_end(status: int, timeout_s: float, has_participated: bool) -> None
             return
     if silent and not status:
         logger.warning("the end of the job did not reach %s", ", ".join(silent))
-
-
-def _print_last(end: End) -> None:
-    if end.text:
-        sys.stderr.write(end.text)
-        sys.stderr.flush()
 
 
 # --- data-loader ----------------------------------------------------------------------------
@@ -186,20 +166,16 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
         _watch(child, events)
 
         def on_end(end: int | PersiaError) -> None:
-            if isinstance(end, int):
-                events.put(Event("job", end))
-            else:
-                events.put(Event("job", error=end))
+            events.put(Event("job", end) if isinstance(end, int) else Event("job", error=end))
 
         def serve_metrics() -> None:
             # At the port of the script's own endpoint, which ended with it.
-            endpoint = Endpoint(LOADER, replica_index, list, _no_problem, _no_problem)
-            stack.callback(endpoint.close)
+            stack.callback(Endpoint(LOADER, replica_index, list, str, str).close)
 
         watcher = f"data-loader {replica_index} {socket.gethostname()}:{os.getpid()}"
         stack.enter_context(closing(JobMonitor(transport, watcher, on_end, replica_index)))
         end = _until_job_ends(script, child, events, serve_metrics)
-    _print_last(end)
+    print(end.text, end="", file=sys.stderr, flush=True)
     return end.status
 
 
@@ -213,15 +189,11 @@ def _late_status(events: Events) -> int | None:
     return None
 
 
-def _no_problem() -> str:
-    return ""
-
-
 def _until_job_ends(
     script: Script,
     child: Child,
     events: Events,
-    on_script_ended: Callable[[], None] = lambda: None,
+    on_script_ended: Callable[[], object] = str,
 ) -> End:
     has_ended = False  # the script, well
     status: int | None = None  # of the job
@@ -246,7 +218,7 @@ def _until_job_ends(
         if event.kind == "failure" and event.error is not None:
             raise event.error
         if event.kind == "signal":
-            logger.log(level, "stops after %s", signal_name(event.number))
+            logger.log(level, "stops after %s", signal.Signals(event.number).name)
             child.stop(event.number)
             return End(128 + event.number if status is None else status_after_job(status))
         if event.kind == "ended":

@@ -18,8 +18,6 @@ TCP = "tcp://"
 
 @dataclass(frozen=True, slots=True)
 class AddressList:
-    """The addresses of a role, and where they are named."""
-
     variable: str
     addresses: list[str]
     is_by_node: bool = False  # a list shorter than the set is one of nodes
@@ -38,7 +36,6 @@ def parsed(variable: str, addresses: Sequence[str]) -> list[str]:
 
 
 def split(address: str) -> tuple[str, int]:
-    """``tcp://host:port`` -> host, port."""
     host, _, port = address.removeprefix(TCP).rpartition(":")
     return host, int(port)
 

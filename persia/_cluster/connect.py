@@ -14,28 +14,34 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from persia import env
 from persia._cluster.addresses import TCP, AddressList, parsed, resolved, split
 from persia._cluster.discovery import Discovery
-from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
+from persia._rpc.client import Client
+from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteNNWorker, RemoteParameterServer
 from persia._rpc.transport import Transport
 from persia.errors import ConfigError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _nats_warning = threading.Lock()  # acquired with the one warning, and never released
 
-# By role: the variable of its list, and what reads it.
 _LISTS = {
-    parameter_server().name: (env.PARAMETER_SERVERS_VARIABLE, env.parameter_server_addresses),
-    embedding_worker().name: (env.EMBEDDING_WORKERS_VARIABLE, env.embedding_worker_addresses),
-    nn_worker().name: (env.NN_WORKERS_VARIABLE, env.nn_worker_addresses),
+    parameter_server().name: env.parameter_server_addresses,
+    embedding_worker().name: env.embedding_worker_addresses,
+    nn_worker().name: env.nn_worker_addresses,
 }
 
 
-def connect_parameter_servers(
+def _connect(
+    role: Role,
+    stub: Callable[[Client, Hello], T],
     transport: Transport,
     *,
     addresses: Sequence[str] | None = None,
@@ -43,10 +49,12 @@ def connect_parameter_servers(
     on_restart: Callable[[int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     on_wait: Callable[[str], None] | None = None,
-) -> list[RemoteParameterServer]:
-    """Connect to every embedding-parameter-server.
+) -> list[T]:
+    """Connect to every server of a role; returns them by replica number.
 
     Args:
+        role: Of the servers.
+        stub: Of its class.
         transport: How to get there.
         addresses: Where they listen; from the environment if not given.
         timeout_s: Seconds until all must have answered, and of each later call;
@@ -56,91 +64,43 @@ def connect_parameter_servers(
         should_stop: Asked several times a second whether to wait no longer.
         on_wait: Called every few seconds with the log's line about what is missing.
 
-    Returns:
-        The servers by replica number.
-
     Raises:
         ConfigError: If an address cannot be read, or the servers that answer are not one set.
         ServiceUnavailable: If some are missing at the deadline.
         JobFinished: If ``should_stop`` said so.
     """
-    discovery = _discovery(transport, parameter_server(), addresses, timeout_s, on_restart)
-    found = discovery.run(should_stop, on_wait)
-    return [RemoteParameterServer.of(client, hello) for client, hello in found]
-
-
-def connect_embedding_workers(
-    transport: Transport,
-    *,
-    addresses: Sequence[str] | None = None,
-    timeout_s: float | None = None,
-    on_restart: Callable[[int], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> list[RemoteEmbeddingWorker]:
-    """Connect to every embedding-worker; as ``connect_parameter_servers``."""
-    discovery = _discovery(transport, embedding_worker(), addresses, timeout_s, on_restart)
-    found = discovery.run(should_stop)
-    return [RemoteEmbeddingWorker.of(client, hello) for client, hello in found]
-
-
-def connect_nn_workers(
-    transport: Transport,
-    *,
-    addresses: Sequence[str] | None = None,
-    timeout_s: float | None = None,
-    on_restart: Callable[[int], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> list[RemoteNNWorker]:
-    """Connect to every nn-worker, by rank; as ``connect_parameter_servers``."""
-    discovery = _discovery(transport, nn_worker(), addresses, timeout_s, on_restart)
-    return [RemoteNNWorker.of(client, hello) for client, hello in discovery.run(should_stop)]
-
-
-def _discovery(
-    transport: Transport,
-    role: Role,
-    addresses: Sequence[str] | None,
-    timeout_s: float | None,
-    on_restart: Callable[[int], None] | None,
-) -> Discovery:
     name = env.named_nats_variable()
     if name is not None and _nats_warning.acquire(blocking=False):
         logger.warning("%s is ignored: servers are found by their addresses", name)
-    return Discovery(
-        transport,
-        role,
-        _list_of(role.name, addresses),
-        env.rpc_timeout_s() if timeout_s is None else timeout_s,
-        on_restart,
-    )
+    listed = _list_of(role.name, addresses)
+    timeout_s = env.rpc_timeout_s() if timeout_s is None else timeout_s
+    discovery = Discovery(transport, role, listed, timeout_s, on_restart)
+    return [stub(client, hello) for client, hello in discovery.run(should_stop, on_wait)]
+
+
+connect_parameter_servers = partial(_connect, parameter_server(), RemoteParameterServer.of)
+connect_embedding_workers = partial(_connect, embedding_worker(), RemoteEmbeddingWorker.of)
+connect_nn_workers = partial(_connect, nn_worker(), RemoteNNWorker.of)
 
 
 def _list_of(role: str, addresses: Sequence[str] | None = None) -> AddressList:
-    """Return the addresses of a role, and where they were named."""
-    variable, read = _LISTS[role]
-    if addresses:
-        variable = f"the list of {role}s given"
+    read = _LISTS[role]
+    variable = f"the list of {role}s given" if addresses else read.name
     is_by_node = role == nn_worker().name
     return AddressList(variable, parsed(variable, addresses or read()), is_by_node)
 
 
-def check_lists() -> None:
-    """Read the lists of every role, before anything is started that needs one of them.
+def current_lists() -> dict[str, AddressList]:
+    """Read the lists of every role, by its name.
 
     Raises:
         ConfigError: If an address in them cannot be read; names the variable.
     """
-    for role in _LISTS:
-        _list_of(role)
+    return {role: _list_of(role) for role in _LISTS}
 
 
 def current_addresses(role: Role, timeout_s: float) -> list[str]:
-    """Return every address of a role, those of names as they lead now.
-
-    Args:
-        role: Whose.
-        timeout_s: Seconds that names get to be looked up; those that need longer are left out.
-    """
+    """Return every address of a role, with the hosts that its names lead to now."""
     return resolved(_list_of(role.name), timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""Asking at addresses until a set of servers is whole.
+"""Asking at addresses until a set of servers is whole, and finding those that have moved.
 
 A thread per address asks until it has an answer; a thread per name looks up its hosts. The set
 is whole when each of the replica numbers that ``hello`` speaks of has answered once. Until then
@@ -13,6 +13,10 @@ States of one address:
     ANSWERED  asked again, no answer         -> CLOSED     the address is asked from the start
     any       no list entry leads there now  -> CLOSED
     any       the search ends                -> CLOSED     clients of the set stay open
+
+A name of one host is left to ZeroMQ afterwards, which looks it up at each connection. One of
+several does not say which replica is where, so each server is called at its host, and a thread
+checks every few seconds that it is there. If not, it is sought among the hosts of the name.
 """
 
 from __future__ import annotations
@@ -25,8 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from persia._cluster.addresses import TCP, AddressList, is_name, resolve, split
-from persia._cluster.monitor import start_monitor
+from persia._cluster.addresses import TCP, AddressList, is_name, resolve, resolved, split
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role
 from persia._rpc.transport import Transport
@@ -48,11 +51,11 @@ _LINE_S = 3.0
 _RESOLVE_S = 1.0
 # Seconds between two checks of ``should_stop``.
 _STOP_S = 0.25
+# Seconds between two checks of servers that were found, and of each call.
+_CHECK_S = 3.0
 
 
 class ProbeState(Enum):
-    """State of one address; the table is above."""
-
     ASKING = "asking"
     ANSWERED = "answered"
     FAILED = "failed"
@@ -74,17 +77,13 @@ class _Probe:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the process at an address said at one time."""
-
     probe: _Probe
     hello: Hello
 
     def __str__(self) -> str:
-        hello = self.hello
-        return (
-            f"{hello.role} {hello.replica_index} of {hello.replica_size} "
-            f"at {self.probe.address}"
-        )
+        one = self.hello
+        which = f"{one.role} {one.replica_index} of {one.replica_size}"
+        return f"{which} at {self.probe.address}"
 
 
 class Discovery:
@@ -142,9 +141,7 @@ class Discovery:
         """
         for name in self._names:
             # Not joined: only the system ends a look-up.
-            threading.Thread(
-                target=self._look_up, args=(name,), name=f"persia-look-up {name}", daemon=True
-            ).start()
+            _start(f"persia-look-up {name}", self._look_up, name)
         answers: list[_Answer] = []
         try:
             answers = self._wait(should_stop, on_wait)
@@ -154,7 +151,7 @@ class Discovery:
         found = [(answer.probe.client, answer.hello) for answer in answers]
         hosts = {host for hosts in self._names.values() if len(hosts) > 1 for host in hosts}
         if any(client.address in hosts for client, _ in found):
-            start_monitor(self._transport, self._role, self._listed, found)
+            Monitor(self._transport, self._role, self._listed, found)
         return found
 
     def _wait(
@@ -241,7 +238,6 @@ class Discovery:
                     return
 
     def _addresses(self) -> list[str]:
-        """Return every address that the list leads to now."""
         hosts: list[str] = []
         for address in self._listed.addresses:
             found = self._names.get(address, [address])
@@ -286,15 +282,12 @@ class Discovery:
                 pass
 
         client = Client(
-            self._transport,
-            address,
-            self._role,
+            *(self._transport, address, self._role),
             timeout_s=self._timeout_s,
             on_restart=None if self._on_restart is None else on_restart,
         )
         probe = self._probes[address] = _Probe(address, client)
-        probe.thread = threading.Thread(target=ask, name=f"persia-ask {address}", daemon=True)
-        probe.thread.start()
+        probe.thread = _start(f"persia-ask {address}", ask)
 
     def _step(self, probe: _Probe) -> ProbeState:
         """Ask at an address once; return its state then."""
@@ -313,11 +306,8 @@ class Discovery:
         except ServiceTimeout:
             problem = f"no answer from {probe.address}, to which there is a connection"
         except BaseException as exc:
-            state, hello, error = (
-                ProbeState.FAILED,
-                None,
-                exc,
-            )  # raised by the thread that waits
+            # Raised by the thread that waits.
+            state, hello, error = ProbeState.FAILED, None, exc
         with self._changed:
             if probe.state is ProbeState.CLOSED:
                 return ProbeState.CLOSED
@@ -365,14 +355,10 @@ class Discovery:
         listed = [one for one in self._listed.addresses if one not in self._names]
         if not answers or len(listed) <= answers[0].hello.replica_size:
             return []
-        return [
-            address
-            for address in listed
-            if (probe := self._probes.get(address)) is not None and probe.hello is None
-        ]
+        probes = [self._probes[one] for one in listed if one in self._probes]
+        return [probe.address for probe in probes if probe.hello is None]
 
     def _describe_missing(self, answers: Sequence[_Answer]) -> str:
-        """Say which servers are missing, and why."""
         if self._misfit:
             return self._misfit
         what = f"no {self._role.name} answers"
@@ -407,19 +393,102 @@ def _conflict(answers: Sequence[_Answer]) -> tuple[_Answer, _Answer, str] | None
         if here.replica_size != one.hello.replica_size:
             return one, answer, f"two sets of servers are mixed: {one}, and {answer}"
         if here.schema_fingerprint != one.hello.schema_fingerprint:
-            differences = describe_differences(
-                one.hello.schema_fingerprint,
-                here.schema_fingerprint,
-                f"at {one.probe.address}",
-                f"at {answer.probe.address}",
-            )
-            text = (
-                f"{one} and {answer} have different embedding configs: "
-                f"{differences}; {SAME_EVERYWHERE}"
-            )
-            return one, answer, text
+            fingerprints = one.hello.schema_fingerprint, here.schema_fingerprint
+            places = f"at {one.probe.address}", f"at {answer.probe.address}"
+            differences = describe_differences(*fingerprints, *places)
+            text = f"{one} and {answer} have different embedding configs: {differences}; "
+            return one, answer, text + SAME_EVERYWHERE
         twin = by_number.setdefault(here.replica_index, answer)
         if twin is not answer:
             text = f"two servers have one number: {twin}, and another process at "
             return twin, answer, text + answer.probe.address
     return None
+
+
+def _start(name: str, target: Callable[..., object], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(None, target, name, arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+class Monitor:
+    """Checks servers in a thread until their clients are closed.
+
+    Clients are closed together, and before their transport is.
+
+    Args:
+        transport: How to get to them.
+        role: Of the servers.
+        listed: Where to seek one that has moved.
+        found: All of them, by number.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        role: Role,
+        listed: AddressList,
+        found: Sequence[tuple[Client, Hello]],
+    ) -> None:
+        self._transport, self._role, self._listed, self._found = transport, role, listed, found
+        self._restarts: dict[int, threading.Thread] = {}
+        _start(f"persia-monitor {role.name}", self._run)
+
+    def _run(self) -> None:
+        client = self._found[0][0]
+        while not client.wait_closed(_CHECK_S):
+            try:
+                self._check_all()
+            except Exception:
+                if not client.wait_closed(0.0):
+                    raise
+
+    def _check_all(self) -> None:
+        found = self._found
+        lost = {x.replica_index: client for client, x in found if not self._is_there(client, x)}
+        if lost:
+            taken = {client.address for client, _ in found if client not in lost.values()}
+            for address in resolved(self._listed, _CHECK_S):
+                if address not in taken:
+                    self._seek(address, lost)
+
+    def _is_there(self, client: Client, hello: Hello) -> bool:
+        try:
+            now = client.probe(_CHECK_S)
+            if now.incarnation != client.incarnation:
+                self._report_restart(client, hello.replica_index)
+            return now.replica_size == hello.replica_size
+        except ServiceTimeout:
+            return True  # there is a connection: a process that hangs has not moved
+        except ServiceUnavailable:
+            return client.wait_closed(0.0)
+        except ConfigError:
+            return False  # another server has got its host
+
+    def _report_restart(self, client: Client, number: int) -> None:
+        """Let the client find another process, which calls ``on_restart``.
+
+        In a thread of its own: that may take long, the process may be gone again meanwhile, and
+        only the monitor finds out where it is then.
+        """
+
+        def say_hello() -> None:
+            with contextlib.suppress(ServiceError, ConfigError):
+                client.hello(_CHECK_S)
+
+        if number not in self._restarts or not self._restarts[number].is_alive():
+            self._restarts[number] = _start(f"persia-restart {number}", say_hello)
+
+    def _seek(self, address: str, lost: dict[int, Client]) -> None:
+        """Ask at an address, and move a lost server's client there if it is that server."""
+        probe = Client(self._transport, address, self._role)
+        with contextlib.closing(probe), contextlib.suppress(ServiceError, ConfigError):
+            hello = probe.hello(_CHECK_S)
+            client, size = lost.get(hello.replica_index), self._found[0][1].replica_size
+            if client is None or hello.replica_size != size or client.wait_closed(0.0):
+                return
+            if client.address != address:
+                who, before = f"{self._role.name} {hello.replica_index}", client.address
+                logger.warning("%s is now at %s, and no more at %s", who, address, before)
+                client.move(address)
+            del lost[hello.replica_index]

@@ -22,15 +22,7 @@ NEVER = 100 * 366 * 24 * 3600
 
 
 def build_embedding_worker(schema: EmbeddingSchema, config: GlobalConfig) -> EmbeddingWorker:
-    """Build the parameter servers that the configuration asks for, and a worker over them.
-
-    Args:
-        schema: Slots, groups and tables.
-        config: ``embedded_config`` says how many servers, and how many threads each takes
-            for a request.
-
-    Returns:
-        The embedding-worker. Rows live as long as it does.
+    """Build the servers of ``embedded_config``, and a worker over them; rows live as it does.
 
     Raises:
         ConfigError: ``PERSIA_ISA`` names kernels that this machine cannot run.
@@ -53,10 +45,7 @@ def build_embedding_worker(schema: EmbeddingSchema, config: GlobalConfig) -> Emb
     logger.info(
         "embedded mode: %d parameter server(s) with %d thread(s) each in this process, "
         "%d slots in %d groups",
-        num_servers,
-        num_threads,
-        len(schema.slots),
-        len(schema.groups),
+        *(num_servers, num_threads, len(schema.slots), len(schema.groups)),
     )
     settings = dataclasses.replace(
         config.embedding_worker_config, buffered_data_expired_sec=NEVER

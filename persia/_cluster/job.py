@@ -53,11 +53,8 @@ def announce_job_end(
 ) -> list[str]:
     """Announce to every parameter server and embedding-worker that the job has ended.
 
-    Args:
-        transport: How to get there.
-        status: The exit status of the training script.
-        timeout_s: Seconds that servers get to be there and to answer.
-        took_part: Whether the script has configured servers; see ``JobState``.
+    Servers get ``timeout_s`` to be there and to answer. ``took_part`` says whether the script
+    has configured servers; see ``JobState``.
 
     Returns:
         The addresses without an answer; where all answered, the servers of their sets that
@@ -141,10 +138,8 @@ class JobMonitor:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more."""
         self._is_closed.set()
-        client = self._client
-        if client is not None:
+        if (client := self._client) is not None:
             client.close()  # ends a question that waits for its answer
         self._thread.join()
 
@@ -169,21 +164,16 @@ class JobMonitor:
                     return status
                 answered_at = max(answered_at, last_answer)
             silent_s = time.monotonic() - answered_at
+            silent = (
+                f"no embedding-worker at {', '.join(addresses)} has said for {silent_s:.0f} s "
+                "whether the job has ended"
+            )
             if silent_s > self._timeout_s:
-                return ServiceUnavailable(
-                    f"no embedding-worker at {', '.join(addresses)} has said for "
-                    f"{silent_s:.0f} s whether the job has ended",
-                    role=embedding_worker().name,
-                    method="job_status",
-                )
+                role = embedding_worker().name
+                return ServiceUnavailable(silent, role=role, method="job_status")
             if silent_s > _LINE_S and time.monotonic() - logged_at > _LINE_S:
                 logged_at = time.monotonic()
-                logger.warning(
-                    "waiting: no embedding-worker at %s says whether the job has ended, for "
-                    "%.0f s",
-                    ", ".join(addresses),
-                    silent_s,
-                )
+                logger.warning("waiting: %s", silent)
             self._is_closed.wait(POLL_S)
         return None
 
@@ -194,9 +184,8 @@ class JobMonitor:
             self._client = client
             try:
                 while not self._is_closed.is_set():
-                    status: int | None = client.call(
-                        "job_status", self._watcher, timeout_s=_ATTEMPT_S
-                    )
+                    words = "job_status", self._watcher
+                    status: int | None = client.call(*words, timeout_s=_ATTEMPT_S)
                     answered_at = time.monotonic()
                     if status is not None:
                         return status, answered_at

@@ -19,15 +19,21 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 from persia import env
 from persia._cluster.connect import connect_parameter_servers, listening_address
 from persia._cluster.job import GRACE_S, POLL_S, Event, status_after_job, watched_process
-from persia._cluster.metric_sources import of_clients, of_rpc_server, of_server, of_worker
-from persia._cluster.process_metrics import PROBE_S, push_settings
+from persia._cluster.process_metrics import (
+    PROBE_S,
+    of_clients,
+    of_rpc_server,
+    of_server,
+    of_worker,
+    push_settings,
+)
 from persia._core.base import cpu
 from persia._files.open import ANYWHERE, AllowedRoots
 from persia._metrics.endpoint import Endpoint
@@ -58,8 +64,6 @@ _STOP_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says to a server."""
-
     embedding_config: str | os.PathLike[str] | None
     global_config: str | os.PathLike[str] | None
     replica_index: int = 0
@@ -78,13 +82,8 @@ def set_up_logging(process: str) -> None:
 
 
 def run_parameter_server(options: Options) -> int:
-    """Serve an embedding-parameter-server until its end; returns the exit status.
-
-    Raises:
-        ConfigError: If a file, an option or the address cannot be used.
-    """
-    listed = env.parameter_server_addresses()
-    schema, config = _load(options, env.PARAMETER_SERVERS_VARIABLE, listed)
+    """Serve an embedding-parameter-server until its end; returns the exit status."""
+    schema, config = _load(options, env.parameter_server_addresses)
     settings = config.embedding_parameter_server_config
     process = ServerProcess(parameter_server(), options)
     address, index, size = process.address, options.replica_index, options.replica_size
@@ -129,16 +128,9 @@ def _roots(settings: ParameterServerConfig, address: str) -> AllowedRoots:
 
 
 def run_embedding_worker(options: Options) -> int:
-    """Serve an embedding-worker until its end; returns the exit status.
-
-    Raises:
-        ConfigError: If a file, an option or an address cannot be used, or the parameter
-            servers that answer are not one set.
-        ServiceUnavailable: If parameter servers are missing at the deadline.
-    """
-    listed = env.embedding_worker_addresses()
+    """Serve an embedding-worker until its end; returns the exit status."""
     role = embedding_worker()
-    schema, config = _load(options, env.EMBEDDING_WORKERS_VARIABLE, listed)
+    schema, config = _load(options, env.embedding_worker_addresses)
     worker: EmbeddingWorker | None = None
     missing = "connecting to the embedding-parameter-servers"
 
@@ -195,41 +187,29 @@ def _log_in_flight(worker: EmbeddingWorker, process: ServerProcess) -> None:
 
 
 def _load(
-    options: Options, variable: str, listed: Sequence[str]
+    options: Options, addresses: env.Variable[list[str]]
 ) -> tuple[EmbeddingSchema, GlobalConfig]:
+    index, size, num_listed = options.replica_index, options.replica_size, len(addresses())
     if options.embedding_config is None:
         raise ConfigError(
             "expected an embedding config: give --embedding-config or set "
             "PERSIA_EMBEDDING_CONFIG"
         )
-    if not 0 <= options.replica_index < options.replica_size:
-        raise ConfigError(
-            f"--replica-index must be in 0..{options.replica_size - 1} for --replica-size "
-            f"{options.replica_size}, got {options.replica_index}"
-        )
-    if len(listed) > options.replica_size:
+    if not 0 <= index < size:
+        expected = f"must be in 0..{size - 1} for --replica-size {size}, got {index}"
+        raise ConfigError(f"--replica-index {expected}")
+    if num_listed > size:
         # Each would serve as the only one of its set.
-        raise ConfigError(
-            f"{variable} lists {len(listed)} addresses, but --replica-size is "
-            f"{options.replica_size}"
-        )
+        text = f"{addresses.name} lists {num_listed} addresses, but --replica-size is {size}"
+        raise ConfigError(text)
     if (kernels := env.isa()) is not None:
         cpu.select(kernels)
-    return EmbeddingSchema.load(options.embedding_config), GlobalConfig.load(
-        options.global_config
-    )
+    schema = EmbeddingSchema.load(options.embedding_config)
+    return schema, GlobalConfig.load(options.global_config)
 
 
 class ServerProcess:
-    """A server that is a process: its calls, its metrics, and what ends it.
-
-    Args:
-        role: What it serves.
-        options: Which replica of it, and where.
-
-    Raises:
-        ConfigError: If the role's list has no address for it.
-    """
+    """A server that is a process: its calls, its metrics, and what ends it."""
 
     def __init__(self, role: Role, options: Options) -> None:
         self._role, self._options = role, options
@@ -242,7 +222,6 @@ class ServerProcess:
         self.stack = ExitStack()  # what is closed at the end
 
     def __enter__(self) -> ServerProcess:
-        """Turn signals and failures of threads into events."""
         try:
             self._events = self.stack.enter_context(watched_process())
             self.transport = self.stack.enter_context(closing(ZmqTransport()))
@@ -252,7 +231,6 @@ class ServerProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close everything, the newest first."""
         self.stack.close()
 
     def listen(
@@ -272,9 +250,6 @@ class ServerProcess:
             service: What serves calls; None if ``server.service`` is set later.
             waits_for: Says what the service waits for as long as there is none; must not ask
                 other processes, as it is called for each call that is refused.
-
-        Raises:
-            ConfigError: If it cannot listen at its address, or where metrics are served.
         """
         name, number = self._role.name, self._options.replica_index
         self.server = Server(
@@ -316,7 +291,6 @@ class ServerProcess:
             self._events.put(Event("job", status))
 
     def has_ended(self) -> bool:
-        """Whether there is a reason to end."""
         return not self._events.empty()
 
     def wait(self) -> int:
@@ -347,9 +321,5 @@ class ServerProcess:
             return
         self._is_stopped = True
         counts = self.server.stop(_STOP_S)
-        logger.log(
-            self.level,
-            "stopped: %d calls served, %d unfinished",
-            counts.get("calls", 0),
-            counts.get("unfinished", 0),
-        )
+        numbers = counts.get("calls", 0), counts.get("unfinished", 0)
+        logger.log(self.level, "stopped: %d calls served, %d unfinished", *numbers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from persia._cluster import metric_sources
+from persia._cluster import process_metrics
 from persia._metrics.definitions import TRAINER
 from persia._metrics.registry import MetricSource, Sample
 from persia._rpc.worker_pool import EmbeddingWorkers
@@ -49,22 +49,22 @@ class TrainingMetrics:
         self._engine = engine
         role, rank = TRAINER, self._rank
         found: list[tuple[object, Callable[[], MetricSource]]] = [
-            (book, lambda: metric_sources.of_inflight(role, rank, book)),
+            (book, lambda: process_metrics.of_inflight(role, rank, book)),
             (self, lambda: MetricSource(role, rank, "steps", self, self._read)),
         ]
         if stream is not None:
             receiver, server = stream.receiver, stream.server
             found += [
-                (receiver, lambda: metric_sources.of_receiver(role, rank, receiver)),
-                (server, lambda: metric_sources.of_rpc_server(role, rank, server)),
+                (receiver, lambda: process_metrics.of_receiver(role, rank, receiver)),
+                (server, lambda: process_metrics.of_rpc_server(role, rank, server)),
             ]
         if isinstance(worker, EmbeddingWorkers):
             clients = worker.clients
             found.append(
-                (worker, lambda: metric_sources.of_clients(role, rank, worker, clients))
+                (worker, lambda: process_metrics.of_clients(role, rank, worker, clients))
             )
         else:
-            found += metric_sources.of_embedded(worker)
+            found += process_metrics.of_embedded(worker)
         self._known = {id(of): self._known.get(id(of)) or make() for of, make in found}
         return list(self._known.values())
 

@@ -5,11 +5,28 @@ there are and which of them share rows; ``GroupSettings`` says how the rows of o
 kept and trained.
 """
 
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from persia import env
 from persia.config._compare import (
     SAME_EVERYWHERE,
     describe_differences,
     list_differences,
     schema_fingerprint,
+)
+from persia.config._document import (
+    Expect,
+    InvalidValue,
+    Listed,
+    Model,
+    Named,
+    check_probability,
+    integer,
+    show,
+    validate,
 )
 from persia.config._global import (
     CheckpointingConfig,
@@ -22,33 +39,29 @@ from persia.config._global import (
     ParameterServerConfig,
     resolve_memory_limit,
 )
-from persia.config._groups import GroupAdmission, GroupEviction, GroupOptimizer, GroupSettings
-from persia.config._models import (
-    Expect,
-    InvalidValue,
-    Listed,
-    Model,
-    Named,
-    check_probability,
-    integer,
-    show,
-    validate,
-)
 from persia.config._schema import (
+    OPTIMIZERS,
     POOLINGS,
     EmbeddingSchema,
+    GroupAdmission,
+    GroupEviction,
+    GroupOptimizer,
+    GroupSettings,
     Initialization,
     Pooling,
     Slot,
     Table,
     tables_at_rate,
 )
+from persia.errors import ConfigError
 
 __all__ = [
+    "OPTIMIZERS",
     "POOLINGS",
     "SAME_EVERYWHERE",
     "CheckpointingConfig",
     "CommonConfig",
+    "ConfigSource",
     "EmbeddedConfig",
     "EmbeddingSchema",
     "EmbeddingWorkerConfig",
@@ -73,9 +86,33 @@ __all__ = [
     "describe_differences",
     "integer",
     "list_differences",
+    "load_configs",
     "resolve_memory_limit",
     "schema_fingerprint",
     "show",
     "tables_at_rate",
     "validate",
 ]
+
+# A mapping as YAML has it, or the path of a file.
+ConfigSource = str | os.PathLike[str] | Mapping[str, object]
+
+
+def load_configs(
+    schema: ConfigSource | EmbeddingSchema | None, config: ConfigSource | None
+) -> tuple[EmbeddingSchema, GlobalConfig]:
+    """Load the two YAML files; None reads the one that the environment names.
+
+    Raises:
+        ConfigError: If there is no embedding config, or one of the two cannot be used.
+    """
+    if schema is None:
+        schema = env.embedding_config_path()
+    if schema is None:
+        raise ConfigError(
+            "no embedding config: pass embedding_config= (a mapping, the path of a YAML "
+            "file, or an EmbeddingConfig with schema=), or set PERSIA_EMBEDDING_CONFIG"
+        )
+    if config is None:
+        config = env.global_config_path()
+    return EmbeddingSchema.load(schema), GlobalConfig.load(config)

@@ -10,10 +10,10 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
-from persia.config._groups import GroupSettings
-from persia.config._schema import EmbeddingSchema
+from persia.config._schema import EmbeddingSchema, GroupSettings
 
 # Characters of a fingerprint, which is in every ``hello``; thousands of slots take fewer.
 _MAX_FINGERPRINT = 1 << 18
@@ -89,38 +89,30 @@ def list_differences(
 
 def _differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
     """Yield what differs and both values; what may follow from something else comes later."""
-    key = "feature_index_prefix_bit"
-    if one[key] != other[key]:
-        yield key, one[key], other[key]
-    slots, others = one["slots"], other["slots"]
-    for name in sorted(slots.keys() ^ others.keys()):
-        is_in_one = name in slots
-        words = ("present", "absent") if is_in_one else ("absent", "present")
-        yield f"slots_config.{name}", *words
-    both = sorted(slots.keys() & others.keys())
-    for name in both:
-        (dim, group, _, *stack), (its_dim, its_group, _, *its_stack) = slots[name], others[name]
-        for what, x, y in (
-            (f"slots_config.{name}.dim", dim, its_dim),
-            (f"the feature group of slot {name!r}", group, its_group),
-            (f"slots_config.{name}.hash_stack_config", _rows(*stack), _rows(*its_stack)),
-        ):
-            if x != y:
-                yield what, x, y
-    for number, (x, y) in enumerate(zip(one["groups"], other["groups"], strict=False)):
+    both = one["slots"].keys() & other["slots"].keys()
+    facts, its_facts = _facts(one, both), _facts(other, both)
+    for fact in sorted(facts.keys() | its_facts.keys()):
+        x, y = facts.get(fact, "absent"), its_facts.get(fact, "absent")
         if x != y:
-            yield f"feature group {number}, in the order of the file,", x, y
-            break
-    settings, its_settings = one["settings"], other["settings"]
-    for group in sorted(settings.keys() | its_settings.keys()):
-        x, y = settings.get(group, "absent"), its_settings.get(group, "absent")
-        if x != y:
-            yield f"group_settings.{group}", x, y
-    for name in both:
-        x, y = slots[name][2], others[name][2]
-        if x != y:
+            yield fact[1], x, y
+
+
+def _facts(meaning: Any, slots: AbstractSet[str]) -> dict[tuple[int, str], object]:
+    """Return what a fingerprint says, by rank and name; details of some slots only."""
+    facts = {(0, "feature_index_prefix_bit"): meaning["feature_index_prefix_bit"]}
+    for name, (dim, group, table, *stack) in meaning["slots"].items():
+        facts[1, f"slots_config.{name}"] = "present"
+        if name in slots:
+            facts[2, f"slots_config.{name}.dim"] = dim
+            facts[2, f"the feature group of slot {name!r}"] = group
+            facts[2, f"slots_config.{name}.hash_stack_config"] = _rows(*stack)
             what = f"the number of slot {name!r}'s dim, initialization and admit_probability"
-            yield what, x, y
+            facts[5, what] = table
+    for number, group in enumerate(meaning["groups"]):
+        facts[3, f"feature group {number}, in the order of the file,"] = group
+    for group, settings in meaning["settings"].items():
+        facts[4, f"group_settings.{group}"] = settings
+    return facts
 
 
 def _rows(rounds: int, size: int) -> str:

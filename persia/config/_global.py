@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from persia.config._document import Document
-from persia.config._models import Expect, InvalidValue, Listed, Section, integer
+from persia.config._document import Document, Expect, InvalidValue, Listed, Section, integer
 from persia.errors import ConfigError
 from persia.logger import get_logger
 from persia.utils import total_memory_bytes
@@ -71,117 +70,89 @@ def resolve_memory_limit(limit: int | str | None, total_bytes: int | None = None
 class MetricsConfig(Section):
     """Section ``common_config.metrics_config``."""
 
+    # Whether metrics are sent to the push gateway at ``PERSIA_METRICS_GATEWAY_ADDR``. Each
+    # process serves them at a port of its own in any case.
     enable_metrics: bool = False
-    """Whether metrics are sent to the push gateway at ``PERSIA_METRICS_GATEWAY_ADDR``.
-
-    Each process serves them at a port of its own in any case.
-    """
-
-    job_name: str = "persia_default_jobname"
-    """Name of this job at the gateway."""
-
+    job_name: str = "persia_default_jobname"  # name of this job at the gateway
+    # Seconds between two times that they are sent.
     push_interval_seconds: Annotated[int, integer(1)] = field(
         default=10, metadata={"aliases": ("push_interval_sec",)}
     )
-    """Seconds between two times that they are sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferConfig(Section):
     """Section ``common_config.infer_config``: what job type ``Infer`` starts from."""
 
+    # ``host:port`` of every parameter server, in replica order.
     servers: Listed[tuple[str, ...]]
-    """``host:port`` of every parameter server, in replica order."""
-
+    # Folder or URL of the checkpoint that servers load when they start.
     embedding_checkpoint: str
-    """Folder or URL of the checkpoint that servers load when they start."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingConfig(Section):
     """Section ``common_config.checkpointing_config``."""
 
+    # Files of a checkpoint that a server checks at the same time.
     num_workers: Annotated[int, integer(1)] = 4
-    """Files of a checkpoint that a server checks at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommonConfig(Section):
     """Section ``common_config``: what every role reads."""
 
-    metrics_config: MetricsConfig = field(default_factory=MetricsConfig)
-    """Metrics."""
-
+    metrics_config: MetricsConfig = field(default_factory=MetricsConfig)  # metrics
+    # What the job does; servers of ``Infer`` load the checkpoint of ``infer_config``.
     job_type: Literal["Train", "Eval", "Infer"] = "Train"
-    """What the job does; servers of ``Infer`` load the checkpoint of ``infer_config``."""
-
+    # Servers and checkpoint of inference; None where nothing is served.
     infer_config: InferConfig | None = None
-    """Servers and checkpoint of inference; None where nothing is served."""
-
+    # Checkpoints.
     checkpointing_config: CheckpointingConfig = field(default_factory=CheckpointingConfig)
-    """Checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingWorkerConfig(Section):
     """Section ``embedding_worker_config``."""
 
+    # Batches that an embedding-worker holds for one data-loader.
     forward_buffer_size: Annotated[int, integer(1)] = 1000
-    """Batches that an embedding-worker holds for one data-loader."""
-
+    # Seconds after which the ids of a batch that is never looked up are counted as lost.
     buffered_data_expired_sec: Annotated[int, integer(1)] = 1000
-    """Seconds after which the ids of a batch that is never looked up are counted as lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterServerConfig(Section):
     """Section ``embedding_parameter_server_config``."""
 
+    # Rows that one server keeps; beyond it rows are evicted. Costs no memory.
     capacity: Annotated[int, integer(1)] = 1_000_000_000
-    """Rows that one server keeps; beyond it rows are evicted. Costs no memory."""
-
+    # Parts of one server's store, each with its own lock and its own order of use.
     num_hashmap_internal_shards: Annotated[int, integer(1, _MAX_SHARDS)] = 16
-    """Parts of one server's store, each with its own lock and its own order of use."""
-
+    # Memory of one server beyond which rows go as by capacity. Bytes, a size such as ``8GiB``,
+    # or a percentage of the cgroup's limit or the host's memory; 70 percent if not given, 0 for
+    # none.
     memory_limit: Annotated[int | str | None, Expect(_MEMORY_LIMIT)] = None
-    """Memory of one server beyond which rows go as by capacity.
-
-    Bytes, a size such as ``8GiB``, or a percentage of the cgroup's limit or the host's
-    memory; 70 percent if not given, 0 for none.
-    """
-
+    # Memory of one server for the counts of ids that wait for admission by count. 4 bytes a row
+    # of ``capacity`` if not given, but no more than 1/32 of the memory limit. Taken only if a
+    # group admits by count.
     admission_sketch_bytes: Annotated[int, integer(1)] | None = None
-    """Memory of one server for the counts of ids that wait for admission by count.
-
-    4 bytes a row of ``capacity`` if not given, but no more than 1/32 of the memory limit. Taken
-    only if a group admits by count.
-    """
-
+    # Whether a server that is killed and started again has its rows again. In services mode
+    # only. Where ``state_dir`` cannot be used, a server says so and goes on without.
     keep_state: bool = True
-    """Whether a server that is killed and started again has its rows again.
-
-    In services mode only. Where ``state_dir`` cannot be used, a server says so and goes on
-    without.
-    """
-
+    # Where rows are then: a tmpfs that outlives the process, and the container if there is one.
+    # They take the same memory as otherwise, of this file system.
     state_dir: str = "/dev/shm"
-    """Where rows are then: a tmpfs that outlives the process, and the container if there is
-    one. They take the same memory as otherwise, of this file system."""
-
+    # Whether each server writes changed rows out as training goes on.
     enable_incremental_update: bool = False
-    """Whether each server writes changed rows out as training goes on."""
-
+    # Changes of rows after which they are written, once each.
     incremental_buffer_size: Annotated[int, integer(1)] = 1_000_000
-    """Changes of rows after which they are written, once each."""
-
+    # Where they are written: a folder or a URL, which has a folder of each server.
     incremental_dir: str = "/workspace/incremental_dir/"
-    """Where they are written: a folder or a URL, which has a folder of each server."""
-
+    # Read because old files hold it; has no effect.
     incremental_channel_capacity: Annotated[int, integer(1)] = 1000
-    """Read because old files hold it; has no effect."""
 
     def check(self) -> None:
-        """Check the memory limit."""
         try:
             resolve_memory_limit(self.memory_limit)
         except ConfigError as exc:
@@ -203,11 +174,10 @@ class ParameterServerConfig(Section):
 class EmbeddedConfig(Section):
     """Section ``embedded_config``: the servers inside a trainer that has no others."""
 
+    # Parameter servers in the process; each has a capacity of its own.
     num_servers: Annotated[int, integer(1, _MAX_SERVERS)] = 1
-    """Parameter servers in the process; each has a capacity of its own."""
-
+    # Threads that one request to a server, or the pooling of one batch, spreads over.
     num_threads: Annotated[int, integer(1, _MAX_THREADS)] = 1
-    """Threads that one request to a server, or the pooling of one batch, spreads over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""The embedding config: which features (slots) there are and which of them share rows."""
+"""The embedding config: which features (slots) there are and which of them share rows.
+
+All slots of a group have its ``group_settings``, since they share rows. A new setting is a
+field of ``GroupSettings``: it splits tables and is part of the schema's fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from persia._core.kernels import initial
+from persia._core.kernels import initial, optim
 from persia._core.kernels.optim import MAX_DIM
-from persia.config._document import Document
-from persia.config._groups import GroupSettings
-from persia.config._models import (
+from persia.config._document import (
     PROBABILITY,
+    Choice,
+    Document,
     Expect,
     InvalidValue,
     Listed,
@@ -39,35 +43,150 @@ _PER_ID: tuple[Pooling, ...] = ("raw", "jagged")
 
 
 @dataclass(frozen=True, slots=True)
-class Initialization(Section):
+class Initialization(Choice):
     """A distribution of initial values: its name and the parameters by name, all of them."""
 
+    # One of those that ``persia._core.kernels.initial`` knows.
     method: Annotated[str, Expect(f"one of {', '.join(initial.OPTIONS)}")]
-    """One of those that ``persia._core.kernels.initial`` knows."""
-
-    options: dict[str, Any]
-    """Parameters; those left out get their defaults."""
+    options: dict[str, Any]  # parameters; those left out get their defaults
 
     def __post_init__(self) -> None:
         options = initial.complete(self.method, dict(self.options))
         object.__setattr__(self, "options", options)
 
-    @classmethod
-    def prepare(cls, value: object) -> object:
-        """Read ``{method: normal, mean: 0.0, ...}``."""
-        if not isinstance(value, Mapping):
-            return value
-        options = dict(value)
-        return {"method": options.pop("method", None), "options": options}
+
+# --- how the rows of a group are kept and trained -----------------------------------------
+
+# What peers call it: the name and the options that it stands for.
+_ALIASES = {"rowwise_adagrad": ("adagrad", {"vectorwise_shared": True})}
+
+# Every name that a file may say, and the defaults of its options; None is one without.
+OPTIMIZERS: dict[str, dict[str, float | bool | None]] = {
+    **optim.OPTIONS,
+    **{alias: {**optim.OPTIONS[name], **preset} for alias, (name, preset) in _ALIASES.items()},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptimizer(Choice):
+    """An optimizer of its own for a group, or changes to the one that is registered.
+
+    Raises:
+        ConfigError: If the name or an option is unknown, or a value cannot be used.
+    """
+
+    # One of those that ``persia._core.kernels.optim`` knows, or ``rowwise_adagrad``, which
+    # becomes ``adagrad`` with ``vectorwise_shared``; None for the registered one.
+    name: Annotated[str | None, Expect(f"one of {', '.join(OPTIMIZERS)}")]
+    # With a name all options of that optimizer; without, those that differ.
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.name is not None:
+            if self.name not in OPTIMIZERS:
+                hint = optim.nearest(self.name, list(OPTIMIZERS))
+                raise ConfigError(f"optimizer {self.name!r} is not known; {hint}")
+            name, preset = _ALIASES.get(self.name, (self.name, {}))
+            object.__setattr__(self, "name", name)
+            checked = optim.complete(name, {**preset, **self.options})
+            object.__setattr__(self, "options", checked)
+            return
+        known = {key: usual for of in optim.OPTIONS.values() for key, usual in of.items()}
+        checked = {}
+        for option, value in self.options.items():
+            if option not in known:
+                hint = did_you_mean(option, known)
+                raise ConfigError(f"no optimizer has an option {option!r}{hint}")
+            checked[option] = optim.checked("optimizer", option, value, known[option])
+        object.__setattr__(self, "options", checked)
+
+    def resolve(
+        self, name: str, options: Mapping[str, float | bool]
+    ) -> tuple[str, dict[str, float | bool]]:
+        """Return name and options of the group's optimizer, given the registered one's."""
+        if self.name is not None:
+            return self.name, dict(self.options)
+        return name, {**options, **self.options}
+
+    @property
+    def has_own_lr(self) -> bool:
+        """Whether the learning rate is the group's, whatever the registered one's is."""
+        return self.name is not None or "lr" in self.options
+
+
+# Beyond these a time, in milliseconds, would not fit where it is kept.
+_MAX_SECONDS = 1 << 50
+_MAX_STEPS = 1 << 60
+_TTL_SECONDS = Expect(f"0.001..{_MAX_SECONDS}", ge=0.001, le=_MAX_SECONDS, allow_inf_nan=False)
+
+# Counters of the sketch have eight bits.
+_MAX_THRESHOLD = 255
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEviction(Section):
+    """Which of a group's rows go first, and after what time one goes in any case."""
+
+    policy: Literal["lru", "lfu"] = "lru"  # least recently used, or least frequently used first
+    # Seconds without a use after which a row expires; None for never.
+    ttl_seconds: Annotated[float, _TTL_SECONDS] | None = None
+    # The same in training lookups that reach the server, for runs that must repeat.
+    ttl_steps: Annotated[int, integer(1, _MAX_STEPS)] | None = None
+
+    def check(self) -> None:
+        if self.ttl_steps is not None and self.ttl_seconds is not None:
+            raise InvalidValue("a row has one time to live, not ttl_seconds too", "ttl_steps")
+
+    def kind(self) -> tuple[str, str | None, int]:
+        """Return policy, clock and time to live as ``EmbeddingStore`` takes them."""
+        if self.ttl_seconds is not None:
+            return self.policy, "milliseconds", round(self.ttl_seconds * 1000)
+        if self.ttl_steps is not None:
+            return self.policy, "steps", self.ttl_steps
+        return self.policy, None, 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAdmission(Section):
+    """Which new ids of a group get a row."""
+
+    policy: Literal["probability", "count"]  # by chance, or by how often they appeared
+    # Chance at each appearance; with policy ``probability``.
+    probability: Annotated[float, PROBABILITY] | None = None
+    # The appearance at which an id gets its row; with policy ``count``.
+    threshold: Annotated[int, integer(1, _MAX_THRESHOLD)] | None = None
+
+    def check(self) -> None:
+        """Check that the policy has its setting and no other."""
+        own, other = ("probability", "threshold")[:: -1 if self.policy == "count" else 1]
+        if getattr(self, own) is None:
+            raise InvalidValue(f"is required with policy {self.policy!r}", own)
+        if getattr(self, other) is not None:
+            raise InvalidValue(f"has no meaning with policy {self.policy!r}", other)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings(Section):
+    """The settings of one group; each None takes what holds for all groups."""
+
+    # How its rows are stepped. With it the group has a learning rate of its own.
+    optimizer: GroupOptimizer | None = None
+    # Which of its rows go first; None for the least recently used.
+    eviction: GroupEviction | None = None
+    # Which new ids get a row; None for ``admit_probability``.
+    admission: GroupAdmission | None = None
+    # How the values of its rows are kept; None for float32. State is float32 in any case.
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+
+
+# --- slots ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _HashStackKeys(Section):
+    # Rows that are summed for one id, each found by a hash of its own; 0 for none.
     hash_stack_rounds: Annotated[int, integer(0, 0xFFFF)]
-    """Rows that are summed for one id, each found by a hash of its own; 0 for none."""
-
-    embedding_size: Annotated[int, integer()]
-    """Rows of the table that they are found in."""
+    embedding_size: Annotated[int, integer()]  # rows of the table that they are found in
 
     def __post_init__(self) -> None:
         if not self.hash_stack_rounds:
@@ -75,7 +194,6 @@ class _HashStackKeys(Section):
             object.__setattr__(self, "embedding_size", 0)
 
     def check(self) -> None:
-        """Check that rounds have rows."""
         if self.hash_stack_rounds and not self.embedding_size:
             rounds = self.hash_stack_rounds
             raise InvalidValue(f"{rounds} rounds need at least 1 row, got 0", "embedding_size")
@@ -85,55 +203,40 @@ class _HashStackKeys(Section):
 class _SlotKeys(Section):
     """The keys of one slot in the file."""
 
-    dim: Annotated[int, integer(1, MAX_DIM)]
-    """Values of a row."""
-
+    dim: Annotated[int, integer(1, MAX_DIM)]  # values of a row
+    # What becomes of a sample's rows; the next three keys decide if it is not given. ``raw``
+    # and ``jagged`` hand each row out.
     pooling: Pooling | None = None
-    """What becomes of a sample's rows; the next three keys decide if it is not given. ``raw``
-    and ``jagged`` hand each row out."""
-
+    # With ``raw``, the ids of a sample that count; those behind are left out.
     sample_fixed_size: Annotated[int, integer(1, 0x7FFFFFFF)] = 10
-    """With ``raw``, the ids of a sample that count; those behind are left out."""
-
-    embedding_summation: bool | None = None
-    """The original's word for pooling: false is ``raw``."""
-
+    embedding_summation: bool | None = None  # the original's word for pooling: false is ``raw``
+    # The original's word: with true, a sum is divided by the root of the number of ids.
     sqrt_scaling: bool | None = None
-    """The original's word: with true, a sum is divided by the root of the number of ids."""
-
+    # A table of fixed size for a feature with too many ids.
     hash_stack_config: _HashStackKeys = field(default_factory=lambda: _HashStackKeys(0, 0))
-    """A table of fixed size for a feature with too many ids."""
-
+    # Read because old files hold it: it is computed from the groups, and must be 0.
     index_prefix: int = 0
-    """Read because old files hold it: it is computed from the groups, and must be 0."""
-
+    # ``method`` and its options, of the rows that training creates; else the
+    # ``EmbeddingConfig``'s.
     initialization: Initialization | None = None
-    """``method`` and its options, of the rows that training creates; else the
-    ``EmbeddingConfig``'s."""
-
+    # Chance that a new id gets a row; else the ``EmbeddingConfig``'s.
     admit_probability: Annotated[float, PROBABILITY] | None = None
-    """Chance that a new id gets a row; else the ``EmbeddingConfig``'s."""
 
     def check(self) -> None:
         """Check what the keys of 2021 say beside today's."""
         if self.index_prefix != 0:
-            raise InvalidValue(
-                f"is computed from the feature groups, got {self.index_prefix}; leave it out",
-                "index_prefix",
-            )
-        per_id = self.pooling in _PER_ID
-        contradicted = ""
+            text = f"is computed from the feature groups, got {self.index_prefix}; leave it out"
+            raise InvalidValue(text, "index_prefix")
         if self.pooling is None:
             return
-        if self.embedding_summation is per_id:
-            contradicted = "embedding_summation"
-        elif not per_id and self.sqrt_scaling not in (None, self.pooling == "sqrt"):
-            contradicted = "sqrt_scaling"
-        if contradicted:
-            value = str(getattr(self, contradicted)).lower()
-            raise InvalidValue(
-                f"{self.pooling!r} contradicts {contradicted}: {value}", "pooling"
-            )
+        per_id, agrees = self.pooling in _PER_ID, (None, self.pooling == "sqrt")
+        for old, contradicts in (
+            ("embedding_summation", self.embedding_summation is per_id),
+            ("sqrt_scaling", not per_id and self.sqrt_scaling not in agrees),
+        ):
+            if contradicts:
+                value = str(getattr(self, old)).lower()
+                raise InvalidValue(f"{self.pooling!r} contradicts {old}: {value}", "pooling")
 
     def resolved_pooling(self) -> Pooling:
         if self.pooling is not None:
@@ -147,23 +250,18 @@ class _SlotKeys(Section):
 class _EmbeddingKeys(Section):
     """The keys of the embedding config's top level."""
 
+    # Each feature of ids, by name.
     slots_config: Named[_SlotKeys] = field(metadata={"aliases": _OLD_SPELLINGS})
-    """Each feature of ids, by name."""
-
+    # Highest bits of a sign that say which group it is of; ids have the others.
     feature_index_prefix_bit: Annotated[int, integer(1, 63)] = 8
-    """Highest bits of a sign that say which group it is of; ids have the others."""
-
+    # Slots that share their rows, by the name of the group.
     feature_groups: Named[Listed[tuple[str, ...]]] = field(default_factory=dict)
-    """Slots that share their rows, by the name of the group."""
-
+    # Whether an id that needs more bits than there are is refused, not cut.
     strict_ids: bool = False
-    """Whether an id that needs more bits than there are is refused, not cut."""
-
+    # How the rows of a group are trained and kept.
     group_settings: Named[GroupSettings] = field(default_factory=dict)
-    """How the rows of a group are trained and kept."""
 
     def check(self) -> None:
-        """Check that there are slots, and that slots and groups have names."""
         if not self.slots_config:
             raise InvalidValue("expected at least one slot, got none", "slots_config")
         for key, names in (("slots", self.slots_config), ("groups", self.feature_groups)):
@@ -179,24 +277,17 @@ class Table:
     roles; whether they share rows is their group's matter.
     """
 
-    number: int
-    """Place in ``EmbeddingSchema.tables``."""
-
-    dim: int
-    """Floats in an embedding."""
-
+    number: int  # place in ``EmbeddingSchema.tables``
+    dim: int  # floats in an embedding
+    # Initial values; None takes those of the EmbeddingConfig.
     initialization: Initialization | None
-    """Initial values; None takes those of the EmbeddingConfig."""
-
+    # Chance that a new id gets a row; None takes that of the EmbeddingConfig.
     admit_probability: float | None
-    """Chance that a new id gets a row; None takes that of the EmbeddingConfig."""
-
+    # What section ``group_settings`` says of its groups.
     settings: GroupSettings = field(default_factory=GroupSettings)
-    """What section ``group_settings`` says of its groups."""
 
     @property
     def dtype(self) -> str:
-        """How the values of its rows are kept."""
         return self.settings.dtype or "float32"
 
 
@@ -204,52 +295,30 @@ class Table:
 class Slot:
     """One feature's entry in the embedding config, with what follows from the others."""
 
-    name: str
-    """The feature's name in a batch."""
-
-    dim: int
-    """Floats in an embedding."""
-
-    pooling: Pooling
-    """How the vectors of one sample's ids become the model's input."""
-
-    sample_fixed_size: int = 10
-    """Ids kept of each sample, in ``raw`` pooling only."""
-
+    name: str  # the feature's name in a batch
+    dim: int  # floats in an embedding
+    pooling: Pooling  # how the vectors of one sample's ids become the model's input
+    sample_fixed_size: int = 10  # ids kept of each sample, in ``raw`` pooling only
+    # Rows that an id's vector is summed from; 0 for none, where an id has one row.
     hash_stack_rounds: int = 0
-    """Rows that an id's vector is summed from; 0 for none, where an id has one row."""
-
-    hash_stack_size: int = 0
-    """Rows of each round."""
-
-    group: str
-    """Name of the group whose slots share rows for equal ids."""
-
-    table: int
-    """Number of the row setting in ``EmbeddingSchema.tables``."""
-
-    prefix: int
-    """Feature bits of the group, already shifted to the top of the sign."""
+    hash_stack_size: int = 0  # rows of each round
+    group: str  # name of the group whose slots share rows for equal ids
+    table: int  # number of the row setting in ``EmbeddingSchema.tables``
+    prefix: int  # feature bits of the group, already shifted to the top of the sign
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSchema:
     """The embedding config: slots, the groups that share rows, and row settings."""
 
-    slots: dict[str, Slot]
-    """Slots by name, in file order."""
-
+    slots: dict[str, Slot]  # slots by name, in file order
+    # Numbers of the groups by name, from 0; a group's prefix is its number + 1, shifted.
     groups: dict[str, int]
-    """Numbers of the groups by name, from 0; a group's prefix is its number + 1, shifted."""
-
-    tables: tuple[Table, ...]
-    """Distinct row settings."""
-
+    tables: tuple[Table, ...]  # distinct row settings
+    # Feature bits at the top of a sign; the other 64 - prefix_bits hold the id.
     prefix_bits: int
-    """Feature bits at the top of a sign; the other 64 - prefix_bits hold the id."""
-
+    # Whether an id that does not fit is an error; else it is masked and counted.
     strict_ids: bool = False
-    """Whether an id that does not fit is an error; else it is masked and counted."""
 
     def groups_of(self, table: int) -> list[str]:
         """Return the names of the groups whose rows have the settings of a table."""
@@ -350,10 +419,7 @@ def _check_groups_agree(
 
 
 def _plain(value: object) -> object:
-    """Show a setting as the file spells it."""
-    if isinstance(value, Initialization):
-        return {"method": value.method, **value.options}
-    if isinstance(value, _HashStackKeys):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return value
 

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from persia import _context_stack, env
-from persia._cluster import metric_sources
+from persia._cluster import process_metrics
 from persia._metrics.definitions import TRAINER
 from persia._metrics.registry import Metrics
 from persia._metrics.top_view import View, need_rich
@@ -17,8 +17,7 @@ from persia._report.metrics import TrainingMetrics
 from persia._rpc.deadlines import within
 from persia._training.forward import Lookups
 from persia._training.inflight import InFlightTracker, Progress
-from persia.config import EmbeddingSchema
-from persia.config._load import load_configs
+from persia.config import EmbeddingSchema, load_configs
 from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.ctx.checkpoints import Checkpoints
 from persia.ctx.connection import Connection
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from persia._metrics.registry import MetricSource
     from persia._metrics.top_view import Frame
     from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
-    from persia.config._load import ConfigSource
+    from persia.config import ConfigSource
 
 logger = logging.getLogger("persia.ctx")
 
@@ -245,7 +244,7 @@ class ConnectedCtx(BaseCtx):
             *self._metrics.sources(
                 connection.worker, tracker, connection.backward, connection.stream
             ),
-            metric_sources.of_reports(
+            process_metrics.of_reports(
                 TRAINER, env.get_rank() or 0, connection, lambda: connection.reported
             ),
         ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from persia import env
-from persia._cluster import metric_sources
+from persia._cluster import process_metrics
 from persia._metrics.definitions import LOADER
 from persia._rpc.messages import NamedArray
 from persia.ctx.base import BaseCtx
@@ -87,8 +87,8 @@ class DataCtx(BaseCtx):
             self._feeder = feeder = sender.connect()
             number = env.get_replica_index() or 0
             self._sources = [
-                metric_sources.of_sender(LOADER, number, feeder),
-                metric_sources.of_clients(LOADER, number, feeder.clients, feeder.clients),
+                process_metrics.of_sender(LOADER, number, feeder),
+                process_metrics.of_clients(LOADER, number, feeder.clients, feeder.clients),
             ]
         except JobFinished as exc:
             # No nn-worker will ask for data: end as the job did.

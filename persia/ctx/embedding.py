@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from persia._training.forward import PassOptions, Source
     from persia._training.inflight import Plain
     from persia._training.ranks import Ranks
-    from persia.config._load import ConfigSource
+    from persia.config import ConfigSource
     from persia.ctx.connection import Connection
 
     Features = tuple[list[torch.Tensor], list[torch.Tensor | Jagged], list[torch.Tensor] | None]

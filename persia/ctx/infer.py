@@ -9,7 +9,7 @@ from persia.ctx.embedding import EmbeddingCtx
 
 if TYPE_CHECKING:
     from persia._rpc.messages import EmbeddingWorker
-    from persia.config._load import ConfigSource
+    from persia.config import ConfigSource
     from persia.embedding import EmbeddingConfig
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from persia._training.backward import GradientBatch
     from persia._training.batch import PersiaTrainingBatch
     from persia._training.inflight import Plain, Position
-    from persia.config._load import ConfigSource
+    from persia.config import ConfigSource
     from persia.embedding import EmbeddingConfig
 
 

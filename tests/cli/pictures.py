@@ -25,8 +25,7 @@ import yaml
 from rich.console import Console, RenderableType
 
 from persia._cli.doctor import DoctorOptions, examine
-from persia._cli.scraper import Scraper, list_targets
-from persia._cli.top import frame_of
+from persia._cli.top import Scraper, frame_of, list_targets
 from persia._metrics.top_view import Frame
 from persia.config import EmbeddingSchema
 from tests.cli.job import training_job

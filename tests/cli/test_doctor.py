@@ -1,17 +1,27 @@
-"""``persia-launcher doctor``: one report of all checks."""
+"""One report of all checks; and a project that ``init`` wrote: it is whole, and it trains."""
 
 from __future__ import annotations
 
+import ast
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from persia._cli import checks, doctor
-from persia._cli.checks import ok
-from tests.support.processes import loopback_host
+from persia._cli.checks import check_files, check_sample, ok, read_sample
+from persia._cli.doctor import write_project
+from persia.errors import ConfigError
+from persia.launcher import cli
+from tests.support.docker import why_no_compose
+from tests.support.processes import ROOT, loopback_host
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +49,9 @@ def test_variables_that_cannot_be_read_end_the_checks(monkeypatch: pytest.Monkey
 def test_the_config_that_a_procfile_names() -> None:
     Path("far").mkdir()
     Path("far/slots.yml").write_text("slots_config: {user: {dim: 8}}\n")
-    line = "persia-launcher embedding-worker --embedding-config far/slots.yml"
-    Path("Procfile").write_text(f"w: {line}\n")
+    lines = ("$A", "none.yml", "far/slots.yml")
+    words = [f"w: sh --embedding-config={name}\n" for name in lines]
+    Path("Procfile").write_text("".join(words))
     report = doctor.examine(doctor.DoctorOptions())
     assert "far/slots.yml: 1 features in 1 groups" in [one.text for one in report.findings]
 
@@ -67,3 +78,127 @@ def test_a_report_as_text_and_as_json(
     assert "-> send it, or take user out of slots_config" in text
     assert "bytes a row" in text
     assert "1 error, " in text
+
+
+# --- init ------------------------------------------------------------------------------------
+
+NAMES = {
+    *("README.md", "train.py", "data_loader.py", "model.py", "clicks.py", "Procfile"),
+    *("config/embedding_config.yml", "config/global_config.yml"),
+    *("compose.yaml", "compose.env"),
+}
+
+
+def _environment() -> dict[str, str]:
+    """Of a job whose ports are its own."""
+    host = loopback_host()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PERSIA_")}
+    return kept | {
+        "PATH": f"{Path(sys.executable).parent}:{kept.get('PATH', '')}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PERSIA_METRICS_HOST": host,
+        "PERSIA_STATE_DIRECTORY": "off",
+    }
+
+
+def _addresses() -> dict[str, str]:
+    host = loopback_host()
+    return {
+        "PERSIA_LISTEN_HOST": host,
+        "PERSIA_EMBEDDING_PARAMETER_SERVERS": f"{host}:23888",
+        "PERSIA_EMBEDDING_WORKERS": f"{host}:23887",
+        "PERSIA_NN_WORKERS": f"{host}:23457",
+    }
+
+
+def test_a_project_is_whole_and_its_data_fits_its_config(tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    written = write_project(project)
+    assert {str(path.relative_to(project)) for path in written} == NAMES
+    for path in project.rglob("*.py"):
+        ast.parse(path.read_text())
+    assert NAMES - {"README.md"} <= set(
+        re.findall(r"[\w/]+\.?\w+", (project / "README.md").read_text())
+    ) | {"README.md"}
+    yaml.safe_load((project / "compose.yaml").read_text())
+    config = project / "config"
+    findings, schema, _ = check_files(
+        config / "embedding_config.yml", config / "global_config.yml"
+    )
+    assert schema is not None
+    findings += check_sample(schema, read_sample(project / "data_loader.py"), "data_loader.py")
+    assert {one.status for one in findings} == {"ok"}
+
+
+def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    for directory in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(ConfigError, match="expected a new or an empty directory"):
+            write_project(directory)
+    ran = CliRunner().invoke(cli, ["init", str(tmp_path)])
+    assert (ran.exit_code, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    ran = CliRunner().invoke(cli, ["init", str(tmp_path / "other")])
+    assert ran.exit_code == 0
+    assert "next: cd " in ran.stdout
+    ran = CliRunner().invoke(cli, ["init", str(tmp_path / "my clicks")])
+    assert f"next: cd '{tmp_path / 'my clicks'}'; " in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_a_project_trains_embedded_and_by_honcho(tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    write_project(project)
+    aucs = []
+    for words, variables in (
+        (["train.py"], {}),
+        (["-m", "honcho", "start", "--no-colour"], _addresses()),
+    ):
+        ran = subprocess.run(
+            [sys.executable, *words],
+            cwd=project,
+            env=_environment() | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        (line,) = re.findall(r"test AUC (0\.\d+), (\d+) rows, 300 batches", ran.stdout)
+        aucs.append(float(line[0]))
+    assert min(aucs) > 0.7
+    assert abs(aucs[0] - aucs[1]) < 0.03
+    ran = subprocess.run(
+        [sys.executable, "-m", "persia.launcher", "doctor"],
+        cwd=project,
+        env=_environment() | _addresses(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert "all 3 features are there" in ran.stdout
+
+
+@pytest.mark.slow
+def test_the_containers_of_a_project_are_described(tmp_path: Path) -> None:
+    if why := why_no_compose():
+        pytest.skip(why)
+    write_project(tmp_path / "mine")
+    ran = subprocess.run(
+        ["docker", "compose", "--profile", "train", "config"],
+        cwd=tmp_path / "mine",
+        env={**os.environ, "PERSIA_SOURCE": str(ROOT), "PWD": str(tmp_path / "mine")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    services = yaml.safe_load(ran.stdout)["services"]
+    mounted = services["nn_worker"]["volumes"][0]
+    assert (mounted["source"], mounted["target"]) == (str(tmp_path / "mine"), "/workspace")
+    assert services["embedding_parameter_server"]["deploy"]["replicas"] == 2

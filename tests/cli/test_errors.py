@@ -48,16 +48,9 @@ def test_help_of_all_lists_every_command(name: str) -> None:
 
 BAD = {
     "nn-worker": ["--nproc-per-node", "none"],
-    "data-loader": ["--replica-index", "first"],
     "embedding-worker": ["--port", "99999"],
-    "embedding-parameter-server": ["--nothing"],
-    "keys": [],
     "top": ["--interval", "0"],
-    "doctor": ["--optimizer", "best"],
-    "init": [],
-    "inspect": [],
     "verify": ["one", "two"],
-    "diff": ["one"],
     "convert": ["url", "folder", "--to", "gold"],
     "reshard": ["one", "two", "--servers", "0"],
 }
@@ -80,7 +73,7 @@ def bad_lines(command: click.Command) -> Iterator[list[str]]:
 def test_each_bad_line_is_refused_in_one_line_with_the_example(name: str, command: str) -> None:
     known = GROUPS[name].commands[command]
     example = (known.epilog or "").partition("Example: ")[2]
-    for words in [BAD[command], *bad_lines(known)]:
+    for words in [*filter(None, [BAD.get(command)]), *bad_lines(known)]:
         status, out, text = run(name, command, *words)
         assert (status, out, text.count("\n")) == (2, "", 1), (words, out, text)
         assert text.startswith(f"{name} {command}: ")
@@ -119,20 +112,13 @@ def test_short_help_and_the_version_are_the_same_everywhere(name: str) -> None:
         assert "Example: " in text
 
 
-def test_short_help_behind_a_script_is_the_scripts() -> None:
+def test_what_is_behind_a_script_or_two_dashes_is_the_scripts() -> None:
     command = launcher.cli.commands["nn-worker"]
     with launcher.cli.make_context("persia-launcher", ["nn-worker"]) as parent:
-        for words in (["a.py", "-h"], ["a.py", "-depth", "3"]):
-            with command.make_context("nn-worker", [*words], parent=parent) as ctx:
-                assert ctx.params["filepath"] == tuple(words)
-
-
-def test_what_is_behind_two_dashes_is_the_scripts() -> None:
-    command = launcher.cli.commands["nn-worker"]
-    with command.make_context(
-        "nn-worker", ["a.py", "--lr", "1", "--", "--nproc-per-nod"]
-    ) as ctx:
-        assert ctx.params["filepath"] == ("a.py", "--lr", "1", "--nproc-per-nod")
+        for words in (["-h"], ["-depth", "3"], ["--", "--nproc-per-nod"]):
+            with command.make_context("nn-worker", ["a.py", *words], parent=parent) as ctx:
+                passed_on = tuple(word for word in words if word != "--")
+                assert ctx.params["filepath"] == ("a.py", *passed_on)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def test_a_script_that_is_not_there_and_one_that_nearly_is(tmp_path: Path) -> No
 
 
 def test_the_command_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ["-m", "persia._cli.torchrun"]
+    run = ["-m", "persia._cli.run", "torchrun"]
     assert scripts.torchrun(2, 0, 1) == [*run, "--nproc-per-node=2", "--standalone"]
     monkeypatch.setenv("MASTER_ADDR", "node0")
     meet = ["--nnodes=3", "--node-rank=1", "--master-addr=node0"]

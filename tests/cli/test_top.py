@@ -1,19 +1,266 @@
-"""``persia-launcher top`` beside a job of real processes, and its picture."""
+"""``persia-launcher top``: of processes that answer, are silent, gone, or other programs."""
 
 from __future__ import annotations
 
 import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.cli.job import ask, training_job
+from persia._cli.top import Scraper, ScrapeTarget, frame_of, list_targets
+from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.top_view import Watched
+from persia.errors import ConfigError
+from tests.cli.job import ask as ask_beside
+from tests.cli.job import training_job
 from tests.cli.pictures import draw_doctor, draw_top, whole_frame
-from tests.support.processes import ROOT
+from tests.metrics.texts import text_of
+from tests.support.processes import ROOT, loopback_host
 
-# PyTorch takes seconds to load, and on a busy machine minutes.
-pytestmark = pytest.mark.slow
+HOST = loopback_host()
+SHORT_S, LONG_S = 0.2, 30.0
+
+
+@contextmanager
+def answering(status: int, text: Callable[[str], str], port: int = 0) -> Iterator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = text(self.path).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with HTTPServer((HOST, port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(*places: ScrapeTarget, deadline_s: float = LONG_S) -> list[Watched]:
+    scraper = Scraper(places, deadline_s)
+    scraper.request_all()
+    scraper.wait(LONG_S)
+    return scraper.processes()
+
+
+def test_whoever_answers_says_who_it_is_and_what_its_neighbour_is() -> None:
+    def text(path: str) -> str:
+        assert path == "/metrics"
+        return text_of(SERVER, 3, persia_rows=7.0)
+
+    with answering(200, text) as port:
+        found = ask(ScrapeTarget(WORKER, 0, HOST, port))
+    assert [(one.role, one.replica, one.problem) for one in found] == [(SERVER, 3, "")]
+    assert found[0].span is not None
+    assert found[0].span.now.get("persia_rows") == 7
+
+
+def test_rates_are_between_two_answers() -> None:
+    counts = iter([100.0, 300.0])
+    with answering(
+        200, lambda _: text_of(SERVER, 0, persia_lookups_total=next(counts))
+    ) as port:
+        scraper = Scraper([ScrapeTarget(SERVER, 0, HOST, port)], LONG_S)
+        for _ in range(2):
+            scraper.request_all()
+            scraper.wait(LONG_S)
+        (found,) = scraper.processes()
+    assert found.span is not None
+    assert found.span.delta("persia_lookups_total") == 200
+
+
+def test_who_is_not_ready_says_why() -> None:
+    def text(path: str) -> str:
+        if path == "/readyz":
+            return "no embedding-parameter-server answers\n"
+        return text_of(WORKER, 0).replace("persia_ready", "was_ready") + (
+            f'persia_ready{{role="{WORKER}",replica="0"}} 0.0\n'
+        )
+
+    with answering(200, text) as port:
+        (found,) = ask(ScrapeTarget(WORKER, 0, HOST, port))
+    assert found.span is not None
+    assert found.problem == "no embedding-parameter-server answers"
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "says"),
+    [
+        (404, "no such page", "another program answers there: HTTP status 404"),
+        (200, "hello", "metrics of a process of PERSIA"),
+    ],
+)
+def test_another_program_is_not_taken_for_a_process(status: int, text: str, says: str) -> None:
+    with answering(status, lambda _: text) as port:
+        (found,) = ask(ScrapeTarget(SERVER, 0, HOST, port))
+    assert found.span is None
+    assert says in found.problem
+
+
+def _unused() -> int:
+    with closing(socket.create_server((HOST, 0))) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_process_that_two_addresses_lead_to_is_shown_once() -> None:
+    """In a container of the job one is its service's name, and the other is loopback."""
+
+    def text(path: str) -> str:
+        return text_of(TRAINER, 0, process_start_time_seconds=17.5)
+
+    with answering(200, text) as port, answering(200, text) as same:
+        found = ask(ScrapeTarget(TRAINER, 0, HOST, port), ScrapeTarget(LOADER, 0, HOST, same))
+    assert [(one.role, one.replica) for one in found] == [(TRAINER, 0)]
+
+
+def test_of_a_name_of_several_hosts_no_port_behind_is_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = [HOST, f"{HOST.rpartition('.')[0]}.99"]
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, port, *_, **__: [
+            (socket.AF_INET, socket.SOCK_STREAM, 0, "", (one, port))
+            for one in (hosts if host == "workers" else [host])
+        ],
+    )
+    with answering(200, lambda _: text_of(WORKER, 0)) as port:
+        found = ask(ScrapeTarget(WORKER, 0, "workers", port))
+    # The second host does not answer, and counts as silent; the next ports are not expected.
+    assert [(one.place, one.span is None) for one in found] == [
+        (f"workers:{port}", False),
+        (f"{hosts[1]}:{port}", True),
+    ]
+
+
+def test_who_is_listed_and_gone_is_shown_and_others_are_not() -> None:
+    port = _unused()
+    (found,) = ask(ScrapeTarget(SERVER, 1, HOST, port))
+    assert (found.replica, found.problem) == (1, "not running: connection refused")
+    assert ask(ScrapeTarget(LOADER, 0, HOST, port, is_listed=False)) == []
+    (found,) = ask(ScrapeTarget(SERVER, 1, "no-such-host.invalid", port))
+    assert found.problem.startswith("its name cannot be resolved")
+
+
+def test_a_silent_process_is_shown_within_its_deadline_and_holds_up_nobody() -> None:
+    """One accepts and says nothing; one says a byte now and then and never ends."""
+    ended = threading.Event()
+
+    def trickle(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+            while not ended.wait(SHORT_S / 4):
+                connection.sendall(b"#")
+
+    with (
+        closing(socket.create_server((HOST, 0))) as silent,
+        closing(socket.create_server((HOST, 0))) as slow,
+        answering(200, lambda _: text_of(SERVER, 0)) as port,
+    ):
+        thread = threading.Thread(target=trickle, args=(slow,))
+        thread.start()
+        try:
+            places = [
+                ScrapeTarget(SERVER, number, HOST, where)
+                for number, where in enumerate(
+                    (port, silent.getsockname()[1], slow.getsockname()[1])
+                )
+            ]
+            scraper = Scraper(places, SHORT_S)
+            scraper.request_all()
+            scraper.wait(3 * SHORT_S)  # the one that trickles never ends
+            found = {one.replica: one for one in scraper.processes()}
+            assert found[0].span is not None
+            assert found[1].problem.startswith("no answer")
+            assert found[2].problem.startswith("no answer for")
+            scraper.request_all()
+            scraper.wait(SHORT_S)
+            assert {one.replica for one in scraper.processes()} == {0, 1, 2}
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_places_are_those_of_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    def places(*named: str) -> set[tuple[str, int, str, int, bool]]:
+        return {
+            (one.role, one.index, one.host, one.port, one.is_listed)
+            for one in list_targets(named)
+        }
+
+    for name in ("PERSIA_METRICS_PORT", "PERSIA_METRICS_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc:///tmp/x,w.example:8887")
+    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", "127.0.0.1:8888,localhost:8889")
+    monkeypatch.setenv("PERSIA_NN_WORKERS", "a.example:23457,a.example:23458,b.example:23457")
+
+    def trainers(port: int) -> set[tuple[str, int, str, int, bool]]:
+        hosts = (("a.example", port), ("a.example", port + 1), ("b.example", port))
+        return {(TRAINER, rank, *where, True) for rank, where in enumerate(hosts)}
+
+    assert places() == trainers(9700) | {
+        (WORKER, 0, "127.0.0.1", 9500, True),
+        (WORKER, 1, "w.example", 9501, True),
+        (SERVER, 0, "127.0.0.1", 9600, True),
+        (SERVER, 1, "127.0.0.1", 9601, True),
+        (LOADER, 0, "127.0.0.1", 9400, False),
+    }
+    assert places("loaders:9403") - places() == {(LOADER, 0, "loaders", 9403, True)}
+    monkeypatch.setenv("PERSIA_METRICS_PORT", "9100")
+    monkeypatch.setenv("PERSIA_METRICS_HOST", "0.0.0.0")
+    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", "server:8888")
+    assert places() == trainers(9100) | {
+        (WORKER, 0, "127.0.0.1", 9100, True),
+        (WORKER, 1, "w.example", 9100, True),
+        (SERVER, 0, "server", 9100, True),
+    }
+    monkeypatch.setenv("PERSIA_METRICS_PORT", "0")
+    assert len(places("[::1]:9403")) == 1
+    with pytest.raises(ConfigError, match="persia-launcher top HOST:PORT"):
+        places()
+    with pytest.raises(ConfigError, match="expected HOST:PORT"):
+        places("here")
+
+
+def test_a_frame_says_of_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PERSIA_RUN_ID", raising=False)
+    with (
+        answering(200, lambda _: text_of(WORKER, 0, "ours")) as one,
+        answering(200, lambda _: text_of(SERVER, 0, "theirs")) as other,
+    ):
+        scraper = Scraper(
+            [ScrapeTarget(WORKER, 0, HOST, one), ScrapeTarget(SERVER, 0, HOST, other)], LONG_S
+        )
+        scraper.request_all()
+        scraper.wait(LONG_S)
+        both = "run ours, theirs: 2 of 2 processes answer (of one job? PERSIA_RUN_ID names it)"
+        assert frame_of(scraper).title == both
+        monkeypatch.setenv("PERSIA_RUN_ID", "ours")
+        frame = frame_of(scraper)
+    assert frame.title == "run ours: 1 of 2 processes answer"
+    assert [one.problem for one in frame.processes] == [
+        "",
+        "is of another run, theirs, and PERSIA_RUN_ID is ours",
+    ]
+
+
+# --- beside a job of real processes ---------------------------------------------------------
 
 ROLES = ("data-loader", "embedding-worker", "parameter-server", "nn-worker")
 NUM_PROCESSES = 2 + 1 + 2 + 1
@@ -27,10 +274,11 @@ def _texts(picture: Path) -> str:
     return "\n".join(root.itertext()).replace("\xa0", " ")
 
 
+@pytest.mark.slow
 def test_top_shows_a_job_and_who_stands_still() -> None:
     with training_job() as cluster:
         whole_frame(cluster)  # all are there
-        ran = ask(cluster, "top", "--once", "--interval", "0.5")
+        ran = ask_beside(cluster, "top", "--once", "--interval", "0.5")
         assert ran.returncode == 0, ran.stderr + cluster.logs()
         lines = ran.stdout.splitlines()
         assert f"{NUM_PROCESSES} of {NUM_PROCESSES} processes answer" in lines[0]
@@ -44,7 +292,7 @@ def test_top_shows_a_job_and_who_stands_still() -> None:
         server = cluster.processes["embedding-parameter-server-1"]
         server.send_signal(signal.SIGSTOP)
         try:
-            ran = ask(cluster, "top", "--once", "--interval", "0.1", "--timeout", "4")
+            ran = ask_beside(cluster, "top", "--once", "--interval", "0.1", "--timeout", "4")
         finally:
             server.send_signal(signal.SIGCONT)
         assert ran.returncode == 0, ran.stderr
@@ -53,10 +301,11 @@ def test_top_shows_a_job_and_who_stands_still() -> None:
         assert "no answer" in ran.stdout
 
         cluster.kill("embedding-parameter-server-0")
-        ran = ask(cluster, "top", "--once", "--interval", "0.1")
+        ran = ask_beside(cluster, "top", "--once", "--interval", "0.1")
         assert "not running: connection refused" in ran.stdout
 
 
+@pytest.mark.slow
 def test_the_picture_of_top_is_of_a_real_run(tmp_path: Path) -> None:
     text = _texts(draw_top(tmp_path))
     for word in (*ROLES, "slowest:", "samples/s", "accuracy", "6 of 6 processes answer"):
@@ -64,6 +313,7 @@ def test_the_picture_of_top_is_of_a_real_run(tmp_path: Path) -> None:
     assert "persia-launcher top" in _texts(ROOT / "docs/images/top.svg")
 
 
+@pytest.mark.slow
 def test_the_picture_of_doctor_is_of_a_real_run(tmp_path: Path) -> None:
     text = _texts(draw_doctor(tmp_path))
     for word in ("torch", "huge pages", "feature school of the config", "bytes a row"):

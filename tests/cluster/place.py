@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from persia._cluster.connect import (
-    connect_parameter_servers,
-)
+from persia._cluster.connect import connect_parameter_servers
 from persia._rpc.methods import Role, parameter_server
 from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport
@@ -63,15 +63,32 @@ class Place:
             server.stop()
         self.transport.close()
 
-    def find(self, *listed: str, timeout_s: float = PATIENCE_S, **options: Any) -> list[int]:
+    def at_hosts(self, *numbers: int, size: int) -> int:
+        """Serve numbers of a set at 127.0.0.1, 127.0.0.2, ...; returns the port."""
+        port = 0
+        for host, number in enumerate(numbers, start=1):
+            server = self.serve(number, size, f"tcp://127.0.0.{host}:{port}")
+            port = int(server.address.rpartition(":")[2])
+        return port
+
+    @contextmanager
+    def connected(
+        self,
+        *listed: str,
+        connect: Callable[..., list[Any]] = connect_parameter_servers,
+        **of: Any,
+    ) -> Iterator[list[Any]]:
+        found = connect(self.transport, addresses=listed, **{"timeout_s": PATIENCE_S, **of})
+        try:
+            yield found
+        finally:
+            for server in found:
+                server.close()
+
+    def find(self, *listed: str, **options: Any) -> list[int]:
         """The numbers of the servers that are found."""
-        found = connect_parameter_servers(
-            self.transport, addresses=listed, timeout_s=timeout_s, **options
-        )
-        numbers = [server.replica_index for server in found]
-        for server in found:
-            server.close()
-        return numbers
+        with self.connected(*listed, **options) as found:
+            return [server.replica_index for server in found]
 
 
 def hosts_of(monkeypatch: Monkey, led: dict[str, list[str]]) -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from persia import env
 from persia._cluster import connect
-from persia._cluster.connect import (
-    listening_address,
-)
+from persia._cluster.connect import listening_address
 from persia.errors import ConfigError
 from tests.cluster.place import Monkey, Place
 
@@ -67,11 +65,6 @@ def test_where_a_server_listens(
 ) -> None:
     monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", listed)
     assert listening_address("embedding-parameter-server", index, **options) == want
-
-
-def test_the_host_to_listen_at(monkeypatch: Monkey) -> None:
-    monkeypatch.setenv("PERSIA_LISTEN_HOST", "10.0.0.7")
-    assert listening_address("embedding-worker", 0) == "tcp://10.0.0.7:8887"
 
 
 def test_a_server_that_no_entry_is_for(monkeypatch: Monkey) -> None:

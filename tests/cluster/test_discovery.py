@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from persia._cluster import discovery, monitor
+from persia._cluster import discovery
 from persia._cluster.connect import (
     connect_embedding_workers,
     connect_nn_workers,
-    connect_parameter_servers,
 )
 from persia._rpc.methods import embedding_worker, nn_worker
 from persia.config import EmbeddingSchema, schema_fingerprint
@@ -84,17 +83,19 @@ def test_a_list_that_lacks_a_server_is_an_error_at_once(place: Place) -> None:
         place.find(place.ipc(0))
 
 
-def test_two_sets_are_not_mixed(place: Place) -> None:
-    place.serve(0, 2)
-    place.serve(1, 3)
-    with pytest.raises(ConfigError, match=r"mixed: .* 0 of 2 at .*/0, and .* 1 of 3 at .*/1"):
-        place.find(place.ipc(0), place.ipc(1))
-
-
-def test_two_servers_of_one_number(place: Place) -> None:
-    place.serve(0, 2, place.ipc("a"))
-    place.serve(0, 2, place.ipc("b"))
-    with pytest.raises(ConfigError, match=r"one number: .* 0 of 2 at .*/a, and another"):
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        ((0, 2), (1, 3), r"mixed: .* 0 of 2 at .*/a, and .* 1 of 3 at .*/b"),
+        ((0, 2), (0, 2), r"one number: .* 0 of 2 at .*/a, and another"),
+    ],
+)
+def test_sets_are_not_mixed(
+    place: Place, one: tuple[int, int], other: tuple[int, int], says: str
+) -> None:
+    place.serve(*one, place.ipc("a"))
+    place.serve(*other, place.ipc("b"))
+    with pytest.raises(ConfigError, match=says):
         place.find(place.ipc("a"), place.ipc("b"))
 
 
@@ -112,13 +113,6 @@ def test_two_that_each_say_that_they_are_alone(place: Place, monkeypatch: Monkey
         place.find(place.ipc("a"), place.ipc("b"), on_wait=start_the_other)
     assert "lists more addresses than the 1" in lines[0]
     assert "/b has not answered" in lines[0]
-
-
-def test_two_embedding_configs(place: Place) -> None:
-    place.serve(0, 2, fingerprint="one")
-    place.serve(1, 2, fingerprint="other")
-    with pytest.raises(ConfigError, match=r"different embedding .* one and other; slots"):
-        place.find(place.ipc(0), place.ipc(1))
 
 
 def test_two_embedding_configs_are_told_apart_by_slot(place: Place) -> None:
@@ -165,20 +159,15 @@ def test_waiting_ends_when_it_makes_no_sense(place: Place) -> None:
         connect_nn_workers(place.transport, addresses=["127.0.0.1:1"], should_stop=lambda: True)
 
 
-def test_a_restart_is_told_with_the_number(place: Place) -> None:
+def test_a_restart_is_reported_with_the_number(place: Place) -> None:
     first = [place.serve(number, 2) for number in range(2)]
     restarted: list[int] = []
-    found = connect_parameter_servers(
-        place.transport,
-        addresses=[place.ipc(1), place.ipc(0)],
-        timeout_s=PATIENCE_S,
-        on_restart=restarted.append,
-    )
-    first[1].stop()
-    place.serve(1, 2)
-    for server in found:
-        server.client.hello()
-        server.close()
+    listed = place.ipc(1), place.ipc(0)
+    with place.connected(*listed, on_restart=restarted.append) as found:
+        first[1].stop()
+        place.serve(1, 2)
+        for server in found:
+            server.client.hello()
     assert restarted == [1]
 
 
@@ -198,8 +187,7 @@ def test_no_thread_or_file_is_left_of_a_hundred_searches(place: Place) -> None:
 
 
 def test_a_name_of_several_hosts_is_several_servers(place: Place, monkeypatch: Monkey) -> None:
-    port = int(place.serve(0, 2, "tcp://127.0.0.1:0").address.rpartition(":")[2])
-    place.serve(1, 2, f"tcp://127.0.0.2:{port}")
+    port = place.at_hosts(0, 1, size=2)
     hosts_of(monkeypatch, {"servers": ["127.0.0.2", "127.0.0.1"]})
     assert place.find(f"servers:{port}") == [0, 1]
 
@@ -207,8 +195,7 @@ def test_a_name_of_several_hosts_is_several_servers(place: Place, monkeypatch: M
 def test_hosts_may_join_a_name_later(place: Place, monkeypatch: Monkey) -> None:
     monkeypatch.setattr(discovery, "_RESOLVE_S", 0.05)
     monkeypatch.setattr(discovery, "_LINE_S", 0.1)
-    port = int(place.serve(0, 2, "tcp://127.0.0.1:0").address.rpartition(":")[2])
-    place.serve(1, 2, f"tcp://127.0.0.2:{port}")
+    port = place.at_hosts(0, 1, size=2)
     led: dict[str, list[str]] = {}
     hosts_of(monkeypatch, led)
     lines: list[str] = []
@@ -242,42 +229,29 @@ def test_a_server_that_has_got_the_address_of_another_meanwhile(
 def test_a_server_that_comes_back_at_another_host_is_found_there(
     place: Place, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
-    monkeypatch.setattr(monitor, "_CHECK_S", 0.2)
-    first = place.serve(0, 2, "tcp://127.0.0.1:0")
-    port = int(first.address.rpartition(":")[2])
-    before = place.serve(1, 2, f"tcp://127.0.0.2:{port}")
+    monkeypatch.setattr(discovery, "_CHECK_S", 0.2)
+    port = place.at_hosts(0, 1, size=2)
     led = {"servers": ["127.0.0.1", "127.0.0.2"]}
     hosts_of(monkeypatch, led)
     restarted: list[int] = []
-    found = connect_parameter_servers(
-        place.transport,
-        addresses=[f"servers:{port}"],
-        timeout_s=PATIENCE_S,
-        on_restart=restarted.append,
-    )
-    before.stop()
-    until(lambda: found[1].client.stats().get("lost", 0))
-    led["servers"] = ["127.0.0.1", "127.0.0.3"]
-    place.serve(1, 2, f"tcp://127.0.0.3:{port}")
-    # Waits, was never sent, and so goes to the new place whatever it is.
-    with pytest.raises(RemoteError, match=f"no attribute '{method}'"):
-        found[1].client.call(method)
-    assert restarted == [1]
-    assert found[1].client.address == f"tcp://127.0.0.3:{port}"
+    with place.connected(f"servers:{port}", on_restart=restarted.append) as found:
+        place.servers[1].stop()
+        until(lambda: found[1].client.stats().get("lost", 0))
+        led["servers"] = ["127.0.0.1", "127.0.0.3"]
+        place.serve(1, 2, f"tcp://127.0.0.3:{port}")
+        # Waits, was never sent, and so goes to the new place whatever it is.
+        with pytest.raises(RemoteError, match=f"no attribute '{method}'"):
+            found[1].client.call(method)
+        assert restarted == [1]
+        assert found[1].client.address == f"tcp://127.0.0.3:{port}"
     assert f"1 is now at tcp://127.0.0.3:{port}, and no more at" in caplog.text
-    for server in found:
-        server.close()
-    followers = [t for t in threading.enumerate() if t.name.startswith("persia-monitor")]
-    for follower in followers:
-        follower.join(PATIENCE_S)
-    assert not any(follower.is_alive() for follower in followers)
+    until(lambda: not any("persia-monitor" in t.name for t in threading.enumerate()))
 
 
 def test_a_name_of_one_host_is_left_to_the_transport(place: Place) -> None:
     port = place.serve(0, 1, "tcp://127.0.0.1:0").address.rpartition(":")[2]
-    (server,) = connect_parameter_servers(place.transport, addresses=[f"localhost:{port}"])
-    assert server.client.address == f"tcp://localhost:{port}"
-    server.close()
+    with place.connected(f"localhost:{port}") as (server,):
+        assert server.client.address == f"tcp://localhost:{port}"
 
 
 def test_a_look_up_that_hangs_does_not_outlast_the_deadline(
@@ -320,21 +294,14 @@ def test_a_node_is_as_many_ranks_as_it_has(place: Place) -> None:
     port = free_ports(2)
     ranks(place, "127.0.0.1", port, 0, 2, 4)
     ranks(place, "127.0.0.2", port, 2, 2, 4)
-    found = connect_nn_workers(
-        place.transport, addresses=[f"127.0.0.2:{port}", f"127.0.0.1:{port}"]
-    )
-    assert [rank.replica_index for rank in found] == [0, 1, 2, 3]
-    for rank in found:
-        rank.close()
+    listed = f"127.0.0.2:{port}", f"127.0.0.1:{port}"
+    assert place.find(*listed, connect=connect_nn_workers) == [0, 1, 2, 3]
 
 
 def test_an_entry_for_each_rank(place: Place) -> None:
     for number in range(2):
         place.serve(number, 2, role=nn_worker())
-    found = connect_nn_workers(place.transport, addresses=[place.ipc(1), place.ipc(0)])
-    assert [rank.replica_index for rank in found] == [0, 1]
-    for rank in found:
-        rank.close()
+    assert place.find(place.ipc(1), place.ipc(0), connect=connect_nn_workers) == [0, 1]
 
 
 def test_ranks_that_nodes_cannot_share(place: Place) -> None:
@@ -349,7 +316,28 @@ def test_embedding_workers_are_found_by_the_environment(
 ) -> None:
     place.serve(0, 1, role=embedding_worker())
     monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", place.ipc(0))
-    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "20")
-    (worker,) = connect_embedding_workers(place.transport)
-    assert worker.replica_index == 0
-    worker.close()
+    assert place.find(connect=connect_embedding_workers) == [0]
+
+
+def test_two_servers_that_come_back_with_each_others_addresses(
+    place: Place, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setattr(discovery, "_CHECK_S", 0.2)
+    port = place.at_hosts(0, 1, size=2)
+    hosts_of(monkeypatch, {"servers": ["127.0.0.1", "127.0.0.2"]})
+    restarted: list[int] = []
+    with place.connected(f"servers:{port}", on_restart=restarted.append) as found:
+        for server in place.servers:
+            server.stop()
+        swapped = [
+            place.serve(0, 2, f"tcp://127.0.0.2:{port}"),
+            place.serve(1, 2, f"tcp://127.0.0.1:{port}"),
+        ]
+        for remote, server in zip(found, swapped, strict=True):
+            # These have no method but hello: the one that is asked says what it lacks.
+            with pytest.raises(RemoteError, match="no attribute 'stats'"):
+                remote.client.call("stats")
+            assert remote.client.address == server.address
+            assert remote.client.incarnation == server.hello.incarnation
+        assert sorted(restarted) == [0, 1]
+    until(lambda: not any("persia-monitor" in t.name for t in threading.enumerate()))

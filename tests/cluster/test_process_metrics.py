@@ -1,16 +1,17 @@
-"""The endpoint of a process that runs a script: open while held, and ready by contexts."""
+"""Metrics of contexts, in embedded mode too; the endpoint of a process that runs a script."""
 
 from __future__ import annotations
 
 import contextlib
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
-from persia import _context_stack
+from persia import _context_stack, env
 from persia._cluster import process_metrics
+from tests.metrics.job import fetch, series
+from tests.support.contexts import SIZE, a_batch, train, trained
 
 
 @pytest.fixture
@@ -28,12 +29,7 @@ def held() -> Iterator[None]:
 
 
 def readiness() -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"{process_metrics.url()}/readyz", timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+    return fetch(f"{process_metrics.url()}/readyz")
 
 
 class Context:
@@ -78,3 +74,97 @@ def test_embedded_mode_opens_no_port_unasked(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("PERSIA_METRICS_PORT", raising=False)
     with held():
         assert process_metrics.url() == ""
+
+
+# --- of contexts -----------------------------------------------------------------------------
+
+
+def test_w39_w52_two_contexts_of_a_process_do_not_collide() -> None:
+    """The original's context was one per process, and a metric's name entered once."""
+    with trained() as one, trained() as other:
+        train(one, 1)
+        loss = train(other, 3)
+        for ctx, count in ((one, 1), (other, 3)):
+            metrics = ctx.metrics()
+            assert metrics.value("persia_trained_samples_total") == count * SIZE
+            assert metrics.value("persia_rows") == count * SIZE
+            assert metrics.value("persia_batches_total", outcome="trained") == count
+        assert other.metrics().value("persia_loss") == pytest.approx(loss)
+        assert series(one.metrics().text())
+    assert one.metrics().value("persia_trained_samples_total") == SIZE
+
+
+def test_embedded_mode_has_a_port_if_one_is_asked_for() -> None:
+    with trained():
+        assert process_metrics.url() == ""
+    with env.changed(PERSIA_METRICS_PORT=0):
+        with trained() as one, trained() as other:
+            train(one, 1)
+            train(other, 2)
+            assert fetch(f"{process_metrics.url()}/readyz") == (200, "ok\n")
+            found = series(fetch(f"{process_metrics.url()}/metrics")[1])
+            names = [dict(labels) for name, labels in found if name == "persia_rows"]
+            assert {labels.get("context") for labels in names} == {None, "2"}
+            url = process_metrics.url()
+        assert process_metrics.url() == ""
+        with pytest.raises(OSError, match="refused"):
+            fetch(f"{url}/metrics")
+
+
+def test_a_context_keeps_its_label_when_the_first_one_ends() -> None:
+    """Else the second one's counters would seem to go on from those of the first."""
+
+    def samples_of(url: str) -> dict[str | None, float]:
+        name = "persia_trained_samples_total"
+        found = series(fetch(f"{url}/metrics")[1])
+        return {
+            dict(of).get("context"): x
+            for (series_name, of), x in found.items()
+            if series_name == name
+        }
+
+    with env.changed(PERSIA_METRICS_PORT=0), contextlib.ExitStack() as first:
+        train(first.enter_context(trained()), 1)
+        with trained() as other:
+            train(other, 2)
+            assert samples_of(process_metrics.url()) == {None: SIZE, "2": 2 * SIZE}
+            first.close()
+            assert samples_of(process_metrics.url()) == {"2": 2 * SIZE}
+            with trained() as third:
+                train(third, 3)
+                assert samples_of(process_metrics.url()) == {None: 3 * SIZE, "2": 2 * SIZE}
+
+
+def test_servers_of_embedded_mode_tell_apart() -> None:
+    with trained(embedded_config={"num_servers": 2}) as ctx:
+        train(ctx, 4)
+        metrics = ctx.metrics()
+        rows = [metrics.value("persia_rows", replica=str(number)) for number in range(2)]
+        assert sum(rows) == 4 * SIZE
+        assert min(rows) > 0
+        assert metrics.value("staleness", role="nn-worker") == 0
+        assert metrics.value("staleness", role="embedding-worker") == 0
+
+
+def test_w25_staleness_is_measured_and_not_counted() -> None:
+    """Lookups minus updates drifted, and wrapped, with every failure."""
+    with trained() as ctx:
+        ids = np.arange(SIZE, dtype=np.uint64)
+        batch = ctx.get_embedding_from_data(a_batch(ids))
+        metrics = ctx.metrics()
+        assert metrics.value("staleness", role="nn-worker") == 1
+        assert metrics.value("staleness", role="embedding-worker") == 1
+        assert metrics.value("persia_worker_buffer_bytes") > 8 * SIZE
+        del batch  # without a backward
+        train(ctx, 1)
+        assert metrics.value("staleness", role="nn-worker") == 0
+        assert metrics.value("staleness", role="embedding-worker") == 0
+        assert metrics.value("persia_batches_total", outcome="abandoned") == 1
+
+
+def test_w68_nothing_is_nan_before_there_is_anything() -> None:
+    """Ratios of nothing were NaN."""
+    with trained() as ctx:
+        found = series(ctx.metrics().text())
+        assert not any(value != value for value in found.values())
+        assert "index_miss_ratio" not in {name for name, _ in found}

@@ -9,8 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from persia.config import EmbeddingSchema, Initialization, Slot, Table
+from persia._core.kernels.optim import OPTIONS
+from persia.config import (
+    EmbeddingSchema,
+    GroupAdmission,
+    GroupEviction,
+    GroupOptimizer,
+    GroupSettings,
+    Initialization,
+    Slot,
+    Table,
+    schema_fingerprint,
+)
 from persia.errors import ConfigError
 
 ORIGINAL = """
@@ -88,21 +100,21 @@ def test_explicit_groups_come_first_in_file_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "want"),
+    ("keys", "want"),
     [
-        ({}, "sum"),
-        ({"sqrt_scaling": True}, "sqrt"),
-        ({"embedding_summation": True, "sqrt_scaling": True}, "sqrt"),
-        ({"embedding_summation": False}, "raw"),
-        ({"pooling": "mean"}, "mean"),
-        ({"pooling": "mean", "embedding_summation": True, "sqrt_scaling": False}, "mean"),
-        ({"pooling": "max"}, "max"),
-        ({"pooling": "sqrt", "sqrt_scaling": True}, "sqrt"),
-        ({"pooling": "jagged", "embedding_summation": False}, "jagged"),
+        ("", "sum"),
+        ("sqrt_scaling: true", "sqrt"),
+        ("embedding_summation: true, sqrt_scaling: true", "sqrt"),
+        ("embedding_summation: false", "raw"),
+        ("pooling: mean", "mean"),
+        ("pooling: mean, embedding_summation: true, sqrt_scaling: false", "mean"),
+        ("pooling: max", "max"),
+        ("pooling: sqrt, sqrt_scaling: true", "sqrt"),
+        ("pooling: jagged, embedding_summation: false", "jagged"),
     ],
 )
-def test_pooling(settings: dict[str, Any], want: str) -> None:
-    assert one(**settings).pooling == want
+def test_pooling(keys: str, want: str) -> None:
+    assert one(**yaml.safe_load(f"{{{keys}}}")).pooling == want
 
 
 @pytest.mark.parametrize(
@@ -157,134 +169,81 @@ def test_row_settings_make_tables() -> None:
     assert [slot.table for slot in schema.slots.values()] == [0, 1, 0]
 
 
-BAD = {
-    "unknown top-level key": (
-        {"feature_group": {}},
-        "feature_group: unknown key, did you mean 'feature_groups'?",
-    ),
-    "unknown slot key": (
-        {"slots_config": {"a": {"dim": 8, "sample_fix_size": 3}}},
+STACK = "slots_config: {a: {dim: 8, hash_stack_config: {hash_stack_rounds: 2, "
+
+BAD = [
+    ("feature_group: {}", "feature_group: unknown key, did you mean 'feature_groups'?"),
+    (
+        "slots_config: {a: {dim: 8, sample_fix_size: 3}}",
         "slots_config.a.sample_fix_size: unknown key, did you mean 'sample_fixed_size'?",
     ),
-    "dim missing": ({"slots_config": {"a": {}}}, "slots_config.a.dim: the key is required"),
-    "slot without a mapping": (
-        {"slots_config": {"a": None}},
-        "slots_config.a: expected a mapping, got nothing",
-    ),
-    "dim as text": (
-        {"slots_config": {"a": {"dim": "8"}}},
-        "slots_config.a.dim: expected an integer in 1..65536, got '8'",
-    ),
-    "dim as bool": (
-        {"slots_config": {"a": {"dim": True}}},
-        "slots_config.a.dim: expected an integer in 1..65536, got True",
-    ),
-    "dim 0": (
-        {"slots_config": {"a": {"dim": 0}}},
-        "slots_config.a.dim: expected an integer in 1..65536, got 0",
-    ),
-    "dim beyond": (
-        {"slots_config": {"a": {"dim": 65537}}},
-        "dim: expected an integer in 1..65536, got 65537",
-    ),
-    "sample_fixed_size 0": (
-        {"slots_config": {"a": {"dim": 8, "sample_fixed_size": 0}}},
+    ("slots_config: {a: {}}", "slots_config.a.dim: the key is required"),
+    ("slots_config: {a: }", "slots_config.a: expected a mapping, got nothing"),
+    ("slots_config: {a: {dim: '8'}}", "a.dim: expected an integer in 1..65536, got '8'"),
+    ("slots_config: {a: {dim: true}}", "a.dim: expected an integer in 1..65536, got True"),
+    ("slots_config: {a: {dim: 0}}", "a.dim: expected an integer in 1..65536, got 0"),
+    ("slots_config: {a: {dim: 65537}}", "a.dim: expected an integer in 1..65536, got 65537"),
+    (
+        "slots_config: {a: {dim: 8, sample_fixed_size: 0}}",
         "sample_fixed_size: expected an integer in 1..2147483647, got 0",
     ),
-    "pooling misspelt": (
-        {"slots_config": {"a": {"dim": 8, "pooling": "summ"}}},
+    (
+        "slots_config: {a: {dim: 8, pooling: summ}}",
         "slots_config.a.pooling: expected one of sum, mean, sqrt, max, raw, jagged, "
         "got 'summ', did you mean 'sum'?",
     ),
-    "no slots": ({"slots_config": {}}, "slots_config: expected at least one slot, got none"),
-    "slot without a name": ({"slots_config": slots("")}, "expected names for slots, got ''"),
-    "group without a name": ({"feature_groups": {"": ["a"]}}, "expected names for groups"),
-    "slots absent": ({"slots_config": None}, "slots_config: the key is required"),
-    "slots as a list": (
-        {"slots_config": [{"a": 1}]},
-        "slots_config: expected a mapping, got a list",
-    ),
-    "key that is no text": (
-        {"slots_config": {7: {"dim": 8}}},
+    ("slots_config: {}", "slots_config: expected at least one slot, got none"),
+    ("slots_config: {'': {dim: 8}}", "expected names for slots, got ''"),
+    ("feature_groups: {'': [a]}", "expected names for groups"),
+    ("slots_config: ", "slots_config: the key is required"),
+    ("slots_config: [{a: 1}]", "slots_config: expected a mapping, got a list"),
+    (
+        "slots_config: {7: {dim: 8}}",
         "slots_config: expected names as keys, got 7; put it in quotes",
     ),
-    "prefix bits 0": (
-        {"feature_index_prefix_bit": 0},
-        "feature_index_prefix_bit: expected an integer in 1..63, got 0",
-    ),
-    "prefix bits 64": (
-        {"feature_index_prefix_bit": 64},
-        "feature_index_prefix_bit: expected an integer in 1..63, got 64",
-    ),
-    "index_prefix": (
-        {"slots_config": {"a": {"dim": 8, "index_prefix": 3}}},
+    ("feature_index_prefix_bit: 0", "_prefix_bit: expected an integer in 1..63, got 0"),
+    ("feature_index_prefix_bit: 64", "_prefix_bit: expected an integer in 1..63, got 64"),
+    (
+        "slots_config: {a: {dim: 8, index_prefix: 3}}",
         "slots_config.a.index_prefix: is computed from the feature groups, got 3",
     ),
-    "unknown slot in a group": (
-        {"feature_groups": {"g": ["aa"]}},
-        "feature_groups.g: unknown slot 'aa', did you mean 'a'?",
-    ),
-    "slot in two groups": (
-        {"feature_groups": {"g": ["a"], "h": ["a"]}},
-        "feature_groups.h: slot 'a' is already in group 'g'",
-    ),
-    "slot twice in a group": (
-        {"feature_groups": {"g": ["a", "a"]}},
-        "feature_groups.g: slot 'a' is already in group 'g'",
-    ),
-    "group as text": (
-        {"feature_groups": {"g": "a"}},
-        "feature_groups.g: expected a list, got 'a'",
-    ),
-    "ungrouped slot named like a group": (
-        {"slots_config": slots("a", "b"), "feature_groups": {"a": ["b"]}},
+    ("feature_groups: {g: [aa]}", "feature_groups.g: unknown slot 'aa', did you mean 'a'?"),
+    ("feature_groups: {g: [a], h: [a]}", "groups.h: slot 'a' is already in group 'g'"),
+    ("feature_groups: {g: [a, a]}", "feature_groups.g: slot 'a' is already in group 'g'"),
+    ("feature_groups: {g: a}", "feature_groups.g: expected a list, got 'a'"),
+    (
+        "{slots_config: {a: {dim: 8}, b: {dim: 8}}, feature_groups: {a: [b]}}",
         "feature_groups.a: slot 'a' is in no group",
     ),
-    "hash stack key missing": (
-        {"slots_config": {"a": {"dim": 8, "hash_stack_config": {"hash_stack_rounds": 2}}}},
-        "slots_config.a.hash_stack_config.embedding_size: the key is required",
-    ),
-    "hash stack without rows": (
-        {
-            "slots_config": slots(
-                "a", hash_stack_config={"hash_stack_rounds": 2, "embedding_size": 0}
-            )
-        },
-        "embedding_size: 2 rounds need at least 1 row, got 0",
-    ),
-    "hash stack beyond the index bits": (
-        {
-            "feature_index_prefix_bit": 60,
-            "slots_config": slots(
-                "a", hash_stack_config={"hash_stack_rounds": 2, "embedding_size": 9}
-            ),
-        },
+    (f"{STACK}}}}}}}", "slots_config.a.hash_stack_config.embedding_size: the key is required"),
+    (f"{STACK}embedding_size: 0}}}}}}", "embedding_size: 2 rounds need at least 1 row, got 0"),
+    (
+        f"feature_index_prefix_bit: 60\n{STACK}embedding_size: 9}}}}}}",
         "slots_config.a.hash_stack_config: 2 rounds of 9 rows do not fit into 4 bits",
     ),
-    "admit_probability": (
-        {"slots_config": {"a": {"dim": 8, "admit_probability": 1.5}}},
+    (
+        "slots_config: {a: {dim: 8, admit_probability: 1.5}}",
         "slots_config.a.admit_probability: expected a probability in 0..1, got 1.5",
     ),
-    "initialization without method": (
-        {"slots_config": {"a": {"dim": 8, "initialization": {"mean": 0}}}},
+    (
+        "slots_config: {a: {dim: 8, initialization: {mean: 0}}}",
         "slots_config.a.initialization.method: expected one of uniform, normal",
     ),
-    "initialization unknown": (
-        {"slots_config": {"a": {"dim": 8, "initialization": {"method": "norml"}}}},
-        "slots_config.a.initialization: initialization 'norml' is not known; did you mean "
-        "'normal'?",
+    (
+        "slots_config: {a: {dim: 8, initialization: {method: norml}}}",
+        "a.initialization: initialization 'norml' is not known; did you mean 'normal'?",
     ),
-    "initialization option": (
-        {"slots_config": {"a": {"dim": 8, "initialization": {"method": "zeros", "mean": 1}}}},
+    (
+        "slots_config: {a: {dim: 8, initialization: {method: zeros, mean: 1}}}",
         "slots_config.a.initialization: initialization zeros has no option 'mean'",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("keys", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_keys_and_values_name_their_place(keys: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("text", "message"), BAD)
+def test_bad_keys_and_values_name_their_place(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(**keys)
+        load(**yaml.safe_load(text))
     assert str(caught.value).startswith("embedding config: ")
     assert message in str(caught.value)
 
@@ -298,8 +257,8 @@ def test_bad_keys_and_values_name_their_place(keys: dict[str, Any], message: str
             "initialization",
             {"method": "zeros"},
             {"method": "constant", "value": 0},
-            "initialization of 'a' is {'method': 'zeros'} and of 'b' is "
-            "{'method': 'constant', 'value': 0.0}",
+            "initialization of 'a' is {'method': 'zeros', 'options': {}} and of 'b' is "
+            "{'method': 'constant', 'options': {'value': 0.0}}",
         ),
         (
             "hash_stack_config",
@@ -378,3 +337,141 @@ def test_an_initialization_that_cannot_be_used(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Initialization(method, options)
+
+
+# --- group_settings ---------------------------------------------------------------------------
+
+
+def grouped(settings: dict[str, Any] | None) -> EmbeddingSchema:
+    """Slots a and b in group g, c and d by themselves, all of one dim."""
+    return load(
+        slots_config=slots(*"abcd"), feature_groups={"g": ["a", "b"]}, group_settings=settings
+    )
+
+
+def test_a_group_with_an_optimizer_has_a_table_to_itself() -> None:
+    schema = grouped({"g": {"optimizer": {"lr": 1}}, "c": {"optimizer": {"lr": 1.0}}})
+    assert [schema.slots[name].table for name in "abcd"] == [0, 0, 1, 2]
+    changed = GroupSettings(GroupOptimizer(None, {"lr": 1.0}))
+    assert [table.settings for table in schema.tables] == [changed, changed, GroupSettings()]
+    assert pickle.loads(pickle.dumps(schema)) == schema
+    assert schema_fingerprint(EmbeddingSchema.load(schema)) == schema_fingerprint(schema)
+
+
+def test_settings_that_say_nothing_change_nothing() -> None:
+    plain = grouped(None)
+    assert len(plain.tables) == 1
+    assert grouped({"g": {}, "c": {"optimizer": None}}) == plain
+
+
+def test_an_optimizer_that_changes_nothing_still_gives_a_learning_rate_of_its_own() -> None:
+    assert [grouped({"c": {"optimizer": {}}}).slots[name].table for name in "abcd"] == [
+        0,
+        0,
+        1,
+        0,
+    ]
+
+
+def test_a_named_optimizer_stands_for_itself_and_another_changes_the_registered_one() -> None:
+    named = GroupOptimizer("adam", {"lr": 0.5})
+    assert named.options == OPTIONS["adam"] | {"lr": 0.5}
+    assert named.resolve("adam", {"lr": 1.0, "eps": 1.0}) == ("adam", named.options)
+    assert named.has_own_lr
+    changed = GroupOptimizer(None, {"eps": 0.5})
+    assert changed.resolve("adam", {"lr": 1.0, "eps": 1.0}) == ("adam", {"lr": 1.0, "eps": 0.5})
+    assert not changed.has_own_lr
+    assert GroupOptimizer(None, {"lr": 0.5}).has_own_lr
+
+
+def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
+    named = GroupOptimizer("rowwise_adagrad", {"lr": 0.5})
+    assert named == GroupOptimizer("adagrad", {"lr": 0.5, "vectorwise_shared": True})
+    with pytest.raises(ConfigError, match=r"did you mean 'rowwise_adagrad'\? \(known: sgd, "):
+        GroupOptimizer("rowise_adagrad", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h: {}", r"group_settings\.h: unknown group"),
+        ("a: {}", r"group_settings\.a: unknown group.*outside any group"),
+        ("g: {optimiser: {}}", r"settings\.g\.optimiser: unknown key.*'optimizer'"),
+        ("g: {optimizer: 3}", r"group_settings\.g\.optimizer: expected a mapping"),
+        ("g: {optimizer: {name: 3}}", r"g\.optimizer\.name: expected one of sgd, "),
+        ("g: {optimizer: {name: adem}}", r"g\.optimizer: .*did you mean 'adam'"),
+        ("g: {optimizer: {name: sgd}}", r"g\.optimizer: sgd: lr .* not given"),
+        ("g: {optimizer: {momentum: 1, name: adam}}", "adam has no option 'momentum'"),
+        ("g: {optimizer: {weight_deca: 1}}", "option 'weight_deca'.*'weight_decay'"),
+        ("g: {optimizer: {lr: -1}}", "lr must be at least 0, got -1"),
+        ("g: {optimizer: {lr: big}}", "lr must be a number, got 'big'"),
+        ("g: {optimizer: {beta1: 1}}", "beta1 must be below 1"),
+        ("g: {optimizer: {original_order: 1}}", "original_order must be True or False"),
+        ("g: {dtype: f16}", r"g\.dtype: expected one of float32, .*got 'f16'"),
+        ("g: {dtype: 16}", r"g\.dtype: expected one of float32"),
+        ("g: {eviction: {policy: fifo}}", r"g\.eviction\.policy: expected one of lru, lfu"),
+        ("g: {eviction: {ttl: 3}}", r"g\.eviction\.ttl: unknown key"),
+        ("g: {eviction: {ttl_seconds: 0}}", r"eviction\.ttl_seconds: expected 0\.001\.\."),
+        ("g: {eviction: {ttl_seconds: .nan}}", "ttl_seconds: expected"),
+        ("g: {eviction: {ttl_seconds: .inf}}", "ttl_seconds: expected"),
+        ("g: {eviction: {ttl_steps: 0}}", "ttl_steps: expected an integer in 1"),
+        ("g: {eviction: {ttl_seconds: 1, ttl_steps: 1}}", "a row has one time to live"),
+        ("g: {admission: {}}", r"g\.admission\.policy: the key is required"),
+        ("g: {admission: {policy: count}}", "threshold: is required with policy 'count'"),
+        ("g: {admission: {policy: probability}}", "probability: is required with policy"),
+        (
+            "g: {admission: {policy: count, probability: 0.5, threshold: 2}}",
+            "probability: has no meaning with policy 'count'",
+        ),
+        ("g: {admission: {policy: count, threshold: 0}}", r"threshold: .* 1\.\.255, got 0"),
+        ("g: {admission: {policy: count, threshold: 256}}", r"1\.\.255, got 256"),
+        ("g: {admission: {policy: probability, probability: 2}}", r"0\.\.1, got 2"),
+    ],
+)
+def test_settings_that_cannot_be_used(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        grouped(yaml.safe_load(f"{{{text}}}"))
+
+
+def test_a_dtype_splits_tables_and_slots_of_one_dtype_share_theirs() -> None:
+    schema = grouped({"g": {"dtype": "float16"}, "c": {"dtype": "bfloat16"}})
+    assert [schema.slots[name].table for name in "abcd"] == [0, 0, 1, 2]
+    assert [table.dtype for table in schema.tables] == ["float16", "bfloat16", "float32"]
+    assert len(grouped({name: {"dtype": "float16"} for name in "gcd"}).tables) == 1
+
+
+# --- eviction and admission -----------------------------------------------------------------
+
+
+def test_tables_are_split_by_eviction_and_admission() -> None:
+    schema = grouped(
+        {
+            "g": {"eviction": {"policy": "lfu", "ttl_seconds": 90}},
+            "c": {"admission": {"policy": "count", "threshold": 3}},
+            "d": {"eviction": {"policy": "lfu", "ttl_seconds": 90.0}},
+        }
+    )
+    assert [schema.slots[name].table for name in "abcd"] == [0, 0, 1, 0]
+    eviction, admission = GroupEviction("lfu", 90.0), GroupAdmission("count", threshold=3)
+    assert [table.settings for table in schema.tables] == [
+        GroupSettings(eviction=eviction),
+        GroupSettings(admission=admission),
+    ]
+    changed: dict[str, Any] = {"g": {"eviction": {}}}
+    assert schema_fingerprint(grouped(changed)) != schema_fingerprint(grouped(None))
+
+
+def test_times_to_live_are_milliseconds_or_steps() -> None:
+    assert GroupEviction().kind() == ("lru", None, 0)
+    assert GroupEviction("lfu", 0.25).kind() == ("lfu", "milliseconds", 250)
+    assert GroupEviction(ttl_steps=7).kind() == ("lru", "steps", 7)
+
+
+def test_a_new_id_is_admitted_in_one_way() -> None:
+    with pytest.raises(ConfigError, match=r"group_settings\.a\.admission: slot 'a' has an"):
+        EmbeddingSchema.load(
+            {
+                "slots_config": {"a": {"dim": 8, "admit_probability": 0.5}},
+                "group_settings": {"a": {"admission": {"policy": "count", "threshold": 2}}},
+            }
+        )

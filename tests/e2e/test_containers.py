@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from persia._cli import health, scripts
-from persia._cli.children import Child
+from persia._cli.run import Child
 from persia._cli.scripts import Script, _until_job_ends, _watch
 from persia._cluster.job import Event, Events
 from persia._rpc.methods import embedding_worker, nn_worker, parameter_server

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from persia._cli.children import UNWIND_S
+from persia._cli.run import UNWIND_S
 from persia._cli.scripts import _ANNOUNCE_ON_SIGNAL_S
 from tests.e2e.support import (
     SERVERS,

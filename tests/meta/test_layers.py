@@ -38,7 +38,7 @@ ROLES = {"_server", "_worker", "_training"}
 # The only modules that name a role's class: to make a process of it, and to read its counts.
 COMPOSERS = {
     "persia._cluster.embedded",
-    "persia._cluster.metric_sources",
+    "persia._cluster.process_metrics",
     "persia._cluster.process",
 }
 # Folders of the core, from the bottom up.

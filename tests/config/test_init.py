@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from persia.config._load import load_configs
+from persia.config import load_configs
 from persia.errors import ConfigError
 
 
