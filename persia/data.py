@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from persia import _context_stack, env
 from persia._deprecated import names_of
-from persia._training.queues import Closed, Finished
 from persia.errors import ConfigError, DataTypeError
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from persia._training.batch import PersiaTrainingBatch
     from persia._training.forward import ForwardPipeline
-    from persia.ctx import EmbeddingCtx
     from persia.embedding.data import PersiaBatch
 
 __all__ = ["DataLoader", "IterableDataset", "IterableDatasetBase", "StreamingDataset"]
@@ -32,14 +30,7 @@ if not TYPE_CHECKING:  # where any name would be taken for one
 
 
 class IterableDatasetBase(ABC):
-    """What a ``DataLoader`` iterates.
-
-    Args:
-        buffer_size: Batches read ahead of the lookups.
-
-    Raises:
-        ConfigError: If the buffer has no room.
-    """
+    """What a ``DataLoader`` iterates; ``buffer_size`` batches are read ahead of the lookups."""
 
     buffer_size: int = 10
 
@@ -196,7 +187,7 @@ class DataLoader:
         """
         # Here, as they load torch: a data-loader's script imports its dataset without it.
         from persia._training.forward import PassOptions
-        from persia.ctx import EmbeddingCtx
+        from persia.ctx.embedding import EmbeddingCtx, batches_of
 
         ctx = _context_stack.current()
         if not isinstance(ctx, EmbeddingCtx):
@@ -224,35 +215,4 @@ class DataLoader:
             ),
         )
         self._epoch = weakref.ref(epoch)
-        return _drain(epoch, joining, weakref.ref(ctx))
-
-
-def _drain(
-    epoch: ForwardPipeline,
-    joining: AbstractContextManager[Any],
-    context: weakref.ref[EmbeddingCtx],
-) -> Iterator[PersiaTrainingBatch]:
-    # Threads start with the first batch asked for: a generator that is dropped before that
-    # never runs its finally block.
-    try:
-        with joining:
-            epoch.start()
-            while True:
-                try:
-                    batch = epoch.next()
-                except Finished:
-                    return
-                except Closed:
-                    raise ConfigError(
-                        "this pass over a DataLoader was ended before its data: the same "
-                        "DataLoader was iterated again, or the context was left; for two "
-                        "passes at the same time make two DataLoaders"
-                    ) from None
-                yield batch
-                del batch
-                ctx = context()
-                if ctx is not None:
-                    ctx.forget_output()
-                del ctx
-    finally:
-        epoch.close()
+        return batches_of(epoch, joining, weakref.ref(ctx))

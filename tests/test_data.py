@@ -37,8 +37,3 @@ def test_a_dataset_is_sought_by_leaving_out() -> None:
 def test_what_cannot_be_iterated_is_refused(dataset: Any, message: str) -> None:
     with pytest.raises(DataTypeError, match=message):
         DataLoader(dataset)
-
-
-def test_a_loader_is_iterated_inside_a_context() -> None:
-    with pytest.raises(ConfigError, match=r"inside a context.*the current one is none"):
-        iter(DataLoader(Numbers()))

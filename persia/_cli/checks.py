@@ -401,7 +401,7 @@ def _of_parquet(path: Path) -> DataSample:
         from pyarrow import parquet
         from pyarrow.types import is_integer
 
-        from persia.readers import _arrays
+        from persia.readers import _columns
     except ImportError as exc:
         raise DataError("to read Parquet, pip install pyarrow") from exc
     table = parquet.ParquetFile(path).read_row_group(0)
@@ -411,8 +411,8 @@ def _of_parquet(path: Path) -> DataSample:
         while hasattr(column, "flatten") and hasattr(column, "offsets"):  # lists, and of lists
             column = column.flatten()
         try:
-            if _arrays.are_ids(column.type) and not is_integer(column.type):
-                hashed = _arrays.id_feature(name, name, column, "hash")
+            if _columns.are_ids(column.type) and not is_integer(column.type):
+                hashed = _columns.id_feature(name, name, column, "hash")
                 found[name] = hashed.feature_batch.distinct
             else:
                 found[name] = column.drop_null().to_numpy(zero_copy_only=False)

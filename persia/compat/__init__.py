@@ -12,9 +12,8 @@ beside this one. ``docs/moving-from-old-persia.md`` shows each name with what to
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,35 +21,27 @@ if TYPE_CHECKING:
 __all__ = ["OLD_KEYWORDS", "OLD_NAMES", "OldName", "find", "form_of", "warn"]
 
 
-@dataclass(frozen=True, slots=True)
-class OldName:
-    """What became of a name.
+class OldName(NamedTuple):
+    """What became of a name."""
 
-    Attributes:
-        today: What to write, as the warning says it.
-        found: ``module:name`` of what it still gives; empty if it is gone.
-    """
-
-    today: str
-    found: str = ""
+    today: str  # what to write, as the warning says it
+    found: str = ""  # ``module:name`` of what it still gives; empty if it is gone
 
 
 EVERYTHING = "*"  # stands for any name of a module that is gone
-_STREAM = "persia.data.StreamingDataset and persia.data.DataLoader, which receive the batches"
-_CONTAINERS = (
-    "`persia-launcher` in each container, with the addresses in its environment, as "
-    "compose/stack.yml does"
+_STREAM = OldName(
+    "persia.data.StreamingDataset and persia.data.DataLoader, which receive the batches"
 )
-
+_CONTEXT = OldName("persia.ctx.TrainCtx, which has its methods")
 _BATCH = OldName(
     "persia.embedding.data.PersiaBatch(id_type_features, non_id_type_features, labels)",
-    "persia.compat.batch:PyPersiaBatchData",
+    "persia.compat.data:PyPersiaBatchData",
 )
 _BACKEND = (
     "`with persia.ctx.DataCtx() as ctx: ctx.send_data(batch)` in a data-loader; in a trainer "
     "the methods of persia.ctx.TrainCtx"
 )
-_LOADER = OldName("persia.data.DataLoader", "persia.compat.datasets:Dataloader")
+_LOADER = OldName("persia.data.DataLoader", "persia.compat.data:Dataloader")
 _INIT, _GET = (OldName(_BACKEND, f"persia.compat.backend:{n}_backend") for n in ("init", "get"))
 _OPTIMIZERS = {
     name: OldName(f"persia.embedding.optim.{name}", f"persia.embedding.optim:{name}")
@@ -62,8 +53,8 @@ OLD_NAMES: Mapping[str, Mapping[str, OldName]] = {
         "PyPersiaBatchData": _BATCH,
         "PersiaBatch": _BATCH,
         "_PersiaBatch": _BATCH,
-        "PyPersiaCommonContext": OldName("persia.ctx.TrainCtx, which has its methods"),
-        "PersiaCommonContext": OldName("persia.ctx.TrainCtx, which has its methods"),
+        "PyPersiaCommonContext": _CONTEXT,
+        "PersiaCommonContext": _CONTEXT,
         "PersiaTrainingBatch": OldName(
             "`output, labels = ctx.forward(batch)` with persia.ctx.TrainCtx, or "
             "`ctx.prepare_features(batch)` for the tensors of a batch"
@@ -71,10 +62,10 @@ OLD_NAMES: Mapping[str, Mapping[str, OldName]] = {
         "Tensor": OldName("torch.Tensor: every batch has PyTorch's own"),
         "Forward": OldName("persia.data.DataLoader, which looks batches up ahead of the loop"),
         "Backward": OldName("`ctx.backward(loss)` of persia.ctx.TrainCtx"),
-        "PersiaBatchDataChannel": OldName(_STREAM),
+        "PersiaBatchDataChannel": _STREAM,
         "PersiaBatchDataSender": OldName("`ctx.send_data(batch)` of persia.ctx.DataCtx"),
-        "PersiaBatchDataReceiver": OldName(_STREAM),
-        "initialize_dataflow": OldName(_STREAM),
+        "PersiaBatchDataReceiver": _STREAM,
+        "initialize_dataflow": _STREAM,
         "PersiaMessageQueueServer": OldName("a message queue of your own, such as zmq's PULL"),
         "PersiaMessageQueueClient": OldName("a message queue of your own, such as zmq's PUSH"),
     },
@@ -90,7 +81,7 @@ OLD_NAMES: Mapping[str, Mapping[str, OldName]] = {
         ),
         "PersiaDataset": OldName(
             "persia.data.IterableDataset, which yields batches in __iter__",
-            "persia.compat.datasets:PersiaDataset",
+            "persia.compat.data:PersiaDataset",
         ),
         "Dataloader": _LOADER,
         "Dataloder": _LOADER,
@@ -106,7 +97,12 @@ OLD_NAMES: Mapping[str, Mapping[str, OldName]] = {
         ),
         "FileNotFoundException": OldName("FileNotFoundError", "builtins:FileNotFoundError"),
     },
-    "persia.k8s_utils": {EVERYTHING: OldName(_CONTAINERS)},
+    "persia.k8s_utils": {
+        EVERYTHING: OldName(
+            "`persia-launcher` in each container, with the addresses in its environment, as "
+            "compose/stack.yml does"
+        )
+    },
     "persia.wrapper": {"persia_ctx": OldName("`with persia.ctx.TrainCtx(...) as ctx:`")},
     "persia.utils": {
         "block": OldName(

@@ -47,11 +47,7 @@ class Backend:
         return self._data_ctx
 
     def send_data(self, batch: PersiaBatch, blocking: bool = True) -> None:
-        """Send one batch; waits for room, whatever ``blocking`` says.
-
-        Raises:
-            SystemExit: If the job has ended, with its status.
-        """
+        """Send one batch; waits for room, and exits with the job's status if it has ended."""
         try:
             self.open().send_data(batch)
         except JobFinished as exc:
@@ -115,17 +111,11 @@ class Backend:
         """Write the embeddings."""
         self._ctx().dump_embedding(dst_dir, blocking)
 
-    def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
-        """Load embeddings in place of those held."""
-        self._ctx().load_embedding(src_dir, blocking)
-
-    def wait_for_dump_embedding(self) -> None:
-        """Wait for a dump; raises what it raised."""
-        self._ctx().wait_for_dump_embedding()
-
-    def wait_for_load_embedding(self) -> None:
-        """Wait for a load; raises what it raised."""
-        self._ctx().wait_for_load_embedding()
+    def __getattr__(self, name: str) -> Any:
+        # As they are in the context.
+        if name in ("load_embedding", "wait_for_dump_embedding", "wait_for_load_embedding"):
+            return getattr(self._ctx(), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def wait_servers_ready(self) -> None:
         """Wait until all servers answer."""
@@ -144,14 +134,9 @@ def init_backend(
     output_addrs: Any = None,
     init_output: bool = False,
 ) -> Backend:
-    """Return the backend.
+    """Return the backend; with ``init_output`` it begins to send now, else with a batch.
 
-    Args:
-        worker_size: Without effect.
-        middleware_services: Without effect: ``PERSIA_EMBEDDING_WORKERS`` has the addresses.
-        wait_server_ready: Without effect: sending waits.
-        output_addrs: Without effect: ``PERSIA_NN_WORKERS`` has the addresses.
-        init_output: Begin to send now; otherwise with the first batch.
+    All else is without effect: the environment has the addresses, and sending waits.
     """
     if init_output:
         _backend.open()

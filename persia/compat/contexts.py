@@ -60,7 +60,8 @@ def _translate(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _training(given: Mapping[str, Any]) -> dict[str, Any]:
-    new = _translate(given)
+    """Return today's keywords for those of ``TrainCtx`` alone."""
+    new = dict(given)
     for name in ("is_training", "enable_backward"):
         if not new.pop(name, True):
             raise ConfigError(
@@ -80,13 +81,7 @@ def _training(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OldEmbeddingCtx(EmbeddingCtx):
-    """``EmbeddingCtx`` with the settings of embeddings one by one.
-
-    Args:
-        *args: As of ``EmbeddingCtx``.
-        checkpoint_dir: Loaded on entering.
-        **given: As of ``EmbeddingCtx``, and the settings.
-    """
+    """``EmbeddingCtx`` with the settings of embeddings one by one, and what it loads first."""
 
     def __init__(self, *args: Any, checkpoint_dir: str | None = None, **given: Any) -> None:
         super().__init__(*args, **_translate(given))
@@ -98,15 +93,14 @@ class OldEmbeddingCtx(EmbeddingCtx):
             self.load_embedding(self._checkpoint_dir)
 
 
-class RenamedCtx(TrainCtx):
-    """``TrainCtx`` with keywords of before 2022.
+class RenamedCtx(OldEmbeddingCtx, TrainCtx):
+    """``TrainCtx`` with keywords of before 2022, or today's.
 
     Args:
         *args: As of ``TrainCtx``.
         grad_scaler: One that is enabled is mixed precision, by a scaler of the context's own.
-        forward_buffer_size: For ``data_loader``.
-        data_queue_size: For ``data_loader``.
-        checkpoint_dir: Its embeddings are loaded on entering.
+        forward_buffer_size: For ``data_loader``, as is the next one.
+        data_queue_size: Batches held.
         **given: As of ``TrainCtx``, in either spelling.
     """
 
@@ -116,7 +110,6 @@ class RenamedCtx(TrainCtx):
         grad_scaler: Any = None,
         forward_buffer_size: int = 10,
         data_queue_size: int = 5,
-        checkpoint_dir: str | None = None,
         **given: Any,
     ) -> None:
         new = _training(given)
@@ -125,12 +118,6 @@ class RenamedCtx(TrainCtx):
         super().__init__(*args, **new)
         self._forward_buffer_size = forward_buffer_size
         self._data_queue_size = data_queue_size
-        self._checkpoint_dir = checkpoint_dir
-
-    def _open(self, stack: contextlib.ExitStack) -> None:
-        super()._open(stack)
-        if self._checkpoint_dir is not None:
-            self.load_embedding(self._checkpoint_dir)
 
     @property
     def backend(self) -> Backend:
@@ -141,13 +128,7 @@ class RenamedCtx(TrainCtx):
     def data_loader(
         self, port: int = 8000, data_queue_size: int | None = None, timeout: int = 600000
     ) -> DataLoader:
-        """Return a loader of what data-loaders send.
-
-        Args:
-            port: Without effect; the environment says where data-loaders find this process.
-            data_queue_size: Batches held.
-            timeout: How long the loop waits for a batch, in milliseconds.
-        """
+        """Return a loader of what data-loaders send; the environment has the port."""
         from persia.data import DataLoader, StreamingDataset
 
         warn("ctx.data_loader()", "persia.data.DataLoader(StreamingDataset())")
@@ -162,16 +143,8 @@ class LooseCtx(RenamedCtx):
     returns dense, sparse, target. Without one (July) the script does both, and it returns
     (dense, sparse), target.
 
-    Args:
-        embedding_optimizer: As of ``TrainCtx``.
-        dense_optimizer: As of ``TrainCtx``; None in July.
-        grad_scaler: The script's own, if it scales the loss; without effect.
-        device_id: Number of the CUDA device; None is 0 where there is one, and else the CPU.
-        mixed_precision: As of ``TrainCtx``, for ``backward``.
-        **given: As of ``RenamedCtx``.
-
-    Raises:
-        ConfigError: With several ranks.
+    ``grad_scaler`` is the script's own, and without effect; ``device_id`` None is 0 where there
+    is a CUDA device; ``mixed_precision`` is for ``backward``. There is one rank.
     """
 
     def __init__(
@@ -208,20 +181,11 @@ class LooseCtx(RenamedCtx):
         )
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[torch.Tensor] | None]:
-        """Nothing: there is no model here.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse: there is no model here."""
         raise ConfigError("TrainCtx.forward needs model=, and this context has none")
 
     def prepare_features(self, batch: PersiaTrainingBatch, is_training: bool = True) -> Any:
-        """Return the first dense tensor (or None), embeddings, and the only label.
-
-        Returns:
-            ``((dense, embeddings), label)``, or ``(dense, embeddings, label)`` with a dense
-            optimizer.
-        """
+        """Return the first dense tensor (or None), embeddings, and the only label."""
         tensors, embeddings, labels = super().prepare_features(batch)
         if is_training and len(labels or ()) != 1:
             raise DataError(
@@ -239,25 +203,17 @@ class LooseCtx(RenamedCtx):
     ) -> bool:
         """Send the embedding gradients of the batch, after ``loss.backward()``.
 
-        Args:
-            loss_scale: What the loss was multiplied with.
-            batch_idx: Number of the batch; without effect.
-            emb_grad_check_interval: Without effect: every step is checked (W-02).
-
-        Returns:
-            Whether all of them are finite. If not, none is sent; lower the scale.
+        Every step is checked (W-02). Returns whether all of them are finite; if not, none is
+        sent: lower the scale, which is what the loss was multiplied with.
         """
-        engine, book, current = self.backward_engine, self._own_tracker(), self.current_batch
-        if engine is None or current is None:
-            raise ConfigError(
-                "on_after_backward: expected a batch, inside `with TrainCtx(...)`"
-            )
+        session = self._connected()
+        engine = session.connection.backward
+        if engine is None:
+            raise ConfigError("on_after_backward: expected inside `with TrainCtx(...)`")
         if self.update_times == 0:
             warn("ctx.on_after_backward()", "ctx.backward(loss), which does all of the step")
         engine.raise_failure()
-        if current.ticket is not None:
-            book.check_open(current.ticket)
-        book.release_orphans()
+        current = self._batch_to_train(session.tracker)
         updates = engine.collect([current], current)
         self._prepared.pop(id(current), None)
         is_finite = all(update.is_finite() for update in updates)
@@ -278,9 +234,8 @@ class LooseCtx(RenamedCtx):
         blocking: bool = True,
     ) -> None:
         """Write the embeddings, and the model and optimizer that are given."""
-        dense = {default_filename: model, "opt.pt": optimizer}
-        given = {name: what for name, what in dense.items() if what is not None}
-        self._dump(dst_dir, given, None, blocking, 1)
+        dense = _given({default_filename: model, "opt.pt": optimizer})
+        self._dump(dst_dir, dense, {}, blocking, 1)
 
     def load_checkpoint(  # type: ignore[override]  # as above
         self,
@@ -291,6 +246,9 @@ class LooseCtx(RenamedCtx):
         map_location: Any = None,
     ) -> None:
         """Load the embeddings, and the model and optimizer that are given."""
-        dense = {default_filename: model, "opt.pt": optimizer}
-        given = {name: what for name, what in dense.items() if what is not None}
-        self._load(src_dir, map_location, given, True, None)
+        dense = _given({default_filename: model, "opt.pt": optimizer})
+        self._load(src_dir, map_location, dense, True, None)
+
+
+def _given(dense: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: what for name, what in dense.items() if what is not None}

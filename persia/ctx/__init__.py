@@ -19,8 +19,7 @@ from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
 from persia.ctx.data import DataCtx
 
 if TYPE_CHECKING:
-    from persia.ctx.embedding import EmbeddingCtx, eval_ctx, prepare_feature
-    from persia.ctx.infer import InferCtx
+    from persia.ctx.embedding import EmbeddingCtx, InferCtx, eval_ctx, prepare_feature
     from persia.ctx.train import TrainCtx
 
     _prepare_feature = prepare_feature
@@ -38,7 +37,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "EmbeddingCtx": ("embedding", "EmbeddingCtx"),
-    "InferCtx": ("infer", "InferCtx"),
+    "InferCtx": ("embedding", "InferCtx"),
     "TrainCtx": ("train", "TrainCtx"),
     "eval_ctx": ("embedding", "eval_ctx"),
     "_prepare_feature": ("embedding", "prepare_feature"),  # the original's tests import it

@@ -44,9 +44,6 @@ class BaseCtx(Renewed):
         threadpool_worker_size: Kept for scripts of the original; PERSIA's threads are set
             where they are used.
         device_id: Number of the CUDA device of the model. None, or below 0, is the CPU.
-
-    Raises:
-        ConfigError: If there is no such device.
     """
 
     def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
@@ -69,14 +66,8 @@ class BaseCtx(Renewed):
     def metrics(self) -> Metrics:
         """Return the metrics of this context, in a registry of its own.
 
-        ``text()`` is what Prometheus reads, ``value(name, **labels)`` one of them, and
-        ``registry`` is for a server of one's own. They can be read at any time, by any thread.
-
-        Example:
-            >>> with TrainCtx(...) as ctx:  # doctest: +SKIP
-            ...     for batch in loader:
-            ...         ...
-            ...     ctx.metrics().value("persia_trained_samples_total")
+        ``text()`` is what Prometheus reads, ``value("persia_trained_samples_total")`` one of
+        them, and ``registry`` is for a server of one's own. Any thread may read them.
         """
         return Metrics(self.metric_sources, with_process=False)
 
@@ -88,20 +79,14 @@ class BaseCtx(Renewed):
         """Name the threads of this context that ended too early; "" if none did."""
         return ""
 
-    def _configure_servers(self, config: EmbeddingConfig) -> None:
-        raise ConfigError(
-            f"{type(self).__name__} has no embeddings that could be configured: expected a "
-            "TrainCtx"
-        )
-
     def _wait_for_servers(self) -> None:
         """Wait until the servers can be used; a context without embeddings has none."""
 
     def _enter(self) -> None:
         """Do what entering means for the class."""
 
-    def _exit(self) -> None:
-        """Undo ``_enter``; called however the body ended."""
+    def _exit(self, raised: BaseException | None) -> None:
+        """Undo ``_enter``; called however the body ended, with what it raised."""
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -125,7 +110,7 @@ class BaseCtx(Renewed):
     ) -> bool | None:
         self._entered = False
         try:
-            self._exit()
+            self._exit(exc)
         except BaseException as own:
             if exc is None:
                 raise
@@ -161,21 +146,19 @@ class CommonContext:
         enable_weight_bound: bool,
         weight_bound: float,
     ) -> None:
-        """Configure the servers as ``EmbeddingCtx.configure_embedding_parameter_servers`` does.
-
-        Raises:
-            ConfigError: If a value cannot be used, or the context has no embeddings.
-        """
+        """Configure the servers as the method of ``EmbeddingCtx`` of this name does."""
+        configure = getattr(self._ctx, "configure_embedding_parameter_servers", None)
+        if configure is None:
+            raise ConfigError(
+                f"{type(self._ctx).__name__} has no embeddings that could be configured: "
+                "expected a TrainCtx"
+            )
         bound = weight_bound if enable_weight_bound else 0
         lower_upper = (initialize_lower, initialize_upper)
-        self._ctx._configure_servers(EmbeddingConfig(lower_upper, admit_probability, bound))
+        configure(EmbeddingConfig(lower_upper, admit_probability, bound))
 
     def wait_servers_ready(self) -> None:
-        """Wait until all servers are configured and answer.
-
-        Raises:
-            ServiceTimeout: If they are not within 300 s.
-        """
+        """Wait, up to 300 s, until all servers are configured and answer."""
         self._ctx._wait_for_servers()
 
 

@@ -48,7 +48,6 @@ class Checkpoints:
         dense: Mapping[str, Any],
         to_script: Mapping[str, Any],
         trainer_state: Callable[[list[Plain]], Plain | None],
-        *,
         blocking: bool,
         keep_last: int,
     ) -> None:
@@ -56,13 +55,8 @@ class Checkpoints:
 
         Ranks other than 0 do nothing: rank 0's call is for all of them.
 
-        Args:
-            dst_dir: Folder or URL.
-            dense: Models and optimizers by file name.
-            to_script: Models to write as TorchScript, by file name.
-            trainer_state: Returns what a run continues from, given the other ranks' states.
-            blocking: Wait until the checkpoint is there.
-            keep_last: How many checkpoints of the folder to keep.
+        The dense models and optimizers, and models to write as TorchScript, go by file name.
+        ``trainer_state`` returns what a run continues from, given the other ranks' states.
 
         Raises:
             CheckpointError: If a file cannot be written, or there are no rows.
@@ -87,28 +81,22 @@ class Checkpoints:
                 return found
 
             frozen = self._writer.begin(step, files)
-        job = self.connection.folders
-        self._writer.finish(frozen, url, keep_last, blocking=blocking, job=job)
+        self._writer.finish(
+            frozen, url, keep_last, blocking=blocking, job=self.connection.folders
+        )
 
     def load(
         self,
         src_dir: str | os.PathLike[str],
         map_location: Any,
         dense: Mapping[str, Any],
-        *,
         blocking: bool,
         features: Iterable[str] | None,
         ranks: Ranks | None,
     ) -> Plain | None:
         """Load rows and dense files, all or none of them, on all ranks or none.
 
-        Args:
-            src_dir: Folder or URL; its latest checkpoint.
-            map_location: As of ``torch.load``.
-            dense: Models and optimizers by file name.
-            blocking: Wait until the rows are there.
-            features: Load the rows of these only.
-            ranks: All of which call this; None without several.
+        ``ranks`` are those that all call this; None without several.
 
         Returns:
             What the run continues from, if the checkpoint has it and all of it was loaded.
@@ -180,9 +168,8 @@ class TrainerState:
         self._random: Plain = {}  # of a rank that rank 0 asks, after its last step
 
     def note_step(self) -> None:
-        """Keep the states of the generators, before rank 0 can ask for them."""
-        if self._rank:
-            self._random = random_states()
+        """Keep the states of the generators, on a rank that rank 0 can ask for them."""
+        self._random = random_states()
 
     def of_rank(self, progress: Progress) -> Plain:
         """Return this rank's part; called by another thread on ranks other than 0."""
@@ -195,14 +182,7 @@ class TrainerState:
         progress: Progress,
         others: list[Plain],
     ) -> Plain:
-        """Return the state for a file.
-
-        Args:
-            step: The user's last.
-            scaler: Of mixed precision.
-            progress: Of this rank.
-            others: Parts of the other ranks, by rank.
-        """
+        """Return the state for a file, with the parts of the other ranks, by rank."""
         self._random = random_states()
         ranks = [self.of_rank(progress), *others]
         passes, positions = of_one_pass([rank["progress"] for rank in ranks])

@@ -1,36 +1,30 @@
 """What a context asks: an embedding-worker, and all that contexts share which ask the same one.
 
 A TrainCtx has one Connection. An evaluation context that is entered inside it, or is given its
-embedding-worker, uses the same object: its reads wait for the updates in flight.
+embedding-worker, uses the same object: its reads wait for the updates in flight. What each of
+them does there (its passes, its batches, its metrics) is a Session.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from persia import env
 from persia._cluster.connect import connect_embedding_workers, listening_address
-from persia._cluster.embedded import build_embedding_worker
-from persia._rpc.deadlines import Retry
+from persia._rpc.deadlines import Retry, within
 from persia._rpc.worker_pool import EmbeddingWorkers
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._training.receiver import ChildStream, Stream
-from persia.config import (
-    SAME_EVERYWHERE,
-    EmbeddingSchema,
-    GlobalConfig,
-    describe_differences,
-    schema_fingerprint,
-)
-from persia.errors import ConfigError, ServiceTimeout
+from persia.config import SAME_EVERYWHERE, describe_differences, schema_fingerprint
+from persia.errors import ConfigError, DataTypeError, ServiceTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from persia._files.writer_lock import JobFolders
     from persia._report.recorder import Recorder
@@ -38,10 +32,15 @@ if TYPE_CHECKING:
     from persia._training.backward import BackwardPipeline
     from persia._training.inflight import Plain
     from persia._training.ranks import StepBarrier
+    from persia.config import EmbeddingSchema
+
+logger = logging.getLogger("persia.ctx")
 
 # Seconds that servers have to become ready, and between two requests whether they are.
 READY_S = 300.0
 ASK_AGAIN_S = 0.1
+# Seconds that servers get to name the slots, once a model has failed.
+_ASK_S = 3.0
 
 
 # By id of the worker, which a connection keeps alive. Weak: it ends with its last context.
@@ -77,15 +76,9 @@ class Connection:
     def to_job(
         cls, addresses: Sequence[str] | None, schema: EmbeddingSchema | None
     ) -> Connection:
-        """Connect to the embedding-workers of the job.
+        """Connect to embedding-workers; None takes those that the environment names.
 
-        Args:
-            addresses: Of embedding-workers; None takes those that the environment names.
-            schema: What the servers are expected to have, if it is known here.
-
-        Raises:
-            ConfigError: If the servers have another schema.
-            ServiceUnavailable: If one does not answer; names it.
+        If a schema is known here, the servers must have the same.
         """
         here = None if schema is None else schema_fingerprint(schema)
         transport = ZmqTransport()
@@ -107,12 +100,28 @@ class Connection:
             raise
         return cls(workers)
 
-    @classmethod
-    def in_process(
-        cls, schema: EmbeddingSchema, config: GlobalConfig, *, is_read_only: bool
-    ) -> Connection:
-        """Build servers in this process."""
-        return cls(build_embedding_worker(schema, config), is_read_only=is_read_only)
+    def report(self, values: Mapping[str, float]) -> None:
+        """Keep what a script reported, and record it."""
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError) as exc:
+                raise DataTypeError(
+                    f"report: expected a number for {name}, got {type(value).__name__}"
+                ) from exc
+        self.reported = {**self.reported, **numbers}
+        if self.recorder is not None:
+            self.recorder.note_reported(numbers)
+
+    def slot_names(self) -> list[str]:
+        """Return the slots of the embedding config, if servers still answer."""
+        try:
+            with within(_ASK_S):
+                return [one.name for one in self.worker.feature_stats()]
+        except Exception as exc:  # the model's error is what the user must see
+            logger.debug("no slots to compare a batch with: %r", exc)
+            return []
 
     def close(self) -> None:
         """Close the sockets to the embedding-workers of a job."""
@@ -120,11 +129,7 @@ class Connection:
             self.worker.close()
 
     def wait_until_ready(self) -> None:
-        """Wait until all servers are configured and answer.
-
-        Raises:
-            ServiceTimeout: If they are not within 300 s.
-        """
+        """Wait, up to 300 s, until all servers are configured and answer."""
         for _ in Retry(READY_S, first_s=ASK_AGAIN_S, longest_s=ASK_AGAIN_S):
             if self.worker.ready_for_serving():
                 return
@@ -140,12 +145,7 @@ class Connection:
     def open_stream(self, capacity: int, resumed: Plain | None = None) -> Stream:
         """Return the stream of data-loaders' batches; all contexts read the same one.
 
-        Args:
-            capacity: Batches held.
-            resumed: What a run before this one has trained of its first pass.
-
-        Raises:
-            ConfigError: If there is no data-loader script, or the address is in use.
+        ``resumed`` is what a run before this one has trained of its first pass.
         """
         if self.stream is None and env.get_mode() == "embedded":
             self.stream = ChildStream(self.worker, capacity, data_loader_script(), resumed)
@@ -194,8 +194,7 @@ class Connection:
     def at_step(self) -> Iterator[tuple[int, list[Plain]]]:
         """Hold training between two steps: all updates so far of all ranks are applied.
 
-        Yields:
-            The step, and the states of the ranks other than this one.
+        Yields the step, and the states of the other ranks.
         """
         self.flush()
         step = 0 if self.backward is None else self.backward.steps
@@ -207,11 +206,7 @@ class Connection:
 
 
 def data_loader_script() -> Path:
-    """Return the script that feeds a StreamingDataset in embedded mode.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Return the script that feeds a StreamingDataset in embedded mode."""
     named = env.data_loader_entry()
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     beside = Path(main).resolve().parent if main else Path.cwd()

@@ -13,11 +13,7 @@ from persia._metrics.definitions import LOADER
 from persia._rpc.messages import NamedArray
 from persia.ctx.base import BaseCtx
 from persia.embedding.data import PersiaBatch
-from persia.errors import (
-    ConfigError,
-    DataTypeError,
-    JobFinished,
-)
+from persia.errors import ConfigError, DataTypeError, JobFinished
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,7 +50,6 @@ class DataCtx(BaseCtx):
         super().__init__(threadpool_worker_size, device_id)
         self._feeder: BatchSender | None = None
         self._last_stats: Mapping[str, int] = {}
-        self._raised: BaseException | None = None  # by the body that is being left
         self._sources: list[MetricSource] = []
 
     _role = LOADER
@@ -101,20 +96,15 @@ class DataCtx(BaseCtx):
         time. After an error that is the batch's own (a ``DataError``) the next may be sent.
 
         Raises:
-            ConfigError: Outside of the ``with`` block.
-            DataTypeError: If it is no ``PersiaBatch``.
             DataError: If it does not fit the embedding config.
             JobFinished: If the job has ended; let it end the ``with`` block.
-            ServiceUnavailable: If a server that is needed is gone for too long; names it.
-            ServiceTimeout: If one does not answer for too long; names it.
+            ServiceError: If a server does not answer for too long; names it.
         """
         if not isinstance(persia_batch, PersiaBatch):
             raise DataTypeError(
                 f"DataCtx.send_data: expected a PersiaBatch, got {type(persia_batch).__name__}"
             )
-        if self._feeder is None:
-            raise ConfigError("DataCtx.send_data: expected inside `with DataCtx() as ctx`")
-        self._feeder.send(
+        self._sender("send_data").send(
             persia_batch.features,
             _copies(persia_batch.non_id_type_features),
             _copies(persia_batch.labels),
@@ -129,28 +119,14 @@ class DataCtx(BaseCtx):
 
         It is above 0 where a run continues from a checkpoint, or this data-loader was
         restarted. Such batches may be sent all the same: they are dropped and counted. A
-        reader that can seek calls ``seek`` and begins there. Waits until every nn-worker
-        answers.
-
-        Raises:
-            ConfigError: Outside of the ``with`` block.
-            JobFinished: If the job has ended.
+        reader that can seek calls ``seek`` and begins there. Waits for every nn-worker.
         """
-        if self._feeder is None:
-            raise ConfigError(
-                "DataCtx.resume_position: expected inside `with DataCtx() as ctx`"
-            )
-        return self._feeder.resume_position()
+        return self._sender("resume_position").resume_position()
 
     def seek(self, batch: int) -> None:
-        """Let the next ``send_data`` be this data-loader's batch of that number, from 0.
+        """Let the first ``send_data`` be this data-loader's batch of that number, from 0.
 
-        Args:
-            batch: ``resume_position``, or fewer.
-
-        Raises:
-            ConfigError: Outside of the ``with`` block.
-            DataError: After the first ``send_data``, or if batches before it are needed.
+        It is ``resume_position``, or fewer: batches before it must not be needed.
 
         Example:
             >>> def send_rest(reader):
@@ -159,9 +135,12 @@ class DataCtx(BaseCtx):
             ...         for batch in reader.batches_from(ctx.resume_position):
             ...             ctx.send_data(batch)
         """
+        self._sender("seek").seek(batch)
+
+    def _sender(self, method: str) -> BatchSender:
         if self._feeder is None:
-            raise ConfigError("DataCtx.seek: expected inside `with DataCtx() as ctx`")
-        self._feeder.seek(batch)
+            raise ConfigError(f"DataCtx.{method}: expected inside `with DataCtx() as ctx`")
+        return self._feeder
 
     def stats(self) -> Mapping[str, int]:
         """Return counts of batches since the context was entered; absent ones are zero.
@@ -179,7 +158,7 @@ class DataCtx(BaseCtx):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        feeder, self._raised = self._feeder, exc
+        feeder = self._feeder
         super().__exit__(exc_type, exc, traceback)
         is_end_of_job = isinstance(exc, JobFinished)
         status = None if feeder is None else feeder.job_status
@@ -188,8 +167,8 @@ class DataCtx(BaseCtx):
             raise SystemExit(status) from None
         return is_end_of_job
 
-    def _exit(self) -> None:
-        feeder, self._feeder, raised, self._raised = self._feeder, None, self._raised, None
+    def _exit(self, raised: BaseException | None) -> None:
+        feeder, self._feeder = self._feeder, None
         if feeder is None:
             return
         is_asked_to_end = isinstance(raised, SystemExit) and not raised.code

@@ -1,4 +1,4 @@
-"""The context that looks embeddings up, dumps and loads them."""
+"""The contexts that look embeddings up, dump and load them: for evaluation and for serving."""
 
 from __future__ import annotations
 
@@ -7,40 +7,49 @@ import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from persia import env
+from persia import _context_stack, env
+from persia._cluster.embedded import build_embedding_worker
+from persia._metrics.registry import Metrics
+from persia._metrics.top_view import View, need_rich
+from persia._process_exit import mark_participated
 from persia._training import checkpoint, error_hints
-from persia._training.batch import DeviceTransfer, PersiaTrainingBatch
-from persia._training.forward import DatasetSource, ForwardPipeline
-from persia._training.inflight import InFlightBatch, Reason, count_done
-from persia._training.receiver import StreamSource, check_room
-from persia.ctx.base import PreprocessMode, usable_device
-from persia.ctx.connected import ConnectedCtx
-from persia.embedding import EmbeddingConfig
+from persia._training.batch import PersiaTrainingBatch
+from persia._training.queues import Closed, Finished
+from persia.config import EmbeddingSchema, load_configs
+from persia.ctx.base import BaseCtx, PreprocessMode, usable_device
+from persia.ctx.connection import Connection
+from persia.ctx.session import Session
+from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.data import PersiaBatch
 from persia.errors import ConfigError, DataTypeError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
-    from persia._rpc.messages import EmbeddingWorker
+    import torch
+
+    from persia._metrics.registry import MetricSource
+    from persia._metrics.top_view import Frame
+    from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
     from persia._training.batch import Jagged
-    from persia._training.forward import PassOptions, Source
-    from persia._training.inflight import Plain
+    from persia._training.forward import ForwardPipeline, PassOptions
+    from persia._training.inflight import InFlightTracker, Plain
     from persia._training.ranks import Ranks
     from persia.config import ConfigSource
-    from persia.ctx.connection import Connection
 
     Features = tuple[list[torch.Tensor], list[torch.Tensor | Jagged], list[torch.Tensor] | None]
 
 logger = logging.getLogger("persia.ctx")
 
+_OWN_STORE = (
+    "this %s context has an embedding store of its own, which begins empty: to read what a "
+    "TrainCtx trains, enter it inside that TrainCtx or pass embedding_worker="
+)
 
-class EmbeddingCtx(ConnectedCtx):
+
+class EmbeddingCtx(BaseCtx):
     """Looks embeddings up for the batches of a model.
 
     In EVAL and INFERENCE mode a context that is entered inside another one reads the outer
@@ -60,13 +69,8 @@ class EmbeddingCtx(ConnectedCtx):
             context's ``embedding_worker``.
 
     Attributes:
-        model: As given.
         embedding_config: What servers are configured with on entering TrainCtx.
-        preprocess_mode: As given.
         current_batch: The batch prepared last.
-
-    Raises:
-        ConfigError: If a setting cannot be used.
     """
 
     __module__ = "persia.ctx"
@@ -82,19 +86,24 @@ class EmbeddingCtx(ConnectedCtx):
         global_config: ConfigSource | None = None,
         embedding_worker: EmbeddingWorker | None = None,
     ) -> None:
-        super().__init__(
-            preprocess_mode,
-            embedding_config,
-            threadpool_worker_size,
-            device_id,
-            global_config,
-            embedding_worker,
-        )
+        super().__init__(threadpool_worker_size, device_id)
+        self.preprocess_mode = preprocess_mode
+        self._trains = preprocess_mode is PreprocessMode.TRAIN
         self.model = model
         self.current_batch: PersiaTrainingBatch | None = None
+        self._schema: ConfigSource | EmbeddingSchema | None
+        if isinstance(embedding_config, EmbeddingConfig):
+            self.embedding_config, self._schema = embedding_config, embedding_config.schema
+        else:
+            self.embedding_config = get_default_embedding_config()
+            self._schema = embedding_config
+        self._global_config = global_config
+        self._session: Session | None = None
+        self._follows_outer = False  # reads the context it is entered in
+        self._addresses: list[str] | None = None  # of embedding-workers, if not the job's
+        self._tracker: InFlightTracker | None = None  # of the session, or of the last one
+        self._view: View | None = None
         self._output: error_hints.Form | None = None  # of its forward, until its backward
-        self._passes: list[weakref.ref[ForwardPipeline]] = []  # may still have threads
-        self._transfers: dict[int | None, DeviceTransfer] = {}  # by device
         # Batches with gradients that were prepared and may take part in the next backward,
         # in that order, by id(). Weak, or a loop without backward would fill the memory.
         self._prepared: weakref.WeakValueDictionary[int, PersiaTrainingBatch] = (
@@ -102,124 +111,188 @@ class EmbeddingCtx(ConnectedCtx):
         )
         self._kept: list[PersiaTrainingBatch] = []  # strong references to those of ``keep``
         self._ranks: Ranks | None = None
+        if embedding_worker is not None:
+            self._use(Connection.of(embedding_worker))
+        elif env.get_mode() == "embedded" and (self._trains or self._schema is not None):
+            self._build()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        if exc is not None and self._output is not None and self.current_batch is not None:
-            error_hints.explain_loss(exc, self.current_batch, self._output)
-        return super().__exit__(exc_type, exc, traceback)
+    def _use(self, connection: Connection, owns_connection: bool = False) -> None:
+        self._session = Session(connection, self._trains, owns_connection)
+        self._tracker, self._view = self._session.tracker, None
+
+    def _build(self) -> None:
+        """Use servers in this process."""
+        worker = build_embedding_worker(*load_configs(self._schema, self._global_config))
+        if not self._trains:
+            worker.configure(self.embedding_config.settings())
+            logger.warning(_OWN_STORE, self.preprocess_mode.name)
+        self._use(Connection(worker, is_read_only=not self._trains))
+
+    def _connected(self) -> Session:
+        if self._session is None:
+            raise ConfigError(
+                f"this {type(self).__name__} has no embeddings yet: enter it, inside the "
+                "TrainCtx whose embeddings it is to read, or pass embedding_config="
+            )
+        return self._session
+
+    # --- entering and leaving ---------------------------------------------------------------
+
+    def _enter(self) -> None:
+        with contextlib.ExitStack() as stack:
+            self._open(stack)
+            stack.callback(self._finish)
+            self._on_exit = stack.pop_all()
+
+    def _exit(self, raised: BaseException | None) -> None:
+        if raised is not None and self._output is not None and self.current_batch is not None:
+            error_hints.explain_loss(raised, self.current_batch, self._output)
+        self._on_exit.close()
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """Connect, and push what undoes it; if entering fails, the stack is unwound."""
+        outer = _context_stack.current()
+        session = outer._session if isinstance(outer, EmbeddingCtx) else None
+        stack.callback(self._disconnect)
+        if self._session is not None and not self._follows_outer:
+            pass  # made by __init__, or by an earlier entering
+        elif self._addresses is None and not self._trains and session is not None:
+            self._follows_outer = True
+            if self._session is None or self._session.connection is not session.connection:
+                self._use(session.connection)
+        elif self._addresses is not None or env.get_mode() == "services":
+            schema = None if self._schema is None else EmbeddingSchema.load(self._schema)
+            self._use(Connection.to_job(self._addresses, schema), owns_connection=True)
+        elif self._session is None:
+            self._build()
 
     def _finish(self) -> None:
-        """Release what has no update, and wait for dumps and loads in the background."""
-        tracker = self._own_tracker()
+        """End what is under way, while the servers are still connected."""
         prepared = list(self._prepared.values())
         self._prepared.clear()
         self._kept.clear()
         self.current_batch = None
-        passes, self._passes = self._passes, []
-        for reference in passes:
-            one = reference()
-            if one is not None:
-                one.close()
-        for batch in prepared:
-            if batch.ticket is not None:
-                tracker.release(batch.ticket, Reason.ABANDONED)
-        tracker.release_orphans()
-        self._checkpoints.wait_for_dump()
-        self._checkpoints.wait_for_load()
+        self._connected().finish(prepared)
 
-    # --- what a loader needs ----------------------------------------------------------------
+    def _disconnect(self) -> None:
+        """Close what this context has opened."""
+        session = self._session
+        if session is not None:
+            if session.owns_connection:
+                self._session = None
+            session.close()
+
+    # --- servers ----------------------------------------------------------------------------
+
+    @property
+    def embedding_worker(self) -> EmbeddingWorker:
+        """The embedding-worker that this context asks."""
+        return self._connected().connection.worker
+
+    def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
+        """Replace the settings that the servers were given on entering."""
+        mark_participated()
+        self.embedding_worker.configure(embedding_config.settings())
+        self.embedding_config = embedding_config
+
+    def _wait_for_servers(self) -> None:
+        connection = self._connected().connection
+        if not connection.is_read_only:
+            connection.wait_until_ready()
+
+    def register_optimizer(self, settings: OptimizerSettings) -> None:
+        """Register an embedding optimizer on the servers; ``Optimizer.apply`` calls it."""
+        connection = self._connected().connection
+        connection.worker.register_optimizer(settings)
+        if connection.backward is not None:
+            connection.backward.learning_rates.forget()
+
+    def get_embedding_size(self) -> list[int]:
+        """Return the number of rows on each parameter server."""
+        return self._flushed().get_embedding_size()
+
+    def server_stats(self) -> list[Mapping[str, int]]:
+        """Return what each parameter server counts: ``rows``, ``bytes``, ``evicted``, ..."""
+        return self._flushed().server_stats()
+
+    def clear_embeddings(self) -> None:
+        """Remove all rows."""
+        self._flushed().clear_embeddings()
+
+    def _flushed(self) -> EmbeddingWorker:
+        """Return the worker, once every update of this rank is acknowledged."""
+        connection = self._connected().connection
+        connection.flush()
+        return connection.worker
+
+    # --- metrics ----------------------------------------------------------------------------
+
+    def metric_sources(self) -> list[MetricSource]:
+        """Return the sources of this context, and of servers in this process."""
+        return [] if self._session is None else self._session.metric_sources()
+
+    def report(self, **values: float) -> None:
+        """Record how well the model does, such as its AUC on held-out data.
+
+        ``persia-launcher top``, ``top()`` and ``/metrics`` (``persia_reported``) show the last
+        value of each name; the report of a run and TensorBoard have all of them, over the
+        steps. The loss of each ``backward`` is recorded without this. An evaluation context
+        inside a TrainCtx reports for that one. Values are numbers, or tensors of one element.
+        """
+        self._connected().connection.report(values)
+
+    def top(self) -> Frame:
+        """Return what ``persia-launcher top`` shows of this process, servers in it included.
+
+        Rates are of the time since the last call, or since this context was entered.
+        ``str()`` of it is plain text. It needs rich.
+        """
+        need_rich()
+        session = self._connected()
+        if self._view is None:
+            self._view = View(Metrics(self.metric_sources), session.began_at)
+        return self._view.frame(f"{env.get_mode()} mode")
+
+    def why_not_ready(self) -> str:
+        """Say why batches cannot be looked up and trained now; "" if they can."""
+        if self._session is None:
+            return "it has no embeddings"
+        connection = self._session.connection
+        if connection.is_read_only or connection.worker.ready_for_serving():
+            return ""
+        return "servers have no settings and optimizer yet, or a load replaces their rows"
+
+    def why_not_healthy(self) -> str:
+        """Name the threads of this context that ended too early; "" if none did."""
+        backward = None if self._session is None else self._session.connection.backward
+        return "" if backward is None else backward.why_not_healthy()
+
+    def stats(self) -> Mapping[str, int | Mapping[str, int]]:
+        """Return what became of this context's training batches so far.
+
+        ``batches`` were trained, ``abandoned`` had no backward, ``unused`` were looked up
+        ahead and never handed out, ``skipped`` had a non-finite gradient under a GradScaler,
+        ``failed`` had an update that raised. ``missing`` counts gradients of rows that were
+        gone. By feature: ``skipped_slots`` had no gradient, ``nan_samples`` and ``nan_rows``
+        were left out as not finite. ``staleness`` is the number in flight now.
+        """
+        # The counts of a context that was left stay readable.
+        return (self._tracker or self._connected().tracker).stats()
+
+    # --- batches ----------------------------------------------------------------------------
 
     def open_pass(
         self, dataset: Iterable[PersiaBatch] | None, options: PassOptions
     ) -> ForwardPipeline:
-        """Prepare the pipeline of one pass over a dataset; for ``DataLoader``.
-
-        Args:
-            dataset: None takes what data-loaders send.
-            options: How it runs.
-
-        Raises:
-            ConfigError: If no data-loader can send anything, or the embedding-workers have no
-                room for what they would.
-            BaseException: What an update of the last pass raised, or a load in the background.
-        """
-        connection = self._connected()
-        self.wait_for_load_embedding()
-        connection.flush()  # no lookup of this pass may overtake an update of the last one
-        transfer = self._transfer(self.device_id)
-        kind = "stream" if dataset is None else "dataset"
-        resumed = self._progress.resumed(kind) if self._trains else None
-        source: Source
-        if dataset is None:
-            source = self._stream_source(connection, transfer, options, resumed)
-        else:
-            source = DatasetSource(dataset, transfer, options.input_capacity, resumed)
-        num_resumed = 0 if resumed is None else count_done(resumed)
-        if num_resumed:
-            logger.info(
-                "this pass begins behind batch %d, where the checkpoint was made", num_resumed
-            )
-        pipeline = ForwardPipeline(
-            source,
-            self._lookups,
-            transfer,
-            options,
-            ranks=self._ranks,
-            num_resumed=num_resumed,
-        )
-        self._passes = [one for one in self._passes if one() is not None]
-        self._passes.append(weakref.ref(pipeline))
-        return pipeline
-
-    def _stream_source(
-        self,
-        connection: Connection,
-        transfer: DeviceTransfer,
-        options: PassOptions,
-        resumed: Plain | None,
-    ) -> StreamSource:
-        world_size = env.get_world_size() or 1
-        is_open = connection.stream is not None
-        if is_open and resumed is not None:
-            logger.warning(
-                "data-loaders continue where they are: this process has read from them before "
-                "it loaded a checkpoint"
-            )
-        if not is_open and (options.reproducible or world_size > 1):
-            in_flight = options.output_capacity + options.num_workers
-            if self._trains and options.staleness is not None:
-                in_flight = options.staleness
-            check_room(connection.worker, world_size, options.input_capacity, in_flight)
-        self._owns_stream |= not is_open
-        stream = connection.open_stream(options.input_capacity, resumed)
-        return StreamSource(stream, transfer, options.reproducible)
-
-    def _transfer(self, device_id: int | None) -> DeviceTransfer:
-        if device_id not in self._transfers:
-            self._transfers[device_id] = DeviceTransfer(torch_device(device_id))
-        return self._transfers[device_id]
+        """Prepare a pass over a dataset, or without one over what data-loaders send."""
+        return self._connected().open_pass(dataset, options, self.device_id, self._ranks)
 
     def join_ranks(self, *, reproducible: bool) -> AbstractContextManager[Any]:
         """Return what surrounds a pass in which ranks may have unequal numbers of batches."""
         return contextlib.nullcontext()
 
-    def forget_output(self) -> None:
-        """Forget the last output: errors from now on do not come from its batch."""
-        self._output = None
-
-    # --- batches ----------------------------------------------------------------------------
-
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[torch.Tensor] | None]:
-        """Return the model's output for a batch, and the batch's labels.
-
-        Raises:
-            ConfigError: If the context has no model.
-        """
+        """Return the model's output for a batch, and the batch's labels."""
         model = self.model
         if model is None:
             raise ConfigError(f"{type(self).__name__}.forward needs model=, got None")
@@ -231,7 +304,8 @@ class EmbeddingCtx(ConnectedCtx):
         try:
             output = model(non_id_type_tensors, embedding_tensors)
         except Exception as error:
-            error_hints.explain_model(error, batch, self._slot_names)
+            slot_names = self._session.connection.slot_names if self._session else list
+            error_hints.explain_model(error, batch, slot_names)
             raise
         self._output = error_hints.form_of(output)
         return output, labels
@@ -256,47 +330,17 @@ class EmbeddingCtx(ConnectedCtx):
     ) -> PersiaTrainingBatch:
         """Look one batch up now, outside any loader and its staleness bound.
 
-        Args:
-            persia_batch: The batch. In TRAIN mode with ``requires_grad`` it can take one
-                backward; it is released when it is dropped without, unless ``TrainCtx.keep``
-                holds it.
-            device_id: Where the tensors go; None is the context's device, below 0 the CPU.
+        In TRAIN mode with ``requires_grad`` it can take one backward; it is released when it is
+        dropped without, unless ``TrainCtx.keep`` holds it. The tensors go to the device; None
+        is the context's, below 0 the CPU.
         """
         device = self.device_id if device_id is None else usable_device(device_id)
-        tracker = self._own_tracker()
-        tracker.release_orphans()
-        transfer = self._transfer(device)
-        batch = transfer.copy(persia_batch)
-        ticket = InFlightBatch(
-            features=persia_batch.features,
-            requires_grad=persia_batch.requires_grad,
-            num_samples=persia_batch.batch_size,
-        )
-        if not self._lookups.has_gradients(ticket):
-            self._connected().flush()
-        self._lookups.number(ticket)
-        outputs = self._lookups.lookup(batch, ticket)
-        try:
-            transfer.stage(batch, outputs)
-            transfer.finish(batch)
-        except BaseException:
-            if batch.ticket is not None:
-                tracker.release(batch.ticket, Reason.UNUSED)
-            raise
-        if batch.ticket is not None:
-            # A finalizer runs inside any allocation: it may append, but not take a lock.
-            finalizer = weakref.finalize(batch, tracker.orphans.append, ticket)
-            finalizer.atexit = False
-        return batch
+        return self._connected().look_up(persia_batch, device)
 
     def get_embedding_from_bytes(
         self, data: bytes, device_id: int | None = None
     ) -> PersiaTrainingBatch:
-        """Look up a batch that ``PersiaBatch.to_bytes`` wrote.
-
-        Raises:
-            DataError: If these are no such bytes.
-        """
+        """Look up a batch that ``PersiaBatch.to_bytes`` wrote."""
         return self.get_embedding_from_data(PersiaBatch.from_bytes(data), device_id)
 
     # --- checkpoints ------------------------------------------------------------------------
@@ -313,27 +357,24 @@ class EmbeddingCtx(ConnectedCtx):
     ) -> None:
         """Write the embeddings and the model, all of one moment.
 
-        The folder holds one checkpoint afterwards, in place of the one before, which is there
-        until the new one is. Every server writes its share itself, so the folder must be the
-        same for all of them: shared between machines, or an object store.
+        The checkpoint before is there until the new one is. Every server writes its share
+        itself, so the folder must be shared between machines, or an object store.
 
         Args:
             dst_dir: Folder, or a URL that fsspec knows, such as ``s3://bucket/folder``.
             dense_filename: Name of the model's state dict.
             jit_dense_filename: Name of the scripted model.
-            blocking: Wait until the checkpoint is there. Otherwise this returns as soon as
-                its moment has passed; ``wait_for_dump_embedding`` waits, and raises what went
-                wrong, as does leaving the context.
+            blocking: Wait until the checkpoint is there. Otherwise
+                ``wait_for_dump_embedding`` waits, and raises what went wrong, as does leaving.
             with_jit_model: Write the model as TorchScript too, for serving.
             keep_last: How many checkpoints of this folder to keep.
 
         Raises:
             CheckpointError: If a file cannot be written, or there is nothing to write.
-            ConfigError: If the context has no model.
             ServiceError: If a server is gone.
         """
-        jit = jit_dense_filename if with_jit_model else None
-        self._dump(dst_dir, {dense_filename: self._own_model()}, jit, blocking, keep_last)
+        to_script = {jit_dense_filename: self.model} if with_jit_model else {}
+        self._dump(dst_dir, {dense_filename: self._own_model()}, to_script, blocking, keep_last)
 
     def load_checkpoint(
         self,
@@ -346,23 +387,19 @@ class EmbeddingCtx(ConnectedCtx):
     ) -> None:
         """Load embeddings and model, in place of those held, if all of it can be loaded.
 
-        Everything is read and checked before anything changes. The number of servers may be
-        another than when it was written, and so may the order of features and groups in the
-        embedding config: rows are found by the features' names.
+        Everything is read and checked before anything changes. The number of servers and the
+        order of features in the embedding config may be others than when it was written.
 
         Args:
             src_dir: Folder or URL; its latest checkpoint.
             map_location: As of ``torch.load``.
             dense_filename: Name of the model's state dict.
-            blocking: Wait until the embeddings are there; if not, call
-                ``wait_for_load_embedding`` before they are used.
+            blocking: Wait until the rows are there; else ``wait_for_load_embedding`` does.
             features: Load the rows of these only, and keep all others.
 
         Raises:
-            CheckpointError: If there is no checkpoint, or a file of it is damaged or does not
-                fit; nothing has changed.
+            CheckpointError: If there is none that fits, or a file is damaged.
             ConfigError: In the middle of a pass over a ``DataLoader``.
-            ServiceError: If a server is gone.
         """
         dense = {dense_filename: self._own_model()}
         self._load(src_dir, map_location, dense, blocking, features)
@@ -371,7 +408,7 @@ class EmbeddingCtx(ConnectedCtx):
         self, dst_dir: str | os.PathLike[str], blocking: bool = True, *, keep_last: int = 1
     ) -> None:
         """Write the embeddings alone; otherwise as ``dump_checkpoint``."""
-        self._dump(dst_dir, {}, None, blocking, keep_last)
+        self._dump(dst_dir, {}, {}, blocking, keep_last)
 
     def load_embedding(
         self,
@@ -385,13 +422,11 @@ class EmbeddingCtx(ConnectedCtx):
 
     def wait_for_dump_embedding(self) -> None:
         """Wait for a dump with ``blocking=False``; raise what it raised, once."""
-        self._connected()
-        self._checkpoints.wait_for_dump()
+        self._connected().checkpoints.wait_for_dump()
 
     def wait_for_load_embedding(self) -> None:
         """Wait for a load with ``blocking=False``; raise what it raised, once."""
-        self._connected()
-        self._checkpoints.wait_for_load()
+        self._connected().checkpoints.wait_for_load()
 
     def _own_model(self) -> Any:
         if self.model is None:
@@ -405,19 +440,12 @@ class EmbeddingCtx(ConnectedCtx):
         self,
         dst_dir: str | os.PathLike[str],
         dense: Mapping[str, Any],
-        jit_filename: str | None,
+        to_script: Mapping[str, Any],
         blocking: bool,
         keep_last: int,
     ) -> None:
-        self._connected()
-        to_script = {} if jit_filename is None else {jit_filename: self.model}
-        self._checkpoints.dump(
-            dst_dir,
-            dense,
-            to_script,
-            self._trainer_state,
-            blocking=blocking,
-            keep_last=keep_last,
+        self._connected().checkpoints.dump(
+            dst_dir, dense, to_script, self._trainer_state, blocking, keep_last
         )
 
     def _trainer_state(self, others: list[Plain]) -> Plain | None:
@@ -432,21 +460,10 @@ class EmbeddingCtx(ConnectedCtx):
         blocking: bool,
         features: Iterable[str] | None,
     ) -> None:
-        self._connected()
-        for reference in self._passes:
-            one = reference()
-            if one is not None and not one.is_closed:
-                raise ConfigError(
-                    "a checkpoint is loaded between two passes over a DataLoader, not in the "
-                    "middle of one: what was looked up ahead would be of the rows before"
-                )
-        trainer = self._checkpoints.load(
-            src_dir,
-            map_location,
-            dense,
-            blocking=blocking,
-            features=features,
-            ranks=self._ranks,
+        session = self._connected()
+        session.check_between_passes()
+        trainer = session.checkpoints.load(
+            src_dir, map_location, dense, blocking, features, self._ranks
         )
         if trainer is not None:
             self._resume(trainer)
@@ -463,10 +480,8 @@ class EmbeddingCtx(ConnectedCtx):
     ) -> None:
         """Write the state dict of a model or optimizer, or with ``is_jit`` a scripted model.
 
-        A data-parallel wrapper is left out. The file appears whole or not at all.
-
-        Raises:
-            CheckpointError: If it cannot be written.
+        A data-parallel wrapper is left out. The file appears whole or not at all; what cannot
+        be written is a CheckpointError.
         """
         checkpoint.save_dense(torch_instance, dst_dir, file_name, is_jit)
 
@@ -476,17 +491,54 @@ class EmbeddingCtx(ConnectedCtx):
         src_dir: str | os.PathLike[str],
         map_location: Any = None,
     ) -> None:
-        """Load a state dict into a model or optimizer.
-
-        Args:
-            torch_instance: What receives it.
-            src_dir: Path of the file; the name is the original's.
-            map_location: As of ``torch.load``.
+        """Load a state dict from a file, ``src_dir``, into a model or optimizer.
 
         Raises:
             CheckpointError: If the file is missing, unreadable, or does not fit.
         """
         checkpoint.load_dense(torch_instance, src_dir, map_location)
+
+
+class InferCtx(EmbeddingCtx):
+    """Looks embeddings up for serving: no labels, no gradients, nothing configured.
+
+    Args:
+        embedding_worker_address_list: ``host:port`` of embedding-workers. Without any, those
+            of the job, or in embedded mode the context it is entered in.
+        model: As of ``EmbeddingCtx``, as are the others.
+
+    Raises:
+        ConfigError: If a setting cannot be used.
+    """
+
+    __module__ = "persia.ctx"
+
+    def __init__(
+        self,
+        embedding_worker_address_list: list[str] | None = None,
+        model: Any = None,
+        embedding_config: EmbeddingConfig | ConfigSource | None = None,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
+        *,
+        global_config: ConfigSource | None = None,
+        embedding_worker: EmbeddingWorker | None = None,
+    ) -> None:
+        super().__init__(
+            PreprocessMode.INFERENCE,
+            model,
+            embedding_config,
+            threadpool_worker_size,
+            device_id,
+            global_config=global_config,
+            embedding_worker=embedding_worker,
+        )
+        if embedding_worker_address_list:
+            self._addresses = list(embedding_worker_address_list)
+
+    def wait_for_serving(self) -> None:
+        """Wait, up to 300 s, until all servers are configured and answer."""
+        self._wait_for_servers()
 
 
 def eval_ctx(
@@ -519,6 +571,34 @@ def prepare_feature(batch: PersiaTrainingBatch, preprocess_mode: PreprocessMode)
     return batch.non_id_type_tensors, batch.embedding_tensors, labels
 
 
-def torch_device(device_id: int | None) -> torch.device:
-    """Return the CPU for None, and otherwise the CUDA device."""
-    return torch.device("cpu") if device_id is None else torch.device("cuda", device_id)
+def batches_of(
+    epoch: ForwardPipeline,
+    joining: AbstractContextManager[Any],
+    context: weakref.ref[EmbeddingCtx],
+) -> Iterator[PersiaTrainingBatch]:
+    """Yield the batches of a pass; threads start with the first one asked for.
+
+    A generator that is dropped before that never runs its ``finally`` block.
+    """
+    try:
+        with joining:
+            epoch.start()
+            while True:
+                try:
+                    batch = epoch.next()
+                except Finished:
+                    return
+                except Closed:
+                    raise ConfigError(
+                        "this pass over a DataLoader was ended before its data: the same "
+                        "DataLoader was iterated again, or the context was left; for two "
+                        "passes at the same time make two DataLoaders"
+                    ) from None
+                yield batch
+                del batch
+                ctx = context()
+                if ctx is not None:
+                    ctx._output = None  # errors from now on do not come from its batch
+                del ctx
+    finally:
+        epoch.close()

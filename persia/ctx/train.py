@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from persia import env
+from persia._files.writer_lock import JobFolders
+from persia._process_exit import mark_participated
 from persia._report.summary import TrainingRecord
 from persia._training.backward import BackwardPipeline
+from persia._training.checkpoint import unwrap
+from persia._training.ranks import Ranks, StepBarrier, uneven_steps
 from persia.ctx.base import PreprocessMode
 from persia.ctx.checkpoints import TrainerState
-from persia.ctx.embedding import torch_device
-from persia.ctx.loss_scaling import LossScaling, gradients, is_dense_finite
-from persia.ctx.run import RunCtx
+from persia.ctx.embedding import EmbeddingCtx
+from persia.ctx.session import torch_device
+from persia.distributed import DistributedBaseOption, get_default_distributed_option
 from persia.embedding.optim import Optimizer
 from persia.errors import ConfigError, DataError, DataTypeError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     from persia._rpc.messages import EmbeddingWorker
     from persia._training.backward import GradientBatch
     from persia._training.batch import PersiaTrainingBatch
-    from persia._training.inflight import Plain, Position
+    from persia._training.inflight import InFlightTracker, Plain, Position
+    from persia._training.queues import BoundedQueue
     from persia.config import ConfigSource
+    from persia.ctx.connection import Connection
     from persia.embedding import EmbeddingConfig
-
 
 logger = logging.getLogger("persia.ctx")
 
 
-class TrainCtx(RunCtx):
+class TrainCtx(EmbeddingCtx):
     """Trains a model: the dense part here, the embeddings at the parameter servers.
+
+    The arguments that are not named here are those of ``EmbeddingCtx``.
 
     Args:
         embedding_optimizer: One of ``persia.embedding.optim``.
@@ -43,17 +55,10 @@ class TrainCtx(RunCtx):
             divided by when an embedding gradient is not finite. (The original's spelling.)
         backward_buffer_size: Updates that wait before ``backward`` does.
         backward_workers_size: Updates sent at the same time.
-        grad_update_buffer_size: Kept for scripts of the original; without effect.
-        lookup_emb_directly: Kept for scripts of the original.
+        grad_update_buffer_size: Kept for scripts of the original, as ``lookup_emb_directly``.
         mixed_precision: Scale the loss and run the model under autocast. None is True with
             a CUDA device and False without.
         distributed_option: Used with more than one rank.
-        model: As of ``EmbeddingCtx``.
-        embedding_config: As of ``EmbeddingCtx``.
-        threadpool_worker_size: Kept for scripts of the original.
-        device_id: Number of the CUDA device of the model. None, or below 0, is the CPU.
-        global_config: As of ``EmbeddingCtx``.
-        embedding_worker: As of ``EmbeddingCtx``.
         embedding_gradient_reduction: Over ranks, ``"mean"`` (equals synchronous training) or
             ``"sum"``.
         report: Write a report of the run to this HTML file when the context is left; only
@@ -62,17 +67,10 @@ class TrainCtx(RunCtx):
             TensorBoard's event files; only rank 0 does.
 
     Attributes:
-        world_size: Number of ranks.
-        rank_id: This rank.
+        world_size: Number of ranks; ``rank_id`` is this one.
         mixed_precision: Whether the loss is scaled.
         grad_scaler: The ``torch.amp.GradScaler``, or None.
         update_times: Number of ``backward`` calls.
-        dense_optimizer: As given.
-        embedding_optimizer: As given.
-        backward_engine: Sends the updates, while the context is entered.
-
-    Raises:
-        ConfigError: If a setting cannot be used.
 
     Example:
         >>> with TrainCtx(  # doctest: +SKIP
@@ -111,12 +109,12 @@ class TrainCtx(RunCtx):
         tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_optimizers(embedding_optimizer, dense_optimizer, model)
-        _check_numbers(
-            grad_scalar_update_factor,
-            backward_buffer_size,
-            backward_workers_size,
-            embedding_gradient_reduction,
-        )
+        _check_sizes(backward_buffer_size, backward_workers_size, grad_scalar_update_factor)
+        if embedding_gradient_reduction not in ("mean", "sum"):
+            raise ConfigError(
+                "embedding_gradient_reduction must be 'mean' or 'sum', got "
+                f"{embedding_gradient_reduction!r}"
+            )
         super().__init__(
             PreprocessMode.TRAIN,
             model,
@@ -136,9 +134,8 @@ class TrainCtx(RunCtx):
         self.rank_id = env.get_rank() or 0
         has_device = self.device_id is not None
         self.mixed_precision = has_device if mixed_precision is None else mixed_precision
-        self.grad_scaler: torch.amp.GradScaler | None = None
-        if self.mixed_precision:
-            self.grad_scaler = torch.amp.GradScaler(torch_device(self.device_id).type)
+        device = torch_device(self.device_id)
+        self.grad_scaler = torch.amp.GradScaler(device.type) if self.mixed_precision else None
         self._scaling = LossScaling()
         self.update_times = 0
         if self.world_size > 1:
@@ -148,6 +145,119 @@ class TrainCtx(RunCtx):
         self._state = TrainerState(self.rank_id, self.world_size)
         self._record = TrainingRecord(report, tensorboard, self.rank_id)
         self._has_warned_no_gradients = False
+
+    # --- its ranks, its updates and its report ----------------------------------------------
+
+    def _join_ranks(self) -> None:
+        """Make the model data-parallel, with the option given or the default one."""
+        self.distributed_option = option = _distributed(self.distributed_option, self.device_id)
+        self.model, optimizer = option.convert2distributed_model(
+            self.model,
+            self.world_size,
+            self.rank_id,
+            self.device_id,
+            optimizer=self.dense_optimizer,
+        )
+        self.dense_optimizer = optimizer or self.dense_optimizer
+
+    def join_ranks(self, *, reproducible: bool) -> AbstractContextManager[Any]:
+        """Return what lets a rank without batches answer the others' collectives."""
+        if self.world_size == 1:
+            return contextlib.nullcontext()
+        is_scaled = self.grad_scaler is not None
+        _check_uneven(self.model, self.distributed_option, reproducible, is_scaled)
+        return uneven_steps(self.model, self.dense_optimizer)
+
+    @property
+    def backward_engine(self) -> BackwardPipeline | None:
+        """What sends the updates; None outside the ``with`` block."""
+        return self._connected().connection.backward
+
+    @property
+    def grad_queue(self) -> BoundedQueue[GradientBatch] | None:
+        """Updates that wait to be sent; None outside the ``with`` block."""
+        return None if self.backward_engine is None else self.backward_engine.queue
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        # Undone from the last to the first: updates end before anything they need does.
+        folders = JobFolders()
+        stack.callback(folders.release)
+        stack.callback(self._leave_ranks)
+        super()._open(stack)
+        session = self._connected()
+        connection, tracker = session.connection, session.tracker
+        if connection.backward is not None:
+            raise ConfigError("another TrainCtx that shares these embeddings is entered")
+        mark_participated()
+        connection.worker.configure(self.embedding_config.settings())
+        connection.worker.register_optimizer(self.embedding_optimizer.settings())
+        if self.world_size > 1:
+            self._ranks = Ranks(self.world_size, self.rank_id)
+        engine = BackwardPipeline(
+            connection.worker,
+            tracker,
+            client=self._new_client(),
+            num_workers=self.backward_workers_size,
+            capacity=self.backward_buffer_size,
+            device=torch_device(self.device_id),
+            ranks=self._ranks,
+        )
+        engine.end_step(self.update_times)
+        engine.is_between_passes = session.progress.is_between_passes
+        stack.callback(connection.leave_barrier)
+        stack.callback(self._record.end)
+        stack.callback(self._finish_recording, connection)
+        stack.callback(lambda: self._scaling.warn_of_nans(tracker, self.update_times, True))
+        stack.callback(connection.end_updates, engine)
+        if self._ranks is not None:
+            connection.barrier = StepBarrier.join(
+                self.world_size,
+                self.rank_id,
+                engine.hold,
+                engine.resume,
+                lambda: self._state.of_rank(session.progress),
+                env.rpc_timeout_s(),
+            )
+        connection.recorder = self._record.begin(
+            connection.worker, tracker, engine, self.world_size
+        )
+        connection.backward, connection.folders = engine, folders
+
+    def _finish_recording(self, connection: Connection) -> None:
+        recorder, connection.recorder = connection.recorder, None
+        if recorder is not None and self._record.has_report:
+            self.write_report()
+        elif recorder is not None:
+            recorder.settle()
+
+    def _leave_ranks(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+    def _new_client(self) -> int:
+        # First half of the update ids: random, so that a context that is entered again
+        # repeats none of them; the low bits are the rank.
+        return secrets.randbits(47) << 16 | self.rank_id
+
+    def write_report(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Write the report of the run so far: one HTML file that needs nothing beside it.
+
+        Ranks other than 0 record nothing and write nothing. Without a path it is the file
+        that the context was given as ``report``.
+
+        Raises:
+            ConfigError: Without ``report=``, or outside the ``with`` block.
+            OSError: If the file cannot be written.
+        """
+        self._connected()
+        if self.rank_id > 0:
+            return
+        optimizers = (
+            f"{type(self.embedding_optimizer).__name__} for embeddings, "
+            f"{type(self.dense_optimizer).__name__} for the dense net"
+        )
+        self._record.write(path, type(unwrap(self.model)).__name__, optimizers)
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -164,36 +274,22 @@ class TrainCtx(RunCtx):
     ) -> None:
         """Write all that training needs to continue, as it is after the last ``backward``.
 
-        Embeddings with their optimizer's state, the model, the dense optimizer, the scaler,
-        the states of random generators, and how far the data is. With several ranks, rank 0's
-        call is for all of them, and a call of another does nothing. Training pauses for the
-        moment itself; with ``blocking=False`` it goes on while files are written.
+        Embeddings and models with their optimizers' states, the scaler, random generators,
+        and how far the data is. With several ranks, rank 0's call is for all of them, and a
+        call of another does nothing. With ``blocking=False`` files are written meanwhile.
 
-        Args:
-            dst_dir: As of ``EmbeddingCtx.dump_checkpoint``, as are the others.
-            dense_model_filename: Name of the model's state dict.
-            jit_dense_model_filename: Name of the scripted model.
-            opt_filename: Name of the dense optimizer's state dict.
-            blocking: Wait until the checkpoint is there.
-            with_jit_model: Write the model as TorchScript too, for serving.
-            keep_last: How many checkpoints of this folder to keep.
+        The arguments are those of ``EmbeddingCtx.dump_checkpoint``; ``opt_filename`` is the
+        file of the dense optimizer's state dict.
 
         Raises:
             CheckpointError: If a file cannot be written.
             ServiceTimeout: If a rank does not come to the end of the step; names it.
             ServiceError: If a server is gone.
             BaseException: What an earlier update raised.
-
-        Example:
-            >>> for number, batch in enumerate(loader):  # doctest: +SKIP
-            ...     output, labels = ctx.forward(batch)
-            ...     ctx.backward(loss_fn(output, labels[0]))
-            ...     if number % 10_000 == 9_999:
-            ...         ctx.dump_checkpoint("s3://bucket/clicks", blocking=False)
         """
         dense = {dense_model_filename: self._own_model(), opt_filename: self.dense_optimizer}
-        jit = jit_dense_model_filename if with_jit_model else None
-        self._dump(dst_dir, dense, jit, blocking, keep_last)
+        to_script = {jit_dense_model_filename: self.model} if with_jit_model else {}
+        self._dump(dst_dir, dense, to_script, blocking, keep_last)
 
     def load_checkpoint(  # type: ignore[override]  # the original's arguments
         self,
@@ -207,39 +303,26 @@ class TrainCtx(RunCtx):
     ) -> None:
         """Load a checkpoint and continue from it. With several ranks, all of them call this.
 
-        The next pass over a ``DataLoader`` leaves out the batches that were trained;
-        ``resume_position`` says how far that is. In reproducible mode the run continues bit
-        for bit as if it had not been stopped.
-
-        Args:
-            src_dir: As of ``EmbeddingCtx.load_checkpoint``, as are the others.
-            map_location: As of ``torch.load``.
-            dense_model_filename: Name of the model's state dict.
-            opt_filename: Name of the dense optimizer's state dict.
-            blocking: Wait until the embeddings are there; with several ranks it always does.
-            features: Load the rows of these only; where training was is then not restored.
-
-        Raises:
-            CheckpointError: If there is no checkpoint, or a file of it is damaged or does not
-                fit; nothing has changed.
-            ConfigError: In the middle of a pass over a ``DataLoader``.
-            ServiceError: If a server is gone.
+        The next pass over a ``DataLoader`` leaves out the batches that were trained. In
+        reproducible mode the run continues bit for bit as if it had not been stopped.
+        The arguments and errors are those of ``EmbeddingCtx.load_checkpoint``. With several
+        ranks it always waits; with ``features`` where training was is not restored.
         """
         dense = {dense_model_filename: self._own_model(), opt_filename: self.dense_optimizer}
         self._load(src_dir, map_location, dense, blocking, features)
 
     @property
     def resume_position(self) -> Position:
-        """How far the data was in the checkpoint that was loaded: passes, then batches.
+        """How far the data was in the checkpoint that was loaded.
 
-        ``passes`` over the data had ended, and of the next one ``batches`` were trained; the
-        next pass leaves those out by itself. It counts on from there as passes end.
+        ``passes`` over the data had ended, and of the next one ``batches`` were trained. It
+        counts on from there as passes end.
         """
-        self._connected()
-        return self._progress.where()
+        return self._connected().progress.where()
 
     def _trainer_state(self, others: list[Plain]) -> Plain:
-        return self._state.of_all(self.update_times, self.grad_scaler, self._progress, others)
+        progress = self._connected().progress
+        return self._state.of_all(self.update_times, self.grad_scaler, progress, others)
 
     def _resume(self, trainer: Plain) -> None:
         self.update_times = trainer["step"]
@@ -249,24 +332,18 @@ class TrainCtx(RunCtx):
             engine.client = self._new_client()  # numbers of updates come again
         if self.grad_scaler is not None and trainer["scaler"] is not None:
             self.grad_scaler.load_state_dict(trainer["scaler"])
-        self._lookups.resume(self._state.restore(trainer, self._progress))
+        session = self._connected()
+        session.lookups.resume(self._state.restore(trainer, session.progress))
         logger.info("continues after step %d, %s", self.update_times, self.resume_position)
 
     # --- steps ------------------------------------------------------------------------------
 
     def wait_servers_ready(self) -> None:
-        """Wait until all servers are configured and answer.
-
-        Raises:
-            ServiceTimeout: If they are not within 300 s.
-        """
-        self._connected().wait_until_ready()
+        """Wait, up to 300 s, until all servers are configured and answer."""
+        self._connected().connection.wait_until_ready()
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[torch.Tensor] | None]:
-        """Return the model's output for a batch, and the batch's labels.
-
-        With mixed precision the model runs under autocast.
-        """
+        """Return the model's output, under autocast with mixed precision, and the labels."""
         if not self.mixed_precision:
             return super().forward(batch)
         with torch.autocast(torch_device(self.device_id).type):
@@ -275,29 +352,18 @@ class TrainCtx(RunCtx):
     def set_lr(self, lr: float, group: str | None = None) -> None:
         """Set the learning rate of embeddings from the next ``backward`` on.
 
-        Gradients carry the rate under which they were computed, so those in flight keep the
-        old one, whatever the staleness. Setting the same rate again costs nothing: call it in
-        every step. With several ranks, call it on each of them.
-
-        It holds until the end of the ``with`` block, or until an optimizer is registered.
+        Gradients in flight keep the rate under which they were computed. Setting the same
+        rate again costs nothing: call it in every step, on each rank. It holds until the end
+        of the ``with`` block, or until an optimizer is registered.
 
         Args:
-            lr: Learning rate.
+            lr: Learning rate, such as ``scheduler.get_last_lr()[0]``.
             group: A group of the embedding config, or a slot outside any, with an
                 ``optimizer`` under ``group_settings``. None is for all groups that have no
                 rate of their own, by the config or by an earlier call.
 
         Raises:
-            ConfigError: If the rate cannot be used, the group is unknown or shares its rate
-                with others, or outside the ``with`` block.
-
-        Example:
-            >>> scheduler = StepLR(dense_optimizer, step_size=1000)  # doctest: +SKIP
-            >>> for batch in loader:  # doctest: +SKIP
-            ...     output, labels = ctx.forward(batch)
-            ...     ctx.backward(loss_fn(output, labels[0]))
-            ...     scheduler.step()
-            ...     ctx.set_lr(scheduler.get_last_lr()[0])
+            ConfigError: If rate or group cannot be used, or outside the ``with`` block.
         """
         engine = self.backward_engine
         if engine is None:
@@ -308,10 +374,8 @@ class TrainCtx(RunCtx):
         """Hold a batch over the next ones, to accumulate gradients.
 
         Its permit stays lent until the next ``backward`` whose loss reaches it, so
-        ``embedding_staleness`` bounds how many can be kept.
-
-        Raises:
-            DataError: If the batch has ended already.
+        ``embedding_staleness`` bounds how many can be kept. One that has ended already is a
+        DataError.
 
         Example:
             >>> for number, batch in enumerate(loader, start=1):  # doctest: +SKIP
@@ -325,7 +389,7 @@ class TrainCtx(RunCtx):
         """
         if batch.ticket is None:
             raise DataError(f"batch {batch.batch_id} has no gradients that could be kept")
-        self._own_tracker().keep(batch.ticket)
+        self._connected().tracker.keep(batch.ticket)
         self._prepared[id(batch)] = batch
         self._kept.append(batch)
 
@@ -339,12 +403,10 @@ class TrainCtx(RunCtx):
         sparse alike; every step is checked, for the scaler waits for the device anyway.
 
         Args:
-            loss: A scalar that depends on the current batch, and on those kept.
+            loss: A scalar that depends on the current batch, and on those kept. It is
+                returned, multiplied with the scale under mixed precision.
             embedding_gradient_check_frequency: Without a GradScaler, every how many steps to
                 warn of the non-finite rows that were left out since.
-
-        Returns:
-            The loss, multiplied with the scale under mixed precision.
 
         Raises:
             DataError: If no batch was prepared, the current one had its backward, or the loss
@@ -354,32 +416,40 @@ class TrainCtx(RunCtx):
             BaseException: What an earlier update raised.
         """
         _check_loss(loss)
-        engine, current = self._begin_backward()
-        self._scaling.loss = unscaled = loss.detach()
-        scale = 1.0
-        if self.grad_scaler is not None:
-            loss, scale = self.grad_scaler.scale(loss), self.grad_scaler.get_scale()
-        self._metrics.note_step(self.update_times + 1, unscaled.item)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._output = None
-        self._note_step(unscaled, scale)
-        updates = engine.collect(list(self._prepared.values()), current)
-        self._forget_reached()
-        self._step(engine, updates, scale)
-        self.dense_optimizer.zero_grad()
-        self.update_times += 1
-        self._state.note_step()
-        engine.end_step(self.update_times)
-        if self.update_times % max(embedding_gradient_check_frequency, 1) == 0:
-            self._scaling.warn_of_nans(self._own_tracker(), self.update_times)
-        return loss
-
-    def _begin_backward(self) -> tuple[BackwardPipeline, PersiaTrainingBatch]:
-        """Check, before the loss changes any gradient, that there is a batch to train."""
-        engine, tracker = self.backward_engine, self._own_tracker()
+        session = self._connected()
+        engine, recorder = session.connection.backward, session.connection.recorder
         if engine is None:
             raise ConfigError("TrainCtx.backward must be called inside `with TrainCtx(...)`")
         engine.raise_failure()
+        current = self._batch_to_train(session.tracker)
+        self._scaling.loss = unscaled = loss.detach()
+        scale, step = 1.0, self.update_times + 1
+        if self.grad_scaler is not None:
+            loss, scale = self.grad_scaler.scale(loss), self.grad_scaler.get_scale()
+        session.last_step = step, unscaled.item
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._output = None
+        if recorder is not None and recorder.note_step(step, unscaled):
+            # Every few steps, while leaves have gradients.
+            recorder.note_norms(self._prepared.values(), gradients(self.dense_optimizer), scale)
+        updates = engine.collect(list(self._prepared.values()), current)
+        # What this backward has not reached is still held.
+        self._kept = [batch for batch in self._kept if batch.awaits_backward()]
+        for key, batch in list(self._prepared.items()):
+            if not batch.awaits_backward():
+                del self._prepared[key]
+        self._step(engine, updates, scale)
+        self.dense_optimizer.zero_grad()
+        self.update_times = step
+        if self.rank_id:
+            self._state.note_step()
+        engine.end_step(step)
+        if step % max(embedding_gradient_check_frequency, 1) == 0:
+            self._scaling.warn_of_nans(session.tracker, step)
+        return loss
+
+    def _batch_to_train(self, tracker: InFlightTracker) -> PersiaTrainingBatch:
+        """Return the current batch, checked before the loss changes any gradient."""
         current = self.current_batch
         if current is None:
             raise DataError(
@@ -396,44 +466,24 @@ class TrainCtx(RunCtx):
                 current.batch_id,
             )
         tracker.release_orphans()
-        return engine, current
-
-    def _note_step(self, loss: torch.Tensor, scale: float) -> None:
-        """Record the loss, and every few steps the norms, while leaves have gradients."""
-        recorder = self._connected().recorder
-        if recorder is not None and recorder.note_step(self.update_times + 1, loss):
-            recorder.note_norms(self._prepared.values(), gradients(self.dense_optimizer), scale)
-
-    def _forget_reached(self) -> None:
-        """Drop the batches that this backward has reached."""
-        self._kept = [batch for batch in self._kept if batch.awaits_backward()]
-        for key, batch in list(self._prepared.items()):
-            if not batch.awaits_backward():
-                del self._prepared[key]
+        return current
 
     def _step(
         self, engine: BackwardPipeline, updates: list[GradientBatch], scale: float
     ) -> None:
         """Step the dense optimizer and queue the updates; under a scaler both or neither."""
-        scaler = self.grad_scaler
-        if scaler is None:
+        if self.grad_scaler is None:
             # Queued first: workers send while the dense optimizer steps.
             engine.submit(updates, scale * self._reduction)
             self.dense_optimizer.step()
             return
+        # Not every algorithm makes the dense gradients of all ranks equal.
+        are_own = getattr(self.distributed_option, "needs_equal_batches", False)
+        factor, ranks = self.grad_scalar_update_factor, self._ranks
         try:
-            is_finite = all(update.is_finite() for update in updates)
-            if self._ranks is not None:
-                # Gradients that are a rank's own may be finite here only: the scaler would
-                # skip a step, and the average that goes with it, on one rank.
-                if getattr(self.distributed_option, "needs_equal_batches", False):
-                    is_finite = is_finite and is_dense_finite(self.dense_optimizer)
-                is_finite = not self._ranks.any(not is_finite)
-            if is_finite:
-                is_finite = self._scaling.step(scaler, self.dense_optimizer, scale)
-            else:
-                # The dense gradients are dropped too: no step, and a smaller scale.
-                scaler.update(scale / self.grad_scalar_update_factor)
+            is_finite = self._scaling.step(
+                self.grad_scaler, self.dense_optimizer, updates, scale, factor, ranks, are_own
+            )
         except BaseException:
             engine.discard(updates)
             raise
@@ -444,12 +494,129 @@ class TrainCtx(RunCtx):
             self._scaling.is_loss_bad(self.update_times + 1)
 
 
+class LossScaling:
+    """Steps under a GradScaler, and what is logged of gradients that are not finite."""
+
+    def __init__(self) -> None:
+        self.loss: torch.Tensor | None = None  # of the last step; reading it waits
+        self._num_warned = 0  # rows that were not finite, when that was last logged
+        self._num_bad_losses = 0  # not finite, of those that were read
+
+    def step(
+        self,
+        scaler: torch.amp.GradScaler,
+        optimizer: torch.optim.Optimizer,
+        updates: list[GradientBatch],
+        scale: float,
+        update_factor: float,
+        ranks: Ranks | None,
+        are_own: bool,
+    ) -> bool:
+        """Step the dense optimizer; False if a gradient of it or of ``updates`` is not finite.
+
+        ``are_own``: the dense gradients are this rank's, and may be finite on it only. The
+        scaler would skip a step, and the average that goes with it, on one rank.
+        """
+        is_finite = all(update.is_finite() for update in updates)
+        if ranks is not None:
+            is_finite = is_finite and (not are_own or is_dense_finite(optimizer))
+            is_finite = not ranks.any(not is_finite)
+        if not is_finite:
+            # The dense gradients are dropped too: no step, and a smaller scale.
+            scaler.update(scale / update_factor)
+            return False
+        if not gradients(optimizer):
+            return True  # the scaler refuses an optimizer without any gradient
+        scaler.step(optimizer)
+        scaler.update()
+        # The scaler shows that it skipped the step by lowering the scale.
+        return scaler.get_scale() >= scale
+
+    def warn_of_nans(self, tracker: InFlightTracker, step: int, is_last: bool = False) -> None:
+        """Log how many embedding gradients were not finite, if there are more than before."""
+        total, by_feature = tracker.nan_counts()
+        if total <= self._num_warned:
+            return
+        if self.is_loss_bad(step) and not is_last:
+            return  # all gradients of a bad loss are: counted at the end
+        self._num_warned = total
+        logger.warning(
+            "%d embedding gradients were not finite so far and were left out: %s",
+            total,
+            ", ".join(f"{name} {count}" for name, count in sorted(by_feature.items())),
+        )
+
+    def is_loss_bad(self, step: int) -> bool:
+        """Whether the last loss is not finite; logs the 1st, 10th, 100th... that is not.
+
+        It waits for the device: call it only where a gradient is known not to be finite.
+        """
+        value = 0.0 if self.loss is None else self.loss.item()
+        if math.isfinite(value):
+            return False
+        self._num_bad_losses += 1
+        if str(self._num_bad_losses).strip("0") == "1":
+            logger.warning(
+                "the loss is %s at step %d: lower the learning rate, or look at the data",
+                value,
+                step,
+            )
+        return True
+
+
+def is_dense_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether no dense gradient holds NaN or Inf. Waits for the device."""
+    checks = [torch.isfinite(gradient).all() for gradient in gradients(optimizer)]
+    return not checks or bool(torch.stack(checks).all())
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the gradients of the parameters that have one."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    return [one.grad for one in parameters if one.grad is not None]
+
+
+def _distributed(option: object | None, device_id: int | None) -> DistributedBaseOption:
+    if option is None:
+        option = get_default_distributed_option(device_id)
+    if not isinstance(option, DistributedBaseOption):
+        raise ConfigError(
+            "distributed_option: expected DDPOption or BaguaDistributedOption, got "
+            f"{type(option).__name__}"
+        )
+    return option
+
+
+def _check_uneven(model: Any, option: object, reproducible: bool, is_scaled: bool) -> None:
+    """Refuse ``drop_last=False`` where ranks exchange more in a step than DDP does."""
+    problem = ""
+    if reproducible:
+        problem = (
+            "reproducible=False with several ranks, as those that have a batch update in no "
+            "order; or keep drop_last=True"
+        )
+    elif not isinstance(model, DistributedDataParallel):
+        problem = f"a model that is data-parallel by DDPOption, got {type(model).__name__}"
+    elif getattr(option, "needs_equal_batches", False):
+        problem = (
+            "an algorithm that does not count steps (gradient_allreduce or bytegrad), got "
+            "another; ranks would wait for each other"
+        )
+    elif is_scaled:
+        problem = (
+            "mixed_precision=False, as the ranks must agree in every step whether gradients "
+            "are finite"
+        )
+    if problem:
+        raise ConfigError(f"drop_last=False: expected {problem}")
+
+
 def _check_optimizers(embedding_optimizer: object, dense_optimizer: Any, model: Any) -> None:
     """Refuse what is no optimizer; warn of a dense one that cannot train the model."""
     if not isinstance(embedding_optimizer, Optimizer):
         raise ConfigError(
-            "embedding_optimizer: expected one of persia.embedding.optim, got "
-            + _no_optimizer(embedding_optimizer)
+            "embedding_optimizer: expected an instance of one of persia.embedding.optim, such "
+            f"as Adagrad(lr=0.1), got {embedding_optimizer!r:.200}"
         )
     for name, given in (("dense_optimizer", dense_optimizer), ("model", model)):
         if given is None:
@@ -466,47 +633,28 @@ def _check_optimizers(embedding_optimizer: object, dense_optimizer: Any, model: 
         )
 
 
-def _check_numbers(
-    update_factor: float, buffer_size: int, workers_size: int, reduction: str
-) -> None:
+def _check_sizes(buffer_size: int, workers_size: int, update_factor: float) -> None:
     if not update_factor > 0:
         raise ConfigError(f"grad_scalar_update_factor must be above 0, got {update_factor!r}")
-    for name, size in (
-        ("backward_buffer_size", buffer_size),
-        ("backward_workers_size", workers_size),
-    ):
+    for name, size in (("buffer", buffer_size), ("workers", workers_size)):
         if size < 1:
-            raise ConfigError(f"{name} must be at least 1, got {size}")
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(
-            f"embedding_gradient_reduction must be 'mean' or 'sum', got {reduction!r}"
-        )
+            raise ConfigError(f"backward_{name}_size must be at least 1, got {size}")
 
 
 def _check_loss(loss: torch.Tensor) -> None:
     """Refuse, before any gradient changes, what torch would refuse after that."""
-    expected = "TrainCtx.backward: expected a loss of one number that requires grad, got"
     if not callable(getattr(loss, "backward", None)):
         raise DataTypeError(
-            f"TrainCtx.backward: expected a tensor, got {type(loss).__name__}; give the "
-            "loss tensor, not its .item()"
+            f"TrainCtx.backward: expected a tensor, got {type(loss).__name__}; give the loss "
+            "tensor, not its .item()"
         )
     if loss.numel() != 1:
         raise DataError(
-            f"{expected} one of shape {list(loss.shape)}; give its .mean(), or take "
-            'reduction="none" out of the loss function'
+            "TrainCtx.backward: expected a loss of one number that requires grad, got one of "
+            f'shape {list(loss.shape)}; give its .mean(), or take reduction="none" out'
         )
     if not loss.requires_grad:
         raise DataError(
-            f"{expected} one without a graph: it was detached, made from a number, or "
-            "computed under torch.no_grad()"
+            "TrainCtx.backward: expected a loss of one number that requires grad, got one "
+            "without a graph: it was detached, made from a number, or under torch.no_grad()"
         )
-
-
-def _no_optimizer(given: object) -> str:
-    """Describe what was given for an optimizer of embeddings, and what to write."""
-    if not isinstance(given, type | str):
-        return f"{type(given).__module__}.{type(given).__name__}"
-    is_class = isinstance(given, type) and issubclass(given, Optimizer)
-    name = given.__name__ if isinstance(given, type) and is_class else "Adagrad"
-    return f"{given!r}; give an instance: {name}(lr=0.1)"

@@ -48,11 +48,7 @@ class InitialValues:
         self.settings()
 
     def settings(self) -> InitializationSettings:
-        """Return the distribution as it is sent to servers.
-
-        Raises:
-            ConfigError: If a parameter cannot be used.
-        """
+        """Return the distribution as it is sent to servers."""
         checked = Initialization(self.method, dataclasses.asdict(self))
         return InitializationSettings(checked.method, checked.options)
 

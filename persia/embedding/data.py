@@ -4,6 +4,9 @@ User data enters here. Everything is checked once, over whole arrays, before any
 happened; the code behind trusts what it gets. With
 ``PERSIA_SKIP_CHECK_DATA=1`` the checks of the dtypes and values of dense data and labels are
 skipped; sizes, and everything that memory safety hangs on, are checked always.
+
+Ids of torch and Arrow are recognised by their module's name: a data-loader without torch never
+imports it, and pyarrow is optional and slow to import.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import numpy as np
 from persia import env
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc import serialization
-from persia.embedding._conversion import from_arrow, from_torch, offsets_of, unsigned
 from persia.errors import DataError, DataTypeError, ProtocolError
 
 if TYPE_CHECKING:
@@ -44,20 +46,11 @@ MAX_BATCH_SIZE = 65535
 
 # What torch.from_numpy takes (unsigned 16, 32 and 64 bits since torch 2.3).
 _ND_ARRAY_SUPPORT_TYPE = frozenset(
-    {
-        np.bool_,
-        np.int8,
-        np.int16,
-        np.int32,
-        np.int64,
-        np.uint8,
-        np.uint16,
-        np.uint32,
-        np.uint64,
-        np.float16,
-        np.float32,
-        np.float64,
-    }
+    np.dtype(name).type
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64"),
+    )
 )
 
 _BLOCK_KIND = b"PRSBAT01"
@@ -95,13 +88,11 @@ class IDTypeFeature:
             for slots that are pooled by sum. None: each id counts once.
 
     Raises:
-        DataTypeError: If a sample is no 1-D array of uint64, or its weights are none of
-            float32; names feature and sample.
-        DataError: If a sample has more or fewer weights than ids, or one is not finite.
+        DataTypeError: If an array is of another type; names feature and sample.
+        DataError: If there is not one finite weight for each id, or offsets do not fit.
 
     Example:
         >>> import numpy as np
-        >>> from persia.embedding.data import IDTypeFeature
         >>> ids = [np.array([3, 7], np.uint64), np.array([], np.uint64)]
         >>> IDTypeFeature("clicks", ids).batch_size
         2
@@ -123,21 +114,6 @@ class IDTypeFeature:
         self._csr: tuple[NDArray[np.uint64], NDArray[Any]] | None = None
 
     @classmethod
-    def _of(
-        cls,
-        name: str,
-        values: NDArray[np.uint64],
-        offsets: NDArray[Any],
-        weights: NDArray[np.float32] | None = None,
-    ) -> IDTypeFeature:
-        feature = cls.__new__(cls)
-        feature.feature_batch = FeatureBatch.from_csr(name, values, offsets, weights)
-        feature.name = name
-        feature._data = []
-        feature._csr = (values, offsets)
-        return feature
-
-    @classmethod
     def from_csr(
         cls,
         name: str,
@@ -153,13 +129,12 @@ class IDTypeFeature:
             offsets: int32, int64 or uint32 [B + 1], ascending from 0 to N: sample ``b``
                 holds ``values[offsets[b]:offsets[b + 1]]``.
             weights: The weight of each id, float32 [N]; None: each counts once.
-
-        Raises:
-            DataTypeError: If dtype or ndim differ.
-            DataError: If ``offsets`` do not begin at 0, descend, or do not end at N; or if
-                there is not one finite weight for each id.
         """
-        return cls._of(_check_name(name), values, offsets, weights)
+        feature = cls.__new__(cls)
+        feature.name = _check_name(name)
+        feature.feature_batch = FeatureBatch.from_csr(name, values, offsets, weights)
+        feature._data, feature._csr = [], (values, offsets)
+        return feature
 
     @classmethod
     def from_jagged(
@@ -179,42 +154,29 @@ class IDTypeFeature:
             offsets: int32 or int64 [B + 1], ascending from 0 to N; or else
             lengths: int32 or int64 [B], the number of ids of each sample.
             weights: The weight of each id, float32 [N]; None: each counts once.
-
-        Raises:
-            DataTypeError: If dtype, ndim or device differ.
-            DataError: If not exactly one of ``offsets`` and ``lengths`` is given, they do
-                not fit the values, or there is not one finite weight for each id.
         """
-        ids = unsigned(from_torch(_check_name(name), "values", values))
+        ids = _unsigned(_from_torch(_check_name(name), "values", values))
         if (offsets is None) is (lengths is None):
             both = "neither" if offsets is None else "both"
             raise DataError(f"feature {name!r}: expected offsets or lengths, got {both}")
         if lengths is not None:
-            offsets = offsets_of(name, from_torch(name, "lengths", lengths))
-        offsets = from_torch(name, "offsets", offsets)
+            offsets = _offsets_of(name, _from_torch(name, "lengths", lengths))
+        offsets = _from_torch(name, "offsets", offsets)
         if getattr(weights, "requires_grad", False):
             raise DataError(
                 f"feature {name!r}: expected weights that need no gradient, which none is "
                 "given to; call .detach() on them"
             )
-        return cls._of(name, ids, offsets, from_torch(name, "weights", weights))
+        return cls.from_csr(name, ids, offsets, _from_torch(name, "weights", weights))
 
     @classmethod
     def from_arrow(cls, name: str, list_array: Any) -> IDTypeFeature:
         """Take an Arrow list array: ``list``, ``large_list`` or ``fixed_size_list``.
 
-        An absent (null) list is an empty sample.
-
-        Args:
-            name: The feature's name.
-            list_array: Lists of uint64 or int64, sliced or not, or a chunked array of one
-                chunk. Signed ids keep their bits: -1 is 2**64 - 1.
-
-        Raises:
-            DataTypeError: If it is no list array of these types.
-            DataError: If an id is null, or there are several chunks.
+        Of uint64 or int64, sliced or not, or a chunked array of one chunk. Signed ids keep
+        their bits: -1 is 2**64 - 1. An absent (null) list is an empty sample.
         """
-        return cls._of(name, *from_arrow(_check_name(name), list_array))
+        return cls.from_csr(name, *_from_arrow(_check_name(name), list_array))
 
     @property
     def data(self) -> Sequence[NDArray[np.uint64]]:
@@ -238,12 +200,8 @@ class IDTypeFeatureWithSingleID:
         name: The feature's name, as in the embedding config.
         data: Ids u64 [B]; an array with gaps, such as a column of a matrix, is copied.
 
-    Raises:
-        DataTypeError: If ``data`` is no 1-D array of uint64.
-
     Example:
         >>> import numpy as np
-        >>> from persia.embedding.data import IDTypeFeatureWithSingleID
         >>> IDTypeFeatureWithSingleID("user", np.array([10001, 10002], np.uint64)).batch_size
         2
     """
@@ -266,9 +224,6 @@ class NdarrayDataBase:
         data: Array [B, ...] of bool, an integer or a float dtype that torch has; an array
             with gaps is copied.
         name: Its name; the class's ``DEFAULT_NAME`` if not given.
-
-    Raises:
-        DataTypeError: If it is no such array.
 
     The array is not copied: do not write to it before its batch is consumed.
     """
@@ -316,9 +271,7 @@ class NdarrayDataBase:
 class Label(NdarrayDataBase):
     """What the model shall predict; see ``NdarrayDataBase``.
 
-    Raises:
-        DataError: If a value is NaN or infinite; names label and sample. One such value
-            would make the loss, and then every parameter, NaN.
+    A value that is not finite is a DataError: it would make every parameter NaN.
     """
 
     DEFAULT_NAME = "label_anonymous"
@@ -378,12 +331,10 @@ class PersiaBatch:
 
     Raises:
         DataTypeError: If an argument is of another type.
-        DataError: If there are no id features or no samples, if two id features have one
-            name, if sizes differ, or if gradients are asked for without a label.
+        DataError: If parts do not fit together, or gradients are asked for without a label.
 
     Example:
         >>> import numpy as np
-        >>> from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
         >>> users = IDTypeFeatureWithSingleID("user", np.array([1, 2, 2], np.uint64))
         >>> batch = PersiaBatch([users], labels=[Label(np.array([[1.0], [0.0], [1.0]]))])
         >>> batch.batch_size
@@ -568,12 +519,7 @@ class PersiaBatch:
 def _common_size(
     features: Sequence[FeatureBatch], arrays: Sequence[NdarrayDataBase], batch_size: int | None
 ) -> int:
-    """Return the number of samples that all parts of a batch have.
-
-    Raises:
-        DataTypeError: If ``batch_size`` is no integer.
-        DataError: If sizes differ, or two features have one name.
-    """
+    """Return the number of samples that all parts of a batch have; refuse what does not fit."""
     names: set[str] = set()
     for feature in features:
         if feature.name in names:
@@ -601,3 +547,83 @@ def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise DataTypeError(f"expected {kind.__name__}, got {type(value).__name__}")
     return value
+
+
+def _unsigned(values: Any) -> Any:
+    """Return int64 ids as uint64 with the same bits; anything else as it is."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int64:
+        return values.view(np.uint64)
+    return values
+
+
+def _offsets_of(name: str, lengths: Any) -> NDArray[np.int64]:
+    """Return where each sample begins among the ids, i64 [B + 1], from lengths [B]."""
+    got = type(lengths).__name__
+    if isinstance(lengths, np.ndarray):
+        got = f"{lengths.dtype} of shape {lengths.shape}"
+    if getattr(lengths, "ndim", 0) != 1 or lengths.dtype not in (np.int32, np.int64):
+        raise DataTypeError(
+            f"feature {name!r}: expected lengths as 1-D int32 or int64, got {got}"
+        )
+    # Descending offsets would be found later too; this says which length it was.
+    if lengths.size and lengths.min() < 0:
+        sample = int(np.argmax(lengths < 0))
+        raise DataError(
+            f"feature {name!r}: expected lengths of at least 0, "
+            f"got {lengths[sample]} in sample {sample}"
+        )
+    offsets = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _from_torch(name: str, what: str, value: Any) -> Any:
+    """Return the memory of a torch tensor as an array; anything else as it is."""
+    if type(value).__module__.split(".")[0] != "torch" or not hasattr(value, "detach"):
+        return value
+    if value.device.type != "cpu":
+        raise DataTypeError(
+            f"feature {name!r}: expected {what} in CPU memory, got {value.device}; "
+            "call .cpu() on it"
+        )
+    try:
+        return value.detach().numpy()
+    except (TypeError, RuntimeError) as exc:
+        raise DataTypeError(
+            f"feature {name!r}: expected {what} as a dense tensor of "
+            f"{'float32' if what == 'weights' else 'integers'}, "
+            f"got {value.dtype} with layout {value.layout}"
+        ) from exc
+
+
+def _from_arrow(name: str, array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Return ids and offsets of an Arrow list array; ids without a copy if it can be done."""
+    expected = f"feature {name!r}: expected an Arrow list array of uint64 or int64"
+    if type(array).__module__.split(".")[0] != "pyarrow":
+        raise DataTypeError(f"{expected}, got {type(array).__name__}")
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(array, pa.ChunkedArray):
+        if array.num_chunks != 1:
+            raise DataError(
+                f"feature {name!r}: expected a chunked array of one chunk, got "
+                f"{array.num_chunks}; call .combine_chunks() on it"
+            )
+        array = array.chunk(0)
+    is_list = isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray)
+    if not is_list or array.type.value_type not in (pa.uint64(), pa.int64()):
+        raise DataTypeError(f"{expected}, got {getattr(array, 'type', type(array))}")
+    ids = array.flatten()  # it knows of slices, and leaves out what lies behind an absent list
+    if array.null_count or isinstance(array, pa.FixedSizeListArray):
+        lengths = pc.list_value_length(array).fill_null(0)
+        offsets = np.zeros(len(array) + 1, np.int64)
+        np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
+    else:
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        offsets -= offsets[0]
+    if ids.null_count:
+        place = int(np.argmin(ids.is_valid().to_numpy(zero_copy_only=False)))
+        sample = int(np.searchsorted(offsets, place, side="right")) - 1
+        raise DataError(f"feature {name!r}: expected ids, got a null in sample {sample}")
+    return ids.to_numpy().view(np.uint64), offsets

@@ -1,7 +1,7 @@
 """Optimizers of embedding rows. The formulas are those of ``torch.optim``, where it has them.
 
-An optimizer here holds settings only: the servers step the rows. The options are checked when
-the object is made, by the code of ``persia._core.kernels.optim`` that will use them.
+An optimizer here holds settings only: the servers step the rows. A value that is out of range
+is a ConfigError when the object is made, by the code that will use it.
 """
 
 from __future__ import annotations
@@ -50,20 +50,13 @@ class Optimizer:
         return options
 
     def settings(self) -> OptimizerSettings:
-        """Return the optimizer as it is sent to servers.
-
-        Raises:
-            ConfigError: If an option is out of range.
-        """
+        """Return the optimizer as it is sent to servers."""
         return OptimizerSettings(self.name, complete(self.name, self.options()))
 
     def apply(self) -> None:
-        """Register this optimizer on the servers of the current context.
+        """Register this optimizer on the servers of the current context, which must train.
 
         ``TrainCtx`` does so by itself for its ``embedding_optimizer``.
-
-        Raises:
-            ConfigError: If there is no current context that trains embeddings.
         """
         ctx = _context_stack.current()
         if not isinstance(ctx, _context_stack.TakesOptimizer):
@@ -89,9 +82,6 @@ class SGD(Optimizer):
         lr: Learning rate.
         momentum: Momentum factor; above 0 a row keeps one more vector.
         weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
-
-    Raises:
-        ConfigError: If a value is out of range.
     """
 
     name = "sgd"
@@ -113,9 +103,6 @@ class Adam(Optimizer):
         betas: Factors of the running means of the gradient and of its square, in [0, 1).
         weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
         eps: Added to the root of the second mean.
-
-    Raises:
-        ConfigError: If a value is out of range.
     """
 
     name = "adam"
@@ -144,9 +131,6 @@ class Adagrad(Optimizer):
             place of one per value; saves 4 * (dim - 1) bytes per row.
         original_order: Step with the sum before this gradient, and with eps under the root,
             as the original PERSIA did.
-
-    Raises:
-        ConfigError: If a value is out of range.
     """
 
     name = "adagrad"
@@ -164,15 +148,6 @@ class RowwiseAdagrad(Adagrad):
     """Adagrad with one sum per row: ``Adagrad(vectorwise_shared=True)`` by its peers' name.
 
     This is FBGEMM's ``EXACT_ROWWISE_ADAGRAD``, where ``initial_accumulator_value`` is 0.
-
-    Args:
-        lr: Learning rate.
-        initial_accumulator_value: What the sum of a new row begins with.
-        weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
-        eps: Added to the root of the sum.
-
-    Raises:
-        ConfigError: If a value is out of range.
     """
 
     def __init__(
@@ -192,15 +167,6 @@ class RowwiseAdam(Adam):
 
     This is FBGEMM's ``PARTIAL_ROWWISE_ADAM``, with the L2 penalty in the gradient as in
     ``Adam``; it saves 4 * (dim - 1) bytes per row.
-
-    Args:
-        lr: Learning rate.
-        betas: Factors of the running means of the gradient and of its square, in [0, 1).
-        weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
-        eps: Added to the root of the second mean.
-
-    Raises:
-        ConfigError: If a value is out of range.
     """
 
     name = "rowwise_adam"
@@ -216,9 +182,6 @@ class RMSprop(Optimizer):
         eps: Added to the root of the mean.
         weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
         momentum: Momentum factor; above 0 a row keeps one more vector.
-
-    Raises:
-        ConfigError: If a value is out of range.
     """
 
     name = "rmsprop"
@@ -244,9 +207,6 @@ class FTRL(Optimizer):
         l2: L2 penalty.
         beta: Added to the root of the sum of squares.
         weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
-
-    Raises:
-        ConfigError: If a value is out of range.
     """
 
     name = "ftrl"
@@ -267,9 +227,6 @@ class Lion(Optimizer):
         betas: Factors of the old mean in the step and in the mean that is kept, in [0, 1).
         weight_decay: Decoupled: a step also takes ``lr * weight_decay`` of the value away,
             from the rows that a batch meets.
-
-    Raises:
-        ConfigError: If a value is out of range.
     """
 
     name = "lion"

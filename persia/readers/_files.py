@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ from persia.errors import ConfigError, DataError
 from persia.readers._reader import PieceReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from persia.readers._columns import Columns
     from persia.readers._reader import Piece
@@ -28,32 +29,32 @@ WHOLE_BYTES = 1 << 25
 NUM_THREADS = 16
 
 
+@dataclass(frozen=True, slots=True)
 class _File:
     """One file: its columns, and those that its folders' names say (``day=3``)."""
 
-    def __init__(self, reader: _FileReader, path: str, keys: dict[str, Any]) -> None:
-        self.reader = reader
-        self.path = path
-        self.keys = keys
+    reader: _FileReader
+    path: str
+    keys: dict[str, Any]
 
     def open(self) -> Any:
-        return self.reader._filesystem.open_input_file(self.path)
+        return self.reader.filesystem.open_input_file(self.path)
 
     def whole(self, rows: Any) -> Any:
         """Return rows of the file with the columns of its folders."""
-        names, arrays = list(rows.schema.names), list(rows.columns)
         for name, value in self.keys.items():
-            if name in self.reader.columns.names and name not in names:
-                kind = self.reader._schema.field(name).type
-                names.append(name)
-                arrays.append(pa.repeat(pa.scalar(value, kind), rows.num_rows))
-        return pa.RecordBatch.from_arrays(arrays, names=names)
+            if name in self.reader.columns.names and name not in rows.schema.names:
+                kind = self.reader.schema.field(name).type
+                column = pa.repeat(pa.scalar(value, kind), rows.num_rows)
+                names, arrays = [*rows.schema.names, name], [*rows.columns, column]
+                rows = pa.RecordBatch.from_arrays(arrays, names=names)
+        return rows
 
     def own_columns(self, schema: Any) -> list[str]:
         """Return the columns that are in the file, all checked."""
         names = [name for name in self.reader.columns.names if name not in self.keys]
         for name in names:
-            want = self.reader._schema.field(name).type
+            want = self.reader.schema.field(name).type
             got = schema.field(name).type if name in schema.names else "no such column"
             if got != want:
                 raise DataError(
@@ -63,56 +64,51 @@ class _File:
         return names
 
 
+@dataclass(frozen=True, slots=True)
 class _RowGroup:
     """A row group of a Parquet file."""
 
-    def __init__(self, file: _File, number: int, num_rows: int) -> None:
-        self._file = file
-        self._number = number
-        self._num_rows = num_rows
+    file: _File
+    number: int
+    size: int
 
     def num_rows(self) -> int:
-        return self._num_rows
+        return self.size
 
     def read(self) -> Iterator[Any]:
-        file, size = self._file, self._file.reader.batch_size
-        with file.open() as source:
+        size = self.file.reader.batch_size
+        with self.file.open() as source:
             opened = pq.ParquetFile(source)
-            names = file.own_columns(opened.schema_arrow)
+            names = self.file.own_columns(opened.schema_arrow)
             # Whole batches, so that most of them are a part of one chunk.
             chunk = max(CHUNK_ROWS // size, 1) * size
-            group = opened.metadata.row_group(self._number)
+            group = opened.metadata.row_group(self.number)
             if max(group.total_byte_size, 8 * group.num_rows * len(names)) <= WHOLE_BYTES:
-                parts = opened.read_row_group(self._number, columns=names).to_batches()
+                parts = opened.read_row_group(self.number, columns=names).to_batches()
             else:
-                parts = opened.iter_batches(chunk, row_groups=[self._number], columns=names)
+                parts = opened.iter_batches(chunk, row_groups=[self.number], columns=names)
             for rows in parts:
-                yield file.whole(rows)
+                yield self.file.whole(rows)
 
 
+@dataclass(frozen=True, slots=True)
 class _RecordBatch:
     """A record batch of an Arrow file."""
 
-    def __init__(self, file: _File, number: int) -> None:
-        self._file = file
-        self._number = number
-
-    def _get(self, source: Any, names: list[str] | None = None) -> Any:
-        opened = pa.ipc.open_file(source)
-        if names is None:
-            return opened.get_batch(self._number)
-        own = self._file.own_columns(opened.schema)
-        return opened.get_batch(self._number).select(own)
+    file: _File
+    number: int
 
     def num_rows(self) -> int:
-        with self._file.open() as source:
-            return int(self._get(source).num_rows)
+        with self.file.open() as source:
+            return int(pa.ipc.open_file(source).get_batch(self.number).num_rows)
 
     def read(self) -> Iterator[Any]:
-        with self._file.open() as source:
-            rows = self._get(source, self._file.reader.columns.names)
+        with self.file.open() as source:
+            opened = pa.ipc.open_file(source)
+            names = self.file.own_columns(opened.schema)
+            rows = opened.get_batch(self.number).select(names)
         for begin in range(0, rows.num_rows, CHUNK_ROWS):
-            yield self._file.whole(rows.slice(begin, CHUNK_ROWS))
+            yield self.file.whole(rows.slice(begin, CHUNK_ROWS))
 
 
 class _FileReader(PieceReader):
@@ -132,39 +128,29 @@ class _FileReader(PieceReader):
         shard: tuple[int, int] | None = None,
         filesystem: Any = None,
     ) -> None:
-        super().__init__(
-            columns, batch_size, shuffle_seed=shuffle_seed, drop_last=drop_last, shard=shard
-        )
+        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard)
+        place, kind = os.fspath(path), self._FORMAT
         try:
-            dataset = ds.dataset(
-                os.fspath(path),
-                format=self._FORMAT,
-                partitioning="hive",
-                filesystem=filesystem,
-            )
+            dataset = ds.dataset(place, format=kind, partitioning="hive", filesystem=filesystem)
         except FileNotFoundError as exc:
-            raise ConfigError(f"{os.fspath(path)}: no such file or folder") from exc
+            raise ConfigError(f"{place}: no such file or folder") from exc
         except pa.ArrowInvalid as exc:
-            raise ConfigError(
-                f"{os.fspath(path)}: expected {self._FORMAT} files, got: {exc}"
-            ) from exc
+            raise ConfigError(f"{place}: expected {kind} files, got: {exc}") from exc
         if not dataset.files:
-            raise ConfigError(f"no {self._SUFFIX} files in {os.fspath(path)}")
-        columns.check(os.fspath(path), dataset.schema)
-        self._schema = dataset.schema
-        self._filesystem = dataset.filesystem
+            raise ConfigError(f"no {self._SUFFIX} files in {place}")
+        columns.check(place, dataset.schema)
+        self.schema, self.filesystem = dataset.schema, dataset.filesystem
         fragments = sorted(dataset.get_fragments(), key=lambda fragment: fragment.path)
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             found = list(threads.map(self._pieces_of, fragments))
-        self._all: list[Piece] = [piece for pieces in found for piece in pieces]
-
-    def _pieces(self) -> Sequence[Piece]:
-        return self._all
-
-    def _file_of(self, fragment: Any) -> _File:
-        return _File(self, fragment.path, ds.get_partition_keys(fragment.partition_expression))
+        self._pieces = [piece for pieces in found for piece in pieces]
 
     def _pieces_of(self, fragment: Any) -> list[Piece]:
+        keys = ds.get_partition_keys(fragment.partition_expression)
+        return self._pieces_of_file(_File(self, fragment.path, keys), fragment)
+
+    @staticmethod
+    def _pieces_of_file(file: _File, fragment: Any) -> list[Piece]:
         raise NotImplementedError
 
 
@@ -179,9 +165,6 @@ class ParquetReader(_FileReader):
             Folders named ``day=3`` are columns too.
         columns: As of ``PieceReader``, as are the others not named here.
         batch_size: Samples of a batch.
-        shuffle_seed: Mixes the row groups.
-        drop_last: Leave out a last batch that is smaller.
-        shard: Whose part is read.
         filesystem: A ``pyarrow.fs.FileSystem`` or one of fsspec, if not the URL's.
 
     Raises:
@@ -197,8 +180,8 @@ class ParquetReader(_FileReader):
     _FORMAT = "parquet"
     _SUFFIX = ".parquet"
 
-    def _pieces_of(self, fragment: Any) -> list[Piece]:
-        file = self._file_of(fragment)
+    @staticmethod
+    def _pieces_of_file(file: _File, fragment: Any) -> list[Piece]:
         return [_RowGroup(file, group.id, group.num_rows) for group in fragment.row_groups]
 
 
@@ -211,8 +194,8 @@ class ArrowReader(_FileReader):
     _FORMAT = "ipc"
     _SUFFIX = ".arrow"
 
-    def _pieces_of(self, fragment: Any) -> list[Piece]:
-        file = self._file_of(fragment)
+    @staticmethod
+    def _pieces_of_file(file: _File, fragment: Any) -> list[Piece]:
         with file.open() as source:
             count = pa.ipc.open_file(source).num_record_batches
         return [_RecordBatch(file, number) for number in range(count)]

@@ -71,12 +71,8 @@ class Reader(ABC):
     def send(self, ctx: DataCtx, epochs: int = 1) -> None:
         """Send the batches of some epochs, from where a run that continues has need of them.
 
-        Once in a context, which has one position. For the trainer, all of them are one pass
-        over its ``StreamingDataset``.
-
-        Args:
-            ctx: An entered context, in which nothing was sent.
-            epochs: How many, one after the other; ``epoch`` counts them from what it is.
+        Once in an entered context, in which nothing was sent. For the trainer, all of them are
+        one pass over its ``StreamingDataset``; ``epoch`` counts them from what it is.
 
         Example:
             >>> with DataCtx() as ctx:  # doctest: +SKIP
@@ -90,7 +86,6 @@ class Reader(ABC):
             ctx.send_data(batch)
 
     def _epochs(self, count: int, first: int) -> Iterator[PersiaBatch]:
-        """Yield the batches of ``count`` epochs from number ``first`` on."""
         for left in range(count - 1, -1, -1):
             size = self._num_batches() if first and left else None
             if size is not None and size <= first:
@@ -121,24 +116,18 @@ class PieceReader(Reader):
         drop_last: Leave out the last batch of a pass if it is smaller.
         shard: ``(index, size)``: read this one's part of the pieces only. None is
             ``REPLICA_INDEX`` of ``REPLICA_SIZE`` in a data-loader, and otherwise the rank.
-
-    Raises:
-        ConfigError: If a number is out of range.
     """
 
     def __init__(
         self,
         columns: Columns,
         batch_size: int,
-        *,
-        shuffle_seed: int | None = None,
-        drop_last: bool = False,
-        shard: tuple[int, int] | None = None,
+        shuffle_seed: int | None,
+        drop_last: bool,
+        shard: tuple[int, int] | None,
     ) -> None:
-        if not isinstance(batch_size, int | np.integer):
-            raise ConfigError(f"batch_size must be an integer, got {batch_size!r}")
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size!r}")
         if shuffle_seed is not None and shuffle_seed < 0:
             raise ConfigError(f"shuffle_seed must be at least 0, got {shuffle_seed}")
         if shard is not None and not 0 <= shard[0] < shard[1]:
@@ -148,10 +137,7 @@ class PieceReader(Reader):
         self.shuffle_seed = shuffle_seed
         self.drop_last = drop_last
         self._shard = shard
-
-    @abstractmethod
-    def _pieces(self) -> Sequence[Piece]:
-        """Return all pieces of the data, in an order that is the same in every process."""
+        self._pieces: Sequence[Piece] = ()  # all, in the same order in every process
 
     def iter_from(self, first: int) -> Iterator[PersiaBatch]:
         """Yield the batches of one epoch from number ``first`` on."""
@@ -161,8 +147,7 @@ class PieceReader(Reader):
     def num_batches(self) -> int:
         """Return how many batches one epoch of this shard has; asks every piece.
 
-        Raises:
-            ConfigError: If that is not known before the data was read, as of a stream.
+        Of what has to be read to know it, such as a stream, it is a ConfigError.
         """
         count = self._num_batches()
         if count is None:
@@ -178,20 +163,18 @@ class PieceReader(Reader):
             if count is None:
                 return None
             num_rows += count
-        if self.drop_last:
-            return num_rows // self.batch_size
-        return -(-num_rows // self.batch_size)
+        rest = 0 if self.drop_last else self.batch_size - 1
+        return (num_rows + rest) // self.batch_size
 
     def _own_pieces(self) -> list[Piece]:
         """Return the pieces of this shard in the order of this epoch."""
-        pieces = self._pieces()
         index, size = own_shard() if self._shard is None else self._shard
-        if not pieces:
+        if not self._pieces:
             raise ConfigError(f"{type(self).__name__}: expected data, got none")
-        order = np.arange(len(pieces))
+        order = np.arange(len(self._pieces))
         if self.shuffle_seed is not None:
             order = np.random.default_rng([self.shuffle_seed, self.epoch]).permutation(order)
-        return [pieces[number] for number in order[index::size]]
+        return [self._pieces[number] for number in order[index::size]]
 
     def _rows(self, skipped: int) -> Generator[Any, None, None]:
         """Yield the rows of this shard but the first ``skipped``."""

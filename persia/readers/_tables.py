@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,39 +23,38 @@ if TYPE_CHECKING:
 PIECE_ROWS = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
 class _Range:
     """Rows of a table, from one number to another."""
 
-    def __init__(self, table: Any, begin: int, end: int) -> None:
-        self._table = table
-        self._begin = begin
-        self._end = end
+    table: Any
+    begin: int
+    end: int
 
     def num_rows(self) -> int:
-        return self._end - self._begin
+        return self.end - self.begin
 
     def read(self) -> Iterator[Any]:
-        table = self._table
-        if isinstance(table, pa.Table):
-            part = table.slice(self._begin, self.num_rows())
+        if isinstance(self.table, pa.Table):
+            part = self.table.slice(self.begin, self.num_rows())
         else:  # a data set: it knows of its own order, and of rows that it leaves out
-            part = table[self._begin : self._end]
+            part = self.table[self.begin : self.end]
         yield from part.to_batches()
 
 
+@dataclass(frozen=True, slots=True)
 class _Stream:
     """A shard of a Hugging Face ``IterableDataset``."""
 
-    def __init__(self, shard: Any, columns: Columns) -> None:
-        self._shard = shard
-        self._columns = columns
+    shard: Any
+    columns: Columns
 
     def num_rows(self) -> None:
         return None
 
     def read(self) -> Iterator[Any]:
-        for table in self._shard.iter(batch_size=PIECE_ROWS):
-            self._columns.check("the data set", table.schema)
+        for table in self.shard.iter(batch_size=PIECE_ROWS):
+            self.columns.check("the data set", table.schema)
             yield from table.to_batches()
 
 
@@ -68,9 +68,6 @@ class TableReader(PieceReader):
         columns: As of ``PieceReader``, as are the others.
         batch_size: Samples of a batch.
         piece_rows: Rows of a piece.
-        shuffle_seed: Mixes the pieces.
-        drop_last: Leave out a last batch that is smaller.
-        shard: Whose part is read.
 
     Raises:
         ConfigError: If a column is not there.
@@ -88,9 +85,7 @@ class TableReader(PieceReader):
         drop_last: bool = False,
         shard: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(
-            columns, batch_size, shuffle_seed=shuffle_seed, drop_last=drop_last, shard=shard
-        )
+        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard)
         if piece_rows < 1:
             raise ConfigError(f"piece_rows must be at least 1, got {piece_rows}")
         if isinstance(table, pa.Table):
@@ -106,10 +101,7 @@ class TableReader(PieceReader):
                 "TableReader: expected a pyarrow.Table or a datasets.Dataset, "
                 f"got {type(table).__name__}"
             )
-        self._all = _pieces_of(table, columns, piece_rows)
-
-    def _pieces(self) -> Sequence[Piece]:
-        return self._all
+        self._pieces = _pieces_of(table, columns, piece_rows)
 
 
 def _pieces_of(table: Any, columns: Columns, piece_rows: int) -> list[Piece]:
@@ -168,10 +160,8 @@ class TorchReader(Reader):
                     f"got {len(given)}"
                 )
             given = dict(zip(self.names, given, strict=True))
-        used = {name: given[name] for name in given if name in self.columns.names}
-        return pa.RecordBatch.from_pydict(
-            {name: _array_of(name, value) for name, value in used.items()}
-        )
+        used = [name for name in given if name in self.columns.names]
+        return pa.RecordBatch.from_pydict({name: _array_of(name, given[name]) for name in used})
 
 
 def _array_of(name: str, value: Any) -> Any:
@@ -182,9 +172,7 @@ def _array_of(name: str, value: Any) -> Any:
             offsets = value.offsets().numpy().astype(np.int64)
             return pa.LargeListArray.from_arrays(offsets, pa.array(value.values().numpy()))
         value = value.numpy()
-    if not isinstance(value, np.ndarray):
-        return pa.array(value)
-    if value.ndim == 1:
+    if not isinstance(value, np.ndarray) or value.ndim == 1:
         return pa.array(value)
     if value.ndim != 2:
         raise DataTypeError(

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -20,8 +21,7 @@ import pyarrow.csv as pacsv
 import pyarrow.fs as pafs
 
 from persia.errors import ConfigError, DataError, DataTypeError
-from persia.readers._arrays import are_ids
-from persia.readers._columns import Columns
+from persia.readers._columns import Columns, are_ids
 from persia.readers._reader import PieceReader
 
 if TYPE_CHECKING:
@@ -43,74 +43,56 @@ _LOOK_BYTES = 1 << 16
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 # Fields of a CSV that say that there is nothing.
 NULLS = ("", "NULL", "null", "NaN", "nan", "N/A", "NA", "None", "\\N")
-# How files begin that are no text, and what reads them.
-_OTHERS = {b"PAR1": "Parquet: use ParquetReader", b"ARROW1": "Arrow: use ArrowReader"}
 _EXPECTED = "lines of the types that the first MiB has, or types= says"
 
 
+@dataclass(frozen=True, slots=True)
 class _Format:
-    """How lines become columns.
+    """How lines become columns."""
 
-    Args:
-        what: What lines are, for messages.
-        types: Of all columns, in the order of the fields.
-        columns: What is read of them.
-        delimiter: What separates fields.
-        is_csv: Whether ``"`` may be around a field, and lines without anything are no samples.
-        nulls: What a field without a value says.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        types: Any,
-        columns: Columns,
-        delimiter: str,
-        is_csv: bool,
-        nulls: Sequence[str],
-    ) -> None:
-        self._what = what
-        self._names = list(types)
-        self.leaves_empty_out = is_csv
-        self._parse = pacsv.ParseOptions(
-            delimiter=delimiter,
-            quote_char='"' if is_csv else False,
-            ignore_empty_lines=is_csv,
-        )
-        self._convert = pacsv.ConvertOptions(
-            column_types=types,
-            include_columns=columns.names,
-            null_values=list(nulls),
-            strings_can_be_null=True,
-        )
+    what: str  # what lines are, for messages
+    types: Mapping[str, Any]  # of all columns, in the order of the fields
+    columns: list[str]  # what is read of them
+    delimiter: str
+    is_csv: bool  # `"` may be around a field, and lines without anything are no samples
+    nulls: Sequence[str]  # what a field without a value says
 
     def parse(self, where: str, source: Any, has_header: bool = False) -> Iterator[Any]:
         """Yield record batches of a stream of lines."""
-        read = pacsv.ReadOptions(column_names=self._names, skip_rows=int(has_header))
+        read = pacsv.ReadOptions(column_names=list(self.types), skip_rows=int(has_header))
+        parse = pacsv.ParseOptions(
+            delimiter=self.delimiter,
+            quote_char='"' if self.is_csv else False,
+            ignore_empty_lines=self.is_csv,
+        )
+        convert = pacsv.ConvertOptions(
+            column_types=self.types,
+            include_columns=self.columns,
+            null_values=list(self.nulls),
+            strings_can_be_null=True,
+        )
         try:
-            yield from pacsv.open_csv(source, read, self._parse, self._convert)
+            yield from pacsv.open_csv(source, read, parse, convert)
         except pa.ArrowInvalid as exc:
-            raise DataError(f"{where}: expected {self._what}, got: {exc}") from exc
+            raise DataError(f"{where}: expected {self.what}, got: {exc}") from exc
 
 
+@dataclass(frozen=True, slots=True)
 class _Block:
     """The lines of a file that begin in a range of its bytes."""
 
-    def __init__(
-        self, open_file: Callable[[], Any], path: str, begin: int, end: int, lines: _Format
-    ) -> None:
-        self._open = open_file
-        self._path = path
-        self._begin = begin
-        self._end = end
-        self._format = lines
+    filesystem: Any
+    path: str
+    lines: _Format
+    begin: int
+    end: int
 
     def _text(self) -> bytes:
         """Return those lines: from behind the first newline at ``begin - 1`` or later."""
-        before = min(self._begin, 1)
-        with self._open() as file:
-            file.seek(self._begin - before)
-            text: bytes = file.read(self._end - self._begin + before)
+        before = min(self.begin, 1)
+        with self.filesystem.open_input_file(self.path) as file:
+            file.seek(self.begin - before)
+            text: bytes = file.read(self.end - self.begin + before)
             # The line in which the block ends belongs to it, if it begins there.
             parts, has_ended = [text], text.endswith(b"\n")
             while not has_ended:
@@ -126,80 +108,49 @@ class _Block:
     def num_rows(self) -> int:
         text = self._text()
         has_empty = text[:1] in b"\r\n" or b"\n\n" in text or b"\n\r" in text
-        if has_empty and self._format.leaves_empty_out:
+        if has_empty and self.lines.is_csv:
             return sum(bool(line.strip(b"\r")) for line in text.split(b"\n"))
         return text.count(b"\n") + bool(text and not text.endswith(b"\n"))
 
     def read(self) -> Iterator[Any]:
         text = self._text()
-        if text.strip(b"\r\n") or (text and not self._format.leaves_empty_out):
-            where = f"{self._path}, line of byte {self._begin} and after it"
-            yield from self._format.parse(where, pa.BufferReader(text))
+        if text.strip(b"\r\n") or (text and not self.lines.is_csv):
+            where = f"{self.path}, line of byte {self.begin} and after it"
+            yield from self.lines.parse(where, pa.BufferReader(text))
 
 
+@dataclass(frozen=True, slots=True)
 class _Packed:
     """A compressed file, which can only be read from its beginning."""
 
-    def __init__(
-        self, open_stream: Callable[[], Any], path: str, lines: _Format, has_header: bool
-    ) -> None:
-        self._open = open_stream
-        self._path = path
-        self._format = lines
-        self._has_header = has_header
+    filesystem: Any
+    path: str
+    lines: _Format
+    has_header: bool
 
     def num_rows(self) -> None:
         return None
 
     def read(self) -> Iterator[Any]:
-        with self._open() as stream:
-            yield from self._format.parse(self._path, stream, self._has_header)
+        with self.filesystem.open_input_stream(self.path) as stream:
+            yield from self.lines.parse(self.path, stream, self.has_header)
 
 
-class _TextReader(PieceReader):
-    """A reader of lines."""
-
-    def __init__(
-        self,
-        columns: Columns,
-        batch_size: int,
-        shuffle_seed: int | None,
-        drop_last: bool,
-        shard: tuple[int, int] | None,
-        block_bytes: int,
-    ) -> None:
-        super().__init__(
-            columns, batch_size, shuffle_seed=shuffle_seed, drop_last=drop_last, shard=shard
-        )
-        if block_bytes < 1:
-            raise ConfigError(f"block_bytes must be at least 1, got {block_bytes}")
-        self._block_bytes = block_bytes
-        self._all: list[Piece] = []
-
-    def _pieces(self) -> Sequence[Piece]:
-        return self._all
-
-    def _add(self, filesystem: Any, info: Any, lines: _Format, header: bytes = b"") -> None:
-        """Add the pieces of one file, behind its header."""
-        path = info.path
-        if path.endswith(_PACKED):
-            self._all.append(
-                _Packed(lambda: filesystem.open_input_stream(path), path, lines, bool(header))
-            )
-            return
-        self._all += [
-            _Block(
-                lambda: filesystem.open_input_file(path),
-                path,
-                begin,
-                min(begin + self._block_bytes, info.size),
-                lines,
-            )
-            for begin in range(len(header), info.size, self._block_bytes)
-        ]
+def _pieces_of(
+    filesystem: Any, info: Any, lines: _Format, block_bytes: int, header: bytes = b""
+) -> list[Piece]:
+    """Return the pieces of one file, behind its header."""
+    if block_bytes < 1:
+        raise ConfigError(f"block_bytes must be at least 1, got {block_bytes}")
+    if info.path.endswith(_PACKED):
+        return [_Packed(filesystem, info.path, lines, bool(header))]
+    return [
+        _Block(filesystem, info.path, lines, begin, min(begin + block_bytes, info.size))
+        for begin in range(len(header), info.size, block_bytes)
+    ]
 
 
-class CsvReader(_TextReader):
+class CsvReader(PieceReader):
     r"""Reads text with a header: CSV, or TSV with ``delimiter="\t"``.
 
     The first line of each file names its columns, which are the same in all. Types are those
@@ -216,18 +167,11 @@ class CsvReader(_TextReader):
         types: Arrow types of columns that look like others, such as ``{"zip": "string"}``.
         delimiter: What separates fields.
         block_bytes: Size of a piece.
-        shuffle_seed: Mixes the pieces.
-        drop_last: Leave out a last batch that is smaller.
-        shard: Whose part is read.
 
     Raises:
         ConfigError: If there is no such file, or a column is not in the header.
         DataTypeError: If a column's type cannot be read.
         DataError: If a file has another header than the first, or one with a name twice.
-
-    Example:
-        >>> columns = Columns(ids=["user"], labels=["click"])  # doctest: +SKIP
-        >>> reader = CsvReader("clicks.csv", columns, 4096)  # doctest: +SKIP
     """
 
     def __init__(
@@ -243,13 +187,14 @@ class CsvReader(_TextReader):
         drop_last: bool = False,
         shard: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard, block_bytes)
+        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard)
         files = _files(os.fspath(path))
         known = {name: _type_of(name, kind) for name, kind in (types or {}).items()}
         schema = _schema_of(*files[0], known, delimiter)
         _check(columns, files[0][1].path, schema, known)
         fields = dict(zip(schema.names, schema.types, strict=True))
-        lines = _Format(_EXPECTED, fields, columns, delimiter, True, NULLS)
+        lines = _Format(_EXPECTED, fields, columns.names, delimiter, True, NULLS)
+        pieces: list[Piece] = []
         first = _header_of(*files[0])
         for filesystem, info in files:
             header = _header_of(filesystem, info)
@@ -258,7 +203,8 @@ class CsvReader(_TextReader):
                     f"{info.path}: expected the header of {files[0][1].path}, "
                     f"{first.rstrip()!r:.200}, got {header.rstrip()!r:.200}"
                 )
-            self._add(filesystem, info, lines, header)
+            pieces += _pieces_of(filesystem, info, lines, block_bytes, header)
+        self._pieces = pieces
 
 
 def _check(columns: Columns, path: str, schema: Any, known: Mapping[str, Any]) -> None:
@@ -295,24 +241,16 @@ def _type_of(name: str, kind: Any) -> Any:
 
 def _header_of(filesystem: Any, info: Any) -> bytes:
     """Return the first line of a file."""
-    parts: list[bytes] = []
+    text = b""
     with filesystem.open_input_stream(info.path) as stream:
-        while not parts or b"\n" not in parts[-1]:
-            parts.append(stream.read(_LOOK_BYTES))
-            if not parts[-1]:
-                break
-    text = b"".join(parts)
-    end = text.find(b"\n") + 1
-    return text[:end] if end else text
+        while b"\n" not in text and (more := stream.read(_LOOK_BYTES)):
+            text += more
+    line, newline, _ = text.partition(b"\n")
+    return line + newline
 
 
 def _schema_of(filesystem: Any, info: Any, types: Mapping[str, Any], delimiter: str) -> Any:
     """Return the columns of a file by its header and its first lines."""
-    with filesystem.open_input_stream(info.path) as stream:
-        start = stream.read(max(map(len, _OTHERS)))
-    for mark, what in _OTHERS.items():
-        if start.startswith(mark):
-            raise DataError(f"{info.path}: expected a header and lines, got {what}")
     try:
         with filesystem.open_input_stream(info.path) as stream:
             return pacsv.open_csv(
@@ -324,7 +262,7 @@ def _schema_of(filesystem: Any, info: Any, types: Mapping[str, Any], delimiter: 
         raise DataError(f"{info.path}: expected a header and lines, got: {exc}") from exc
 
 
-class CriteoReader(_TextReader):
+class CriteoReader(PieceReader):
     """Reads text in the layout of Criteo's click logs: a line a sample, without a header.
 
         label <tab> 13 numbers <tab> 26 ids in hexadecimal digits
@@ -341,13 +279,7 @@ class CriteoReader(_TextReader):
         columns: What is read; None is all of it.
         has_label: Whether lines begin with a label; those of the test set do not.
         delimiter: What separates fields; ``,`` for CSV.
-        block_bytes: Size of a piece.
-        shuffle_seed: As of ``PieceReader``, as are the others.
-        drop_last: Leave out a last batch that is smaller.
-        shard: Whose part is read.
-
-    Raises:
-        ConfigError: If there is no such file.
+        block_bytes: Size of a piece; the others are those of ``PieceReader``.
     """
 
     def __init__(
@@ -366,13 +298,17 @@ class CriteoReader(_TextReader):
         labels = (LABEL,) if has_label else ()
         if columns is None:
             columns = Columns(IDS, DENSE, labels, strings="hex", requires_grad=has_label)
-        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard, block_bytes)
+        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard)
         names = (*labels, *DENSE, *IDS)
         types = {name: pa.string() if name in IDS else pa.float32() for name in names}
         columns.check(os.fspath(path), pa.schema(list(types.items())))
-        lines = _Format("lines in Criteo's layout", types, columns, delimiter, False, [""])
-        for filesystem, info in _files(os.fspath(path)):
-            self._add(filesystem, info, lines)
+        what = "lines in Criteo's layout"
+        lines = _Format(what, types, columns.names, delimiter, False, [""])
+        self._pieces = [
+            piece
+            for filesystem, info in _files(os.fspath(path))
+            for piece in _pieces_of(filesystem, info, lines, block_bytes)
+        ]
 
 
 def _files(path: str) -> list[tuple[Any, Any]]:

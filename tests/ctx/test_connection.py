@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
+import torch
 
 from persia import env
 from persia.ctx import (
@@ -10,9 +13,12 @@ from persia.ctx import (
     cnt_ctx,
     eval_ctx,
 )
+from persia.data import DataLoader
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import SGD, Adagrad
 from persia.errors import ConfigError, ServiceTimeout, ServiceUnavailable
-from tests.training.conftest import MakeCtx, Net
-from tests.training.fakes import FakeWorker
+from tests.training.conftest import MakeCtx, Net, step
+from tests.training.fakes import FakeWorker, make_batch
 
 
 def test_wait_servers_ready_gives_up(
@@ -56,7 +62,131 @@ def test_a_context_that_was_never_entered_waits_for_updates_of_a_later_one(
             patch.setattr(engine, "flush", lambda: flushed.append("flush"))
             patch.setattr(engine, "wait", lambda: flushed.append("wait"))
             reader.get_embedding_size()
-            reader._connected().wait()
+            reader._connected().connection.wait()
         assert flushed == ["flush", "wait"]
     reader.get_embedding_size()
-    assert reader._connected().backward is None
+    assert reader._connected().connection.backward is None
+
+
+def test_w52_two_contexts_in_one_process_share_nothing(make_ctx: MakeCtx) -> None:
+    one, other = FakeWorker(), FakeWorker()
+    with make_ctx(embedding_worker=one) as first:
+        for batch in DataLoader([make_batch(0)]):
+            step(first, batch)
+        with make_ctx(embedding_worker=other) as second:
+            assert second.get_embedding_size() == [0]
+            for batch in DataLoader([make_batch(1)]):
+                step(second, batch)
+        for batch in DataLoader([make_batch(2)]):
+            step(first, batch)
+    assert one.of("update") == [0, 1]
+    assert other.of("update") == [0]
+
+
+def test_failing_to_enter_leaves_no_context(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    def refuse(settings: object) -> None:
+        raise ConfigError("no such optimizer")
+
+    worker.register_optimizer = refuse  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="no such optimizer"), make_ctx():
+        pass
+    assert cnt_ctx() is None
+
+
+def test_train_ctx_configures_on_entry(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    config = EmbeddingConfig((-0.5, 0.5), admit_probability=0.25, weight_bound=3)
+    ctx = make_ctx(embedding_config=config, embedding_optimizer=Adagrad(lr=0.3))
+    assert worker.configured == []
+    with ctx:
+        assert worker.configured == [config.settings()]
+        assert worker.optimizers == [Adagrad(lr=0.3).settings()]
+        ctx.wait_servers_ready()
+        other = EmbeddingConfig(weight_bound=1)
+        ctx.configure_embedding_parameter_servers(other)
+        assert worker.configured[-1] == other.settings()
+        SGD(lr=0.125).apply()
+        assert worker.optimizers[-1] == SGD(lr=0.125).settings()
+
+
+def test_w09_evaluation_configures_nothing(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    with make_ctx(embedding_config=EmbeddingConfig((-0.5, 0.5))) as ctx:
+        before = (list(worker.configured), list(worker.optimizers))
+        with eval_ctx(model=ctx.model) as inner:
+            for batch in DataLoader([make_batch(0)]):
+                inner.forward(batch)
+        with eval_ctx(ctx.model, EmbeddingConfig((-0.1, 0.1))):
+            pass
+        with InferCtx(model=ctx.model) as serving:  # W-43: the original could not enter it
+            serving.wait_for_serving()
+            for batch in DataLoader([make_batch(0)]):
+                assert serving.forward(batch)[1] is None
+        assert (worker.configured, worker.optimizers) == before
+        assert worker.rows == {}
+
+
+def test_evaluation_shares_the_surrounding_embeddings(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    with make_ctx() as ctx:
+        for batch in DataLoader([make_batch(0)]):
+            step(ctx, batch)
+        with eval_ctx(model=ctx.model) as inner:
+            assert inner.embedding_worker is worker
+            (batch,) = DataLoader([make_batch(0)])
+            user = batch.embedding_tensors[0]
+            assert isinstance(user, torch.Tensor)
+            ids = make_batch(0).features[0]
+            assert torch.equal(
+                user[0], torch.from_numpy(worker.rows["user", int(ids.distinct[0])])
+            )
+            with eval_ctx(model=ctx.model) as innermost:
+                assert innermost.embedding_worker is worker
+    with eval_ctx(model=ctx.model, embedding_worker=ctx.embedding_worker) as later:
+        assert later.get_embedding_size() == [len(worker.rows)]
+
+
+def test_an_evaluation_context_follows_the_one_it_is_entered_in(make_ctx: MakeCtx) -> None:
+    one, other = FakeWorker(), FakeWorker()
+    reader = eval_ctx(model=Net())
+    with make_ctx(embedding_worker=one), reader:
+        assert reader.embedding_worker is one
+    assert reader.embedding_worker is one
+    with make_ctx(embedding_worker=other), reader:
+        assert reader.embedding_worker is other
+    with reader:
+        assert reader.embedding_worker is other
+    given = eval_ctx(model=Net(), embedding_worker=one)
+    with make_ctx(embedding_worker=other), given:
+        assert given.embedding_worker is one
+
+
+def test_context_without_embeddings_says_how_to_get_them() -> None:
+    ctx = eval_ctx(model=Net())
+    with pytest.raises(ConfigError, match="has no embeddings yet"):
+        ctx.get_embedding_size()
+    with pytest.raises(ConfigError, match=r"embedding_config=.*PERSIA_EMBEDDING_CONFIG"), ctx:
+        pass
+    assert cnt_ctx() is None
+
+
+def test_clear_embeddings(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx:
+        for batch in DataLoader([make_batch(0)]):
+            step(ctx, batch)
+        assert ctx.get_embedding_size() == [len(worker.rows)]
+        assert worker.rows
+        ctx.clear_embeddings()
+        assert ctx.get_embedding_size() == [0]
+
+
+def test_an_own_store_of_an_evaluation_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with eval_ctx(embedding_config={"slots_config": {"user": {"dim": 4}}}) as ctx:
+        batch = ctx.get_embedding_from_data(make_batch(0, names=("user",)))
+        (user,) = batch.embedding_tensors
+        assert isinstance(user, torch.Tensor)
+        assert not user.any()
+    assert "begins empty" in caplog.text
+    assert "embedded mode: 1 parameter server(s)" in caplog.text

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,7 @@ from persia.ctx import DataCtx, cnt_ctx
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.errors import (
     ConfigError,
-    DataError,
     DataTypeError,
-    ServiceError,
     ServiceUnavailable,
 )
 from tests.support.services import make_servers, make_worker
@@ -33,48 +28,33 @@ from tests.support.streams import Background, FakeRank
 
 
 class Job:
-    """The servers of a job, each at an ipc socket, and an environment that names them."""
+    """Two embedding-workers and two ranks at ipc sockets, named in the environment."""
 
-    def __init__(self, directory: Path, num_workers: int, num_ranks: int) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path) -> None:
         self._transport = ZmqTransport()
-        self.stores = make_servers()
-        self.workers: list[Any] = [make_worker(self.stores) for _ in range(num_workers)]
-        self.ranks = [FakeRank(rank, num_ranks, credits=4) for rank in range(num_ranks)]
+        stores = make_servers()
+        self.workers: list[Any] = [make_worker(stores) for _ in range(2)]
+        self.ranks = [FakeRank(rank, 2, credits=4) for rank in range(2)]
         self.servers: dict[str, Server] = {}
-        for index in range(num_workers):
-            self.serve_worker(index)
-        for rank in range(num_ranks):
-            self.serve_rank(rank)
-
-    def _address(self, name: str) -> str:
-        return f"ipc://{self._directory}/{name}"
-
-    def serve_worker(self, index: int) -> None:
-        self.servers[f"w{index}"] = serve(
-            self._transport,
-            self._address(f"w{index}"),
-            embedding_worker(),
-            self.workers[index],
-            replica_index=index,
-            replica_size=len(self.workers),
-        )
-
-    def serve_rank(self, rank: int) -> None:
-        self.servers[f"r{rank}"] = serve(
-            self._transport,
-            self._address(f"r{rank}"),
-            nn_worker(),
-            self.ranks[rank],
-            settings=ServerLimits(num_threads=8),
-        )
-
-    def name_them(self) -> None:
-        for name, letter, num in (
-            ("PERSIA_EMBEDDING_WORKERS", "w", len(self.workers)),
-            ("PERSIA_NN_WORKERS", "r", len(self.ranks)),
-        ):
-            os.environ[name] = ",".join(self._address(f"{letter}{i}") for i in range(num))
+        for number, (worker, rank) in enumerate(zip(self.workers, self.ranks, strict=True)):
+            self.servers[f"w{number}"] = serve(
+                self._transport,
+                f"ipc://{directory}/w{number}",
+                embedding_worker(),
+                worker,
+                replica_index=number,
+                replica_size=2,
+            )
+            self.servers[f"r{number}"] = serve(
+                self._transport,
+                f"ipc://{directory}/r{number}",
+                nn_worker(),
+                rank,
+                settings=ServerLimits(num_threads=8),
+            )
+        for name, letter in (("EMBEDDING", "w"), ("NN", "r")):
+            both = f"ipc://{directory}/{letter}0,ipc://{directory}/{letter}1"
+            os.environ[f"PERSIA_{name}_WORKERS"] = both
 
     def stop(self, name: str) -> None:
         self.servers.pop(name).stop(0.0)
@@ -89,14 +69,6 @@ class Job:
         self._transport.close()
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    # Of their own: the path of a socket must be short.
-    path = Path(tempfile.mkdtemp(prefix="persia-"))
-    yield path
-    shutil.rmtree(path)
-
-
 @pytest.fixture(autouse=True)
 def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
@@ -106,11 +78,12 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def job(directory: Path) -> Iterator[Job]:
-    made = Job(directory, num_workers=2, num_ranks=2)
-    made.name_them()
-    yield made
-    made.close()
+def job() -> Iterator[Job]:
+    # A directory of its own: the path of a socket must be short.
+    with tempfile.TemporaryDirectory(prefix="persia-") as directory:
+        made = Job(Path(directory))
+        yield made
+        made.close()
 
 
 def batch(number: int, **changes: Any) -> PersiaBatch:
@@ -152,21 +125,6 @@ def test_batches_arrive_as_they_were_built(job: Job) -> None:
     assert [worker.stats()["registered"] for worker in job.workers] == [5, 5]
 
 
-def test_several_loaders_share_the_ids(job: Job) -> None:
-    contexts = []
-    for index in range(2):
-        env.set_env(replica_size=2, replica_index=index)
-        contexts.append(DataCtx().__enter__())
-    for number in range(4):
-        for ctx in contexts:
-            ctx.send_data(batch(number))
-    for rank in job.ranks:
-        rank.train(4)
-    for ctx in contexts:
-        ctx.__exit__(None, None, None)
-    assert [rank.order for rank in job.ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
 def test_arrays_may_be_filled_anew(job: Job) -> None:
     dense, label = np.zeros((2, 3), np.float32), np.zeros((2, 1), np.float32)
     with DataCtx() as ctx:
@@ -183,64 +141,6 @@ def test_arrays_may_be_filled_anew(job: Job) -> None:
             (got,) = job.ranks[number % 2].train(1)
             assert (got.non_id_type_features[0].array == number).all()
             assert (got.labels[0].array == number).all()
-
-
-def test_a_batch_that_the_schema_does_not_know_is_refused(job: Job) -> None:
-    with DataCtx() as ctx:
-        wrong = PersiaBatch(
-            [IDTypeFeature("unknown", [np.array([1], np.uint64)])], requires_grad=False
-        )
-        with pytest.raises(DataError, match="unknown"):
-            ctx.send_data(wrong)
-        ctx.send_data(batch(0))
-        assert job.ranks[0].train(1)[0].batch_id == 0
-
-
-def test_a_rank_may_be_restarted(job: Job) -> None:
-    run = Background(lambda: send_all(12))
-    job.ranks[1].train(2)
-    job.ranks[0].train(6)
-    job.stop("r1")
-    job.ranks[1].restart()
-    job.serve_rank(1)
-    job.ranks[1].wait_for_end()
-    trained = [got.batch_id for got in job.ranks[1].train(len(job.ranks[1].waiting))]
-    assert trained[-4:] == [5, 7, 9, 11]
-    stats = run.result().stats()
-    assert stats["sent"] == 12
-    assert "lost" not in stats
-
-
-def test_w69_batches_go_to_the_workers_that_live(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sender, "TRY_S", 0.2)
-    with DataCtx() as ctx:
-        job.stop("w1")
-        for number in range(6):
-            ctx.send_data(batch(number))
-        job.serve_worker(1)
-        for rank in job.ranks:
-            assert {got.ids.worker for got in rank.train(3)} == {0}
-
-
-def test_w69_ids_that_a_worker_lost_are_registered_again(job: Job) -> None:
-    run = Background(lambda: send_all(4))
-    lost = job.ranks[1].take()
-    assert lost.ids.worker == 1
-    job.stop("w1")
-    job.workers[1].close()
-    job.workers[1] = make_worker(job.stores)
-    job.serve_worker(1)
-    job.ranks[1].want(lost.batch_id)
-    job.ranks[1].wait_for(lambda: job.ranks[1].relocations)
-    ((batch_id, ids),) = job.ranks[1].relocations
-    assert batch_id == lost.batch_id
-    job.workers[ids.worker].lookup(ids.ref, True)
-    job.ranks[1].acknowledge(lost.batch_id)
-    job.ranks[1].train(1)
-    job.ranks[0].train(2)
-    assert run.result().stats() == {"sent": 4, "registered_again": 1}
 
 
 # --- how it ends ----------------------------------------------------------------------------
@@ -321,15 +221,6 @@ def test_an_orphan_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         run.result()
 
 
-def test_a_server_that_stays_away_is_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.4")
-    run = Background(lambda: send_all(100))
-    job.ranks[0].train(1)
-    job.stop("r1")
-    with pytest.raises(ServiceError, match="nn-worker 1"):
-        run.result()
-
-
 # --- where it can be used -------------------------------------------------------------------
 
 
@@ -360,32 +251,3 @@ def test_an_nn_worker_is_no_data_loader(job: Job) -> None:
 def test_embedded_mode_needs_a_parent() -> None:
     with pytest.raises(ConfigError, match=r"embedded mode.*StreamingDataset"), DataCtx():
         pass
-
-
-@pytest.mark.slow
-def test_nothing_is_left_after_a_hundred_times(directory: Path) -> None:
-    job = Job(directory, num_workers=1, num_ranks=1)
-    job.name_them()
-    try:
-        send_one(job)
-        gc.collect()
-        threads, files = threading.active_count(), num_files()
-        for _ in range(100):
-            send_one(job)
-        gc.collect()
-        # The server's own threads come as calls do.
-        mine = [x.name for x in threading.enumerate() if not x.name.startswith("persia-serve")]
-        assert len(mine) <= threads, mine
-        assert num_files() <= files + 2
-    finally:
-        job.close()
-
-
-def num_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def send_one(job: Job) -> None:
-    with DataCtx() as ctx:
-        ctx.send_data(batch(0))
-        job.ranks[0].train(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,9 @@ from persia.errors import (
     ConfigError,
     DataError,
     DataTypeError,
+    ServiceUnavailable,
 )
-from tests.training.conftest import MakeCtx, Net, loss_of, step
+from tests.training.conftest import MakeCtx, Net, step
 from tests.training.fakes import FakeWorker, make_batch
 
 DIM = 4
@@ -100,78 +100,6 @@ def values_of(ctx: TrainCtx) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_staleness_one_equals_embedding_bags(name: str) -> None:
-    batches = [batch_of(number) for number in range(40)]
-    makers: dict[str, tuple[Optimizer, Any]] = {
-        "sgd": (SGD(lr=0.5), lambda weights: torch.optim.SGD(weights, lr=0.5)),
-        "adagrad": (
-            Adagrad(lr=0.1, initial_accumulator_value=1e-8),
-            lambda weights: torch.optim.Adagrad(
-                weights, lr=0.1, initial_accumulator_value=1e-8
-            ),
-        ),
-    }
-    optimizer, make_twin = makers[name]
-
-    def rows(ctx: TrainCtx) -> dict[str, torch.Tensor]:
-        flat = [np.frombuffer(bytes_, np.float32) for bytes_ in values_of(ctx)]
-        found = {}
-        for slot, values in zip(NAMES, flat, strict=True):
-            if slot == "seq":  # [NUM_IDS, 3, DIM + 1] with one id in each sample
-                values = values.reshape(NUM_IDS, 3, DIM + 1)[:, 0, :DIM]
-            found[slot] = torch.from_numpy(values.reshape(NUM_IDS, DIM).copy())
-        return found
-
-    # All rows exist before the first step, so that the twin can begin with them.
-    everyone = [np.array([number], np.uint64) for number in range(NUM_IDS)]
-    model = Net(len(NAMES))
-    twin = copy.deepcopy(model)
-    with TrainCtx(
-        optimizer,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model=model,
-        embedding_config=SLOTS,
-    ) as ctx:
-        label = Label(np.zeros((NUM_IDS, 1), np.float32))
-        ctx.get_embedding_from_data(
-            PersiaBatch([IDTypeFeature(slot, everyone) for slot in NAMES], labels=[label])
-        )
-        weights = {slot: table.requires_grad_() for slot, table in rows(ctx).items()}
-        loader = DataLoader(batches, reproducible=True, embedding_staleness=1)
-        losses = [step(ctx, batch).item() for batch in loader]
-        trained = rows(ctx)
-    sparse = make_twin(list(weights.values()))
-    dense = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for batch, loss in zip(batches, losses, strict=True):
-        pooled = []
-        for feature in batch.features:
-            ids = torch.from_numpy(feature.distinct.astype(np.int64)[feature.inverse])
-            lengths = torch.from_numpy(feature.lengths())
-            if feature.name == "seq":
-                kept = torch.cat(
-                    [torch.arange(int(n)) < 3 for n in lengths] or [torch.zeros(0)]
-                )
-                ids, lengths = ids[kept.bool()], lengths.clamp(max=3)
-            samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-            summed = torch.zeros(len(lengths), DIM).index_add(
-                0, samples, weights[feature.name][ids]
-            )
-            if feature.name == "means":
-                summed = summed / lengths.clamp(min=1).unsqueeze(1)
-            pooled.append(summed)
-        inputs = [torch.from_numpy(item.data) for item in batch.non_id_type_features]
-        labels = [torch.from_numpy(item.data) for item in batch.labels]
-        want = loss_of(twin(inputs, pooled), labels)
-        want.backward()  # type: ignore[no-untyped-call]
-        assert loss == pytest.approx(want.item(), abs=1e-5)
-        for each in (sparse, dense):
-            each.step()
-            each.zero_grad()
-    for slot, table in weights.items():
-        assert torch.allclose(trained[slot], table.detach(), atol=1e-5), slot
-
-
 def test_runs_and_numbers_of_servers_and_threads_are_bit_equal() -> None:
     batches = [batch_of(number) for number in range(12)]
     results = []
@@ -182,17 +110,6 @@ def test_runs_and_numbers_of_servers_and_threads_are_bit_equal() -> None:
         assert len(sizes) == servers
         results.append((losses, values_of(ctx), sum(sizes)))
     assert all(result == results[0] for result in results[1:])
-
-
-@pytest.mark.parametrize("staleness", [None, 1, 4])
-def test_every_batch_is_trained(staleness: int | None) -> None:
-    batches = [batch_of(number) for number in range(30)]
-    _, ctx = train(batches, staleness=staleness)
-    stats = ctx.stats()
-    assert stats["batches"] == 30
-    assert stats["staleness"] == stats["abandoned"] == stats["failed"] == 0
-    # numbers of in-flight batches at the worker itself
-    assert ctx.embedding_worker.stats().get("in_flight", 0) == 0
 
 
 def test_slots_come_from_files_mappings_and_the_environment(
@@ -344,3 +261,12 @@ def test_a_batch_without_embeddings_is_refused_by_its_type(make_ctx: MakeCtx) ->
         pytest.raises(DataTypeError, match=r"as DataLoader .* got PersiaBatch"),
     ):
         ctx.forward(make_batch())  # type: ignore[arg-type]
+
+
+def test_addresses_given_to_an_infer_ctx_come_before_the_context_around_it(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_ctx():
+        monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
+        with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):
+            InferCtx(["ipc:///nowhere/0"]).__enter__()

@@ -7,6 +7,8 @@ did not meet (momentum, decay, Adam's averages), every batch meets every row.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,22 +17,31 @@ import numpy as np
 import pytest
 import torch
 
+from persia import env
 from persia._core.ids.signs import pack
+from persia._files.writer_lock import JobFolders
+from persia._report.summary import TrainingRecord
 from persia._rpc.messages import TableEntries, TableSigns
+from persia._training.ranks import Ranks
 from persia.config import EmbeddingSchema
 from persia.ctx import (
     TrainCtx,
 )
+from persia.ctx.connection import Connection
+from persia.ctx.train import LossScaling
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import ConfigError
+from tests.ctx.test_checkpoints import Votes
 from tests.training.conftest import MakeCtx, Net
-from tests.training.fakes import FakeWorker
+from tests.training.conftest import step as one_step
+from tests.training.fakes import FakeWorker, make_batch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
 
 STEPS = 200
 BATCH = 32
@@ -366,7 +377,7 @@ def test_original_positional_order() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"embedding_optimizer": None}, "embedding_optimizer: expected one of"),
+        ({"embedding_optimizer": None}, "embedding_optimizer: expected an instance"),
         ({"dense_optimizer": None}, "TrainCtx needs dense_optimizer="),
         ({"grad_scalar_update_factor": 0}, "grad_scalar_update_factor must be above 0, got 0"),
         ({"backward_buffer_size": 0}, "backward_buffer_size must be at least 1, got 0"),
@@ -386,3 +397,170 @@ def test_train_ctx_needs_a_model(worker: FakeWorker) -> None:
     dense = torch.optim.SGD(Net().parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="TrainCtx needs model="):
         TrainCtx(SGD(lr=1), dense, embedding_worker=worker)
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def nan_counts(self) -> tuple[int, dict[str, int]]:
+        return sum(self.counts.values()), self.counts
+
+
+def with_gradient(value: float | None) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    if value is not None:
+        parameter.grad = torch.full((2,), value)
+    return parameter, torch.optim.SGD([parameter], lr=1.0)
+
+
+class Update:
+    """Of the embeddings: finite, or not."""
+
+    def __init__(self, finite: bool) -> None:
+        self.is_finite = lambda: finite
+
+
+# The last: the gradients differ between ranks, and another rank's was not finite.
+@pytest.mark.parametrize(
+    ("gradient", "update", "others", "is_made", "scale"),
+    [
+        (8.0, True, None, True, 8.0),
+        (math.inf, True, None, False, 4.0),  # the scaler's own factor
+        (8.0, False, None, False, 2.0),
+        (math.inf, True, False, False, 2.0),
+        (8.0, True, True, False, 2.0),
+        (8.0, True, False, True, 8.0),
+        (None, True, None, True, 8.0),  # the scaler is left out
+    ],
+)
+def test_the_scaler_steps_where_all_gradients_are_finite(
+    gradient: float | None, update: bool, others: bool | None, is_made: bool, scale: float
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    parameter, optimizer = with_gradient(gradient)
+    updates: Any = [Update(update)]
+    ranks: Any = None if others is None else Votes(others)
+    made = LossScaling().step(scaler, optimizer, updates, 8.0, 4, ranks, True)
+    assert made is is_made
+    assert parameter.tolist() == ([0.0, 0.0] if is_made and gradient else [1.0, 1.0])
+    assert scaler.get_scale() == scale
+
+
+def test_a_bad_loss_is_logged_rarer_and_rarer(caplog: pytest.LogCaptureFixture) -> None:
+    scaling = LossScaling()
+    assert not scaling.is_loss_bad(1)
+    scaling.loss = torch.tensor(math.nan)
+    for step in range(1, 101):
+        assert scaling.is_loss_bad(step)
+    steps = [record.args[1] for record in caplog.records if isinstance(record.args, tuple)]
+    assert steps == [1, 10, 100]
+
+
+def test_gradients_of_a_bad_loss_are_counted_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    scaling, tracker = LossScaling(), Tracker()
+    asked: Any = tracker
+    scaling.warn_of_nans(asked, 1)
+    assert not caplog.text
+    tracker.counts = {"user": 2, "item": 1}
+    scaling.warn_of_nans(asked, 1)
+    assert "3 embedding gradients were not finite so far and were left out: item 1, user 2" in (
+        caplog.text
+    )
+    tracker.counts = {"user": 4}
+    scaling.loss = torch.tensor(math.inf)
+    scaling.warn_of_nans(asked, 2)
+    assert "user 4" not in caplog.text
+    scaling.warn_of_nans(asked, 2, True)
+    assert "user 4" in caplog.text
+
+
+def test_gradients_of_ranks_are_averaged_or_summed(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Alone(Ranks):
+        """One rank of four, whose three others do as it does."""
+
+        def __init__(self, world_size: int, rank: int) -> None:
+            pass
+
+        def agree(self, code: int) -> list[int]:
+            return [code] * 4
+
+        def close(self) -> None:
+            pass
+
+    scales = []
+    env.set_env(world_size=4, rank=1, local_rank=1)
+    monkeypatch.setattr("persia.ctx.train.Ranks", Alone)
+    monkeypatch.setattr(TrainCtx, "_join_ranks", lambda ctx: None)
+    for reduction in ("mean", "sum"):
+        fake = FakeWorker()
+        with make_ctx(embedding_worker=fake, embedding_gradient_reduction=reduction) as ctx:
+            for batch in DataLoader([make_batch(0)]):
+                one_step(ctx, batch)
+        scales.append(fake.gradients[0].scale)
+        assert fake.update_ids[0][0] % 2**16 == 1  # the rank
+    assert scales == [4.0, 1.0]
+
+
+def test_w13_a_context_that_is_entered_again_repeats_no_update_id(
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Servers would take such an update for a repetition, and leave it out.
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc://nowhere")
+    monkeypatch.setattr(Connection, "to_job", lambda *given: Connection(worker))
+    ctx = make_ctx(embedding_worker=None)
+    for _ in range(2):
+        with ctx:
+            for batch in DataLoader([make_batch(0), make_batch(1)]):
+                one_step(ctx, batch)
+    assert len(set(worker.update_ids)) == 4
+
+
+def test_a_context_that_fails_as_it_is_entered_can_be_entered_again(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise NotADirectoryError("tensorboard")
+
+    ctx = make_ctx()
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingRecord, "begin", fail)
+        with pytest.raises(NotADirectoryError), ctx:
+            pass
+    connection = ctx._connected().connection
+    assert (connection.backward, connection.folders) == (None, None)
+    with ctx:
+        one_step(ctx, ctx.get_embedding_from_data(make_batch(4)))
+
+
+def test_updates_are_sent_though_folders_cannot_be_left(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folders: JobFolders) -> None:
+        raise OSError("stale handle")
+
+    monkeypatch.setattr(JobFolders, "release", fail)
+    with pytest.raises(OSError, match="stale handle"), make_ctx() as ctx:
+        one_step(ctx, ctx.get_embedding_from_data(make_batch(4)))
+    # That no thread is left is what every test here is looked through for.
+    assert ctx.backward_engine is None
+
+
+def test_ranks_without_rounds_cannot_be_reproducible(
+    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env.set_env(world_size=2, rank=0, local_rank=0)
+    monkeypatch.setattr(TrainCtx, "_join_ranks", lambda ctx: None)
+    ctx = make_ctx()
+    with pytest.raises(ConfigError, match="drop_last=False: expected reproducible=False"):
+        ctx.join_ranks(reproducible=True)
+    env.set_env(world_size=1, rank=0, local_rank=0)
+    with make_ctx() as alone:
+        loader = DataLoader([make_batch(0)], reproducible=True, drop_last=False)
+        assert len([one_step(alone, batch) for batch in loader]) == 1

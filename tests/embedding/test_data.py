@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc import serialization
 from persia.embedding.data import (
     IDTypeFeature,
@@ -60,13 +65,6 @@ def test_each_dtype_becomes_a_tensor(kind: type[NdarrayDataBase], dtype: str) ->
     assert (item.batch_size, len(item), item.name) == (3, 3, "x")
     assert torch.from_numpy(item.data).numpy().dtype == data.dtype
     assert item.data is data
-
-
-def test_default_names() -> None:
-    data = np.zeros(1)
-    assert NdarrayDataBase(data).name == "ndarray_base"
-    assert Label(data).name == "label_anonymous"
-    assert NonIDTypeFeature(data).name == "non_id_type_feature_anonymous"
 
 
 def test_w21_bool_stays_bool() -> None:
@@ -159,22 +157,10 @@ def test_a_batch_has_what_it_was_given() -> None:
     assert batch.data is batch
 
 
-def test_labels_and_dense_features_are_optional() -> None:
-    batch = PersiaBatch([users()], requires_grad=False)
-    assert (batch.labels, batch.non_id_type_features, batch.meta) == ([], [], None)
-    assert batch.requires_grad is False
-
-
 def test_a_feature_without_any_id_is_legal() -> None:
     empty = IDTypeFeature("none", [np.array([], np.uint64)] * 3)
     batch = PersiaBatch([users(), empty], labels=[label()])
     assert batch.features[1].num_ids == 0
-
-
-def test_batch_size_beyond_the_original_limit() -> None:
-    size = 65536
-    batch = PersiaBatch([users(size)], labels=[label(size)], batch_size=size)
-    assert batch.batch_size == size
 
 
 def test_w41_a_batch_is_the_same_after_it_was_sent() -> None:
@@ -391,3 +377,318 @@ def test_an_inverse_beyond_the_distinct_ids() -> None:
     arrays[1] = arrays[1] + np.uint32(7)
     with pytest.raises(ProtocolError, match="'user'"):
         PersiaBatch.from_bytes(serialization.pack(b"PRSBAT01", GOOD_HEADER, arrays))
+
+
+LISTS = [[3, 7], [], [7, 3, 7], [2**64 - 1], [0]]
+SAMPLES = [np.array(ids, np.uint64) for ids in LISTS]
+VALUES = np.concatenate(SAMPLES)
+OFFSETS = np.cumsum([0, *map(len, LISTS)])
+csr, jagged = IDTypeFeature.from_csr, IDTypeFeature.from_jagged
+of_arrow = IDTypeFeature.from_arrow
+
+
+def ids_of(batch: FeatureBatch) -> list[list[int]]:
+    """Give the ids of each sample back."""
+    ids = batch.distinct[batch.inverse]
+    edges = np.cumsum([0, *batch.lengths()])
+    return [ids[i:j].tolist() for i, j in itertools.pairwise(edges)]
+
+
+def arrow(lists: Any = LISTS, kind: Any = None) -> Any:
+    return pa.array(lists, pa.list_(pa.uint64()) if kind is None else kind)
+
+
+def signed(ids: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(ids.view(np.int64))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: IDTypeFeature("f", SAMPLES),
+        lambda: IDTypeFeature("f", tuple(SAMPLES)),
+        lambda: IDTypeFeature("f", np.array([*SAMPLES, None], object)[:-1]),
+        lambda: csr("f", VALUES, OFFSETS),
+        lambda: csr("f", VALUES, OFFSETS.astype(np.int32)),
+        lambda: csr("f", VALUES, OFFSETS.astype(np.uint32)),
+        lambda: csr("f", np.repeat(VALUES, 2)[::2], OFFSETS),
+        lambda: jagged("f", signed(VALUES), torch.from_numpy(OFFSETS)),
+        lambda: jagged(
+            "f", torch.from_numpy(VALUES), torch.from_numpy(OFFSETS).to(torch.int32)
+        ),
+        lambda: jagged("f", signed(VALUES), lengths=torch.tensor([len(ids) for ids in LISTS])),
+        lambda: jagged("f", VALUES, lengths=np.diff(OFFSETS)),
+        lambda: of_arrow("f", arrow()),
+        lambda: of_arrow("f", arrow(kind=pa.large_list(pa.uint64()))),
+        lambda: of_arrow("f", arrow([[9], None, *LISTS, [8]]).slice(2, 5)),
+        lambda: of_arrow("f", arrow([LISTS[0], None, *LISTS[2:]])),
+        lambda: of_arrow("f", pa.chunked_array([arrow()])),
+    ],
+)
+def test_every_way_in_gives_the_same_batch(build: Callable[[], IDTypeFeature]) -> None:
+    feature = build()
+    assert feature.name == feature.feature_batch.name == "f"
+    assert feature.batch_size == 5
+    assert ids_of(feature.feature_batch) == LISTS
+    assert feature.feature_batch.distinct.tolist() == [3, 7, 2**64 - 1, 0]
+    assert [ids.tolist() for ids in feature.data] == LISTS
+
+
+WEIGHTS = np.array([0.5, 1, 2, -1, 0, 3, 0.25], np.float32)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: IDTypeFeature("f", SAMPLES, np.split(WEIGHTS, OFFSETS[1:-1])),
+        lambda: IDTypeFeature("f", SAMPLES, weights=tuple(np.split(WEIGHTS, OFFSETS[1:-1]))),
+        lambda: csr("f", VALUES, OFFSETS, WEIGHTS),
+        lambda: jagged("f", VALUES, OFFSETS, weights=WEIGHTS),
+        lambda: jagged(
+            "f", VALUES, lengths=np.diff(OFFSETS), weights=torch.from_numpy(WEIGHTS)
+        ),
+    ],
+)
+def test_weights(build: Callable[[], IDTypeFeature]) -> None:
+    batch = build().feature_batch
+    assert ids_of(batch) == LISTS
+    assert batch.weights is not None
+    assert batch.weights.tolist() == WEIGHTS.tolist()
+    back = PersiaBatch.from_bytes(PersiaBatch([build()], requires_grad=False).to_bytes())
+    assert back.features[0].weights is not None
+    assert back.features[0].weights.tolist() == WEIGHTS.tolist()
+
+
+def test_weights_that_are_refused() -> None:
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (torch.ones(7, requires_grad=True), DataError, "'f'.*no gradient.*detach"),
+        (torch.ones(7, dtype=torch.bfloat16), DataTypeError, "weights.*float32, got torch.bf"),
+        (torch.ones(7, dtype=torch.float64), DataTypeError, "weights: .*float32, got float64"),
+        (WEIGHTS[:5], DataError, "weights: expected 7, one for each id, got 5"),
+        (
+            np.where(WEIGHTS == 0.5, np.float32(np.inf), WEIGHTS),
+            DataError,
+            "weights: .*finite values, got inf in sample 0",
+        ),
+    ]
+    for weights, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            jagged("f", VALUES, OFFSETS, weights=weights)
+
+
+def test_a_matrix_has_a_sample_per_line() -> None:
+    matrix = np.arange(6, dtype=np.uint64).reshape(2, 3)
+    assert ids_of(IDTypeFeature("f", matrix).feature_batch) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_signed_arrow_ids_keep_their_bits() -> None:
+    feature = of_arrow("f", pa.array([[-1, 2], []], pa.list_(pa.int64())))
+    assert ids_of(feature.feature_batch) == [[2**64 - 1, 2], []]
+
+
+def test_arrow_lists_of_fixed_size() -> None:
+    array = pa.array([[1, 2], None, [3, 4], [5, 6]], pa.list_(pa.uint64(), 2))
+    feature = of_arrow("f", array)
+    assert ids_of(feature.feature_batch) == [[1, 2], [], [3, 4], [5, 6]]
+    sliced = of_arrow("f", array.slice(2))
+    assert ids_of(sliced.feature_batch) == [[3, 4], [5, 6]]
+
+
+def test_values_behind_an_absent_arrow_list_are_left_out() -> None:
+    array = pa.ListArray.from_arrays(
+        pa.array([0, 2, 4, 5], pa.int32()),
+        pa.array([1, 2, None, 4, 5], pa.uint64()),
+        mask=pa.array([False, True, False]),
+    )
+    assert ids_of(of_arrow("f", array).feature_batch) == [[1, 2], [], [5]]
+
+
+def test_an_arrow_buffer_may_be_longer_than_its_ids() -> None:
+    buffer = pa.py_buffer(np.array([1, 2], np.uint64).tobytes() + b"\xff\xff\xff")
+    values = pa.Array.from_buffers(pa.uint64(), 2, [None, buffer])
+    array = pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), values)
+    assert ids_of(of_arrow("f", array).feature_batch) == [[1, 2]]
+
+
+def test_arrow_without_samples_or_ids() -> None:
+    assert of_arrow("f", arrow([])).batch_size == 0
+    assert ids_of(of_arrow("f", arrow([[], None])).feature_batch) == [[], []]
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.lists(st.integers(0, 2**64 - 1), max_size=4)), max_size=8),
+    st.integers(0, 8),
+    st.integers(0, 8),
+)
+def test_arrow_slices_agree_with_python(
+    lists: list[list[int] | None], start: int, length: int
+) -> None:
+    array = arrow(lists).slice(min(start, len(lists)), length)
+    feature = of_arrow("f", array)
+    assert ids_of(feature.feature_batch) == [ids or [] for ids in array.to_pylist()]
+
+
+U64 = np.array([1, 2], np.uint64)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: IDTypeFeature("f", [U64, np.array([1])]), "'f'.*sample 1.*uint64.*int64"),
+        (lambda: IDTypeFeature("f", [U64, np.array([1.0])]), "'f'.*sample 1.*float64"),
+        (lambda: IDTypeFeature("f", [U64.reshape(1, 2)]), "'f'.*sample 0.*2 dimension"),
+        (lambda: IDTypeFeature("f", [U64, [1, 2]]), "'f'.*sample 1.*list"),  # type: ignore[list-item]
+        (lambda: IDTypeFeature("f", 3), "'f'.*int"),  # type: ignore[arg-type]
+        (lambda: IDTypeFeature("f", "ab"), "'f'.*str"),  # type: ignore[arg-type]
+        (lambda: IDTypeFeature("f", np.array(3, np.uint64)), "'f'.*uint64"),
+        (lambda: IDTypeFeatureWithSingleID("f", np.array([1, 2])), "'f'.*uint64.*int64"),
+        (lambda: IDTypeFeatureWithSingleID("f", U64.reshape(1, 2)), "'f'.*2 dimension"),
+        (lambda: IDTypeFeatureWithSingleID("f", U64.astype(">u8")), "'f'.*uint64"),
+        (lambda: IDTypeFeatureWithSingleID(3, U64), "str as feature name, got int"),  # type: ignore[arg-type]
+        (lambda: csr("f", np.array([1, 2]), OFFSETS), "'f'.*values"),
+        (lambda: csr("f", VALUES, OFFSETS * 1.0), "'f'.*offsets"),
+        (
+            lambda: jagged("f", torch.tensor([1, 2], dtype=torch.int32), OFFSETS),
+            "'f'.*values.*int32",
+        ),
+        (
+            lambda: jagged("f", VALUES, lengths=np.diff(OFFSETS) * 1.0),
+            "'f': expected lengths as 1-D int32 or int64, got float64 of shape",
+        ),
+        (lambda: jagged("f", VALUES, lengths=[1]), "lengths.*got list"),
+        (
+            lambda: jagged("f", torch.empty(2, device="meta"), OFFSETS),
+            "'f': expected values in CPU memory, got meta",
+        ),
+        (
+            lambda: jagged("f", torch.ones(2, dtype=torch.bfloat16), OFFSETS),
+            "'f': expected values as a dense tensor of integers, got torch.bfloat16",
+        ),
+        (
+            lambda: jagged("f", U64, lengths=torch.tensor([2]).to_sparse()),
+            "'f': expected lengths as a dense tensor .*, got torch.int64 with layout",
+        ),
+        (
+            lambda: jagged("f", torch.Size([1]), OFFSETS),
+            "'f'.*values.*got an object of type Size",
+        ),
+        (lambda: of_arrow("f", [U64]), "'f'.*Arrow list array.*got list"),
+        (lambda: of_arrow("f", pa.array([1, 2])), "'f'.*Arrow.*got int64"),
+        (
+            lambda: of_arrow("f", pa.array([[1]], pa.list_(pa.int32()))),
+            "'f'.*Arrow list array of uint64 or int64, got list<item: int32>",
+        ),
+    ],
+)
+def test_w05_ids_of_another_type_are_refused(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(DataTypeError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: IDTypeFeature("", SAMPLES), "expected a feature name, got ''"),
+        (lambda: csr("f", VALUES, OFFSETS + 1), "'f'.*offsets"),
+        (lambda: csr("f", VALUES, OFFSETS[:-1]), "'f'.*offsets"),
+        (lambda: csr("f", VALUES, OFFSETS[::-1].copy()), "'f'.*offsets"),
+        (lambda: csr("f", VALUES, OFFSETS[:0]), "'f'.*offsets"),
+        (lambda: jagged("f", VALUES), "expected offsets or lengths, got neither"),
+        (
+            lambda: jagged("f", VALUES, OFFSETS, lengths=np.diff(OFFSETS)),
+            "expected offsets or lengths, got both",
+        ),
+        (
+            lambda: jagged("f", VALUES, lengths=np.array([8, -1])),
+            "'f': expected lengths of at least 0, got -1 in sample 1",
+        ),
+        (lambda: jagged("f", VALUES, lengths=np.array([6])), "'f'.*offsets"),
+        (
+            lambda: of_arrow("f", arrow([[1], [], [2, None]])),
+            "'f': expected ids, got a null in sample 2",
+        ),
+        (
+            lambda: of_arrow("f", pa.chunked_array([arrow(), arrow()])),
+            "'f': expected a chunked array of one chunk, got 2; call .combine_chunks",
+        ),
+    ],
+)
+def test_w05_ids_of_another_form_are_refused(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build()
+
+
+def test_w05_checks_that_memory_hangs_on_cannot_be_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", "1")
+    with pytest.raises(DataTypeError, match="sample 1"):
+        IDTypeFeature("f", [U64, np.array([1])])
+    with pytest.raises(DataTypeError, match="'f'"):
+        IDTypeFeatureWithSingleID("f", np.array([1.0]))
+
+
+def test_ids_of_floats_are_not_rounded_by_advice() -> None:
+    with pytest.raises(DataTypeError, match=r"got float64 of 1 dimension$"):
+        IDTypeFeatureWithSingleID("clicks", np.array([1.5]))
+
+
+def single(ids: Any) -> IDTypeFeatureWithSingleID:
+    return IDTypeFeatureWithSingleID("clicks", ids)
+
+
+HASH = "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, object)) >> 8"
+
+
+@pytest.mark.parametrize(
+    ("ids", "hint"),
+    [
+        (["a", "b"], HASH),
+        (np.array(["a", "b"]), HASH),
+        (np.array(["a", "b"], object), HASH),
+        (pd.Series(["a", "b"]), HASH),
+        (pd.Series(["a", "b"], dtype="category"), HASH),
+        (pd.Categorical(["a", "b"]), HASH),
+        (torch.tensor([1, 2]), "; .cpu().numpy().astype(np.uint64) makes one of it"),
+        (pd.Series([1, 2]), "; .to_numpy().astype(np.uint64) makes one of it"),
+        ([1, 2], "; np.array(..., dtype=np.uint64) makes one of it"),
+        ([1, -2], "; np.array(..., np.int64).view(np.uint64) makes one, with 2**64 - 1 for -1"),
+        (np.array([1, -2]), "; .astype(np.uint64) makes it one"),
+        ([1.0, 2.0], ".astype(np.uint64) makes ids of whole numbers: no fractions, no NaN"),
+        (pd.Series([1, None]), ".astype(np.uint64) makes ids of whole numbers: no fractions"),
+    ],
+)
+def test_w05_ids_of_other_types_are_told_what_to_type(ids: Any, hint: str) -> None:
+    with pytest.raises(DataTypeError) as raised:
+        single(ids)
+    assert hint in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_w05_what_is_typed_after_the_advice_is_taken() -> None:
+    column = pd.Series(["a", "b", "a"], dtype="category")
+    (a, b, again) = single(pd.util.hash_array(np.asarray(column, object)) >> 8).data
+    assert a == again != b
+    assert max(a, b) < 1 << 56
+    negative = single(np.array([1, -2], np.int64).view(np.uint64))
+    assert negative.data.tolist() == [1, 2**64 - 2]
+    for ids in (torch.tensor([1, 2]).cpu(), pd.Series([1, 2]).to_numpy()):
+        assert single(np.asarray(ids).astype(np.uint64)).data.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("samples", "hint"),
+    [
+        ([3, 4], "IDTypeFeatureWithSingleID(name, np.array(ids).astype(np.uint64)) takes one"),
+        (np.array([3, 4], np.uint64), "IDTypeFeatureWithSingleID(name, "),
+        (["a", "b"], HASH),
+        ([torch.tensor([1])], ".cpu().numpy().astype(np.uint64)"),
+        (torch.tensor([1, 2]), "IDTypeFeature.from_jagged takes tensors"),
+        (arrow(), "IDTypeFeature.from_arrow takes list arrays"),
+        (pd.Series([[1], [2]]), ".tolist() makes one of a column of arrays"),
+    ],
+)
+def test_w05_samples_of_other_types_are_told_what_to_type(samples: Any, hint: str) -> None:
+    with pytest.raises(DataTypeError) as raised:
+        IDTypeFeature("clicks", samples)
+    assert hint in str(raised.value)

@@ -31,29 +31,40 @@ def load(example: str) -> Any:
     return sys.modules[name]
 
 
+def run_quickstart(train: Any, **options: Any) -> tuple[Any, str]:
+    """Run the quickstart; returns its report and a digest of its rows."""
+    chosen = train.Options(quiet=True, **options)
+    log = train.generate(chosen.samples, chosen.seed)
+    with train.build_ctx(chosen) as ctx:
+        report = train.run(ctx, log, chosen)
+        return report, digest(ctx)
+
+
 def digest(ctx: Any) -> str:
     """Return a hash over every row of every server, optimizer state included, by sign.
 
     Which server and which shard holds a row, and the order of use, are not part of it.
     """
-    by_shape: dict[tuple[int, int], list[tuple[Any, Any, Any]]] = {}
+    return digest_of(parts_of(ctx))
+
+
+def parts_of(ctx: Any) -> dict[int, list[tuple[Any, Any, Any]]]:
+    """Return all rows of embedded mode by dim, in parts of (signs, values, states)."""
+    ctx.get_embedding_size()  # waits for the last update, which may be in flight
+    found: dict[int, list[tuple[Any, Any, Any]]] = {}
     for server in ctx.embedding_worker.servers:
         assert server._settings.state is not None
-        for signs, values, states in server._settings.state.store.iterate():
-            by_shape.setdefault((values.shape[1], states.shape[1]), []).append(
-                (signs, values, states)
-            )
-    return digest_of(by_shape)
+        for part in server._settings.state.store.iterate():
+            found.setdefault(part[1].shape[1], []).append(part)
+    return found
 
 
-def digest_of(parts_of: dict[Any, list[tuple[Any, Any, Any]]]) -> str:
-    """Return a hash over parts of (signs, values, states), those of one key taken together."""
+def digest_of(parts: dict[int, list[tuple[Any, Any, Any]]]) -> str:
+    """Return a hash over parts of (signs, values, states), those of one dim taken together."""
     total = hashlib.sha256()
-    for key in sorted(parts_of):
-        signs, values, states = (
-            np.concatenate(parts) for parts in zip(*parts_of[key], strict=True)
-        )
-        order = np.argsort(signs)
-        for array in (signs, values, states):
+    for dim in sorted(parts):
+        joined = [np.concatenate(arrays) for arrays in zip(*parts[dim], strict=True)]
+        order = np.argsort(joined[0])
+        for array in joined:
             total.update(np.ascontiguousarray(array[order]).tobytes())
     return total.hexdigest()

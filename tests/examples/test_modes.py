@@ -31,7 +31,7 @@ from tests.distributed import net
 from tests.distributed.batches import SLOTS
 from tests.distributed.batches import make_batch as net_batch
 from tests.examples.conftest import LOADER
-from tests.examples.loading import digest_of, load
+from tests.examples.loading import digest_of, load, parts_of
 from tests.support.processes import ROOT, Cluster
 from tests.training.test_checkpoint import step
 
@@ -84,17 +84,8 @@ def services(
         yield
 
 
-def embedded_rows(ctx: Any) -> tuple[Rows, str]:
-    """Return the signs that are held, by dim, and a digest over their rows."""
-    ctx.get_embedding_size()  # waits for the last update, which may be in flight
-    parts: dict[int, list[Any]] = {}
-    for server in ctx.embedding_worker.servers:
-        assert server._settings.state is not None
-        for signs, values, states in server._settings.state.store.iterate():
-            parts.setdefault(values.shape[1], []).append((signs, values, states))
-    return {
-        dim: np.concatenate([p[0] for p in found]) for dim, found in parts.items()
-    }, digest_of(parts)
+def signs_of(parts: dict[int, list[Any]]) -> Rows:
+    return {dim: np.concatenate([part[0] for part in found]) for dim, found in parts.items()}
 
 
 def remote_rows(signs: Rows, config: Path | Mapping[str, Any]) -> str:
@@ -142,7 +133,8 @@ def test_a_small_job_is_bit_equal_in_services_mode() -> None:
 
     with net.make_ctx() as ctx:
         losses = train([net_batch(number) for number in range(SMALL)])
-        signs, digest = embedded_rows(ctx)
+        parts = parts_of(ctx)
+        signs, digest = signs_of(parts), digest_of(parts)
     with services(Layout("tcp", 3, 2, 2), SLOTS, SMALL_LOADER, str(SMALL)):
         with net.make_ctx() as ctx:
             assert train(StreamingDataset(4)) == losses
@@ -166,8 +158,8 @@ def embedded_quickstart() -> tuple[float, Rows, str]:
     log = quickstart.generate(SAMPLES, SEED)
     with quickstart.build_ctx(options) as ctx:
         report = quickstart.run(ctx, log, options)
-        signs, digest = embedded_rows(ctx)
-    return report.auc, signs, digest
+        parts = parts_of(ctx)
+    return report.auc, signs_of(parts), digest_of(parts)
 
 
 @pytest.mark.slow
@@ -192,36 +184,6 @@ def test_quickstart_is_bit_equal_in_services_mode(
 SAY = ("--json", "--quiet")
 
 needs_data = pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
-
-
-@pytest.fixture(scope="module")
-def embedded_adult() -> tuple[Any, Rows, str]:
-    adult = load("adult_income")
-    options = adult.Options(staleness=1, reproducible=True, quiet=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PERSIA_DATALOADER_ENTRY", str(LOADER))
-        with adult.build_ctx(options) as ctx:
-            report = adult.run(ctx, adult.load(), options)
-            signs, digest = embedded_rows(ctx)
-    return report, signs, digest
-
-
-@needs_data
-@pytest.mark.slow
-@in_every_layout
-def test_adult_income_is_bit_equal_in_services_mode(
-    embedded_adult: tuple[Any, Rows, str], layout: Layout
-) -> None:
-    """The real scripts, this process being the nn-worker."""
-    report, signs, digest = embedded_adult
-    adult = load("adult_income")
-    config = adult.CONFIG / "embedding_config.yml"
-    with services(layout, config, LOADER):
-        options = adult.Options(staleness=1, reproducible=True, quiet=True)
-        with adult.build_ctx(options) as ctx:
-            found = adult.run(ctx, adult.load(), options)
-        assert (found.auc, found.loss, found.rows) == (report.auc, report.loss, report.rows)
-        assert remote_rows(signs, config) == digest
 
 
 def run_script(cluster: Cluster) -> Any:

@@ -10,24 +10,14 @@ import numpy as np
 import pytest
 
 from persia._core.base import cpu
-from tests.examples.loading import digest, load
+from tests.examples.loading import load, run_quickstart
 
 SEEDS = range(1, 6)
 SMALL = 6_000  # samples that touch every feature, in a second
 
 
 def _run(**options: Any) -> tuple[Any, str]:
-    train = load("quickstart")
-    chosen = train.Options(quiet=True, **options)
-    log = train.generate(chosen.samples, chosen.seed)
-    with train.build_ctx(chosen) as ctx:
-        report = train.run(ctx, log, chosen)
-        return report, digest(ctx)
-
-
-def _reproducible(samples: int, **options: Any) -> tuple[float, float, int, str]:
-    report, rows = _run(samples=samples, reproducible=True, staleness=1, **options)
-    return report.auc, report.loss, report.rows, rows
+    return run_quickstart(load("quickstart"), **options)
 
 
 def test_log_is_a_function_of_its_seed() -> None:
@@ -60,8 +50,7 @@ def test_auc_counts_ties_half() -> None:
         auc(np.ones(3), np.arange(3.0))
 
 
-VARIANTS = [
-    {},
+VARIANTS: list[dict[str, Any]] = [
     {"servers": 2},
     {"servers": 4},
     {"threads": 2},
@@ -70,30 +59,15 @@ VARIANTS = [
 ]
 
 
-@functools.cache
-def _first_run(samples: int) -> tuple[float, float, int, str]:
-    return _reproducible(samples)
-
-
-def _check_bit_equal(samples: int, variant: dict[str, Any]) -> None:
-    want = _first_run(samples)
-    options = dict(variant)
-    if "isa" in options:
-        cpu.select(options.pop("isa"))
-    assert _reproducible(samples, **options) == want
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.usefixtures("restored_isa")
-def test_reproducible_runs_are_bit_equal_small(variant: dict[str, Any]) -> None:
-    _check_bit_equal(SMALL, variant)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.usefixtures("restored_isa")
-def test_reproducible_runs_are_bit_equal(variant: dict[str, Any]) -> None:
-    _check_bit_equal(load("quickstart").Options().samples, variant)
+def test_reproducible_runs_are_bit_equal() -> None:
+    found = []
+    for variant in ({}, *VARIANTS):
+        options = dict(variant)
+        cpu.select(options.pop("isa", None))
+        report, rows = _run(samples=SMALL, reproducible=True, staleness=1, **options)
+        found.append((report.auc, report.loss, report.rows, rows))
+        assert found[-1] == found[0], variant
 
 
 @functools.cache

@@ -120,7 +120,7 @@ def test_w10_a_data_loader_that_has_ended_is_killed_together_with_embedding_work
     """Its last batches are under way: only it can register their ids again."""
 
     def disturb() -> None:
-        stream = ctx._connected().stream
+        stream = ctx._connected().connection.stream
         assert stream is not None
         receiver = stream.receiver
         until(lambda: receiver._streams.order.streams[0].ended_at == COUNT)

@@ -12,7 +12,7 @@ import pytest
 
 from persia import env
 from persia.errors import ConfigError, DataError
-from persia.readers import ArrowReader, Columns, ParquetReader, Reader
+from persia.readers import ArrowReader, Columns, ParquetReader
 from persia.readers._files import WHOLE_BYTES
 from tests.readers.support import COLUMNS, bytes_of, ids_of, rows_of, table, write_folder
 
@@ -184,7 +184,7 @@ def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"batch_size": "200"}, "batch_size must be an integer, got '200'"),
+        ({"batch_size": "200"}, "batch_size must be at least 1, got '200'"),
         ({"batch_size": 1, "shuffle_seed": -1}, "shuffle_seed must be at least 0"),
         ({"batch_size": 1, "shard": (2, 2)}, "expected an index below the size"),
     ],
@@ -192,25 +192,6 @@ def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
 def test_numbers_that_cannot_be(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ParquetReader(folder, COLUMNS, **options)
-
-
-def test_a_data_loader_sends_from_where_it_is_needed(folder: Path) -> None:
-    class Ctx:
-        resume_position = 3
-        sent: list[bytes] = []  # noqa: RUF012
-        sought = -1
-
-        def seek(self, batch: int) -> None:
-            self.sought = batch
-
-        def send_data(self, batch: Any) -> None:
-            self.sent.append(batch.to_bytes())
-
-    ctx, reader = Ctx(), ParquetReader(folder, COLUMNS, 8, shard=(0, 1))
-    assert isinstance(reader, Reader)
-    reader.send(ctx)  # type: ignore[arg-type]
-    assert ctx.sought == 3
-    assert ctx.sent == bytes_of(reader)[3:]
 
 
 class Ctx:

@@ -777,11 +777,9 @@ def test_report_is_added_up(make_ctx: MakeCtx) -> None:
 # --- arguments that are nearly right: the message says what to type -----------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "says"), [(Adam, r"Adam\(lr=0.1\)"), ("adam", r"'adam'; .*Adagrad\(lr=0.1\)")]
-)
-def test_an_optimizer_is_an_instance(make_ctx: MakeCtx, given: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"give an instance: .*{says}|{says}"):
+@pytest.mark.parametrize("given", [Adam, "adam"])
+def test_an_optimizer_is_an_instance(make_ctx: MakeCtx, given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"an instance .*Adagrad\(lr=0.1\), got .*[aA]dam"):
         make_ctx(embedding_optimizer=given)
 
 

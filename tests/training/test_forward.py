@@ -68,7 +68,7 @@ def train_all(ctx: TrainCtx, loader: DataLoader) -> list[int]:
 
 def set_when_closing(ctx: TrainCtx, event: threading.Event) -> None:
     """Set the event as soon as the open epoch is being closed."""
-    epoch = ctx._passes[0]()
+    epoch = ctx._connected()._passes[0]()
     assert epoch is not None
     close = epoch._source.close
 
@@ -593,7 +593,7 @@ def test_one_worker_is_one_thread_and_keeps_the_order(make_ctx: MakeCtx) -> None
                 seen.append(int(batch.meta or b""))
                 names = [one.name for one in threading.enumerate()]
                 assert sum(name.startswith("persia-forward") for name in names) <= 1
-                ctx.forget_output()
+                ctx._output = None
             assert seen == list(range(40))
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia.compat.batch import PyPersiaBatchData
-from persia.compat.datasets import PersiaDataset, Sender
+from persia.compat.data import PersiaDataset, PyPersiaBatchData, Sender
 from persia.data import DataLoader
 from persia.embedding.data import (
     IDTypeFeature,
@@ -157,7 +156,7 @@ def test_a_dataset_that_sends_is_one_that_yields() -> None:
 
 
 def test_it_is_read_by_a_loader_of_then() -> None:
-    from persia.compat.datasets import Dataloader
+    from persia.compat.data import Dataloader
     from persia.ctx import eval_ctx
 
     loader = Dataloader(Fetched(5), 2, False, timeout=9000, reproducible=True)

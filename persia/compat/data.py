@@ -1,11 +1,16 @@
-"""The batch of 2021, which was filled piece by piece."""
+"""The batch of 2021, which was filled piece by piece, and the datasets and loaders of then."""
 
 from __future__ import annotations
 
+import threading
+from abc import abstractmethod
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from persia._training.queues import BoundedQueue, Closed, Finished
+from persia.data import DataLoader, IterableDataset, IterableDatasetBase
 from persia.embedding.data import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -16,18 +21,22 @@ from persia.embedding.data import (
 from persia.errors import DataError, DataTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["PyPersiaBatchData"]
+__all__ = ["Dataloader", "PersiaDataset", "PyPersiaBatchData", "Sender"]
+
+# Seconds in which ``fetch_data`` ends once its batches are not read any more.
+LEAVE_S = 5.0
 
 
 class PyPersiaBatchData(PersiaBatch):
     """A ``PersiaBatch`` that begins empty.
 
     It goes wherever a ``PersiaBatch`` does. Each piece is checked as it is added; that they
-    fit together, when the batch is first used: sent, or asked for what is in it.
+    fit together, when the batch is first used: sent, or asked for what is in it. Dense features
+    and labels are [B, n], of f32 unless the method's name says another dtype.
 
     Example:
         >>> import numpy as np
@@ -63,26 +72,24 @@ class PyPersiaBatchData(PersiaBatch):
 
     # --- the names of July 2021 -----------------------------------------------------------
 
+    def _add_matrix(
+        self, data: Any, dtype: DTypeLike = np.float32, name: str | None = None
+    ) -> None:
+        self._add(self._arrays, NonIDTypeFeature(_matrix(name or "dense", data, dtype), name))
+
+    add_dense_f32 = partialmethod(_add_matrix, dtype=np.float32)
+    add_dense_f64 = partialmethod(_add_matrix, dtype=np.float64)
+    add_dense_i32 = partialmethod(_add_matrix, dtype=np.int32)
+    add_dense_i64 = partialmethod(_add_matrix, dtype=np.int64)
+
     def add_dense(self, data: Iterable[NDArray[np.float32]]) -> None:
-        """Add dense features, each f32 [B, n]."""
+        """Add dense features."""
         for array in data:
-            self.add_dense_f32(array)
+            self._add_matrix(array)
 
-    def add_dense_f32(self, data: NDArray[np.float32]) -> None:
-        """Add a dense feature f32 [B, n]."""
-        self._add(self._arrays, NonIDTypeFeature(_matrix("dense", data, np.float32)))
-
-    def add_dense_f64(self, data: NDArray[np.float64]) -> None:
-        """Add a dense feature f64 [B, n]."""
-        self._add(self._arrays, NonIDTypeFeature(_matrix("dense", data, np.float64)))
-
-    def add_dense_i32(self, data: NDArray[np.int32]) -> None:
-        """Add a dense feature i32 [B, n]."""
-        self._add(self._arrays, NonIDTypeFeature(_matrix("dense", data, np.int32)))
-
-    def add_dense_i64(self, data: NDArray[np.int64]) -> None:
-        """Add a dense feature i64 [B, n]."""
-        self._add(self._arrays, NonIDTypeFeature(_matrix("dense", data, np.int64)))
+    def add_map_dense(self, name: str, data: NDArray[np.float32]) -> None:
+        """Add a dense feature with a name."""
+        self._add_matrix(data, name=name)
 
     def add_sparse(
         self,
@@ -91,21 +98,15 @@ class PyPersiaBatchData(PersiaBatch):
     ) -> None:
         """Add id features, each a name and one array u64 per sample.
 
-        Args:
-            data: The features.
-            requires_grad: Whether embeddings are trained; None: if the batch has a label.
+        ``requires_grad`` None trains embeddings if the batch has a label.
         """
         for name, samples in data:
             self.add_id_type_feature(samples, name)
         self._wants_grad = self._wants_grad if requires_grad is None else requires_grad
 
     def add_target(self, data: NDArray[np.float32]) -> None:
-        """Add a label f32 [B, n]; once for each."""
+        """Add a label; once for each."""
         self._add(self._targets, Label(_matrix("target", data, np.float32)))
-
-    def add_map_dense(self, name: str, data: NDArray[np.float32]) -> None:
-        """Add a dense feature f32 [B, n] with a name."""
-        self._add(self._arrays, NonIDTypeFeature(_matrix(name, data, np.float32), name))
 
     def add_map_sparse(self, name: str, data: NDArray[np.uint64], offset: NDArray[Any]) -> None:
         """Add an id feature as ids u64 [N] and where each sample begins among them [B + 1]."""
@@ -126,15 +127,9 @@ class PyPersiaBatchData(PersiaBatch):
         dtype: DTypeLike | None = None,
         name: str | None = None,
     ) -> None:
-        """Add a dense feature [B, ...], or a list of them.
-
-        Args:
-            data: The array; the tutorial's spelling. The API's own was a list.
-            dtype: What the array has, if it is to be checked.
-            name: The feature's.
-        """
+        """Add a dense feature [B, ...] (the tutorial's spelling), or a list (the API's)."""
         for array in [data] if isinstance(data, np.ndarray) else data:
-            self._add(self._arrays, NonIDTypeFeature(_of_dtype(array, dtype), name))
+            self._add(self._arrays, NonIDTypeFeature(_of_dtype("", array, dtype), name))
 
     add_non_id_type_features = add_non_id_type_feature
     add_non_id_type_features_f32 = add_dense_f32
@@ -155,7 +150,7 @@ class PyPersiaBatchData(PersiaBatch):
         self, data: NDArray[Any], dtype: DTypeLike | None = None, name: str | None = None
     ) -> None:
         """Add a label [B, ...]."""
-        self._add(self._targets, Label(_of_dtype(data, dtype), name))
+        self._add(self._targets, Label(_of_dtype("", data, dtype), name))
 
     def converted_id_type_features2embedding_tensor(self, requires_grad: bool = True) -> None:
         """Say whether embeddings are trained by this batch."""
@@ -167,18 +162,97 @@ class PyPersiaBatchData(PersiaBatch):
 _WHOLE = ("features", "_dense", "_labels", "_batch_size", "_requires_grad", "_meta", "batch_id")
 
 
-def _of_dtype(data: Any, dtype: DTypeLike | None) -> Any:
-    if dtype is not None and getattr(data, "dtype", None) != np.dtype(dtype):
-        got = getattr(data, "dtype", type(data).__name__)
-        raise DataTypeError(f"expected an array of {np.dtype(dtype)}, got {got}")
+def _of_dtype(what: str, data: Any, dtype: DTypeLike | None) -> Any:
+    got = getattr(data, "dtype", type(data).__name__)
+    if dtype is not None and got != np.dtype(dtype):
+        raise DataTypeError(f"{what}expected an array of {np.dtype(dtype)}, got {got}")
     return data
 
 
 def _matrix(what: str, data: Any, dtype: DTypeLike) -> Any:
-    """Return ``data`` if it is of two dimensions and this dtype."""
-    if not isinstance(data, np.ndarray) or data.dtype != np.dtype(dtype):
-        got = getattr(data, "dtype", type(data).__name__)
-        raise DataTypeError(f"{what}: expected an array of {np.dtype(dtype)}, got {got}")
+    _of_dtype(f"{what}: ", data, dtype)
     if data.ndim != 2:
         raise DataError(f"{what}: expected 2 dimensions, got {data.ndim}; reshape(-1, 1)?")
     return data
+
+
+class Sender:
+    """Where ``PersiaDataset.fetch_data`` puts its batches."""
+
+    def __init__(self, channel: BoundedQueue[PersiaBatch]) -> None:
+        self._channel = channel
+
+    def send(self, batch: PersiaBatch) -> None:
+        """Send one batch; it is copied, so its arrays may be reused."""
+        self._channel.put(PersiaBatch.from_bytes(batch.to_bytes()))
+
+
+class PersiaDataset(IterableDataset):
+    """A dataset that sends its batches: subclass it and write ``fetch_data``.
+
+    Args:
+        buffer_size: Batches read ahead of the lookups.
+        async_iterator: Without effect: batches are always read ahead.
+    """
+
+    def __init__(self, buffer_size: int = 10, async_iterator: bool = True) -> None:
+        super().__init__(buffer_size)
+
+    @abstractmethod
+    def fetch_data(self, persia_sender_channel: Sender) -> None:
+        """Send the batches of one epoch."""
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield what ``fetch_data`` sends, which runs in a thread of its own."""
+        channel: BoundedQueue[PersiaBatch] = BoundedQueue(1)
+
+        def fetch() -> None:
+            try:
+                self.fetch_data(Sender(channel))
+                channel.finish()
+            except Closed:
+                pass
+            except BaseException as exc:
+                channel.finish(exc)
+
+        thread = threading.Thread(target=fetch, name="persia-fetch-data", daemon=True)
+        thread.start()
+        try:
+            while True:
+                try:
+                    batch = channel.get()
+                except Finished:
+                    break
+                yield batch
+            if channel.failure is not None:
+                raise channel.failure
+        finally:
+            channel.close()
+            thread.join(LEAVE_S)
+
+
+class Dataloader(DataLoader):
+    """A ``DataLoader`` with ``is_training``, which is without effect, and ``timeout``."""
+
+    def __init__(
+        self,
+        dataset: IterableDatasetBase | Iterable[PersiaBatch],
+        forward_buffer_size: int = 10,
+        is_training: bool = True,
+        timeout: int | None = None,
+        num_workers: int = 10,
+        reproducible: bool = False,
+        embedding_staleness: int | None = None,
+        *,
+        timeout_ms: int = 1000 * 60 * 10,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            dataset,
+            forward_buffer_size,
+            timeout_ms if timeout is None else timeout,
+            num_workers,
+            reproducible,
+            embedding_staleness,
+            **options,
+        )

@@ -1,7 +1,9 @@
-"""adult_income beside its plain PyTorch twin: same rows to begin with, same batches."""
+"""adult_income: beside its plain PyTorch twin (same rows, same batches), and its loader."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,19 +11,15 @@ import pytest
 import torch
 
 from persia import env
-from persia._core.base import cpu
 from persia._core.ids.signs import pack
 from persia._rpc.messages import TableEntries
 from persia.config import EmbeddingSchema
-from tests.examples.loading import digest, load
+from tests.examples.loading import EXAMPLES, load
+from tests.meta.sources import ROOT
+from tests.meta.test_layers import WITHOUT_TORCH
 
 SEEDS = range(1, 6)
 MAX_ID = 64  # above the largest category code
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +84,8 @@ def _twin_auc(data: Any, seed: int) -> float:
     return float(train.auc(test_data.target[:, 0], scores[:, 0].numpy()))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
 def test_as_good_as_plain_pytorch(data: Any) -> None:
     twin = np.array([_twin_auc(data, seed) for seed in SEEDS])
     for staleness, allowed in ((1, 0.0005), (10, 0.001)):
@@ -107,20 +107,33 @@ def test_as_good_as_plain_pytorch(data: Any) -> None:
         assert ours.mean() >= 0.8930, ours
 
 
-def _reproducible(data: Any, **options: Any) -> tuple[float, float, str]:
+def test_it_loads_without_torch() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "data_loader"],
+        cwd=EXAMPLES / "adult_income",
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_loaders_share_the_batches_in_the_order_of_the_file(size: int) -> None:
     train = load("adult_income")
-    chosen = train.Options(seed=3, reproducible=True, staleness=1, quiet=True, **options)
-    with train.build_ctx(chosen) as ctx:
-        report = train.run(ctx, data, chosen)
-        return report.auc, report.loss, digest(ctx)
-
-
-@pytest.mark.usefixtures("restored_isa")
-def test_reproducible_runs_are_bit_equal(data: Any) -> None:
-    want = _reproducible(data)
-    assert _reproducible(data) == want
-    for servers, threads in ((2, 1), (4, 1), (1, 2), (2, 2)):
-        assert _reproducible(data, servers=servers, threads=threads) == want
-    for name in cpu.available():
-        cpu.select(name)
-        assert _reproducible(data) == want
+    income = train.Income(
+        np.arange(5 * 300, dtype=np.float32).reshape(300, 5),
+        np.arange(8 * 300, dtype=np.uint64).reshape(300, 8),
+        np.zeros((300, 1), np.float32),
+    )
+    shares: list[list[Any]] = [
+        list(train.batches(income, requires_grad=True, index=index, size=size))
+        for index in range(size)
+    ]
+    together = [shares[number % size][number // size] for number in range(3)]
+    dense = [batch.non_id_type_features[0].data for batch in together]
+    assert [len(one) for one in dense] == [128, 128, 44]
+    assert np.array_equal(np.concatenate(dense), income.continuous)
+    assert sum(map(len, shares)) == 3
