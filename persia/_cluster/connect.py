@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from persia import env
 from persia._cluster.addresses import TCP, AddressList, parsed, resolved, split
@@ -23,8 +23,10 @@ from persia._cluster.discovery import Discovery
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteNNWorker, RemoteParameterServer
-from persia._rpc.transport import Transport
 from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    from persia._rpc.zmq_transport import ZmqTransport
 
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ _LISTS = {
 def _connect(
     role: Role,
     stub: Callable[[Client, Hello], T],
-    transport: Transport,
+    transport: ZmqTransport,
     *,
     addresses: Sequence[str] | None = None,
     timeout_s: float | None = None,

@@ -28,11 +28,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from persia._cluster.addresses import TCP, AddressList, is_name, resolve, resolved, split
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role
-from persia._rpc.transport import Transport
 from persia.config import SAME_EVERYWHERE, describe_differences
 from persia.errors import (
     ConfigError,
@@ -42,6 +42,9 @@ from persia.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
+
+if TYPE_CHECKING:
+    from persia._rpc.zmq_transport import ZmqTransport
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ class Discovery:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ZmqTransport,
         role: Role,
         listed: AddressList,
         timeout_s: float,
@@ -425,7 +428,7 @@ class Monitor:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ZmqTransport,
         role: Role,
         listed: AddressList,
         found: Sequence[tuple[Client, Hello]],

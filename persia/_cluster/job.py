@@ -21,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from persia import env
 from persia._cluster.connect import current_addresses
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role, embedding_worker, parameter_server
-from persia._rpc.transport import Transport
 from persia.errors import (
     ConfigError,
     InternalError,
@@ -35,6 +35,9 @@ from persia.errors import (
     ServiceUnavailable,
 )
 from persia.utils import sleep
+
+if TYPE_CHECKING:
+    from persia._rpc.zmq_transport import ZmqTransport
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ _LINE_S = 10.0
 
 
 def announce_job_end(
-    transport: Transport, status: int, timeout_s: float, took_part: bool = True
+    transport: ZmqTransport, status: int, timeout_s: float, took_part: bool = True
 ) -> list[str]:
     """Announce to every parameter server and embedding-worker that the job has ended.
 
@@ -122,7 +125,7 @@ class JobMonitor:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ZmqTransport,
         watcher: str,
         on_end: Callable[[int | PersiaError], None],
         number: int = 0,

@@ -12,7 +12,6 @@ that of the call on whose behalf it is made. Until then:
     another replica answers    tried again in the same way, until ``move`` leads elsewhere
     the deadline passes        ServiceUnavailable if it was never sent, else ServiceTimeout
 
-One channel carries any number of calls at a time; each is awaited in its own thread.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from persia import env
 from persia._metrics.timings import CallTimings
-from persia._rpc import error_codec
+from persia._rpc.codec import ErrorOrigin, error_from_body
 from persia._rpc.deadlines import caller_deadline
-from persia._rpc.error_codec import ErrorOrigin
 from persia._rpc.frame import (
     LIMITS,
     Call,
@@ -42,7 +40,7 @@ from persia._rpc.frame import (
     encode,
 )
 from persia._rpc.methods import HELLO, Hello, Method, Role
-from persia._rpc.transport import Channel, Outgoing, Parts, Transport, Waiter
+from persia._rpc.transport import Outgoing, Parts, Waiter
 from persia.errors import (
     ConfigError,
     InternalError,
@@ -54,6 +52,10 @@ from persia.errors import (
     ServiceUnavailable,
     WrongReplica,
 )
+
+if TYPE_CHECKING:
+    from persia._rpc.zmq_socket import ZmqChannel
+    from persia._rpc.zmq_transport import ZmqTransport
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +77,11 @@ _TRANSIT_S = 0.02
 
 
 class Client:
-    """Calls one server; any thread may call it.
+    """Calls one server; any number of threads may call it at a time.
 
     Args:
         transport: Makes the connection.
-        address: Where the server listens.
+        address: Where the server listens; ConfigError if it cannot be read.
         role: The methods.
         replica: The server's index if known; else taken from the first ``hello``.
         timeout_s: Seconds of a call; ``PERSIA_RPC_TIMEOUT`` if not given.
@@ -88,14 +90,11 @@ class Client:
             it, before any call that noticed goes on. It may call this client. A call that the
             new process refused with NotConfigured is then made once more.
         limits: Bounds of a message.
-
-    Raises:
-        ConfigError: If the address cannot be read.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ZmqTransport,
         address: str,
         role: Role,
         *,
@@ -107,7 +106,7 @@ class Client:
     ) -> None:
         self._transport = transport
         self._role = role
-        self._replica = replica
+        self.replica = replica  # the server's index; None before it has answered
         self._timeout_s = env.rpc_timeout_s() if timeout_s is None else timeout_s
         self._attempt_s = attempt_s
         self._on_restart = on_restart
@@ -145,14 +144,9 @@ class Client:
         """The server's role."""
         return self._role.name
 
-    @property
-    def replica(self) -> int | None:
-        """The server's index; None before it has answered."""
-        return self._replica
-
     def origin(self, method: str) -> ErrorOrigin:
         """Return the server as errors of a call of ``method`` name it."""
-        return ErrorOrigin(self._role.name, self._replica, self.address, method)
+        return ErrorOrigin(self._role.name, self.replica, self.address, method)
 
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start; those that are zero are absent.
@@ -180,11 +174,7 @@ class Client:
         return self._closed.wait(timeout_s)
 
     def move(self, address: str) -> None:
-        """Go on with the same server at another address, calls in flight included.
-
-        Raises:
-            ConfigError: If the address cannot be read.
-        """
+        """Go on with the same server at another address, calls in flight included."""
         channel = self._transport.connect(address)
         channel.start(self._on_message, self._on_lost)
         with self._lock:
@@ -203,19 +193,18 @@ class Client:
 
         Raises:
             ConfigError: If another role or replica answers at the address.
-            ServiceUnavailable: If there is no connection in time.
-            ServiceTimeout: If the server does not answer in time.
+            ServiceError: If there is no answer in time.
         """
         hello: Hello = self.call("hello", timeout_s=timeout_s)
         # From here on calls carry the index, and another replica at the address refuses them.
-        self._replica = hello.replica_index
+        self.replica = hello.replica_index
         return hello
 
     def probe(self, timeout_s: float) -> Hello:
-        """Ask as ``hello``, but leave a restarted server to the next call.
+        """Ask as ``hello``, but leave ``on_restart`` to the next call.
 
-        ``on_restart`` may take as long as a call, and the server may be gone again meanwhile: a
-        thread that searches for the server elsewhere must not wait for that.
+        It may take as long as a call, and the server may be gone again meanwhile: a thread that
+        searches for the server elsewhere must not wait for that.
         """
         pending = self.begin("hello", timeout_s=timeout_s)
         pending.handles_restart = False
@@ -225,9 +214,9 @@ class Client:
     def _check_identity(self, hello: Hello) -> None:
         if hello.role != self._role.name:
             raise ConfigError(f"{self.address}: expected {self._role.name}, found {hello.role}")
-        if self._replica is not None and hello.replica_index != self._replica:
+        if self.replica is not None and hello.replica_index != self.replica:
             raise ConfigError(
-                f"{self.address}: expected {hello.role} {self._replica}, found "
+                f"{self.address}: expected {hello.role} {self.replica}, found "
                 f"{hello.replica_index} of {hello.replica_size}"
             )
 
@@ -237,13 +226,8 @@ class Client:
         Arrays among the arguments are sent from where they are. After an error they may still
         be on their way: do not change them, or pass copies.
 
-        Args:
-            method: One of the role's.
-            arguments: As the role's Protocol declares.
-            timeout_s: Seconds, if other than the client's.
-
         Raises:
-            DataTypeError: If an argument is not what the Protocol declares.
+            DataTypeError: If an argument is not what the role's Protocol declares.
             ServiceUnavailable: If there is no connection, or it broke in a call that is not
                 repeatable.
             ServiceTimeout: If no answer came in time.
@@ -257,10 +241,7 @@ class Client:
     def begin(
         self, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> PendingCall:
-        """Begin a call as ``call`` makes it; any number may be in flight at a time.
-
-        Returns:
-            The call, which must be asked for its result or cancelled.
+        """Begin a call as ``call`` makes it; it must be asked for its result or cancelled.
 
         Raises:
             DataTypeError: If an argument is not what the Protocol declares.
@@ -288,7 +269,7 @@ class Client:
         with self._lock:
             self._pending.pop(call_id, None)
 
-    def _begin_attempt(self, pending: PendingCall, outgoing: Outgoing) -> Channel:
+    def _begin_attempt(self, pending: PendingCall, outgoing: Outgoing) -> ZmqChannel:
         """Note an attempt; returns the channel to send it on."""
         num_bytes = sum(map(len, outgoing.parts))
         with self._lock:
@@ -299,27 +280,15 @@ class Client:
             pending.channel = self._channel
             return self._channel
 
-    def _read_result(self, method: Method, reply: Reply) -> Any:
-        try:
-            return method.read_result(reply.body, reply.arrays)
-        except ProtocolError as exc:
-            origin = self.origin(method.name)
-            raise ProtocolError(f"{origin}: {exc}", **origin.fields()) from exc
-
     def _log_waiting(self, method: str, was_sent: bool) -> None:
         with self._lock:
             now = time.monotonic()
             if now - self._logged_at < self._attempt_s:
                 return
             self._logged_at = now
-            num_pending = len(self._pending)
+        what = "no answer" if was_sent else "no connection"
         logger.warning(
-            "%s: %s for %g s, in %s; %d calls wait",
-            self.origin(method),
-            "no answer" if was_sent else "no connection",
-            self._attempt_s,
-            method,
-            num_pending,
+            "%s: %s for %g s, in %s", self.origin(method), what, self._attempt_s, method
         )
 
     def _handle_restart(self, incarnation: int) -> None:
@@ -357,11 +326,7 @@ class Client:
             # raise.
             answer = decode(parts, self._limits)
             if isinstance(answer, Call):
-                raise UnreadableFrame(
-                    "call",
-                    f"expected an answer, got a call {answer.method!r}",
-                    answer.call_id,
-                )
+                raise UnreadableFrame("call", "expected an answer, got a call", answer.call_id)
         except UnreadableFrame as error:
             # The connection stays usable: messages are framed by ZeroMQ.
             self._count(f"bad.{error.reason}")
@@ -371,7 +336,7 @@ class Client:
             return
         if answer.call_id == 0 and isinstance(answer, Failure):
             # The server could not read an id. All calls are encoded alike, so all will fail.
-            cause = error_codec.from_body(answer.body, self.origin(""))
+            cause = error_from_body(answer.body, self.origin(""))
             self._resolve_all(ProtocolError(f"refused there: {cause}"), only_sent=True)
             return
         self._resolve(answer.call_id, answer, sum(map(len, parts)))
@@ -415,14 +380,7 @@ class Client:
 
 
 class PendingCall(Waiter):
-    """A call that was begun, until it has its result; one thread at a time awaits it.
-
-    Args:
-        client: The client that makes it.
-        method: The method called.
-        arguments: As the role's Protocol declares.
-        timeout_s: Seconds, if other than the client's.
-    """
+    """A call that was begun, until it has its result; one thread at a time awaits it."""
 
     def __init__(
         self,
@@ -446,7 +404,7 @@ class PendingCall(Waiter):
         self.answer: Reply | Failure | ServiceError | None = None  # set once
         self.is_lost = False  # the connection broke or moved after the message was sent
         self.outgoing: Outgoing | None = None
-        self.channel: Channel | None = None
+        self.channel: ZmqChannel | None = None
         self._begin()
 
     @property
@@ -463,7 +421,7 @@ class PendingCall(Waiter):
         client = self._client
         self._incarnation_before = client._incarnation
         # Without the index, hello is answered by any server, whose identity is then checked.
-        replica = None if self._method is HELLO else client._replica
+        replica = None if self._method is HELLO else client.replica
         self._num_repeats = 0
         call_id = client._enter(self)
         self._call = Call(call_id, self._method.name, 0, self._body, self._arrays, replica)
@@ -498,11 +456,7 @@ class PendingCall(Waiter):
             self.outgoing.cancel()
 
     def result(self) -> Any:
-        """Wait for the result and return it; may be called once.
-
-        Raises:
-            PersiaError: As ``Client.call``.
-        """
+        """Wait for the result and return it; may be called once, and raises as ``call``."""
         failed = True
         try:
             result = self._result()
@@ -520,13 +474,16 @@ class PendingCall(Waiter):
             # A server of another role or replica at the address is no restart of this one:
             # the identity is checked first.
             if isinstance(answer, Reply):
-                result = client._read_result(method, answer)
+                try:
+                    result = method.read_result(answer.body, answer.arrays)
+                except ProtocolError as exc:
+                    raise self._error(ProtocolError, str(exc)) from exc
                 if isinstance(result, Hello):
                     client._check_identity(result)
                 if self.handles_restart:
                     client._handle_restart(answer.incarnation)
                 return result
-            error = error_codec.from_body(answer.body, client.origin(method.name))
+            error = error_from_body(answer.body, client.origin(method.name))
             if not isinstance(error, WrongReplica):
                 client._handle_restart(answer.incarnation)
             if isinstance(error, ServiceBusy) and pause_s < self._left():
@@ -553,27 +510,25 @@ class PendingCall(Waiter):
             self.cancel()
         if isinstance(answer, (Reply, Failure)):
             return answer
-        origin = self._client.origin(name)
-        if answer is None:
-            if not self.was_sent:
-                raise ServiceUnavailable(
-                    f"{origin}: no connection within {self._timeout_s:g} s, for {name}",
-                    **origin.fields(),
-                )
-            raise ServiceTimeout(
-                f"{origin}: no answer to {name} within {self._timeout_s:g} s",
-                **origin.fields(),
-            )
-        # A fresh one of the same type: one error may end many calls, each with its own
-        # traceback.
-        raise type(answer)(f"{origin}: {name}: {answer}", **origin.fields())
+        if answer is not None:
+            # A fresh one: one error may end many calls, each with its own traceback.
+            raise self._error(type(answer), f"{name}: {answer}")
+        if self.was_sent:
+            text = f"no answer to {name} within {self._timeout_s:g} s"
+            raise self._error(ServiceTimeout, text)
+        text = f"no connection within {self._timeout_s:g} s, for {name}"
+        raise self._error(ServiceUnavailable, text)
+
+    def _error(self, cls: type[ServiceError], text: str) -> ServiceError:
+        origin = self._client.origin(self._method.name)
+        return cls(f"{origin}: {text}", **origin.fields())
 
     def _wait(self) -> Reply | Failure | ServiceError | None:
         """Wait, and send again where that is safe, until there is an answer or no time."""
         client = self._client
         while True:
             self._wait_until(min(self._deadline, time.monotonic() + client._attempt_s))
-            # Read once: the channel's thread may set both at any time.
+            # Read once: the channel's thread may set it at any time.
             is_lost, outgoing = self.is_lost, self.outgoing
             if self.answer is not None:
                 return self.answer

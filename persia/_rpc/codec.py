@@ -1,4 +1,6 @@
-"""Messages as scalars and arrays, by the types their fields declare; no pickle.
+"""Messages and exceptions as scalars and arrays; no pickle.
+
+Messages are written by the types that their fields declare:
 
     what                        in the body
     None                        nil
@@ -14,44 +16,46 @@
 
 The writer is lenient where nothing is lost (a numpy scalar, an int where a float is declared)
 and refuses another dtype with a DataTypeError, as the services do. The reader accepts exactly
-what a writer sends, and names the field that differs in a ProtocolError.
+what a writer sends, and names the field that differs in a ProtocolError. Coders are built once
+per type, as closures over the coders of its parts: per message they look at no type hints.
 
-Coders are built once per type, as closures over the coders of its parts: per message they run
-without looking at type hints.
+An exception is ``[class, text, role, replica, address, method, detail]``. The class is a name
+in ``persia/errors.py``; any other exception travels as a RemoteError with its type and text. A
+ServiceError keeps its origin: one that an embedding-worker passes on from a parameter server
+names the parameter server. ``detail`` is the server's traceback.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from persia import errors
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.dtypes import DTYPES
-from persia._rpc.frame import Array
-from persia.errors import DataError, DataTypeError, InternalError, ProtocolError
+from persia._rpc.frame import DTYPES, Array
+from persia.errors import (
+    DataError,
+    DataTypeError,
+    InternalError,
+    PersiaError,
+    ProtocolError,
+    RemoteError,
+    ServiceError,
+)
 
 # Axes of each array field. A field name has one meaning in all messages, as the type hints of
-# numpy have no place for a number of axes.
-_AXES = {
-    "signs": 1,
-    "hints": 1,
-    "index": 1,
-    "offsets": 1,
-    "registers": 1,
-    "rows": 2,
-    "values": 2,
-    "states": 2,
-    "gradients": 2,
-    "gradient": 2,
-    "meta": 1,
+# numpy have no place for a number of axes. A dense feature or a label is the user's.
+_AXES: dict[str, int | None] = {
+    **dict.fromkeys(("signs", "hints", "index", "offsets", "registers", "meta"), 1),
+    **dict.fromkeys(("rows", "values", "states", "gradients", "gradient"), 2),
+    "array": None,
 }
-# A dense feature or a label: dtype and axes are the user's.
-_ANY = "array"
 
 # Of numbers below a known maximum, in the order tried.
 _NARROW = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"))
@@ -92,16 +96,11 @@ class Coder(NamedTuple):
 
 
 def coder_of(hint: Any, where: str = "") -> Coder:
-    """Return the coder of a type.
-
-    Args:
-        hint: A type as ``get_type_hints`` resolves it.
-        where: The field; arrays take their number of axes from it.
+    """Return the coder of a type; an array takes its number of axes from the field ``where``.
 
     Raises:
         InternalError: If messages cannot have such a field.
     """
-    name = where.rpartition(".")[2]
     origin, arguments = get_origin(hint), get_args(hint)
     # Order matters: bool, int and str are types too, and FeatureBatch is no dataclass.
     if hint in _SCALARS:
@@ -113,13 +112,11 @@ def coder_of(hint: Any, where: str = "") -> Coder:
     if origin in (Union, types.UnionType):
         return _union_coder(arguments, where)
     if origin is np.ndarray:
-        return _array_coder(_dtypes(arguments[1]), name)
-    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return _list_coder(coder_of(arguments[0], where), tuple)
-    if origin is tuple:
+        return _array_coder([hint], where)
+    if origin is tuple and arguments[-1] is not Ellipsis:
         return _tuple_coder([coder_of(part, where) for part in arguments])
-    if origin in (list, Sequence):
-        return _list_coder(coder_of(arguments[0], where), list)
+    if origin in (tuple, list, Sequence):
+        return _list_coder(coder_of(arguments[0], where), tuple if origin is tuple else list)
     if origin is Mapping and arguments[0] is str:
         return _mapping_coder(coder_of(arguments[1], where))
     raise InternalError(f"{where}: no form on the wire for {hint}")
@@ -160,25 +157,19 @@ def _write_nothing(value: Any, where: str, arrays: list[Array]) -> None:
         raise DataTypeError(f"{where}: expected None, got {type(value).__name__}")
 
 
-def _read_nothing(value: Any, where: str, arrays: ArrayReader) -> None:
-    if value is not None:
-        raise _wrong(where, "nil", value)
-
-
 _SCALARS: dict[Any, Coder] = {
     bool: _scalar(bool, (bool, np.bool_)),
     int: _scalar(int, (int, np.integer)),
     float: _scalar(float, (int, float, np.integer, np.floating)),
     str: _scalar(str, (str,)),
-    type(None): Coder(_write_nothing, _read_nothing),
+    # Not by optional: a method that returns something by mistake must not seem to work.
+    type(None): Coder(_write_nothing, _scalar(type(None), ()).read),
 }
 
 
-def _write_option(value: Any, where: str, arrays: list[Array]) -> float | bool:
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    number: float = _SCALARS[float].write(value, where, arrays)
-    return number
+def _write_option(value: Any, where: str, arrays: list[Array]) -> Any:
+    kind = bool if isinstance(value, (bool, np.bool_)) else float
+    return _SCALARS[kind].write(value, where, arrays)
 
 
 def _read_option(value: Any, where: str, arrays: ArrayReader) -> float | bool:
@@ -190,16 +181,16 @@ def _read_option(value: Any, where: str, arrays: ArrayReader) -> float | bool:
 # --- arrays -------------------------------------------------------------------------------
 
 
-def _dtypes(hint: Any) -> tuple[np.dtype[Any], ...]:
-    """Return the dtypes that ``np.dtype[...]`` stands for."""
-    (scalar,) = get_args(hint)
-    return tuple(DTYPES.values()) if scalar is Any else (np.dtype(scalar),)
-
-
-def _array_coder(dtypes: tuple[np.dtype[Any], ...], name: str) -> Coder:
-    axes = _AXES.get(name)
-    if axes is None and name != _ANY:
+def _array_coder(hints: Sequence[Any], where: str) -> Coder:
+    """Return the coder of arrays of any of several types, as ``NDArray[np.float32]``."""
+    name = where.rpartition(".")[2]
+    if name not in _AXES:
         raise InternalError(f"no number of axes is known for array field {name!r}")
+    axes = _AXES[name]
+    dtypes: list[np.dtype[Any]] = []
+    for hint in hints:
+        (scalar,) = get_args(get_args(hint)[1])
+        dtypes += DTYPES.values() if scalar is Any else [np.dtype(scalar)]
     expected = " or ".join(str(dtype) for dtype in dtypes)
     if axes is not None:
         expected = f"{expected} with {axes} dimension(s)"
@@ -244,6 +235,7 @@ def _narrowest(array: Array) -> Array:
 def _write_feature(value: Any, where: str, arrays: list[Array]) -> list[Any]:
     if not isinstance(value, FeatureBatch):
         raise DataTypeError(f"{where}: expected a FeatureBatch, got {type(value).__name__}")
+    # Three arrays, or four: the narrow dtypes exist on the wire only.
     number = len(arrays)
     arrays += [value.distinct, _narrowest(value.inverse)]
     fields = [value.name, number, number + 1, None]
@@ -303,8 +295,7 @@ def _dataclass_coder(cls: type) -> Coder:
     # Annotations are strings in modules with postponed evaluation.
     hints = get_type_hints(cls)
     fields = [(field.name, f"{cls.__name__}.{field.name}") for field in dataclasses.fields(cls)]
-    coders = [coder_of(hints[name], where) for name, where in fields]
-    plan = [(name, where, coder) for (name, where), coder in zip(fields, coders, strict=True)]
+    plan = [(name, where, coder_of(hints[name], where)) for name, where in fields]
 
     def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
         # Not isinstance: a subclass has more fields, which the peer could not read.
@@ -332,16 +323,14 @@ def _union_coder(options: tuple[Any, ...], where: str) -> Coder:
     # None is nil on the wire, and a class of several has its name in front.
     others = [option for option in options if option is not type(None)]
     if all(get_origin(option) is np.ndarray for option in others):
-        dtypes = tuple(dtype for option in others for dtype in _dtypes(get_args(option)[1]))
-        inner = _array_coder(dtypes, where.rpartition(".")[2])
+        inner = _array_coder(others, where)
     elif len(others) == 1:
         inner = coder_of(others[0], where)
     else:
-        inner = _choice_coder(others, where)
-    return inner if len(others) == len(options) else _optional_coder(inner)
+        inner = _choice_coder(others)
+    if len(others) == len(options):
+        return inner
 
-
-def _optional_coder(inner: Coder) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> Any:
         return None if value is None else inner.write(value, where, arrays)
 
@@ -351,9 +340,7 @@ def _optional_coder(inner: Coder) -> Coder:
     return Coder(write, read)
 
 
-def _choice_coder(classes: Sequence[Any], where: str) -> Coder:
-    if not all(isinstance(cls, type) and dataclasses.is_dataclass(cls) for cls in classes):
-        raise InternalError(f"{where}: a union must be of dataclasses, got {classes}")
+def _choice_coder(classes: Sequence[Any]) -> Coder:
     coders = {cls.__name__: _dataclass_coder(cls) for cls in classes}
     expected = f"one of {', '.join(coders)}"
 
@@ -364,12 +351,11 @@ def _choice_coder(classes: Sequence[Any], where: str) -> Coder:
         return [name, *coders[name].write(value, where, arrays)]
 
     def read(value: Any, where: str, arrays: ArrayReader) -> Any:
-        if type(value) is not list or not value or type(value[0]) is not str:
-            raise _wrong(where, expected, value)
         # The name comes from a peer: it selects among known classes, and never imports one.
-        if value[0] not in coders:
-            raise _wrong(where, expected, value[0])
-        return coders[value[0]].read(value[1:], where, arrays)
+        name = value[0] if type(value) is list and value else None
+        if type(name) is not str or name not in coders:
+            raise _wrong(where, expected, value)
+        return coders[name].read(value[1:], where, arrays)
 
     return Coder(write, read)
 
@@ -410,9 +396,7 @@ def _tuple_coder(inner: Sequence[Coder]) -> Coder:
 def _mapping_coder(inner: Coder) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise DataTypeError(
-                f"{where}: expected a mapping from str, got {type(value).__name__}"
-            )
+            raise DataTypeError(f"{where}: expected a map from str, got {value!r:.80}")
         return {key: inner.write(one, f"{where} {key}", arrays) for key, one in value.items()}
 
     def read(value: Any, where: str, arrays: ArrayReader) -> dict[str, Any]:
@@ -423,3 +407,99 @@ def _mapping_coder(inner: Coder) -> Coder:
         }
 
     return Coder(write, read)
+
+
+# --- exceptions ---------------------------------------------------------------------------
+
+# Characters. A header has room for far more, but no reader for it.
+_MAX_TEXT = 8192
+_MAX_DETAIL = 16384
+
+_CLASSES: dict[str, type[PersiaError]] = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, PersiaError)
+}
+# Of a body. Exact types: bool is an int, and the body comes from a peer.
+_KINDS = [(str,), (str,), (str,), (int, type(None)), (str,), (str,), (str,)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorOrigin:
+    """The server and method that an error comes from: a ServiceError's attributes."""
+
+    role: str = ""
+    replica: int | None = None
+    address: str = ""
+    method: str = ""
+
+    def __str__(self) -> str:
+        name = self.role or "service"
+        name = name if self.replica is None else f"{name} {self.replica}"
+        return f"{name} at {self.address}" if self.address else name
+
+    def fields(self) -> dict[str, Any]:
+        """Return the keyword arguments of a ServiceError."""
+        return dataclasses.asdict(self)
+
+
+def error_to_body(error: BaseException) -> list[Any]:
+    """Return the body for an exception that a method raised."""
+    detail = "".join(traceback.format_exception(error))[-_MAX_DETAIL:]
+    name, text, origin = "RemoteError", f"{type(error).__name__}: {error}", ErrorOrigin()
+    # A subclass defined elsewhere travels as its nearest class in persia/errors.py.
+    for cls in type(error).__mro__:
+        # By identity: another package may have a class of the same name.
+        if _CLASSES.get(cls.__name__) is cls:
+            name, text = cls.__name__, str(error)
+            break
+    if isinstance(error, ServiceError):
+        origin = ErrorOrigin(error.role, error.replica, error.address, error.method)
+    return [
+        name,
+        _printable(text[:_MAX_TEXT]),
+        *(origin.role, origin.replica, origin.address, origin.method),
+        _printable(detail),
+    ]
+
+
+def _printable(text: str) -> str:
+    """Escape lone surrogates: UTF-8 has none."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def error_from_body(body: Any, called: ErrorOrigin) -> PersiaError:
+    """Return the exception to raise for a call of the server and method in ``called``.
+
+    Its cause is a RemoteError with the server's traceback. An unreadable body gives a
+    ProtocolError, and a class that this version does not know a RemoteError.
+    """
+    if (
+        type(body) is not list
+        or len(body) != len(_KINDS)
+        or any(type(one) not in kinds for one, kinds in zip(body, _KINDS, strict=True))
+    ):
+        return ProtocolError(
+            f"{called}: unreadable error in answer to {called.method}: {body!r:.80}",
+            **called.fields(),
+        )
+    name, text, role, replica, address, method, detail = body
+    # Without a role the error is no ServiceError, or one raised by the method itself.
+    origin = ErrorOrigin(role, replica, address, method) if role else called
+    if origin.role == called.role and origin.replica in (None, called.replica):
+        # The server's own error: it does not know the address that it was called by.
+        address, method = origin.address or called.address, origin.method or called.method
+        origin = ErrorOrigin(called.role, called.replica, address, method)
+    # A closed table: a peer cannot have an arbitrary class constructed or imported.
+    cls = _CLASSES.get(name)
+    if cls is None:
+        cls, text = RemoteError, f"{name}: {text}"
+    if cls is RemoteError:
+        text = f"{called} failed in {called.method}: {text}"
+    fields = origin.fields() if issubclass(cls, ServiceError) else {}
+    error = cls(text, **fields)
+    # As a cause, so that a log shows the server's traceback above the caller's.
+    error.__cause__ = RemoteError(
+        f"raised by {called} in {called.method}; over there:\n{detail}", **called.fields()
+    )
+    return error

@@ -50,35 +50,22 @@ _OK, _REFUSED = (b"200", b"OK"), (b"400", b"unknown key")
 class Keys:
     """The keys in a directory, each read when it is needed.
 
-    Args:
-        directory: Where the files are.
+    Each method raises a ConfigError if a file is missing or holds no key.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def server_secret(self) -> bytes:
-        """Return the secret key to listen with.
-
-        Raises:
-            ConfigError: If the file is missing or holds no key.
-        """
+        """Return the secret key to listen with."""
         return _read(self._directory / f"{SERVER}{_SECRET}")
 
     def server_public(self) -> bytes:
-        """Return the public key that a server must prove to have.
-
-        Raises:
-            ConfigError: As ``server_secret``.
-        """
+        """Return the public key that a server must prove to have."""
         return _read(self._directory / f"{SERVER}{_PUBLIC}")
 
     def client_secret(self) -> bytes:
-        """Return the secret key to connect with.
-
-        Raises:
-            ConfigError: As ``server_secret``, or if the choice is ambiguous.
-        """
+        """Return the secret key to connect with; ConfigError if the choice is ambiguous."""
         paths = {path.stem: path for path in self._paths(_SECRET)}
         # A server's folder holds its secret too; it never connects with that.
         paths.pop(SERVER, None)
@@ -93,11 +80,7 @@ class Keys:
         return _read(*paths.values())
 
     def users(self) -> dict[bytes, str]:
-        """Return the names of the users that may connect, by public key.
-
-        Raises:
-            ConfigError: As ``server_secret``, or if there is no user, or two share a key.
-        """
+        """Return the names of the users that may connect, by public key; no two share one."""
         users: dict[bytes, str] = {}
         for path in self._paths(_PUBLIC):
             # The server's own key is no user's.
@@ -131,14 +114,7 @@ class CurveAuthenticator:
     """Admits peers with a known key to the listeners of one context, until that is terminated.
 
     pyzmq's own authenticator is not used: it logs its failures and goes on, where here one
-    ends the process.
-
-    Args:
-        context: One without another authenticator.
-        keys: Of the server and of its users.
-
-    Raises:
-        ConfigError: If a key cannot be read.
+    ends the process. A key that cannot be read is a ConfigError.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
@@ -181,9 +157,8 @@ class CurveAuthenticator:
         # The unused ones are the peer's IP address and routing id.
         peer, empty, version, number, domain, _, _, mechanism, *credentials = request
         user = None
-        if (version, domain, mechanism) == (_ZAP_VERSION, _ZAP_DOMAIN, _CURVE) and len(
-            credentials
-        ) == 1:
+        is_ours = (version, domain, mechanism) == (_ZAP_VERSION, _ZAP_DOMAIN, _CURVE)
+        if is_ours and len(credentials) == 1:
             user = self._users().get(credentials[0])
         code, text = _REFUSED if user is None else _OK
         name = (user or "").encode()
@@ -239,15 +214,9 @@ def _write(path: Path, key: bytes, mode: int, owner: int | None) -> None:
 def make_keys(
     directory: Path, names: Sequence[str] = (SERVER, CONTROL, DATA), owner: int | None = None
 ) -> list[Path]:
-    """Make a key pair for each name; only its owner can read a secret key.
+    """Make a key pair for each name, and the directory; only its owner can read a secret key.
 
-    Args:
-        directory: Made if it does not exist.
-        names: The users.
-        owner: The uid to give the files to; only root may.
-
-    Returns:
-        The files.
+    ``owner`` is a uid to give the files to, as only root may. Returns the files.
 
     Raises:
         ConfigError: If a file exists or cannot be written; existing files are never changed.

@@ -31,21 +31,9 @@ def within(seconds: float) -> Iterator[None]:
 class Retry:
     """The attempts of one action: yields the seconds left, with a pause before each next one.
 
-        for left_s in Retry(env.rpc_timeout_s()):
-            try:
-                return ask(timeout_s=left_s)
-            except ServiceUnavailable as exc:
-                last = exc
-        raise last
-
     The first attempt is always made. A pause doubles from ``first_s`` up to ``longest_s``; when
-    it would end after the deadline, iteration ends instead.
-
-    Args:
-        timeout_s: Seconds from now on for all attempts and pauses.
-        first_s: The first pause; 0 makes the second attempt at once and then pauses 0.1 s.
-        longest_s: Bound of a pause.
-        stop: Ends a pause, and with it the iteration, when it is set.
+    it would end after the deadline, iteration ends instead. A ``first_s`` of 0 makes the second
+    attempt at once, and then pauses 0.1 s. ``stop`` ends a pause, and with it the iteration.
     """
 
     def __init__(

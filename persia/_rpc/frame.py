@@ -31,13 +31,35 @@ import msgpack  # type: ignore[import-untyped]  # it ships none
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._rpc.dtypes import DTYPES, NAMES
 from persia.errors import ProtocolError
 
 Array = NDArray[Any]
 Part = bytes | bytearray | memoryview
 
 PROTOCOL = b"PERSIA/1"
+
+# The dtypes that cross the wire, by the names that stand for them in a header. A closed list:
+# np.dtype() on a peer's string would accept object arrays, whose bytes are pointers.
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name)
+    for name in [
+        "|b1",
+        "|i1",
+        "|u1",
+        "<i2",
+        "<i4",
+        "<i8",
+        "<u2",
+        "<u4",
+        "<u8",
+        "<f2",
+        "<f4",
+        "<f8",
+    ]
+}
+# dtype.str builds its text at each access, which takes far longer than this lookup. Only native
+# little-endian dtypes are keys: the arrays of these can be sent as they are.
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _MAX_AXES = 8  # the messages use two; numpy before version 2 ends at 32
 _MAX_EXTENT = 1 << 48
@@ -149,9 +171,7 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
     try:
         parts[1] = msgpack.packb(header)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
-        raise ProtocolError(
-            f"a message holds a value that msgpack cannot carry: {exc}"
-        ) from exc
+        raise ProtocolError(f"msgpack cannot carry a value of a message: {exc}") from exc
     num_bytes += len(PROTOCOL) + len(parts[1])
     for what, got, limit in (
         ("bytes of header", len(parts[1]), limits.header_bytes),
@@ -177,7 +197,7 @@ def _header_of(message: Message) -> dict[str, Any]:
 
 
 def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
-    """Parse a message as the transport delivered it, routing id already removed.
+    """Parse a message as it was received, routing id already removed.
 
     Returns:
         The message; its arrays view ``parts`` where those are aligned for their dtype.
@@ -187,32 +207,18 @@ def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
             connection stays usable: one bad message says nothing about the next.
     """
     if len(parts) < 2:
-        raise UnreadableFrame(
-            "parts", f"expected a protocol name and a header, got {len(parts)} part(s)"
-        )
+        raise UnreadableFrame("parts", f"expected a protocol and a header, got {len(parts)}")
     # By length first: a hostile part may have gigabytes.
     if len(parts[0]) != len(PROTOCOL) or bytes(parts[0]) != PROTOCOL:
         raise UnreadableFrame(
             "protocol", f"expected protocol {PROTOCOL!r}, got {bytes(parts[0][:16])!r}"
         )
-    if len(parts[1]) > limits.header_bytes:
-        raise UnreadableFrame(
-            "header_bytes",
-            f"expected a header of at most {limits.header_bytes} bytes, got {len(parts[1])}",
-        )
-    num_arrays = len(parts) - 2
-    num_bytes = sum(map(len, parts))
+    _check_limit("header_bytes", len(parts[1]), limits.header_bytes, 0)
     header = _read_header(parts[1])
     call_id = _integer(header, "id", _U64)
     # After the header is read, so that the error can carry the id.
-    for reason, name, got, limit in (
-        ("num_arrays", "arrays", num_arrays, limits.num_arrays),
-        ("message_bytes", "bytes", num_bytes, limits.message_bytes),
-    ):
-        if got > limit:
-            raise UnreadableFrame(
-                reason, f"a message may have {limit} {name}, this one has {got}", call_id
-            )
+    _check_limit("num_arrays", len(parts) - 2, limits.num_arrays, call_id)
+    _check_limit("message_bytes", sum(map(len, parts)), limits.message_bytes, call_id)
     try:
         arrays = _read_arrays(header["a"], parts[2:], limits)
         return _message(header, call_id, arrays)
@@ -221,14 +227,17 @@ def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
         raise
 
 
-# The keys of each kind, apart from k.
+def _check_limit(name: str, got: int, limit: int, call_id: int) -> None:
+    if got > limit:
+        raise UnreadableFrame(name, f"{name}: expected at most {limit}, got {got}", call_id)
+
+
+# The keys of each kind, apart from k; a call may leave out r.
 _KEYS = {
     "call": {"id", "m", "t", "a", "b"},
     "reply": {"id", "i", "a", "b"},
     "error": {"id", "i", "a", "b"},
 }
-# Those that may be left out.
-_OPTIONAL = {"call": {"r"}, "reply": set[str](), "error": set[str]()}
 
 
 def _refuse_extension(code: int, data: bytes) -> Any:
@@ -240,24 +249,19 @@ def _read_header(raw: Part) -> dict[str, Any]:
     try:
         header: Any = msgpack.unpackb(raw, ext_hook=_refuse_extension)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as exc:
-        raise UnreadableFrame(
-            "header", f"unreadable header of {len(raw)} bytes: {exc}"[:200]
-        ) from exc
+        raise UnreadableFrame("header", f"unreadable header: {exc}"[:200]) from exc
     kind = header.get("k") if isinstance(header, dict) else None
-    if not isinstance(kind, str) or kind not in _KEYS:
-        raise UnreadableFrame(
-            "header",
-            f"expected a header with k one of {', '.join(_KEYS)}, got {header!r:.80}",
-        )
-    if not isinstance(header, dict) or header.keys() - _OPTIONAL[kind] != _KEYS[kind] | {"k"}:
+    if not isinstance(header, dict) or not isinstance(kind, str) or kind not in _KEYS:
+        raise UnreadableFrame("header", f"expected k of {', '.join(_KEYS)}, got {header!r:.80}")
+    optional = {"k", "r"} if kind == "call" else {"k"}
+    if header.keys() - optional != _KEYS[kind]:
         # With an id the caller can be answered.
         number = header.get("id")
-        is_number = type(number) is int and 0 <= number < _U64
         raise UnreadableFrame(
             "header",
             f"a {kind} has the keys {', '.join(sorted(_KEYS[kind]))}, "
             f"got {sorted(map(str, header.keys() - {'k'}))!r:.80}",
-            number if is_number else 0,
+            number if type(number) is int and 0 <= number < _U64 else 0,
         )
     return header
 
@@ -289,16 +293,10 @@ def _message(header: dict[str, Any], call_id: int, arrays: tuple[Array, ...]) ->
 
 def _read_arrays(specs: Any, parts: Sequence[Part], limits: Limits) -> tuple[Array, ...]:
     if not isinstance(specs, list) or len(specs) != len(parts):
-        named = len(specs) if isinstance(specs, list) else repr(specs)[:40]
         raise UnreadableFrame(
-            "array_count", f"expected {named} arrays by the header, got {len(parts)}"
+            "array_count", f"expected the arrays {specs!r:.80} of the header, got {len(parts)}"
         )
-    return tuple(
-        [
-            _read_array(number, specs[number], parts[number], limits)
-            for number in range(len(parts))
-        ]
-    )
+    return tuple([_read_array(n, spec, parts[n], limits) for n, spec in enumerate(specs)])
 
 
 def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
@@ -314,9 +312,7 @@ def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
         and not [n for n in spec[1] if type(n) is not int or not 0 <= n < _MAX_EXTENT]
     ):
         raise UnreadableFrame(
-            "array_spec",
-            f"array {number}: expected [dtype, shape] with one of {', '.join(DTYPES)}, "
-            f"got {spec!r:.80}",
+            "array_spec", f"array {number}: expected [dtype, shape], got {spec!r:.80}"
         )
     dtype, shape = DTYPES[spec[0]], tuple(spec[1])
     needed = math.prod(shape) * dtype.itemsize
@@ -325,11 +321,8 @@ def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
             "array_bytes",
             f"array {number}: {list(shape)} of {spec[0]} needs {needed} bytes, got {len(part)}",
         )
-    if needed > limits.array_bytes:
-        raise UnreadableFrame(
-            "array_bytes",
-            f"array {number}: expected at most {limits.array_bytes} bytes, got {needed}",
-        )
+    if needed > limits.array_bytes:  # no call here: this runs for every array
+        _check_limit("array_bytes", needed, limits.array_bytes, 0)
     if not needed:
         return np.empty(shape, dtype)
     if dtype.kind == "b" and np.frombuffer(part, np.uint8).max() > 1:

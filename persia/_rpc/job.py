@@ -1,6 +1,6 @@
 """The end of a job, as each server process knows it.
 
-The launcher of the training script announces the script's exit status once, to every server. A
+The launcher of the training script announces its exit status once, to every server. A
 data-loader has no address to be notified at, so it polls an embedding-worker; that process must
 not exit before each polling data-loader has received the status.
 
@@ -26,24 +26,17 @@ _MAX_WATCHERS = 4096
 class JobState:
     """Implements ``messages.Job``; any thread may call it.
 
-    Args:
-        clock: Monotonic seconds.
+    ``clock`` is monotonic: a corrected wall clock must not end the wait for a watcher.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        # Monotonic: a corrected wall clock must not end the wait for a watcher.
         self._clock = clock
         self._changed = threading.Condition()  # guards all below
-        self._status: int | None = None
+        self.status: int | None = None  # the exit status of the job; None while it goes on
         self._is_configured = False
         self._is_closed = False
         # When each watcher without the status polled last, in seconds of the clock.
         self._polled_at: dict[str, float] = {}
-
-    @property
-    def status(self) -> int | None:
-        """The exit status of the job; None while it goes on."""
-        return self._status
 
     def mark_configured(self) -> None:
         """Note that a training script has configured this server."""
@@ -52,12 +45,10 @@ class JobState:
             self._is_configured = True
 
     def finish_job(self, status: int, took_part: bool) -> None:
-        """Note that the job has ended; the first status stays.
+        """Note that the job has ended with its script's exit status; the first one stays.
 
-        Args:
-            status: Exit status of the training script.
-            took_part: Whether that script has configured servers, or tried to. If not, and this
-                server is configured, the end is another job's.
+        If that script did not take part, by configuring servers or trying to, and this server
+        is configured, the end is another job's.
         """
         with self._changed:
             if self._is_configured and not took_part:
@@ -67,17 +58,17 @@ class JobState:
                     status,
                 )
                 return
-            if self._status is None:
+            if self.status is None:
                 # Logged first: the status may end this process, or lead to lines of others.
                 logger.info("the job has ended with status %d", status)
-                self._status = status
+                self.status = status
             # Also for a repeated end: a waiter may have begun after the first.
             self._changed.notify_all()
 
     def job_status(self, watcher: str) -> int | None:
         """Return the status, and note whether ``watcher`` has it now or still waits for it."""
         with self._changed:
-            if self._status is None:
+            if self.status is None:
                 if len(self._polled_at) >= _MAX_WATCHERS:
                     self._polled_at = {one: self._polled_at[one] for one in self._waiting()}
                 # A hostile peer may poll under any number of names: those beyond the bound
@@ -88,15 +79,15 @@ class JobState:
                 # The reply is sent right after; the server lingers for replies when it stops.
                 self._polled_at.pop(watcher, None)
                 self._changed.notify_all()
-            return self._status
+            return self.status
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Wait for the end; returns the status, or None if it did not come before ``close``."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._status is not None or self._is_closed, timeout_s
+                lambda: self.status is not None or self._is_closed, timeout_s
             )
-            return self._status
+            return self.status
 
     def close(self) -> None:
         """Let the threads go that wait for the end."""

@@ -1,8 +1,8 @@
 """The messages between the roles, and the Protocols that the roles implement.
 
-Every message is a frozen dataclass over numpy arrays. A role's class takes and returns these
-and knows no socket; embedded mode calls it directly. Shapes: ``n`` signs of one table, ``D``
-distinct ids of one feature, ``N`` ids of one feature, ``B`` samples.
+A role's class takes and returns messages and knows no socket; embedded mode calls it directly.
+Shapes: ``n`` signs of one table, ``D`` distinct ids of one feature, ``N`` ids of one feature,
+``B`` samples.
 """
 
 from __future__ import annotations
@@ -74,15 +74,11 @@ class LookupRequest:
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Rows f32 [n, dim] in the order asked for; zeros where nothing is stored.
-
-    ``hints`` [n] are row numbers for the update that follows, in training only; they are
-    checked against the sign before use.
-    """
+    """Rows f32 [n, dim] in the order asked for; zeros where nothing is stored."""
 
     table: int
     rows: Floats
-    hints: Numbers | None
+    hints: Numbers | None  # [n] row numbers for the update that follows, checked before use
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +88,20 @@ class LookupReply:
 
 @dataclass(frozen=True, slots=True)
 class TableGradients:
-    """Summed gradients f32 [n, dim], one per sign, with the hints of the lookup.
-
-    ``lr`` is the learning rate of this step; None is the registered optimizer's.
-    """
+    """Summed gradients f32 [n, dim], one per sign, with the hints of the lookup."""
 
     table: int
     signs: Signs
     hints: Numbers | None
     gradients: Floats
-    lr: float | None = None
+    lr: float | None = None  # of this step; None is the registered optimizer's
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
     """``update_id`` is (client, number): a server applies each at most once.
 
-    The client is one incarnation of one rank, its numbers grow with its batches. Both are
-    chosen once, by the nn-worker, and reach the servers unchanged.
+    The nn-worker chooses both: a client is one incarnation of one rank, its numbers grow.
     """
 
     update_id: tuple[int, int]
@@ -140,8 +132,7 @@ class TableEntries:
 class CutRequest:
     """Begin a snapshot of this moment. The caller holds updates back meanwhile.
 
-    ``changes`` None is of every row; a name is of the rows that changed since the last
-    committed cut of that name.
+    ``changes`` None is every row; a name is the rows changed since its last committed cut.
     """
 
     cut_id: int  # drawn by the caller: asked again, a server answers for the cut it has
@@ -168,8 +159,8 @@ class WriteRequest:
 class CutStatus:
     """How far a cut is: ``state`` is begun, writing, written or failed.
 
-    ``meta``, once it is written, is what the manifest says of its files: JSON in UTF-8, an
-    object of ``parts``, ``deleted`` and ``files``. A server of a terabyte has megabytes of it.
+    ``meta``, once written, is what the manifest says of its files: JSON in UTF-8, an object of
+    ``parts``, ``deleted`` and ``files``, maybe megabytes.
     """
 
     state: str
@@ -180,11 +171,11 @@ class CutStatus:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Load this server's share of a checkpoint, in two steps, each in the background.
+    """Load this server's share of a checkpoint; the same request again asks how far it is.
 
-    ``step`` is ``verify``, which changes nothing, ``commit``, and ``finish`` once every server
-    has committed, or ``drop``. The same request again asks how far it is. From ``commit`` to
-    ``finish`` a server refuses to train: its rows, or another's, are not all there.
+    ``step`` is ``verify``, which changes nothing, ``commit``, both in the background, and
+    ``finish`` once every server has committed, or ``drop``. From ``commit`` to ``finish`` a
+    server refuses to train: its rows, or another's, are not all there.
     """
 
     load_id: int  # drawn by the caller
@@ -288,13 +279,12 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class SlotGradient:
-    """Gradient of one slot's output: f32 or f16, [B, dim] if pooled, else [D, dim].
-
-    ``None`` says that the loss did not reach this slot: it is skipped and counted.
-    """
+    """Gradient of one slot's output: f32 or f16, [B, dim] if pooled, else [D, dim]."""
 
     name: str
-    gradient: NDArray[np.float32] | NDArray[np.float16] | None
+    gradient: (
+        NDArray[np.float32] | NDArray[np.float16] | None
+    )  # None: it has no part in the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,16 +297,13 @@ class LearningRate:
 
 @dataclass(frozen=True, slots=True)
 class BatchGradients:
-    """Gradients of one lookup. ``scale`` is what the loss was multiplied with.
-
-    Tables that ``learning_rates`` leaves out step at the registered optimizer's.
-    """
+    """Gradients of one lookup."""
 
     ref: int
     update_id: tuple[int, int]
     gradients: tuple[SlotGradient, ...]
-    scale: float = 1.0
-    learning_rates: tuple[LearningRate, ...] = ()
+    scale: float = 1.0  # what the loss was multiplied with
+    learning_rates: tuple[LearningRate, ...] = ()  # other tables: the registered optimizer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,18 +319,14 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class FeatureStats:
-    """An embedding-worker's statistics of one feature, evaluation included.
-
-    ``registers`` u8 [4096] is a sketch of its distinct ids, see ``_core.cardinality``: of
-    several workers, the greater of each two.
-    """
+    """An embedding-worker's statistics of one feature, evaluation included."""
 
     name: str
     dim: int
     num_samples: int
     num_empty: int  # samples without an id
     num_ids: int
-    registers: NDArray[np.uint8]
+    registers: NDArray[np.uint8]  # [4096], a sketch of its distinct ids
 
 
 class EmbeddingWorker(Protocol):
@@ -392,13 +375,9 @@ class RemoteRef:
 
 @dataclass(frozen=True, slots=True)
 class StreamedBatch:
-    """The part of a batch that goes to an nn-worker; its ids are at the embedding-worker.
+    """The part of a batch that goes to an nn-worker; its ids are at the embedding-worker."""
 
-    Batch ``i`` of data-loader ``l`` of ``n`` has the id ``i * n + l`` and goes to the rank
-    ``id % world_size``.
-    """
-
-    batch_id: int
+    batch_id: int  # i * n + l of batch i of data-loader l of n; its rank is id % world_size
     batch_size: int
     requires_grad: bool
     ids: RemoteRef
@@ -409,16 +388,12 @@ class StreamedBatch:
 
 @dataclass(frozen=True, slots=True)
 class StreamOpening:
-    """A data-loader begins, or meets an nn-worker that was restarted.
-
-    ``first_batch_id`` is the lowest id that this rank may still get from it: the oldest batch
-    that it holds unacknowledged, or the next it will send.
-    """
+    """A data-loader begins, or meets an nn-worker that was restarted."""
 
     loader: int
     num_loaders: int
     incarnation: int  # drawn by each DataCtx
-    first_batch_id: int
+    first_batch_id: int  # the oldest that it holds unacknowledged, or the next it will send
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The methods of each role: its Protocol in ``messages``, as tables of coders.
 
-A method's request is a list of its arguments, its reply the value it returns. The tables list
-for each method whether its calls are repeatable; other calls are sent at most once.
+A method's request is a list of its arguments, its reply the value it returns. Each method is
+listed as repeatable or not: a call that is not repeatable is sent at most once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, is_dataclass
 from typing import Any, get_type_hints
 
 from persia._rpc import messages
@@ -45,11 +45,7 @@ class Method:
     needs_control: bool = False  # of callers with keys, only the control key's may call it
 
     def write_arguments(self, values: Sequence[Any]) -> tuple[list[Any], tuple[Array, ...]]:
-        """Return body and arrays of a request.
-
-        Raises:
-            DataTypeError: If an argument is not what the Protocol declares.
-        """
+        """Return body and arrays of a request; DataTypeError if they do not fit."""
         arrays: list[Array] = []
         if len(values) != len(self.arguments):
             raise InternalError(
@@ -62,11 +58,7 @@ class Method:
         return body, tuple(arrays)
 
     def read_arguments(self, body: Any, arrays: Sequence[Array]) -> list[Any]:
-        """Return the arguments of a request.
-
-        Raises:
-            ProtocolError: If they are not what the Protocol declares.
-        """
+        """Return the arguments of a request; ProtocolError if they do not fit."""
         if type(body) is not list or len(body) != len(self.arguments):
             raise ProtocolError(
                 f"{self.name}: expected a list of {len(self.arguments)} arguments, "
@@ -82,20 +74,12 @@ class Method:
         return values
 
     def write_result(self, value: Any) -> tuple[Any, tuple[Array, ...]]:
-        """Return body and arrays of a reply.
-
-        Raises:
-            DataTypeError: If the result is not what the Protocol declares.
-        """
+        """Return body and arrays of a reply; DataTypeError if they do not fit."""
         arrays: list[Array] = []
         return self.result.write(value, f"{self.name}'s result", arrays), tuple(arrays)
 
     def read_result(self, body: Any, arrays: Sequence[Array]) -> Any:
-        """Return the value of a reply.
-
-        Raises:
-            ProtocolError: If it is not what the Protocol declares.
-        """
+        """Return the value of a reply; ProtocolError if it does not fit."""
         reader = ArrayReader(arrays)
         value = self.result.read(body, f"{self.name}'s result", reader)
         reader.check_all_taken(f"{self.name}'s result")
@@ -119,98 +103,75 @@ def _never(arguments: Sequence[Any]) -> bool:
 
 
 HELLO = Method("hello", (), coder_of(Hello), _always)
-
-
 CONFIGURE = "configure"
 
 # Methods that configure, save, load or end, as opposed to those for batches and rows. A method
 # that is missing here can be called with a data-loader's key.
 _CONTROL = frozenset(
-    {
-        CONFIGURE,
-        "register_optimizer",
-        "set_embedding",
-        "clear_embeddings",
-        "begin_cut",
-        "write_cut",
-        "cut_status",
-        "end_cut",
-        "load",
-        "finish_job",
-    }
+    f"{CONFIGURE} register_optimizer set_embedding clear_embeddings begin_cut write_cut "
+    "cut_status end_cut load finish_job".split()
 )
 
 
 def role_of(
-    name: str, protocol: type, repeatable: Mapping[str, Callable[[Sequence[Any]], bool]]
+    name: str,
+    protocol: type,
+    *,
+    always: str,
+    never: str = "",
+    depends: Mapping[str, Callable[[Sequence[Any]], bool]] | None = None,
 ) -> Role:
     """Return the table of a Protocol's methods; ``hello`` answers its properties.
 
     Args:
         name: The role.
         protocol: A class whose methods are fully annotated.
-        repeatable: For each method, whether a call with given arguments may be sent again when
-            it is unknown if the first was executed.
+        always: Names of the methods whose calls may be sent again when it is unknown if the
+            first was executed.
+        never: Names of those that must not be.
+        depends: Whether a call with given arguments may be, for the others.
 
     Raises:
-        InternalError: If ``repeatable`` names other methods than the Protocol has.
+        InternalError: If other methods are named than the Protocol has.
     """
-    methods = _methods_of(protocol, repeatable)
-    # No default: a new method needs a decision, as a wrong one corrupts rows.
-    if methods.keys() != repeatable.keys():
-        raise InternalError(
-            f"{name}: expected whether it is repeatable for each of {sorted(methods)}, "
-            f"got {sorted(repeatable)}"
-        )
-    return Role(name, {**methods, **COMMON})
-
-
-def _methods_of(
-    protocol: type, repeatable: Mapping[str, Callable[[Sequence[Any]], bool]]
-) -> dict[str, Method]:
+    repeatable = {
+        **dict.fromkeys(always.split(), _always),
+        **dict.fromkeys(never.split(), _never),
+        **(depends or {}),
+    }
     methods = {}
     # Argument names do not travel: a call is a list in the order of declaration.
     for method, function in inspect.getmembers(protocol, inspect.isfunction):
         if method.startswith("_"):
             continue
+        # No default: a new method needs a decision, as a wrong one corrupts rows.
+        is_repeatable = repeatable.pop(method, None)
+        if is_repeatable is None:
+            raise InternalError(f"{name}: {method} is not listed as repeatable or not")
         hints = get_type_hints(function)
         result = coder_of(hints.pop("return"), f"{method}.result")
         arguments = tuple(
             (f"{method}.{argument}", coder_of(hint, f"{method}.{argument}"))
             for argument, hint in hints.items()
         )
-        is_repeatable = repeatable.get(method, _never)
-        # A method that is missing from ``repeatable`` is refused by role_of; until then the
-        # safe value holds.
         methods[method] = Method(method, arguments, result, is_repeatable, method in _CONTROL)
-    return methods
+    if repeatable:
+        raise InternalError(f"{name}: has no methods {', '.join(repeatable)}")
+    return Role(name, methods | COMMON)
 
 
 # The methods of every server, whatever its role.
-COMMON: Mapping[str, Method] = {
-    HELLO.name: HELLO,
-    **_methods_of(messages.Job, {"finish_job": _always, "job_status": _always}),
-}
+COMMON: dict[str, Method] = {HELLO.name: HELLO}
+COMMON |= role_of("all", messages.Job, always="finish_job job_status").methods
 
-
-# Of the methods that a parameter server and an embedding-worker share.
-_SHARED = {
-    # The same settings again change nothing.
-    "configure": _always,
-    "register_optimizer": _always,
-    "ready_for_serving": _always,
-    # Late repetitions of these two could undo what came after the first.
-    "set_embedding": _never,
-    "clear_embeddings": _never,
-    "get_embedding_size": _always,
-    # Idempotent by the id that the caller drew for the cut or load.
-    "begin_cut": _always,
-    "write_cut": _always,
-    "cut_status": _always,
-    "end_cut": _always,
-    "load": _always,
-    "stats": _always,
-}
+# Of the methods that a parameter server and an embedding-worker share. The same settings again
+# change nothing; those of a cut or load are idempotent by the id that the caller drew for it.
+_SHARED = (
+    "configure register_optimizer ready_for_serving get_embedding_size begin_cut write_cut "
+    "cut_status end_cut load stats "
+)
+# Late repetitions of these could undo what came after the first.
+_SHARED_NEVER = "set_embedding clear_embeddings"
 
 
 @functools.cache
@@ -219,14 +180,10 @@ def parameter_server() -> Role:
     return role_of(
         "embedding-parameter-server",
         messages.ParameterServer,
-        {
-            **_SHARED,
-            # A repeated training lookup draws the same admissions, as the draw is by batch id.
-            "lookup": _always,
-            # The server deduplicates by update id.
-            "update": _always,
-            "read_embedding": _always,
-        },
+        # A repeated training lookup draws the same admissions, as the draw is by batch id; and
+        # updates are deduplicated by their id.
+        always=_SHARED + "lookup update read_embedding",
+        never=_SHARED_NEVER,
     )
 
 
@@ -236,20 +193,12 @@ def embedding_worker() -> Role:
     return role_of(
         "embedding-worker",
         messages.EmbeddingWorker,
-        {
-            **_SHARED,
-            # A batch keeps its ref as long as it is in flight.
-            "register": _always,
-            "lookup": _always,
-            # With gradients to follow, each call makes a ref that must be retired.
-            "lookup_direct": lambda arguments: not arguments[0].requires_grad,
-            # Deduplicated by update id.
-            "update": _always,
-            "release": _always,
-            "tables_at_rate": _always,
-            "server_stats": _always,
-            "feature_stats": _always,
-        },
+        # A batch keeps its ref as long as it is in flight; updates as above.
+        always=_SHARED
+        + "register lookup update release tables_at_rate server_stats feature_stats",
+        never=_SHARED_NEVER,
+        # With gradients to follow, each call makes a ref that must be retired.
+        depends={"lookup_direct": lambda arguments: not arguments[0].requires_grad},
     )
 
 
@@ -259,14 +208,8 @@ def nn_worker() -> Role:
     return role_of(
         "nn-worker",
         messages.NNWorker,
-        {
-            # Idempotent by stream and batch id.
-            "open_stream": _always,
-            "deliver": _always,
-            "relocate": _always,
-            "end_stream": _always,
-            "poll": _always,
-        },
+        # Idempotent by stream and batch id.
+        always="open_stream deliver relocate end_stream poll",
     )
 
 
@@ -275,37 +218,32 @@ def schema_text() -> str:
 
     A change of this text is a change of the protocol.
     """
-    lines = []
-    for cls in (*_message_classes(), Hello):
-        hints = inspect.get_annotations(cls)
-        names = ", ".join(f"{f.name}: {hints[f.name]}" for f in fields(cls))
-        lines.append(f"{cls.__name__}({names})")
-    for room, names_of, protocol in (
-        ("all", COMMON.keys() - {HELLO.name}, messages.Job),
-        *(
-            (role.name, role.methods.keys() - COMMON.keys(), protocol)
-            for role, protocol in (
-                (parameter_server(), messages.ParameterServer),
-                (embedding_worker(), messages.EmbeddingWorker),
-                (nn_worker(), messages.NNWorker),
-            )
-        ),
+
+    def declared(hints: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name}: {hint}" for name, hint in hints.items() if name != "return")
+
+    own = [one for one in vars(messages).values() if is_message(one)]
+    lines = [
+        f"{cls.__name__}({declared(inspect.get_annotations(cls))})" for cls in [*own, Hello]
+    ]
+    for name, protocol in (
+        ("all", messages.Job),
+        (parameter_server().name, messages.ParameterServer),
+        (embedding_worker().name, messages.EmbeddingWorker),
+        (nn_worker().name, messages.NNWorker),
     ):
-        lines.append(f"[{room}]")
-        for name in sorted(names_of):
-            function = getattr(protocol, name)
-            hints = dict(inspect.get_annotations(function))
-            result = hints.pop("return")
-            names = ", ".join(f"{key}: {hint}" for key, hint in hints.items())
-            lines.append(f"{name}({names}) -> {result}")
+        lines.append(f"[{name}]")
+        for method, function in inspect.getmembers(protocol, inspect.isfunction):
+            if not method.startswith("_"):
+                hints = inspect.get_annotations(function)
+                lines.append(f"{method}({declared(hints)}) -> {hints['return']}")
     return "\n".join(lines)
 
 
-def _message_classes() -> list[Any]:
-    return [
-        value
-        for value in vars(messages).values()
-        if isinstance(value, type)
+def is_message(value: object) -> bool:
+    """Return whether an object of ``messages`` is a class of messages."""
+    return (
+        isinstance(value, type)
+        and is_dataclass(value)
         and value.__module__ == messages.__name__
-        and hasattr(value, "__dataclass_fields__")
-    ]
+    )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack  # type: ignore[import-untyped]  # it ships none
 import numpy as np
 
-from persia._rpc.dtypes import DTYPES
+from persia._rpc.frame import DTYPES
 from persia.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -30,21 +30,16 @@ if TYPE_CHECKING:
 
 # Kind, bytes of the header, and CRC32 of all that follows; little-endian without gaps.
 _PREFIX = struct.Struct("<8sII")
-# So that each array may be viewed in place, whatever its dtype.
-_ALIGNMENT = 8
 
 
 def _padding(length: int) -> int:
-    return -length % _ALIGNMENT
+    return -length % 8  # each array may be viewed in place, whatever its dtype
 
 
 def pack(kind: bytes, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> bytes:
-    """Return the block of ``header`` and ``arrays``.
+    """Return the block of a header that msgpack can write and arrays of ``frame.DTYPES``.
 
-    Args:
-        kind: Eight bytes that name the kind of block and its version.
-        header: Values that msgpack can write.
-        arrays: Arrays of dtypes in ``dtypes.DTYPES``.
+    ``kind`` are eight bytes that name the kind of block and its version.
     """
     specs = []
     raw: list[bytes | memoryview] = []
@@ -80,7 +75,6 @@ def unpack(kind: bytes, data: bytes) -> tuple[dict[str, Any], list[NDArray[Any]]
     if got != kind:
         raise ProtocolError(f"expected bytes that begin with {kind!r}, got {got!r}")
     # Before the header is parsed: damage is reported as damage.
-    # From the prefix on: the checksum cannot cover itself.
     actual = zlib.crc32(memoryview(data)[_PREFIX.size :])
     if actual != checksum:
         raise ProtocolError(
@@ -112,9 +106,7 @@ def unpack(kind: bytes, data: bytes) -> tuple[dict[str, Any], list[NDArray[Any]]
     return header, arrays
 
 
-def _read_header(
-    raw: bytes,
-) -> tuple[dict[str, Any], list[tuple[np.dtype[Any], tuple[int, ...]]]]:
+def _read_header(raw: bytes) -> tuple[dict[str, Any], list[tuple[np.dtype[Any], Any]]]:
     try:
         content = msgpack.unpackb(raw)
         header = content["h"]

@@ -22,10 +22,10 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from persia._metrics.timings import CallTimings
-from persia._rpc import error_codec
+from persia._rpc.codec import error_to_body
 from persia._rpc.curve import CONTROL
 from persia._rpc.deadlines import caller_deadline
 from persia._rpc.frame import (
@@ -40,9 +40,12 @@ from persia._rpc.frame import (
 )
 from persia._rpc.job import JobState
 from persia._rpc.methods import COMMON, CONFIGURE, HELLO, Hello, Method, Role
-from persia._rpc.transport import Listener, Parts, Peer, Transport, Work
+from persia._rpc.transport import Parts, Peer, Work
 from persia.errors import NotAllowed, PersiaError, ProtocolError, ServiceBusy, WrongReplica
 from persia.version import __version__
+
+if TYPE_CHECKING:
+    from persia._rpc.zmq_transport import ZmqTransport
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +85,11 @@ class Server:
         transport: Makes the listener.
         address: Where to listen; the kernel chooses for port 0, see ``address``.
         role: The methods and their coders.
-        service: The object whose methods are called, by several threads at once. A server may
-            listen before there is one: ``service`` is set later.
-        replica_index: Index among the replicas of its role.
-        replica_size: Number of replicas.
-        schema_fingerprint: Of its embedding config; part of the answer to ``hello``.
-        ready: Returns what the server waits for; called while there is no service, for the
-            ServiceBusy that answers every call.
+        service: Its methods are called by several threads at once. A server may listen before
+            there is one: the attribute is set later.
+        replica_index: Index among the ``replica_size`` replicas of its role.
+        schema_fingerprint: Of its embedding config; empty without one.
+        ready: Returns what a server without a service waits for: the text of a ServiceBusy.
         job: The state of the job; one of its own if not given.
         settings: Threads and bounds.
         limits: Bounds of a message.
@@ -99,7 +100,7 @@ class Server:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ZmqTransport,
         address: str,
         role: Role,
         service: object | None,
@@ -119,15 +120,9 @@ class Server:
         self._limits = limits
         # Not from random, which a script may seed; 0 is never drawn.
         self._incarnation = secrets.randbits(63) + 1
-        self._hello = Hello(
-            role.name,
-            replica_index,
-            replica_size,
-            self._incarnation,
-            __version__,
-            schema_fingerprint,
-        )
-        self._job = JobState() if job is None else job
+        ours = (self._incarnation, __version__, schema_fingerprint)
+        self.hello = Hello(role.name, replica_index, replica_size, *ours)
+        self.job = JobState() if job is None else job
         self._lock = threading.Lock()  # guards all below
         self._is_idle = threading.Condition(self._lock)
         # Round robin: the next peer comes first, and goes behind the others when served.
@@ -142,22 +137,12 @@ class Server:
         self._counts: Counter[str] = Counter()
         self.timings = CallTimings()
         # Last: an address in use leaves nothing to clean up.
-        self._listener: Listener = transport.listen(address)
+        self._listener = transport.listen(address)
 
     @property
     def address(self) -> str:
         """Where it listens, with the true port."""
         return self._listener.address
-
-    @property
-    def hello(self) -> Hello:
-        """Its identity, as it answers ``hello``."""
-        return self._hello
-
-    @property
-    def job(self) -> JobState:
-        """The state of the job."""
-        return self._job
 
     def start(self) -> None:
         """Begin to serve."""
@@ -186,11 +171,7 @@ class Server:
         return self._listener.is_open and not self._is_stopping
 
     def stop(self, timeout_s: float = 10.0) -> Mapping[str, int]:
-        """Finish accepted calls and stop; those not finished in time are counted.
-
-        Returns:
-            As ``stats``.
-        """
+        """Finish accepted calls and stop; returns ``stats``."""
         with self._lock:
             is_first = not self._is_stopping
             self._is_stopping = True
@@ -198,21 +179,15 @@ class Server:
             self._is_idle.wait_for(lambda: not self._num_calls, timeout_s)
             if is_first and self._num_calls:
                 self._counts["unfinished"] += self._num_calls
-                logger.warning(
-                    "%s at %s: stopped with %d calls unfinished after %g s",
-                    self._role.name,
-                    self.address,
-                    self._num_calls,
-                    timeout_s,
-                )
+                where, count = f"{self._role.name} at {self.address}", self._num_calls
+                logger.warning("%s: %d calls unfinished after %g s", where, count, timeout_s)
             self._queues.clear()
-            self._is_idle.wait_for(self._have_replies_arrived, _ARRIVAL_S)
+            self._is_idle.wait_for(
+                lambda: time.monotonic() - self._replied_at > _ARRIVAL_S, _ARRIVAL_S
+            )
         # Outside the lock, which the serving threads need to finish.
         self._listener.close(_LINGER_S)
         return self.stats()
-
-    def _have_replies_arrived(self) -> bool:
-        return time.monotonic() - self._replied_at > _ARRIVAL_S
 
     # --- in the receiving thread ------------------------------------------------------------
 
@@ -247,44 +222,31 @@ class Server:
             self._count_bad(f"bad.{error.reason}", f"a bad message: {error}")
             self._fail(peer, error.call_id, error)
             return None
-        # Before anything else: a call must not reach the wrong replica's rows.
-        if message.replica not in (None, self._hello.replica_index):
-            # Addresses move between hosts: this server took the address of another replica.
-            self._count_bad("bad.replica", f"a call for replica {message.replica}")
-            here = f"{self._role.name} {self._hello.replica_index}"
-            text = f"the call is for replica {message.replica}, at its address is {here} now"
-            self._fail(peer, message.call_id, WrongReplica(text, method=message.method))
-            return None
         method = self._role.methods.get(message.method)
-        if (
-            method is not None
-            and method.needs_control
-            and isinstance(peer, Peer)
-            and peer.user != CONTROL
-        ):
-            # Only peers with keys are checked: without keys every caller has full control.
-            self._count_bad("bad.key", f"a call of {method.name} by {peer.user}")
+        # First: a call must not reach the wrong replica's rows.
+        if message.replica not in (None, self.hello.replica_index):
+            # Addresses move between hosts: this server took the address of another replica.
+            here = f"{self._role.name} {self.hello.replica_index}"
+            text = f"the call is for replica {message.replica}, at its address is {here} now"
+            self._refuse(
+                "bad.replica", peer, message, WrongReplica(text, method=message.method)
+            )
+            return None
+        if method is None:
+            text = f"{self._role.name} has no method {message.method!r}"
+            self._refuse("bad.method", peer, message, ProtocolError(text))
+            return None
+        # Only peers with keys are checked: without keys every caller has full control.
+        if method.needs_control and isinstance(peer, Peer) and peer.user != CONTROL:
             text = f"{method.name} needs the control key, the caller has {peer.user}'s"
-            self._fail(peer, message.call_id, NotAllowed(text, method=message.method))
+            self._refuse("bad.key", peer, message, NotAllowed(text, method=message.method))
             return None
         if message.method in COMMON:
             # Not queued, so that the answer comes however many methods run.
-            self._answer_common(peer, message, COMMON[message.method])
+            self._answer_common(peer, message, method)
             return None
-        if method is None:
-            self._count_bad("bad.method", f"no method {message.method!r}")
-            self._fail(
-                peer,
-                message.call_id,
-                ProtocolError(f"{self._role.name} has no method {message.method!r}"),
-            )
-            return None
-        queued = _QueuedCall(
-            peer,
-            message,
-            sum(map(len, parts)),
-            time.monotonic() + message.timeout_ms / 1000.0,
-        )
+        expires_at = time.monotonic() + message.timeout_ms / 1000.0
+        queued = _QueuedCall(peer, message, sum(map(len, parts)), expires_at)
         refusal, can_run = self._accept(queued)
         if refusal:
             self._fail(peer, message.call_id, ServiceBusy(refusal, method=message.method))
@@ -294,12 +256,11 @@ class Server:
         try:
             arguments = method.read_arguments(call.body, call.arrays)
         except ProtocolError as error:
-            self._count_bad("bad.arguments", f"a bad call: {error}")
-            self._fail(peer, call.call_id, error)
+            self._refuse("bad.arguments", peer, call, error)
             return
-        result: object = self._hello
+        result: object = self.hello
         if method is not HELLO:
-            result = getattr(self._job, method.name)(*arguments)
+            result = getattr(self.job, method.name)(*arguments)
         body, arrays = method.write_result(result)
         self._send(peer, Reply(call.call_id, self._incarnation, body, arrays))
 
@@ -325,7 +286,7 @@ class Server:
                 refusal = f"{self._num_bytes} bytes of calls are queued or running"
             if refusal:
                 self._counts["busy"] += 1
-                refusal = f"{self._role.name} {self._hello.replica_index} is busy: {refusal}"
+                refusal = f"{self._role.name} {self.hello.replica_index} is busy: {refusal}"
                 return refusal, False
             # Accepted: from here on a repetition is recognised until _finish.
             calls[queued.call.call_id] = queued.num_bytes
@@ -349,16 +310,6 @@ class Server:
             following = self._finish(queued)
         return None if following is None else functools.partial(self._work, following)
 
-    def _next(self) -> _QueuedCall | None:
-        """With the lock held: the oldest call of the peer whose turn it is."""
-        if not self._queues:
-            return None
-        peer, calls = self._queues.popitem(last=False)
-        queued = calls.popleft()
-        if calls:
-            self._queues[peer] = calls  # behind the others
-        return queued
-
     def _finish(self, queued: _QueuedCall) -> _QueuedCall | None:
         """Remove a served call; returns the next one for this thread."""
         with self._lock:
@@ -370,8 +321,14 @@ class Server:
             self._num_bytes -= queued.num_bytes
             if not self._num_calls:
                 self._is_idle.notify_all()
-            following = self._next()
-            self._num_running -= following is None
+            if not self._queues:
+                self._num_running -= 1
+                return None
+            # The oldest call of the peer whose turn it is, which then goes behind the others.
+            peer, waiting = self._queues.popitem(last=False)
+            following = waiting.popleft()
+            if waiting:
+                self._queues[peer] = waiting
             return following
 
     def _serve(self, queued: _QueuedCall) -> None:
@@ -382,6 +339,7 @@ class Server:
                 self._counts["expired"] += 1
             return
         method = self._role.methods[call.method]
+        arrived = queued.expires_at - call.timeout_ms / 1000.0  # the queue is part of its time
         with self._lock:
             self._counts["calls"] += 1
         # Never reset: the next call that this thread serves sets its own.
@@ -393,7 +351,7 @@ class Server:
             arguments = method.read_arguments(call.body, call.arrays)
             result = getattr(service, method.name)(*arguments)
             if method.name == CONFIGURE:
-                self._job.mark_configured()
+                self.job.mark_configured()
             body, arrays = method.write_result(result)
             parts = encode(Reply(call.call_id, self._incarnation, body, arrays), self._limits)
         except BaseException as error:
@@ -405,43 +363,34 @@ class Server:
                     "%s at %s: %s failed", self._role.name, self.address, method.name
                 )
             self._fail(queued.peer, call.call_id, error)
-            self._time(queued, time.monotonic(), 0, failed=True)
+            took_s = time.monotonic() - arrived
+            self.timings.add(method.name, took_s, queued.num_bytes, 0, failed=True)
             return
         now = time.monotonic()
         with self._lock:
             self._counts["replies"] += 1
             self._replied_at = now
-        self._time(queued, now, sum(map(len, parts)))
+        num_bytes = sum(map(len, parts))
+        self.timings.add(method.name, now - arrived, queued.num_bytes, num_bytes, failed=False)
         self._listener.send(queued.peer, parts)
 
-    def _time(
-        self, queued: _QueuedCall, now: float, sent: int, *, failed: bool = False
-    ) -> None:
-        # Includes the time in the queue.
-        arrived = queued.expires_at - queued.call.timeout_ms / 1000.0
-        self.timings.add(
-            queued.call.method, now - arrived, queued.num_bytes, sent, failed=failed
-        )
+    def _refuse(self, name: str, peer: bytes, call: Call, error: PersiaError) -> None:
+        self._count_bad(name, str(error))
+        self._fail(peer, call.call_id, error)
 
     def _fail(self, peer: bytes, call_id: int, error: BaseException) -> None:
-        self._send(peer, Failure(call_id, self._incarnation, error_codec.to_body(error)))
+        self._send(peer, Failure(call_id, self._incarnation, error_to_body(error)))
 
     def _send(self, peer: bytes, message: Reply | Failure) -> None:
         self._listener.send(peer, encode(message, self._limits))
 
 
 def serve(
-    transport: Transport, address: str, role: Role, service: Any, **options: Any
+    transport: ZmqTransport, address: str, role: Role, service: Any, **options: Any
 ) -> Server:
-    """Start a server for an object that knows its replica index.
+    """Start a ``Server`` for an object.
 
-    Args:
-        transport: As for ``Server``.
-        address: As for ``Server``.
-        role: As for ``Server``.
-        service: Its ``replica_index``, ``replica_size`` and ``schema_fingerprint`` are used if
-            it has them.
-        options: Further arguments of ``Server``.
+    Its ``replica_index``, ``replica_size`` and ``schema_fingerprint`` are used if it has them.
     """
     names = ("replica_index", "replica_size", "schema_fingerprint")
     known = {name: getattr(service, name) for name in names if hasattr(service, name)}

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from persia._rpc import messages
 from persia._rpc.client import Client, PendingCall
 from persia._rpc.messages import EmbeddingWorker, IDFeatures, NNWorker, ParameterServer
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
-from persia._rpc.transport import Transport
+
+if TYPE_CHECKING:
+    from persia._rpc.zmq_transport import ZmqTransport
 
 Self = TypeVar("Self", bound="Remote")
 
@@ -35,7 +37,7 @@ class Remote:
                 setattr(cls, name, _forwarder(name, function))
 
     def __init__(self, client: Client, hello: Hello) -> None:
-        self._client = client
+        self.client = client
         self._hello = hello
 
     @classmethod
@@ -44,21 +46,8 @@ class Remote:
         return cls(client, hello)
 
     @classmethod
-    def connect(
-        cls: type[Self],
-        transport: Transport,
-        address: str,
-        *,
-        hello_timeout_s: float | None = None,
-        **options: Any,
-    ) -> Self:
-        """Connect and ask the server for its identity.
-
-        Args:
-            transport: Makes the connection.
-            address: Where the server listens.
-            hello_timeout_s: Seconds to wait for the server.
-            options: Further arguments of ``Client``.
+    def connect(cls: type[Self], transport: ZmqTransport, address: str, **options: Any) -> Self:
+        """Connect and ask the server for its identity; ``options`` are a ``Client``'s.
 
         Raises:
             ConfigError: If another role or replica answers.
@@ -67,19 +56,14 @@ class Remote:
         client = Client(transport, address, cls._role(), **options)
         try:
             # Also fixes the replica index that later calls carry.
-            return cls(client, client.hello(hello_timeout_s))
+            return cls(client, client.hello())
         except BaseException:
             client.close()
             raise
 
     def close(self) -> None:
         """End the connection."""
-        self._client.close()
-
-    @property
-    def client(self) -> Client:
-        """The client that makes the calls."""
-        return self._client
+        self.client.close()
 
     @property
     def replica_index(self) -> int:
@@ -94,7 +78,7 @@ class Remote:
     @property
     def incarnation(self) -> int | None:
         """The process that answered last."""
-        return self._client.incarnation
+        return self.client.incarnation
 
     @property
     def schema_fingerprint(self) -> str:
@@ -103,11 +87,11 @@ class Remote:
 
     def begin(self, method: str, *arguments: Any) -> PendingCall:
         """Begin a call, so that calls of other servers are in flight at the same time."""
-        return self._client.begin(method, *arguments)
+        return self.client.begin(method, *arguments)
 
     def finish_job(self, status: int, took_part: bool = True) -> None:
-        """Announce the end of the job with this exit status."""
-        self._client.call("finish_job", status, took_part)
+        """Announce the end of the job with an exit status."""
+        self.client.call("finish_job", status, took_part)
 
     def job_status(self, watcher: str, timeout_s: float | None = None) -> int | None:
         """Return the exit status of the job; None while it goes on.
@@ -116,13 +100,13 @@ class Remote:
             watcher: Name of the caller; the server stays until each watcher has the status.
             timeout_s: Seconds, if other than the client's.
         """
-        status: int | None = self._client.call("job_status", watcher, timeout_s=timeout_s)
+        status: int | None = self.client.call("job_status", watcher, timeout_s=timeout_s)
         return status
 
 
 def _forwarder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Remote, *arguments: Any) -> Any:
-        return self._client.call(name, *arguments)
+        return self.client.call(name, *arguments)
 
     # Not functools.wraps: __wrapped__ would let inspect take this for the Protocol's function.
     forward.__name__, forward.__doc__ = name, function.__doc__
@@ -143,7 +127,7 @@ class RemoteEmbeddingWorker(Remote, EmbeddingWorker):
 
     def register(self, features: IDFeatures, timeout_s: float | None = None) -> int:
         """Take the ids of a batch and return its ref, within seconds if they are given."""
-        ref: int = self._client.call("register", features, timeout_s=timeout_s)
+        ref: int = self.client.call("register", features, timeout_s=timeout_s)
         return ref
 
 

@@ -1,13 +1,8 @@
-"""The seam between calls and sockets.
+"""What calls and sockets have in common; it needs no ZeroMQ.
 
-A transport moves lists of parts. It knows neither methods nor deadlines: the server and the
-client above it are the same over ZeroMQ and in one process, and one suite tests both.
-
-    Channel   client end of one address; connects and reconnects by itself.
-    Listener  server end of one address. A peer is one connection of one channel; after a
-              reconnect it is another peer.
-
-The contract, tested for each transport:
+A transport moves lists of parts and knows neither methods nor deadlines. A ``ZmqChannel`` is
+the client end of one address, and connects and reconnects by itself; a ``ZmqListener`` is the
+server end. A peer is one connection of one channel; after a reconnect it is another peer.
 
     T1  A message arrives whole or not at all, at most once.
     T2  Arrays that arrive belong to the receiver. The sender must not change arrays that it
@@ -24,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Optional, Protocol
+from typing import Optional
 
 from persia._rpc.frame import Part
 
@@ -40,7 +35,7 @@ class Peer(bytes):
     user: str
 
     def __new__(cls, name: bytes | memoryview, user: str) -> Peer:
-        """Attach a user name to a routing id."""
+        """Attach the user to the routing id."""
         peer = super().__new__(cls, name)
         peer.user = user
         return peer
@@ -112,77 +107,3 @@ class Outgoing:
                 # A queue may hold this object until there is a connection, but not the arrays.
                 self.parts = ()
             return self._state == "cancelled"
-
-
-class Channel(Protocol):
-    """Client end of one address. ``send`` and ``close`` may be called by any thread."""
-
-    @property
-    def address(self) -> str:
-        """The address it connects to."""
-
-    def start(self, on_message: Callable[[Parts], None], on_lost: Callable[[], None]) -> None:
-        """Begin to connect; both functions must return soon and must not raise."""
-
-    def send(self, outgoing: Outgoing) -> None:
-        """Send as soon as there is a connection with room."""
-
-    def wait(self, waiter: Waiter, seconds: float) -> None:
-        """Wait until it is over or at most that long, and receive meanwhile; may end early."""
-
-    def close(self) -> None:
-        """End the connection; unsent messages are dropped."""
-
-
-class Listener(Protocol):
-    """Server end of one address. ``send`` and ``close`` may be called by any thread."""
-
-    @property
-    def address(self) -> str:
-        """The address it is bound to, with the true port."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it receives."""
-
-    def start(
-        self,
-        on_message: Callable[[bytes, Parts], Work | None],
-        on_dropped: Callable[[str], None],
-    ) -> None:
-        """Begin to receive.
-
-        Args:
-            on_message: Takes the peer (a ``Peer`` if it has a key) and the parts; must return
-                soon and must not raise. It returns any long work, which then runs in a thread
-                of the listener's while another thread receives.
-            on_dropped: Takes the reason why a message, in or out, was dropped; called by any
-                thread, must not send.
-        """
-
-    def send(self, peer: bytes, parts: Parts) -> None:
-        """Send to a peer; dropped if the peer is gone or does not read."""
-
-    def close(self, linger_s: float) -> None:
-        """Stop listening; queued messages get that many seconds to leave."""
-
-
-class Transport(Protocol):
-    """Makes channels and listeners."""
-
-    def listen(self, address: str) -> Listener:
-        """Bind to an address.
-
-        Raises:
-            ConfigError: If the address cannot be read or is in use.
-        """
-
-    def connect(self, address: str) -> Channel:
-        """Prepare a channel to an address, where a listener may appear later.
-
-        Raises:
-            ConfigError: If the address cannot be read.
-        """
-
-    def close(self) -> None:
-        """Release shared resources; the ends are closed already."""

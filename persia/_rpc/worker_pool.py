@@ -15,32 +15,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from persia import env
-from persia._rpc.client import Client
 from persia._rpc.deadlines import Retry
 from persia._rpc.messages import (
     BatchGradients,
-    CutInfo,
-    CutRequest,
-    CutStatus,
+    EmbeddingWorker,
     FeatureStats,
     HyperParameters,
     IDFeatures,
-    LoadRequest,
-    LoadStatus,
     LookupResult,
     OptimizerSettings,
     RemoteRef,
     TableEntries,
     UpdateReport,
-    WriteRequest,
 )
 from persia._rpc.stubs import RemoteEmbeddingWorker
-from persia._rpc.transport import Transport
 from persia.errors import (
     ConfigError,
     ServiceBusy,
@@ -50,7 +43,12 @@ from persia.errors import (
     UnknownRef,
 )
 
+if TYPE_CHECKING:
+    from persia._rpc.zmq_transport import ZmqTransport
+
 logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _ROLE = "embedding-worker"
 _REF_BITS = 64
@@ -71,7 +69,7 @@ def handle_of(ids: RemoteRef) -> int:
 
 
 class WorkerPool:
-    """The order in which embedding-workers are tried; any thread may call it."""
+    """The order in which embedding-workers are tried, for any thread."""
 
     def __init__(self) -> None:
         self._pool_lock = threading.Lock()  # guards the next
@@ -100,8 +98,17 @@ class WorkerPool:
         return sorted(in_turn, key=self.is_avoided) if self._avoided else in_turn
 
 
+def _of_any(declared: F) -> F:
+    """Return the method that asks any worker for what a method of the Protocol declares."""
+
+    def call(self: EmbeddingWorkers, *arguments: Any) -> Any:
+        return self._call_any(0, declared.__name__, *arguments)[1]
+
+    return cast("F", call)
+
+
 class EmbeddingWorkers(WorkerPool):
-    """Implements ``messages.EmbeddingWorker`` over all embedding-workers of a job.
+    """Implements ``EmbeddingWorker`` over all embedding-workers of a job.
 
     Args:
         transport: Closed with this.
@@ -111,7 +118,7 @@ class EmbeddingWorkers(WorkerPool):
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ZmqTransport,
         connect: Callable[[Callable[[int], None]], Sequence[RemoteEmbeddingWorker]],
     ) -> None:
         super().__init__()
@@ -123,16 +130,9 @@ class EmbeddingWorkers(WorkerPool):
         self._transport = transport
         # Last: a restart may be reported while the workers are being connected.
         self._workers = tuple(connect(self._configure_again))
-
-    @property
-    def schema_fingerprint(self) -> str:
-        """Fingerprint of the workers' embedding config: groups, tables and dims of signs."""
-        return self._workers[0].schema_fingerprint
-
-    @property
-    def clients(self) -> tuple[Client, ...]:
-        """The clients that make the calls, by replica index."""
-        return tuple(worker.client for worker in self._workers)
+        self.clients = tuple(worker.client for worker in self._workers)  # by replica index
+        # Of the workers' embedding config: groups, tables and dims of signs.
+        self.schema_fingerprint = self._workers[0].schema_fingerprint
 
     def close(self) -> None:
         """End the connections."""
@@ -155,7 +155,6 @@ class EmbeddingWorkers(WorkerPool):
 
     def _owner(self, handle: int) -> tuple[int, int]:
         """Return the replica and the ref of a handle."""
-        # A handle is replica and ref in one integer, as callers keep one number per batch.
         replica, ref = handle >> _REF_BITS, handle & ((1 << _REF_BITS) - 1)
         # A data-loader chose the replica from its own list of addresses.
         if replica >= len(self._workers):
@@ -170,9 +169,8 @@ class EmbeddingWorkers(WorkerPool):
 
     def _call(self, replica: int, timeout_s: float, method: str, *arguments: Any) -> Any:
         """Call one worker, and note whether it answers."""
-        client = self._workers[replica].client
         try:
-            answer = client.call(method, *arguments, timeout_s=timeout_s)
+            answer = self.clients[replica].call(method, *arguments, timeout_s=timeout_s)
         except (ServiceUnavailable, ServiceTimeout):
             # ServiceBusy is an answer: a busy worker is not avoided.
             self.avoid(replica)
@@ -181,15 +179,11 @@ class EmbeddingWorkers(WorkerPool):
         return answer
 
     def _call_any(self, first: int, method: str, *arguments: Any) -> tuple[int, Any]:
-        """Call one worker, or the next ones if it does not answer, until the deadline.
-
-        Returns:
-            The replica that answered, and its answer.
-        """
+        """Call one worker, or the next if it does not answer; returns which did, and what."""
         # No other worker to try: one call with all of the time, instead of probes.
         if len(self._workers) == 1:
-            client = self._workers[0].client
-            return 0, client.call(method, *arguments, timeout_s=env.rpc_timeout_s())
+            timeout_s = env.rpc_timeout_s()
+            return 0, self.clients[0].call(method, *arguments, timeout_s=timeout_s)
         retry = Retry(
             env.rpc_timeout_s(), first_s=_PAUSE_S, longest_s=_PAUSE_S, stop=self._closed
         )
@@ -211,15 +205,14 @@ class EmbeddingWorkers(WorkerPool):
         raise failure or ServiceUnavailable("the connections were closed", role=_ROLE)
 
     def _call_owner(self, replica: int, method: str, *arguments: Any) -> Any:
-        """Call the worker that has a batch, which can be registered elsewhere if it is gone.
+        """Call the worker that has a batch.
 
-        Raises:
-            ServiceUnavailable: If there is no connection to it; soon, if there are others.
+        With others, where the batch can be registered again, the error comes soon if there is
+        no connection to it.
         """
         if len(self._workers) > 1:
-            try_s = _PROBE_S if self.is_avoided(replica) else _TRY_S
             try:
-                return self._call(replica, try_s, method, *arguments)
+                return self._call(replica, self._try_s(replica), method, *arguments)
             except (ServiceTimeout, ServiceUnavailable, ServiceBusy) as error:
                 # The worker itself is unreachable, so its batches are gone. With another
                 # role it answered, and a server behind it did not.
@@ -229,6 +222,9 @@ class EmbeddingWorkers(WorkerPool):
                 # too; or it restarted and searches for the servers: it then answers UnknownRef.
                 logger.warning("%s; it has the batch, so it is waited for", error)
         return self._call(replica, env.rpc_timeout_s(), method, *arguments)
+
+    def _try_s(self, replica: int) -> float:
+        return _PROBE_S if self.is_avoided(replica) else _TRY_S
 
     # --- batches ----------------------------------------------------------------------------
 
@@ -241,7 +237,6 @@ class EmbeddingWorkers(WorkerPool):
         """Return the outputs of a registered batch."""
         replica, own_ref = self._owner(ref)
         result: LookupResult = self._call_owner(replica, "lookup", own_ref, is_training)
-        # The worker knows its own ref only; the caller continues with the handle.
         return result if result.ref is None else replace(result, ref=ref)
 
     def lookup_direct(self, features: IDFeatures) -> LookupResult:
@@ -276,8 +271,7 @@ class EmbeddingWorkers(WorkerPool):
         """Retire a ref for which no gradient will come; it goes with a worker that dies."""
         replica, own_ref = self._owner(ref)
         try:
-            try_s = _PROBE_S if self.is_avoided(replica) else _TRY_S
-            self._call(replica, try_s, "release", own_ref)
+            self._call(replica, self._try_s(replica), "release", own_ref)
         except (ServiceUnavailable, ServiceTimeout, ServiceBusy) as error:
             logger.warning("a batch was not released: %s", error)
             with self._lock:
@@ -297,9 +291,6 @@ class EmbeddingWorkers(WorkerPool):
         """Wait for a worker that waits for parameter servers, and log for which.
 
         A worker that waits in vain exits, so its reason has to be read before that.
-
-        Raises:
-            ServiceUnavailable: If servers are missing at the deadline.
         """
         timeout_s = env.rpc_timeout_s()
         origin = worker.client.origin("configure")
@@ -328,11 +319,6 @@ class EmbeddingWorkers(WorkerPool):
         for worker in self._workers:
             worker.register_optimizer(settings)
 
-    def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
-        """Return the tables that a learning rate of a group, or of all groups, is for."""
-        tables: tuple[int, ...] = self._call_any(0, "tables_at_rate", group)[1]
-        return tables
-
     def ready_for_serving(self) -> bool:
         """Return whether every worker finds every server ready."""
         return all(worker.ready_for_serving() for worker in self._workers)
@@ -341,17 +327,6 @@ class EmbeddingWorkers(WorkerPool):
         """Write rows, each to the server that owns its sign."""
         # Not by another worker if this fails: the write is not repeatable.
         self._workers[0].set_embedding(tables)
-
-    def get_embedding_size(self) -> list[int]:
-        """Return the number of rows of each server."""
-        # Every worker knows every server, so one answer is complete.
-        sizes: list[int] = self._call_any(0, "get_embedding_size")[1]
-        return sizes
-
-    def server_stats(self) -> list[Mapping[str, int]]:
-        """Return the counts of each server."""
-        stats: list[Mapping[str, int]] = self._call_any(0, "server_stats")[1]
-        return stats
 
     def feature_stats(self) -> tuple[FeatureStats, ...]:
         """Return the statistics of each feature over all workers."""
@@ -368,38 +343,20 @@ class EmbeddingWorkers(WorkerPool):
         # As set_embedding.
         self._workers[0].clear_embeddings()
 
-    # --- checkpoints: any worker passes these on to all servers, and each is idempotent -------
-
-    def begin_cut(self, request: CutRequest) -> tuple[CutInfo, ...]:
-        """Begin a cut on every server at once."""
-        infos: tuple[CutInfo, ...] = self._call_any(0, "begin_cut", request)[1]
-        return infos
-
-    def write_cut(self, request: WriteRequest) -> None:
-        """Have every server write its parts, in the background."""
-        self._call_any(0, "write_cut", request)
-
-    def cut_status(self, cut_id: int) -> tuple[CutStatus, ...]:
-        """Return the progress of a cut on each server."""
-        statuses: tuple[CutStatus, ...] = self._call_any(0, "cut_status", cut_id)[1]
-        return statuses
-
-    def end_cut(self, cut_id: int, committed: bool) -> None:
-        """End a cut on every server."""
-        self._call_any(0, "end_cut", cut_id, committed)
-
-    def load(self, request: LoadRequest) -> tuple[LoadStatus, ...]:
-        """Begin a step of a load on every server, or return its progress on each."""
-        statuses: tuple[LoadStatus, ...] = self._call_any(0, "load", request)[1]
-        return statuses
+    # Every worker knows every server, so any answer is complete; each call is idempotent.
+    tables_at_rate = _of_any(EmbeddingWorker.tables_at_rate)
+    get_embedding_size = _of_any(EmbeddingWorker.get_embedding_size)
+    server_stats = _of_any(EmbeddingWorker.server_stats)
+    begin_cut = _of_any(EmbeddingWorker.begin_cut)
+    write_cut = _of_any(EmbeddingWorker.write_cut)
+    cut_status = _of_any(EmbeddingWorker.cut_status)
+    end_cut = _of_any(EmbeddingWorker.end_cut)
+    load = _of_any(EmbeddingWorker.load)
 
     def stats(self) -> Mapping[str, int]:
         """Return the sum of all workers' counts, and the counts of this object.
 
-        ``unanswered`` is the number of workers that did not answer.
-
-        Raises:
-            ServiceError: If none of them answers.
+        ``unanswered`` is the number of workers that did not answer; not all of them may.
         """
         with self._lock:
             total = Counter(self._counts)
@@ -418,12 +375,11 @@ class EmbeddingWorkers(WorkerPool):
 
 
 def _merge(one: FeatureStats, other: FeatureStats) -> FeatureStats:
-    return FeatureStats(
-        one.name,
-        one.dim,
-        one.num_samples + other.num_samples,
-        one.num_empty + other.num_empty,
-        one.num_ids + other.num_ids,
+    return replace(
+        one,
+        num_samples=one.num_samples + other.num_samples,
+        num_empty=one.num_empty + other.num_empty,
+        num_ids=one.num_ids + other.num_ids,
         # Sketches of distinct ids merge by the greater of each two registers.
-        np.maximum(one.registers, other.registers),
+        registers=np.maximum(one.registers, other.registers),
     )

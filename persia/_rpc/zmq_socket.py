@@ -4,9 +4,8 @@ Any thread sends on the socket itself, under a lock. Each end has threads that r
 
     any thread --lock, zmq--> libzmq's thread ... --> thread of the other end --callback-->
 
-A listener serves a message in the thread that received it, while another thread goes on to
-receive: waking a thread takes longer than many a call. The kernel wakes the waiting thread that
-waited last, so a single client's calls are all served by one thread.
+A listener serves a message in the thread that received it, while another goes on to receive:
+waking a thread takes longer than many a call.
 
 A channel's answers are received by one of the callers that wait for them, for the same reason;
 it passes the others theirs. The channel's own thread receives while no caller waits:
@@ -16,7 +15,8 @@ it passes the others theirs. The channel's own thread receives while no caller w
 A free turn is taken by the next caller, or by the own thread once no caller has come for a
 while: messages in the socket then belong to callers that are busy elsewhere.
 
-Messages are queued here only while there is no connection or no room.
+Messages are queued here only while there is no connection or no room. What a message means is
+in ``transport``, T1 to T4.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from typing import Any, Generic, TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from persia._rpc import multipart
+from persia._rpc import zmq_calls
 from persia._rpc.frame import Limits, Part
-from persia._rpc.receive_turn import ReceiveTurn
 from persia._rpc.transport import Outgoing, Parts, Peer, Waiter, Work
+from persia._rpc.zmq_calls import ReceiveTurn
 from persia.errors import InternalError
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ _COPIED_BYTES = 1 << 16
 # As plain integers: arithmetic on zmq's enumerations takes longer than a send.
 _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
-# What multipart.send raises. Not every exception: one raised by a signal handler reaches the
+# What zmq_calls.send raises. Not every exception: one raised by a signal handler reaches the
 # main thread before or after the call, never within, and then leaves the socket intact.
 _SEND_ERRORS = (zmq.ZMQError, MemoryError, BufferError, TypeError)
 # Errors of this module, as opposed to an exception of a signal handler, which in the main
@@ -79,6 +79,9 @@ _REFUSALS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+_NO_KEY = "does not know this process's key"
+_NO_HANDSHAKE = "the handshake failed: it has another server key, or only one side has keys"
 
 _closings = itertools.count()
 
@@ -111,10 +114,10 @@ class ZmqSocket(Generic[T]):
         self._wake_in, self._wake_out = sockets.socketpair()
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
-        self._monitor: zmq.Socket[Any] | None = None
+        self._monitor: Any = None  # a socket from ``start`` on
+        self._poller: Any = None  # an epoll object from then on
         self._is_cut = False  # the monitor reported a lost connection, not yet handled
         self._monitor_messages: list[tuple[list[Part], str]] = []  # received, not yet handled
-        self._poller: select.epoll | None = None
         self._thread: threading.Thread | None = None  # the first one
         self._threads: list[threading.Thread] = []
         self._num_free = 0
@@ -132,14 +135,11 @@ class ZmqSocket(Generic[T]):
         return self._thread is not None and not self._is_closing
 
     def _start(self) -> None:
-        if self._thread is not None:
-            raise InternalError(f"{self._name}: started twice")
         with self._lock:
             self._poller = select.epoll()
             self._poller.register(self._wake_in, _EDGE)
             self._poller.register(self._socket.FD, _EDGE)
-            if self._monitor is not None:
-                self._poller.register(self._monitor.FD, _EDGE)
+            self._poller.register(self._monitor.FD, _EDGE)
             self._thread = self._start_thread(self._name)
 
     def _post(self, item: T) -> None:
@@ -154,8 +154,8 @@ class ZmqSocket(Generic[T]):
             if threading.get_ident() not in self._serving:
                 self._wake_if_ready()
 
-    def _close(self, linger_s: float) -> None:
-        """Stop the threads and close the socket; idempotent."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Stop, idempotently; queued messages get ``linger_s`` seconds to leave."""
         with self._lock:
             is_first = not self._is_closing
             self._is_closing = True
@@ -234,11 +234,10 @@ class ZmqSocket(Generic[T]):
     def _ready_events(self) -> int:
         """Return whether it can receive, or send while something is queued, as zmq's flags."""
         # Reading ZMQ_EVENTS also resets the edge of ZMQ_FD.
-        events = multipart.events(self._socket)
+        events = zmq_calls.events(self._socket)
         return events & (_IN | _OUT if self._queue else _IN)
 
     def _wake_if_ready(self) -> None:
-        """Wake a waiting thread if the socket is ready for it."""
         if self._is_waiting and self._ready_events():
             self._wake()
 
@@ -261,11 +260,10 @@ class ZmqSocket(Generic[T]):
 
     def _check_monitor(self) -> None:
         """Handle what the monitor reports."""
-        if self._monitor is None:
-            raise InternalError(f"{self._name}: monitored before start")
+        monitor = self._monitor
         with self._lock:
-            while multipart.receive(
-                self._monitor, _EVENT_PARTS, _EVENT_BYTES, self._monitor_messages
+            while zmq_calls.receive(
+                monitor, _EVENT_PARTS, _EVENT_BYTES, self._monitor_messages
             ):
                 pass
             # Cleared only after all are handled: if a signal handler's exception intervenes,
@@ -283,6 +281,9 @@ class ZmqSocket(Generic[T]):
     def _run(self) -> None:
         try:
             self._loop()
+            with self._lock:
+                if not self._is_released:
+                    self._flush()
         except BaseException as error:
             self._failure = error
             raise  # to threading.excepthook, which ends a server's process
@@ -302,25 +303,17 @@ class ZmqSocket(Generic[T]):
         while not self._is_closing:
             if not self._step():
                 self._wait_ready(_POLL_S)
-        self._flush_last()
-
-    def _flush_last(self) -> None:
-        with self._lock:
-            if not self._is_released:
-                self._flush()
 
     def _wait_ready(self, seconds: float) -> None:
         """Wait until there may be something to do."""
-        if self._poller is None:
-            raise InternalError(f"{self._name}: polled before start")
         ready = [number for number, _ in self._poller.poll(seconds, _MAX_EVENTS)]
         # Buffers returned while all threads waited; without this they are kept until the next
         # message.
-        multipart.release()
+        zmq_calls.release()
         if self._wake_in.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 self._wake_in.recv(64)
-        if (self._monitor is not None and self._monitor.FD in ready) or self._is_cut:
+        if self._monitor.FD in ready or self._is_cut:
             self._check_monitor()
 
     def _step(self) -> bool:
@@ -339,7 +332,7 @@ class ZmqSocket(Generic[T]):
                 return True  # close() found no waiting thread, so it wrote no wake byte
             # Routing id, protocol name and header come beside the arrays.
             limits = self._limits
-            message = multipart.receive(
+            message = zmq_calls.receive(
                 self._socket, limits.num_arrays + 3, limits.message_bytes, received
             )
             has_more = message is not None
@@ -384,15 +377,24 @@ class ZmqListener(ZmqSocket[tuple[bytes, Parts]]):
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, limits: Limits) -> None:
         super().__init__("persia-listen", socket, address, limits)
-        self._on_message: Callable[[bytes, Parts], Work | None] | None = None
-        self._on_dropped: Callable[[str], None] | None = None
+        # Both are set by ``start``.
+        self._on_message: Callable[[bytes, Parts], Work | None]
+        self._on_dropped: Callable[[str], None]
 
     def start(
         self,
         on_message: Callable[[bytes, Parts], Work | None],
         on_dropped: Callable[[str], None],
     ) -> None:
-        """Begin to receive."""
+        """Begin to receive.
+
+        Args:
+            on_message: Takes the peer (a ``Peer`` if it has a key) and the parts; must return
+                soon and must not raise. It returns any long work, which then runs in a thread
+                of this end's while another thread receives.
+            on_dropped: Takes the reason why a message, in or out, was dropped; called by any
+                thread, must not send.
+        """
         self._on_message, self._on_dropped = on_message, on_dropped
         self._monitor = self._socket.get_monitor_socket(_REFUSALS)
         self._check_monitor()
@@ -402,17 +404,11 @@ class ZmqListener(ZmqSocket[tuple[bytes, Parts]]):
         """Send to a peer; dropped if the peer is gone or does not read."""
         self._post((peer, parts))
 
-    def close(self, linger_s: float) -> None:
-        """Stop listening; queued messages get that many seconds to leave."""
-        self._close(linger_s)
-
     def _deliver(self, parts: list[Part], reason: str) -> Work | None:
-        if self._on_message is None:
-            raise InternalError(f"{self._address}: receives before start")
         if reason:
-            self._drop(reason)
+            self._on_dropped(reason)
             return None
-        user = multipart.user_of(parts[0])
+        user = zmq_calls.user_of(parts[0])
         peer, rest = bytes(parts[0]), parts[1:]
         if user is not None:
             peer = Peer(peer, user)
@@ -420,7 +416,7 @@ class ZmqListener(ZmqSocket[tuple[bytes, Parts]]):
         return self._on_message(peer, rest)
 
     def _on_event(self, event: int) -> None:
-        self._drop("stranger")
+        self._on_dropped("stranger")
 
     def _send(self, item: tuple[bytes, Parts]) -> bool:
         peer, parts = item
@@ -429,20 +425,16 @@ class ZmqListener(ZmqSocket[tuple[bytes, Parts]]):
         try:
             # libzmq notices only now and then that a peer is gone or has made room; reading
             # ZMQ_EVENTS makes it look. A message to a peer it takes for gone is lost silently.
-            multipart.events(self._socket)
-            if not multipart.send(self._socket, message, _COPIED_BYTES):
-                multipart.events(self._socket)
-                if not multipart.send(self._socket, message, _COPIED_BYTES):
-                    self._drop("peer_slow")
+            zmq_calls.events(self._socket)
+            if not zmq_calls.send(self._socket, message, _COPIED_BYTES):
+                zmq_calls.events(self._socket)
+                if not zmq_calls.send(self._socket, message, _COPIED_BYTES):
+                    self._on_dropped("peer_slow")
         except zmq.ZMQError as exc:
             if exc.errno != zmq.EHOSTUNREACH:
                 raise
-            self._drop("peer_gone")
+            self._on_dropped("peer_gone")
         return True
-
-    def _drop(self, reason: str) -> None:
-        if self._on_dropped is not None:
-            self._on_dropped(reason)
 
     def _close_socket(self) -> None:
         """Return when the address is free, which happens in a thread of libzmq's.
@@ -468,8 +460,8 @@ class ZmqChannel(ZmqSocket[Outgoing]):
         self._has_logged_refusal = False
         self._reconnect_at = math.inf  # monotonic seconds
         self._is_retrying = False  # libzmq connects again, after the connection was cut
-        self._on_message: Callable[[Parts], None] | None = None
-        self._on_lost: Callable[[], None] | None = None
+        self._on_message: Callable[[Parts], None]  # set by ``start``, as the next
+        self._on_lost: Callable[[], None]
         self._received: list[tuple[list[Part], str]] = []  # only the turn's holder uses it
         self._turn = ReceiveTurn()
         self._closing = threading.Event()  # set when the end closes
@@ -478,7 +470,7 @@ class ZmqChannel(ZmqSocket[Outgoing]):
         self._receive_error: Exception | None = None  # met by a caller
 
     def start(self, on_message: Callable[[Parts], None], on_lost: Callable[[], None]) -> None:
-        """Begin to connect."""
+        """Begin to connect; both functions must return soon and must not raise."""
         self._on_message, self._on_lost = on_message, on_lost
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED
@@ -510,10 +502,6 @@ class ZmqChannel(ZmqSocket[Outgoing]):
             self._turn.leave(waiter)
         if self._is_closing and not waiter.is_over():
             waiter.sleep(deadline - time.monotonic())
-
-    def close(self) -> None:
-        """End the connection; unsent messages are dropped."""
-        self._close(0.0)
 
     # --- with the turn ----------------------------------------------------------------------
 
@@ -557,15 +545,12 @@ class ZmqChannel(ZmqSocket[Outgoing]):
                 time.sleep(_YIELD_S)
         if self._receive_error is not None:
             raise self._receive_error
-        self._flush_last()
 
     def _wait_ready(self, seconds: float) -> None:
         super()._wait_ready(seconds)
-        if time.monotonic() >= self._reconnect_at:
-            self._reconnect()
-
-    def _reconnect(self) -> None:
-        """Connect again where libzmq has given up, as after a refused handshake."""
+        if time.monotonic() < self._reconnect_at:
+            return
+        # libzmq has given up, as after a refused handshake.
         with self._lock:
             self._reconnect_at = math.inf
             if not self._is_closing:
@@ -593,12 +578,9 @@ class ZmqChannel(ZmqSocket[Outgoing]):
         # Claimed as if all had left: a caller that may send again then meets the cause.
         for outgoing in self._queue:
             outgoing.claim()
-        if self._on_lost is not None:
-            self._on_lost()
+        self._on_lost()
 
     def _deliver(self, parts: list[Part], reason: str) -> None:
-        if self._on_message is None:
-            raise InternalError(f"{self._address}: receives before start")
         if reason:
             logger.warning(
                 "%s: dropped an answer that exceeds the limit of %s", self._address, reason
@@ -613,19 +595,24 @@ class ZmqChannel(ZmqSocket[Outgoing]):
         # Until libzmq removes the broken connection from the socket, a message would go into
         # it and be lost silently. It is removed once libzmq retries, or no room is reported.
         with self._lock:
-            is_removed = self._is_retrying or not multipart.events(self._socket) & _OUT
+            is_removed = self._is_retrying or not zmq_calls.events(self._socket) & _OUT
         if is_removed:
             self._is_cut = False
             # Answers that came before the break are valid.
             while not self._is_closing and self._step():
                 pass
-            if self._on_lost is not None:
-                self._on_lost()
+            self._on_lost()
 
     def _on_event(self, event: int) -> None:
         if event & _REFUSALS:
-            self._log_refusal(event)
             self._reconnect_at = time.monotonic() + _RECONNECT_S
+            # Once per channel: libzmq retries the handshake for ever.
+            if not self._has_logged_refusal:
+                self._has_logged_refusal = True
+                has_no_key = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                logger.warning(
+                    "%s: %s", self._address, _NO_KEY if has_no_key else _NO_HANDSHAKE
+                )
             return
         if event != zmq.EVENT_DISCONNECTED:
             self._reconnect_at = math.inf
@@ -633,25 +620,11 @@ class ZmqChannel(ZmqSocket[Outgoing]):
             self._is_retrying = event != zmq.EVENT_DISCONNECTED
             self._is_cut = self._is_cut or not self._is_retrying
 
-    def _log_refusal(self, event: int) -> None:
-        """Log once why there is no connection."""
-        if self._has_logged_refusal:
-            return
-        # Once per channel: libzmq retries the handshake for ever.
-        self._has_logged_refusal = True
-        logger.warning(
-            "%s: %s",
-            self._address,
-            "does not know this process's key"
-            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            else "the handshake failed: it has another server key, or only one side has keys",
-        )
-
     def _send(self, outgoing: Outgoing) -> bool:
         # Cancelled while it was queued; taken off the queue as if sent.
         if not outgoing.claim():
             return True
-        if multipart.send(self._socket, outgoing.parts, _COPIED_BYTES):
+        if zmq_calls.send(self._socket, outgoing.parts, _COPIED_BYTES):
             return True
         # No part has left: the message stays in the queue.
         outgoing.unclaim()

@@ -1,8 +1,7 @@
 """The transport over ZeroMQ: DEALER to ROUTER, by ``ipc://`` or ``tcp://``.
 
 libzmq drops what a broken connection still held, so nothing is sent twice without the client
-knowing. Its own threads answer heartbeats: a server that computes is not taken for dead, and
-one that is stopped or cut off is noticed.
+knowing.
 
 libzmq bounds the bytes of each part and delivers a message only once it is whole. Its
 high-water mark counts whole messages, and an unfinished one has no bound: a hostile peer can
@@ -24,7 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from persia import env
-from persia._rpc import multipart
+from persia._rpc import zmq_calls
 from persia._rpc.curve import CurveAuthenticator, Keys
 from persia._rpc.frame import LIMITS, Limits
 from persia._rpc.zmq_socket import ZmqChannel, ZmqListener
@@ -67,18 +66,15 @@ def normalized(address: str) -> str:
         path = address[len(_IPC) :]
         if not 0 < len(path.encode()) <= _MAX_IPC_PATH:
             raise ConfigError(
-                f"address {address!r}: expected a path of 1..{_MAX_IPC_PATH} bytes, "
-                f"got {len(path.encode())}"
+                f"address {address!r}: expected a path of 1..{_MAX_IPC_PATH} bytes"
             )
         return address
     scheme, separator, rest = address.rpartition("://")
-    host, colon, port = rest.rpartition(":")
+    host, _, port = rest.rpartition(":")
     is_port = port.isascii() and port.isdigit() and int(port) < 1 << 16
-    if (separator and scheme != "tcp") or not host or not colon or not is_port:
-        raise ConfigError(
-            f"expected an address as tcp://<host>:<port>, <host>:<port> or ipc://<path>, "
-            f"got {address!r}"
-        )
+    if (separator and scheme != "tcp") or not host or not is_port:
+        forms = "tcp://<host>:<port>, <host>:<port> or ipc://<path>"
+        raise ConfigError(f"expected an address as {forms}, got {address!r}")
     return f"tcp://{rest}"
 
 
@@ -87,7 +83,6 @@ class ZmqTransport:
 
     Args:
         limits: Bounds of a message.
-        num_io_threads: libzmq's own; one moves about a gigabyte per second.
         silence_s: A peer that is silent for that many seconds is taken for gone.
         keys: The directory of this process's keys; that of ``PERSIA_KEYS`` if not given. With
             neither, nothing is encrypted and peers need no key.
@@ -96,14 +91,14 @@ class ZmqTransport:
     def __init__(
         self,
         limits: Limits = LIMITS,
-        num_io_threads: int = 1,
         silence_s: float = _SILENCE_S,
         keys: Path | None = None,
     ) -> None:
         np.empty(_MMAP_THRESHOLD_BYTES, np.uint8)
         self._limits = limits
         self._silence_ms = int(silence_s * 1000)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_io_threads)
+        # One thread of libzmq's, the default, moves about a gigabyte per second.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         directory = env.keys_directory() if keys is None else keys
         self._keys = None if directory is None else Keys(directory)
         self._lock = threading.Lock()  # guards the next
@@ -116,19 +111,20 @@ class ZmqTransport:
         """Bind to an address; port 0 or ``*`` is one that the kernel chooses.
 
         Raises:
-            ConfigError: If the address cannot be read or is in use, or a key is missing; or if
-                other machines could reach it without keys, and
-                ``PERSIA_LISTEN_WITHOUT_KEYS`` is not set.
+            ConfigError: If it cannot be read or is in use, or a key is missing; or if other
+                machines could reach it without keys, and nothing allows that.
         """
         wanted = normalized(address)
         if wanted.startswith(_IPC):
             _check_is_free(wanted)
         if self._keys is None and not is_local(wanted):
             _check_is_open_on_purpose(wanted)
-        authenticator = self._start_authenticator()
+        with self._lock:
+            if self._authenticator is None and self._keys is not None:
+                self._authenticator = CurveAuthenticator(self._context, self._keys)
         socket = self._socket(zmq.ROUTER, wanted)
-        if authenticator is not None:
-            authenticator.protect(socket)
+        if self._authenticator is not None:
+            self._authenticator.protect(socket)
         # Without this a reply to a peer that is gone is dropped silently, uncounted.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -172,12 +168,6 @@ class ZmqTransport:
         self._ends.add(channel)
         return channel
 
-    def _start_authenticator(self) -> CurveAuthenticator | None:
-        with self._lock:
-            if self._authenticator is None and self._keys is not None:
-                self._authenticator = CurveAuthenticator(self._context, self._keys)
-            return self._authenticator
-
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         # The default waits for ever at close; a listener sets its own time when it closes.
@@ -200,15 +190,12 @@ class ZmqTransport:
     def close(self) -> None:
         """Close the open ends, and end libzmq's threads once nothing lingers."""
         for end in list(self._ends):
-            if isinstance(end, ZmqListener):
-                end.close(0.0)
-            else:
-                end.close()
+            end.close(0.0)
         # Returns when all sockets are closed and nothing lingers; wakes the authenticator.
         self._context.term()
         if self._authenticator is not None:
             self._authenticator.close()
-        multipart.release()  # arrays that the sockets returned as they closed
+        zmq_calls.release()  # arrays that the sockets returned as they closed
 
 
 def is_local(address: str) -> bool:

@@ -73,7 +73,7 @@ class Echo(Protocol):
     def cpu_seconds(self) -> float: ...
 
 
-ECHO = role_of("echo", Echo, dict.fromkeys(("echo", "cpu_seconds"), lambda arguments: True))
+ECHO = role_of("echo", Echo, always="echo cpu_seconds")
 
 
 class EchoService:

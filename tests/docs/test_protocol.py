@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.dtypes import DTYPES
-from persia._rpc.frame import PROTOCOL, Call, Failure, Limits, Reply, decode, encode
+from persia._rpc.frame import DTYPES, PROTOCOL, Call, Failure, Limits, Reply, decode, encode
 from persia._rpc.messages import (
     CutStatus,
     IDFeatures,

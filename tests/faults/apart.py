@@ -21,17 +21,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-
-import numpy as np
 
 from persia import env
 from persia.data import DataLoader, StreamingDataset
-from tests.faults.batches import SLOTS, occurrences
-from tests.faults.job import make_ctx, trained
+from tests.faults.batches import SLOTS
+from tests.faults.job import LOADER, assert_each_once, make_ctx, step
 from tests.support.processes import Cluster
 
-LOADER = Path(__file__).parent / "scripts" / "loader.py"
 COUNT, CUT_AT = 400, 100
 FAR = "embedding-parameter-server-1"
 PORT = 8888
@@ -51,11 +47,7 @@ class Cable:
         self.here, self.there = (f"169.254.{1 + number % 250}.{first + n}" for n in (1, 2))
 
     def lay(self) -> None:
-        """Make all of it.
-
-        Raises:
-            CalledProcessError: If that is not allowed here.
-        """
+        """Make all of it; CalledProcessError if that is not allowed here."""
         far, between, near = self.far, self._between, self._near
         for line in (
             f"netns add {far}",
@@ -128,11 +120,7 @@ def start(cluster: Cluster, wire: Cable) -> None:
 
 
 def part(seconds: float) -> dict[str, float]:
-    """Cut the network for so long in the middle of training; returns what happened.
-
-    Raises:
-        AssertionError: If a batch was not trained, or not once.
-    """
+    """Cut the network for so long in the middle of training; returns what happened."""
     with ExitStack() as stack:
         wire = stack.enter_context(cable())
         cluster = stack.enter_context(Cluster(SLOTS, transport="tcp", num_servers=2))
@@ -154,17 +142,12 @@ def part(seconds: float) -> dict[str, float]:
             if len(seen) == CUT_AT:
                 wire.cut()
                 healer.start()
-            loss, _ = ctx.forward(batch)
-            ctx.backward(loss)
-            seen.append(int(batch.meta or b"-1"))
+            seen.append(step(ctx, batch))
             if len(seen) > CUT_AT:
                 while_cut += not mended
                 if mended and not back_s:
                     back_s = time.monotonic() - mended[0]
-        assert sorted(seen) == list(range(COUNT))
-        got = trained(ctx)
-        for name, expected in occurrences(COUNT).items():
-            np.testing.assert_array_equal(got[name], expected)
+        assert_each_once(ctx, seen, COUNT)
         stats = ctx.stats()
         assert stats["batches"] == COUNT, stats
         lost = {name: stats.get(name, 0) for name in ("failed", "abandoned", "missing")}

@@ -6,19 +6,24 @@ every value of its row by 1, whatever the order: a batch that is lost or applied
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 
 from persia.ctx import TrainCtx
+from persia.data import DataLoader, StreamingDataset
 from persia.embedding import Constant, EmbeddingConfig
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
 from persia.embedding.optim import SGD
-from tests.faults.batches import NUM_IDS, SLOTS
+from tests.faults.batches import NUM_IDS, SLOTS, occurrences
+
+LOADER = Path(__file__).parent / "scripts" / "loader.py"
 
 
 class Sum(torch.nn.Module):
-    """The sum of the embeddings."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bias = torch.nn.Parameter(torch.zeros(1))
@@ -26,12 +31,10 @@ class Sum(torch.nn.Module):
     def forward(
         self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Return one number."""
         return torch.stack(embeddings).sum() + 0 * self.bias.sum()
 
 
 def make_ctx() -> TrainCtx:
-    """Return the trainer's context."""
     model = Sum()
     return TrainCtx(
         model=model,
@@ -58,3 +61,46 @@ def trained(ctx: TrainCtx) -> dict[str, np.ndarray]:
         assert (values == values[:, :1]).all()
         counts[name] = values[:, 0]
     return counts
+
+
+def step(ctx: TrainCtx, batch: Any) -> int:
+    """Train a batch; returns its number."""
+    loss, _ = ctx.forward(batch)
+    ctx.backward(loss)
+    return int(batch.meta or b"-1")
+
+
+def train(
+    ctx: TrainCtx,
+    at: int = -1,
+    disturb: Callable[[], None] = lambda: None,
+    *,
+    in_order: bool = False,
+    timeout_ms: int = 60_000,
+) -> list[int]:
+    """Train to the end, disturbed before batch ``at``; returns the numbers of the batches."""
+    loader = DataLoader(
+        StreamingDataset(6),
+        reproducible=in_order,
+        embedding_staleness=3,
+        timeout_ms=timeout_ms,
+    )
+    seen = []
+    for place, batch in enumerate(loader):
+        if place == at:
+            disturb()
+        seen.append(step(ctx, batch))
+    return seen
+
+
+def assert_each_once(ctx: TrainCtx, seen: list[int], count: int) -> None:
+    """Check that the first ``count`` batches were trained, and once."""
+    assert sorted(seen) == list(range(count))
+    assert_trained(ctx, occurrences(count))
+    assert ctx.stats()["failed"] == 0
+
+
+def assert_trained(ctx: TrainCtx, expected: dict[str, np.ndarray]) -> None:
+    got = trained(ctx)
+    for name, counts in expected.items():
+        np.testing.assert_array_equal(got[name], counts)

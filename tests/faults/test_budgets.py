@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from persia import env
 from persia.data import DataLoader, StreamingDataset
 from tests.faults.batches import NUM_IDS, SLOTS
-from tests.faults.job import make_ctx, trained
+from tests.faults.job import assert_trained, make_ctx, step
 from tests.support.processes import Cluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -48,6 +50,7 @@ def expected() -> dict[str, np.ndarray]:
     return total
 
 
+@contextmanager
 def started(num_ranks: int) -> Iterator[Cluster]:
     settings = SETTINGS if num_ranks == 1 else {}
     with Cluster(SLOTS, settings, num_ranks=num_ranks) as cluster:
@@ -59,43 +62,22 @@ def started(num_ranks: int) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    yield from started(1)
-
-
-@pytest.fixture
-def cluster_of_two() -> Iterator[Cluster]:
-    yield from started(2)
+@pytest.mark.slow
+def test_w65_least_budgets_a_stalled_loader_and_a_large_batch() -> None:
+    with started(1) as cluster, env.changed(**cluster.variables), make_ctx() as ctx:
+        assert [step(ctx, batch) for batch in least_loader()] == list(range(COUNT))
+        assert_trained(ctx, expected())
 
 
 @pytest.mark.slow
-def test_w65_least_budgets_a_stalled_loader_and_a_large_batch(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in cluster.variables.items():
-        monkeypatch.setenv(name, value)
-    with make_ctx() as ctx:
-        seen = []
-        for batch in least_loader():
-            loss, _ = ctx.forward(batch)
-            ctx.backward(loss)
-            seen.append(int(batch.meta or b"-1"))
-        assert seen == list(range(COUNT))
-        got = trained(ctx)
-    for name, counts in expected().items():
-        np.testing.assert_array_equal(got[name], counts)
-
-
-@pytest.mark.slow
-def test_w65_least_budgets_on_two_ranks(cluster_of_two: Cluster) -> None:
-    cluster = cluster_of_two
-    output = cluster.place / "found.json"
-    script = (str(SCRIPTS / "train.py"), str(output))
-    cluster.start("nn-worker", "nn-worker", "--nproc-per-node", "2", *script)
-    statuses = cluster.wait()
-    assert set(statuses.values()) == {0}, statuses
-    found = json.loads(output.read_text())
+def test_w65_least_budgets_on_two_ranks() -> None:
+    with started(2) as cluster:
+        output = cluster.place / "found.json"
+        script = (str(SCRIPTS / "train.py"), str(output))
+        cluster.start("nn-worker", "nn-worker", "--nproc-per-node", "2", *script)
+        statuses = cluster.wait()
+        assert set(statuses.values()) == {0}, statuses
+        found = json.loads(output.read_text())
     for name, counts in expected().items():
         np.testing.assert_array_equal(found["counts"][name], counts)
     assert found["stats"]["batches"] == COUNT // 2

@@ -12,21 +12,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ServiceError, ServiceTimeout
 from tests.faults.batches import SLOTS, occurrences
-from tests.faults.job import make_ctx, trained
+from tests.faults.job import LOADER, assert_each_once, make_ctx, train, trained
 from tests.support.processes import Cluster
 from tests.support.waiting import until
 
-LOADER = Path(__file__).parent / "scripts" / "loader.py"
 COUNT = 120
 
 
@@ -39,40 +35,26 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield made
 
 
-def train(
-    ctx: TrainCtx,
-    at: int = -1,
-    disturb: Callable[[], None] = lambda: None,
-    *,
-    in_order: bool = False,
-    timeout_ms: int = 60_000,
-) -> list[int]:
-    """Train to the end, disturbed before batch ``at``; returns the numbers of the batches."""
-    loader = DataLoader(
-        StreamingDataset(6),
-        reproducible=in_order,
-        embedding_staleness=3,
-        timeout_ms=timeout_ms,
-    )
-    seen = []
-    for place, batch in enumerate(loader):
-        if place == at:
-            disturb()
-        loss, _ = ctx.forward(batch)
-        ctx.backward(loss)
-        seen.append(int(batch.meta or b"-1"))
-    return seen
+EITHER_ORDER = pytest.mark.parametrize(
+    "in_order", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 
 
-def assert_each_once(ctx: TrainCtx, seen: list[int]) -> None:
-    assert sorted(seen) == list(range(COUNT))
-    expected, got = occurrences(COUNT), trained(ctx)
-    for name in expected:
-        np.testing.assert_array_equal(got[name], expected[name])
-    assert ctx.stats()["failed"] == 0
+def restart(cluster: Cluster, role: str) -> Callable[[], None]:
+    """What kills the last process of a role and starts it again."""
+
+    def disturb() -> None:
+        if role == "data-loader":
+            cluster.kill("data-loader-0")
+            cluster.start_loaders(LOADER, 1, str(COUNT))
+            return
+        cluster.kill(f"{role}-1")
+        (cluster.start_worker if role == "embedding-worker" else cluster.start_server)(1)
+
+    return disturb
 
 
-@pytest.mark.parametrize("in_order", [pytest.param(False, marks=pytest.mark.slow), True])
+@EITHER_ORDER
 @pytest.mark.parametrize("loaders", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_w13_without_faults_each_batch_is_trained_once(
     cluster: Cluster, in_order: bool, loaders: int
@@ -82,33 +64,18 @@ def test_w13_without_faults_each_batch_is_trained_once(
         seen = train(ctx, in_order=in_order)
         if in_order:
             assert seen == list(range(COUNT))
-        assert_each_once(ctx, seen)
+        assert_each_once(ctx, seen, COUNT)
 
 
-@pytest.mark.parametrize("in_order", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_w10_a_data_loader_is_killed_and_started_anew(cluster: Cluster, in_order: bool) -> None:
-    def disturb() -> None:
-        cluster.kill("data-loader-0")
-        cluster.start_loaders(LOADER, 1, str(COUNT))
-
-    cluster.start_loaders(LOADER, 1, str(COUNT))
-    with make_ctx() as ctx:
-        seen = train(ctx, 20, disturb, in_order=in_order)
-        assert_each_once(ctx, seen)
-
-
-@pytest.mark.parametrize("in_order", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_w10_an_embedding_worker_is_killed_and_started_anew(
-    cluster: Cluster, in_order: bool
+@EITHER_ORDER
+@pytest.mark.parametrize("role", ["data-loader", "embedding-worker"])
+def test_w10_a_process_is_killed_and_started_again(
+    cluster: Cluster, in_order: bool, role: str
 ) -> None:
-    def disturb() -> None:
-        cluster.kill("embedding-worker-1")
-        cluster.start_worker(1)
-
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with make_ctx() as ctx:
-        seen = train(ctx, 20, disturb, in_order=in_order)
-        assert_each_once(ctx, seen)
+        seen = train(ctx, 20, restart(cluster, role), in_order=in_order)
+        assert_each_once(ctx, seen, COUNT)
 
 
 @pytest.mark.slow
@@ -136,7 +103,7 @@ def test_w10_a_data_loader_that_has_ended_is_killed_together_with_embedding_work
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with make_ctx() as ctx:
         seen = train(ctx, COUNT - 4, disturb, in_order=in_order)
-        assert_each_once(ctx, seen)
+        assert_each_once(ctx, seen, COUNT)
     # Its launcher would wait for the end of the job.
     until(lambda: "}\n" in cluster.log("data-loader-0"))
     (books,) = re.findall(r"^{.*}$", cluster.log("data-loader-0"), re.MULTILINE)
@@ -149,13 +116,9 @@ def test_w10_a_data_loader_that_has_ended_is_killed_together_with_embedding_work
 
 @pytest.mark.slow
 def test_w17_w30_a_server_is_killed_and_started_anew(cluster: Cluster) -> None:
-    def disturb() -> None:
-        cluster.kill("embedding-parameter-server-1")
-        cluster.start_server(1)
-
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with make_ctx() as ctx:
-        seen = train(ctx, 20, disturb)
+        seen = train(ctx, 20, restart(cluster, "embedding-parameter-server"))
         assert sorted(seen) == list(range(COUNT))
         expected, got = occurrences(COUNT), trained(ctx)
         for name in expected:  # what it held is lost, the rest is exact
@@ -169,28 +132,31 @@ def test_w17_w30_a_server_is_killed_and_started_anew(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_data_loader_that_stays_away_is_named(cluster: Cluster) -> None:
-    def disturb() -> None:
-        cluster.kill("data-loader-0")
-
-    cluster.start_loaders(LOADER, 1, str(COUNT))
-    with make_ctx() as ctx, pytest.raises(ServiceTimeout, match="data-loader 0 of 1"):
-        train(ctx, 20, disturb, timeout_ms=5000)
-
-
-@pytest.mark.slow
-def test_an_embedding_worker_that_stays_away_is_named(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("names", "error", "match", "timeout_ms", "rpc_s"),
+    [
+        ("data-loader-0", ServiceTimeout, "data-loader 0 of 1", 5000, "300"),
+        ("embedding-worker-0 embedding-worker-1", ServiceError, "-worker [01]", 60_000, "6"),
+    ],
+)
+def test_a_process_that_stays_away_is_named(
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    names: str,
+    error: type[ServiceError],
+    match: str,
+    timeout_ms: int,
+    rpc_s: str,
 ) -> None:
-    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "6")
-
     def disturb() -> None:
-        for number in range(2):
-            cluster.kill(f"embedding-worker-{number}")
+        # Not before: processes that start beside others may take longer.
+        monkeypatch.setenv("PERSIA_RPC_TIMEOUT", rpc_s)
+        for name in names.split():
+            cluster.kill(name)
 
     cluster.start_loaders(LOADER, 1, str(COUNT))
-    with pytest.raises(ServiceError, match=r"embedding-worker [01]"), make_ctx() as ctx:
-        train(ctx, 20, disturb, timeout_ms=60_000)
+    with pytest.raises(error, match=match), make_ctx() as ctx:
+        train(ctx, 20, disturb, timeout_ms=timeout_ms)
 
 
 @pytest.mark.slow
@@ -206,7 +172,7 @@ def test_a_process_stands_still_for_half_a_minute(cluster: Cluster, role: str) -
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with make_ctx() as ctx:
         seen = train(ctx, 20, disturb)
-        assert_each_once(ctx, seen)
+        assert_each_once(ctx, seen, COUNT)
     goes_on.join()
 
 

@@ -17,8 +17,7 @@ from persia._rpc.messages import TableSigns
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from tests.e2e.support import PATIENCE_S, Job, configured_worker, short_directory, transport
 from tests.faults.batches import SLOTS
-from tests.faults.job import make_ctx
-from tests.faults.test_faults import COUNT, LOADER, assert_each_once, train
+from tests.faults.job import LOADER, assert_each_once, make_ctx, train
 from tests.meta.sources import ROOT
 from tests.recovery.soak import soak
 from tests.support.processes import Cluster
@@ -26,6 +25,7 @@ from tests.support.services import features, gradient
 from tests.support.tmpfs import tmpfs_directory
 
 SERVER = "embedding-parameter-server"
+COUNT = 120
 LIMIT = "embedding_parameter_server_config: {memory_limit: 16MiB}"
 
 
@@ -39,11 +39,8 @@ def directory() -> Iterator[Path]:
 def job(directory: Path) -> Iterator[Job]:
     with short_directory() as sockets:
         made = Job(sockets)
-        config = made.script("global.yml", LIMIT)
-        made.environment |= {
-            "PERSIA_STATE_DIRECTORY": str(directory),
-            "PERSIA_GLOBAL_CONFIG": config,
-        }
+        made.environment["PERSIA_STATE_DIRECTORY"] = str(directory)
+        made.environment["PERSIA_GLOBAL_CONFIG"] = made.script("global.yml", LIMIT)
         yield made
         made.close()
 
@@ -74,12 +71,6 @@ def test_updates_are_applied_once_whenever_a_server_is_killed() -> None:
     assert "every row is as often stepped as it was acknowledged" in soak(10, 3)
 
 
-def kill(job: Job, number: int) -> None:
-    server = job.processes[number]
-    server.signal(signal.SIGKILL)
-    server.wait()
-
-
 def test_w17_a_killed_server_has_its_rows_again_and_training_goes_on(
     job: Job, worker: RemoteEmbeddingWorker, directory: Path
 ) -> None:
@@ -88,7 +79,8 @@ def test_w17_a_killed_server_has_its_rows_again_and_training_goes_on(
     assert worker.update(gradient(result, (1, 1))).num_missing == 0
     before = values(job)
     result = worker.lookup(worker.register(batch), True)
-    kill(job, 0)
+    job.processes[0].signal(signal.SIGKILL)
+    job.processes[0].wait()
     job.start_server(SERVER)
     assert values(job) == before
     # Looked up before, updated afterwards: no row is missing.
@@ -125,7 +117,7 @@ def test_w17_w30_killed_servers_have_their_rows_again(
 
         cluster.start_loaders(LOADER, 1, str(COUNT))
         with make_ctx() as ctx:
-            assert_each_once(ctx, train(ctx, 20, disturb))
+            assert_each_once(ctx, train(ctx, 20, disturb), COUNT)
         log = cluster.log("embedding-worker-0") + cluster.log("embedding-worker-1")
     assert "rows again; training goes on" in log
     assert "ARE LOST" not in log
@@ -134,8 +126,13 @@ def test_w17_w30_killed_servers_have_their_rows_again(
 # --- a store that ends anywhere -------------------------------------------------------------
 
 
-def crash(directory: Path, stride: int) -> int:
-    """End processes at every ``stride``-th point; returns how many."""
+@pytest.mark.parametrize(
+    ("stride", "least"), [(61, 20), pytest.param(1, 1000, marks=pytest.mark.slow)]
+)
+def test_requests_cut_short_and_repeated_give_the_same_rows(
+    directory: Path, stride: int, least: int
+) -> None:
+    """Processes end at every ``stride``-th point."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.recovery.crash_points", str(directory), str(stride)],
         env=env.of_child(OPENBLAS_NUM_THREADS=1, PYTHONPATH=ROOT),
@@ -145,13 +142,4 @@ def crash(directory: Path, stride: int) -> int:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[0])
-
-
-def test_requests_cut_short_and_repeated_give_the_same_rows(directory: Path) -> None:
-    assert crash(directory, 61) > 20
-
-
-@pytest.mark.slow
-def test_requests_cut_short_anywhere_and_repeated_give_the_same_rows(directory: Path) -> None:
-    assert crash(directory, 1) > 1000
+    assert int(done.stdout.split()[0]) > least

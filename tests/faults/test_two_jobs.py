@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from persia import env
@@ -15,12 +13,11 @@ from persia._cluster.job import announce_job_end
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
-from tests.faults.batches import SLOTS, occurrences
-from tests.faults.job import make_ctx, trained
+from tests.faults.batches import SLOTS
+from tests.faults.job import LOADER, assert_each_once, make_ctx, step
 from tests.support.processes import Cluster
 from tests.support.waiting import PATIENCE_S
 
-LOADER = Path(__file__).parent / "scripts" / "loader.py"
 FEWER, MORE = 30, 60
 
 
@@ -29,19 +26,6 @@ def enter(stack: ExitStack, cluster: Cluster) -> tuple[TrainCtx, Iterator[Any]]:
     with env.changed(**cluster.variables):
         ctx = stack.enter_context(make_ctx())
         return ctx, iter(DataLoader(StreamingDataset(4), timeout_ms=60_000))
-
-
-def step(ctx: TrainCtx, batch: Any) -> int:
-    loss, _ = ctx.forward(batch)
-    ctx.backward(loss)
-    return int(batch.meta)
-
-
-def check(ctx: TrainCtx, seen: list[int], count: int) -> None:
-    assert sorted(seen) == list(range(count))
-    got = trained(ctx)
-    for name, expected in occurrences(count).items():
-        np.testing.assert_array_equal(got[name], expected)
 
 
 @pytest.mark.slow
@@ -60,13 +44,13 @@ def test_w52_w65_two_jobs_on_one_machine_do_not_disturb_each_other() -> None:
             for batch in of_one:
                 seen_one.append(step(one, batch))
                 seen_two.append(step(two, next(of_two)))
-            check(one, seen_one, FEWER)
+            assert_each_once(one, seen_one, FEWER)
         with env.changed(**short.variables), closing(ZmqTransport()) as transport:
             assert announce_job_end(transport, 0, 10.0) == []
         assert set(short.wait().values()) == {0}
         assert all(process.poll() is None for process in long.processes.values())
         seen_two += [step(two, batch) for batch in of_two]
-        check(two, seen_two, MORE)
+        assert_each_once(two, seen_two, MORE)
 
 
 @pytest.mark.slow
@@ -86,4 +70,4 @@ def test_a_script_at_another_jobs_addresses_ends_nothing_of_that_job() -> None:
         for server in ("embedding-parameter-server-0", "embedding-worker-0"):
             assert "a job that never configured this server" in cluster.log(server)
         seen += [step(ctx, batch) for batch in batches]
-        check(ctx, seen, FEWER)
+        assert_each_once(ctx, seen, FEWER)

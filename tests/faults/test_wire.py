@@ -8,20 +8,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from persia import env
-from persia.ctx import TrainCtx
-from persia.data import DataLoader, StreamingDataset
-from tests.faults.batches import SLOTS, occurrences
-from tests.faults.job import make_ctx, trained
+from tests.faults.batches import SLOTS
+from tests.faults.job import LOADER, assert_each_once, make_ctx, train
 from tests.rpc.proxies import MessageProxy, TcpProxy
 from tests.support.processes import Cluster
 
-LOADER = Path(__file__).parent / "scripts" / "loader.py"
 COUNT = 120
 LISTS = {
     "embedding-parameter-server": env.PARAMETER_SERVERS_VARIABLE,
@@ -37,10 +32,7 @@ def behind_proxies(
 ) -> Iterator[list[Proxy]]:
     """Start a job of which every process sees the others through a proxy.
 
-    Args:
-        transport: Of the servers.
-        make: Takes where a proxy may listen, and the address of a server.
-        monkeypatch: Makes this process the trainer.
+    ``make`` takes where a proxy may listen, and the address of a server.
     """
     with ExitStack() as stack:
         cluster = stack.enter_context(
@@ -61,10 +53,8 @@ def behind_proxies(
         for role in ("embedding-parameter-server", "embedding-worker"):
             cluster.variables = own | behind | {LISTS[role]: own[LISTS[role]]}
             for number in range(2):
-                if role == "embedding-worker":
-                    cluster.start_worker(number)
-                else:
-                    cluster.start_server(number)
+                is_worker = role == "embedding-worker"
+                (cluster.start_worker if is_worker else cluster.start_server)(number)
         cluster.variables = own | behind
         cluster.start_loaders(LOADER, 2, str(COUNT))
         for name, value in (own | behind).items():
@@ -73,19 +63,6 @@ def behind_proxies(
         yield proxies
         # Now: without the proxies the end could not be announced to the servers.
         cluster.stop()
-
-
-def train(ctx: TrainCtx) -> None:
-    seen = []
-    for batch in DataLoader(StreamingDataset(6), embedding_staleness=3, timeout_ms=60_000):
-        loss, _ = ctx.forward(batch)
-        ctx.backward(loss)
-        seen.append(int(batch.meta or b"-1"))
-    assert sorted(seen) == list(range(COUNT))
-    expected, got = occurrences(COUNT), trained(ctx)
-    for name in expected:
-        np.testing.assert_array_equal(got[name], expected[name])
-    assert ctx.stats()["failed"] == 0
 
 
 @pytest.mark.slow
@@ -101,7 +78,7 @@ def test_w13_each_batch_is_trained_once_through_cuts(
         return TcpProxy(f"tcp://{address}", (*cuts, None))
 
     with behind_proxies("tcp", make, monkeypatch) as proxies, make_ctx() as ctx:
-        train(ctx)
+        assert_each_once(ctx, train(ctx), COUNT)
     cuts = [proxy.num_cut for proxy in proxies if isinstance(proxy, TcpProxy)]
     assert min(cuts) > 3
 
@@ -121,7 +98,7 @@ def test_w13_each_batch_is_trained_once_through_drops_and_repetitions(
         return MessageProxy(front, address, fate)
 
     with behind_proxies("ipc", make, monkeypatch) as proxies, make_ctx() as ctx:
-        train(ctx)
+        assert_each_once(ctx, train(ctx), COUNT)
     found = [proxy for proxy in proxies if isinstance(proxy, MessageProxy)]
     assert sum(proxy.num_dropped for proxy in found) > 4
     assert min(proxy.num_repeated for proxy in found) > 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,10 @@ import numpy as np
 from persia._rpc import messages as m
 from persia._rpc.client import Client
 from persia._rpc.frame import Call, Failure, Part, decode, encode
-from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.methods import Method, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.server import ServerLimits, serve
 from persia._rpc.transport import Outgoing, Parts
+from persia._rpc.zmq_transport import ZmqTransport
 from persia._training import receiver
 from tests.benchmarks.memory import resident
 from tests.rpc.support import BAD
@@ -81,11 +82,12 @@ def from_bytes(data: bytes) -> tuple[int, list[bytes]]:
 class _Peer:
     """A stranger's connection to one server, and a client of the same that is well."""
 
-    def __init__(self, transport: MemoryTransport, role: Role, service: Any) -> None:
+    def __init__(self, transport: ZmqTransport, role: Role, service: Any) -> None:
         settings = ServerLimits(num_threads=2)
-        self.server = serve(transport, role.name, role, service, settings=settings)
-        self.client = Client(transport, role.name, role, timeout_s=PATIENCE_S)
-        self.channel = transport.connect(role.name)
+        address = f"ipc://@fuzz-{os.getpid()}-{role.name}"
+        self.server = serve(transport, address, role, service, settings=settings)
+        self.client = Client(transport, address, role, timeout_s=PATIENCE_S)
+        self.channel = transport.connect(address)
         self.changed = threading.Condition()
         self.answers: list[Parts] = []
         self.channel.start(self._note, lambda: None)
@@ -121,7 +123,7 @@ class Target:
     """A server of each role, configured as by a job."""
 
     def __init__(self) -> None:
-        self._transport = MemoryTransport()
+        self._transport = ZmqTransport()
         (store,) = make_servers(1, optimizer=ADAM, capacity=1000)
         self._worker = make_worker(list(make_servers(2, capacity=1000)), forward_buffer_size=50)
         self._inbox = receiver.BatchReceiver(0, 2, 4, 0.1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.error_codec import ErrorOrigin, from_body, to_body
+from persia._rpc.codec import ErrorOrigin
+from persia._rpc.codec import error_from_body as from_body
+from persia._rpc.codec import error_to_body as to_body
 from persia._rpc.frame import PROTOCOL, Call, Failure, Reply, decode, encode
 from persia._rpc.messages import EmbeddingWorker, Job, NNWorker, ParameterServer
 from persia._rpc.methods import (

@@ -10,15 +10,15 @@ time that its id is in a batch, so rows tell which batches were trained, and how
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-from numpy.typing import NDArray
 
 from persia import env
 from persia._cluster import connect
@@ -55,28 +55,10 @@ def all_workers() -> EmbeddingWorkers:
     )
 
 
-class Threads:
-    """Threads that end the process with what ended one of them."""
-
-    def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
-        self._failures: list[BaseException] = []
-
-    def start(self, function: Callable[..., None], *arguments: Any) -> None:
-        def run() -> None:
-            try:
-                function(*arguments)
-            except BaseException as failure:
-                self._failures.append(failure)
-
-        self._threads.append(threading.Thread(target=run))
-        self._threads[-1].start()
-
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join()
-        for failure in self._failures:
-            raise failure
+def run_all(functions: Sequence[Callable[[], None]]) -> list[Future[None]]:
+    """Begin all of them, each in a thread."""
+    pool = ThreadPoolExecutor(len(functions))
+    return [pool.submit(function) for function in functions]
 
 
 # --- ranks ----------------------------------------------------------------------------------
@@ -116,8 +98,7 @@ class Rank:
             result = self.workers.lookup(ref, True)
             slots = []
             for output in result.outputs:
-                if not isinstance(output, PooledOutput):
-                    raise TypeError(f"expected pooled outputs, got {type(output).__name__}")
+                assert isinstance(output, PooledOutput)
                 slots.append(SlotGradient(output.name, np.ones_like(output.values)))
             gradients = BatchGradients(ref, (self.rank, number), tuple(slots))
             report = self.workers.update(gradients)
@@ -126,17 +107,14 @@ class Rank:
             receiver.mark_done(stream, batch.batch_id)
             receiver.end(stream, batch.batch_id)
             number += 1
-            self.note(batch.batch_id)
+            # They come in ascending order, so that another one has come before.
+            place, loader = divmod(batch.batch_id, self.num_loaders)
+            self.served[loader] += 1
+            self.counts["doubled"] += place <= self._last[loader]
+            self._last[loader] = max(self._last[loader], place)
         receiver.end_pass()
         self.counts["trained"] = number
         self.counts.update(receiver.stats())
-
-    def note(self, batch_id: int) -> None:
-        """Count a batch; they come in ascending order, so another one has come before."""
-        place, loader = divmod(batch_id, self.num_loaders)
-        self.served[loader] += 1
-        self.counts["doubled"] += place <= self._last[loader]
-        self._last[loader] = max(self._last[loader], place)
 
     def close(self) -> None:
         self.stream.close()
@@ -146,10 +124,8 @@ class Rank:
 def run_ranks(world_size: int, num_loaders: int) -> None:
     ranks = [Rank(number, world_size, num_loaders) for number in range(world_size)]
     print("ready", flush=True)
-    threads = Threads()
-    for rank in ranks:
-        threads.start(rank.run)
-    threads.join()
+    for training in run_all([rank.run for rank in ranks]):
+        training.result()
     counts: Counter[str] = Counter()
     for rank in ranks:
         counts.update(rank.counts)
@@ -159,13 +135,6 @@ def run_ranks(world_size: int, num_loaders: int) -> None:
 
 
 # --- data-loaders ---------------------------------------------------------------------------
-
-
-def ids_of(loader: int, place: int) -> NDArray[np.uint64]:
-    """Return the ids of a batch, a line for each feature."""
-    dice = np.random.default_rng((loader, place))
-    ids: NDArray[np.uint64] = dice.integers(0, NUM_IDS, (len(NAMES), BATCH), np.uint64)
-    return ids
 
 
 class Loader:
@@ -186,12 +155,13 @@ class Loader:
         self.feeder.start()
         self.occurrences = np.zeros((len(NAMES), NUM_IDS), np.int64)
 
-    def run(self, may_begin: threading.Event, is_over: threading.Event) -> None:
-        may_begin.wait()
+    def run(self, is_over: threading.Event) -> None:
         labels = (NamedArray("label", np.zeros((BATCH, 1), np.float32)),)
         place = 0
         while not is_over.is_set():
-            ids = ids_of(self.loader, place)
+            # Of a batch, a line for each feature.
+            dice = np.random.default_rng((self.loader, place))
+            ids = dice.integers(0, NUM_IDS, (len(NAMES), BATCH), np.uint64)
             features = tuple(
                 FeatureBatch.from_single(name, one)
                 for name, one in zip(NAMES, ids, strict=True)
@@ -208,15 +178,13 @@ def run_loaders(first: int, count: int, num_loaders: int) -> None:
     transport = ZmqTransport()
     loaders = [Loader(transport, first + n, num_loaders) for n in range(count)]
     print("ready", flush=True)
-    may_begin, is_over = threading.Event(), threading.Event()
-    threads = Threads()
-    for loader in loaders:
-        threads.start(loader.run, may_begin, is_over)
+    is_over = threading.Event()
     sys.stdin.readline()
-    may_begin.set()
+    sending = run_all([functools.partial(loader.run, is_over) for loader in loaders])
     sys.stdin.read()
     is_over.set()
-    threads.join()
+    for one in sending:
+        one.result()
     transport.close()
     stats = [dict(loader.feeder.stats()) for loader in loaders]
     occurrences = sum(loader.occurrences for loader in loaders)

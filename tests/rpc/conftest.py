@@ -20,29 +20,22 @@ WAITING = pytest.mark.parametrize(
 )
 
 
+def made(kind: str, place: Path) -> Iterator[Wire]:
+    wire = Wire(kind, place)
+    yield wire
+    wire.transport.close()
+
+
 @pytest.fixture(params=TRANSPORTS)
 def wire(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wire]:
-    made = Wire(request.param, tmp_path)
-    yield made
-    made.transport.close()
-
-
-@pytest.fixture(params=["ipc", "tcp"])
-def zmq_wire(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wire]:
-    made = Wire(request.param, tmp_path)
-    yield made
-    made.transport.close()
+    yield from made(request.param, tmp_path)
 
 
 @pytest.fixture
 def ipc_wire(tmp_path: Path) -> Iterator[Wire]:
-    made = Wire("ipc", tmp_path)
-    yield made
-    made.transport.close()
+    yield from made("ipc", tmp_path)
 
 
 @pytest.fixture
 def tcp_wire(tmp_path: Path) -> Iterator[Wire]:
-    made = Wire("tcp", tmp_path)
-    yield made
-    made.transport.close()
+    yield from made("tcp", tmp_path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket as sockets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,14 +19,12 @@ from persia import errors
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.client import Client
 from persia._rpc.frame import PROTOCOL, Call, Failure, Message, Part, Reply, decode, encode
-from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.messages import TableSigns
 from persia._rpc.methods import role_of
 from persia._rpc.server import Server, ServerLimits, serve
-from persia._rpc.transport import Transport
 from persia._rpc.zmq_transport import ZmqTransport
 
-TRANSPORTS = ("memory", "ipc", "tcp")
+TRANSPORTS = ("ipc", "tcp")
 
 # Seconds; nothing here takes long unless it is broken.
 PATIENCE_S = 20.0
@@ -33,9 +33,9 @@ PATIENCE_S = 20.0
 class Wire:
     """A transport with addresses that are free."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, **options: Any) -> None:
         self.kind = kind
-        self.transport: Transport = MemoryTransport() if kind == "memory" else ZmqTransport()
+        self.transport = ZmqTransport(**options)
         self._directory = directory
         self._num_addresses = 0
 
@@ -43,8 +43,7 @@ class Wire:
         self._num_addresses += 1
         if self.kind == "tcp":
             return "tcp://127.0.0.1:0"
-        prefix = "ipc://" if self.kind == "ipc" else ""
-        return f"{prefix}{self._directory}/{self._num_addresses}"
+        return f"ipc://{self._directory}/{self._num_addresses}"
 
 
 class Toy(Protocol):
@@ -59,27 +58,7 @@ class Toy(Protocol):
     def wrong(self) -> int: ...
 
 
-def _always(arguments: Sequence[Any]) -> bool:
-    return True
-
-
-def _never(arguments: Sequence[Any]) -> bool:
-    return False
-
-
-TOY = role_of(
-    "toy",
-    Toy,
-    {
-        "add": _always,
-        "add_once": _never,
-        "hold": _never,
-        "fail": _always,
-        "echo": _always,
-        "fill": _always,
-        "wrong": _always,
-    },
-)
+TOY = role_of("toy", Toy, always="add fail echo fill wrong", never="add_once hold")
 
 
 class ToyService:
@@ -186,6 +165,27 @@ def toy(wire: Wire) -> Iterator[tuple[Client, ToyService]]:
     with toy_server(wire) as (server, service), make_client(wire, server) as client:
         client.hello()
         yield client, service
+
+
+@contextlib.contextmanager
+def busy(wire: Wire, **settings: int) -> Iterator[tuple[Server, ToyService, Client]]:
+    """A server with a call that holds, until a permit comes or this ends."""
+    with (
+        toy_server(wire, None, **settings) as (server, service),
+        make_client(wire, server) as client,
+    ):
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(client.call, "hold", 1)
+            service.await_held()
+            yield server, service, client
+            service.permits.release()
+            assert held.result(PATIENCE_S) == 1
+        assert client.call("hello").role == "toy"
+
+
+def tcp_of(server: Server) -> sockets.socket:
+    port = int(server.address.rpartition(":")[2])
+    return sockets.create_connection(("127.0.0.1", port), PATIENCE_S)
 
 
 class RawPeer:

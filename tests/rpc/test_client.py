@@ -8,16 +8,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 
 from persia import env
 from persia._rpc import client as client_module
 from persia._rpc import zmq_socket
 from persia._rpc.client import Client
-from persia._rpc.memory_transport import MemoryTransport
-from persia._rpc.messages import TableSigns
 from persia._rpc.server import serve
+from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import (
     ConfigError,
     DataTypeError,
@@ -29,23 +27,15 @@ from persia.errors import (
     WrongReplica,
 )
 from tests.rpc.conftest import WAITING
-from tests.rpc.support import PATIENCE_S, TOY, ToyService, Wire, make_client, same, toy_server
-
-
-def test_many_calls_in_flight_on_one_channel(wire: Wire) -> None:
-    with (
-        toy_server(wire, num_threads=8) as (server, service),
-        make_client(wire, server) as client,
-    ):
-        with ThreadPoolExecutor(8) as pool:
-            held = [pool.submit(client.call, "hold", number) for number in range(8)]
-            service.await_held(len(held))
-            service.permits.release(len(held))
-            assert [one.result() for one in held] == list(range(8))
-        with ThreadPoolExecutor(8) as pool:
-            echoed = list(pool.map(lambda n: (n, client.call("fill", n)), range(200)))
-        for number, table in echoed:
-            assert same(table, TableSigns(0, np.arange(number, dtype=np.uint64)))
+from tests.rpc.support import (
+    PATIENCE_S,
+    TOY,
+    ToyService,
+    Wire,
+    busy,
+    make_client,
+    toy_server,
+)
 
 
 def test_nobody_there_is_unavailable_and_named(wire: Wire) -> None:
@@ -88,33 +78,22 @@ def test_no_answer_is_a_timeout_and_named(wire: Wire) -> None:
 
 def test_busy_is_tried_again(wire: Wire) -> None:
     with (
-        toy_server(wire, num_threads=1, calls=1) as (server, service),
-        make_client(wire, server) as client,
-        ThreadPoolExecutor(2) as pool,
+        busy(wire, num_threads=1, calls=1) as (_, service, client),
+        ThreadPoolExecutor(1) as pool,
     ):
-        held = pool.submit(client.call, "hold", 1)
-        service.await_held()
         added = pool.submit(client.call, "add_once", 5)
         while client.stats().get("busy", 0) < 2:
             client.hello()
         service.permits.release()
-        assert (held.result(PATIENCE_S), added.result(PATIENCE_S)) == (1, 5)
+        assert added.result(PATIENCE_S) == 5
 
 
 @WAITING
 def test_busy_until_the_deadline_is_raised(wire: Wire) -> None:
-    with (
-        toy_server(wire, num_threads=1, calls_per_peer=1) as (server, service),
-        make_client(wire, server) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        held = pool.submit(client.call, "hold", 1)
-        service.await_held()
+    with busy(wire, num_threads=1, calls_per_peer=1) as (_, _, client):
         with pytest.raises(ServiceBusy, match="1 calls of this peer") as caught:
             client.call("add", 1, timeout_s=0.4)
         assert (caught.value.role, caught.value.method) == ("toy", "add")
-        service.permits.release()
-        assert held.result(PATIENCE_S) == 1
 
 
 def test_arguments_are_checked_before_anything_is_sent(wire: Wire) -> None:
@@ -187,16 +166,12 @@ def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_short_goodbyes")
 def test_a_server_that_comes_back_is_called_again(wire: Wire) -> None:
     restarts: list[Any] = []
+    client: Client
     with toy_server(wire) as (server, service):
         address = server.address
-        client = Client(
-            wire.transport,
-            address,
-            TOY,
-            timeout_s=PATIENCE_S,
-            on_restart=lambda: restarts.append(client.call("add", 100)),
-        )
-        with contextlib.closing(client):
+        with make_client(
+            wire, server, on_restart=lambda: restarts.append(client.call("add", 100))
+        ) as client:
             assert client.call("add", 1) == 1
             first = client.incarnation
             with ThreadPoolExecutor(2) as pool:
@@ -247,16 +222,9 @@ def test_not_configured_after_a_restart_is_tried_once_more(wire: Wire) -> None:
             self.is_configured = True
             return 0
 
-    service = Needy()
-    server = serve(wire.transport, wire.address(), TOY, service)
-    client = Client(
-        wire.transport,
-        server.address,
-        TOY,
-        timeout_s=PATIENCE_S,
-        on_restart=lambda: client.call("add_once", 0),
-    )
-    with contextlib.closing(client):
+    client: Client
+    server = serve(wire.transport, wire.address(), TOY, Needy())
+    with make_client(wire, server, on_restart=lambda: client.call("add_once", 0)) as client:
         with pytest.raises(NotConfigured):  # the first server ever is not restarted
             client.call("add", 1)
         server.stop()
@@ -275,10 +243,12 @@ def test_the_default_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.rpc_timeout_s() == 300.0
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.02")
     assert env.rpc_timeout_s() == 0.02
-    client = Client(MemoryTransport(), "absent", TOY)
-    with pytest.raises(ServiceUnavailable, match=r"within 0\.02 s"):
+    with (
+        contextlib.closing(ZmqTransport()) as transport,
+        contextlib.closing(Client(transport, "ipc://@absent", TOY)) as client,
+        pytest.raises(ServiceUnavailable, match=r"within 0\.02 s"),
+    ):
         client.call("add", 1)
-    client.close()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
@@ -294,14 +264,10 @@ def test_another_replica_at_the_address_does_nothing(wire: Wire) -> None:
     restarts: list[int] = []
     services = [ToyService(), ToyService(), ToyService()]
     first = serve(wire.transport, wire.address(), TOY, services[0], replica_size=2)
-    client = Client(
-        wire.transport,
-        first.address,
-        TOY,
-        timeout_s=PATIENCE_S,
-        on_restart=lambda: restarts.append(1),
-    )
-    with contextlib.closing(client), ThreadPoolExecutor(1) as pool:
+    with (
+        make_client(wire, first, on_restart=lambda: restarts.append(1)) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         assert client.hello().replica_index == 0
         assert client.call("add", 1) == 1
         known = client.incarnation
@@ -336,10 +302,10 @@ def test_who_is_there_is_told_while_a_new_process_is_dealt_with(wire: Wire) -> N
 
     services = [ToyService(), ToyService(), ToyService()]
     first = serve(wire.transport, wire.address(), TOY, services[0])
-    client = Client(
-        wire.transport, first.address, TOY, timeout_s=PATIENCE_S, on_restart=configure
-    )
-    with contextlib.closing(client), ThreadPoolExecutor(2) as pool:
+    with (
+        make_client(wire, first, on_restart=configure) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
         assert client.call("add", 1) == 1
         first.stop()
         second = serve(wire.transport, first.address, TOY, services[1])
@@ -367,13 +333,13 @@ def test_who_has_asked_nobody_calls_whoever_is_there(
     server = serve(
         wire.transport, wire.address(), TOY, ToyService(), replica_index=3, replica_size=4
     )
-    with contextlib.closing(
-        Client(wire.transport, server.address, TOY, timeout_s=PATIENCE_S)
-    ) as client:
+    with make_client(wire, server, replica=None) as client:
         assert client.call("add", 1) == 1
     # A refusal is reported at once, whatever the deadline.
     monkeypatch.setattr(client_module, "_FIRST_PAUSE_S", math.inf)
-    wrong = Client(wire.transport, server.address, TOY, replica=2, timeout_s=PATIENCE_S)
-    with contextlib.closing(wrong), pytest.raises(ServiceBusy, match="for replica 2"):
+    with (
+        make_client(wire, server, replica=2) as wrong,
+        pytest.raises(ServiceBusy, match="for replica 2"),
+    ):
         wrong.call("add", 1)
     server.stop()

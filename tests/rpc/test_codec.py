@@ -1,8 +1,9 @@
-"""Every message there and back, what is refused on either side, and how many bytes it takes."""
+"""Every message and exception there and back, and what is refused on either side."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -14,38 +15,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from persia import errors
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc import messages
-from persia._rpc.codec import ArrayReader, coder_of
-from persia._rpc.dtypes import DTYPES
-from persia._rpc.frame import Call, Reply, decode, encode
+from persia._rpc import client, messages
+from persia._rpc.codec import ArrayReader, ErrorOrigin, coder_of, error_from_body, error_to_body
+from persia._rpc.frame import DTYPES, Failure, Reply, decode, encode
 from persia._rpc.messages import (
-    BatchGradients,
     IDFeatures,
     LookupReply,
     LookupRequest,
     LookupResult,
     PooledOutput,
     SlotGradient,
-    TableEntries,
-    TableGradients,
-    TableRows,
     TableSigns,
     UpdateRequest,
 )
-from persia._rpc.methods import Hello, embedding_worker, parameter_server
-from persia.errors import DataTypeError, InternalError, ProtocolError
-from tests.rpc.support import same
+from persia._rpc.methods import Hello, is_message
+from persia.errors import (
+    DataTypeError,
+    InternalError,
+    PersiaError,
+    ProtocolError,
+    RemoteError,
+    ServiceBusy,
+    ServiceError,
+)
+from tests.rpc.support import Wire, make_client, same, toy_server
 from tests.support.profiles import tries
 from tests.support.strategies import ids, samples
 
-MESSAGES = [
-    cls
-    for cls in vars(messages).values()
-    if isinstance(cls, type)
-    and dataclasses.is_dataclass(cls)
-    and cls.__module__ == messages.__name__
-]
+MESSAGES: list[Any] = [cls for cls in vars(messages).values() if is_message(cls)]
 AXES = {"rows": 2, "values": 2, "states": 2, "gradients": 2, "gradient": 2}
 INT = st.integers(-(2**63), 2**64 - 1)
 FLOAT = st.floats(allow_nan=False)
@@ -250,90 +249,103 @@ def test_fields_that_cannot_travel_are_found_when_the_table_is_made() -> None:
         coder_of(get_type_hints(messages.TableSigns)["signs"], "Strange.unheard_of")
 
 
-# --- bytes ------------------------------------------------------------------------------
+# --- exceptions ---------------------------------------------------------------------------
+
+CLASSES = [
+    cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, PersiaError)
+]
+CALLED = ErrorOrigin("embedding-worker", 1, "tcp://a:1", "lookup")
 
 
-def num_bytes(method: Any, *arguments: Any) -> int:
-    body, arrays = method.write_arguments(arguments)
-    return sum(map(len, encode(Call(1, method.name, 1, body, arrays))))
+def crossed(error: BaseException) -> PersiaError:
+    failure = decode(encode(Failure(1, 1, error_to_body(error))))
+    return error_from_body(failure.body, CALLED)
 
 
-def num_result_bytes(method: Any, result: Any) -> int:
-    body, arrays = method.write_result(result)
-    return sum(map(len, encode(Reply(1, 1, body, arrays))))
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_class_crosses(cls: type[PersiaError]) -> None:
+    error = crossed(cls("expected this, got that"))
+    assert type(error) is cls
+    assert "expected this, got that" in str(error)
+    if isinstance(error, ServiceError):
+        place = (error.role, error.replica, error.address, error.method)
+        assert place == ("embedding-worker", 1, "tcp://a:1", "lookup")
+    cause = error.__cause__
+    assert isinstance(cause, RemoteError)
+    assert (cause.role, cause.replica, cause.address) == ("embedding-worker", 1, "tcp://a:1")
 
 
-def close_to(got: int, wanted: int) -> bool:
-    """Within the 5 % and 4 KiB that issue and docs/protocol.md allow a message."""
-    return wanted <= got <= wanted * 1.05 + 4096
+def test_every_class_is_raised_again_by_a_call(
+    ipc_wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_FIRST_PAUSE_S", math.inf)  # a refusal is raised at once
+    with toy_server(ipc_wire) as (server, _), make_client(ipc_wire, server) as asking:
+        for cls in CLASSES:
+            with pytest.raises(cls, match="with its text") as caught:
+                asking.call("fail", cls.__name__)
+            assert type(caught.value) is cls
+            if isinstance(caught.value, ServiceError):
+                error = caught.value
+                place = (error.role, error.address, error.method)
+                assert place == ("toy", server.address, "fail")
+            assert "in fail" in str(caught.value.__cause__)
 
 
-B, F, DIM = 4096, 26, 16
-
-
-@pytest.mark.parametrize(("vocabulary", "width"), [(200, 1), (60_000, 2), (10**9, 2)])
-@pytest.mark.parametrize("is_single", [True, False])
-def test_bytes_from_loader_to_worker(vocabulary: int, width: int, is_single: bool) -> None:
-    rng = np.random.default_rng(0)
-    features = []
-    for number in range(F):
-        if is_single:
-            values = rng.integers(0, vocabulary, B, np.uint64)
-            features.append(FeatureBatch.from_single(f"feature_{number}", values))
-        else:
-            offsets = np.arange(B + 1, dtype=np.int64) * 10
-            values = rng.integers(0, vocabulary, 10 * B, np.uint64)
-            features.append(FeatureBatch.from_csr(f"feature_{number}", values, offsets))
-    sent = num_bytes(
-        embedding_worker().methods["register"], IDFeatures(tuple(features), 1, True)
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        (("parameter-server", 2, "b", "m"), ("parameter-server", 2, "b", "m")),  # further on
+        # The peer's own error gets the address that it was called by.
+        (("embedding-worker", None, "", "m"), ("embedding-worker", 1, "tcp://a:1", "m")),
+    ],
+)
+def test_the_place_of_an_error(place: Any, found: Any) -> None:
+    role, replica, address, method = place
+    error = crossed(
+        ServiceBusy("full", role=role, replica=replica, address=address, method=method)
     )
-    wanted = sum(8 * f.num_distinct + width * f.num_ids for f in features)
-    wanted += 0 if is_single else F * B  # lengths, one byte a sample
-    assert close_to(sent, wanted)
-    # What is asked for counts no lengths and two bytes a position.
-    asked = sum(8 * f.num_distinct + 2 * f.num_ids for f in features)
-    assert sent <= asked * 1.05 + 4096
+    assert isinstance(error, ServiceBusy)
+    assert (error.role, error.replica, error.address, error.method) == found
 
 
-def test_wide_numbers_where_there_are_many_distinct_ids() -> None:
-    for distinct, width in ((256, 1), (257, 2), (65_536, 2), (65_537, 4)):
-        batch = FeatureBatch.from_single("a", np.arange(distinct, dtype=np.uint64))
-        method = embedding_worker().methods["register"]
-        sent = num_bytes(method, IDFeatures((batch,), 1, True))
-        assert 0 <= sent - (8 + width) * distinct < 200
+def test_exceptions_from_elsewhere_are_remote_errors() -> None:
+    try:
+        _ = dict[str, int]()["a key"]
+    except KeyError as exc:
+        error = crossed(exc)
+    assert type(error) is RemoteError
+    assert "KeyError: 'a key'" in str(error)
+    assert "embedding-worker 1 at tcp://a:1 failed in lookup" in str(error)
+    assert "test_codec.py" in str(error.__cause__)
 
 
-def test_bytes_between_worker_and_server() -> None:
-    distinct = 50_000
-    signs = np.arange(distinct, dtype=np.uint64)
-    rows = np.zeros((distinct, DIM), np.float32)
-    hints = np.zeros(distinct, np.uint32)
-    methods = parameter_server().methods
-    asked = num_bytes(methods["lookup"], LookupRequest(1, True, (TableSigns(0, signs),)))
-    assert close_to(asked, 8 * distinct)
-    back = num_result_bytes(methods["lookup"], LookupReply((TableRows(0, rows, hints),)))
-    assert close_to(back, (4 * DIM + 4) * distinct)
-    tables = (TableGradients(0, signs, hints, rows),)
-    update = num_bytes(methods["update"], UpdateRequest((1, 1), tables))
-    assert close_to(update, (8 + 4 + 4 * DIM) * distinct)
+def test_a_class_derived_elsewhere_comes_out_as_its_base_and_a_namesake_does_not() -> None:
+    assert type(crossed(type("Fuller", (ServiceBusy,), {})("very"))) is ServiceBusy
+    assert type(crossed(type("ServiceBusy", (Exception,), {})("mine"))) is RemoteError
 
 
-def test_bytes_between_worker_and_trainer() -> None:
-    values = np.zeros((B, DIM), np.float32)
-    outputs = tuple(PooledOutput(f"feature_{n}", values) for n in range(F))
-    methods = embedding_worker().methods
-    back = num_result_bytes(methods["lookup"], LookupResult(outputs, 1))
-    assert close_to(back, 4 * DIM * B * F)
-    gradients = tuple(SlotGradient(f"feature_{n}", values) for n in range(F))
-    sent = num_bytes(methods["update"], BatchGradients(1, (1, 1), gradients))
-    assert close_to(sent, 4 * DIM * B * F)
-    halves = tuple(SlotGradient(g.name, values.astype(np.float16)) for g in gradients)
-    sent = num_bytes(methods["update"], BatchGradients(1, (1, 1), halves))
-    assert close_to(sent, 2 * DIM * B * F)
+@pytest.mark.parametrize("name", ["NewError", "annotations"])  # the latter no exception there
+def test_a_class_of_a_later_version(name: str) -> None:
+    error = error_from_body([name, "text", "", None, "", "", ""], CALLED)
+    assert type(error) is RemoteError
+    assert f"{name}: text" in str(error)
 
 
-def test_whole_rows_keep_their_states() -> None:
-    entries = TableEntries(
-        0, SIGNS, np.ones((3, 2), np.float32), np.full((3, 1), 2**32 - 1, np.uint32)
+@pytest.mark.parametrize("text", ["\udc80", "x" * 10**6, "", "\x00"])
+def test_any_text_crosses(text: str) -> None:
+    assert len(str(crossed(errors.DataError(text)))) < 10_000
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=8),
     )
-    assert same(there_and_back(TableEntries, entries), entries)
+)
+def test_any_body_gives_an_exception(body: Any) -> None:
+    error = error_from_body(body, CALLED)
+    assert isinstance(error, PersiaError)
+    if type(body) is not list or len(body) != 7:
+        assert type(error) is ProtocolError

@@ -7,7 +7,6 @@ import errno
 import functools
 import logging
 import os
-import socket as sockets
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from persia._rpc.server import Server, serve
 from persia._rpc.zmq_transport import ZmqTransport, is_local
 from persia.errors import ConfigError, NotAllowed, ServiceUnavailable
 from persia.launcher import cli
-from tests.rpc.support import PATIENCE_S, Wire, raw_peer, toy_server
+from tests.rpc.support import PATIENCE_S, Wire, raw_peer, tcp_of, toy_server
 from tests.support.waiting import until
 
 
@@ -42,11 +41,7 @@ class Guarded(Protocol):
     def load(self, tables: Sequence[TableSigns]) -> tuple[TableSigns, ...]: ...
 
 
-GUARDED = role_of(
-    "guarded",
-    Guarded,
-    dict.fromkeys(("clear_embeddings", "get_embedding_size", "load"), lambda arguments: True),
-)
+GUARDED = role_of("guarded", Guarded, always="clear_embeddings get_embedding_size load")
 
 
 class Service:
@@ -80,13 +75,24 @@ def only(keys: Path, into: Path, *names: str) -> Path:
     return into
 
 
+ANY_PORT = "tcp://127.0.0.1:0"
+
+
 @contextlib.contextmanager
-def serving(keys: Path | None, address: str) -> Iterator[Server]:
+def serving(keys: Path | None, address: str = ANY_PORT) -> Iterator[Server]:
     transport = ZmqTransport(keys=keys)
     server = serve(transport, address, GUARDED, Service())
     yield server
     server.stop()
     transport.close()
+
+
+def assert_refused(keys: Path | None, server: Server) -> None:
+    with (
+        connected(keys, server, 0.3) as stranger,
+        pytest.raises(ServiceUnavailable, match="no connection within"),
+    ):
+        stranger.hello()
 
 
 @contextlib.contextmanager
@@ -100,7 +106,7 @@ def connected(
     transport.close()
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "ipc://{}/a"])
+@pytest.mark.parametrize("address", [ANY_PORT, "ipc://{}/a"])
 def test_who_has_the_control_key_may_do_everything(
     keys: Path, tmp_path: Path, address: str
 ) -> None:
@@ -119,7 +125,7 @@ def test_w71_a_data_key_gives_and_asks_but_controls_nothing(
     keys: Path, tmp_path: Path, name: str
 ) -> None:
     own = only(keys, tmp_path / "own", f"{name}.secret", "server.public")
-    with serving(keys, "tcp://127.0.0.1:0") as server, connected(own, server) as client:
+    with serving(keys) as server, connected(own, server) as client:
         assert client.call("get_embedding_size") == 7
         assert client.call("job_status", "me") is None
         for method, arguments in (
@@ -155,8 +161,7 @@ def test_w71_every_method_that_tells_a_server_what_to_do_needs_the_control_key()
 
 
 def http(server: Server) -> bytes:
-    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
-    with sockets.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+    with tcp_of(server) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
         with contextlib.suppress(ConnectionResetError):
             return stranger.recv(1 << 16) and b"".join(
@@ -181,16 +186,14 @@ def test_strangers_are_counted_and_dropped(
     make_keys(other)
     unknown = only(keys, tmp_path / "unknown", "server.public")
     (unknown / "data.secret").write_bytes((other / "data.secret").read_bytes())
-    with serving(keys, "tcp://127.0.0.1:0") as server, connected(keys, server) as client:
+    with serving(keys) as server, connected(keys, server) as client:
         assert client.call("get_embedding_size") == 7
         # Cut off as well, though libzmq does not report a peer that speaks no ZeroMQ at all.
         assert b"PERSIA" not in http(server)
         for place in (None, other, unknown):
             before = num_strangers(server)
-            with connected(place, server, 0.3) as stranger:
-                with pytest.raises(ServiceUnavailable, match="no connection within"):
-                    stranger.hello()
-                until(functools.partial(has_more_strangers, server, before))
+            assert_refused(place, server)
+            until(functools.partial(has_more_strangers, server, before))
         with raw_peer(server.address) as stranger:
             stranger.call(1, "get_embedding_size")
         assert server.stats().get("calls", 0) == 1
@@ -206,12 +209,9 @@ def test_who_says_nothing_is_cut_off_and_delays_nobody(
 ) -> None:
     """So a flood of connections holds descriptors for the time of a handshake only."""
     monkeypatch.setattr(zmq_transport, "_HANDSHAKE_MS", 200)
-    with serving(keys, "tcp://127.0.0.1:0") as server, connected(keys, server) as client:
+    with serving(keys) as server, connected(keys, server) as client:
         assert client.call("get_embedding_size") == 7
-        port = int(server.address.rpartition(":")[2])
-        strangers = [
-            sockets.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in range(100)
-        ]
+        strangers = [tcp_of(server) for _ in range(100)]
         assert client.call("get_embedding_size") == 7
         for stranger in strangers:
             with stranger, contextlib.suppress(ConnectionResetError):
@@ -227,19 +227,17 @@ def test_keys_come_and_go_while_a_server_runs(
     """The users are read at each handshake; while that fails, no peer is admitted."""
     place, own = tmp_path / "keys", tmp_path / "own"
     make_keys(place)
-    with serving(place, "tcp://127.0.0.1:0") as server:
+    with serving(place) as server:
         make_keys(place, ["late"])
         only(place, own, "late.secret", "server.public")
         with connected(own, server) as client:
             assert client.call("get_embedding_size") == 7
             (place / "late.public").rename(place / "late.away")
-            with connected(own, server, 0.3) as again, pytest.raises(ServiceUnavailable):
-                again.hello()
+            assert_refused(own, server)
             # Whose connection stands is not cut off.
             assert client.call("get_embedding_size") == 7
         (place / "odd.public").write_text("no key")
-        with connected(place, server, 0.3) as known, pytest.raises(ServiceUnavailable):
-            known.hello()
+        assert_refused(place, server)
         (place / "odd.public").unlink()
         with connected(place, server) as known:
             assert known.call("get_embedding_size") == 7
@@ -247,32 +245,6 @@ def test_keys_come_and_go_while_a_server_runs(
     users = "control, data"
     assert [text.partition(": ")[2] for text in lines[:2]] == [f"{users}, late", users]
     assert f"none: {place}/odd.public: expected a key" in lines[2]
-
-
-def test_a_folder_that_cannot_be_read_ends_no_server(
-    keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where strangers hold all file descriptors: no peer is admitted meanwhile."""
-    is_full = threading.Event()
-    iterdir = Path.iterdir
-
-    def read(path: Path) -> Iterator[Path]:
-        if is_full.is_set() and threading.current_thread().name == "persia-keys":
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return iterdir(path)
-
-    monkeypatch.setattr(Path, "iterdir", read)
-    with serving(keys, "tcp://127.0.0.1:0") as server:
-        with connected(keys, server) as client:
-            assert client.call("get_embedding_size") == 7
-            is_full.set()
-            with connected(keys, server, 0.3) as late, pytest.raises(ServiceUnavailable):
-                late.hello()
-            assert client.call("get_embedding_size") == 7
-        assert "none: PERSIA_KEYS: cannot read the folder" in caplog.text
-        is_full.clear()
-        with connected(keys, server) as late:
-            assert late.call("get_embedding_size") == 7
 
 
 def test_a_key_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -291,9 +263,8 @@ def test_a_key_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_client_with_keys_tells_a_server_without_nothing(
     keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(None, "tcp://127.0.0.1:0") as server:
-        with connected(keys, server, 0.3) as client, pytest.raises(ServiceUnavailable):
-            client.hello()
+    with serving(None) as server:
+        assert_refused(keys, server)
         assert "calls" not in server.stats()
     assert "only one side has keys" in caplog.text
 
@@ -321,12 +292,8 @@ def test_what_a_peer_says_of_itself_ends_no_server() -> None:
     ready = b"\x05READY"
     for name, value in ((b"Socket-Type", b"DEALER"), (b"User-Id", b"\xff")):
         ready += bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
-    with serving(None, "tcp://127.0.0.1:0") as server:
-        port = int(server.address.rpartition(":")[2])
-        with (
-            sockets.create_connection(("127.0.0.1", port), PATIENCE_S) as peer,
-            peer.makefile("rb") as came,
-        ):
+    with serving(None) as server:
+        with tcp_of(server) as peer, peer.makefile("rb") as came:
             peer.sendall(greeting)
             assert len(came.read(64)) == 64
             # As any peer: a peer that sends a message before this is a stranger to libzmq.
@@ -347,27 +314,23 @@ def test_a_server_whose_authenticator_has_failed_refuses_every_peer(
     failed: list[BaseException | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: failed.append(args.exc_value))
     monkeypatch.setattr("persia._rpc.curve._REFUSED", None)
-    with serving(keys, "tcp://127.0.0.1:0") as server:
+    with serving(keys) as server:
         with connected(keys, server) as client:
             assert client.call("get_embedding_size") == 7
         with connected_as_unknown(server, keys):
             until(lambda: failed)
         assert isinstance(failed[0], TypeError)
-        with connected(keys, server, 0.3) as late, pytest.raises(ServiceUnavailable):
-            late.hello()
+        assert_refused(keys, server)
 
 
 @contextlib.contextmanager
 def connected_as_unknown(server: Server, keys: Path) -> Iterator[None]:
-    public, secret = zmq.curve_keypair()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.curve_publickey, socket.curve_secretkey = public, secret
-    socket.curve_serverkey = (keys / "server.public").read_bytes().strip()
-    socket.connect(server.address)
-    yield
-    socket.close(linger=0)
-    context.term()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = (keys / "server.public").read_bytes().strip()
+        socket.connect(server.address)
+        yield
 
 
 # --- without keys ---------------------------------------------------------------------------
@@ -394,23 +357,12 @@ def test_with_keys_everybody_may_knock(keys: Path) -> None:
     transport.close()
 
 
-@pytest.mark.parametrize(
-    ("address", "local"),
-    [
-        ("ipc:///tmp/x", True),
-        ("tcp://127.0.0.1:1", True),
-        ("tcp://127.9.9.9:1", True),
-        ("tcp://[::1]:1", True),
-        ("tcp://localhost:1", True),
-        ("tcp://0.0.0.0:1", False),
-        ("tcp://*:1", False),
-        ("tcp://10.0.0.7:1", False),
-        ("tcp://[::]:1", False),
-        ("tcp://localhost.example:1", False),
-    ],
-)
-def test_what_is_local(address: str, local: bool) -> None:
-    assert is_local(address) is local
+def test_what_is_local() -> None:
+    for host in ("127.0.0.1", "127.9.9.9", "[::1]", "localhost"):
+        assert is_local(f"tcp://{host}:1"), host
+    assert is_local("ipc:///tmp/x")
+    for host in ("0.0.0.0", "*", "10.0.0.7", "[::]", "localhost.example"):
+        assert not is_local(f"tcp://{host}:1"), host
 
 
 # --- files --------------------------------------------------------------------------------
@@ -443,6 +395,17 @@ def test_the_command_makes_keys_for_their_owner_only(tmp_path: Path) -> None:
     assert "expected a name of letters" in odd.output
 
 
+def test_a_folder_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where strangers hold all file descriptors: no peer is admitted meanwhile."""
+
+    def full(path: Path) -> Iterator[Path]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "iterdir", full)
+    with pytest.raises(ConfigError, match="PERSIA_KEYS: cannot read the folder"):
+        Keys(Path("keys")).users()
+
+
 def test_a_file_that_is_missing_or_no_key_is_named(keys: Path, tmp_path: Path) -> None:
     place = tmp_path / "some"
     place.mkdir()
@@ -471,7 +434,7 @@ def test_a_file_that_is_missing_or_no_key_is_named(keys: Path, tmp_path: Path) -
 def test_the_environment_names_the_keys(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_KEYS", str(keys))
     with (
-        serving(None, "tcp://127.0.0.1:0") as server,
+        serving(None) as server,
         connected(None, server) as client,
         raw_peer(server.address) as stranger,
     ):

@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from persia._rpc.dtypes import DTYPES
 from persia._rpc.frame import (
+    DTYPES,
+    NAMES,
     PROTOCOL,
     Call,
     Failure,
@@ -117,6 +118,14 @@ def test_neither_side_copies_an_aligned_array() -> None:
     assert np.shares_memory(read, array)
 
 
+def test_names_and_dtypes_are_each_others_inverse() -> None:
+    assert {name: NAMES[dtype] for name, dtype in DTYPES.items()} == {n: n for n in DTYPES}
+    assert {dtype.str for dtype in NAMES} == set(DTYPES)
+    for dtype in ("|O", ">u8", "<c8", "|S4", "<M8[s]"):
+        assert dtype not in DTYPES
+        assert np.dtype(dtype) not in NAMES
+
+
 @pytest.mark.parametrize(("parts", "reason"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
 def test_bad_messages_say_what_is_wrong(parts: list[bytes], reason: str) -> None:
     with pytest.raises(UnreadableFrame) as caught:
@@ -202,7 +211,7 @@ def test_the_sum_of_the_parts_is_limited() -> None:
     message = Reply(1, 1, None, (numbers(100), numbers(100)))
     with pytest.raises(ProtocolError, match="200 bytes"):
         encode(message, limits)
-    with pytest.raises(UnreadableFrame, match="200 bytes"):
+    with pytest.raises(UnreadableFrame, match="expected at most 200"):
         decode(encode(message), limits)
 
 

@@ -64,13 +64,15 @@ def several(num_ids: int, wide: bool) -> tuple[FeatureBatch, ...]:
     return (FeatureBatch.from_csr("slot0", ids, offsets),)
 
 
+def registered(*features: FeatureBatch) -> int:
+    return called(embedding_worker(), "register", IDFeatures(features, 7, True))
+
+
 def test_loader_to_worker_one_id_for_each_sample() -> None:
     features = single()
     ids = sum(8 * f.num_distinct + 2 * f.num_ids for f in features)
     # Less where a feature has 256 distinct ids at most.
-    assert called(embedding_worker(), "register", IDFeatures(features, 7, True)) <= (
-        1.05 * ids + 4096
-    )
+    assert registered(*features) <= 1.05 * ids + 4096
 
 
 @pytest.mark.parametrize(("num_ids", "width"), [(8, 2), (20, 4)])
@@ -78,8 +80,13 @@ def test_loader_to_worker_several_ids_for_each_sample(num_ids: int, width: int) 
     """Their lengths come beside: one byte for each sample, below 5 % from ten ids on."""
     (feature,) = several(num_ids, wide=width == 4)
     assert (feature.num_distinct >= 65_536) == (width == 4)
-    got = called(embedding_worker(), "register", IDFeatures((feature,), 7, True))
-    check(got, 8 * feature.num_distinct + width * feature.num_ids + B)
+    check(registered(feature), 8 * feature.num_distinct + width * feature.num_ids + B)
+
+
+def test_wide_numbers_where_there_are_many_distinct_ids() -> None:
+    for distinct, width in ((256, 1), (257, 2), (65_536, 2), (65_537, 4)):
+        batch = FeatureBatch.from_single("a", np.arange(distinct, dtype=np.uint64))
+        assert 0 <= registered(batch) - (8 + width) * distinct < 200
 
 
 class Recorder:

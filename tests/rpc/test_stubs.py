@@ -20,10 +20,10 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._rpc.methods import embedding_worker, parameter_server
+from persia._rpc.methods import parameter_server
 from persia._rpc.server import serve
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteParameterServer
-from persia.errors import ConfigError, DataError, PersiaError, UnknownRef
+from persia.errors import ConfigError, PersiaError, UnknownRef
 from tests.rpc.support import PATIENCE_S, Wire, same
 from tests.support.services import (
     ADAM,
@@ -43,30 +43,16 @@ SINGLE = {name: [[1], [2], [1]] for name in CONFIG["slots_config"]}
 
 
 @contextlib.contextmanager
-def remote_servers(wire: Wire, plain: list[Any]) -> Iterator[list[RemoteParameterServer]]:
+def remote(wire: Wire, stub: Any, *plain: Any) -> Iterator[list[Any]]:
+    """Stubs of servers of plain objects."""
     with contextlib.ExitStack() as stack:
         found = []
-        for server in plain:
-            served = serve(wire.transport, wire.address(), parameter_server(), server)
+        for service in plain:
+            served = serve(wire.transport, wire.address(), stub._role(), service)
             stack.callback(served.stop)
-            remote = RemoteParameterServer.connect(
-                wire.transport, served.address, timeout_s=PATIENCE_S
-            )
-            stack.callback(remote.close)
-            found.append(remote)
+            found.append(stub.connect(wire.transport, served.address, timeout_s=PATIENCE_S))
+            stack.callback(found[-1].close)
         yield found
-
-
-@contextlib.contextmanager
-def remote_worker(wire: Wire, worker: Any) -> Iterator[RemoteEmbeddingWorker]:
-    with contextlib.ExitStack() as stack:
-        served = serve(wire.transport, wire.address(), embedding_worker(), worker)
-        stack.callback(served.stop)
-        remote = RemoteEmbeddingWorker.connect(
-            wire.transport, served.address, timeout_s=PATIENCE_S
-        )
-        stack.callback(remote.close)
-        yield remote
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -178,8 +164,10 @@ def first_difference(wanted: list[Any], got: list[Any]) -> Any:
 def test_parameter_server_through_the_wire(wire: Wire) -> None:
     (plain,) = make_servers(1, hyper=None, optimizer=None)
     wanted = ask_server(plain)
-    with remote_servers(wire, make_servers(1, hyper=None, optimizer=None)) as (remote,):
-        assert first_difference(wanted, ask_server(remote)) is None
+    with remote(wire, RemoteParameterServer, *make_servers(1, hyper=None, optimizer=None)) as (
+        server,
+    ):
+        assert first_difference(wanted, ask_server(server)) is None
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
@@ -189,34 +177,34 @@ def test_embedding_worker_through_the_wire(wire: Wire, num_servers: int) -> None
         wanted = ask_worker(worker)
     served = make_servers(num_servers, hyper=None, optimizer=None)
     with (
-        remote_servers(wire, served) as remotes,
+        remote(wire, RemoteParameterServer, *served) as remotes,
         contextlib.closing(make_worker(list(remotes))) as worker,
-        remote_worker(wire, worker) as remote,
+        remote(wire, RemoteEmbeddingWorker, worker) as (stub,),
     ):
-        assert first_difference(wanted, ask_worker(remote)) is None
+        assert first_difference(wanted, ask_worker(stub)) is None
 
 
 def test_arrays_that_arrive_are_the_receivers_own(wire: Wire) -> None:
     """T2: writing into what came back changes no row."""
-    with remote_servers(wire, make_servers(1)) as (remote,):
+    with remote(wire, RemoteParameterServer, *make_servers(1)) as (server,):
         slot = SCHEMA.slots["sum"]
         ask = (TableSigns(slot.table, np.array([sign("sum", 1)], np.uint64)),)
-        rows = remote.lookup(LookupRequest(1, True, ask)).tables[0].rows
+        rows = server.lookup(LookupRequest(1, True, ask)).tables[0].rows
         before = rows.copy()
         rows[:] = 7.0
-        again = remote.lookup(LookupRequest(1, False, ask)).tables[0].rows
+        again = server.lookup(LookupRequest(1, False, ask)).tables[0].rows
         np.testing.assert_array_equal(again, before)
 
 
 def test_errors_name_the_server_behind_the_worker(wire: Wire) -> None:
     with (
-        remote_servers(wire, make_servers(2)) as remotes,
+        remote(wire, RemoteParameterServer, *make_servers(2)) as remotes,
         contextlib.closing(make_worker(list(remotes))) as worker,
-        remote_worker(wire, worker) as remote,
+        remote(wire, RemoteEmbeddingWorker, worker) as (stub,),
     ):
         remotes[1].close()
         with pytest.raises(PersiaError, match="embedding-parameter-server 1") as caught:
-            remote.get_embedding_size()
+            stub.get_embedding_size()
         error: Any = caught.value
         assert (error.role, error.replica) == ("embedding-parameter-server", 1)
         assert (error.address, error.method) == (
@@ -234,18 +222,10 @@ def test_hello_is_checked(wire: Wire) -> None:
         ConfigError, match="expected embedding-parameter-server 1, found 0 of 2"
     ):
         RemoteParameterServer.connect(wire.transport, served.address, replica=1)
-    remote = RemoteParameterServer.connect(wire.transport, served.address)
-    assert remote.schema_fingerprint == plain.schema_fingerprint
-    assert remote.client.hello() == served.hello
-    assert remote.client.incarnation == served.hello.incarnation
-    remote.close()
+    with contextlib.closing(
+        RemoteParameterServer.connect(wire.transport, served.address)
+    ) as server:
+        assert server.schema_fingerprint == plain.schema_fingerprint
+        assert server.client.hello() == served.hello
+        assert server.client.incarnation == served.hello.incarnation
     served.stop()
-
-
-def test_data_errors_keep_their_text(wire: Wire) -> None:
-    with (
-        contextlib.closing(make_worker(list(make_servers(1)))) as worker,
-        remote_worker(wire, worker) as remote,
-        pytest.raises(DataError, match="unknown"),
-    ):
-        remote.register(features({"unknown": [[1]]}))

@@ -7,6 +7,7 @@ with a typed error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import signal
 import subprocess
@@ -46,11 +47,12 @@ def update(number: int) -> UpdateRequest:
 
 def rows(server: Any) -> Any:
     """What is stored, asked for directly or through a client."""
-    request = LookupRequest(0, False, ASK)
-    reply = (
-        server.call("lookup", request) if isinstance(server, Client) else server.lookup(request)
+    ask = (
+        functools.partial(server.call, "lookup")
+        if isinstance(server, Client)
+        else server.lookup
     )
-    return reply.tables[0].rows
+    return ask(LookupRequest(0, False, ASK)).tables[0].rows
 
 
 @contextlib.contextmanager
@@ -65,10 +67,8 @@ def served(wire: Wire) -> Iterator[tuple[Any, str]]:
         server.stop()
 
 
-def make_remote(wire: Wire, address: str, **options: Any) -> Client:
-    return Client(
-        wire.transport, address, parameter_server(), **({"timeout_s": PATIENCE_S} | options)
-    )
+def make_remote(transport: ZmqTransport, address: str, **options: Any) -> Client:
+    return Client(transport, address, parameter_server(), timeout_s=PATIENCE_S, **options)
 
 
 def check_applied_once(plain: Any, before: Any, num_updates: int) -> None:
@@ -86,7 +86,7 @@ def test_updates_are_applied_once_through_drops_and_repetitions(
         proxy = MessageProxy(
             f"ipc://{tmp_path}/proxy", address, lambda number: dice.choice((0, 1, 1, 2, 3))
         )
-        client = make_remote(ipc_wire, proxy.address, attempt_s=0.05)
+        client = make_remote(ipc_wire.transport, proxy.address, attempt_s=0.05)
         with contextlib.closing(client), ThreadPoolExecutor(4) as pool:
             calls = [pool.submit(client.call, "update", update(n)) for n in range(40)]
             for call in calls:
@@ -100,13 +100,25 @@ def test_updates_are_applied_once_through_drops_and_repetitions(
         assert client.stats()["sent_again"] >= 5
 
 
+def test_what_may_not_be_repeated_is_sent_once(ipc_wire: Wire, tmp_path: Path) -> None:
+    with toy_server(ipc_wire) as (server, service):
+        front = f"ipc://{tmp_path}/proxy"
+        proxy = MessageProxy(front, server.address, lambda number: int(number != 1))
+        with make_client(ipc_wire, front, attempt_s=0.01) as client:
+            with pytest.raises(ServiceTimeout):
+                client.call("add_once", 1, timeout_s=0.1)
+            assert client.call("add", 1) == 1
+        assert service.calls == [("add", 1)]
+        proxy.close()
+
+
 def test_updates_are_applied_once_through_cuts(tcp_wire: Wire) -> None:
     """Cut in the handshake, in a request, in an answer, and between them."""
     with served(tcp_wire) as (plain, address):
         before = rows(plain)
         cuts = (10, 100, 500, 20_000, 60_000, 100_000, 150_000, 49_000, 98_000, None)
         proxy = TcpProxy(address, cuts)
-        client = make_remote(tcp_wire, proxy.address)
+        client = make_remote(tcp_wire.transport, proxy.address)
         with contextlib.closing(client), ThreadPoolExecutor(2) as pool:
             calls = [pool.submit(client.call, "update", update(n)) for n in range(12)]
             for call in calls:
@@ -144,10 +156,7 @@ def test_a_wire_that_delays(tcp_wire: Wire) -> None:
 
 def test_a_client_behind_a_dead_wire_is_given_up_and_others_are_served() -> None:
     """Half open: the server learns by silence alone that the client is gone."""
-    quick = ZmqTransport(silence_s=SILENCE_S)
-    wire = Wire("tcp", Path())
-    wire.transport.close()
-    wire.transport = quick
+    wire = Wire("tcp", Path(), silence_s=SILENCE_S)
     with toy_server(wire, num_threads=3) as (server, service):
         proxy = TcpProxy(server.address)
         patient = ZmqTransport()  # notices nothing itself
@@ -172,7 +181,7 @@ def test_a_client_behind_a_dead_wire_is_given_up_and_others_are_served() -> None
             assert other.stats().get("lost", 0) == 0
         lost.close()
         patient.close()
-    quick.close()
+    wire.transport.close()
 
 
 # --- processes that are stopped and killed ------------------------------------------------
@@ -197,7 +206,7 @@ def server_process(address: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_server_that_is_stopped_for_longer_than_the_heartbeat(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/a"
     transport = ZmqTransport(silence_s=SILENCE_S)
-    client = Client(transport, address, parameter_server(), timeout_s=PATIENCE_S)
+    client = make_remote(transport, address)
     with server_process(address) as process, ThreadPoolExecutor(4) as pool:
         client.call("lookup", LookupRequest(0, True, ASK))
         before = rows(client)
@@ -220,13 +229,7 @@ def test_a_server_that_is_killed_in_the_middle_of_calls(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/a"
     transport = ZmqTransport()
     restarts: list[int] = []
-    client = Client(
-        transport,
-        address,
-        parameter_server(),
-        timeout_s=PATIENCE_S,
-        on_restart=lambda: restarts.append(1),
-    )
+    client = make_remote(transport, address, on_restart=lambda: restarts.append(1))
     is_over = threading.Event()
     errors: list[ServiceError] = []
     rounds = threading.Semaphore(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -10,30 +11,31 @@ from collections.abc import Iterator
 import pytest
 
 from persia._rpc import worker_pool as workers_module
-from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.messages import LookupResult
 from persia._rpc.methods import embedding_worker
 from persia._rpc.server import Server, serve
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from persia._rpc.worker_pool import EmbeddingWorkers
+from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import ServiceBusy, ServiceUnavailable, UnknownRef
 from tests.support.services import features, gradient, make_servers, make_worker, settings
 
 # Of one call that is in vain; all others take far less, and PERSIA_RPC_TIMEOUT far more.
 TRY_S = 0.5
+ADDRESS = f"ipc://@{os.getpid()}-worker"
 
 
 class Job:
     """Two embedding-workers over one set of servers, and what an nn-worker sees of them."""
 
     def __init__(self) -> None:
-        self.transport = MemoryTransport()
+        self.transport = ZmqTransport()
         servers = make_servers()
         self.own = [make_worker(servers) for _ in range(2)]
         self.servers: list[Server] = [
             serve(
                 self.transport,
-                f"worker-{number}",
+                f"ipc://@{os.getpid()}-worker-{number}",
                 embedding_worker(),
                 worker,
                 replica_index=number,
@@ -44,7 +46,9 @@ class Job:
         self.workers = EmbeddingWorkers(
             self.transport,
             lambda on_restart: [
-                RemoteEmbeddingWorker.connect(self.transport, f"worker-{number}")
+                RemoteEmbeddingWorker.connect(
+                    self.transport, f"ipc://@{os.getpid()}-worker-{number}"
+                )
                 for number in range(2)
             ],
         )
@@ -166,14 +170,14 @@ def test_a_worker_that_was_started_anew_and_looks_for_its_servers_is_waited_for(
 def test_a_worker_that_waits_for_its_servers_is_asked_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers_module, "_LINE_S", 0.2)
-    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "1")
-    transport = MemoryTransport()
+    monkeypatch.setattr(workers_module, "_LINE_S", 1.0)
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "4")
+    transport = ZmqTransport()
     why = "no embedding-parameter-server answers: no connection to tcp://10.0.0.7:8888"
-    server = Server(transport, "worker", embedding_worker(), None, ready=lambda: why)
+    server = Server(transport, ADDRESS, embedding_worker(), None, ready=lambda: why)
     server.start()
     workers = EmbeddingWorkers(
-        transport, lambda _: [RemoteEmbeddingWorker.connect(transport, "worker")]
+        transport, lambda _: [RemoteEmbeddingWorker.connect(transport, ADDRESS)]
     )
 
     def stop_server(record: logging.LogRecord) -> bool:
@@ -182,11 +186,11 @@ def test_a_worker_that_waits_for_its_servers_is_asked_why(
 
     logging.getLogger(workers_module.__name__).addFilter(stop_server)
     try:
-        said = "no connection to tcp://10.0.0.7:8888; and it has gone since; waited 1 s$"
+        said = "no connection to tcp://10.0.0.7:8888; and it has gone since; waited 4 s$"
         with pytest.raises(ServiceUnavailable, match=said) as raised:
             workers.configure(settings())
         assert raised.value.role == "embedding-parameter-server"
-        assert caplog.messages[0].startswith("waiting: embedding-worker 0 at worker: ")
+        assert caplog.messages[0].startswith(f"waiting: embedding-worker 0 at {ADDRESS}: ")
         assert caplog.messages[0].endswith("no connection to tcp://10.0.0.7:8888")
     finally:
         logging.getLogger(workers_module.__name__).removeFilter(stop_server)

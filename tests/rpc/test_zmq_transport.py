@@ -31,18 +31,18 @@ def test_addresses_in_use_are_refused(wire: Wire) -> None:
     "address",
     ["", "nowhere", "udp://a:1", "tcp://a", "tcp://:1", "a:b", "a:65536", "ipc://" + "x" * 108],
 )
-def test_addresses_that_cannot_be_read(zmq_wire: Wire, address: str) -> None:
+def test_addresses_that_cannot_be_read(wire: Wire, address: str) -> None:
     with pytest.raises(ConfigError, match=r"expected"):
-        zmq_wire.transport.connect(address)
+        wire.transport.connect(address)
     with pytest.raises(ConfigError, match=r"expected"):
-        zmq_wire.transport.listen(address)
+        wire.transport.listen(address)
 
 
-def test_an_address_that_is_not_here(zmq_wire: Wire) -> None:
+def test_an_address_that_is_not_here(wire: Wire) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen at tcp://192\.0\.2\.1:0"):
-        zmq_wire.transport.listen("192.0.2.1:0")
+        wire.transport.listen("192.0.2.1:0")
     with pytest.raises(ConfigError, match="cannot listen at ipc:///nowhere"):
-        zmq_wire.transport.listen("ipc:///nowhere/at/all")
+        wire.transport.listen("ipc:///nowhere/at/all")
 
 
 def test_an_address_that_is_taken(tcp_wire: Wire) -> None:

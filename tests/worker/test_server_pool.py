@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 
 from persia._cluster.connect import connect_parameter_servers
-from persia._rpc.memory_transport import MemoryTransport
 from persia._rpc.messages import (
     HyperParameters,
     LookupReply,
@@ -23,6 +23,7 @@ from persia._rpc.messages import (
 )
 from persia._rpc.methods import parameter_server
 from persia._rpc.server import Server, serve
+from persia._rpc.zmq_transport import ZmqTransport
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema
@@ -52,7 +53,7 @@ class Cluster:
     """An embedding-worker, and servers that can be killed and restarted."""
 
     def __init__(self) -> None:
-        self.transport = MemoryTransport()
+        self.transport = ZmqTransport()
         self.objects: list[ParameterServer] = make_servers(
             NUM_SERVERS, hyper=None, optimizer=None
         )
@@ -83,7 +84,7 @@ class Cluster:
 
 
 def _address(number: int) -> str:
-    return f"ipc:///server/{number}"
+    return f"ipc://@{os.getpid()}-server/{number}"
 
 
 @pytest.fixture
@@ -225,7 +226,7 @@ def test_rows_that_a_remote_server_was_not_asked_for_are_refused_by_name(
 
     wrong, address = Wrong(make_servers()[0]), _address(0)
     with (
-        contextlib.closing(MemoryTransport()) as transport,
+        contextlib.closing(ZmqTransport()) as transport,
         contextlib.ExitStack() as stack,
     ):
         server = serve(transport, address, parameter_server(), wrong)

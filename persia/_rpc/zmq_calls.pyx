@@ -1,9 +1,10 @@
-"""Whole messages onto and off a ZeroMQ socket, without releasing the GIL.
+"""Messages onto and off a ZeroMQ socket, and the turn to receive, without releasing the GIL.
 
 pyzmq releases the GIL around every part, and wakes a thread of its own for every array that was
 sent without a copy. With several busy threads each release loses the GIL to another, and
 getting it back takes longer than the part. Nothing here waits, so nothing needs a release; and
-as no signal is handled in between, a message is put on the socket whole or not at all.
+as no signal is handled in between, a message is put on the socket whole or not at all, and an
+exception of a signal handler finds the turn either passed on or not.
 
 libzmq is the one that pyzmq has loaded; its functions are found by name. They and ``zmq_msg_t``
 have been part of its stable interface since version 3.
@@ -24,11 +25,62 @@ from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.errno cimport EAGAIN, EINTR
 from libc.string cimport memcpy
 
-cdef extern from "borrowed_buffers.h":
+cdef extern from *:
+    """
+    #include <stdatomic.h>
+
+    /* Python buffers that libzmq reads from, and how they are released. libzmq reports from a
+     * thread of its own that it has read a buffer. Releasing it takes the GIL, for which that
+     * thread must not wait: all sockets of the context would wait with it. It pushes the buffer
+     * onto a stack, which the next thread that sends or receives empties. */
+
+    /* Owned by libzmq from zmq_msg_init_data on, until persia_return_buffer gets it. */
+    typedef struct persia_borrowed {
+        Py_buffer buffer;
+        struct persia_borrowed *next;
+    } persia_borrowed;
+
+    static _Atomic(persia_borrowed *) persia_returned = NULL;
+
+    /* zmq_free_fn: called without the GIL, by any thread of libzmq. */
+    static inline void persia_return_buffer(void *data, void *hint)
+    {
+        persia_borrowed *borrowed = hint;
+        (void)data;
+        borrowed->next = atomic_load_explicit(&persia_returned, memory_order_relaxed);
+        /* Release, so that `next` is visible to the thread that takes the stack. Elements are
+         * only pushed one by one and taken all at once, so there is no ABA problem. */
+        while (!atomic_compare_exchange_weak_explicit(
+            &persia_returned, &borrowed->next, borrowed,
+            memory_order_release, memory_order_relaxed))
+            ;
+    }
+
+    /* Call with the GIL held. */
+    static inline void persia_release_returned(void)
+    {
+        persia_borrowed *borrowed;
+        /* The plain load keeps the usual case, an empty stack, from a write. */
+        if (atomic_load_explicit(&persia_returned, memory_order_relaxed) == NULL)
+            return;
+        /* Acquire pairs with the push above. */
+        borrowed = atomic_exchange_explicit(&persia_returned, NULL, memory_order_acquire);
+        while (borrowed != NULL) {
+            persia_borrowed *next = borrowed->next;
+            PyBuffer_Release(&borrowed->buffer);
+            PyMem_RawFree(borrowed);
+            borrowed = next;
+        }
+    }
+    """
     ctypedef struct persia_borrowed:
         Py_buffer buffer
     void persia_return_buffer(void *data, void *hint) noexcept nogil
     void persia_release_returned() noexcept
+
+# zmq_msg_t of zmq.h: 64 opaque bytes, aligned as a pointer.
+ctypedef struct message_t:
+    void *words[8]
 
 ctypedef int (*message_f)(message_t *) noexcept nogil
 ctypedef int (*move_f)(message_t *, void *, int) noexcept nogil
@@ -73,6 +125,8 @@ cdef class Received:
 
     A memoryview of it, and any array made of that, keeps the object alive.
     """
+
+    cdef message_t message
 
     def __cinit__(self):
         # Valid to close from here on, even if nothing is received into it.
@@ -233,3 +287,79 @@ def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list received=None):
             if received is not None:
                 received.append(message)
             return message
+
+
+cdef class ReceiveTurn:
+    """The turn of one channel: held by a caller, by the channel's own thread, or free.
+
+    A caller is an object with a lock ``done``, which is released when it gets the turn.
+    """
+
+    cdef object _holder
+    cdef list _waiting  # callers in the order they came
+    cdef object _free_lock  # released when the turn becomes free
+    cdef bint _is_closed
+    cdef readonly bint was_asked
+    """A caller came since the own thread last tried to take the turn."""
+
+    def __cinit__(self):
+        self._waiting = []  # the objects are None
+
+    def enter(self, caller not None):
+        """Take the turn and return True, or queue for it and return False."""
+        # Set even if the turn is given now: the own thread leaves the socket to callers.
+        self.was_asked = True
+        if self._holder is None and not self._is_closed:
+            self._holder = caller
+            return True
+        self._waiting.append(caller)
+        return False
+
+    def has(self, caller not None):
+        """Return whether this caller has the turn."""
+        return self._holder is caller
+
+    def leave(self, caller not None):
+        """Pass the turn to the caller that has waited longest, or stop waiting for it.
+
+        Idempotent: an exception of a signal handler may make a caller leave twice.
+        """
+        cdef Py_ssize_t place
+        if self._holder is not caller:
+            for place in range(len(self._waiting)):
+                if self._waiting[place] is caller:
+                    del self._waiting[place]
+                    return
+            return
+        self._holder = None
+        if self._waiting and not self._is_closed:
+            # Handed over directly: no other thread can take the turn in between.
+            self._holder = self._waiting.pop(0)
+            lock = self._holder.done
+        else:
+            lock, self._free_lock = self._free_lock, None
+        if lock is not None:
+            try:
+                lock.release()
+            except RuntimeError:
+                pass  # released already: a caller's answer came first
+
+    def release_when_free(self, lock not None):
+        """Have ``lock`` released once the turn is free; return False if it is free now."""
+        if self._holder is None:
+            return False
+        self._free_lock = lock
+        return True
+
+    def take_if_unused(self, own not None):
+        """Take the turn for the own thread unless a caller has it, or came since."""
+        is_unused = self._holder is None and not self.was_asked and not self._is_closed
+        self.was_asked = False
+        if is_unused:
+            self._holder = own
+        return is_unused
+
+    def close(self):
+        """Let no thread take the turn from now on; return whether it is free."""
+        self._is_closed = True
+        return self._holder is None
