@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from persia._core.base.arrays import empty_floats
 from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._core.kernels.pool_calls import PoolCalls
-from persia._core.kernels.pooling import gather, nonfinite
+from persia._core.kernels.pooling import PoolCalls, gather, nonfinite
 from persia._rpc.messages import (
     BatchGradients,
     Floats,
@@ -106,7 +105,6 @@ def pool_outputs(
             feature.slots,
             feature.rounds,
             ids,
-            None,
             out,
         )
         outputs[place] = PooledOutput(slot.name, out)
@@ -235,9 +233,7 @@ def _add(
                 if batch.plan.features[place].pooled >= 0:
                     pooling = batch.plan.features[place].slot.pooling
                     argmax = maxima[place]
-                    calls.pool_grad(
-                        pooling, gradient, slots, rounds, ids, None, argmax, skip, out
-                    )
+                    calls.pool_grad(pooling, gradient, slots, rounds, ids, argmax, skip, out)
                     continue
                 if skip is not None:
                     gradient = np.where(skip[:, None] != 0, np.float32(0.0), gradient)

@@ -15,7 +15,8 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia.errors import DimMismatch
-from tests.reference.store import Row, Store, unmix64
+from tests.reference.hashing import unmix64
+from tests.reference.store import Row, Store
 
 Floats = NDArray[np.float32]
 

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
-from tests.core.stores import UNIFORM, Floats, u64
-from tests.reference.policies import LR, Kind, Shard
+from tests.core import stores
+from tests.core.stores import Floats, held, u64
+from tests.reference.policies import Kind, Shard
 
 DIM = 2
 KINDS: tuple[Kind, ...] = (
@@ -23,26 +23,15 @@ KINDS: tuple[Kind, ...] = (
 
 
 def new_store(capacity: int, *kinds: Kind, **arguments: Any) -> EmbeddingStore:
-    store = EmbeddingStore(
-        capacity, **({"num_shards": 1, "seed": 11} | arguments), policies=kinds
-    )
-    store.configure(RowOptimizer("sgd", lr=LR))
-    return store
+    return stores.new_store(capacity, policies=kinds, **({"seed": 11} | arguments))
 
 
 def train(
     store: EmbeddingStore, signs: Any, batch_id: int = 0, **policy: Any
 ) -> tuple[Floats, int, int]:
     """Rows, and how many were inserted and refused."""
-    rows = np.full((len(signs), DIM), np.nan, np.float32)
-    hints = np.zeros(len(signs), np.uint32)
-    counts = store.lookup_train(u64(signs), UNIFORM, 1.0, batch_id, rows, hints, **policy)
-    return rows, *counts
-
-
-def held(store: EmbeddingStore) -> list[int]:
-    """Signs in the order of eviction, policy after policy."""
-    return [int(sign) for signs, _, _ in store.shard_entries(0) for sign in signs]
+    rows, _, *counts = stores.train(store, signs, DIM, batch_id=batch_id, **policy)
+    return rows, counts[0], counts[1]
 
 
 def stream(store: EmbeddingStore, first: int, count: int, batch_id: int, **policy: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
+from tests.core import stores
 from tests.core.stores import ADAGRAD, train, u64
 
 HEADER, SHARD = 1 << 32, 1 << 37  # bytes of the file, which is sparse
@@ -34,9 +35,7 @@ def state_file() -> Iterator[int]:
 
 
 def new_store(file: int, optimizer: RowOptimizer = ADAGRAD, **changed: Any) -> EmbeddingStore:
-    store = EmbeddingStore(**(ARGUMENTS | changed), state_file=file)
-    store.configure(optimizer)
-    return store
+    return stores.new_store(**(ARGUMENTS | changed), optimizer=optimizer, state_file=file)
 
 
 def filled(file: int) -> EmbeddingStore:

@@ -31,21 +31,9 @@ def u64(signs: Iterable[int] | NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def new_store(
-    capacity: int,
-    optimizer: RowOptimizer | None = None,
-    *,
-    num_shards: int = 1,
-    seed: int = 0,
-    memory_limit: int = 0,
-    num_threads: int = 1,
+    capacity: int, optimizer: RowOptimizer | None = None, **arguments: Any
 ) -> EmbeddingStore:
-    store = EmbeddingStore(
-        capacity,
-        num_shards=num_shards,
-        seed=seed,
-        memory_limit=memory_limit,
-        num_threads=num_threads,
-    )
+    store = EmbeddingStore(capacity, **({"num_shards": 1} | arguments))
     store.configure(optimizer or RowOptimizer("sgd", lr=0.5))
     return store
 
@@ -58,13 +46,14 @@ def train(
     admit: float = 1.0,
     batch_id: int = 0,
     initializer: Initializer = UNIFORM,
+    **arguments: Any,
 ) -> tuple[Floats, Words, int, int]:
     """Rows, hints, and how many were inserted and refused."""
     array = u64(signs)
     rows = np.full((len(array), dim), np.nan, np.float32)
     hints = np.full(len(array), 7, np.uint32)
-    inserted, refused = store.lookup_train(array, initializer, admit, batch_id, rows, hints)
-    return rows, hints, inserted, refused
+    counts = store.lookup_train(array, initializer, admit, batch_id, rows, hints, **arguments)
+    return rows, hints, *counts
 
 
 def evaluate(store: EmbeddingStore, signs: Signs, dim: int = 4) -> tuple[Floats, int]:
@@ -87,17 +76,15 @@ DIM = 5
 
 
 def adagrad_store(num_rows: int = 0, **arguments: Any) -> EmbeddingStore:
-    store = EmbeddingStore(**({"capacity": 100_000, "num_shards": 4, "seed": 3} | arguments))
-    store.configure(RowOptimizer("adagrad", lr=0.1))
+    store = new_store(
+        **({"capacity": 100_000, "num_shards": 4, "seed": 3} | arguments), optimizer=ADAGRAD
+    )
     add(store, range(num_rows))
     return store
 
 
 def add(store: EmbeddingStore, signs: Any, **arguments: Any) -> None:
-    signs = u64(signs)
-    rows = np.empty((len(signs), DIM), np.float32)
-    hints = np.empty(len(signs), np.uint32)
-    store.lookup_train(signs, UNIFORM, 1.0, 0, rows, hints, **arguments)
+    train(store, signs, DIM, **arguments)
 
 
 def update(store: EmbeddingStore, signs: Any) -> None:
@@ -118,24 +105,32 @@ def rows_of(blocks: list[RowBlock]) -> Rows:
     rows: Rows = {}
     for block in blocks:
         assert {len(array) for array in block.arrays} == {len(block)} != {0}
-        values = block.values if block.dtype == "float32" else None
         for i, sign in enumerate(block.signs.tolist()):
-            kept = (
-                block.values[i] if values is not None else widen(block.values[i], block.dtype)
-            )
+            values: Any = block.values[i]
+            kept = values if block.dtype == "float32" else widen(values, block.dtype)
+            state = block.states[i].tobytes()
             assert sign not in rows
-            rows[sign] = (
-                block.policy,
-                block.dtype,
-                kept.tobytes(),
-                block.states[i].tobytes(),
-                int(block.uses[i]),
-            )
+            rows[sign] = block.policy, block.dtype, kept.tobytes(), state, int(block.uses[i])
     return rows
 
 
 def contents_of(blocks: list[RowBlock]) -> dict[int, tuple[bytes, bytes]]:
-    return {sign: (row[2], row[3]) for sign, row in rows_of(blocks).items()}
+    return values_of(rows_of(blocks))
+
+
+def values_of(rows: Rows) -> dict[int, tuple[bytes, bytes]]:
+    return {sign: (row[2], row[3]) for sign, row in rows.items()}
+
+
+def take_changes(
+    store: EmbeddingStore, name: str, max_rows: int = 65536
+) -> tuple[bool, Rows, list[int]]:
+    """Whether it is full, its rows, and what was deleted, of a committed snapshot."""
+    with store.begin_snapshot(name) as snapshot:
+        rows = rows_of(list(snapshot.blocks(max_rows)))
+        gone = snapshot.deleted().tolist()
+        snapshot.commit()
+        return snapshot.is_full, rows, gone
 
 
 def in_order(blocks: list[RowBlock]) -> list[int]:
@@ -156,13 +151,16 @@ def shuffled(blocks: list[RowBlock]) -> list[RowBlock]:
 
 
 def block_with(**changed: Any) -> RowBlock:
-    arrays: dict[str, Any] = {
-        "signs": np.arange(3, dtype=np.uint64),
-        "values": np.zeros((3, 5), np.float32),
-        "states": np.zeros((3, 5), np.uint32),
-        "orders": np.zeros(3, np.uint64),
-        "uses": np.zeros(3, np.uint32),
-        "ages": np.zeros(3, np.uint64),
+    """One of three rows, or as many as the signs given, of five zeros."""
+    n = len(changed.get("signs", range(3)))
+    arguments: dict[str, Any] = {
+        "policy": 0,
+        "dtype": "float32",
+        "signs": np.arange(n, dtype=np.uint64),
+        "values": np.zeros((n, 5), np.float32),
+        "states": np.zeros((n, 5), np.uint32),
+        "orders": np.zeros(n, np.uint64),
+        "uses": np.zeros(n, np.uint32),
+        "ages": np.zeros(n, np.uint64),
     }
-    arguments: dict[str, Any] = {"policy": 0, "dtype": "float32", **arrays, **changed}
-    return RowBlock(**arguments)
+    return RowBlock(**(arguments | changed))

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from persia import env
-from persia._core.ids.signs import pack
 from persia._files.writer_lock import JobFolders
 from persia._report.summary import TrainingRecord
 from persia._rpc.messages import TableEntries, TableSigns
@@ -208,9 +207,7 @@ def _train_persia(
     slot = {"dim": DIM, "pooling": model.pooling, "sample_fixed_size": FIXED}
     own: dict[str, Any] = {} if group is None else {group: {"optimizer": {}}}
     schema = EmbeddingSchema.load({"slots_config": {"slot": slot}, "group_settings": own})
-    signs, _ = pack(
-        np.arange(VOCABULARY, dtype=np.uint64), schema.slots["slot"].prefix, schema.prefix_bits
-    )
+    signs = np.arange(VOCABULARY, dtype=np.uint64) | np.uint64(schema.slots["slot"].prefix)
     ctx = TrainCtx(
         model=model,
         embedding_optimizer=optimizer,

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from persia import env
-from persia._core.ids.signs import pack
 from persia._rpc.messages import TableEntries
 from persia.config import EmbeddingSchema
 from tests.examples.loading import EXAMPLES, load
@@ -43,7 +42,7 @@ def _persia_auc(data: Any, seed: int, staleness: int) -> float:
     with train.build_ctx(options) as ctx:
         for slot, values in zip(schema.slots.values(), rows, strict=True):
             ids = np.arange(MAX_ID, dtype=np.uint64)
-            signs, _ = pack(ids, slot.prefix, schema.prefix_bits)
+            signs = ids | np.uint64(slot.prefix)
             ctx.embedding_worker.set_embedding([TableEntries(slot.table, signs, values, None)])
         return float(train.run(ctx, data, options).auc)
 

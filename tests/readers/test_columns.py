@@ -11,7 +11,7 @@ import pytest
 from persia.errors import ConfigError, DataError, DataTypeError
 from persia.readers import Columns, TableReader
 from tests.readers.support import ids_of
-from tests.reference.text_ids import hash_text
+from tests.reference.ids import hash_text
 
 
 def test_a_feature_is_named_once() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tests.reference.distinct import number
+from tests.reference.ids import number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

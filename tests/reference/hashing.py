@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 WORD = 2**64 - 1
 NUM_BUCKETS = 1 << 14
@@ -17,6 +14,16 @@ def mix64(x: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & WORD
     return z ^ (z >> 31)
+
+
+def unmix64(hash_: int) -> int:
+    """The sign whose ``mix64`` is ``hash_``."""
+    z = hash_ ^ (hash_ >> 31) ^ (hash_ >> 62)
+    z = z * pow(0x94D049BB133111EB, -1, 2**64) & WORD
+    z = z ^ (z >> 27) ^ (z >> 54)
+    z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) & WORD
+    z = z ^ (z >> 30) ^ (z >> 60)
+    return (z - 0x9E3779B97F4A7C15) & WORD
 
 
 def bucket(sign: int) -> int:

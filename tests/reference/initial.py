@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from tests.reference.hashing import WORD, mix64
 
-WORD = 2**64 - 1
 STANDARD = NormalDist()
 BELOW_MINUS_2 = STANDARD.cdf(-2.0)
 POISSON_PIECE = 32.0
-
-
-def mix64(word: int) -> int:
-    word = (word + 0x9E3779B97F4A7C15) & WORD
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & WORD
-    return word ^ (word >> 31)
 
 
 def unit(draw: int) -> float:

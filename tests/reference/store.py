@@ -15,19 +15,8 @@ from tests.reference import halves, hashing, initial, optim
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
 
-WORD = 2**64 - 1
 ADMISSION = 0xAD3175510B5E5EED
 MIN_SHARD_ROWS = 64
-
-
-def unmix64(hash_: int) -> int:
-    """The sign whose ``mix64`` is ``hash_``."""
-    z = hash_ ^ (hash_ >> 31) ^ (hash_ >> 62)
-    z = z * pow(0x94D049BB133111EB, -1, 2**64) & WORD
-    z = z ^ (z >> 27) ^ (z >> 54)
-    z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) & WORD
-    z = z ^ (z >> 30) ^ (z >> 60)
-    return (z - 0x9E3779B97F4A7C15) & WORD
 
 
 def admits(seed: int, sign: int, batch_id: int, probability: float) -> bool:

@@ -17,18 +17,11 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._rpc.messages import HyperParameters, OptimizerSettings
 from persia.config import EmbeddingSchema, Slot
+from tests.reference.hashing import mix64
 
 Floats = NDArray[np.float32]
 Samples = list[list[int]]
 Weights = dict[str, list[NDArray[np.float32]]]  # per feature and sample one for each id
-WORD = 2**64 - 1
-
-
-def mix64(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & WORD
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
-    return x ^ (x >> 31)
 
 
 def distinct(samples: Samples) -> list[int]:

@@ -20,6 +20,7 @@ cdef str to_u64(object value)
 cdef bint is_vector(object value, char kind, int itemsize) noexcept
 cdef ndarray as_vector(object value, char kind, int itemsize, str what)
 cdef ndarray as_ids(object value, str what)
+# Not initialised.
 cdef ndarray new_u64(Py_ssize_t size)
 cdef ndarray new_u32(Py_ssize_t size)
 cdef ndarray new_i64(Py_ssize_t size)

@@ -27,10 +27,10 @@ cdef enum:
     LINE = 64               # bytes of a cache line
     MOST_DIMENSIONS = 4
 
-NAMES = {"f": "float", "i": "int", "u": "uint"}
+_NAMES = {"f": "float", "i": "int", "u": "uint"}
 
 # Shifted, for a sign keeps the low 56 bits of an id unless the config says otherwise.
-TEXTS = (
+_TEXTS = (
     "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, object)) >> 8, or "
     "let persia.readers do it"
 )
@@ -51,7 +51,7 @@ cdef str to_u64(object value):
     if isinstance(value, MaskedArray):
         return ""
     if isinstance(value, (str, bytes)):
-        return TEXTS
+        return _TEXTS
     if isinstance(value, (int, np.integer)):
         return (
             "; IDTypeFeatureWithSingleID(name, np.array(ids).astype(np.uint64)) takes one each"
@@ -60,7 +60,7 @@ cdef str to_u64(object value):
         return "; .cpu().numpy().astype(np.uint64) makes one of it"
     cdef str kind = kind_of(value)
     if kind == "U":
-        return TEXTS
+        return _TEXTS
     if kind not in ("i", "u"):
         return ""
     if PyArray_Check(value):
@@ -144,7 +144,7 @@ cdef ndarray as_vector(object value, char kind, int itemsize, str what):
         DataError: If it has more items than a u32 can number.
     """
     if not is_vector(value, kind, itemsize):
-        expected = f"{NAMES[chr(kind)]}{8 * itemsize}"
+        expected = f"{_NAMES[chr(kind)]}{8 * itemsize}"
         are_ids = kind == c"u" and itemsize == 8
         hint, floats = (to_u64(value), of_floats(value)) if are_ids else ("", "")
         raise DataTypeError(
@@ -163,7 +163,6 @@ cdef ndarray as_vector(object value, char kind, int itemsize, str what):
 
 
 cdef ndarray as_ids(object value, str what):
-    """Return ``value`` as contiguous u64; see ``as_vector``."""
     return as_vector(value, c"u", 8, what)
 
 
@@ -183,22 +182,21 @@ cdef int check_rows(
     return 0
 
 
-cdef ndarray new_u64(Py_ssize_t size):
-    """Return an uninitialised array."""
+cdef ndarray new_vector(Py_ssize_t size, int number):
     cdef npy_intp length = size
-    return PyArray_SimpleNew(1, &length, NPY_UINT64)
+    return PyArray_SimpleNew(1, &length, number)
+
+
+cdef ndarray new_u64(Py_ssize_t size):
+    return new_vector(size, NPY_UINT64)
 
 
 cdef ndarray new_u32(Py_ssize_t size):
-    """Return an uninitialised array."""
-    cdef npy_intp length = size
-    return PyArray_SimpleNew(1, &length, NPY_UINT32)
+    return new_vector(size, NPY_UINT32)
 
 
 cdef ndarray new_i64(Py_ssize_t size):
-    """Return an uninitialised array."""
-    cdef npy_intp length = size
-    return PyArray_SimpleNew(1, &length, NPY_INT64)
+    return new_vector(size, NPY_INT64)
 
 
 cdef ndarray frozen(ndarray array):

@@ -29,7 +29,11 @@
 #include <immintrin.h>
 #endif
 
-typedef enum { PERSIA_FLOAT16, PERSIA_BFLOAT16, PERSIA_NUM_HALVES } persia_half_kind_t;
+enum { PERSIA_FLOAT16, PERSIA_BFLOAT16, PERSIA_NUM_HALVES };
+
+#define PERSIA_ROUNDED                                                                    \
+    (void *const *rows, float *matrix, size_t n, size_t dim, uint64_t update_key,         \
+     const uint64_t *hashes)
 
 typedef struct {
     void (*widen)(const uint16_t *from, float *to, size_t n);
@@ -37,8 +41,7 @@ typedef struct {
     /* Between n rows of dim values and a matrix of them, which rounding uses up; hashes[i] is
      * mix64 of row i's sign. */
     void (*widen_rows)(void *const *rows, float *matrix, size_t n, size_t dim);
-    void (*round_rows)(void *const *rows, float *matrix, size_t n, size_t dim,
-                       uint64_t update_key, const uint64_t *hashes);
+    void (*round_rows) PERSIA_ROUNDED;
 } persia_half_t;
 
 #define PERSIA_F32_INFINITY 0x7F800000
@@ -200,57 +203,22 @@ PERSIA_INLINE void persia_dither_rows_f16_loop(
 
 /* --- every level -------------------------------------------------------------------------- */
 
-PERSIA_INLINE void persia_narrow_f16_body(const float *from, uint16_t *to, size_t n)
-{
-    PERSIA_BY_DIM(persia_narrow_loop, n, PERSIA_FLOAT16, from, to)
-}
-
-PERSIA_INLINE void persia_narrow_bf16_body(const float *from, uint16_t *to, size_t n)
-{
-    PERSIA_BY_DIM(persia_narrow_loop, n, PERSIA_BFLOAT16, from, to)
-}
-
-PERSIA_INLINE void persia_widen_bf16_body(const uint16_t *from, float *to, size_t n)
-{
-    PERSIA_BY_DIM(persia_widen_loop, n, PERSIA_BFLOAT16, from, to)
-}
-
-PERSIA_INLINE void persia_widen_rows_bf16_body(
-    void *const *rows, float *matrix, size_t n, size_t dim)
-{
-    PERSIA_BY_DIM(persia_widen_rows_loop, dim, PERSIA_BFLOAT16, rows, matrix, n)
-}
-
-PERSIA_INLINE void persia_round_rows_bf16_body(
-    void *const *rows, float *matrix, size_t n, size_t dim, uint64_t update_key,
-    const uint64_t *hashes)
-{
-    PERSIA_BY_DIM(persia_round_rows_bf16_loop, dim, rows, matrix, n, update_key, hashes)
-}
-
-PERSIA_INLINE void persia_dither_rows_f16_body(
-    float *matrix, size_t n, size_t dim, uint64_t update_key, const uint64_t *hashes)
-{
-    PERSIA_BY_DIM(persia_dither_rows_f16_loop, dim, matrix, n, update_key, hashes)
-}
-
 PERSIA_VARIANTS(void, persia_narrow_f16, (const float *from, uint16_t *to, size_t n),
-                (from, to, n))
+                { PERSIA_BY_DIM(persia_narrow_loop, n, PERSIA_FLOAT16, from, to) })
 PERSIA_VARIANTS(void, persia_narrow_bf16, (const float *from, uint16_t *to, size_t n),
-                (from, to, n))
+                { PERSIA_BY_DIM(persia_narrow_loop, n, PERSIA_BFLOAT16, from, to) })
 PERSIA_VARIANTS(void, persia_widen_bf16, (const uint16_t *from, float *to, size_t n),
-                (from, to, n))
+                { PERSIA_BY_DIM(persia_widen_loop, n, PERSIA_BFLOAT16, from, to) })
 PERSIA_VARIANTS(void, persia_widen_rows_bf16,
                 (void *const *rows, float *matrix, size_t n, size_t dim),
-                (rows, matrix, n, dim))
-PERSIA_VARIANTS(void, persia_round_rows_bf16,
-                (void *const *rows, float *matrix, size_t n, size_t dim, uint64_t update_key,
-                 const uint64_t *hashes),
-                (rows, matrix, n, dim, update_key, hashes))
+                { PERSIA_BY_DIM(persia_widen_rows_loop, dim, PERSIA_BFLOAT16, rows, matrix, n) })
+PERSIA_VARIANTS(void, persia_round_rows_bf16, PERSIA_ROUNDED,
+                { PERSIA_BY_DIM(persia_round_rows_bf16_loop, dim, rows, matrix, n, update_key,
+                                hashes) })
 PERSIA_VARIANTS(void, persia_dither_rows_f16,
                 (float *matrix, size_t n, size_t dim, uint64_t update_key,
                  const uint64_t *hashes),
-                (matrix, n, dim, update_key, hashes))
+                { PERSIA_BY_DIM(persia_dither_rows_f16_loop, dim, matrix, n, update_key, hashes) })
 
 /* --- f16 where the processor does not convert ---------------------------------------------- */
 
@@ -265,9 +233,7 @@ static void persia_widen_rows_f16_baseline(
     PERSIA_BY_DIM(persia_widen_rows_loop, dim, PERSIA_FLOAT16, rows, matrix, n)
 }
 
-static void persia_round_rows_f16_baseline(
-    void *const *rows, float *matrix, size_t n, size_t dim, uint64_t update_key,
-    const uint64_t *hashes)
+static void persia_round_rows_f16_baseline PERSIA_ROUNDED
 {
     persia_dither_rows_f16_baseline(matrix, n, dim, update_key, hashes);
     for (size_t i = 0; i < n; i++) {
@@ -327,9 +293,7 @@ PERSIA_AVX2 static void persia_widen_rows_f16_avx2(
 }
 
 #define PERSIA_ROUND_ROWS_F16(level)                                                      \
-    PERSIA_AVX2 static void persia_round_rows_f16_##level(                                \
-        void *const *rows, float *matrix, size_t n, size_t dim, uint64_t update_key,      \
-        const uint64_t *hashes)                                                           \
+    PERSIA_AVX2 static void persia_round_rows_f16_##level PERSIA_ROUNDED                  \
     {                                                                                     \
         persia_dither_rows_f16_##level(matrix, n, dim, update_key, hashes);               \
         PERSIA_BY_DIM(persia_truncate_rows_f16, dim, rows, matrix, n)                     \
@@ -342,23 +306,21 @@ PERSIA_ROUND_ROWS_F16(avx512)
 #define persia_widen_rows_f16_avx512 persia_widen_rows_f16_avx2
 #endif
 
-#define PERSIA_HALF_TABLE(name, level)                                                        \
+#define PERSIA_HALF(name, level)                                                              \
     {                                                                                         \
         persia_widen_##name##_##level, persia_narrow_##name##_##level,                        \
-        persia_widen_rows_##name##_##level, persia_round_rows_##name##_##level                     \
+        persia_widen_rows_##name##_##level, persia_round_rows_##name##_##level                \
     }
-
-/* [kind][level] */
-static const persia_half_t persia_halves[PERSIA_NUM_HALVES][PERSIA_NUM_LEVELS] = {
 #if PERSIA_NUM_LEVELS > 1
-    [PERSIA_FLOAT16] = {PERSIA_HALF_TABLE(f16, baseline), PERSIA_HALF_TABLE(f16, avx2),
-                        PERSIA_HALF_TABLE(f16, avx512)},
-    [PERSIA_BFLOAT16] = {PERSIA_HALF_TABLE(bf16, baseline), PERSIA_HALF_TABLE(bf16, avx2),
-                         PERSIA_HALF_TABLE(bf16, avx512)},
+#define PERSIA_HALF_LEVELS(name) \
+    { PERSIA_HALF(name, baseline), PERSIA_HALF(name, avx2), PERSIA_HALF(name, avx512) }
 #else
-    [PERSIA_FLOAT16] = {PERSIA_HALF_TABLE(f16, baseline)},
-    [PERSIA_BFLOAT16] = {PERSIA_HALF_TABLE(bf16, baseline)},
+#define PERSIA_HALF_LEVELS(name) { PERSIA_HALF(name, baseline) }
 #endif
+
+static const persia_half_t persia_halves[PERSIA_NUM_HALVES][PERSIA_NUM_LEVELS] = {
+    [PERSIA_FLOAT16] = PERSIA_HALF_LEVELS(f16),
+    [PERSIA_BFLOAT16] = PERSIA_HALF_LEVELS(bf16),
 };
 
 #endif

@@ -8,7 +8,6 @@ from persia._core.base.types cimport uint32_t, uint64_t
 # cluster there.
 cdef enum:
     NUM_BUCKETS = 16384     # u14
-    NUM_SHARD_VALUES = 1024
 
 
 cdef inline uint64_t mix64(uint64_t x) noexcept nogil:

@@ -64,26 +64,8 @@ cdef int route_signs(
     return 0
 
 
-def _mix64(uint64_t x):
-    """Hash one u64; a bijection.
-
-    Raises:
-        OverflowError: If ``x`` is negative or needs more than 64 bits.
-    """
-    return mix64(x)
-
-
-# A ``def`` of this name would hide the C function of the .pxd.
-_mix64.__name__ = _mix64.__qualname__ = "mix64"
-globals()["mix64"] = _mix64
-
-
 def mix64_array(values):
-    """Hash an array, u64 [n]; returns u64 [n].
-
-    Raises:
-        DataTypeError: If ``values`` is not a 1-D array of uint64.
-    """
+    """Hash an array, u64 [n]; returns u64 [n]."""
     cdef ndarray source = as_ids(values, "values")
     cdef size_t n = PyArray_SIZE(source)
     cdef ndarray hashes = new_u64(n)
@@ -99,27 +81,8 @@ def bucket(uint64_t sign):
     return bucket_of(mix64(sign))
 
 
-def shard(uint64_t sign, num_shards):
-    """Return the shard of a sign within its server.
-
-    Args:
-        sign: Any u64.
-        num_shards: 1..1024, as many as the ten bits can tell apart.
-
-    Raises:
-        ConfigError: If ``num_shards`` is outside its range.
-    """
-    if not 1 <= num_shards <= NUM_SHARD_VALUES:
-        raise ConfigError(f"num_shards must be in 1..{NUM_SHARD_VALUES}, got {num_shards}")
-    return shard_of(mix64(sign), num_shards)
-
-
 def owners(num_servers):
-    """Return the owner of each bucket, u16 [16384]: contiguous ranges, as even as they come.
-
-    Raises:
-        ConfigError: If ``num_servers`` is not in 1..16384: a server beyond owns nothing.
-    """
+    """Return the owner of each bucket, u16 [16384]: contiguous ranges, as even as they come."""
     _check_num_servers(num_servers)
     return (np.arange(NUM_BUCKETS, dtype=np.int64) * num_servers >> 14).astype(np.uint16)
 
@@ -135,10 +98,6 @@ def route(signs, owner, num_servers):
     Returns:
         ``order``, u32 [n], and ``starts``, i64 [num_servers + 1]: server s owns the signs at
         ``order[starts[s]:starts[s + 1]]``, in the order in which they came.
-
-    Raises:
-        DataTypeError: If an array has another dtype or more dimensions.
-        ConfigError: If ``owner`` has another length or names a server that is not there.
     """
     _check_num_servers(num_servers)
     cdef ndarray source = as_ids(signs, "signs")

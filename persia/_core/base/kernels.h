@@ -1,8 +1,8 @@
 /* What every kernel header shares: the instruction-set variants and the optimizer settings.
  *
- * A kernel is ONE plain C loop, written as an always-inline body without a target of its own.
- * PERSIA_VARIANTS wraps it in one function per instruction set, and the compiler vectorises
- * the inlined body for each. All variants give the same bytes, because
+ * A kernel is ONE plain C loop, written as an always-inline function without a target of its own.
+ * PERSIA_VARIANTS calls it from one function per instruction set, and the compiler vectorises
+ * the inlined loop for each. All variants give the same bytes, because
  *
  *   - the build passes -ffp-contract=off and no fast-math, so no variant fuses or reorders;
  *   - elementwise loops have no order to change, square root and division are exact;
@@ -37,17 +37,17 @@
 #define PERSIA_NUM_LEVELS 3
 #define PERSIA_AVX2 __attribute__((target("avx2,f16c")))
 #define PERSIA_AVX512 __attribute__((target("avx2,f16c,avx512f,avx512vl,avx512bw,avx512dq")))
-/* Defines name_baseline, name_avx2 and name_avx512 with name_body's parameters. */
-#define PERSIA_VARIANTS(result, name, parameters, arguments)                        \
-    static result name##_baseline parameters { return name##_body arguments; }      \
-    PERSIA_AVX2 static result name##_avx2 parameters { return name##_body arguments; } \
-    PERSIA_AVX512 static result name##_avx512 parameters { return name##_body arguments; }
-/* The variants in the order of cpu.isa_level(), for an array of PERSIA_NUM_LEVELS. */
+/* Defines name_baseline, name_avx2 and name_avx512, each with this body. */
+#define PERSIA_VARIANTS(result, name, parameters, ...)         \
+    static result name##_baseline parameters __VA_ARGS__       \
+    PERSIA_AVX2 static result name##_avx2 parameters __VA_ARGS__ \
+    PERSIA_AVX512 static result name##_avx512 parameters __VA_ARGS__
+/* The variants in the order of isa_level(), for an array of PERSIA_NUM_LEVELS. */
 #define PERSIA_LEVELS(name) { name##_baseline, name##_avx2, name##_avx512 }
 #else
 #define PERSIA_NUM_LEVELS 1
-#define PERSIA_VARIANTS(result, name, parameters, arguments) \
-    static result name##_baseline parameters { return name##_body arguments; }
+#define PERSIA_VARIANTS(result, name, parameters, ...) \
+    static result name##_baseline parameters __VA_ARGS__
 #define PERSIA_LEVELS(name) { name##_baseline }
 #endif
 
@@ -89,7 +89,8 @@ PERSIA_INLINE uint64_t persia_mix64(uint64_t x)
     return x ^ (x >> 31);
 }
 
-/* The common dims become literals to the compiler: rows without counters or remainders. */
+/* The common dims become literals to the compiler: rows without counters or remainders. For a
+ * loop that returns something, `loop` is an assignment of it. */
 #define PERSIA_BY_DIM(loop, dim, ...)                \
     switch (dim) {                                   \
     case 8: loop(8, __VA_ARGS__); break;             \
@@ -119,7 +120,7 @@ typedef struct {
 
 /* Settings of an optimizer; a kernel reads only its own. Owned by a RowOptimizer. */
 typedef struct {
-    int kind; /* persia_kind_t of optim_kernels.h */
+    int kind; /* of optim_kernels.h */
     float lr;
     float weight_decay;        /* 0 is none */
     float weight_bound;        /* |value| after a step is at most this; infinity is no bound */

@@ -103,8 +103,6 @@ static inline int persia_empty(void *start, size_t bytes)
 #if defined(__linux__)
     return madvise(start, bytes, MADV_DONTNEED);
 #else
-    (void)start;
-    (void)bytes;
     return -1;
 #endif
 }
@@ -114,9 +112,6 @@ static inline void persia_advise_huge(void *start, size_t bytes)
 {
 #if defined(MADV_HUGEPAGE)
     (void)madvise(start, bytes, MADV_HUGEPAGE);
-#else
-    (void)start;
-    (void)bytes;
 #endif
 }
 
@@ -177,9 +172,6 @@ static inline int persia_back(int file, uint64_t offset, size_t bytes)
     while (done != 0 && errno == EINTR);
     return done == 0 ? 0 : -1;
 #else
-    (void)file;
-    (void)offset;
-    (void)bytes;
     return -1;
 #endif
 }
@@ -198,10 +190,6 @@ static inline void persia_punch(int file, uint64_t offset, uint64_t bytes)
 #if defined(__linux__)
     (void)!syscall(SYS_fallocate, file, PERSIA_KEEP_SIZE | PERSIA_PUNCH_HOLE, (off_t)offset,
                    (off_t)bytes);
-#else
-    (void)file;
-    (void)offset;
-    (void)bytes;
 #endif
 }
 

@@ -5,7 +5,7 @@ import os
 import threading
 import weakref
 
-from cython cimport auto_pickle, final
+from cython cimport auto_pickle, final, internal
 
 from persia.errors import ConfigError
 
@@ -53,6 +53,7 @@ cdef Helpers shared_helpers(uint32_t count, str name):
 
 
 @final
+@internal
 @auto_pickle(False)
 cdef class Calls:
     """The parts of a call to a Python function."""

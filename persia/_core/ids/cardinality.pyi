@@ -1,5 +1,3 @@
-"""How many distinct ids there were, in 4 KiB whatever their number: HyperLogLog."""
-
 import numpy as np
 from numpy.typing import NDArray
 

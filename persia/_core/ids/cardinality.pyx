@@ -50,16 +50,7 @@ cdef void add_ids(const uint64_t *ids, size_t n, uint8_t *registers) noexcept no
 
 
 def add(registers, ids):
-    """Add ids to a sketch. One thread at a time.
-
-    Args:
-        registers: u8 [4096], zeros at first.
-        ids: u64 [n], repeated or not.
-
-    Raises:
-        DataTypeError: If an array has another dtype or more dimensions.
-        DataError: If there are not as many registers, or they are read-only.
-    """
+    """Add ids u64 [n] to the registers u8 [4096], zeros at first. One thread at a time."""
     cdef ndarray kept = as_vector(registers, c"u", 1, "registers")
     cdef ndarray values = as_ids(ids, "ids")
     if PyArray_SIZE(kept) != NUM_REGISTERS or not kept.flags.writeable:

@@ -1,11 +1,8 @@
-"""The ids of one feature in one batch, deduplicated."""
-
 from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from persia._core.base.threads import ThreadPool
 
@@ -17,7 +14,6 @@ class FeatureBatch:
         distinct: NDArray[np.uint64],
         inverse: NDArray[np.uint32],
         offsets: NDArray[np.uint32] | None = None,
-        batch_size: int | None = None,
         weights: NDArray[np.float32] | None = None,
     ) -> None: ...
     @staticmethod
@@ -58,9 +54,3 @@ class FeatureBatch:
     def truncated(self, limit: int) -> FeatureBatch: ...
 
 def number_all(batches: Sequence[FeatureBatch], threads: ThreadPool) -> None: ...
-
-@final
-class Features:
-    """Features that are numbered together."""
-
-    def __new__(cls, num_features: int, num_workers: int) -> Self: ...

@@ -27,7 +27,7 @@ Not taken: sorting, which loses the first-seen order that the reproducible mode 
 table for all features, which would leave the cache and allow no threads.
 """
 
-from cython cimport final
+from cython cimport final, internal
 from libc.math cimport isfinite
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
@@ -39,7 +39,7 @@ from persia._core.base.arrays cimport (
 )
 from persia._core.base.threads cimport ThreadPool, persia_work_t
 from persia._core.base.types cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
-from persia._core.ids.numbering cimport (
+from persia._core.ids.signs cimport (
     Numbering, begin, distinct_of, finish, give_back, restart, take,
 )
 
@@ -137,25 +137,14 @@ cdef class FeatureBatch:
         inverse: Number of each id among the distinct ones, u32 [N].
         offsets: Where each sample's ids start in ``inverse``, u32 [B + 1]. ``None`` if each
             sample has exactly one id.
-        batch_size: B, compared with what the arrays say if given.
         weights: Weight of each id, f32 [N]. ``None`` if each counts once.
 
     Raises:
         DataTypeError: If an array has another dtype or more dimensions, or ``name`` is no str.
         DataError: If the arrays do not describe a batch.
-
-    Example:
-        >>> import numpy as np
-        >>> from persia._core.ids.feature_batch import FeatureBatch
-        >>> ids = [np.array(row, dtype=np.uint64) for row in ([7, 9], [], [9, 7, 9])]
-        >>> batch = FeatureBatch.from_list("clicks", ids)
-        >>> batch.distinct.tolist(), batch.inverse.tolist(), batch.offsets.tolist()
-        ([7, 9], [0, 1, 1, 0, 1], [0, 2, 2, 5])
     """
 
-    def __init__(
-        self, name, distinct, inverse, offsets=None, batch_size=None, weights=None
-    ):
+    def __init__(self, name, distinct, inverse, offsets=None, weights=None):
         if self.name is not None:
             raise TypeError(f"feature {self.name!r} is built; a FeatureBatch never changes")
         cdef str feature = checked_name(name)
@@ -190,11 +179,6 @@ cdef class FeatureBatch:
             edges = own_offsets(
                 feature, as_vector(offsets, c"u", 4, f"feature {feature!r}, offsets"), n
             )
-        num_samples = n if edges is None else edges.size - 1
-        if batch_size is not None and batch_size != num_samples:
-            raise DataError(
-                f"feature {feature!r}: expected {batch_size} samples, got {num_samples}"
-            )
         fill(self, feature, values, numbers, edges)
         self.weights = own_weights(self, weights)
 
@@ -212,7 +196,6 @@ cdef class FeatureBatch:
 
     @property
     def num_distinct(self):
-        """Number of distinct ids."""
         self.number()
         return PyArray_SIZE(<ndarray>self.numbered_distinct)
 
@@ -240,17 +223,8 @@ cdef class FeatureBatch:
     def from_csr(name, values, offsets, weights=None):
         """Build from the ids of all samples, one after the other; neither array is kept.
 
-        Args:
-            name: Name of the feature.
-            values: u64 [N], any layout. Read in place if contiguous.
-            offsets: int32, int64 or uint32 [B + 1]; sample i has
-                ``values[offsets[i]:offsets[i + 1]]``.
-            weights: f32 [N], copied, or None.
-
-        Raises:
-            DataTypeError: If an array has another dtype or more dimensions.
-            DataError: If ``offsets`` does not start at 0, decreases, or does not end at N, or
-                ``weights`` has another length or a value that is not finite.
+        Sample i of ``offsets``, int32, int64 or uint32 [B + 1], has
+        ``values[offsets[i]:offsets[i + 1]]``, u64 in any layout; ``weights`` are f32 [N].
         """
         cdef str feature = checked_name(name)
         cdef ndarray source = as_ids(values, f"feature {feature!r}, values")
@@ -276,11 +250,7 @@ cdef class FeatureBatch:
 
     @staticmethod
     def from_single(name, ids):
-        """Build from exactly one id for each sample, u64 [B] in any layout.
-
-        Raises:
-            DataTypeError: If ``ids`` is not a 1-D array of uint64.
-        """
+        """Build from exactly one id for each sample, u64 [B] in any layout."""
         cdef str feature = checked_name(name)
         cdef ndarray source = as_ids(ids, f"feature {feature!r}")
         return build(
@@ -289,20 +259,9 @@ cdef class FeatureBatch:
 
     @staticmethod
     def from_list(name, data, weights=None):
-        """Build from one array for each sample; an empty array is a sample without ids.
+        """Build from a list or tuple with one array for each sample, of any layout.
 
         ``from_csr`` costs less where the ids are in one piece already.
-
-        Args:
-            name: Name of the feature.
-            data: List or tuple of u64 arrays of one dimension, in any layout.
-            weights: List or tuple of f32 arrays as long as those of ``data``, or None.
-
-        Raises:
-            DataTypeError: If ``data``, ``weights`` or one of their items is something else;
-                names the sample.
-            DataError: If there are more ids than a u32 can number, or a weight is missing, too
-                many or not finite.
         """
         cdef str feature = checked_name(name)
         cdef FeatureBatch batch
@@ -323,15 +282,10 @@ cdef class FeatureBatch:
 
     @staticmethod
     def from_parts(name, parts):
-        """Build from what ``parts`` returned, on the other side of a wire.
-
-        Raises:
-            DataTypeError: If a part has another dtype or more dimensions.
-            DataError: If the parts are not two to four, or do not describe a batch.
-        """
+        """Build from what ``parts`` returned, on the other side of a wire."""
         if not 2 <= len(parts) <= 4:
             raise DataError(f"feature {name!r}: expected 2 to 4 parts, got {len(parts)}")
-        return FeatureBatch(name, *parts[:3], weights=parts[3] if len(parts) == 4 else None)
+        return FeatureBatch(name, *parts)
 
     def parts(self):
         """Return the arrays to send: distinct, inverse, offsets if a sample has another number
@@ -357,9 +311,6 @@ cdef class FeatureBatch:
 
         Distinct ids without an occurrence left are left out, and first-seen order is that of
         what remains. Returns this object if there is nothing to cut.
-
-        Raises:
-            DataError: If ``limit`` is negative.
         """
         if limit < 0:
             raise DataError(
@@ -416,7 +367,7 @@ cdef class FeatureBatch:
         """Pickle and copy through the checks: what Cython would generate gives writable arrays
         and takes any state, and numbers out of range would write into foreign memory."""
         return FeatureBatch, (
-            self.name, self.distinct, self.inverse, self.offsets, None, self.weights
+            self.name, self.distinct, self.inverse, self.offsets, self.weights
         )
 
     def __repr__(self):
@@ -455,7 +406,6 @@ cdef ndarray offsets_of(FeatureBatch batch):
 
 
 cdef FeatureBatch without_ids(FeatureBatch batch):
-    """Return as many samples, without ids."""
     cdef ndarray edges = new_u32(batch.batch_size + 1)
     edges.fill(0)
     cdef FeatureBatch empty = build(batch.name, NULL, 0, edges)
@@ -681,6 +631,7 @@ cdef struct Feature:
     size_t num_distinct
 
 
+@internal
 @final
 cdef class Features:
     """Features that are numbered together."""
@@ -715,12 +666,7 @@ cdef void number_part(Features features, uint32_t part, uint32_t worker) noexcep
 
 
 def number_all(batches, ThreadPool threads not None):
-    """Number the ids of those that are not numbered yet, some by each thread.
-
-    Args:
-        batches: FeatureBatches.
-        threads: Threads.
-    """
+    """Number the ids of those that are not numbered yet, some by each thread."""
     cdef FeatureBatch batch
     cdef Features features
     cdef Feature *one

@@ -1,5 +1,3 @@
-"""Packing of ids into signs, the rows of a hash stack, and one numbering for many slots."""
-
 from collections.abc import Iterable
 
 import numpy as np
@@ -7,15 +5,11 @@ from numpy.typing import NDArray
 
 from persia._core.base.threads import ThreadPool
 
-def prefix_of(group: int, prefix_bits: int) -> int: ...
-def pack(
-    ids: NDArray[np.uint64], prefix: int, prefix_bits: int
-) -> tuple[NDArray[np.uint64], int]: ...
 def pack_all(
     arrays: Iterable[NDArray[np.uint64]],
     prefixes: Iterable[int],
     prefix_bits: int,
-    threads: ThreadPool | None = None,
+    threads: ThreadPool,
 ) -> tuple[NDArray[np.uint64], list[int]]: ...
 def hash_stack(
     ids: NDArray[np.uint64], rounds: int, embedding_size: int

@@ -1,5 +1,3 @@
-"""Ids of texts: a stable hash, or the number that a text spells."""
-
 import numpy as np
 from numpy.typing import NDArray
 

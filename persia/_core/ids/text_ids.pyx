@@ -117,16 +117,7 @@ cdef tuple checked(object data, object offsets, Texts *texts):
 
 
 def hash_texts(data, offsets):
-    """Return the hash of each text, u64 [n].
-
-    Args:
-        data: The texts' bytes, u8.
-        offsets: Where each begins and the last one ends, i64 [n + 1].
-
-    Raises:
-        DataTypeError: If a dtype or ndim differs.
-        DataError: If the offsets descend or leave the bytes.
-    """
+    """Return the hash of each text, u64 [n]."""
     cdef Texts texts
     held = checked(data, offsets, &texts)
     with nogil:
@@ -138,7 +129,6 @@ def parse_hex(data, offsets):
     """Return the number that each text spells in hexadecimal digits, u64 [n], and a place.
 
     The place is that of the first text that is no number of 1 to 16 such digits; n if all are.
-    Arguments and errors are those of ``hash_texts``.
     """
     cdef Texts texts
     cdef size_t place

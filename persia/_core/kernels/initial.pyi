@@ -6,7 +6,6 @@ from typing_extensions import Self
 
 MAX_DIM: int
 MAX_LAM: float
-METHODS: dict[str, int]
 OPTIONS: dict[str, dict[str, float | None]]
 
 def complete(method: str, options: dict[str, Any]) -> dict[str, float]: ...

@@ -20,7 +20,7 @@ from libc.string cimport memcpy
 
 import numpy as np
 
-from persia._core.kernels.optim import MAX_DIM, nearest, number
+from persia._core.kernels.optim import MAX_DIM, nearest, number, with_defaults
 
 from persia._core.base.hashing cimport mix64
 from persia._core.base.types cimport uint32_t, uint64_t
@@ -33,7 +33,7 @@ cdef enum:
     POISSON
     CONSTANT
 
-METHODS = {
+_METHODS = {
     "uniform": UNIFORM,
     "normal": NORMAL,
     "truncated_normal": TRUNCATED_NORMAL,
@@ -223,9 +223,7 @@ cdef double gamma_value(uint64_t stream, double shape) noexcept nogil:
             return d * v * boost
 
 
-cdef double poisson_value(
-    uint64_t stream, double pieces, double threshold
-) noexcept nogil:
+cdef double poisson_value(uint64_t stream, double pieces, double threshold) noexcept nogil:
     """One Poisson variate: the sum of ``pieces`` ones whose exp(-lambda) is ``threshold``."""
     cdef double total = 0.0
     cdef double product
@@ -242,28 +240,14 @@ cdef double poisson_value(
 
 
 def complete(method, options):
-    """The options of ``method`` with defaults filled in, each a checked float.
-
-    Raises:
-        ConfigError: If the method or an option is unknown, missing or out of its range.
-    """
+    """The options of ``method`` with defaults filled in, each a checked float."""
     if method not in OPTIONS:
         raise ConfigError(
             f"initialization {method!r} is not known; {nearest(method, list(OPTIONS))}"
         )
-    defaults = OPTIONS[method]
-    for option in options:
-        if option not in defaults:
-            raise ConfigError(
-                f"initialization {method} has no option {option!r}; "
-                f"{nearest(option, list(defaults))}"
-            )
     owner = f"initialization {method}"
     result = {}
-    for option, default in defaults.items():
-        value = options.get(option, default)
-        if value is None:
-            raise ConfigError(f"{owner}: {option} must be a number, it was not given")
+    for option, value in with_defaults(owner, options, OPTIONS[method]).items():
         result[option] = number(owner, option, value)
         if option in ("standard_deviation", "shape", "scale", "lam") and not result[option] > 0:
             raise ConfigError(f"{owner}: {option} must be above 0, got {value!r}")
@@ -285,13 +269,7 @@ def complete(method, options):
 cdef class Initializer:
     """A distribution from which rows take their first values.
 
-    Args:
-        method: A key of ``OPTIONS``.
-        **options: The method's parameters; what is left out takes the default there.
-
-    Attributes:
-        name: The method.
-        options: All options by name, defaults filled in.
+    ``method`` is a key of ``OPTIONS``; options that are left out take the defaults there.
 
     Raises:
         ConfigError: If the method or an option is unknown, missing or out of its range.
@@ -300,7 +278,7 @@ cdef class Initializer:
     def __cinit__(self, method="uniform", **options):
         self.options = complete(method, options)
         self.name = method
-        self.method = METHODS[method]
+        self.method = _METHODS[method]
         self.parameters[:] = [0.0, 0.0, 0.0, 0.0]
         values = list(self.options.values())
         if self.method == UNIFORM:
@@ -329,7 +307,6 @@ cdef class Initializer:
         return hash((self.name, tuple(self.options.items())))
 
     cdef void fill(self, uint64_t seed, uint64_t sign, float *out, uint32_t dim) noexcept nogil:
-        """Write the first values of the row of ``sign``: ``dim`` floats."""
         cdef uint64_t key = mix64(sign ^ mix64(seed))
         cdef double a = self.parameters[0]
         cdef double b = self.parameters[1]

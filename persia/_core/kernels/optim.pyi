@@ -7,17 +7,14 @@ from typing_extensions import Self
 MAX_DIM: int
 OPTIONS: dict[str, dict[str, float | bool | None]]
 
-BELOW_ONE: tuple[str, ...]
-FADING: tuple[str, ...]
-
 def nearest(name: object, known: list[str]) -> str: ...
-def corrections(
-    beta1: float, beta2: float
-) -> tuple[NDArray[np.float64], NDArray[np.float32]]: ...
 def number(owner: str, option: str, value: object) -> float: ...
 def checked(
     owner: str, option: str, value: object, default: float | bool | None
 ) -> float | bool: ...
+def with_defaults(
+    owner: str, options: dict[str, Any], defaults: dict[str, Any]
+) -> dict[str, Any]: ...
 def complete(name: str, options: dict[str, Any]) -> dict[str, float | bool]: ...
 
 @final

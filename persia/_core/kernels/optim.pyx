@@ -88,9 +88,9 @@ OPTIONS = {
 }
 
 # Factors of running means.
-BELOW_ONE = ("beta1", "beta2", "alpha")
+_BELOW_ONE = ("beta1", "beta2", "alpha")
 # Their divisor is of running means alone, from 0.
-FADING = ("adam", "rowwise_adam", "rmsprop")
+_FADING = ("adam", "rowwise_adam", "rmsprop")
 
 
 def nearest(name, known):
@@ -123,51 +123,47 @@ def checked(owner, option, value, default):
     if value < 0:
         raise ConfigError(f"{owner}: {option} must be at least 0, got {value!r}")
     # Compared as f32, as the kernel uses it: 1 - 1e-9 would be 1 there.
-    if option in BELOW_ONE and np.float32(value) >= 1:
+    if option in _BELOW_ONE and np.float32(value) >= 1:
         raise ConfigError(f"{owner}: {option} must be below 1, got {value!r}")
     return value
 
 
-def complete(name, options):
-    """The options of optimizer ``name`` with defaults filled in, each checked.
-
-    Raises:
-        ConfigError: If the name or an option is unknown, missing or out of its range.
-    """
-    if name not in OPTIONS:
-        raise ConfigError(f"optimizer {name!r} is not known; {nearest(name, list(OPTIONS))}")
-    defaults = OPTIONS[name]
+def with_defaults(owner, options, defaults):
+    """Each option of ``defaults``, with the value that ``options`` give it."""
     for option in options:
         if option not in defaults:
             raise ConfigError(
-                f"{name} has no option {option!r}; {nearest(option, list(defaults))}"
+                f"{owner} has no option {option!r}; {nearest(option, list(defaults))}"
             )
-    complete_options = {}
-    for option, default in defaults.items():
-        value = options.get(option, default)
+    values = {option: options.get(option, default) for option, default in defaults.items()}
+    for option, value in values.items():
         if value is None:
-            raise ConfigError(f"{name}: {option} must be a number, it was not given")
-        complete_options[option] = checked(name, option, value, default)
+            raise ConfigError(f"{owner}: {option} must be a number, it was not given")
+    return values
+
+
+def complete(name, options):
+    """The options of optimizer ``name`` with defaults filled in, each checked."""
+    if name not in OPTIONS:
+        raise ConfigError(f"optimizer {name!r} is not known; {nearest(name, list(OPTIONS))}")
+    complete_options = {
+        option: checked(name, option, value, OPTIONS[name][option])
+        for option, value in with_defaults(name, options, OPTIONS[name]).items()
+    }
+    no_eps = np.float32(complete_options.get("eps", 1.0)) == 0
     # A zero gradient on a fresh row would give 0 / 0, and such rows are common here.
-    if name in FADING and np.float32(complete_options["eps"]) == 0:
+    if name in _FADING and no_eps:
         raise ConfigError(
             f"{name}: eps must be above 0 in f32, got {complete_options['eps']!r}"
         )
-    if (
-        name == "adagrad"
-        and np.float32(complete_options["eps"]) == 0
-        and np.float32(complete_options["initial_accumulator_value"]) == 0
-    ):
-        raise ConfigError("adagrad: eps and initial_accumulator_value must not both be 0")
-    if (
-        name == "adagrad"
-        and np.float32(complete_options["eps"]) == 0
-        and np.float32(complete_options["g_square_momentum"]) < 1
-    ):
-        raise ConfigError(
-            "adagrad: eps must be above 0 where g_square_momentum is below 1, because the sum "
-            f"may then fade to 0; got {complete_options['eps']!r}"
-        )
+    if name == "adagrad" and no_eps:
+        if np.float32(complete_options["initial_accumulator_value"]) == 0:
+            raise ConfigError("adagrad: eps and initial_accumulator_value must not both be 0")
+        if np.float32(complete_options["g_square_momentum"]) < 1:
+            raise ConfigError(
+                "adagrad: eps must be above 0 where g_square_momentum is below 1, because the "
+                f"sum may then fade to 0; got {complete_options['eps']!r}"
+            )
     return complete_options
 
 
@@ -191,7 +187,7 @@ cdef int kind_of(str name, dict options) except -1:
 # where they stop changing, or up to 65,536; beyond it they are computed by repeated squaring,
 # with the same function, so there is no seam.
 @functools.lru_cache(maxsize=16)
-def corrections(double beta1, double beta2):
+def _corrections(double beta1, double beta2):
     """For step counts from 1, 1 - beta1^t in double, and 1 / sqrt(1 - beta2^t) in f32.
 
     They are without the learning rate, because another rate may come with every update.
@@ -221,9 +217,6 @@ cdef class RowOptimizer:
         weight_bound: Every value of a row is clamped to [-weight_bound, weight_bound] after
             its step; 0 or less is no bound.
         **options: As in ``OPTIONS``; the defaults are the original PERSIA's.
-
-    Attributes:
-        options: All options by name, defaults filled in.
 
     Raises:
         ConfigError: If the name or an option is unknown, missing or out of its range.
@@ -260,7 +253,7 @@ cdef class RowOptimizer:
     def _fill_corrections(self, beta1, beta2):
         # The table is this object's: ``settings`` points into it for as long as the object
         # lives.
-        rests, inverse_roots = corrections(beta1, beta2)
+        rests, inverse_roots = _corrections(beta1, beta2)
         self._tables = np.empty((len(rests), 2), dtype=np.float32)
         np.divide(self.options["lr"], rests, out=self._tables[:, 0], casting="unsafe")
         self._tables[:, 1] = inverse_roots
@@ -280,7 +273,6 @@ cdef class RowOptimizer:
         return f"RowOptimizer({self.name!r}, weight_bound={self.weight_bound!r}, {options})"
 
     cdef uint32_t state_width(self, uint32_t dim) noexcept nogil:
-        """Number of 4-byte words of state behind a row of ``dim`` floats."""
         cdef const persia_kernel_t *kernel = &persia_kernels[self.settings.kind]
         return kernel.vectors * dim + kernel.words
 

@@ -18,7 +18,7 @@
  * accumulator with eps under the root, accumulate afterwards. Weight decay is coupled L2,
  * g + weight_decay * w; only Lion's is decoupled.
  *
- * A new kernel is a row function, a PERSIA_STEP line, a kind and an entry in the table.
+ * A new kernel is a row function and a line of PERSIA_OPTIMIZERS.
  */
 #ifndef PERSIA_OPTIM_KERNELS_H
 #define PERSIA_OPTIM_KERNELS_H
@@ -27,21 +27,23 @@
 
 #include "kernels.h"
 
-typedef enum {
-    PERSIA_SGD,
-    PERSIA_SGD_MOMENTUM,
-    PERSIA_ADAGRAD,
-    PERSIA_ADAGRAD_ORIGINAL,
-    PERSIA_ADAGRAD_SHARED,
-    PERSIA_ADAGRAD_SHARED_ORIGINAL,
-    PERSIA_ADAM,
-    PERSIA_ROWWISE_ADAM,
-    PERSIA_RMSPROP,
-    PERSIA_RMSPROP_MOMENTUM,
-    PERSIA_FTRL,
-    PERSIA_LION,
-    PERSIA_NUM_KINDS
-} persia_kind_t;
+/* A kernel's number, its function, and the state of a row: vectors of dim words, and words. */
+#define PERSIA_OPTIMIZERS(X)                                             \
+    X(PERSIA_SGD, persia_sgd, 0, 0)                                      \
+    X(PERSIA_SGD_MOMENTUM, persia_sgd_momentum, 1, 0)                    \
+    X(PERSIA_ADAGRAD, persia_adagrad, 1, 0)                              \
+    X(PERSIA_ADAGRAD_ORIGINAL, persia_adagrad_original, 1, 0)            \
+    X(PERSIA_ADAGRAD_SHARED, persia_adagrad_shared, 0, 1)                \
+    X(PERSIA_ADAGRAD_SHARED_ORIGINAL, persia_adagrad_shared_original, 0, 1) \
+    X(PERSIA_ADAM, persia_adam, 2, 1)                                    \
+    X(PERSIA_ROWWISE_ADAM, persia_rowwise_adam, 1, 2)                    \
+    X(PERSIA_RMSPROP, persia_rmsprop, 1, 0)                              \
+    X(PERSIA_RMSPROP_MOMENTUM, persia_rmsprop_momentum, 2, 0)            \
+    X(PERSIA_FTRL, persia_ftrl, 2, 0)                                    \
+    X(PERSIA_LION, persia_lion, 1, 0)
+
+#define PERSIA_KIND(kind, name, vectors, words) kind,
+enum { PERSIA_OPTIMIZERS(PERSIA_KIND) PERSIA_NUM_KINDS };
 
 /* How many rows ahead are fetched: a step takes 5 to 15 ns, a miss about 100. */
 #define PERSIA_STEP_AHEAD 10
@@ -113,9 +115,12 @@ static inline persia_correction_t persia_correction(const persia_optim_t *o, uin
 
 /* --- one row ------------------------------------------------------------------------------- */
 
-PERSIA_INLINE void persia_sgd_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+/* Of embedding w and state s, by gradient g. */
+#define PERSIA_ROW(name)                                                                      \
+    PERSIA_INLINE void name##_row(float *restrict w, float *restrict s,                       \
+                                  const float *restrict g, size_t dim, const persia_optim_t *o)
+
+PERSIA_ROW(persia_sgd)
 {
     (void)s;
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
@@ -124,9 +129,7 @@ PERSIA_INLINE void persia_sgd_row(
         w[j] = persia_bounded(w[j] - lr * persia_decayed(g[j], w[j], decay), bound);
 }
 
-PERSIA_INLINE void persia_sgd_momentum_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_sgd_momentum)
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float momentum = o->momentum;
@@ -138,9 +141,7 @@ PERSIA_INLINE void persia_sgd_momentum_row(
     }
 }
 
-PERSIA_INLINE void persia_adagrad_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_adagrad)
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float eps = o->eps, keep = o->g_square_momentum;
@@ -153,9 +154,7 @@ PERSIA_INLINE void persia_adagrad_row(
     }
 }
 
-PERSIA_INLINE void persia_adagrad_original_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_adagrad_original)
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float eps = o->eps, keep = o->g_square_momentum;
@@ -168,9 +167,7 @@ PERSIA_INLINE void persia_adagrad_original_row(
     }
 }
 
-PERSIA_INLINE void persia_adagrad_shared_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_adagrad_shared)
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float sum = s[0] * o->g_square_momentum + persia_mean_square(w, g, dim, decay);
@@ -181,9 +178,7 @@ PERSIA_INLINE void persia_adagrad_shared_row(
         w[j] = persia_bounded(w[j] - lr * persia_decayed(g[j], w[j], decay) / divisor, bound);
 }
 
-PERSIA_INLINE void persia_adagrad_shared_original_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_adagrad_shared_original)
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float sum = s[0];
@@ -204,9 +199,7 @@ PERSIA_INLINE persia_correction_t persia_next_step(float *words, const persia_op
     return count <= o->num_corrections ? o->corrections[count - 1] : persia_correction(o, count);
 }
 
-PERSIA_INLINE void persia_adam_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_adam)
 {
     const float decay = o->weight_decay, bound = o->weight_bound, eps = o->eps;
     const float beta1 = o->beta1, rest1 = o->beta1_rest;
@@ -226,9 +219,7 @@ PERSIA_INLINE void persia_adam_row(
     }
 }
 
-PERSIA_INLINE void persia_rowwise_adam_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_rowwise_adam)
 {
     const float decay = o->weight_decay, bound = o->weight_bound;
     const float beta1 = o->beta1, rest1 = o->beta1_rest;
@@ -245,9 +236,7 @@ PERSIA_INLINE void persia_rowwise_adam_row(
     }
 }
 
-PERSIA_INLINE void persia_rmsprop_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_rmsprop)
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float eps = o->eps, keep = o->beta2, rest = o->beta2_rest;
@@ -260,9 +249,7 @@ PERSIA_INLINE void persia_rmsprop_row(
     }
 }
 
-PERSIA_INLINE void persia_rmsprop_momentum_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_rmsprop_momentum)
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float eps = o->eps, keep = o->beta2, rest = o->beta2_rest, momentum = o->momentum;
@@ -287,9 +274,7 @@ PERSIA_INLINE void persia_rmsprop_momentum_row(
  *
  * An element without any gradient yet (n is 0) keeps its initial value, and begins with the z
  * for which the second line gives that value; for an initial value of 0 this is the paper's 0. */
-PERSIA_INLINE void persia_ftrl_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_ftrl)
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float l1 = lr * o->l1, fixed = o->beta + lr * o->l2;
@@ -311,9 +296,7 @@ PERSIA_INLINE void persia_ftrl_row(
     }
 }
 
-PERSIA_INLINE void persia_lion_row(
-    float *restrict w, float *restrict s, const float *restrict g, size_t dim,
-    const persia_optim_t *o)
+PERSIA_ROW(persia_lion)
 {
     const float lr = o->lr, decay = o->weight_decay, bound = o->weight_bound;
     const float beta1 = o->beta1, rest1 = o->beta1_rest;
@@ -330,13 +313,11 @@ PERSIA_INLINE void persia_lion_row(
 
 /* --- whole batches --------------------------------------------------------------------------- */
 
-/* A row's state is `vectors` times dim words and `words` more. The common dims are literals to
- * the compiler, so their rows have neither loop counters nor remainders. */
-#define PERSIA_STEP(name, vectors, words)                                                \
-    enum { name##_vectors = vectors, name##_words = words };                             \
+#define PERSIA_STEPPED                                                                   \
+    float *const *values, float *const *states, const float *const *grads, size_t n
+#define PERSIA_STEP(kind, name, vectors, words)                                          \
     PERSIA_INLINE void name##_loop(                                                      \
-        float *const *values, float *const *states, const float *const *grads, size_t n, \
-        size_t dim, const persia_optim_t *settings)                                      \
+        size_t dim, PERSIA_STEPPED, const persia_optim_t *settings)                      \
     {                                                                                    \
         const persia_optim_t o = *settings; /* a store to a row cannot change the copy */ \
         for (size_t i = 0; i < n; i++) {                                                 \
@@ -349,57 +330,21 @@ PERSIA_INLINE void persia_lion_row(
                        &o);                                                              \
         }                                                                                \
     }                                                                                    \
-    PERSIA_INLINE void name##_body(                                                      \
-        float *const *values, float *const *states, const float *const *grads, size_t n, \
-        size_t dim, const persia_optim_t *settings)                                      \
-    {                                                                                    \
-        switch (dim) {                                                                   \
-        case 8: name##_loop(values, states, grads, n, 8, settings); break;               \
-        case 16: name##_loop(values, states, grads, n, 16, settings); break;             \
-        case 32: name##_loop(values, states, grads, n, 32, settings); break;             \
-        case 64: name##_loop(values, states, grads, n, 64, settings); break;             \
-        default: name##_loop(values, states, grads, n, dim, settings);                   \
-        }                                                                                \
-    }                                                                                    \
     PERSIA_VARIANTS(                                                                     \
-        void, name,                                                                      \
-        (float *const *values, float *const *states, const float *const *grads,          \
-         size_t n, size_t dim, const persia_optim_t *settings),                          \
-        (values, states, grads, n, dim, settings))
+        void, name, (PERSIA_STEPPED, size_t dim, const persia_optim_t *settings),        \
+        { PERSIA_BY_DIM(name##_loop, dim, values, states, grads, n, settings) })
 
-PERSIA_STEP(persia_sgd, 0, 0)
-PERSIA_STEP(persia_sgd_momentum, 1, 0)
-PERSIA_STEP(persia_adagrad, 1, 0)
-PERSIA_STEP(persia_adagrad_original, 1, 0)
-PERSIA_STEP(persia_adagrad_shared, 0, 1)
-PERSIA_STEP(persia_adagrad_shared_original, 0, 1)
-PERSIA_STEP(persia_adam, 2, 1)
-PERSIA_STEP(persia_rowwise_adam, 1, 2)
-PERSIA_STEP(persia_rmsprop, 1, 0)
-PERSIA_STEP(persia_rmsprop_momentum, 2, 0)
-PERSIA_STEP(persia_ftrl, 2, 0)
-PERSIA_STEP(persia_lion, 1, 0)
+PERSIA_OPTIMIZERS(PERSIA_STEP)
 
 typedef struct {
     persia_step_t steps[PERSIA_NUM_LEVELS];
     uint32_t vectors, words; /* of state */
 } persia_kernel_t;
 
-#define PERSIA_KERNEL(name) { PERSIA_LEVELS(name), name##_vectors, name##_words }
+#define PERSIA_KERNEL(kind, name, vectors, words) [kind] = { PERSIA_LEVELS(name), vectors, words },
 
 static const persia_kernel_t persia_kernels[PERSIA_NUM_KINDS] = {
-    [PERSIA_SGD] = PERSIA_KERNEL(persia_sgd),
-    [PERSIA_SGD_MOMENTUM] = PERSIA_KERNEL(persia_sgd_momentum),
-    [PERSIA_ADAGRAD] = PERSIA_KERNEL(persia_adagrad),
-    [PERSIA_ADAGRAD_ORIGINAL] = PERSIA_KERNEL(persia_adagrad_original),
-    [PERSIA_ADAGRAD_SHARED] = PERSIA_KERNEL(persia_adagrad_shared),
-    [PERSIA_ADAGRAD_SHARED_ORIGINAL] = PERSIA_KERNEL(persia_adagrad_shared_original),
-    [PERSIA_ADAM] = PERSIA_KERNEL(persia_adam),
-    [PERSIA_ROWWISE_ADAM] = PERSIA_KERNEL(persia_rowwise_adam),
-    [PERSIA_RMSPROP] = PERSIA_KERNEL(persia_rmsprop),
-    [PERSIA_RMSPROP_MOMENTUM] = PERSIA_KERNEL(persia_rmsprop_momentum),
-    [PERSIA_FTRL] = PERSIA_KERNEL(persia_ftrl),
-    [PERSIA_LION] = PERSIA_KERNEL(persia_lion),
+    PERSIA_OPTIMIZERS(PERSIA_KERNEL)
 };
 
 #endif

@@ -1,45 +1,45 @@
+from typing import final
+
 import numpy as np
 from numpy.typing import NDArray
 
-MODES: dict[str, int]
+from persia._core.base.threads import ThreadPool
+from persia._core.ids.feature_batch import FeatureBatch
 
-def pool(
-    mode: str,
-    rows: NDArray[np.float32],
-    slots: NDArray[np.uint32] | None,
-    rounds: int,
-    inverse: NDArray[np.uint32],
-    offsets: NDArray[np.uint32] | None,
-    out: NDArray[np.float32],
-    weights: NDArray[np.float32] | None = None,
-) -> NDArray[np.int32] | None: ...
-def pool_grad(
-    mode: str,
-    grad: NDArray[np.float32],
-    slots: NDArray[np.uint32] | None,
-    rounds: int,
-    inverse: NDArray[np.uint32],
-    offsets: NDArray[np.uint32] | None,
-    argmax: NDArray[np.int32] | None,
-    skip: NDArray[np.uint8] | None,
-    out: NDArray[np.float32],
-    weights: NDArray[np.float32] | None = None,
-) -> None: ...
-def begin_grad(
-    mode: str,
-    grad: NDArray[np.float32],
-    inverse: NDArray[np.uint32],
-    offsets: NDArray[np.uint32] | None,
-    out: NDArray[np.float32],
-) -> bool: ...
+@final
+class PoolCalls:
+    def pool(
+        self,
+        mode: str,
+        rows: NDArray[np.float32],
+        slots: NDArray[np.uint32] | None,
+        rounds: int,
+        ids: FeatureBatch,
+        out: NDArray[np.float32],
+    ) -> NDArray[np.int32] | None: ...
+    def begin_sums(self, sums: NDArray[np.float32] | None) -> None: ...
+    def pool_grad(
+        self,
+        mode: str,
+        grad: NDArray[np.float32],
+        slots: NDArray[np.uint32] | None,
+        rounds: int,
+        ids: FeatureBatch,
+        argmax: NDArray[np.int32] | None,
+        skip: NDArray[np.uint8] | None,
+        out: NDArray[np.float32],
+    ) -> None: ...
+    def scatter_add(
+        self,
+        grad: NDArray[np.float32],
+        slots: NDArray[np.uint32] | None,
+        rounds: int,
+        out: NDArray[np.float32],
+    ) -> None: ...
+    def run(self, threads: ThreadPool) -> bool: ...
+
 def gather(
     rows: NDArray[np.float32],
-    slots: NDArray[np.uint32] | None,
-    rounds: int,
-    out: NDArray[np.float32],
-) -> None: ...
-def scatter_add(
-    grad: NDArray[np.float32],
     slots: NDArray[np.uint32] | None,
     rounds: int,
     out: NDArray[np.float32],

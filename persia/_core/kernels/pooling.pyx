@@ -1,11 +1,9 @@
-"""Rows to pooled outputs, and output gradients to row gradients, one feature at a time.
+"""Rows to pooled outputs, and output gradients to row gradients.
 
     rows f32 [U, dim]         the rows of a table that the batch uses
+    ids                       a FeatureBatch: B samples of D distinct ids, and their weights
     slots u32 [D * R]         for each distinct id of the feature its R rows (R rounds of the
                               hash stack); None: R = 1 and distinct id d is row d
-    inverse u32 [N]           for each id of the batch the number of its distinct id
-    offsets u32 [B + 1]       where each sample's ids begin; None: one id a sample
-    weights f32 [N]           a factor for each id; None: 1
 
 The vector of a distinct id is the sum of its rounds, in every mode. Then a sample is
 
@@ -16,154 +14,216 @@ The vector of a distinct id is the sum of its rounds, in every mode. Then a samp
     max                       elementwise; of equal values the first id's
 
 and zeros without ids. Sums run in f32 in the order (sample, position, round), which is part of
-the result.
+the result. All features of a batch are pooled by threads at once:
+
+    call    one feature's rows to its outputs, or its gradient to the sums of its rows
+    part    calls that one thread makes, in their order
 """
 
 import numpy as np
 
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, DataTypeError
 
-from libc.stdlib cimport free, malloc
+from cython cimport final
+from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
+from numpy cimport (
+    NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NPY_FLOAT32,
+    PyArray_CHKFLAGS, PyArray_Check, PyArray_DATA, PyArray_DIM, PyArray_FROM_OF,
+    PyArray_ISNOTSWAPPED, PyArray_NDIM, PyArray_SIZE, PyArray_TYPE, import_array, ndarray,
+)
 
+from persia._core.base.arrays cimport as_vector, describe
 from persia._core.base.cpu cimport isa_level
+from persia._core.base.threads cimport ThreadPool, persia_work_t
+from persia._core.base.types cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
+from persia._core.ids.feature_batch cimport FeatureBatch
 
-MODES = {"sum": PERSIA_SUM, "mean": PERSIA_MEAN, "sqrt": PERSIA_SQRT, "max": PERSIA_MAX}
+import_array()
 
+cdef extern from "pooling_kernels.h" nogil:
+    enum:
+        PERSIA_SUM
+        PERSIA_MEAN
+        PERSIA_SQRT
+        PERSIA_MAX
+        PERSIA_NUM_LEVELS
 
-cdef int mode_number(object mode) except -1:
-    number = MODES.get(mode)
-    if number is None:
-        raise ConfigError(f"pooling: expected one of {', '.join(MODES)}, got {mode!r}")
-    return number
+    ctypedef struct persia_bags_t:
+        const uint32_t *slots       # [num_distinct * rounds] or NULL
+        size_t rounds
+        const uint32_t *inverse     # [num_ids]
+        size_t num_ids
+        const uint32_t *offsets     # [num_samples + 1] or NULL
+        size_t num_samples
+        const float *weights        # [num_ids] or NULL
+        size_t dim
+        float *scratch              # [dim]; [2 * dim], the second half zeros, for grad_fresh
+
+    ctypedef struct persia_pooling_t:
+        void (*pool)(
+            int mode, const persia_bags_t *bags, const float *rows, float *out,
+            int32_t *argmax) noexcept nogil
+        void (*pool_grad)(
+            int mode, const persia_bags_t *bags, const float *grad, const int32_t *argmax,
+            const uint8_t *skip, float *out) noexcept nogil
+        size_t (*grad_fresh)(
+            int mode, const persia_bags_t *bags, const float *grad, float *out) noexcept nogil
+        void (*gather)(
+            const float *rows, const uint32_t *slots, size_t rounds, size_t num_distinct,
+            size_t dim, float *out) noexcept nogil
+        void (*scatter_add)(
+            const float *grad, const uint32_t *slots, size_t rounds, size_t num_distinct,
+            size_t dim, float *out) noexcept nogil
+        void (*index_add)(
+            const float *grad, const int64_t *index, size_t n, size_t dim,
+            float *out) noexcept nogil
+        int (*any_nonfinite)(const float *values, size_t n) noexcept nogil
+        uint32_t (*max_u32)(const uint32_t *values, size_t n) noexcept nogil
+        uint64_t (*max_u64)(const int64_t *values, size_t n) noexcept nogil
+
+    const persia_pooling_t[PERSIA_NUM_LEVELS] persia_pooling
+
+cdef enum:
+    PIECE_IDS = 16384       # of a call that is split
+
+cdef enum Kind:
+    POOL
+    POOL_GRAD
+    SCATTER_ADD
+
+cdef struct Call:
+    Kind kind
+    int mode
+    persia_bags_t bags          # of SCATTER_ADD slots, rounds, dim, and num_ids: rows of source
+    const float *source         # rows, or a gradient
+    float *out
+    int32_t *argmax             # written by POOL, read by POOL_GRAD; NULL but for max
+    const uint8_t *skip
+
+cdef struct Part:
+    uint32_t first
+    uint32_t end
+    float *sums             # NULL: none to set and look at
+    size_t num_sums         # floats
+    bint is_finite
+
+cdef dict MODES = {
+    "sum": PERSIA_SUM, "mean": PERSIA_MEAN, "sqrt": PERSIA_SQRT, "max": PERSIA_MAX,
+}
 
 
 cdef const persia_pooling_t *kernels() noexcept nogil:
     return &persia_pooling[isa_level()]
 
 
-cdef const uint32_t *first_u32(const uint32_t[::1] values) noexcept:
-    """Address of the first element; NULL for None and for an empty array."""
-    if values is None or values.shape[0] == 0:
-        return NULL
-    return &values[0]
+# The checks are made once per call, before anything is written: a number out of range would
+# write into foreign memory. Memoryviews would cost as much as a small feature's sums.
 
 
-cdef const float *first_f32(const float[:, ::1] matrix) noexcept:
-    return &matrix[0, 0] if matrix.shape[0] and matrix.shape[1] else NULL
+cdef bint is_matrix(object array, int flags) noexcept:
+    return (
+        PyArray_Check(array) and PyArray_NDIM(<ndarray> array) == 2
+        and PyArray_TYPE(<ndarray> array) == NPY_FLOAT32
+        and PyArray_ISNOTSWAPPED(<ndarray> array)
+        and PyArray_CHKFLAGS(<ndarray> array, flags))
 
 
-cdef float *first_out(float[:, ::1] matrix) noexcept:
-    return &matrix[0, 0] if matrix.shape[0] and matrix.shape[1] else NULL
+cdef ndarray as_input(object array, str name):
+    """Return the matrix, or a copy that a kernel may take a bare pointer to."""
+    if not is_matrix(array, 0):
+        raise DataTypeError(f"{name}: expected a matrix of float32, got {describe(array)}")
+    return PyArray_FROM_OF(array, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)
 
 
-# The checks are made once per call, before anything is written: the numbers come over the wire,
-# and one out of range would write into foreign memory.
-cdef Py_ssize_t check_slots(
-    const uint32_t[::1] slots, Py_ssize_t rounds, Py_ssize_t num_rows
+cdef ndarray as_output(object array, str name):
+    if not is_matrix(array, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE):
+        raise DataTypeError(
+            f"{name}: expected a contiguous matrix of float32 to write, got {describe(array)}")
+    return <ndarray> array
+
+
+cdef int check_shape(str name, ndarray array, Py_ssize_t rows, Py_ssize_t dim) except -1:
+    if PyArray_DIM(array, 0) != rows or PyArray_DIM(array, 1) != dim:
+        raise DataError(
+            f"{name} must have shape ({rows}, {dim}), got "
+            f"({PyArray_DIM(array, 0)}, {PyArray_DIM(array, 1)})")
+    return 0
+
+
+cdef Py_ssize_t fill_slots(
+    persia_bags_t *bags, ndarray slots, Py_ssize_t rounds, Py_ssize_t num_rows
 ) except -1:
-    """The number of distinct ids that ``slots`` describes, all of whose rows exist."""
+    """Return the number of distinct ids that ``slots`` describes, all of whose rows exist."""
+    cdef size_t size
     cdef uint32_t largest
     if rounds < 1:
         raise DataError(f"rounds must be at least 1, got {rounds}")
+    bags.rounds = rounds
+    bags.slots = NULL
     if slots is None:
         if rounds != 1:
             raise DataError(f"slots must be given for {rounds} rounds, got None")
         return num_rows
-    if slots.shape[0] % rounds:
-        raise DataError(f"slots must hold {rounds} per distinct id, got {slots.shape[0]}")
-    if slots.shape[0]:
+    size = PyArray_SIZE(slots)
+    if size % rounds:
+        raise DataError(f"slots must hold {rounds} per distinct id, got {size}")
+    if size:
+        bags.slots = <const uint32_t *> PyArray_DATA(slots)
         with nogil:
-            largest = kernels().max_u32(&slots[0], slots.shape[0])
+            largest = kernels().max_u32(bags.slots, size)
         if largest >= num_rows:
             raise DataError(f"slots must be below {num_rows} (the rows), got {largest}")
-    return slots.shape[0] // rounds
+    return size // rounds
 
 
-cdef int fill_bags(
-    persia_bags_t *bags, const uint32_t[::1] slots, Py_ssize_t rounds,
-    const uint32_t[::1] inverse, const uint32_t[::1] offsets, Py_ssize_t num_rows,
-    Py_ssize_t dim
+cdef ndarray slots_of(object slots):
+    return None if slots is None else as_vector(slots, c"u", 4, "slots")
+
+
+cdef int fill(
+    Call *call, Kind kind, object mode, FeatureBatch ids, ndarray slots, Py_ssize_t rounds,
+    ndarray by_row, ndarray by_sample, str name
 ) except -1:
-    """Check the numbers of one feature and describe it in ``bags``."""
-    cdef Py_ssize_t num_distinct = check_slots(slots, rounds, num_rows)
-    cdef Py_ssize_t num_ids = inverse.shape[0]
-    cdef uint32_t largest = 0
-    cdef size_t descents
+    """Describe a call but for what it reads and writes; ``name`` is that of ``by_sample``."""
+    cdef persia_bags_t *bags = &call.bags
+    cdef Py_ssize_t dim = PyArray_DIM(by_row, 1), num_distinct
+    memset(call, 0, sizeof(Call))
+    call.kind = kind
+    if mode not in MODES:
+        raise ConfigError(f"pooling: expected one of {', '.join(MODES)}, got {mode!r}")
+    call.mode = MODES[mode]
+    num_distinct = fill_slots(bags, slots, rounds, PyArray_DIM(by_row, 0))
     if dim < 1:
         raise DataError(f"dim must be at least 1, got {dim}")
-    bags.slots = first_u32(slots)
-    bags.rounds = rounds
-    bags.inverse = first_u32(inverse)
-    bags.num_ids = num_ids
-    bags.offsets = NULL
-    bags.num_samples = num_ids
-    bags.weights = NULL
+    # Numbers and offsets are right by the invariants of a FeatureBatch.
+    ids.number()
+    if PyArray_SIZE(<ndarray> ids.numbered_distinct) > num_distinct:
+        raise DataError(
+            f"expected rows of {ids.num_distinct} distinct ids, got those of {num_distinct}")
+    check_shape(name, by_sample, ids.batch_size, dim)
     bags.dim = dim
-    bags.scratch = NULL
-    if num_ids:
-        with nogil:
-            largest = kernels().max_u32(bags.inverse, num_ids)
-        if largest >= num_distinct:
-            raise DataError(
-                f"inverse must be below {num_distinct} (the distinct ids), got {largest}"
-            )
-    if offsets is None:
-        return 0
-    if offsets.shape[0] < 1:
-        raise DataError("offsets must hold one more than the samples, got an empty array")
-    bags.offsets = &offsets[0]
-    bags.num_samples = offsets.shape[0] - 1
-    with nogil:
-        descents = kernels().descents(bags.offsets, bags.num_samples + 1)
-    if offsets[0] != 0 or offsets[bags.num_samples] != num_ids or descents:
-        raise DataError(
-            f"offsets must rise from 0 to {num_ids} (the ids), got {offsets[0]} to "
-            f"{offsets[bags.num_samples]} with {descents} descents"
-        )
+    bags.inverse = <const uint32_t *> PyArray_DATA(<ndarray> ids.numbered_inverse)
+    bags.num_ids = ids.num_ids
+    bags.num_samples = ids.batch_size
+    if ids.offsets is not None:
+        bags.offsets = <const uint32_t *> PyArray_DATA(<ndarray> ids.offsets)
+    if ids.weights is not None:
+        if call.mode != PERSIA_SUM:
+            raise DataError(f"weights are for pooling sum, got them for {mode}")
+        bags.weights = <const float *> PyArray_DATA(<ndarray> ids.weights)
     return 0
 
 
-cdef int check_shape(
-    object name, Py_ssize_t rows, Py_ssize_t dim, Py_ssize_t want_rows, Py_ssize_t want_dim
-) except -1:
-    if rows != want_rows or dim != want_dim:
-        raise DataError(
-            f"{name} must have shape ({want_rows}, {want_dim}), got ({rows}, {dim})"
-        )
-    return 0
-
-
-cdef int check_skip(const uint8_t[::1] skip, Py_ssize_t num_samples) except -1:
-    if skip is not None and skip.shape[0] != num_samples:
-        raise DataError(f"skip must have {num_samples} entries, got {skip.shape[0]}")
-    return 0
-
-
-cdef int fill_weights(
-    persia_bags_t *bags, const float[::1] weights, int mode, object mode_name
-) except -1:
-    """Check the weights of ``bags`` and put them in."""
-    if weights is None:
-        return 0
-    if mode != PERSIA_SUM:
-        raise DataError(f"weights are for pooling sum, got them for {mode_name}")
-    if <size_t>weights.shape[0] != bags.num_ids:
-        raise DataError(f"weights must have {bags.num_ids} entries, got {weights.shape[0]}")
-    if bags.num_ids:
-        bags.weights = &weights[0]
-    return 0
-
-
-cdef int check_argmax(
+cdef int32_t *checked_argmax(
     const int32_t[:, ::1] argmax, const persia_bags_t *bags, Py_ssize_t num_distinct
-) except -1:
+) except? NULL:
     """An entry is -1 or a distinct id; a row of them belongs to every sample."""
     cdef Py_ssize_t i, j
     cdef int32_t value, worst = -1
     if argmax is None:
         raise DataError("argmax must be given for max, got None")
-    check_shape("argmax", argmax.shape[0], argmax.shape[1], bags.num_samples, bags.dim)
+    check_shape("argmax", argmax.base, bags.num_samples, bags.dim)
     with nogil:
         for i in range(argmax.shape[0]):
             for j in range(argmax.shape[1]):
@@ -172,89 +232,10 @@ cdef int check_argmax(
                     worst = value
     if worst != -1:
         raise DataError(f"argmax must be in -1..{num_distinct - 1}, got {worst}")
-    return 0
-
-
-cdef float *new_scratch(size_t dim) except NULL:
-    cdef float *scratch = <float *>malloc(dim * sizeof(float))
-    if scratch == NULL:
-        raise MemoryError(f"no memory for {dim} floats")
-    return scratch
-
-
-cdef object fill_pool(
-    Call *call, object mode, const float[:, ::1] rows, const uint32_t[::1] slots,
-    Py_ssize_t rounds, const uint32_t[::1] inverse, const uint32_t[::1] offsets,
-    float[:, ::1] out, const float[::1] weights
-):
-    """Check a call of ``pool`` and describe it in ``call``; return where its maxima will be."""
-    cdef int32_t[:, ::1] winners
-    call.kind = POOL
-    call.mode = mode_number(mode)
-    fill_bags(&call.bags, slots, rounds, inverse, offsets, rows.shape[0], rows.shape[1])
-    fill_weights(&call.bags, weights, call.mode, mode)
-    check_shape("out", out.shape[0], out.shape[1], call.bags.num_samples, call.bags.dim)
-    call.source = first_f32(rows)
-    call.out = first_out(out)
-    call.argmax = NULL
-    call.skip = NULL
-    if call.mode != PERSIA_MAX:
-        return None
-    # Distinct ids, not rows: with a hash stack one id has several rows.
-    argmax = np.empty((out.shape[0], out.shape[1]), dtype=np.int32)
-    winners = argmax
-    call.argmax = &winners[0, 0] if winners.shape[0] else NULL
-    return argmax
-
-
-cdef int fill_pool_grad(
-    Call *call, object mode, const float[:, ::1] grad, const uint32_t[::1] slots,
-    Py_ssize_t rounds, const uint32_t[::1] inverse, const uint32_t[::1] offsets,
-    const int32_t[:, ::1] argmax, const uint8_t[::1] skip, float[:, ::1] out,
-    const float[::1] weights
-) except -1:
-    """Check a call of ``pool_grad`` and describe it in ``call``."""
-    call.kind = POOL_GRAD
-    call.mode = mode_number(mode)
-    fill_bags(&call.bags, slots, rounds, inverse, offsets, out.shape[0], out.shape[1])
-    fill_weights(&call.bags, weights, call.mode, mode)
-    check_shape("grad", grad.shape[0], grad.shape[1], call.bags.num_samples, call.bags.dim)
-    check_skip(skip, call.bags.num_samples)
-    call.source = first_f32(grad)
-    call.out = first_out(out)
-    call.argmax = NULL
-    call.skip = NULL
-    if call.mode == PERSIA_MAX:
-        check_argmax(
-            argmax, &call.bags, out.shape[0] if slots is None else slots.shape[0] // rounds
-        )
-        if argmax.shape[0]:
-            call.argmax = <int32_t *>&argmax[0, 0]
-    if skip is not None and skip.shape[0]:
-        call.skip = &skip[0]
-    return 0
-
-
-cdef int fill_scatter_add(
-    Call *call, const float[:, ::1] grad, const uint32_t[::1] slots, Py_ssize_t rounds,
-    float[:, ::1] out
-) except -1:
-    """Check a call of ``scatter_add`` and describe it in ``call``."""
-    cdef Py_ssize_t num_distinct = check_slots(slots, rounds, out.shape[0])
-    check_shape("grad", grad.shape[0], grad.shape[1], num_distinct, out.shape[1])
-    memset(call, 0, sizeof(Call))
-    call.kind = SCATTER_ADD
-    call.bags.slots = first_u32(slots)
-    call.bags.rounds = rounds
-    call.bags.num_ids = num_distinct
-    call.bags.dim = out.shape[1]
-    call.source = first_f32(grad)
-    call.out = first_out(out)
-    return 0
+    return <int32_t *> &argmax[0, 0] if argmax.shape[0] else NULL
 
 
 cdef void make(const Call *call) noexcept nogil:
-    """Make a call; see the .pxd."""
     if call.kind == POOL:
         kernels().pool(call.mode, &call.bags, call.source, call.out, call.argmax)
     elif call.kind == POOL_GRAD:
@@ -266,178 +247,276 @@ cdef void make(const Call *call) noexcept nogil:
             call.out)
 
 
-def pool(
-    mode, const float[:, ::1] rows not None, const uint32_t[::1] slots, Py_ssize_t rounds,
-    const uint32_t[::1] inverse not None, const uint32_t[::1] offsets,
-    float[:, ::1] out not None, const float[::1] weights=None
-):
-    """Pool a feature's rows into one vector per sample.
-
-    Args:
-        mode: ``sum``, ``mean``, ``sqrt`` or ``max``.
-        rows: f32 [U, dim].
-        slots: u32 [D * rounds], or None for ``rounds`` 1 and D = U.
-        rounds: Rows per distinct id.
-        inverse: u32 [N], below D.
-        offsets: u32 [B + 1] from 0 to N, or None for B = N.
-        out: f32 [B, dim], overwritten.
-        weights: f32 [N], or None for 1 each; only for ``sum``.
-
-    Returns:
-        For ``max`` the distinct id that gave each element, i32 [B, dim], -1 in empty samples;
-        otherwise None.
-
-    Raises:
-        ConfigError: If ``mode`` is unknown.
-        DataError: If shapes or numbers do not fit each other; nothing is written.
-    """
-    cdef Call call
-    argmax = fill_pool(&call, mode, rows, slots, rounds, inverse, offsets, out, weights)
-    call.bags.scratch = new_scratch(call.bags.dim)
-    with nogil:
-        make(&call)
-        free(call.bags.scratch)
-    return argmax
+cdef bint begin_sums(const Part *part, const Call *call) noexcept nogil:
+    """Write the sums of a part of one call without zeros; False: they hold anything."""
+    cdef const persia_bags_t *bags = &call.bags
+    cdef size_t num_rows = part.num_sums // bags.dim
+    if call.kind != POOL_GRAD or call.mode == PERSIA_MAX or call.out != part.sums:
+        return False
+    if bags.slots != NULL or bags.weights != NULL or call.skip != NULL:
+        return False
+    # Zeros cost little beside the additions where ids come again.
+    return 2 * num_rows >= bags.num_ids and (
+        kernels().grad_fresh(call.mode, bags, call.source, call.out) == num_rows)
 
 
-def pool_grad(
-    mode, const float[:, ::1] grad not None, const uint32_t[::1] slots, Py_ssize_t rounds,
-    const uint32_t[::1] inverse not None, const uint32_t[::1] offsets,
-    const int32_t[:, ::1] argmax, const uint8_t[::1] skip, float[:, ::1] out not None,
-    const float[::1] weights=None
-):
-    """Add the gradient of ``pool`` to the gradients of the rows.
+# The gradients of a group add to the same sums: they are one part, which first sets its sums to
+# zero, and at the end, while they are still in the cache, looks for what is not finite. So the
+# order of additions, and with it the result, does not depend on the threads. Where a part is
+# one feature in which most ids come once, its first gradients are written instead of added to
+# zeros, with the same bits.
+cdef void make_part(PoolCalls calls, uint32_t number, uint32_t worker) noexcept nogil:
+    cdef Part *part = &calls.parts[number]
+    cdef uint32_t i
+    if part.sums == NULL:
+        for i in range(part.first, part.end):
+            make(&calls.calls[i])
+        return
+    if part.end - part.first != 1 or not begin_sums(part, &calls.calls[part.first]):
+        memset(part.sums, 0, part.num_sums * sizeof(float))
+        for i in range(part.first, part.end):
+            make(&calls.calls[i])
+    part.is_finite = not kernels().any_nonfinite(part.sums, part.num_sums)
 
-    Args:
-        mode: As given to ``pool``.
-        grad: f32 [B, dim], gradient of the pooled output.
-        slots: As given to ``pool``; D = U where it is None.
-        rounds: As given to ``pool``.
-        inverse: As given to ``pool``.
-        offsets: As given to ``pool``.
-        argmax: What ``pool`` returned.
-        skip: u8 [B], samples that are left out where it is not 0; None for none.
-        out: f32 [U, dim], added to.
-        weights: As given to ``pool``.
+
+@final
+cdef class PoolCalls:
+    """Calls that wait to be made; their arrays must not be used meanwhile.
+
+    Each method checks its arguments before anything is written.
 
     Raises:
         ConfigError: If ``mode`` is unknown.
-        DataError: If shapes or numbers do not fit each other; nothing is written.
+        DataTypeError: If an array has another dtype or layout.
+        DataError: If shapes or numbers do not fit each other.
     """
-    cdef Call call
-    fill_pool_grad(
-        &call, mode, grad, slots, rounds, inverse, offsets, argmax, skip, out, weights)
-    call.bags.scratch = new_scratch(call.bags.dim)
-    with nogil:
-        make(&call)
-        free(call.bags.scratch)
+
+    cdef Call *calls
+    cdef Part *parts
+    cdef float *scratch         # two rows of each call, as long as the longest
+    cdef size_t num_calls
+    cdef size_t num_parts
+    cdef size_t room            # of calls, and of parts
+    cdef size_t most_dim
+    cdef list held              # the arrays that the pointers point into
+
+    def __cinit__(self):
+        self.held = []
+
+    def __dealloc__(self):
+        free(self.calls)
+        free(self.parts)
+        free(self.scratch)
+
+    cdef int make_room(self) except -1:
+        """Make room for one call and one part more."""
+        cdef size_t room = 2 * self.room + 32
+        cdef void *calls
+        cdef void *parts
+        if max(self.num_calls, self.num_parts) < self.room:
+            return 0
+        calls = realloc(self.calls, room * sizeof(Call))
+        if calls != NULL:
+            self.calls = <Call *> calls
+        parts = realloc(self.parts, room * sizeof(Part))
+        if parts != NULL:
+            self.parts = <Part *> parts
+        if calls == NULL or parts == NULL:
+            raise MemoryError(f"no memory for {room} calls")
+        self.room = room
+        return 0
+
+    cdef int begin_part(self, float *sums, size_t num_sums) except -1:
+        cdef Part *part
+        self.make_room()
+        part = &self.parts[self.num_parts]
+        part.first = part.end = <uint32_t> self.num_calls
+        part.sums = sums
+        part.num_sums = num_sums
+        part.is_finite = True
+        self.num_parts += 1
+        return 0
+
+    cdef int append(self, const Call *call) except -1:
+        """Add a call to the last part."""
+        if self.num_parts == 0:
+            raise DataError("begin_sums must come before the gradients that add to them")
+        self.make_room()
+        self.calls[self.num_calls] = call[0]
+        self.num_calls += 1
+        self.parts[self.num_parts - 1].end = <uint32_t> self.num_calls
+        self.most_dim = max(self.most_dim, call.bags.dim)
+        return 0
+
+    # Outputs of different calls lie apart, and so may calls be parts of their own.
+    cdef int append_pieces(self, const Call *whole) except -1:
+        """Add a call of POOL, cut by samples into parts of about PIECE_IDS ids."""
+        cdef size_t num_pieces = whole.bags.num_ids // PIECE_IDS + 1
+        cdef size_t piece, first, end
+        cdef Call call
+        for piece in range(num_pieces):
+            first = whole.bags.num_samples * piece // num_pieces
+            end = whole.bags.num_samples * (piece + 1) // num_pieces
+            # A struct copy: the pieces share the arrays and differ in where they begin.
+            call = whole[0]
+            call.bags.num_samples = end - first
+            if call.bags.offsets != NULL:
+                call.bags.offsets += first      # which stay places in all of ``inverse``
+            else:
+                call.bags.inverse += first
+                call.bags.num_ids = end - first
+                if call.bags.weights != NULL:
+                    call.bags.weights += first
+            call.out += first * call.bags.dim
+            if call.argmax != NULL:
+                call.argmax += first * call.bags.dim
+            self.begin_part(NULL, 0)
+            self.append(&call)
+        return 0
+
+    def pool(self, mode, rows, slots, Py_ssize_t rounds, FeatureBatch ids not None, out):
+        """Add a call: ``rows`` to one vector a sample in ``out`` f32 [B, dim].
+
+        Outputs of calls lie apart from each other.
+
+        Returns:
+            For ``max`` the distinct id that gives each element, i32 [B, dim], -1 in empty
+            samples, filled by ``run``; otherwise None.
+        """
+        cdef Call call
+        cdef ndarray source = as_input(rows, "rows"), target = as_output(out, "out")
+        cdef ndarray numbers = slots_of(slots), argmax = None
+        fill(&call, POOL, mode, ids, numbers, rounds, source, target, "out")
+        call.source = <const float *> PyArray_DATA(source)
+        call.out = <float *> PyArray_DATA(target)
+        if call.mode == PERSIA_MAX:
+            # Distinct ids, not rows: with a hash stack one id has several rows.
+            argmax = np.empty((ids.batch_size, call.bags.dim), dtype=np.int32)
+            call.argmax = <int32_t *> PyArray_DATA(argmax)
+        self.held.append((source, numbers, ids, target, argmax))
+        self.append_pieces(&call)
+        return argmax
+
+    def begin_sums(self, sums):
+        """Begin a part: the gradients that follow are added in their order, by one thread.
+
+        Sums are set to zero before, and looked at for what is not finite afterwards; None:
+        neither is done. Those of parts lie apart, and so must all rows that they add to.
+        """
+        if sums is None:
+            self.begin_part(NULL, 0)
+            return
+        cdef ndarray target = as_output(sums, "sums")
+        self.held.append(target)
+        self.begin_part(<float *> PyArray_DATA(target), PyArray_SIZE(target))
+
+    def pool_grad(
+        self, mode, grad, slots, Py_ssize_t rounds, FeatureBatch ids not None, argmax, skip, out
+    ):
+        """Add a call to the part that was begun last: the gradient of ``pool``.
+
+        Of ``grad`` f32 [B, dim] samples are left out where ``skip`` u8 [B] is not 0. What they
+        give the rows is added to ``out`` f32 [U, dim]. ``argmax`` is what ``pool`` returned.
+        """
+        cdef Call call
+        cdef ndarray source = as_input(grad, "grad"), target = as_output(out, "out")
+        cdef ndarray numbers = slots_of(slots), flags = None
+        fill(&call, POOL_GRAD, mode, ids, numbers, rounds, target, source, "grad")
+        call.source = <const float *> PyArray_DATA(source)
+        call.out = <float *> PyArray_DATA(target)
+        if call.mode == PERSIA_MAX:
+            call.argmax = checked_argmax(argmax, &call.bags, ids.num_distinct)
+        if skip is not None:
+            flags = as_vector(skip, c"u", 1, "skip")
+            if PyArray_SIZE(flags) != ids.batch_size:
+                raise DataError(
+                    f"skip must have {ids.batch_size} entries, got {PyArray_SIZE(flags)}")
+            call.skip = <const uint8_t *> PyArray_DATA(flags)
+        self.append(&call)
+        self.held.append((source, numbers, ids, argmax, flags, target))
+
+    def scatter_add(self, grad, slots, Py_ssize_t rounds, out):
+        """Add a call to the part that was begun last: the gradient of ``gather``, [D, dim]."""
+        cdef Call call
+        cdef ndarray source = as_input(grad, "grad"), target = as_output(out, "out")
+        cdef ndarray numbers = slots_of(slots)
+        memset(&call, 0, sizeof(Call))
+        call.kind = SCATTER_ADD
+        call.bags.num_ids = fill_slots(&call.bags, numbers, rounds, PyArray_DIM(target, 0))
+        call.bags.dim = PyArray_DIM(target, 1)
+        check_shape("grad", source, call.bags.num_ids, call.bags.dim)
+        call.source = <const float *> PyArray_DATA(source)
+        call.out = <float *> PyArray_DATA(target)
+        self.append(&call)
+        self.held.append((source, numbers, target))
+
+    def run(self, ThreadPool threads not None):
+        """Make all calls; return whether all sums are finite."""
+        cdef size_t i
+        if self.num_parts == 0:
+            return True
+        free(self.scratch)
+        # Of each call two rows, of which the second stays zeros.
+        self.scratch = <float *> calloc(2 * self.num_calls * self.most_dim + 1, sizeof(float))
+        if self.scratch == NULL:
+            raise MemoryError(f"no memory for {self.num_calls} rows of {self.most_dim} floats")
+        for i in range(self.num_calls):
+            self.calls[i].bags.scratch = self.scratch + 2 * i * self.most_dim
+        threads.work(<persia_work_t> make_part, <void *> self, <uint32_t> self.num_parts)
+        for i in range(self.num_parts):
+            if not self.parts[i].is_finite:
+                return False
+        return True
 
 
-def begin_grad(
-    mode, const float[:, ::1] grad not None, const uint32_t[::1] inverse not None,
-    const uint32_t[::1] offsets, float[:, ::1] out not None
-):
-    """Write what ``pool_grad`` adds, for ids in the order in which they were numbered.
-
-    Without a hash stack, weights or samples left out; and not for ``max``.
-
-    Args:
-        mode: ``sum``, ``mean`` or ``sqrt``.
-        grad: f32 [B, dim], gradient of the pooled output.
-        inverse: u32 [N], below D.
-        offsets: u32 [B + 1] from 0 to N, or None for B = N.
-        out: f32 [D, dim], overwritten: to the bit what zeros are after ``pool_grad``.
-
-    Returns:
-        Whether each of the D ids is there, and the first of each comes in the order of their
-        numbers; if not, ``out`` holds anything.
-
-    Raises:
-        ConfigError: If ``mode`` is unknown, or max.
-        DataError: If shapes or numbers do not fit each other; nothing is written.
-    """
-    cdef int number = mode_number(mode)
-    cdef persia_bags_t bags
-    cdef size_t begun, i
-    if number == PERSIA_MAX:
-        raise ConfigError("pooling: expected one of sum, mean, sqrt, got 'max'")
-    fill_bags(&bags, None, 1, inverse, offsets, out.shape[0], out.shape[1])
-    check_shape("grad", grad.shape[0], grad.shape[1], bags.num_samples, bags.dim)
-    cdef const float *grad_at = first_f32(grad)
-    cdef float *out_at = first_out(out)
-    # The kernel sums in the first row; the second is the zeros that a first gradient is added
-    # to.
-    bags.scratch = new_scratch(2 * bags.dim)
-    with nogil:
-        for i in range(bags.dim, 2 * bags.dim):
-            bags.scratch[i] = 0.0
-        begun = kernels().grad_fresh(number, &bags, grad_at, out_at)
-        free(bags.scratch)
-    return begun == <size_t>out.shape[0]
-
-
-def gather(
-    const float[:, ::1] rows not None, const uint32_t[::1] slots, Py_ssize_t rounds,
-    float[:, ::1] out not None
-):
+def gather(rows, slots, Py_ssize_t rounds, out):
     """Write the vector of each distinct id: f32 [U, dim] to ``out`` f32 [D, dim].
 
     Raises:
+        DataTypeError: If an array has another dtype or layout.
         DataError: If shapes or numbers do not fit each other; nothing is written.
     """
-    cdef Py_ssize_t num_distinct = check_slots(slots, rounds, rows.shape[0])
-    check_shape("out", out.shape[0], out.shape[1], num_distinct, rows.shape[1])
-    if num_distinct == 0 or rows.shape[1] == 0:
-        return
-    cdef const uint32_t *slots_at = first_u32(slots)
-    with nogil:
-        kernels().gather(
-            &rows[0, 0], slots_at, rounds, num_distinct, rows.shape[1], &out[0, 0])
+    cdef persia_bags_t bags
+    cdef ndarray source = as_input(rows, "rows"), target = as_output(out, "out")
+    cdef ndarray numbers = slots_of(slots)
+    cdef const float *rows_at = <const float *> PyArray_DATA(source)
+    cdef float *out_at = <float *> PyArray_DATA(target)
+    bags.num_ids = fill_slots(&bags, numbers, rounds, PyArray_DIM(source, 0))
+    bags.dim = PyArray_DIM(source, 1)
+    check_shape("out", target, bags.num_ids, bags.dim)
+    if bags.num_ids and bags.dim:
+        with nogil:
+            kernels().gather(rows_at, bags.slots, rounds, bags.num_ids, bags.dim, out_at)
 
 
-def scatter_add(
-    const float[:, ::1] grad not None, const uint32_t[::1] slots, Py_ssize_t rounds,
-    float[:, ::1] out not None
-):
-    """Add the gradient of ``gather``, f32 [D, dim], to the rows' gradients f32 [U, dim].
-
-    Raises:
-        DataError: If shapes or numbers do not fit each other; nothing is written.
-    """
-    cdef Call call
-    fill_scatter_add(&call, grad, slots, rounds, out)
-    with nogil:
-        make(&call)
-
-
-def index_add(
-    const float[:, ::1] grad not None, const int64_t[::1] index not None,
-    float[:, ::1] out not None
-):
+def index_add(grad, const int64_t[::1] index not None, out):
     """Add row i of ``grad`` f32 [M, dim] to row ``index[i]`` of ``out`` f32 [K, dim].
 
     Raises:
+        DataTypeError: If a matrix has another dtype or layout.
         DataError: If shapes or numbers do not fit each other; nothing is written.
     """
-    cdef Py_ssize_t n = index.shape[0]
+    cdef ndarray source = as_input(grad, "grad"), target = as_output(out, "out")
+    cdef const float *grad_at = <const float *> PyArray_DATA(source)
+    cdef float *out_at = <float *> PyArray_DATA(target)
+    cdef size_t n = index.shape[0], dim = PyArray_DIM(target, 1)
     cdef uint64_t largest
-    check_shape("grad", grad.shape[0], grad.shape[1], n, out.shape[1])
-    # A negative index is a large number as u64, so one comparison finds both kinds.
-    if n == 0 or out.shape[1] == 0:
+    check_shape("grad", source, n, dim)
+    if n == 0 or dim == 0:
         return
+    # A negative index is a large number as u64, so one comparison finds both kinds.
     with nogil:
         largest = kernels().max_u64(&index[0], n)
-    if largest >= <uint64_t>out.shape[0]:
-        raise DataError(f"index must be in 0..{out.shape[0] - 1}, got {<int64_t>largest}")
+    if largest >= <uint64_t> PyArray_DIM(target, 0):
+        raise DataError(
+            f"index must be in 0..{PyArray_DIM(target, 0) - 1}, got {<int64_t> largest}")
     with nogil:
-        kernels().index_add(&grad[0, 0], &index[0], n, out.shape[1], &out[0, 0])
+        kernels().index_add(grad_at, &index[0], n, dim, out_at)
 
 
 def nonfinite(const float[:, ::1] matrix not None):
     """u8 [n]: 1 where a row of f32 [n, dim] holds a NaN or an infinity."""
-    cdef Py_ssize_t n = matrix.shape[0]
-    cdef Py_ssize_t dim = matrix.shape[1]
-    cdef Py_ssize_t i
+    cdef Py_ssize_t n = matrix.shape[0], dim = matrix.shape[1], i
     flags = np.zeros(n, dtype=np.uint8)
     cdef uint8_t[::1] view = flags
     cdef const persia_pooling_t *table = kernels()

@@ -110,6 +110,11 @@ PERSIA_INLINE void persia_fetch_ahead(
     }
 }
 
+/* Where the ids of sample b are. */
+#define PERSIA_SAMPLE(bags, b)                                  \
+    const size_t begin = bags.offsets ? bags.offsets[b] : b;    \
+    const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+
 PERSIA_INLINE float persia_divisor(int mode, size_t num_ids)
 {
     if (mode == PERSIA_MEAN)
@@ -123,14 +128,15 @@ PERSIA_INLINE float persia_divisor(int mode, size_t num_ids)
  * and what was just written across two lines is read back at a third of the speed. */
 #define PERSIA_LOCAL_DIM 256
 
+/* `weighted` is a literal wherever these are inlined, so that sums without weights pay nothing. */
 PERSIA_INLINE void persia_pool_sum_loop(
-    size_t dim, int mode, const persia_bags_t *settings, const float *rows, float *restrict out)
+    size_t dim, int mode, int weighted, const persia_bags_t *settings, const float *rows,
+    float *restrict out)
 {
     const persia_bags_t bags = *settings;
     float local[PERSIA_LOCAL_DIM] __attribute__((aligned(64)));
     for (size_t b = 0; b < bags.num_samples; b++) {
-        const size_t begin = bags.offsets ? bags.offsets[b] : b;
-        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+        PERSIA_SAMPLE(bags, b)
         float *restrict to = out + b * dim;
         float *total = dim <= PERSIA_LOCAL_DIM ? local : to;
         if (begin == end) {
@@ -141,15 +147,22 @@ PERSIA_INLINE void persia_pool_sum_loop(
         persia_fetch_ahead(dim, rows, &bags, begin, 0);
         const float *first = persia_vector(
             dim, rows, bags.slots, bags.rounds, bags.inverse[begin], bags.scratch);
-        if (end - begin == 1) {
+        if (weighted) {
+            persia_scale(dim, total, first, bags.weights[begin]);
+        } else if (end - begin == 1) {
             persia_copy(dim, to, first);
             continue;
+        } else {
+            persia_copy(dim, total, first);
         }
-        persia_copy(dim, total, first);
         for (size_t p = begin + 1; p < end; p++) {
             persia_fetch_ahead(dim, rows, &bags, p, 0);
-            persia_add(dim, total, persia_vector(
-                dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch));
+            const float *from = persia_vector(
+                dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch);
+            if (weighted)
+                persia_add_scaled(dim, total, from, bags.weights[p]);
+            else
+                persia_add(dim, total, from);
         }
         if (total != to)
             persia_copy(dim, to, total);
@@ -162,35 +175,6 @@ PERSIA_INLINE void persia_pool_sum_loop(
     }
 }
 
-/* The same with a factor for each id; apart, so that sums without weights pay nothing. */
-PERSIA_INLINE void persia_pool_weighted_loop(
-    size_t dim, const persia_bags_t *settings, const float *rows, float *restrict out)
-{
-    const persia_bags_t bags = *settings;
-    float local[PERSIA_LOCAL_DIM] __attribute__((aligned(64)));
-    for (size_t b = 0; b < bags.num_samples; b++) {
-        const size_t begin = bags.offsets ? bags.offsets[b] : b;
-        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
-        float *restrict to = out + b * dim;
-        float *total = dim <= PERSIA_LOCAL_DIM ? local : to;
-        if (begin == end) {
-            memset(to, 0, dim * sizeof(float));
-            continue;
-        }
-        for (size_t p = begin; p < end; p++) {
-            persia_fetch_ahead(dim, rows, &bags, p, 0);
-            const float *from = persia_vector(
-                dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch);
-            if (p == begin)
-                persia_scale(dim, total, from, bags.weights[p]);
-            else
-                persia_add_scaled(dim, total, from, bags.weights[p]);
-        }
-        if (total != to)
-            persia_copy(dim, to, total);
-    }
-}
-
 /* The first of equal values wins; a NaN never beats a value, and stays if it came first: both
  * as in torch's embedding_bag. */
 PERSIA_INLINE void persia_pool_max_loop(
@@ -199,8 +183,7 @@ PERSIA_INLINE void persia_pool_max_loop(
 {
     const persia_bags_t bags = *settings;
     for (size_t b = 0; b < bags.num_samples; b++) {
-        const size_t begin = bags.offsets ? bags.offsets[b] : b;
-        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+        PERSIA_SAMPLE(bags, b)
         float *restrict to = out + b * dim;
         int32_t *restrict winner = argmax + b * dim;
         if (begin == end) {
@@ -234,28 +217,15 @@ PERSIA_INLINE void persia_pool_max_loop(
     }
 }
 
-PERSIA_INLINE void persia_pool_body(
-    int mode, const persia_bags_t *bags, const float *rows, float *out, int32_t *argmax)
-{
-    if (mode == PERSIA_MAX) {
-        PERSIA_BY_DIM(persia_pool_max_loop, bags->dim, bags, rows, out, argmax)
-    } else if (bags->weights) {
-        PERSIA_BY_DIM(persia_pool_weighted_loop, bags->dim, bags, rows, out)
-    } else {
-        PERSIA_BY_DIM(persia_pool_sum_loop, bags->dim, mode, bags, rows, out)
-    }
-}
-
 /* --- its gradient ---------------------------------------------------------------------------- */
 
 PERSIA_INLINE void persia_grad_sum_loop(
-    size_t dim, int mode, const persia_bags_t *settings, const float *grad,
+    size_t dim, int mode, int weighted, const persia_bags_t *settings, const float *grad,
     const uint8_t *skip, float *restrict out)
 {
     const persia_bags_t bags = *settings;
     for (size_t b = 0; b < bags.num_samples; b++) {
-        const size_t begin = bags.offsets ? bags.offsets[b] : b;
-        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+        PERSIA_SAMPLE(bags, b)
         const float *from = grad + b * dim;
         if (skip && skip[b])
             continue;
@@ -267,7 +237,10 @@ PERSIA_INLINE void persia_grad_sum_loop(
             persia_fetch_ahead(dim, out, &bags, p, 1);
             for (size_t r = 0; r < bags.rounds; r++) {
                 const size_t row = persia_row_of(bags.slots, bags.rounds, bags.inverse[p], r);
-                persia_add(dim, out + row * dim, from);
+                if (weighted)
+                    persia_add_scaled(dim, out + row * dim, from, bags.weights[p]);
+                else
+                    persia_add(dim, out + row * dim, from);
             }
         }
     }
@@ -286,8 +259,7 @@ PERSIA_INLINE size_t persia_grad_fresh_loop(
     const float *zeros = bags.scratch + dim;
     size_t begun = 0;
     for (size_t b = 0; b < bags.num_samples; b++) {
-        const size_t begin = bags.offsets ? bags.offsets[b] : b;
-        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
+        PERSIA_SAMPLE(bags, b)
         const float *from = grad + b * dim;
         if (mode != PERSIA_SUM && end - begin > 1) {
             persia_divide(dim, divided, from, persia_divisor(mode, end - begin));
@@ -305,38 +277,6 @@ PERSIA_INLINE size_t persia_grad_fresh_loop(
         }
     }
     return begun;
-}
-
-PERSIA_INLINE size_t persia_grad_fresh_body(
-    int mode, const persia_bags_t *bags, const float *grad, float *out)
-{
-    switch (bags->dim) {
-    case 8: return persia_grad_fresh_loop(8, mode, bags, grad, out);
-    case 16: return persia_grad_fresh_loop(16, mode, bags, grad, out);
-    case 32: return persia_grad_fresh_loop(32, mode, bags, grad, out);
-    case 64: return persia_grad_fresh_loop(64, mode, bags, grad, out);
-    default: return persia_grad_fresh_loop(bags->dim, mode, bags, grad, out);
-    }
-}
-
-PERSIA_INLINE void persia_grad_weighted_loop(
-    size_t dim, const persia_bags_t *settings, const float *grad, const uint8_t *skip,
-    float *restrict out)
-{
-    const persia_bags_t bags = *settings;
-    for (size_t b = 0; b < bags.num_samples; b++) {
-        const size_t begin = bags.offsets ? bags.offsets[b] : b;
-        const size_t end = bags.offsets ? bags.offsets[b + 1] : b + 1;
-        if (skip && skip[b])
-            continue;
-        for (size_t p = begin; p < end; p++) {
-            persia_fetch_ahead(dim, out, &bags, p, 1);
-            for (size_t r = 0; r < bags.rounds; r++) {
-                const size_t row = persia_row_of(bags.slots, bags.rounds, bags.inverse[p], r);
-                persia_add_scaled(dim, out + row * dim, grad + b * dim, bags.weights[p]);
-            }
-        }
-    }
 }
 
 /* Each element goes to the id that won it; an empty sample (-1) has none. */
@@ -360,19 +300,6 @@ PERSIA_INLINE void persia_grad_max_loop(
     }
 }
 
-PERSIA_INLINE void persia_pool_grad_body(
-    int mode, const persia_bags_t *bags, const float *grad, const int32_t *argmax,
-    const uint8_t *skip, float *out)
-{
-    if (mode == PERSIA_MAX) {
-        persia_grad_max_loop(bags->dim, bags, grad, argmax, skip, out);
-    } else if (bags->weights) {
-        PERSIA_BY_DIM(persia_grad_weighted_loop, bags->dim, bags, grad, skip, out)
-    } else {
-        PERSIA_BY_DIM(persia_grad_sum_loop, bags->dim, mode, bags, grad, skip, out)
-    }
-}
-
 /* --- raw slots --------------------------------------------------------------------------------- */
 
 PERSIA_INLINE void persia_gather_loop(
@@ -392,13 +319,6 @@ PERSIA_INLINE void persia_gather_loop(
     }
 }
 
-PERSIA_INLINE void persia_gather_body(
-    const float *rows, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
-    float *out)
-{
-    PERSIA_BY_DIM(persia_gather_loop, dim, rows, slots, rounds, num_distinct, out)
-}
-
 PERSIA_INLINE void persia_scatter_add_loop(
     size_t dim, const float *grad, const uint32_t *slots, size_t rounds, size_t num_distinct,
     float *restrict out)
@@ -413,13 +333,6 @@ PERSIA_INLINE void persia_scatter_add_loop(
         }
 }
 
-PERSIA_INLINE void persia_scatter_add_body(
-    const float *grad, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
-    float *out)
-{
-    PERSIA_BY_DIM(persia_scatter_add_loop, dim, grad, slots, rounds, num_distinct, out)
-}
-
 PERSIA_INLINE void persia_index_add_loop(
     size_t dim, const float *grad, const int64_t *index, size_t n, float *restrict out)
 {
@@ -430,16 +343,10 @@ PERSIA_INLINE void persia_index_add_loop(
     }
 }
 
-PERSIA_INLINE void persia_index_add_body(
-    const float *grad, const int64_t *index, size_t n, size_t dim, float *out)
-{
-    PERSIA_BY_DIM(persia_index_add_loop, dim, grad, index, n, out)
-}
-
 /* --- scans ------------------------------------------------------------------------------------- */
 
 /* Whether any of n floats is NaN or infinite: all exponent bits set. */
-PERSIA_INLINE int persia_any_nonfinite_body(const float *values, size_t n)
+PERSIA_INLINE int persia_any_nonfinite_of(const float *values, size_t n)
 {
     uint32_t found = 0;
     for (size_t i = 0; i < n; i++) {
@@ -450,7 +357,7 @@ PERSIA_INLINE int persia_any_nonfinite_body(const float *values, size_t n)
     return (int)found;
 }
 
-PERSIA_INLINE uint32_t persia_max_u32_body(const uint32_t *values, size_t n)
+PERSIA_INLINE uint32_t persia_max_u32_of(const uint32_t *values, size_t n)
 {
     uint32_t largest = 0;
     for (size_t i = 0; i < n; i++)
@@ -459,7 +366,7 @@ PERSIA_INLINE uint32_t persia_max_u32_body(const uint32_t *values, size_t n)
 }
 
 /* As unsigned, so that a negative number is the largest of all. */
-PERSIA_INLINE uint64_t persia_max_u64_body(const int64_t *values, size_t n)
+PERSIA_INLINE uint64_t persia_max_u64_of(const int64_t *values, size_t n)
 {
     uint64_t largest = 0;
     for (size_t i = 0; i < n; i++)
@@ -467,48 +374,58 @@ PERSIA_INLINE uint64_t persia_max_u64_body(const int64_t *values, size_t n)
     return largest;
 }
 
-/* The number of places where values[i] > values[i + 1]. */
-PERSIA_INLINE size_t persia_descents_body(const uint32_t *values, size_t n)
-{
-    size_t descents = 0;
-    for (size_t i = 0; i + 1 < n; i++)
-        descents += values[i] > values[i + 1];
-    return descents;
-}
-
 /* --- the tables -------------------------------------------------------------------------------- */
 
 PERSIA_VARIANTS(
     void, persia_pool,
-    (int mode, const persia_bags_t *bags, const float *rows, float *out, int32_t *argmax),
-    (mode, bags, rows, out, argmax))
+    (int mode, const persia_bags_t *bags, const float *rows, float *out, int32_t *argmax), {
+        if (mode == PERSIA_MAX) {
+            PERSIA_BY_DIM(persia_pool_max_loop, bags->dim, bags, rows, out, argmax)
+        } else if (bags->weights) {
+            PERSIA_BY_DIM(persia_pool_sum_loop, bags->dim, PERSIA_SUM, 1, bags, rows, out)
+        } else {
+            PERSIA_BY_DIM(persia_pool_sum_loop, bags->dim, mode, 0, bags, rows, out)
+        }
+    })
 PERSIA_VARIANTS(
     void, persia_pool_grad,
     (int mode, const persia_bags_t *bags, const float *grad, const int32_t *argmax,
-     const uint8_t *skip, float *out),
-    (mode, bags, grad, argmax, skip, out))
+     const uint8_t *skip, float *out), {
+        if (mode == PERSIA_MAX) {
+            persia_grad_max_loop(bags->dim, bags, grad, argmax, skip, out);
+        } else if (bags->weights) {
+            PERSIA_BY_DIM(persia_grad_sum_loop, bags->dim, PERSIA_SUM, 1, bags, grad, skip, out)
+        } else {
+            PERSIA_BY_DIM(persia_grad_sum_loop, bags->dim, mode, 0, bags, grad, skip, out)
+        }
+    })
 PERSIA_VARIANTS(
     size_t, persia_grad_fresh,
-    (int mode, const persia_bags_t *bags, const float *grad, float *out),
-    (mode, bags, grad, out))
+    (int mode, const persia_bags_t *bags, const float *grad, float *out), {
+        size_t begun;
+        PERSIA_BY_DIM(begun = persia_grad_fresh_loop, bags->dim, mode, bags, grad, out)
+        return begun;
+    })
 PERSIA_VARIANTS(
     void, persia_gather,
     (const float *rows, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
      float *out),
-    (rows, slots, rounds, num_distinct, dim, out))
+    { PERSIA_BY_DIM(persia_gather_loop, dim, rows, slots, rounds, num_distinct, out) })
 PERSIA_VARIANTS(
     void, persia_scatter_add,
     (const float *grad, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
      float *out),
-    (grad, slots, rounds, num_distinct, dim, out))
+    { PERSIA_BY_DIM(persia_scatter_add_loop, dim, grad, slots, rounds, num_distinct, out) })
 PERSIA_VARIANTS(
     void, persia_index_add,
     (const float *grad, const int64_t *index, size_t n, size_t dim, float *out),
-    (grad, index, n, dim, out))
-PERSIA_VARIANTS(int, persia_any_nonfinite, (const float *values, size_t n), (values, n))
-PERSIA_VARIANTS(uint32_t, persia_max_u32, (const uint32_t *values, size_t n), (values, n))
-PERSIA_VARIANTS(uint64_t, persia_max_u64, (const int64_t *values, size_t n), (values, n))
-PERSIA_VARIANTS(size_t, persia_descents, (const uint32_t *values, size_t n), (values, n))
+    { PERSIA_BY_DIM(persia_index_add_loop, dim, grad, index, n, out) })
+PERSIA_VARIANTS(int, persia_any_nonfinite, (const float *values, size_t n),
+                { return persia_any_nonfinite_of(values, n); })
+PERSIA_VARIANTS(uint32_t, persia_max_u32, (const uint32_t *values, size_t n),
+                { return persia_max_u32_of(values, n); })
+PERSIA_VARIANTS(uint64_t, persia_max_u64, (const int64_t *values, size_t n),
+                { return persia_max_u64_of(values, n); })
 
 typedef struct {
     void (*pool)(int, const persia_bags_t *, const float *, float *, int32_t *);
@@ -521,15 +438,13 @@ typedef struct {
     int (*any_nonfinite)(const float *, size_t);
     uint32_t (*max_u32)(const uint32_t *, size_t);
     uint64_t (*max_u64)(const int64_t *, size_t);
-    size_t (*descents)(const uint32_t *, size_t);
 } persia_pooling_t;
 
 #define PERSIA_POOLING(level)                                                     \
     {                                                                             \
         persia_pool_##level, persia_pool_grad_##level, persia_grad_fresh_##level, \
         persia_gather_##level, persia_scatter_add_##level, persia_index_add_##level, \
-        persia_any_nonfinite_##level, persia_max_u32_##level,                     \
-        persia_max_u64_##level, persia_descents_##level                           \
+        persia_any_nonfinite_##level, persia_max_u32_##level, persia_max_u64_##level \
     }
 
 static const persia_pooling_t persia_pooling[PERSIA_NUM_LEVELS] = {

@@ -1,7 +1,6 @@
 """Notes of rows that change: images for snapshots under way, entries for the change log."""
 
 from persia._core.base.types cimport row_t, sign_t, uint32_t, uint64_t
-from persia._core.shard.recency_copy cimport Entries
 from persia._core.shard.slabs cimport Row, Slabs, row_at
 
 cdef enum:
@@ -49,6 +48,10 @@ cdef struct Watcher:                # one snapshot's eye on one shard
     uint64_t *done                  # a bit per place: the row is read or an image kept
     Images images
     bint is_lost                    # there was no memory for an image, or the rows are gone
+
+cdef struct Entries:                # of a copy of the orders of use
+    row_t *rows
+    uint64_t capacity
 
 cdef struct Changes:
     uint32_t epoch                  # 0: changes are not noted

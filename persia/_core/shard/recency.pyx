@@ -45,8 +45,7 @@ from persia._core.shard.slabs cimport (
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **block, size_t alignment, size_t num_bytes) noexcept
 
-# --- segments: their memory, their links, what leaves them
-# ---------------------------------------
+# --- segments: their memory, their links, what leaves them -----------------------------------
 
 # Segments are numbered, and come from blocks that never move; a free one keeps its number and
 # has no array.
@@ -226,12 +225,10 @@ cdef void segment_trim(Recency *recency, Segment *segment, uint32_t capacity) no
     recency.bytes_held -= (capacity - segment.num_held) * sizeof(row_t)
 
 
-# --- orders
-# -------------------------------------------------------------------------------------
+# --- orders ----------------------------------------------------------------------------------
 
 
 cdef void recency_init(Recency *recency) noexcept nogil:
-    """No rows and no orders."""
     memset(recency, 0, sizeof(Recency))
     recency.free_segment = NO_SEGMENT
 
@@ -308,7 +305,6 @@ cdef bint is_thin(const Recency *recency, uint32_t number) noexcept nogil:
 
 
 cdef bint recency_mergeable(const Recency *recency, uint32_t number) noexcept nogil:
-    """Whether I5 forbids this segment and the next to be two."""
     cdef const Segment *segment
     cdef const Segment *following
     if not is_thin(recency, number):
@@ -323,7 +319,6 @@ cdef bint recency_mergeable(const Recency *recency, uint32_t number) noexcept no
 
 
 cdef void join(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil:
-    """Restore I5 around one segment."""
     cdef uint32_t before
     while number != NO_SEGMENT:
         before = segment_at(recency, number).previous

@@ -5,7 +5,6 @@ from persia._core.shard.changes cimport Changes
 from persia._core.shard.eviction cimport Eviction
 from persia._core.shard.persistent_shard cimport ShardFile
 from persia._core.shard.recency cimport Recency
-from persia._core.shard.restore_order cimport RestoredRows
 from persia._core.shard.sign_index cimport SignIndex
 from persia._core.shard.sketch cimport Sketch
 from persia._core.shard.slabs cimport Ahead, Slabs
@@ -45,6 +44,18 @@ cdef extern from *:
 
 cdef enum:
     MAX_YIELDS = 256            # what a thread needs to wake up, and not for ever
+    MAPPED_BYTES = 0x200000     # an array of restored rows of more is mapped
+
+cdef struct RestoredRow:                # 16 bytes
+    row_t row
+    uint32_t tag                    # low bits of its sign: whether the row is still that one
+    uint32_t order                  # its place in the order it came from
+    uint32_t age                    # in parts of its ttl
+
+cdef struct RestoredRows:
+    RestoredRow *rows
+    uint64_t count
+    uint64_t capacity
 
 cdef struct Shard:
     Slabs slabs
@@ -99,6 +110,7 @@ cdef inline void shard_settle(Shard *shard) noexcept nogil:
 cdef Ahead shard_ahead(Shard *shard) noexcept nogil
 cdef int shard_init(Shard *shard, uint64_t sketch_bytes) noexcept nogil
 cdef void shard_free(Shard *shard) noexcept nogil
+cdef void restored_free(RestoredRows *restored) noexcept nogil
 # Drop everything; the memory may stay for rows that come, until slabs_trim. -1: no memory.
 cdef int shard_clear(Shard *shard, uint64_t sketch_bytes, bint is_reused) noexcept nogil
 cdef uint64_t shard_bytes(const Shard *shard) noexcept nogil

@@ -1,5 +1,6 @@
 """One shard: its rows, and what keeps them within their bounds."""
 
+from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 
 from persia._core.base.hashing cimport mix64
@@ -13,7 +14,6 @@ from persia._core.shard.recency cimport (
     NUM_CLOCKS, recency_bytes, recency_end, recency_free, recency_init, recency_remove,
     recency_settle,
 )
-from persia._core.shard.restore_order cimport restored_free
 from persia._core.shard.sign_index cimport (
     home_bucket, index_bytes, index_free, index_init, index_remove,
 )
@@ -22,6 +22,9 @@ from persia._core.shard.slabs cimport (
     CHUNK_BYTES, Spare, persia_prefetch_write, row_at, slabs_ahead, slabs_drop_row, slabs_free,
     slabs_init, slabs_reuse, slabs_spare,
 )
+
+cdef extern from "portable.h" nogil:
+    void persia_unmap(void *start, size_t num_bytes) noexcept
 
 cdef enum:
     EVICT_ROWS = 64
@@ -59,6 +62,15 @@ cdef void shard_free(Shard *shard) noexcept nogil:
     sketch_free(&shard.sketch)
     restored_free(&shard.restored)
     slabs_free(&shard.slabs)
+
+
+cdef void restored_free(RestoredRows *restored) noexcept nogil:
+    cdef size_t num_bytes = restored.capacity * sizeof(RestoredRow)
+    if num_bytes < <size_t> MAPPED_BYTES:
+        free(restored.rows)
+    else:
+        persia_unmap(restored.rows, num_bytes)
+    memset(restored, 0, sizeof(RestoredRows))
 
 
 cdef int shard_clear(Shard *shard, uint64_t sketch_bytes, bint is_reused) noexcept nogil:
@@ -161,7 +173,6 @@ cdef void evict(Shard *shard) noexcept nogil:
 
 
 cdef void shard_end_request(Shard *shard, uint32_t num_signs) noexcept nogil:
-    """Bring the rows within ttl, capacity and limit, then the orders within their bounds."""
     cdef uint64_t after
     cdef uint64_t fitting
     recency_end(&shard.recency)

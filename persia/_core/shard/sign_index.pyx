@@ -259,7 +259,6 @@ cdef int index_expect(SignIndex *index, Slabs *slabs, uint64_t num_rows) noexcep
 # A search stops at the first bucket that no entry passed. Removal subtracts from the counts
 # that insertion added to, so there are no tombstones.
 cdef void index_remove(SignIndex *index, uint64_t hash, row_t row) noexcept nogil:
-    """Take out a row that is in the index."""
     cdef Table *table = &index.tables[entry_of(index, hash).table]
     cdef uint32_t mask = table.num_buckets - 1
     cdef uint32_t at = <uint32_t> hash & mask

@@ -122,7 +122,7 @@ cdef inline bint is_row_of(const Row *row, sign_t sign) noexcept nogil:
 
 cdef void slabs_init(Slabs *slabs) noexcept nogil
 # Take the chunks and formats of a shard's file, before it is known which places are free;
-# NULL, or what is wrong with it.
+# NULL, or what is wrong with it; an empty text: no memory.
 cdef const char *slabs_attach(Slabs *slabs) noexcept nogil
 # Sort the places of an attached chunk out; rows of it are at rows[0..count], which has room for
 # all its places.

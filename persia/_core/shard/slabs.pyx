@@ -44,8 +44,6 @@ cdef enum:
     NUM_DTYPES = 3
     MAX_STATE_WORDS = 2 * MAX_DIM + 1
 
-cdef const char *NO_MEMORY = b"no memory"
-
 
 cdef void slabs_init(Slabs *slabs) noexcept nogil:
     memset(slabs, 0, sizeof(Slabs))
@@ -442,7 +440,7 @@ cdef const char *attach_chunks(Slabs *slabs, ShardFile *file) noexcept nogil:
         if slabs_slab(slabs, &format) != <int> i:
             return b"a format comes twice"
     if not grow_chunks(slabs, <uint32_t> file.shard.num_chunks):
-        return NO_MEMORY
+        return b""
     for i in range(<uint32_t> file.shard.num_chunks):
         slab = <uint32_t> file.shard.chunks[i]
         num_touched = file.shard.chunks[i] >> 32
@@ -450,7 +448,7 @@ cdef const char *attach_chunks(Slabs *slabs, ShardFile *file) noexcept nogil:
             return b"a chunk is of a format that there is not"
         slabs.views[i].base = map_chunk(slabs, &slabs.rows, file)
         if slabs.views[i].base == NULL:
-            return NO_MEMORY
+            return b""
         slabs.num_chunks = i + 1
         cut_chunk(slabs, i, slab)
         if num_touched > slabs.states[i].num_places:

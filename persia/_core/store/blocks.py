@@ -24,28 +24,18 @@ class RowBlock:
     """Whole rows of one format and one policy; element i of each array belongs to row i.
 
     All arrays are C-contiguous.
-
-    Attributes:
-        policy: Number of the eviction policy, as the store counts them.
-        dtype: How rows keep their values, one of ``halves.DTYPES``.
-        signs: [n].
-        values: [n, dim] of f32; with another dtype the bits of its values, as u16.
-        states: [n, words] of optimizer state; its type is the optimizer's affair.
-        orders: [n], places in the order of eviction: a larger one goes later. Comparable
-            inside one shard of one server of one snapshot.
-        uses: [n], the frequency class of LFU (about 2**class uses); 0 for LRU.
-        ages: [n], time since the last use by the policy's clock, in milliseconds or steps; 0
-            without a ttl.
     """
 
-    policy: int
-    dtype: str
-    signs: NDArray[np.uint64]
-    values: Values
-    states: NDArray[np.uint32]
+    policy: int  # number, as the store counts them
+    dtype: str  # how rows keep their values, one of ``halves.DTYPES``
+    signs: NDArray[np.uint64]  # [n]
+    values: Values  # [n, dim] of f32; with another dtype the bits of its values, as u16
+    states: NDArray[np.uint32]  # [n, words] of optimizer state; its type is the optimizer's
+    # [n], places in the order of eviction: a larger one goes later. Comparable inside one shard
+    # of one server of one snapshot.
     orders: NDArray[np.uint64]
-    uses: NDArray[np.uint32]
-    ages: NDArray[np.uint64]
+    uses: NDArray[np.uint32]  # [n], the frequency class of LFU (about 2**class uses); 0 for LRU
+    ages: NDArray[np.uint64]  # [n], since the last use by the policy's clock; 0 without a ttl
 
     def check(self) -> None:
         """Raise DataError unless the arrays fit together; it names the one that does not."""

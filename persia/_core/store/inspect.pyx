@@ -140,8 +140,7 @@ cdef dict row_counts(Shard *shards, uint32_t num_shards):
     return totals
 
 
-# --- invariants: a walk over everything, for tests and the debug build
-# ----------------------------
+# --- invariants: a walk over everything, for tests and the debug build -----------------------
 
 
 cdef int check_invariants(Shard *shards, uint32_t num_shards) except -1:

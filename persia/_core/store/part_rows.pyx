@@ -13,7 +13,123 @@ from persia._core.base.types cimport uint32_t, uint64_t, uint8_t
 
 from persia.errors import DataError
 
-cdef extern from "part_rows.h" nogil:
+cdef extern from * nogil:
+    """
+    #include <stdlib.h>
+
+    #include "kernels.h"
+
+    /* Rows are fetched early: those of a part lie too far apart for the hardware to see it. */
+    #define PERSIA_COPY_AHEAD 12
+
+    PERSIA_INLINE void persia_copy_loop(size_t width, char *restrict out,
+                                        const char *restrict rows,
+                                        const uint32_t *restrict places, size_t n)
+    {
+        for (size_t i = 0; i < n; i++) {
+            if (i + PERSIA_COPY_AHEAD < n)
+                PERSIA_FETCH_LINES(rows + (size_t)places[i + PERSIA_COPY_AHEAD] * width,
+                                   width, 0);
+            memcpy(out + i * width, rows + (size_t)places[i] * width, width);
+        }
+    }
+
+    PERSIA_VARIANTS(
+        void, persia_copy_rows,
+        (char *out, const char *rows, size_t width, const uint32_t *places, size_t n), {
+            switch (width) {
+            case 4: persia_copy_loop(4, out, rows, places, n); break;
+            case 128: persia_copy_loop(128, out, rows, places, n); break;
+            default: PERSIA_BY_DIM(persia_copy_loop, width, out, rows, places, n)
+            }
+        })
+
+    /* How many signs are not of `count` buckets from `first` on. */
+    PERSIA_INLINE size_t persia_strangers_of(const uint64_t *signs, size_t n, uint64_t first,
+                                             uint64_t count)
+    {
+        size_t found = 0;
+        for (size_t i = 0; i < n; i++)
+            found += (persia_mix64(signs[i]) >> 50) - first >= count;
+        return found;
+    }
+
+    PERSIA_VARIANTS(size_t, persia_strangers,
+                    (const uint64_t *signs, size_t n, uint64_t first, uint64_t count),
+                    { return persia_strangers_of(signs, n, first, count); })
+
+    enum {
+        PERSIA_HEAP_SIGNS = 4096, /* about: their table stays in the cache */
+        PERSIA_MOST_HEAP_BITS = 20,
+        PERSIA_MOST_PROBES = 64,
+    };
+
+    /* Enters hashes, none of which is 0, into an empty table; 0 where one may be there. */
+    static int persia_enter(const uint64_t *hashes, size_t n, uint64_t *table, size_t mask)
+    {
+        for (size_t i = 0; i < n; i++) {
+            const uint64_t hash = hashes[i];
+            size_t place = hash >> 34 & mask;
+            for (int probes = 0; table[place] != 0; place = (place + 1) & mask)
+                if (table[place] == hash || ++probes > PERSIA_MOST_PROBES)
+                    return 0;
+            table[place] = hash;
+        }
+        return 1;
+    }
+
+    /* Whether each of n signs certainly comes once. Their hashes, no two of which are alike,
+     * are put on heaps by bits below those of the bucket, and each heap into a table. 0 if one
+     * comes twice, if they crowd as those of chance do not, or if there is no memory. */
+    static int persia_all_once(const uint64_t *signs, size_t n)
+    {
+        int heap_bits = 0;
+        while (heap_bits < PERSIA_MOST_HEAP_BITS && n >> heap_bits > PERSIA_HEAP_SIGNS)
+            heap_bits++;
+        const size_t heaps = (size_t)1 << heap_bits;
+        const size_t most = (n >> heap_bits) + (n >> heap_bits) / 2 + 256; // on one heap
+        size_t room = 1024;
+        while (room < 2 * most)
+            room *= 2;
+        uint64_t *hashes = (uint64_t *)malloc((n + heaps + 1 + room) * sizeof *hashes);
+        if (hashes == NULL)
+            return 0;
+        uint64_t *ends = hashes + n, *table = ends + heaps + 1;
+        size_t zeros = 0; /* 0 is an empty place of the table; one sign has that hash */
+        memset(ends, 0, (heaps + 1) * sizeof *ends);
+        for (size_t i = 0; i < n; i++)
+            ends[(persia_mix64(signs[i]) >> 14 & (heaps - 1)) + 1]++;
+        for (size_t heap = 0; heap < heaps; heap++)
+            ends[heap + 1] += ends[heap];
+        for (size_t i = 0; i < n; i++) {
+            const uint64_t hash = persia_mix64(signs[i]);
+            hashes[ends[hash >> 14 & (heaps - 1)]++] = hash;
+        }
+        /* Where a heap began, the next one begins now: each is written to its end. */
+        int is_once = 1;
+        for (size_t heap = 0, begin = 0; heap < heaps && is_once; begin = ends[heap++]) {
+            size_t count = ends[heap] - begin;
+            for (size_t i = begin; heap == 0 && i < begin + count; i++)
+                if (hashes[i] == 0) {
+                    zeros++;
+                    hashes[i--] = hashes[begin + --count];
+                }
+            memset(table, 0, room * sizeof *table);
+            is_once = zeros < 2 && count <= most
+                      && persia_enter(hashes + begin, count, table, room - 1);
+        }
+        free(hashes);
+        return is_once;
+    }
+
+    typedef void (*persia_copy_rows_t)(char *, const char *, size_t, const uint32_t *, size_t);
+    typedef size_t (*persia_strangers_t)(const uint64_t *, size_t, uint64_t, uint64_t);
+
+    static const persia_copy_rows_t persia_copy_rows[PERSIA_NUM_LEVELS] =
+        PERSIA_LEVELS(persia_copy_rows);
+    static const persia_strangers_t persia_strangers[PERSIA_NUM_LEVELS] =
+        PERSIA_LEVELS(persia_strangers);
+    """
     enum:
         PERSIA_NUM_LEVELS
 
@@ -29,7 +145,6 @@ cdef extern from "part_rows.h" nogil:
 
 
 def copy_rows(const uint8_t[:, ::1] rows not None, places, uint8_t[::1] out not None):
-    """Copy rows by their places; see the stub."""
     cdef ndarray chosen = as_vector(places, c"u", 4, "places")
     cdef const uint32_t *of_places = <const uint32_t *> PyArray_DATA(chosen)
     cdef size_t n = PyArray_SIZE(chosen)
@@ -52,7 +167,6 @@ def copy_rows(const uint8_t[:, ::1] rows not None, places, uint8_t[::1] out not 
 
 
 def find_stranger(signs, uint64_t first, uint64_t end):
-    """Return the place of a sign of another bucket, or -1; see the stub."""
     cdef ndarray values = as_ids(signs, "signs")
     cdef const uint64_t *of_signs = <const uint64_t *> PyArray_DATA(values)
     cdef size_t n = PyArray_SIZE(values)
@@ -70,7 +184,6 @@ def find_stranger(signs, uint64_t first, uint64_t end):
 
 
 def all_once(signs):
-    """Return whether each sign certainly comes once; see the stub."""
     cdef ndarray values = as_ids(signs, "signs")
     cdef const uint64_t *of_signs = <const uint64_t *> PyArray_DATA(values)
     cdef size_t n = PyArray_SIZE(values)

@@ -3,7 +3,7 @@
 import os
 
 from libc.stdlib cimport free, malloc, qsort
-from libc.string cimport memcpy, memset, strcmp
+from libc.string cimport memcpy, memset
 
 from persia._core.base.hashing cimport mix64, shard_of
 from persia._core.base.threads cimport ThreadPool, persia_work_t
@@ -36,7 +36,8 @@ cdef struct Ranked:
     uint64_t key
     uint32_t number
 
-cdef const char *NO_MEMORY = b"no memory"
+# What is wrong with a file is a text; an empty one says that memory was lacking.
+cdef const char *NO_MEMORY = b""
 
 cdef struct Attaching:
     Shard *shards
@@ -77,12 +78,11 @@ cdef int attach_shards(
     threads = ThreadPool(min(num_shards, os.cpu_count() or 1), "persia-recovery")
     threads.work(<persia_work_t> attach_part, &attaching, num_shards)
     for i in range(num_shards):
-        # By their characters: other modules have this text at an address of their own.
-        if attaching.broken[i] != NULL and strcmp(attaching.broken[i], NO_MEMORY) == 0:
-            # The file is as it was: the attempt may be repeated.
-            raise MemoryError(f"shard {i}: {NO_MEMORY.decode()}")
         if attaching.broken[i] != NULL:
-            raise StoreError(f"shard {i}: {attaching.broken[i].decode()}")
+            if attaching.broken[i][0]:
+                raise StoreError(f"shard {i}: {attaching.broken[i].decode()}")
+            # The file is as it was: the attempt may be repeated.
+            raise MemoryError(f"no memory for shard {i}")
         for clock in range(<uint32_t> NUM_CLOCKS):
             clocks[clock] = max(clocks[clock], shards[i].recency.clocks[clock])
     return 0

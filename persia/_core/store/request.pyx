@@ -29,16 +29,6 @@ cdef enum:
 
 @cython.final
 cdef class Split:
-    def __cinit__(self):
-        self.num_signs = 0
-        self.num_shards = 0
-        self.room = 0
-        self.shard_room = 0
-        self.sorted = NULL
-        self.order = NULL
-        self.starts = NULL
-        self.signs_at = NULL
-
     def __dealloc__(self):
         self.release()
 
@@ -103,12 +93,7 @@ cdef class Request:
     """One request: its arguments, and its signs in shard order. Reused."""
 
     def __cinit__(self):
-        self.num_signs = 0
-        self.num_shards = 0
         self.own = Split()
-        self.places = NULL
-        self.num_places = 0
-        self.results = NULL
 
     def __dealloc__(self):
         free(self.places)
@@ -154,7 +139,6 @@ cdef class Request:
         return 0
 
     cdef RequestResult serve(self) except *:
-        """Serve all shards."""
         cdef RequestResult total
         cdef uint32_t i
         self.has_failed = False

@@ -59,7 +59,6 @@ cdef class Watch:
     cdef int check_consumer(self, consumer) except -1
     cdef void set_epochs(self) noexcept
     cdef void trim_logs(self) noexcept
-    cdef void drop_logs(self) noexcept
     cdef int open(self, str name, uint64_t max_bytes) except -1
     cdef int close(self, str name) except -1
     cdef int before_changes(self, consumer) except -1

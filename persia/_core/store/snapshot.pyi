@@ -8,42 +8,25 @@ from typing_extensions import Self
 from persia._core.store.blocks import RowBlock
 
 @final
-class Arrays:
-    """A block that is being filled."""
-
-@final
 class Snapshot:
     """The rows of a store at one moment; ``EmbeddingStore.begin_snapshot`` makes it.
 
     A row that changes before it is read is copied first, so what comes out is of that moment
     however long the reading takes. Reading is for one thread at a time. A snapshot is to be
     closed, by ``close`` or as a context manager; one that is not read makes training wait,
-    once, and is then given up.
-
-    Attributes:
-        num_rows: At that moment; of a snapshot of changes, an upper bound.
-        copied_bytes: Of copies of all its rows, an upper bound: so much they take if every row
-            changes at once.
-        is_full: It has all rows and no deletions: whatever the reader had is out of date.
-        is_read: All its blocks were given out.
-        is_closed: It is over, read or not.
-        consumer: Name of the one whose changes it has, or None.
-        num_parts: Shards.
-        side_bytes: Of copies, above which the next request waits for the reader.
-        wait_seconds: How long a request waits until the snapshot is given up.
-        last: Number of the epoch that it closed.
+    once, and is then given up: StoreError says so to its reader.
     """
 
-    num_rows: int
-    is_full: bool
-    is_read: bool
-    is_closed: bool
-    consumer: str | None
-    num_parts: int
-    copied_bytes: int
-    side_bytes: int
-    wait_seconds: float
-    last: int
+    num_rows: int  # at that moment; of a snapshot of changes, an upper bound
+    is_full: bool  # all rows and no deletions: whatever the reader had is out of date
+    is_read: bool  # all its blocks were given out
+    is_closed: bool  # it is over, read or not
+    consumer: str | None  # the one whose changes it has
+    num_parts: int  # shards
+    copied_bytes: int  # of copies if every row changes at once, an upper bound
+    side_bytes: int  # of copies, above which the next request waits for the reader
+    wait_seconds: float  # how long a request waits until the snapshot is given up
+    last: int  # number of the epoch that it closed
 
     @property
     def fill(self) -> float:
@@ -53,26 +36,16 @@ class Snapshot:
         """Let copies take so much, from now on."""
 
     def blocks(self, max_rows: int = 65536) -> Iterator[RowBlock]:
-        """Yield the rows, shard after shard, in no particular order; once.
-
-        Raises:
-            StoreError: The snapshot is closed, was given up, or is being read already.
-            DataError: ``max_rows`` is out of its range.
-        """
+        """Yield the rows, shard after shard, in no particular order; once."""
 
     def deleted(self) -> NDArray[np.uint64]:
         """Return the signs dropped since the consumer's last snapshot, each once, ascending.
 
-        To be applied before the rows: a sign that came again is in both. Empty where the
-        snapshot is full.
+        To be applied before the rows: a sign that came again is in both.
         """
 
     def commit(self) -> None:
-        """Say that the rows are safe: the consumer's next snapshot begins where this one ended.
-
-        Raises:
-            StoreError: The snapshot was not read to its end, is closed, or was given up.
-        """
+        """The rows are safe: the consumer's next snapshot begins where this one ended."""
 
     def close(self) -> None:
         """End the snapshot; unless committed, its changes come again in the next one."""

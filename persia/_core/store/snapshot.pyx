@@ -13,7 +13,7 @@ import numpy as np
 cimport cython
 
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from persia._core.store.blocks import RowBlock
 
@@ -34,6 +34,7 @@ cdef enum:
     MAX_BLOCK_ROWS = 0x1000000
 
 
+@cython.internal
 @cython.final
 cdef class Arrays:
     """A block that is being filled."""
@@ -75,17 +76,11 @@ cdef class Snapshot:
     """See the stub for the contract of each method."""
 
     def __cinit__(self, store, watch, consumer, uint64_t side_bytes, double wait_seconds):
-        self.parts = NULL
-        memset(&self.taken, 0, sizeof(self.taken))
-        self.num_parts = 0
         self.store = store
         self.watch = watch
         self.consumer = consumer
         self.side_bytes = side_bytes
         self.wait_seconds = wait_seconds
-        self.num_rows = 0
-        self.copied_bytes = 0
-        self.failure = None
         self.lock = threading.Lock()
         self.given = threading.Condition()
 
@@ -335,7 +330,6 @@ cdef class Snapshot:
         self._notify()
 
     def give_up(self, why):
-        """End the snapshot; its reader learns why."""
         with self.lock:
             # The first reason stays: a later one is often its consequence.
             if self.failure is None and not self.is_closed:
@@ -393,22 +387,17 @@ cdef class Watch:
                 PyThread_release_lock(self.shards[i].lock)
 
     cdef void trim_logs(self) noexcept:
-        """Drop what every consumer has committed."""
+        """Drop what every consumer has committed; without consumers, all."""
         cdef uint32_t i, epoch
         needed = [cursor for cursor in self.cursors.values() if cursor is not None]
         needed += [one.last for one in self.snapshots if one.consumer is not None]
-        epoch = min(needed, default=0)      # 0: no consumer has committed yet
+        # 0: no consumer has committed yet.
+        epoch = min(needed, default=0) if self.cursors else 0xFFFFFFFF
         with nogil:
             for i in range(self.num_shards):
                 PyThread_acquire_lock(self.shards[i].lock, 1)
                 log_trim(&self.shards[i].changes.log, epoch)
                 PyThread_release_lock(self.shards[i].lock)
-
-    cdef void drop_logs(self) noexcept:
-        cdef uint32_t i
-        with nogil:
-            for i in range(self.num_shards):
-                log_trim(&self.shards[i].changes.log, <uint32_t> 0xFFFFFFFF)
 
     cdef Snapshot begin(
         self, store, consumer, bint full, uint64_t side_bytes, double wait_seconds,
@@ -465,7 +454,6 @@ cdef class Watch:
         return 0
 
     def ended(self, snapshot, committed):
-        """A snapshot is over."""
         with self.lock:
             self.snapshots = tuple(other for other in self.snapshots if other is not snapshot)
             if committed and snapshot.consumer in self.cursors:
@@ -495,10 +483,7 @@ cdef class Watch:
                 if snapshot.consumer == name:
                     snapshot.consumer = None
             self.set_epochs()
-            if self.cursors:
-                self.trim_logs()
-            else:
-                self.drop_logs()
+            self.trim_logs()
         return 0
 
     # Images are bounded without anything waiting inside a shard: a request that may make images

@@ -3,14 +3,30 @@
 from persia._core.base.types cimport (
     int64_t, position_t, row_t, sign_t, uint32_t, uint64_t, uint8_t,
 )
-from persia._core.shard.changes cimport ImageBlock, Images, Watcher
-from persia._core.shard.recency_copy cimport OrderCopy
+from persia._core.shard.changes cimport Entries, ImageBlock, Images, Watcher
+from persia._core.shard.recency cimport SEGMENT_WORDS
 from persia._core.shard.shard cimport Shard
 from persia._core.shard.slabs cimport MAX_SLABS, Slab
 
 cdef enum:
     HELD_ROWS = 1024                # copied under one hold of a shard's lock
     HELD_PLACES = 65536             # looked at
+
+cdef struct SegmentCopy:
+    uint64_t first_order            # rank of its first live row in the order of eviction
+    uint64_t age                    # since its last use, by its policy's clock; 0: no ttl
+    uint64_t first_entry            # in ``entries``
+    uint32_t policy
+    uint32_t uses                   # class of LFU
+    uint32_t num_words              # of the two below that are in use
+    uint64_t[SEGMENT_WORDS] held
+    uint64_t[SEGMENT_WORDS] live
+
+cdef struct OrderCopy:
+    SegmentCopy *segments
+    uint32_t num_segments
+    uint64_t num_rows               # live and not expired
+    Entries entries                 # of all segments, dead ones included
 
 cdef struct SnapshotPart:
     Shard *shard

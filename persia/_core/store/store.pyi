@@ -17,9 +17,12 @@ MAX_LOG_BYTES: int
 class EmbeddingStore:
     """Rows by sign, of which those that their policies rank last go; safe from many threads.
 
-    Signs are u64 [n]; a request should hold each once. All arrays are C-contiguous. A request
-    raises before it changes anything, except for DimMismatch (an earlier part of the request
-    may have been served) and MemoryError.
+    Signs are u64 [n]; a request should hold each once. All arrays are C-contiguous.
+    ``optimizer`` of a call is that of its rows, None the store's own; ``dtype`` is how rows
+    keep their values, as in ``halves.DTYPES``. A request raises before it changes anything,
+    except for DimMismatch (a sign is stored with another dim, dtype or state size; an earlier
+    part of the request may have been served) and MemoryError. NotConfigured: there is no
+    optimizer at all.
 
     Args:
         capacity: Rows, divided over the shards; LRU is exact within a shard.
@@ -77,21 +80,13 @@ class EmbeddingStore:
         """Milliseconds and steps, as last set."""
 
     def reseed(self, seed: int) -> None:
-        """Have rows begin with another seed.
-
-        Raises:
-            ConfigError: There are rows.
-        """
+        """Have rows begin with another seed; ConfigError where there are rows."""
 
     def crash_after(self, points: int) -> None:
         """For tests: end the process at that point, counted where it writes to its file."""
 
     def configure(self, optimizer: RowOptimizer) -> None:
-        """Set the optimizer of calls that are given none.
-
-        Raises:
-            ConfigError: Rows are held whose state has another size than this optimizer's.
-        """
+        """Set the optimizer of calls that are given none, of the size of state of rows held."""
 
     def lookup_train(
         self,
@@ -110,33 +105,17 @@ class EmbeddingStore:
     ) -> tuple[int, int]:
         """Write each sign's embedding to ``rows_out`` [n, dim] and use its row.
 
-        A missing sign is admitted with ``admit_probability``, drawn from (seed, sign,
-        ``batch_id``), and inserted, with the state that ``optimizer`` begins with; a refused
-        one gets zeros. ``hints_out`` [n] gets row numbers for ``update``. A row that has
-        expired is a missing one.
-
-        Args:
-            signs: Each once.
-            initializer: Gives the values of new rows.
-            admit_probability: In 0..1; without effect where ``admit_at`` is above 1.
-            batch_id: Keys the draws.
-            rows_out: Filled with embeddings.
-            hints_out: Filled with row numbers; of a refused sign 2**32 - 1.
-            optimizer: Of these rows; None takes the store's own.
-            policy: Number of the policy that evicts these rows from now on.
-            admit_at: A missing sign is admitted at this appearance, or before if it shares its
-                counters; 2..255 need ``sketch_bytes``.
-            repeated: The same request came before, so that its appearances were counted.
-            dtype: How rows keep their values, as in ``halves.DTYPES``; of two bytes they are
-                the nearest ones to the initial values.
+        A missing sign (or one whose row has expired) is admitted with ``admit_probability``,
+        drawn from (seed, sign, ``batch_id``), and inserted, with values of ``initializer``, of
+        two bytes the nearest ones, and the state that ``optimizer`` begins with; a refused one
+        gets zeros. ``hints_out`` [n] gets row numbers for ``update``, 2**32 - 1 of a refused
+        sign. With ``admit_at`` above 1, to 255, which needs ``sketch_bytes``, it is admitted at
+        this appearance instead, or before if it shares its counters; ``repeated`` says that the
+        same request came before, so that its appearances were counted. ``policy`` evicts these
+        rows from now on.
 
         Returns:
             How many signs were inserted, and how many were refused.
-
-        Raises:
-            ConfigError: An argument is out of its range.
-            NotConfigured: None is given, and the store has no optimizer yet.
-            DimMismatch: A sign is stored with another dim, dtype or state size.
         """
 
     def lookup_eval(
@@ -146,11 +125,7 @@ class EmbeddingStore:
         *,
         dtype: str = "float32",
     ) -> int:
-        """Write each sign's embedding, or zeros; changes nothing. Returns the number missing.
-
-        Raises:
-            DimMismatch: A sign is stored with another dim or dtype.
-        """
+        """Write each sign's embedding, or zeros; changes nothing. Returns how many miss."""
 
     def update(
         self,
@@ -173,16 +148,12 @@ class EmbeddingStore:
         In a state file an update is noted under ``slot`` (1..256), its own until it is applied,
         and ``tag``, greater than any before in that slot. One that takes several calls makes
         them in the same order under growing tags. If it is cut short, the same calls in
-        another process go on where it was; a row is never stepped by half.
+        another process go on where it was; a row is never stepped by half. StoreError: it goes
+        on with an update that had other signs.
 
         Returns:
             How many signs have no row; each skipped exactly its own gradient. After an update
             was cut short: of those that were left.
-
-        Raises:
-            NotConfigured: None is given, and the store has no optimizer yet.
-            DimMismatch: A sign is stored with another dim, dtype or state size.
-            StoreError: It goes on with an update that had other signs.
         """
 
     def read(
@@ -193,10 +164,9 @@ class EmbeddingStore:
         *,
         dtype: str = "float32",
     ) -> tuple[NDArray[np.bool_], NDArray[np.float32], NDArray[np.uint32]]:
-        """Return which signs are held, their values [n, dim] and states [n, words].
+        """Return which signs are held, their values [n, dim] and states [n, words]; no use.
 
-        ``state_words`` defaults to the store's own optimizer's. No use in the sense of a
-        policy.
+        ``state_words`` defaults to the store's own optimizer's.
         """
 
     def write(
@@ -215,14 +185,10 @@ class EmbeddingStore:
         """
 
     def expect(self, num_rows: int, share: int = 0, num_shares: int = 1) -> None:
-        """Prepare for rows that will be restored, which then come faster.
+        """Prepare for about this many rows that will be restored, which then come faster.
 
-        It may be more or fewer in the end. Of n calls, each with its own ``share`` in 0..n - 1,
-        each is for every n-th shard, so that threads may divide the work.
-
-        Raises:
-            DataError: There is no such share.
-            MemoryError: There is no room for what is noted of them.
+        Of n calls, each with its own ``share`` in 0..n - 1, each is for every n-th shard, so
+        that threads may divide the work. MemoryError: there is no room for notes on them.
         """
 
     def restore(self, block: RowBlock, optimizer: RowOptimizer | None = None) -> int:
@@ -231,33 +197,20 @@ class EmbeddingStore:
         Blocks may come in any sequence. Until ``end_restore`` their rows stand in the order in
         which they came; if not all fit, those that came first go. Initial states of
         ``optimizer`` take the place of the block's, if it is given.
-
-        Raises:
-            DataError: An array has another dtype or length than its block says.
-            ConfigError: The policy or dtype is none of the store's.
-            DimMismatch: A sign is stored with another dim, dtype or state size.
         """
 
     def end_restore(self, share: int = 0, num_shares: int = 1) -> None:
         """Put the rows restored since the last call in their order, each at its time.
 
         They become the most recently used ones of the store: changes are restored after what
-        they changed, with a call in between.
-
-        Raises:
-            DataError: There is no such share; see ``expect``.
+        they changed, with a call in between. Shares are those of ``expect``.
         """
 
     def sketch(self) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
         """Return the counts of ids not admitted yet, by shard, and how far counting is."""
 
     def restore_sketch(self, counts: NDArray[np.uint8], numbers: NDArray[np.uint64]) -> None:
-        """Take the place of all counts of ids not admitted yet.
-
-        Raises:
-            DataError: They are of a store with another number of shards or another
-                ``sketch_bytes``. Counts cannot be divided again.
-        """
+        """Take the place of all counts of ids not admitted yet, of as many shards and bytes."""
 
     def delete(self, signs: NDArray[np.uint64]) -> int:
         """Drop the rows of these signs; returns how many there were."""
@@ -273,19 +226,12 @@ class EmbeddingStore:
         """Begin to note changes for a consumer; its first snapshot has all rows.
 
         The log of all consumers takes at most ``max_bytes``, divided over shards. A consumer
-        that asks for changes which it had to give up gets all rows instead.
-
-        Raises:
-            ConfigError: ``max_bytes`` is less than two pages a shard.
-            StoreError: The name is taken.
+        that asks for changes which it had to give up gets all rows instead. StoreError: the
+        name is taken.
         """
 
     def close_changes(self, name: str) -> None:
-        """Forget a consumer; without any, changes are not noted.
-
-        Raises:
-            StoreError: There is no such consumer.
-        """
+        """Forget a consumer; without any, changes are not noted. StoreError: there is none."""
 
     def begin_snapshot(
         self,
@@ -295,11 +241,11 @@ class EmbeddingStore:
         side_bytes: int = ...,
         wait_seconds: float = 10.0,
     ) -> Snapshot:
-        """Keep the rows of this moment for a reader, who comes later.
+        """Keep the rows of this moment for a reader, who comes later; about 10 ns a row.
 
-        Of one moment across shards only if the caller holds requests back meanwhile. Takes
-        about 10 ns a row. Rows that have expired are not in it; a
-        snapshot of changes drops them first and has them among the deleted.
+        Of one moment across shards only if the caller holds requests back meanwhile. Rows that
+        have expired are not in it; a snapshot of changes drops them first and has them among
+        the deleted.
 
         Args:
             changes: A consumer: only what changed since its last committed snapshot. None: all
@@ -308,10 +254,6 @@ class EmbeddingStore:
             side_bytes: Copies of rows that change before they are read may take so much,
                 beside those of requests being served; then requests wait for the reader.
             wait_seconds: How long a request waits for it before the snapshot is given up.
-
-        Raises:
-            StoreError: There is no such consumer, or it has a snapshot under way.
-            ConfigError: An argument is out of its range.
         """
 
     def set_clocks(self, milliseconds: int, steps: int) -> None:
@@ -341,15 +283,7 @@ class EmbeddingStore:
         """
 
     def policy_stats(self) -> list[dict[str, int]]:
-        """Return rows, evicted and expired of each policy, by its number.
-
-        ``draining`` are those of its rows that are still to be moved since the counts of LFU
-        were halved.
-        """
+        """Return rows, evicted and expired of each policy, and draining: see ``eviction``."""
 
     def check(self) -> None:
-        """Walk every structure.
-
-        Raises:
-            InternalError: An invariant does not hold; the message names it.
-        """
+        """Walk every structure; InternalError names an invariant that does not hold."""

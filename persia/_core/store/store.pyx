@@ -16,7 +16,7 @@ cimport cython
 
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdlib cimport free
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from persia._core.base.arrays cimport check_length, check_rows
 from persia._core.base.halves cimport dtype_name, dtype_number, rounding_key
@@ -117,12 +117,7 @@ cdef class EmbeddingStore:
         self, capacity, *, num_shards=16, seed=0, memory_limit=0, num_threads=1,
         policies=(), sketch_bytes=0, state_file=None, attach=False
     ):
-        self.shards = NULL
-        self.control = NULL
-        self.crash_in = 0
         self.requests = []
-        self.optimizer = None
-        memset(self.clocks, 0, sizeof(self.clocks))
         self.clocks[CLOCK_MS] = self.clocks[CLOCK_STEPS] = CLOCK_BASE
         if not 1 <= capacity < 2**63:
             raise ConfigError(f"capacity must be in 1..2**63-1 rows, got {capacity}")
@@ -209,7 +204,6 @@ cdef class EmbeddingStore:
             int(self.clocks[CLOCK_MS] - CLOCK_BASE), int(self.clocks[CLOCK_STEPS] - CLOCK_BASE))
 
     def close(self):
-        """Let the store's threads go; a later request runs on its caller's."""
         self.threads.close()
 
     def __len__(self):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,19 +12,9 @@ from persia._core.base import cpu, halves
 from persia.errors import ConfigError, DataError
 from tests.reference import halves as model
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 HALVES = ["float16", "bfloat16"]
 ALL_CODES = np.arange(1 << 16, dtype=np.uint16)
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
-
-
-@pytest.fixture(params=cpu.available())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    cpu.select(request.param)
-    yield request.param
-    cpu.select(None)
 
 
 def f32(words: NDArray[np.uint32] | list[int]) -> NDArray[np.float32]:
@@ -166,18 +155,6 @@ def test_rounding_by_chance_has_the_value_as_its_mean(dtype: str, value: float) 
         assert len(set(got.tolist())) == 2
         # Of 64,000 draws; the mean is within five of its deviations.
         assert abs(got.mean() - exact) < 5 * 0.5 * (high - low) / np.sqrt(len(codes) * 16)
-
-
-def test_a_chance_is_as_often_up_as_the_value_is_on_its_way() -> None:
-    # The draws are even, and as many of them lead up as the fraction says that is dropped.
-    for dtype, dropped in (("bfloat16", 16), ("float16", 13)):
-        one = model.shorten(dtype, np.float32(1))
-        for rest in (1, 0x1234, (1 << dropped) - 1):
-            value = f32([0x3F800000 | rest])[0]
-            first_up = (1 << 16) - (rest << 16 - dropped)
-            assert model.shorten(dtype, value, first_up - 1) == one
-            assert model.shorten(dtype, value, first_up) == one + 1
-        assert model.shorten(dtype, np.float32(1), 2**16 - 1) == one
 
 
 def test_the_draws_of_a_row_depend_on_seed_sign_number_and_place() -> None:

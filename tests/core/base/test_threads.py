@@ -120,16 +120,6 @@ print(os.waitstatus_to_exitcode(status), len(done))
     assert ran.stdout.split() == ["12", "8"]
 
 
-def test_the_parts_of_a_call_run_at_the_same_time() -> None:
-    met = threading.Barrier(3)
-
-    def call(part: int) -> None:
-        met.wait(10)  # raises if the other two never come
-
-    with closing(ThreadPool(3, "threads")) as threads:
-        threads.run(call, [0, 1, 2])
-
-
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_is_raised_when_all_parts_have_ended(failing: int) -> None:
     ended = []

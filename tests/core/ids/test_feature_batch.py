@@ -91,14 +91,15 @@ def test_truncated_refuses_a_negative_limit() -> None:
 def test_parts_survive_the_wire(samples: list[list[int]]) -> None:
     sent = [np.frombuffer(part.tobytes(), part.dtype) for part in build(samples).parts()]
     check(FeatureBatch.from_parts("clicks", sent), samples)
-    batch = build(samples)
-    check(
-        FeatureBatch("clicks", batch.distinct, batch.inverse, batch.offsets, len(samples)),
-        samples,
-    )
 
 
-def test_parts_are_copied() -> None:
+def test_parts_and_weights_are_copied() -> None:
+    weights = np.ones(2, np.float32)
+    weighted = FeatureBatch.from_csr("f", own.id_array([5, 6]), np.array([0, 1, 2]), weights)
+    weights[:] = 9
+    assert weighted.offsets is None
+    assert weighted.weights is not None
+    assert weighted.weights.tolist() == [1, 1]
     parts = [part.copy() for part in build([[5, 6], []]).parts()]
     batch = FeatureBatch.from_parts("clicks", parts)
     for part in parts:
@@ -139,16 +140,6 @@ def test_weights_stay_with_their_ids(samples: list[list[int]], limit: int) -> No
     assert len(sent) == 4
     check_weighted(FeatureBatch.from_parts("clicks", sent), want)
     check_weighted(pickle.loads(pickle.dumps(batch)), want)
-
-
-def test_weights_are_copied() -> None:
-    weights = np.ones(2, np.float32)
-    values = own.id_array([5, 6])
-    batch = FeatureBatch.from_csr("clicks", values, np.array([0, 1, 2]), weights)
-    weights[:] = 9
-    assert batch.offsets is None
-    assert batch.weights is not None
-    assert batch.weights.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -230,12 +221,6 @@ def test_parts_of_another_dtype() -> None:
     ):
         with pytest.raises(DataTypeError, match=message):
             FeatureBatch.from_parts("clicks", wrong)
-
-
-def test_a_stated_batch_size_is_compared() -> None:
-    distinct, inverse = parts([7], [0, 0])
-    with pytest.raises(DataError, match="'clicks': expected 3 samples, got 2"):
-        FeatureBatch("clicks", distinct, inverse, batch_size=3)
 
 
 @pytest.mark.parametrize(("value", "message"), own.NOT_IDS)
@@ -326,17 +311,6 @@ def test_a_copy_is_read_only_and_checked_too(
     check(duplicate(build(samples)), samples)
     # What Cython generates for pickle would take any arrays, and write through them later.
     assert not hasattr(FeatureBatch, "__setstate_cython__")
-
-
-def test_threads_have_their_own_tables() -> None:
-    rng = np.random.default_rng(0)
-    columns = [rng.integers(0, 5000, 20_000, dtype=np.uint64) for _ in range(8)]
-    alone = [FeatureBatch.from_single("clicks", ids) for ids in columns]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda ids: FeatureBatch.from_single("clicks", ids), columns))
-    for one, other in zip(alone, together, strict=True):
-        for part, same in zip(one.parts(), other.parts(), strict=True):
-            assert part.tolist() == same.tolist()
 
 
 # --- all features of a batch ----------------------------------------------------------------

@@ -1,78 +1,54 @@
-"""``persia._core.ids.signs`` against its model."""
+"""``persia._core.ids.signs`` against its model: packing, hash stacks and numbering."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from persia._core.base.hashing import mix64_array
+from persia._core.base.threads import ThreadPool
 from persia._core.ids import signs
-from persia.errors import ConfigError, DataError, DataTypeError
-from tests.reference import signs as model
+from persia.errors import DataError, DataTypeError
+from tests.reference import ids as model
 from tests.support import strategies as own
 
 MAX_ID = own.MAX_ID
+ALONE = ThreadPool(1)
 
 
-@given(st.data(), own.id_lists(), st.integers(1, 63))
-def test_pack(data: st.DataObject, ids: list[int], bits: int) -> None:
-    group = data.draw(st.integers(0, 2**bits - 2))
-    prefix = signs.prefix_of(group, bits)
-    assert prefix == model.prefix_of(group, bits)
-    packed, num_masked = signs.pack(data.draw(own.layouts(ids)), prefix, bits)
+@given(
+    st.data(),
+    st.lists(st.tuples(own.id_lists(20), st.integers(0, 200)), max_size=4),
+    st.integers(8, 63),
+)
+@example(None, [([0, 2**56 - 1, 2**56, MAX_ID], 0)], 8)
+def test_w08_ids_are_packed_and_the_last_does_not_alias_the_first(
+    data: st.DataObject | None, features: list[tuple[list[int], int]], bits: int
+) -> None:
+    prefixes = [(group + 1) << (64 - bits) for _, group in features]
+    arrays = [
+        own.id_array(ids) if data is None else data.draw(own.layouts(ids))
+        for ids, _ in features
+    ]
+    packed, num_masked = signs.pack_all(arrays, prefixes, bits, ALONE)
     assert packed.dtype == np.uint64
-    assert (packed.tolist(), num_masked) == model.pack(ids, prefix, bits)
-    assert {int(one) >> (64 - bits) for one in packed} <= {group + 1}
-
-
-@given(st.data(), st.lists(st.tuples(own.id_lists(20), st.integers(0, 200)), max_size=4))
-def test_pack_all(data: st.DataObject, features: list[tuple[list[int], int]]) -> None:
-    prefixes = [signs.prefix_of(group, 8) for _, group in features]
-    arrays = [data.draw(own.layouts(ids)) for ids, _ in features]
-    packed, num_masked = signs.pack_all(arrays, prefixes, 8)
     want = [
-        model.pack(ids, prefix, 8) for (ids, _), prefix in zip(features, prefixes, strict=True)
+        model.pack(ids, prefix, bits)
+        for (ids, _), prefix in zip(features, prefixes, strict=True)
     ]
     assert packed.tolist() == [one for some, _ in want for one in some]
     assert num_masked == [count for _, count in want]
-
-
-@pytest.mark.parametrize("bits", [1, 8, 63])
-def test_w06_groups_beyond_the_prefix(bits: int) -> None:
-    most = 2**bits - 1
-    assert signs.prefix_of(most - 1, bits) >> (64 - bits) == most
-    for group in (-1, most, most + 1):
-        with pytest.raises(
-            ConfigError, match=rf"hold {most} feature groups.* got group {group}"
-        ):
-            signs.prefix_of(group, bits)
-
-
-def test_w08_the_last_id_does_not_alias_the_first() -> None:
-    prefix = signs.prefix_of(0, 8)
-    last = 2**56 - 1
-    packed, num_masked = signs.pack(own.id_array([0, last, last + 1, MAX_ID]), prefix, 8)
-    assert packed.tolist() == [prefix, prefix + last, prefix, prefix + last]
-    assert num_masked == 2
-
-
-@pytest.mark.parametrize("bits", [-1, 0, 64])
-def test_prefix_bits_outside_the_word(bits: int) -> None:
-    for call in (
-        lambda: signs.prefix_of(0, bits),
-        lambda: signs.pack(own.id_array([1]), 1 << 56, bits),
-    ):
-        with pytest.raises(ConfigError, match=rf"1\.\.63, got {bits}"):
-            call()
-
-
-@pytest.mark.parametrize("prefix", [-1, 0, 1, (1 << 56) - 1, (1 << 56) + 1, 1 << 64])
-def test_prefix_outside_its_field(prefix: int) -> None:
-    with pytest.raises(ConfigError, match="top 8 of 64 bits"):
-        signs.pack(own.id_array([1]), prefix, 8)
+    with closing(ThreadPool(3)) as threads:
+        again, counted = signs.pack_all(arrays, prefixes, bits, threads)
+    assert (again.tolist(), counted) == (packed.tolist(), num_masked)
 
 
 @given(st.data(), own.id_lists(20), st.integers(1, 5))
@@ -88,18 +64,7 @@ def test_w12_hash_stack(data: st.DataObject, ids: list[int], rounds: int) -> Non
     assert (ranges == np.arange(rounds, dtype=np.uint64)).all()
 
 
-def test_hash_stack_limits() -> None:
-    ids = own.id_array([1])
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
-        signs.hash_stack(ids, 0, 10)
-    for rounds, size in ((1, 0), (1, 2**64), (2, 2**63), (3, MAX_ID // 3 + 1)):
-        with pytest.raises(ConfigError, match=f"got {size}"):
-            signs.hash_stack(ids, rounds, size)
-    with pytest.raises(DataError, match="at most 4294967294 rows"):
-        signs.hash_stack(ids, 2**32, 10)
-
-
-@given(st.data(), st.lists(own.id_lists(20), max_size=5))
+@given(st.data(), st.lists(own.id_lists(60), max_size=5))
 @example(None, [[]])
 @example(None, [[0, MAX_ID], [MAX_ID, 1, 0], [0]])
 def test_merge(data: st.DataObject | None, lists: list[list[int]]) -> None:
@@ -112,23 +77,81 @@ def test_merge(data: st.DataObject | None, lists: list[list[int]]) -> None:
     assert (distinct.tolist(), [one.tolist() for one in numbers]) == model.merge(lists)
 
 
-def test_merge_names_the_array() -> None:
-    wrong: Any = [own.id_array([1]), np.zeros(3)]
-    with pytest.raises(DataTypeError, match=r"arrays\[1\]: .* got float64 of 1 dimension$"):
-        signs.merge(wrong)
-
-
-def test_merge_of_more_than_a_u32_can_number() -> None:
+def test_more_than_a_u32_can_number() -> None:
     with pytest.raises(DataError, match=r"arrays\[0\]: expected at most 4294967294 items"):
         signs.merge([np.broadcast_to(np.uint64(1), 2**32)])
+    with pytest.raises(DataError, match="at most 4294967294 rows"):
+        signs.hash_stack(own.id_array([1]), 2**32, 10)
 
 
 @pytest.mark.parametrize(("value", "message"), own.NOT_IDS)
 def test_w39_not_ids(value: Any, message: str) -> None:
     for call in (
-        lambda: signs.pack(value, 1 << 56, 8),
+        lambda: signs.pack_all([value], [1 << 56], 8, ALONE),
         lambda: signs.hash_stack(value, 1, 10),
-        lambda: signs.merge([value]),
+        lambda: signs.merge([own.id_array([1]), value]),
     ):
         with pytest.raises(DataTypeError, match=message):
             call()
+
+
+# --- numbering ------------------------------------------------------------------------------
+
+
+def check_numbers(values: NDArray[np.uint64]) -> None:
+    distinct, (numbers,) = signs.merge([values])
+    assert (distinct.tolist(), numbers.tolist()) == model.number(values.tolist())
+
+
+# The sides of the least table and of larger ones.
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 64, 65, 32768, 32769, 65536, 65537])
+@pytest.mark.parametrize("num_values", [1, 100, 2**64 - 1])
+def test_sizes(size: int, num_values: int, level: str) -> None:
+    check_numbers(np.random.default_rng(size).integers(0, num_values, size, dtype=np.uint64))
+
+
+def test_values_that_share_their_first_slot() -> None:
+    # Of 200,000 values those whose hash begins with 8 zero bits: all but one are left over.
+    values = np.arange(200_000, dtype=np.uint64)
+    values = np.concatenate([values[mix64_array(values) >> np.uint64(56) == 0]] * 2)
+    assert values.size > 1000
+    check_numbers(values)
+
+
+def test_memory_that_is_kept_or_not() -> None:
+    # 2**20 values are the most whose block is kept for the next call; the rest of the block
+    # still holds what a larger call left there.
+    for size in (5, 2**20, 3, 2**20 + 1, 2**20, 100):
+        values = np.arange(size, dtype=np.uint64) % np.uint64(1000)
+        distinct, (numbers,) = signs.merge([values])
+        assert distinct.tolist() == list(range(min(size, 1000)))
+        assert (numbers == values).all()
+
+
+def test_a_thread_may_number_while_others_do() -> None:
+    arrays = [np.arange(20_000, dtype=np.uint64) % np.uint64(97 + n) for n in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        calls = pool.map(lambda one: signs.merge([one]), arrays * 8)
+        for array, (distinct, (numbers,)) in zip(arrays * 8, calls, strict=True):
+            assert (numbers == array).all()
+            assert len(distinct) == array.max() + 1
+
+
+def test_values_written_meanwhile_leave_numbers_in_range() -> None:
+    values = np.arange(50_000, dtype=np.uint64)
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            np.bitwise_xor(values, np.uint64(3), out=values)
+
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(write)
+        try:
+            for _ in range(10):
+                distinct, (numbers,) = signs.merge([values])
+                # A value that is read again when it has changed may come twice.
+                assert len(distinct) == numbers.max() + 1
+        finally:
+            done.set()
+        writer.result(60)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from persia._core.ids.text_ids import hash_texts, parse_hex
 from persia.errors import DataError, DataTypeError
-from tests.reference import text_ids as model
+from tests.reference import ids as model
 
 # Those of docs/readers.md: ids in checkpoints and in serving depend on them.
 VECTORS = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,16 +58,20 @@ def test_values_agree_with_the_model(method: str, seed: int, sign: int, dim: int
         np.testing.assert_allclose(got, want, rtol=1.2e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{"shape": 0.3, "scale": 2.0}, {"shape": 0.01, "scale": 1}])
-def test_gamma_below_one_agrees_with_the_model(options: dict[str, float]) -> None:
-    got = Initializer("gamma", **options).values(1, 2, 300)
-    np.testing.assert_allclose(got, model.values("gamma", options, 1, 2, 300), rtol=1e-6)
-
-
-@pytest.mark.parametrize("lam", [0.01, 31.9, 32.0, 32.1, 700.0])
-def test_poisson_of_every_size_agrees_with_the_model(lam: float) -> None:
-    got = Initializer("poisson", lam=lam).values(5, 6, 100)
-    assert got.tolist() == model.values("poisson", {"lam": lam}, 5, 6, 100).tolist()
+@pytest.mark.parametrize(
+    ("method", "options", "tolerance"),
+    [
+        ("gamma", {"shape": 0.3, "scale": 2.0}, 1e-6),
+        ("gamma", {"shape": 0.01, "scale": 1}, 1e-6),
+        *(("poisson", {"lam": lam}, 0) for lam in (0.01, 31.9, 32.0, 32.1, 700.0)),
+    ],
+)
+def test_every_size_agrees_with_the_model(
+    method: str, options: dict[str, float], tolerance: float
+) -> None:
+    got = Initializer(method, **options).values(1, 2, 300)
+    wanted = model.values(method, options, 1, 2, 300)
+    np.testing.assert_allclose(got, wanted, rtol=tolerance)
 
 
 def test_log_exp_and_quantile_are_exact_to_a_few_ulp() -> None:
@@ -102,25 +107,13 @@ def test_values_have_the_recorded_bits(method: str) -> None:
 
 
 def gamma_cdf(shape: float, scale: float) -> Callable[[float], float]:
-    """The regularised lower incomplete gamma function, by its series."""
-
-    def cdf(x: float) -> float:
-        z = x / scale
-        if z <= 0:
-            return 0.0
-        term = total = 1 / shape
-        for n in range(1, 500):
-            term *= z / (shape + n)
-            total += term
-            if term < 1e-12 * total:
-                break
-        return total * math.exp(shape * math.log(z) - z - math.lgamma(shape))
-
-    return cdf
+    return lambda x: float(
+        torch.special.gammainc(torch.tensor(shape).double(), torch.tensor(x / scale).double())
+    )
 
 
 def normal_cdf(mean: float, standard_deviation: float) -> Callable[[float], float]:
-    return lambda x: 0.5 * math.erfc((mean - x) / standard_deviation / math.sqrt(2))
+    return NormalDist(mean, standard_deviation).cdf
 
 
 def truncated_cdf(mean: float, standard_deviation: float) -> Callable[[float], float]:
@@ -171,23 +164,6 @@ def test_poisson_follows_the_distribution(lam: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "mean", "variance"),
-    [
-        ("uniform", {"lower": -1.0, "upper": 3.0}, 1.0, 16 / 12),
-        ("normal", {"mean": 0.5, "standard_deviation": 2.0}, 0.5, 4.0),
-        # Cutting at 2 deviations leaves 0.77374 of the variance.
-        ("truncated_normal", {"mean": 0.0, "standard_deviation": 1.0}, 0.0, 0.7737413),
-        ("gamma", {"shape": 2.5, "scale": 0.5}, 1.25, 0.625),
-        ("poisson", {"lam": 100.0}, 100.0, 100.0),
-    ],
-)
-def test_moments(method: str, options: dict[str, float], mean: float, variance: float) -> None:
-    values = draws(method, options, 50_000)
-    assert abs(values.mean() - mean) < 4 * math.sqrt(variance / len(values))
-    assert math.isclose(values.var(), variance, rel_tol=0.05)
-
-
-@pytest.mark.parametrize(
     ("lower", "upper"),
     [(-0.01, 0.01), (0.1, 0.3), (1e6, 1e6 + 1), (1.0, 1.0000002), (-3e38, 3e38)],
 )
@@ -235,14 +211,6 @@ def test_neighbouring_signs_and_elements_are_uncorrelated() -> None:
     assert np.abs(correlations).max() < 5 / math.sqrt(4000)
 
 
-def test_the_default_is_the_originals() -> None:
-    initializer = Initializer()
-    assert (initializer.name, initializer.options) == (
-        "uniform",
-        {"lower": -0.01, "upper": 0.01},
-    )
-
-
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("unifrom", {}, "initialization 'unifrom' is not known; did you mean 'uniform'"),
     ("uniform", {"low": 0.0}, "initialization uniform has no option 'low'.*'lower'"),
@@ -263,26 +231,19 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "options", "message"), BAD)
-def test_bad_settings_name_the_option(
-    method: str, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Initializer(method, **options)
-
-
-@pytest.mark.parametrize("dim", [0, -1, MAX_DIM + 1])
-def test_dims_out_of_range_are_refused(dim: int) -> None:
-    with pytest.raises(ConfigError, match="dim must be in 1"):
-        Initializer().values(0, 0, dim)
-
-
-def test_every_method_is_tested_here() -> None:
-    assert sorted(METHODS) == sorted(OPTIONS)
+def test_bad_settings_name_the_option() -> None:
+    for method, options, message in BAD:
+        with pytest.raises(ConfigError, match=message):
+            Initializer(method, **options)
+    for dim in (0, -1, MAX_DIM + 1):
+        with pytest.raises(ConfigError, match="dim must be in 1"):
+            Initializer().values(0, 0, dim)
+    assert sorted(METHODS) == sorted(OPTIONS)  # all are tested here
 
 
 def test_initializers_compare_by_settings_and_survive_pickling() -> None:
     one = Initializer("normal", mean=1)
+    assert Initializer() == Initializer("uniform", lower=-0.01, upper=0.01)
     assert one == Initializer("normal", mean=1.0, standard_deviation=0.01)
     assert hash(one) == hash(Initializer("normal", mean=1.0))
     assert one != Initializer("truncated_normal", mean=1)

@@ -18,7 +18,7 @@ from persia.errors import ConfigError, DataError
 from tests.reference import optim as model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 Floats = NDArray[np.float32]
 
@@ -40,13 +40,6 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ftrl": ("ftrl", {"lr": 0.3, "l1": 0.7, "l2": 0.1, "beta": 0.5}),
     "lion": ("lion", {"lr": 0.1}),
 }
-
-
-@pytest.fixture(params=cpu.available())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    cpu.select(request.param)
-    yield request.param
-    cpu.select(None)
 
 
 def fresh(optimizer: RowOptimizer, values: Floats) -> Floats:
@@ -112,54 +105,41 @@ def test_w64_every_variant_gives_the_same_bytes(kernel: str) -> None:
         assert all(bits(other) == bits(results[0]) for other in results), dim
 
 
-TORCH: list[tuple[str, dict[str, Any], Any]] = [
-    ("sgd", {"lr": 0.1}, lambda p: torch.optim.SGD(p, lr=0.1)),
-    (
-        "sgd",
-        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-    ),
+# With the same names of options.
+TORCH: list[tuple[str, Any, dict[str, Any]]] = [
+    ("sgd", torch.optim.SGD, {"lr": 0.1}),
+    ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
     *(
         (
             "adagrad",
+            torch.optim.Adagrad,
             {"lr": 0.1, "initial_accumulator_value": start, "weight_decay": decay},
-            lambda p, start=start, decay=decay: torch.optim.Adagrad(
-                p, lr=0.1, initial_accumulator_value=start, weight_decay=decay
-            ),
         )
         for start in (1e-2, 1e-8)
         for decay in (0.0, 0.01)
     ),
-    *(
-        (
-            "adam",
-            {"lr": 0.01, "weight_decay": decay},
-            lambda p, decay=decay: torch.optim.Adam(p, lr=0.01, weight_decay=decay),
-        )
-        for decay in (0.0, 0.01)
-    ),
+    ("adam", torch.optim.Adam, {"lr": 0.01}),
+    ("adam", torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01}),
     *(
         (
             "rmsprop",
+            torch.optim.RMSprop,
             {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.01, "momentum": momentum},
-            lambda p, momentum=momentum: torch.optim.RMSprop(
-                p, lr=0.01, alpha=0.9, weight_decay=0.01, momentum=momentum
-            ),
         )
         for momentum in (0.0, 0.5)
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "torch_optimizer"), TORCH)
+@pytest.mark.parametrize(("name", "peer_class", "options"), TORCH)
 def test_two_hundred_steps_agree_with_torch(
-    name: str, options: dict[str, Any], torch_optimizer: Any
+    name: str, peer_class: Any, options: dict[str, Any]
 ) -> None:
     rng = np.random.default_rng(7)
     values = batch(rng, 5, 12)
     steps = [batch(rng, 5, 12) for _ in range(200)]
     parameter = torch.nn.Parameter(torch.from_numpy(values.copy()))
-    peer = torch_optimizer([parameter])
+    peer = peer_class([parameter], **options)
     for grads in steps:
         parameter.grad = torch.from_numpy(grads)
         peer.step()
@@ -223,16 +203,6 @@ def test_two_hundred_steps_agree_with_the_formula_in_double(
     rows = run(RowOptimizer(formula.__name__, **options), values, steps)
     want = formula(values.astype(np.float64), [grads.astype(np.float64) for grads in steps])
     np.testing.assert_allclose(rows[:, :12], want, rtol=1e-4, atol=1e-5)
-
-
-def test_rowwise_adam_of_one_column_is_adam() -> None:
-    rng = np.random.default_rng(8)
-    values, steps = batch(rng, 50, 1), [batch(rng, 50, 1) for _ in range(5)]
-    adam = run(RowOptimizer("adam"), values, steps)
-    # (1 - beta2) g g is rounded in another order.
-    np.testing.assert_allclose(
-        run(RowOptimizer("rowwise_adam"), values, steps), adam, rtol=1e-5, atol=1e-7
-    )
 
 
 def test_ftrl_keeps_an_initial_value_until_there_is_a_gradient(level: str) -> None:
@@ -338,40 +308,34 @@ def test_original_order_meets_the_original_vectors(shared: bool, want: str, leve
     np.testing.assert_allclose(rows, floats(want), rtol=0, atol=2e-6)
 
 
+# Other values than the defaults. Betas seldom change the sign of a step: lion's are not seen.
+OTHER_VALUES = {
+    **dict.fromkeys(("momentum", "beta1", "beta2", "eps", "alpha", "beta"), 0.5),
+    "g_square_momentum": 0.5,
+    "initial_accumulator_value": 1.0,
+    "weight_decay": 0.1,
+    "vectorwise_shared": True,
+    "original_order": True,
+    "l2": 3.0,
+}
+UNSEEN = {("lion", "beta1"), ("lion", "beta2"), ("ftrl", "l1")}
+
+
 @pytest.mark.parametrize(
-    ("name", "option", "value"),
+    ("name", "option"),
     [
-        ("sgd", "momentum", 0.9),
-        ("sgd", "weight_decay", 0.1),
-        ("adagrad", "weight_decay", 0.1),
-        ("adagrad", "vectorwise_shared", True),
-        ("adagrad", "original_order", True),
-        ("adagrad", "g_square_momentum", 0.5),
-        ("adagrad", "initial_accumulator_value", 1.0),
-        ("adagrad", "eps", 0.5),
-        ("adam", "weight_decay", 0.1),
-        ("adam", "beta1", 0.5),
-        ("adam", "beta2", 0.5),
-        ("adam", "eps", 0.5),
-        ("rowwise_adam", "weight_decay", 0.1),
-        ("rowwise_adam", "beta1", 0.5),
-        ("rowwise_adam", "beta2", 0.5),
-        ("rowwise_adam", "eps", 0.5),
-        ("rmsprop", "weight_decay", 0.1),
-        ("rmsprop", "alpha", 0.5),
-        ("rmsprop", "eps", 0.5),
-        ("rmsprop", "momentum", 0.5),
-        ("ftrl", "weight_decay", 0.1),
-        ("ftrl", "l2", 3.0),
-        ("ftrl", "beta", 0.5),
-        ("lion", "weight_decay", 0.1),
+        (name, option)
+        for name, options in OPTIONS.items()
+        for option in options
+        if option != "lr" and (name, option) not in UNSEEN
     ],
 )
-def test_w14_every_option_has_an_effect(name: str, option: str, value: float) -> None:
+def test_w14_every_option_has_an_effect(name: str, option: str) -> None:
     rng = np.random.default_rng(3)
     values, steps = batch(rng, 4, 9), [batch(rng, 4, 9) for _ in range(3)]
     plain = run(RowOptimizer(name, lr=0.1), values, steps)[:, :9]
-    other = run(RowOptimizer(name, lr=0.1, **{option: value}), values, steps)[:, :9]
+    changed = RowOptimizer(name, lr=0.1, **{option: OTHER_VALUES[option]})
+    other = run(changed, values, steps)[:, :9]
     assert (plain != other).all()
 
 
@@ -439,29 +403,15 @@ def test_w16_new_state_is_initialised(shared: bool) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(
-    ("more_rows", "more_values", "more_grads"),
-    [
-        (1, 0, 0),
-        (-1, 0, 0),
-        (0, 1, 0),
-        (0, -1, 0),
-        (0, 0, 1),
-        (0, 0, -1),
-    ],
-)
-def test_w34_lengths_that_do_not_fit_are_refused(
-    kernel: str, more_rows: int, more_values: int, more_grads: int
-) -> None:
+def test_w34_lengths_that_do_not_fit_are_refused(kernel: str) -> None:
     name, options = KERNELS[kernel]
     optimizer = RowOptimizer(name, **options)
     width = 8 + optimizer.state_words(8)
-    values = np.ones((3 + more_rows, width + more_values), np.float32)
-    grads = np.ones((3, 8 + more_grads), np.float32)
-    before = values.copy()
-    with pytest.raises(DataError, match=r"expected rows of shape \(3, "):
-        optimizer.step_rows(values, grads)
-    assert bits(values) == bits(before)
+    for shape, dim in (((4, 0), 8), ((2, 0), 8), ((3, 1), 8), ((3, -1), 8), ((3, 0), 9)):
+        values = np.ones((shape[0], width + shape[1]), np.float32)
+        with pytest.raises(DataError, match=r"expected rows of shape \(3, "):
+            optimizer.step_rows(values, np.ones((3, dim), np.float32))
+        assert (values == 1).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -474,13 +424,10 @@ def test_state_words(kernel: str) -> None:
     assert optimizer.new_state(5).shape == (model.state_words(name, optimizer.options, 5),)
 
 
-@pytest.mark.parametrize("dim", [0, -1, MAX_DIM + 1])
-def test_dims_out_of_range_are_refused(dim: int) -> None:
-    with pytest.raises(ConfigError, match="dim must be in 1"):
-        RowOptimizer("adam").state_words(dim)
-
-
 def test_the_largest_dim_is_the_one_that_a_store_takes() -> None:
+    for dim in (0, -1, MAX_DIM + 1):
+        with pytest.raises(ConfigError, match="dim must be in 1"):
+            RowOptimizer("adam").state_words(dim)
     store = EmbeddingStore(4)
     store.configure(RowOptimizer("adam"))
     signs, hints = np.array([1], np.uint64), np.empty(1, np.uint32)
@@ -489,13 +436,6 @@ def test_the_largest_dim_is_the_one_that_a_store_takes() -> None:
     assert not rows.any()
     with pytest.raises(DataError, match=f"1..{MAX_DIM} columns"):
         store.lookup_eval(signs, np.empty((1, MAX_DIM + 1), np.float32))
-
-
-def test_no_rows_are_legal() -> None:
-    for name, options in KERNELS.values():
-        optimizer = RowOptimizer(name, **options)
-        empty = np.zeros((0, 4), np.float32)
-        optimizer.step_rows(fresh(optimizer, empty), empty)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -510,31 +450,21 @@ def test_the_bound_holds_for_values_and_leaves_the_state(kernel: str, level: str
     assert (np.abs(free[:, :11]) > 0.5).any()
 
 
-def test_a_bound_of_zero_or_less_is_none() -> None:
-    for bound in (0.0, -1.0):
-        rows = run(
-            RowOptimizer("sgd", weight_bound=bound, lr=1.0),
-            np.full((1, 2), 1e30, np.float32),
-            [np.zeros((1, 2), np.float32)],
-        )
-        assert rows.tolist() == [[np.float32(1e30)] * 2]
+def test_a_bound_of_zero_or_less_is_none_and_none_hides_a_nan(level: str) -> None:
+    values, zeros = np.array([[np.nan, 1e30] * 9], np.float32), np.zeros((1, 18), np.float32)
+    for bound, kept in ((0.0, np.float32(1e30)), (-1.0, np.float32(1e30)), (1.0, 1.0)):
+        rows = run(RowOptimizer("sgd", weight_bound=bound, lr=1.0), values, [zeros])
+        assert np.isnan(rows[0, ::2]).all()
+        assert (rows[0, 1::2] == kept).all()
 
 
-def test_a_nan_is_not_hidden_by_the_bound(level: str) -> None:
-    rows = run(
-        RowOptimizer("sgd", weight_bound=1.0, lr=1.0),
-        np.array([[np.nan, 0.5] * 9], np.float32),
-        [np.zeros((1, 18), np.float32)],
-    )
-    assert np.isnan(rows[0, ::2]).all()
-    assert (rows[0, 1::2] == 0.5).all()
-
-
-def test_a_zero_gradient_on_a_fresh_row_moves_nothing() -> None:
+def test_a_zero_gradient_on_a_fresh_row_moves_nothing_and_no_rows_are_legal() -> None:
     values = np.full((1, 3), 0.25, np.float32)
     for name, options in KERNELS.values():
-        rows = run(RowOptimizer(name, **options), values, [np.zeros((1, 3), np.float32)])
+        optimizer = RowOptimizer(name, **options)
+        rows = run(optimizer, values, [np.zeros((1, 3), np.float32)])
         assert rows[0, :3].tolist() == [0.25] * 3
+        optimizer.step_rows(rows[:0], values[:0])
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -542,13 +472,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("sgd", {}, "sgd: lr must be a number, it was not given"),
     ("sgd", {"lr": -0.1}, "sgd: lr must be at least 0, got -0.1"),
     ("sgd", {"lr": float("nan")}, "sgd: lr must be finite"),
-    ("sgd", {"lr": float("inf")}, "sgd: lr must be finite"),
     ("sgd", {"lr": 1e39}, "sgd: lr must be finite in f32"),
     ("sgd", {"lr": "0.1"}, "sgd: lr must be a number, got '0.1'"),
     ("sgd", {"lr": True}, "sgd: lr must be a number, got True"),
-    ("sgd", {"lr": np.True_}, "sgd: lr must be a number, got"),
     ("sgd", {"lr": 10**400}, "sgd: lr must be finite in f32"),
-    ("sgd", {"lr": np.complex64(1)}, "sgd: lr must be a number, got"),
     ("sgd", {"lr": 0.1, "momentun": 0.9}, "sgd has no option 'momentun'.*'momentum'"),
     ("sgd", {"lr": 0.1, "momentum": -1}, "sgd: momentum must be at least 0"),
     ("sgd", {"lr": 0.1, "weight_bound": float("nan")}, "sgd: weight_bound must be finite"),
@@ -561,15 +488,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("adam", {"beta1": 1.0}, "adam: beta1 must be below 1"),
     ("adam", {"beta2": 1 - 1e-9}, "adam: beta2 must be below 1"),
-    ("adam", {"beta2": -0.1}, "adam: beta2 must be at least 0"),
     ("adam", {"eps": 0.0}, "adam: eps must be above 0"),
-    ("rowwise_adam", {"eps": 0.0}, "rowwise_adam: eps must be above 0"),
     ("rmsprop", {"eps": 0.0}, "rmsprop: eps must be above 0"),
     ("rmsprop", {"alpha": 1.0}, "rmsprop: alpha must be below 1"),
-    ("rmsprop", {"centered": True}, "rmsprop has no option 'centered'"),
-    ("ftrl", {"l1": -1.0}, "ftrl: l1 must be at least 0"),
-    ("lion", {"eps": 1.0}, "lion has no option 'eps'"),
-    ("adam", {"weight_decay": -1e-3}, "adam: weight_decay must be at least 0"),
 ]
 
 
@@ -581,25 +502,13 @@ def test_bad_settings_name_the_option(name: str, options: dict[str, Any], messag
 
 def test_defaults_are_the_originals() -> None:
     assert RowOptimizer("adagrad").options == OPTIONS["adagrad"]
-    assert RowOptimizer("adam").options == {
-        "lr": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-    }
-    assert RowOptimizer("sgd", lr=1).options == {
-        "lr": 1.0,
-        "momentum": 0.0,
-        "weight_decay": 0.0,
-    }
+    assert RowOptimizer("sgd", lr=1).options == {"lr": 1, "momentum": 0, "weight_decay": 0}
+    rates = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+    assert RowOptimizer("adam").options == rates
 
 
 def test_an_optimizer_survives_pickling() -> None:
     optimizer = RowOptimizer("adam", weight_bound=3.0, lr=0.5)
     again = pickle.loads(pickle.dumps(optimizer))
-    assert (again.name, again.weight_bound, again.options) == (
-        "adam",
-        3.0,
-        optimizer.options,
-    )
+    got = again.name, again.weight_bound, again.options
+    assert got == ("adam", 3.0, optimizer.options)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.core.stores import adagrad_store, add, contents, contents_of, rows_of, u64, update
+from tests.core.stores import (
+    adagrad_store,
+    add,
+    blocks_of,
+    contents,
+    contents_of,
+    rows_of,
+    take_changes,
+    u64,
+    update,
+    values_of,
+)
 
 
 def test_what_has_expired_is_deleted_in_a_snapshot_of_changes() -> None:
@@ -12,22 +21,16 @@ def test_what_has_expired_is_deleted_in_a_snapshot_of_changes() -> None:
     store = adagrad_store(policies=[("lru", "steps", 10)])
     add(store, range(2000), policy=1)
     store.open_changes("delta")
-    with store.begin_snapshot("delta") as base:
-        chain = contents_of(list(base.blocks()))
-        base.commit()
+    chain = take_changes(store, "delta")[1]
     store.set_clocks(0, 8)
     add(store, range(0, 2000, 4), policy=1)
     with store.begin_snapshot() as before:  # has them still
         store.set_clocks(0, 12)
-        with store.begin_snapshot("delta") as delta:
-            changed = contents_of(list(delta.blocks()))
-            gone = delta.deleted().tolist()
-            delta.commit()
-        assert contents_of(list(before.blocks())) == chain
+        _, changed, gone = take_changes(store, "delta")
+        assert rows_of(list(before.blocks())) == chain
     assert gone == [sign for sign in range(2000) if sign % 4]
     chain = {sign: row for sign, row in chain.items() if sign not in set(gone)} | changed
-    with store.begin_snapshot() as full:
-        assert contents_of(list(full.blocks())) == chain == contents(store)
+    assert values_of(chain) == contents_of(blocks_of(store)) == contents(store)
     assert store.stats()["expired"] == len(gone)
     store.check()
 
@@ -59,14 +62,11 @@ def test_w18_changes_come_to_the_consumer_whatever_happened_to_the_rows() -> Non
         if turn % 3 == 0:
             add(store, range(30))
         for _ in range(turn % 4):
-            with store.begin_snapshot("delta") as snapshot:
-                blocks = list(snapshot.blocks(max_rows=50))
-                assert snapshot.is_full == (replica == {})
-                assert snapshot.num_rows <= 1500
-                for sign in snapshot.deleted().tolist():
-                    replica.pop(sign, None)
-                replica.update(contents_of(blocks))
-                snapshot.commit()
+            is_full, rows, gone = take_changes(store, "delta", max_rows=50)
+            assert is_full == (replica == {})
+            for sign in gone:
+                replica.pop(sign, None)
+            replica.update(values_of(rows))
             assert replica == contents(store)
     assert store.stats()["evicted"] > 500
 
@@ -74,17 +74,13 @@ def test_w18_changes_come_to_the_consumer_whatever_happened_to_the_rows() -> Non
 def test_what_a_consumer_did_not_commit_comes_again() -> None:
     store = adagrad_store(100)
     store.open_changes("feed")
-    with store.begin_snapshot("feed") as snapshot:
-        list(snapshot.blocks())
-        snapshot.commit()
+    take_changes(store, "feed")
     update(store, range(10))
     for _ in range(3):
         with store.begin_snapshot("feed") as snapshot:
             assert sorted(rows_of(list(snapshot.blocks()))) == list(range(10))
     update(store, range(5, 20))
-    with store.begin_snapshot("feed") as snapshot:
-        assert sorted(rows_of(list(snapshot.blocks()))) == list(range(20))
-        snapshot.commit()
+    assert sorted(take_changes(store, "feed")[1]) == list(range(20))
     with store.begin_snapshot("feed") as snapshot:
         assert snapshot.num_rows == 0
         assert not list(snapshot.blocks())
@@ -95,49 +91,34 @@ def test_a_log_that_is_too_short_makes_the_next_snapshot_full() -> None:
     store.open_changes("feed", max_bytes=4 * 4096)
     for num_changed, is_full in ((0, True), (2000, False), (40_000, True), (3000, False)):
         update(store, range(num_changed))
-        with store.begin_snapshot("feed") as snapshot:
-            assert snapshot.is_full == is_full
-            rows = sum(map(len, snapshot.blocks()))
-            assert rows == (50_000 if is_full else num_changed)
-            snapshot.commit()
+        got, rows, _ = take_changes(store, "feed")
+        assert (got, len(rows)) == (is_full, 50_000 if is_full else num_changed)
 
 
 def test_the_slowest_consumer_pays_for_its_slowness_alone() -> None:
     store = adagrad_store(50_000, num_shards=1)
     for name in ("slow", "quick"):
         store.open_changes(name, max_bytes=4 * 4096)
-        with store.begin_snapshot(name) as snapshot:
-            list(snapshot.blocks())
-            snapshot.commit()
+        take_changes(store, name)
     for _ in range(10):
         update(store, range(2000))
-        with store.begin_snapshot("quick") as snapshot:
-            assert not snapshot.is_full
-            assert sum(map(len, snapshot.blocks())) == 2000
-            snapshot.commit()
+        is_full, rows, _ = take_changes(store, "quick")
+        assert (is_full, len(rows)) == (False, 2000)
     with store.begin_snapshot("slow") as snapshot:
         assert snapshot.is_full
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_consumer_may_go_before_another_one_has_begun() -> None:
+def test_a_consumer_that_comes_back_does_not_go_on_from_a_snapshot_of_its_former_life() -> None:
     store = adagrad_store(100)
     for name in ("gone", "feed"):
         store.open_changes(name)
-    store.close_changes("gone")
-    with store.begin_snapshot("feed") as snapshot:
-        assert sum(map(len, snapshot.blocks())) == 100
-
-
-def test_a_consumer_that_comes_back_does_not_go_on_from_a_snapshot_of_its_former_life() -> None:
-    store = adagrad_store(100)
-    store.open_changes("feed")
+    store.close_changes("gone")  # before another one has begun
     former = store.begin_snapshot("feed")
-    list(former.blocks())
+    assert sum(map(len, former.blocks())) == 100
     store.close_changes("feed")
     update(store, range(10))  # in no log
     store.open_changes("feed")
     former.commit()
-    with store.begin_snapshot("feed") as snapshot:
-        assert snapshot.is_full
-        assert contents_of(list(snapshot.blocks())) == contents(store)
+    is_full, rows, _ = take_changes(store, "feed")
+    assert is_full
+    assert values_of(rows) == contents(store)

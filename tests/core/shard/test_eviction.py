@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from persia.errors import ConfigError
-from tests.core.policies import DIM, PolicyMachine, held, new_store, stream, train
-from tests.core.stores import u64
+from tests.core.policies import DIM, PolicyMachine, new_store, stream, train
+from tests.core.stores import held, u64
 from tests.support.profiles import tries
 
 TestPolicies = PolicyMachine.TestCase
@@ -113,16 +113,6 @@ def test_an_expired_row_begins_again_and_is_admitted_again() -> None:
     assert np.array_equal(again[0], first[0])
     rows, inserted, refused = train(store, [2], policy=1, admit_at=3)
     assert (inserted, refused, rows.any()) == (0, 1, np.False_)
-
-
-def test_clocks_do_not_go_back() -> None:
-    store = new_store(1000, ("lru", "steps", 5))
-    store.set_clocks(0, 100)
-    train(store, [1], policy=1)
-    store.set_clocks(0, 3)
-    train(store, [2], policy=1)
-    store.set_clocks(0, 104)
-    assert store.read(u64([1, 2]), DIM)[0].all()
 
 
 @pytest.mark.parametrize("kind", ["lru", "lfu"])

@@ -6,44 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from persia._core.base import cpu, halves
-from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import OPTIONS, RowOptimizer
-from persia._core.store.store import EmbeddingStore
-from persia.errors import ConfigError, DimMismatch
-
-Floats = NDArray[np.float32]
+from tests.core.stores import UNIFORM, Floats, new_store, train, u64
 
 HALVES = ["float16", "bfloat16"]
-UNIFORM = Initializer("uniform")
 LRS: dict[str, Any] = {name: RowOptimizer(name, lr=0.05) for name in OPTIONS}
-
-
-def u64(words: Any) -> NDArray[np.uint64]:
-    return np.array(words, np.uint64)
-
-
-def f32(values: Any) -> Floats:
-    return np.array(values, np.float32)
-
-
-def new_store(
-    optimizer: RowOptimizer, *, num_shards: int = 1, num_threads: int = 1
-) -> EmbeddingStore:
-    store = EmbeddingStore(10**6, num_shards=num_shards, seed=5, num_threads=num_threads)
-    store.configure(optimizer)
-    return store
-
-
-def train(
-    store: EmbeddingStore, signs: NDArray[np.uint64], dim: int, dtype: str
-) -> tuple[Floats, NDArray[np.uint32]]:
-    rows = np.empty((len(signs), dim), np.float32)
-    hints = np.empty(len(signs), np.uint32)
-    store.lookup_train(signs, UNIFORM, 1.0, 0, rows, hints, dtype=dtype)
-    return rows, hints
 
 
 def shortened(rows: Floats, dtype: str) -> Floats:
@@ -56,9 +25,9 @@ def shortened(rows: Floats, dtype: str) -> Floats:
 @pytest.mark.parametrize("dim", [1, 7, 16, 700])
 def test_a_step_is_the_f32_step_rounded(name: str, dim: int, dtype: str) -> None:
     optimizer = LRS[name]
-    store = new_store(optimizer, num_shards=2)
+    store = new_store(10**6, optimizer, seed=5, num_shards=2)
     signs = u64(range(0, 3 * 70, 3))
-    values, hints = train(store, signs, dim, dtype)
+    values, hints, _, _ = train(store, signs, dim, dtype=dtype)
     initial = np.array([UNIFORM.values(5, int(sign), dim) for sign in signs])
     assert np.array_equal(values, shortened(initial, dtype))
     state = np.tile(optimizer.new_state(dim), (len(signs), 1)).view(np.float32)
@@ -91,9 +60,11 @@ def test_neither_threads_shards_order_nor_instruction_set_shows(dtype: str) -> N
     for isa in cpu.available():
         for num_shards, num_threads, step in ((1, 1, 1), (8, 2, -1), (3, 3, 1)):
             cpu.select(isa)
-            store = new_store(LRS["adagrad"], num_shards=num_shards, num_threads=num_threads)
+            store = new_store(
+                10**6, LRS["adagrad"], seed=5, num_shards=num_shards, num_threads=num_threads
+            )
             order = np.ascontiguousarray(signs[::step])
-            _, hints = train(store, order, 8, dtype)
+            _, hints, _, _ = train(store, order, 8, dtype=dtype)
             for number in range(2):
                 part = np.ascontiguousarray(gradients[::step])
                 store.update(order, hints, part, dtype=dtype, number=number)
@@ -109,12 +80,12 @@ def test_neither_threads_shards_order_nor_instruction_set_shows(dtype: str) -> N
 def test_steps_too_small_to_be_seen_add_up(dtype: str) -> None:
     # A hundredth of what the values can show, a thousand times the same: to nearest, nothing
     # would ever happen.
-    store = new_store(RowOptimizer("sgd", lr=1.0))
+    store = new_store(10**6, RowOptimizer("sgd", lr=1.0))
     signs = u64(range(500))
     store.write(signs, np.ones((500, 4), np.float32), None, dtype=dtype)
     gradient = np.float32(-0.01 * (2.0**-10 if dtype == "float16" else 2.0**-7))
     gradients = np.full((500, 4), gradient)
-    assert shortened(f32([[1 - gradient]]), dtype) == 1
+    assert shortened(np.array([[1 - gradient]], np.float32), dtype) == 1
     for number in range(1000):
         store.update(signs, None, gradients, dtype=dtype, number=number)
     moved = store.read(signs, 4, dtype=dtype)[1].astype(np.float64) - 1
@@ -124,26 +95,10 @@ def test_steps_too_small_to_be_seen_add_up(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("count", [3, 40, 3000])
-def test_a_request_may_repeat_a_sign(count: int, dtype: str) -> None:
-    rng = np.random.default_rng(7)
-    signs = u64(rng.integers(0, max(2, count // 3), count))
-    store = new_store(RowOptimizer("sgd", lr=0.5), num_shards=4)
-    _, hints = train(store, signs, 4, dtype)
-    # Multiples of what every value so far shows, so that nothing is rounded.
-    store.write(signs, np.zeros((count, 4), np.float32), None, dtype=dtype)
-    gradients = rng.integers(-4, 4, (count, 4)).astype(np.float32)
-    assert store.update(signs, hints, gradients, dtype=dtype) == 0
-    wanted = np.zeros((count, 4), np.float32)
-    np.subtract.at(wanted, signs.astype(np.int64), np.float32(0.5) * gradients)
-    assert np.array_equal(store.read(signs, 4, dtype=dtype)[1], wanted[signs.astype(np.int64)])
-
-
-@pytest.mark.parametrize("dtype", HALVES)
 def test_what_is_read_is_written_back_unchanged(dtype: str) -> None:
-    store = new_store(LRS["adam"], num_shards=3)
+    store = new_store(10**6, LRS["adam"], num_shards=3)
     signs = u64(range(300))
-    train(store, signs, 5, dtype)
+    train(store, signs, 5, dtype=dtype)
     rng = np.random.default_rng(3)
     for number in range(3):
         gradients = rng.standard_normal((300, 5)).astype(np.float32)
@@ -153,7 +108,7 @@ def test_what_is_read_is_written_back_unchanged(dtype: str) -> None:
     again = store.read(signs, 5, dtype=dtype)
     assert again[1].tobytes() == values.tobytes()
     assert again[2].tobytes() == states.tobytes()
-    copy = new_store(LRS["adam"])
+    copy = new_store(10**6, LRS["adam"])
     for block in store.iterate():
         copy.write(*block, dtype=dtype)
     assert copy.read(signs, 5, dtype=dtype)[1].tobytes() == values.tobytes()
@@ -161,8 +116,8 @@ def test_what_is_read_is_written_back_unchanged(dtype: str) -> None:
 
 def test_bounds_come_before_rounding_and_lost_rows_stay_lost() -> None:
     for dtype in HALVES:
-        store = new_store(RowOptimizer("sgd", weight_bound=0.3, lr=1.0))
-        train(store, u64([1]), 4, dtype)
+        store = new_store(10**6, RowOptimizer("sgd", weight_bound=0.3, lr=1.0))
+        train(store, [1], dtype=dtype)
         gradients = np.array([[9, -9, np.nan, np.inf]], np.float32)
         seen = set()
         for number in range(40):
@@ -171,13 +126,13 @@ def test_bounds_come_before_rounding_and_lost_rows_stay_lost() -> None:
             seen.add(float(values[1]))
             assert np.isnan(values[2])
         # 0.3 lies between two values, and rounding takes either.
-        below = shortened(f32([[0.3 * (1 - 2.0**-11)]]), dtype)
+        below = shortened(np.array([[0.3 * (1 - 2.0**-11)]], np.float32), dtype)
         assert len(seen) == 2
         assert min(seen) < 0.3 < max(seen)
         assert min(seen) <= float(below[0, 0]) <= max(seen)
-        store = new_store(RowOptimizer("sgd", lr=1.0))
+        store = new_store(10**6, RowOptimizer("sgd", lr=1.0))
         store.write(u64([1]), np.zeros((1, 2), np.float32), None, dtype=dtype)
-        store.update(u64([1]), None, f32([[-3.4e38, -np.inf]]), dtype=dtype)
+        store.update(u64([1]), None, np.array([[-3.4e38, -np.inf]], np.float32), dtype=dtype)
         values = store.read(u64([1]), 2, dtype=dtype)[1][0]
         assert values.tolist() == [
             65504.0 if dtype == "float16" else 3.3895313892515355e38,
@@ -185,37 +140,12 @@ def test_bounds_come_before_rounding_and_lost_rows_stay_lost() -> None:
         ]
 
 
-def test_another_dtype_is_refused_and_changes_nothing() -> None:
-    store = new_store(LRS["sgd"])
-    rows, hints = train(store, u64([1, 2]), 4, "float16")
-    before = store.read(u64([1, 2]), 4, dtype="float16")[1].tobytes()
-    for dtype in ("float32", "bfloat16"):
-        requests: list[Any] = [
-            lambda dtype=dtype: train(store, u64([1]), 4, dtype),
-            lambda dtype=dtype: store.lookup_eval(u64([1]), rows[:1], dtype=dtype),
-            lambda dtype=dtype: store.update(u64([1]), hints[:1], rows[:1], dtype=dtype),
-            lambda dtype=dtype: store.read(u64([1]), 4, dtype=dtype),
-            lambda dtype=dtype: store.write(u64([1]), rows[:1], None, dtype=dtype),
-        ]
-        for request in requests:
-            with pytest.raises(
-                DimMismatch, match=f"dim 4 of float16 .* request is for dim 4 of {dtype}"
-            ):
-                request()
-    with pytest.raises(ConfigError, match=r"expected one of float32, .*, got 'f16'"):
-        store.lookup_eval(u64([1]), rows[:1], dtype="f16")
-    assert store.read(u64([1, 2]), 4, dtype="float16")[1].tobytes() == before
-    assert store.delete(u64([1, 2])) == 2
-    train(store, u64([1, 2]), 4, "bfloat16")
-    store.check()
-
-
 @pytest.mark.parametrize(("dim", "share"), [(16, 0.67), (32, 0.6), (64, 0.56)])
 def test_sgd_rows_take_little_more_than_half(dim: int, share: float) -> None:
     taken = []
     for dtype in ("float32", *HALVES):
-        store = new_store(LRS["sgd"])
+        store = new_store(10**6, LRS["sgd"])
         for first in range(0, 60_000, 10_000):
-            train(store, u64(range(first, first + 10_000)), dim, dtype)
+            train(store, range(first, first + 10_000), dim, dtype=dtype)
         taken.append(store.stats()["bytes"] / len(store))
     assert taken[1] == taken[2] <= share * taken[0]

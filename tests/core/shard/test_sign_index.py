@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.core.stores import UNIFORM, evaluate, held, new_store, train, u64
-from tests.reference.store import unmix64
+from tests.reference.hashing import unmix64
 
 
 def sign_of_bucket(bucket: int, serial: int) -> int:

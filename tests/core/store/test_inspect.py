@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.core.policies import held, new_store, train
+from tests.core.policies import new_store, train
+from tests.core.stores import held
 
 
 def test_rows_loaded_in_the_order_of_a_dump_are_evicted_in_it() -> None:

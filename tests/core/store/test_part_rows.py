@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._core.base import cpu
 from persia._core.store.part_rows import all_once, copy_rows, find_stranger
 from persia._files.parts import check_once
 from persia.errors import DataError, DataTypeError
-from tests.core.ids.test_cardinality import inverse_mix64
-from tests.reference import part_rows as model
+from tests.reference.hashing import bucket, unmix64
 
-WITH_HASH_0 = inverse_mix64(0)
+WITH_HASH_0 = unmix64(0)
 
 
-@pytest.fixture(autouse=True, params=cpu.available(), scope="module")
-def level(request: pytest.FixtureRequest) -> Iterator[None]:
-    cpu.select(request.param)
-    yield
-    cpu.select(None)
+def stranger(signs: list[int], first: int, end: int) -> int:
+    """The place of the first sign of another bucket."""
+    places = (i for i, sign in enumerate(signs) if not first <= bucket(sign) < end)
+    return next(places, -1)
+
+
+pytestmark = pytest.mark.usefixtures("level")
 
 
 @given(st.data())
@@ -36,7 +34,7 @@ def test_rows_are_copied_by_their_places(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, 8))  # wherever a row before it ended
     out = room[at : at + len(places) * width]
     copy_rows(rows, np.array(places, np.uint32), out)
-    assert out.tobytes() == model.copied([row.tobytes() for row in rows], places)
+    assert out.tobytes() == b"".join(rows[place].tobytes() for place in places)
     assert (room[:at] == 7).all()
     assert (room[at + len(out) :] == 7).all()
 
@@ -61,13 +59,13 @@ def test_the_first_sign_of_another_bucket_is_found(
 ) -> None:
     first, end = buckets
     found = find_stranger(np.array(signs, np.uint64), first, end)
-    assert found == model.stranger(signs, first, end)
+    assert found == stranger(signs, first, end)
 
 
 def test_a_stranger_among_many() -> None:
     signs = np.arange(5000, dtype=np.uint64)
     assert find_stranger(signs, 0, 16384) == -1
-    expected = model.stranger(signs.tolist(), 10, 16384)
+    expected = stranger(signs.tolist(), 10, 16384)
     assert find_stranger(signs, 10, 16384) == expected > 0
     with pytest.raises(DataError, match=r"expected buckets in 0..16384, got 5..4"):
         find_stranger(signs, 5, 4)
@@ -94,8 +92,8 @@ def test_one_that_comes_twice_among_many_heaps() -> None:
 
 def test_signs_that_crowd_are_left_to_a_sort() -> None:
     """Chosen on purpose; no time is spent on a table that they would fill."""
-    one_heap = [inverse_mix64(number << 44) for number in range(20_000)]
+    one_heap = [unmix64(number << 44) for number in range(20_000)]
     assert not all_once(np.array(one_heap, np.uint64))
-    one_place = [inverse_mix64(number) for number in range(100)]
+    one_place = [unmix64(number) for number in range(100)]
     assert not all_once(np.array(one_place, np.uint64))
     check_once([np.array(one_heap, np.uint64), np.array(one_place[1:], np.uint64)], "file")

@@ -6,19 +6,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from persia._core.kernels.initial import Initializer
-from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.request import kept_numbers
 from persia._core.store.store import EmbeddingStore
+from tests.core.stores import ADAGRAD, UNIFORM, new_store
 
 DIM = 16
-UNIFORM = Initializer("uniform")
 
 
-def new_store(num_threads: int = 1, capacity: int = 1 << 20) -> EmbeddingStore:
-    store = EmbeddingStore(capacity, num_shards=8, seed=3, num_threads=num_threads)
-    store.configure(RowOptimizer("adagrad", lr=0.1))
-    return store
+def stores(num_threads: int = 1, capacity: int = 1 << 20) -> tuple[EmbeddingStore, ...]:
+    arguments = {"num_shards": 8, "seed": 3, "num_threads": num_threads}
+    return tuple(new_store(capacity, ADAGRAD, **arguments) for _ in range(2))
 
 
 def look_up(
@@ -40,7 +37,7 @@ def test_an_update_with_kept_numbers_is_one_without(count: int, num_threads: int
     rng = np.random.default_rng(count)
     signs = rng.permutation(np.arange(1, count + 1, dtype=np.uint64))
     gradients = rng.normal(size=(count, DIM)).astype(np.float32)
-    kept, plain = new_store(num_threads), new_store(num_threads)
+    kept, plain = stores(num_threads)
     numbers, copies = kept_numbers(count), np.empty(count, np.uint32)
     assert look_up(kept, signs, numbers).tobytes() == look_up(plain, signs, copies).tobytes()
     assert numbers.tobytes() == copies.tobytes()
@@ -54,7 +51,7 @@ def test_other_signs_are_split_again() -> None:
     rng = np.random.default_rng(0)
     signs = np.arange(1, 301, dtype=np.uint64)
     gradients = rng.normal(size=(300, DIM)).astype(np.float32)
-    kept, plain = new_store(), new_store()
+    kept, plain = stores()
     numbers = kept_numbers(300)
     other = rng.permutation(signs)
     for store in (kept, plain):
@@ -69,7 +66,7 @@ def test_other_signs_are_split_again() -> None:
 
 
 def test_rows_that_went_meanwhile_are_missed_and_no_others() -> None:
-    store, plain = new_store(capacity=1024), new_store(capacity=1024)
+    store, plain = stores(capacity=1024)
     signs = np.arange(1, 1001, dtype=np.uint64)
     numbers = kept_numbers(1000)
     look_up(store, signs, numbers)
@@ -86,7 +83,7 @@ def test_rows_that_went_meanwhile_are_missed_and_no_others() -> None:
 
 def test_a_large_lookup_hands_on_what_small_ones_do() -> None:
     count = 40_000  # more than a cache has room for
-    store = new_store(num_threads=3)
+    store, _ = stores(num_threads=3)
     signs = np.arange(1, count + 1, dtype=np.uint64)
     rows = look_up(store, signs, kept_numbers(count))
     evaluated = np.empty((count, DIM), np.float32)

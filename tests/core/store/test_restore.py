@@ -9,22 +9,38 @@ import numpy as np
 import pytest
 
 from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.blocks import RowBlock
 from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError, DataError, DimMismatch
-from tests.core.policies import KINDS, held, new_store, train
+from tests.core import stores
+from tests.core.policies import KINDS, new_store, train
 from tests.core.stores import (
-    UNIFORM,
+    ADAGRAD,
     adagrad_store,
     add,
     block_with,
     blocks_of,
     contents,
+    held,
     resident,
     rows_of,
     shuffled,
     u64,
     update,
 )
+
+
+def restore_all(
+    store: EmbeddingStore, blocks: list[RowBlock], optimizer: RowOptimizer | None = None
+) -> None:
+    for block in blocks:
+        store.restore(block, optimizer)
+    store.end_restore()
+    store.check()
+
+
+def signs_of(store: EmbeddingStore) -> list[list[int]]:
+    return [block[0].tolist() for block in store.iterate()]
 
 
 @pytest.mark.parametrize("expected", [0, 2000, 1 << 60])
@@ -52,10 +68,9 @@ def test_two_byte_values_are_not_rounded_again(dtype: str) -> None:
     store = adagrad_store()
     add(store, range(500), dtype=dtype)
     other = adagrad_store()
-    for block in blocks_of(store):
-        assert block.values.dtype == np.uint16
-        other.restore(block)
-    other.end_restore()
+    blocks = blocks_of(store)
+    assert {block.values.dtype for block in blocks} == {np.dtype(np.uint16)}
+    restore_all(other, blocks)
     assert rows_of(blocks_of(other)) == rows_of(blocks_of(store))
 
 
@@ -84,11 +99,8 @@ def test_memory_of_cleared_rows_is_used_again_and_given_back(
     num_rows: int, num_shards: int
 ) -> None:
     def filled(num_rows: int, dim: int, seed: int) -> EmbeddingStore:
-        store = EmbeddingStore(10**6, num_shards=num_shards, seed=seed)
-        store.configure(RowOptimizer("sgd", 0.1, lr=0.1))
-        signs = np.arange(1, num_rows + 1, dtype=np.uint64)
-        out = np.empty((num_rows, dim), np.float32)
-        store.lookup_train(signs, UNIFORM, 1.0, 0, out, np.empty(num_rows, np.uint32))
+        store = stores.new_store(10**6, num_shards=num_shards, seed=seed)
+        stores.train(store, range(1, num_rows + 1), dim)
         return store
 
     other = filled(num_rows, 3, seed=4)
@@ -100,15 +112,10 @@ def test_memory_of_cleared_rows_is_used_again_and_given_back(
     assert len(store) == 0
     assert full - resident() < 8 << 20
     store.expect(num_rows)
-    for block in blocks:
-        store.restore(block)
-    store.end_restore()
+    restore_all(store, blocks)
     assert full - resident() > 60 << 20
-    store.check()
     assert contents(store) == contents(other)
-    assert [block[0].tolist() for block in store.iterate()] == [
-        block[0].tolist() for block in other.iterate()
-    ]
+    assert signs_of(store) == signs_of(other)
 
 
 def test_another_optimizer_begins_with_its_own_state() -> None:
@@ -116,14 +123,10 @@ def test_another_optimizer_begins_with_its_own_state() -> None:
     other = EmbeddingStore(1000, num_shards=1)
     adam = RowOptimizer("rowwise_adam", lr=0.1)
     other.configure(adam)
-    for block in blocks_of(store):
-        other.restore(block, adam)
-    other.end_restore()
+    restore_all(other, blocks_of(store), adam)
     found, values, states = other.read(u64(range(50)), 5)
     assert found.all()
-    assert (
-        states.shape[1] == adam.state_words(5) != RowOptimizer("adagrad", lr=0.1).state_words(5)
-    )
+    assert states.shape[1] == adam.state_words(5) != ADAGRAD.state_words(5)
     assert values.tobytes() == store.read(u64(range(50)), 5)[1].tobytes()
 
 
@@ -182,21 +185,79 @@ def test_w50_foreign_numbers_in_a_block_are_bounded() -> None:
 
 @pytest.mark.parametrize("num_rows", [140_000, 190_000])
 def test_a_store_that_was_prepared_takes_no_more_memory(num_rows: int) -> None:
-    signs = np.arange(1, num_rows + 1, dtype=np.uint64)
-    store = EmbeddingStore(200_000, num_shards=1, seed=3)
-    out = np.empty((num_rows, 2), np.float32)
-    hints = np.empty(num_rows, np.uint32)
-    store.lookup_train(signs, UNIFORM, 1.0, 0, out, hints, RowOptimizer("sgd", 0.1, lr=0.1))
+    store = stores.new_store(200_000, seed=3)
+    out, *_ = stores.train(store, range(1, num_rows + 1), 2)
     used = []
     for expected in (0, num_rows):
         other = EmbeddingStore(200_000, num_shards=1, seed=3)
         other.expect(expected)
-        for block in blocks_of(store):
-            other.restore(block)
-        other.end_restore()
-        other.check()
-        found = np.empty_like(out)
-        assert other.lookup_eval(signs, found) == 0
-        np.testing.assert_array_equal(found, out)
+        restore_all(other, blocks_of(store))
+        np.testing.assert_array_equal(stores.evaluate(other, range(1, num_rows + 1), 2)[0], out)
         used.append(other.stats()["bytes"])
     assert used[1] <= used[0]
+
+
+# --- their order ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "first"), [(1, 0), (1, 7), (3, 0), (0, 5), (1 << 31, 0), (1 << 40, 0)]
+)
+def test_rows_stand_as_their_orders_say(step: int, first: int) -> None:
+    """Whether they are of one shard, without gaps, or of several; equal ones as they came."""
+    rng = np.random.default_rng(5)
+    places = rng.permutation(1000).astype(np.uint64)
+    orders = first + step * (places // 2 if first == 7 else places)
+    store = EmbeddingStore(2000, num_shards=1)
+    for some in (slice(0, 600), slice(600, 1000)):
+        n = len(places[some])
+        store.restore(
+            block_with(
+                signs=places[some] + np.uint64(1),
+                values=np.ones((n, 2), np.float32),
+                states=np.zeros((n, 0), np.uint32),
+                orders=orders[some].astype(np.uint64),
+            )
+        )
+    store.end_restore()
+    store.check()
+    # Notes have room for 32 bits of an order: what is beyond them is equal.
+    noted = np.minimum(orders.astype(np.uint64), np.uint64(2**32 - 1))
+    found = np.concatenate([block[0] for block in store.iterate()])
+    assert found.tolist() == (places[np.argsort(noted, kind="stable")] + 1).tolist()
+
+
+def test_changes_go_over_what_they_change() -> None:
+    store, other = adagrad_store(200), adagrad_store()
+    store.open_changes("delta")
+    for turn in range(4):
+        with store.begin_snapshot("delta") as one:
+            blocks = list(one.blocks())
+            other.delete(one.deleted())
+            restore_all(other, blocks)
+            one.commit()
+        assert contents(other) == contents(store)
+        assert signs_of(other) == signs_of(store)
+        add(store, range(150 + 20 * turn, 230 + 20 * turn))
+        update(store, range(150 + 20 * turn, 230 + 20 * turn))
+        store.delete(u64(range(turn, 200, 31)))
+
+
+def test_rows_dropped_before_the_end_leave_their_chunk_to_larger_ones() -> None:
+    # A place of theirs, counted in the larger rows, would be a gigabyte away.
+    store = EmbeddingStore(100_000, num_shards=1)
+    small = np.arange(1, 87_001, dtype=np.uint64)
+    for signs, dim in ((small, 1), (u64([1 << 40]), 4096)):
+        store.restore(
+            block_with(
+                signs=signs,
+                values=np.ones((len(signs), dim), np.float32),
+                states=np.zeros((len(signs), 0), np.uint32),
+                orders=signs,
+            )
+        )
+        if dim == 1:
+            assert store.delete(signs) == len(signs)
+    store.end_restore()
+    store.check()
+    assert len(store) == 1

@@ -1,4 +1,4 @@
-"""Numbering of distinct u64 values in first-seen order."""
+"""Numbering of distinct u64 values in first-seen order; see the end of the .pyx."""
 
 from numpy cimport ndarray
 
