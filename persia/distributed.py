@@ -39,8 +39,6 @@ _FOR_TORCH = (
 # Ranks of one job start within this many seconds of each other.
 _START_SPREAD_S = 60.0
 _loaded_at = time.time()
-
-
 # A gloo thread that lets go of the last call's tensors while the interpreter goes down ends
 # the process by SIGABRT (pytorch pull request 179291): seen in 3 of 12 exits on one core. It
 # needs to be scheduled once before that, and for the interpreter's lock not to be held.
@@ -58,6 +56,12 @@ def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
             f"{what}: expected one of {', '.join(known)}, got {value!r}"
             f"{did_you_mean(value, known)}"
         )
+
+
+def _check_options(what: str, options: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{what}: unknown option {name!r}{did_you_mean(name, known)}")
 
 
 class DistributedBaseOption(ABC):
@@ -139,10 +143,7 @@ class DDPOption(DistributedBaseOption):
         _check_known("initialization_method", initialization_method, _METHODS)
         _check_known("backend", backend, _BACKENDS)
         known = ("master_addr", "master_port", "sync_file", *_FOR_TORCH)
-        for name in options:
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise ConfigError(f"DDPOption: unknown option {name!r}{hint}")
+        _check_options("DDPOption", options, known)
         if initialization_method == "file" and not options.get("sync_file"):
             raise ConfigError("sync_file: expected a path with initialization_method 'file'")
         # No place to meet was given, so a launcher's choice holds.
@@ -305,24 +306,21 @@ class BaguaDistributedOption(DistributedBaseOption):
     def __init__(self, algorithm: str, **options: Any) -> None:
         _check_known("algorithm", algorithm, tuple(comm_hooks.ALGORITHMS))
         known = (*self._FOR_DDP, *self._NUMBERS, *self._WITHOUT_EFFECT)
-        for name, value in options.items():
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise ConfigError(f"BaguaDistributedOption: unknown option {name!r}{hint}")
-            least = self._NUMBERS.get(name)
-            if least is not None and (type(value) is not int or value < least):
+        _check_options("BaguaDistributedOption", options, known)
+        for name in self._NUMBERS.keys() & options.keys():
+            value, least = options[name], self._NUMBERS[name]
+            if type(value) is not int or value < least:
                 raise ConfigError(f"{name}: expected an int of at least {least}, got {value!r}")
         chosen = comm_hooks.ALGORITHMS[algorithm]
         self._algorithm = chosen.tuned(
             options.get("warmup_steps"), options.get("communication_interval")
         )
-        ignored = [
-            name
-            for name in options
-            if name in self._WITHOUT_EFFECT
-            or (name == "warmup_steps" and chosen.exchange is None)
-            or (name == "communication_interval" and chosen.averager is None)
-        ]
+        idle = set(self._WITHOUT_EFFECT)
+        if chosen.exchange is None:
+            idle.add("warmup_steps")
+        if chosen.averager is None:
+            idle.add("communication_interval")
+        ignored = [name for name in options if name in idle]
         if ignored:
             _logger.warning(
                 "BaguaDistributedOption: no effect with %r on PyTorch: %s",
@@ -361,7 +359,11 @@ class BaguaDistributedOption(DistributedBaseOption):
                 f"algorithm {self.algorithm!r} works after steps of the optimizer: expected "
                 "one, got None"
             )
-        _logger.info("Bagua's %s runs as %s", self.algorithm, self._algorithm.in_words())
+        _logger.info(
+            "Bagua's %s runs as %s",
+            self.algorithm,
+            self._algorithm.what.format(**vars(self._algorithm)),
+        )
         option = DDPOption(backend="gloo" if device_id is None else "nccl", **self._ddp)
         parallel, optimizer = option.convert2distributed_model(
             model, world_size, rank_id, device_id, master_addr, optimizer

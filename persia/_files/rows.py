@@ -25,6 +25,7 @@ from persia._files.part_writer import PartWriter
 from persia._files.parts import (
     DuplicateFilter,
     check_file,
+    check_once,
     check_part,
     filter_owned,
     parts_for,
@@ -142,7 +143,9 @@ def verify(
         window = DuplicateFilter(f"parts of {storage.at(manifest.id)}")
         memory = BufferPool()
         for part in sorted(manifest.parts, key=lambda part: part.buckets):
-            window.add(part, check_part(storage, part, memory))
+            signs = check_part(storage, part, memory)
+            check_once([signs], storage.at(part.path))
+            window.add(part, signs)
             progress(part.num_bytes)
         window.close()
     return manifests

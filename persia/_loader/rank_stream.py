@@ -290,7 +290,10 @@ class RankStream:
             return
         try:
             # The stream's thread may have registered it meanwhile.
-            ids, message = self.unacked.get(batch_id, (ids, message))
+            unacked = self.unacked.get(batch_id)
+            if unacked is None:
+                return  # and seen it acknowledged
+            ids, message = unacked
             if message.ids == NO_REF:  # wanted since ``wait_for_room``
                 self._register_again(ids, message)
             else:

@@ -557,5 +557,10 @@ def _checked_rows(
     values = _as_rows("values", part, part.values, np.float32, kind.dim)
     if part.states is not None:
         words = kind.optimizer.state_words(kind.dim)
+        if np.shape(part.states) != (len(part.signs), words):
+            raise DimMismatch(
+                f"table {part.table}: expected states {[len(part.signs), words]} for "
+                f"{kind.optimizer.name}, got {list(np.shape(part.states))}"
+            )
         states = _as_rows("states", part, part.states, np.uint32, words)
     return kind, part.signs, values, states

@@ -23,18 +23,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from persia import env
-from persia._core.kernels import pooling
-from persia._rpc.messages import BatchGradients, SlotGradient
-from persia._training.inflight import LOST, SHORT_S, Reason, call_again
-from persia._training.learning_rates import LearningRates
+from persia._core.kernels.optim import checked
+from persia._rpc.messages import BatchGradients, LearningRate
+from persia._training.inflight import LOST, SHORT_S, Reason, call_again, take_gradients
 from persia._training.queues import BoundedQueue, Closed, Finished, join
 from persia.errors import ServiceTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from persia._rpc.messages import EmbeddingWorker, LearningRate, UpdateReport
-    from persia._training.batch import Leaf, PersiaTrainingBatch
+    from persia._rpc.messages import EmbeddingWorker, UpdateReport
+    from persia._training.batch import PersiaTrainingBatch
     from persia._training.inflight import InFlightBatch, InFlightTracker
     from persia._training.ranks import Ranks
 
@@ -48,110 +47,37 @@ JOIN_S = 10.0
 _CHECK_S = 0.05
 
 
-class GradientBatch:
-    """The gradients of one batch on their way to the embedding-worker.
+class LearningRates:
+    """Rates by table, as every update from then on carries them. For the user's thread.
 
-    ``gradients`` are parallel to ``leaves``; None where the loss did not reach. The leaves'
-    own ``grad`` is taken away, so that no later backward adds to a buffer that is being sent.
+    A rate belongs to the gradients that were computed under it and travels with them: so an
+    update that is late, repeated, or sent to a restarted server still steps at its own.
     """
 
-    __slots__ = (
-        *("_flat", "event", "gradients", "leaves", "missing", "number", "rates", "scale"),
-        *("step", "ticket"),
-    )
+    def __init__(self, worker: EmbeddingWorker) -> None:
+        self._worker = worker
+        self._tables: dict[str | None, tuple[int, ...]] = {}  # by group, once requested
+        self._by_group: dict[str | None, float] = {}
+        self.current: tuple[LearningRate, ...] = ()  # what the next update carries
 
-    def __init__(self, ticket: InFlightBatch, leaves: list[Leaf]) -> None:
-        self.ticket = ticket
-        self.leaves = leaves
-        self.number = -1  # place in the order of submission; set by the pipeline, as is step
-        self.step = 0  # of the user's, from 1
-        self.scale = 1.0  # what the loss was multiplied with
-        self.rates: tuple[LearningRate, ...] = ()  # as they are when it is submitted
-        self.gradients: list[torch.Tensor | None] = []
-        self.missing: list[str] = []  # features that the loss did not reach
-        for leaf in leaves:
-            gradient = leaf.tensor.grad
-            if gradient is None:
-                self.missing.append(leaf.name)
-            else:
-                gradient = gradient.detach()
-                leaf.tensor.grad = None
-            self.gradients.append(gradient)
-        self.event: torch.cuda.Event | None = None  # recorded behind the copy to the host
-        self._flat: torch.Tensor | None = None  # all gradients of a CUDA batch, f32
-
-    def pack(self) -> None:
-        """Sum CUDA gradients per distinct id and put them into one buffer."""
-        present = [gradient for gradient in self.gradients if gradient is not None]
-        if not present or present[0].device.type != "cuda":
+    def set(self, lr: float, group: str | None) -> None:
+        """Set the rate of one group, or of all that have none of their own."""
+        rate = float(checked("set_lr", "lr", lr, 0.0))
+        if self._by_group.get(group) == rate:
             return
-        for place, leaf in enumerate(self.leaves):
-            gradient = self.gradients[place]
-            if gradient is not None and leaf.index is not None:
-                summed = gradient.new_zeros(leaf.num_rows, gradient.shape[1])
-                self.gradients[place] = summed.index_add_(0, leaf.index, gradient)
-        self._flat = torch.cat(
-            [gradient.reshape(-1) for gradient in self.gradients if gradient is not None]
-        )
+        if group not in self._tables:
+            self._tables[group] = self._worker.tables_at_rate(group)
+        self._by_group[group] = rate
+        rates = dict.fromkeys(self._tables.get(None, ()), self._by_group.get(None, 0.0))
+        for name, own in self._by_group.items():
+            if name is not None:
+                rates.update(dict.fromkeys(self._tables[name], own))
+        self.current = tuple(LearningRate(*rate) for rate in sorted(rates.items()))
 
-    def num_bytes(self) -> int:
-        """Return the bytes of its gradients."""
-        return sum(x.numel() * x.element_size() for x in self.gradients if x is not None)
-
-    def is_finite(self) -> bool:
-        """Whether no gradient holds NaN or Inf. Waits for the device."""
-        if self._flat is not None:
-            return bool(torch.isfinite(self._flat).all())
-        return all(
-            bool(torch.isfinite(gradient).all())
-            for gradient in self.gradients
-            if gradient is not None
-        )
-
-    def start_copy(self, stream: torch.cuda.Stream) -> None:
-        """Start the one copy to the host, beside the dense step."""
-        if self._flat is None:
-            return
-        stream.wait_stream(torch.cuda.current_stream(self._flat.device))
-        with torch.cuda.stream(stream):
-            host = torch.empty(self._flat.shape, dtype=self._flat.dtype, pin_memory=True)
-            host.copy_(self._flat, non_blocking=True)
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.event.record(stream)
-        # The buffer is freed by another thread than the stream that reads it.
-        self._flat.record_stream(stream)
-        sizes = [gradient.numel() for gradient in self.gradients if gradient is not None]
-        pieces = iter(torch.split(host, sizes))
-        self.gradients = [
-            None if gradient is None else next(pieces).view(gradient.shape)
-            for gradient in self.gradients
-        ]
-        self._flat = None
-
-    def slots(self) -> tuple[SlotGradient, ...]:
-        """Return what the embedding-worker takes; runs in a backward worker."""
-        was_packed = self.event is not None
-        if self.event is not None:
-            self.event.synchronize()  # this thread waits, without the GIL; the device does not
-        slots = []
-        for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
-            if gradient is None:
-                slots.append(SlotGradient(leaf.name, None))
-                continue
-            if leaf.index is not None and not was_packed:
-                gradient = _sum_per_row(gradient, leaf)
-            first = 1 if leaf.has_padding else 0
-            slots.append(SlotGradient(leaf.name, gradient[first:].contiguous().numpy()))
-        return tuple(slots)
-
-
-def _sum_per_row(gradient: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-    """Add the rows of a leaf's gradient per distinct id, in the order of their positions."""
-    index = leaf.index
-    summed = torch.zeros(leaf.num_rows, gradient.shape[1])
-    if index is not None and len(index):
-        pooling.index_add(gradient.float().contiguous().numpy(), index.numpy(), summed.numpy())
-    return summed
+    def forget(self) -> None:
+        """Let the registered optimizer's rates hold again."""
+        self._by_group.clear()
+        self.current = ()
 
 
 class BackwardPipeline:
@@ -160,7 +86,9 @@ class BackwardPipeline:
     Args:
         worker: The embedding-worker.
         tracker: Where the outcome of each batch is noted.
-        client: See ``client``.
+        client: First half of the update ids, new for each time that a rank is entered or
+            resumes from a checkpoint: numbers start again then, and no update is taken for a
+            repetition.
         num_workers: Most updates sent at the same time.
         capacity: Updates that wait before ``submit`` does.
         device: Where the gradients are.
@@ -183,16 +111,15 @@ class BackwardPipeline:
         self._ranks = ranks
         self._tracker = tracker
         self._update_time = tracker.timings["backward_client_time_cost_sec"]
-        # First half of the update ids, new for each time that a rank is entered or resumes from
-        # a checkpoint: numbers start again then, and no update is taken for a repetition.
         self.client = client
-        self._queue: BoundedQueue[GradientBatch] = BoundedQueue(capacity)
+        # Updates that no worker has taken yet.
+        self.queue: BoundedQueue[InFlightBatch] = BoundedQueue(capacity)
         self._lock = threading.RLock()  # guards the six below; see ``OrderedQueue``
         self._changed = threading.Condition(self._lock)
         self._pending: dict[int, int] = {}  # submitted and not yet ended: number -> step
         self._next_number = 0
         self._failure: BaseException | None = None
-        self._steps = 0  # of the user's that have ended
+        self.steps = 0  # of the user's, whose updates are all submitted
         self._held_after: int | None = None  # updates of later steps wait
         self._is_closed = False
         self.is_between_passes: Callable[[], bool] = lambda: False
@@ -204,19 +131,10 @@ class BackwardPipeline:
         self._idle: set[int] = set()  # workers that wait for an update; atomic as sets are
         self._threads: list[threading.Thread] = []  # started by the user's thread only
 
-    @property
-    def queue(self) -> BoundedQueue[GradientBatch]:
-        """Updates that no worker has taken yet."""
-        return self._queue
-
     # --- the user's thread ----------------------------------------------------------------
 
     def raise_failure(self) -> None:
-        """Raise what an update raised since the last call, once.
-
-        Raises:
-            BaseException: The exception itself, with its worker's traceback.
-        """
+        """Raise what an update raised since the last call, once, with its traceback."""
         with self._lock:
             failure, self._failure = self._failure, None
         if failure is not None:
@@ -224,7 +142,7 @@ class BackwardPipeline:
 
     def collect(
         self, batches: Sequence[PersiaTrainingBatch], current: PersiaTrainingBatch
-    ) -> list[GradientBatch]:
+    ) -> list[InFlightBatch]:
         """Take the gradients of the batches that one backward reached.
 
         A batch other than the current one that got no gradient took no part in the loss: it
@@ -233,28 +151,30 @@ class BackwardPipeline:
         Raises:
             DataError: If the current batch has ended or is submitted already.
         """
-        updates: list[GradientBatch] = []
+        updates: list[InFlightBatch] = []
         try:
             for batch in batches:
                 ticket = batch.ticket
                 if ticket is None or (batch is not current and not ticket.is_open()):
                     continue
-                update = GradientBatch(ticket, batch.leaves)
-                if batch is not current and len(update.missing) == len(update.leaves):
+                gradients = take_gradients(batch.leaves)
+                missing = [leaf.name for leaf, gradient in gradients if gradient is None]
+                if batch is not current and len(missing) == len(gradients):
                     self._tracker.release(ticket, Reason.ABANDONED, even_kept=False)
                     continue
                 self._tracker.submit(ticket)
-                updates.append(update)
-                if update.missing:
-                    self._warn_of_missing(update)
-                update.pack()
+                ticket.gradients = gradients
+                updates.append(ticket)
+                if missing:
+                    self._warn_of_missing(tuple(missing))
+                if self._stream is not None:
+                    ticket.pack()
         except BaseException:
             self.discard(updates)
             raise
         return updates
 
-    def _warn_of_missing(self, update: GradientBatch) -> None:
-        names = tuple(update.missing)
+    def _warn_of_missing(self, names: tuple[str, ...]) -> None:
         if names not in self._warned:
             self._warned.add(names)
             logger.warning(
@@ -263,15 +183,10 @@ class BackwardPipeline:
                 ", ".join(names),
             )
 
-    def submit(self, updates: Sequence[GradientBatch], scale: float) -> None:
-        """Queue updates; waits while the queue is full.
+    def submit(self, updates: Sequence[InFlightBatch], scale: float) -> None:
+        """Queue updates; waits while the queue is full, but not for more than minutes.
 
-        Args:
-            updates: What ``collect`` returned.
-            scale: What the loss was multiplied with; the embedding-worker divides by it.
-
-        Raises:
-            ServiceTimeout: If the embedding-worker takes nothing for minutes.
+        The loss was multiplied with ``scale``; the embedding-worker divides by it.
         """
         for place, update in enumerate(updates):
             update.scale = scale
@@ -281,24 +196,24 @@ class BackwardPipeline:
                 self.discard(updates[place:])
                 raise
 
-    def _submit_one(self, update: GradientBatch) -> None:
+    def _submit_one(self, update: InFlightBatch) -> None:
         if self._stream is not None:
             update.start_copy(self._stream)
         update.rates = self.learning_rates.current
         with self._lock:
-            update.number = self._next_number
-            update.step = self._steps + 1
+            update.order = self._next_number
+            update.step = self.steps + 1
             self._next_number += 1
-            self._pending[update.number] = update.step
+            self._pending[update.order] = update.step
         is_queued = False
         begin = time.perf_counter()
         try:
-            if len(self._queue) >= len(self._idle) and len(self._threads) < self._num_workers:
+            if len(self.queue) >= len(self._idle) and len(self._threads) < self._num_workers:
                 self._start_worker()
-            is_queued = self._queue.put(update, WAIT_S)
+            is_queued = self.queue.put(update, WAIT_S)
         finally:
             if not is_queued:
-                self._remove_pending(update.number)
+                self._remove_pending(update.order)
         waited_s = time.perf_counter() - begin
         if waited_s > SHORT_S:
             name = "update_gradient_batched_time_cost_more_than_1ms_sec"
@@ -306,7 +221,7 @@ class BackwardPipeline:
         if not is_queued:
             raise ServiceTimeout(
                 f"waited {WAIT_S:g} s for the embedding-worker to take one of "
-                f"{len(self._queue)} queued updates",
+                f"{len(self.queue)} queued updates",
                 role="embedding-worker",
                 method="update",
             )
@@ -317,23 +232,18 @@ class BackwardPipeline:
         thread.start()
         self._threads.append(thread)
 
-    def discard(self, updates: Sequence[GradientBatch]) -> None:
+    def discard(self, updates: Sequence[InFlightBatch]) -> None:
         """End collected batches that will not be sent: refs and permits come back."""
         for update in updates:
-            self._tracker.fail(update.ticket)
+            self._tracker.fail(update)
 
-    def skip(self, updates: Sequence[GradientBatch]) -> None:
+    def skip(self, updates: Sequence[InFlightBatch]) -> None:
         """Release the batches of these updates instead of sending them."""
         for update in updates:
-            self._tracker.skip(update.ticket)
+            self._tracker.skip(update)
 
     def flush(self) -> None:
-        """Wait until every update submitted so far is acknowledged.
-
-        Raises:
-            ServiceTimeout: If that takes minutes.
-            BaseException: What one of the updates raised.
-        """
+        """Wait until every update submitted so far is acknowledged, or raise what one did."""
         self.wait()
         self.raise_failure()
 
@@ -341,9 +251,6 @@ class BackwardPipeline:
         """Wait until every update submitted so far is acknowledged, or has failed.
 
         What one raised stays for the user's thread.
-
-        Raises:
-            ServiceTimeout: If that takes minutes.
         """
         with self._lock:
             last = self._next_number
@@ -359,8 +266,8 @@ class BackwardPipeline:
 
     def measure(self) -> tuple[int, int]:
         """Return how many updates wait to be sent, and the bytes of their gradients."""
-        waiting = self._queue.items()
-        return len(waiting), sum(update.num_bytes() for update in waiting)
+        waiting = self.queue.items()
+        return len(waiting), sum(x.nbytes for update in waiting for x in update.present())
 
     def why_not_healthy(self) -> str:
         """Name the threads that have ended before their time; "" if none has."""
@@ -369,22 +276,16 @@ class BackwardPipeline:
 
     # --- checkpoints ------------------------------------------------------------------------
 
-    @property
-    def steps(self) -> int:
-        """Number of the user's last step whose updates are all submitted."""
-        return self._steps
-
     def end_step(self, number: int) -> None:
         """Note that all updates of the user's step with this number are submitted."""
         with self._lock:
-            self._steps = number
+            self.steps = number
             self._changed.notify_all()
 
     def hold(self, step: int, timeout_s: float) -> bool:
         """Hold updates of later steps; wait until this one's and those before are applied.
 
-        Returns:
-            Whether they are; if not in time, nothing is held.
+        If they are not in time, nothing is held; returns whether they are.
         """
         deadline = time.monotonic() + timeout_s
         is_applied = False
@@ -399,7 +300,7 @@ class BackwardPipeline:
         return is_applied
 
     def _is_applied(self, step: int) -> bool:
-        has_ended = self._steps >= step or self._is_closed or self.is_between_passes()
+        has_ended = self.steps >= step or self._is_closed or self.is_between_passes()
         return has_ended and all(of > step for of in self._pending.values())
 
     def resume(self) -> None:
@@ -409,15 +310,11 @@ class BackwardPipeline:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Send what is queued, then end and join the workers.
-
-        Raises:
-            BaseException: What an update raised and no call has raised yet.
-        """
+        """Send what is queued, end the workers, and raise what no call has raised yet."""
         try:
             self.flush()
         finally:
-            self._queue.finish()
+            self.queue.finish()
             for thread in join(self._threads, JOIN_S):
                 logger.warning("%s is still inside an update", thread.name)
             with self._lock:
@@ -436,7 +333,7 @@ class BackwardPipeline:
         me = threading.get_ident()
         self._idle.add(me)
         try:
-            update = self._queue.get()
+            update = self.queue.get()
         except (Closed, Finished):
             return False
         finally:
@@ -446,36 +343,35 @@ class BackwardPipeline:
         except BaseException as exc:
             with self._lock:
                 self._failure = self._failure or exc
-            self._tracker.fail(update.ticket)
+            self._tracker.fail(update)
         finally:
-            self._remove_pending(update.number)
+            self._remove_pending(update.order)
         return True
 
-    def _send(self, update: GradientBatch) -> None:
-        ticket = update.ticket
+    def _send(self, update: InFlightBatch) -> None:
         with self._lock:
             while self._held_after is not None and update.step > self._held_after:
                 self._changed.wait()
         gradients = BatchGradients(
-            ticket.ref,
-            (self.client, ticket.number),
+            update.ref,
+            (self.client, update.number),
             update.slots(),
             update.scale,
             update.rates,
         )
-        if ticket.in_order:
+        if update.in_order:
             # Those before it were taken from the queue before it, so they end without it.
             with self._lock:
-                while min(self._pending) != update.number:
+                while min(self._pending) != update.order:
                     self._changed.wait()
         begin = time.perf_counter()
-        if ticket.in_turn and self._ranks is not None:
+        if update.in_turn and self._ranks is not None:
             # Acknowledged only when all ranks have met: the permit lets the next lookup go.
-            report = self._ranks.in_turn(lambda: self._update(ticket, gradients))
+            report = self._ranks.in_turn(lambda: self._update(update, gradients))
         else:
-            report = self._update(ticket, gradients)
+            report = self._update(update, gradients)
         self._update_time.add(time.perf_counter() - begin)
-        self._tracker.acknowledge(ticket, report)
+        self._tracker.acknowledge(update, report)
 
     def _update(self, ticket: InFlightBatch, gradients: BatchGradients) -> UpdateReport:
         """Update, if need be by another embedding-worker than the one that looked it up.
@@ -483,27 +379,21 @@ class BackwardPipeline:
         The id stays the same, so that servers which applied it already do not do so again.
         """
         begin = time.perf_counter()  # after the wait for this rank's turn, which may be long
+
+        def update_moved(ref: int) -> UpdateReport:
+            ticket.ref = ref  # for a release, should this fail too
+            self._worker.lookup(ref, True)  # an update needs the plan that a lookup makes
+            return self._worker.update(replace(gradients, ref=ref))
+
         try:
             return self._worker.update(gradients)
         except LOST as error:
             if ticket.register_again is None:
                 raise
             left_s = env.rpc_timeout_s() - (time.perf_counter() - begin)
-            return call_again(
-                lambda ref: self._update_moved(ticket, gradients, ref),
-                ticket.register_again,
-                error,
-                left_s,
-            )
+            return call_again(update_moved, ticket.register_again, error, left_s)
 
-    def _update_moved(
-        self, ticket: InFlightBatch, gradients: BatchGradients, ref: int
-    ) -> UpdateReport:
-        ticket.ref = ref  # for a release, should this fail too
-        self._worker.lookup(ref, True)  # an update needs the plan that a lookup makes
-        return self._worker.update(replace(gradients, ref=ref))
-
-    def _remove_pending(self, number: int) -> None:
+    def _remove_pending(self, order: int) -> None:
         with self._lock:
-            self._pending.pop(number, None)
+            self._pending.pop(order, None)
             self._changed.notify_all()

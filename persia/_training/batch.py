@@ -23,13 +23,13 @@ wait for their event and builds the tensors there. Nothing synchronises the devi
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from persia._rpc.messages import JaggedOutput, PooledOutput, RawOutput
+from persia._training.inflight import InFlightBatch, Leaf
 from persia.embedding.data import PersiaBatch
 from persia.errors import DataTypeError
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from persia._rpc.messages import SlotOutput, StreamedBatch
-    from persia._training.inflight import InFlightBatch
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +48,6 @@ class Jagged(NamedTuple):
 
     values: torch.Tensor  # f32 [N, dim]
     offsets: torch.Tensor  # i64 [B + 1]
-
-
-@dataclass(slots=True, eq=False)
-class Leaf:
-    """The tensor of one feature that receives the gradient, and what it is summed by."""
-
-    name: str
-    tensor: torch.Tensor
-    index: torch.Tensor | None = None  # i64, one row number per row of the leaf; None if pooled
-    num_rows: int = 0  # rows of the sum, the padding row included
-    has_padding: bool = False  # row 0 is padding and has no gradient
 
 
 class Upload(NamedTuple):

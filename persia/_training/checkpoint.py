@@ -8,13 +8,11 @@
     ranks go on                             end the cut
 
 The pause is the left column. A failure on either side leaves no checkpoint, or the one before.
-
 Loading is two steps as well: everything is verified, on every server and here, before anything
 changes anywhere.
 
-The dense side's files are state dicts and scripted models. A file is written beside its place
-and renamed into it, so that a reader meets the old one or the new one, and loaded with
-``weights_only=True``, so that it cannot run code. A model that is wrapped for data parallelism
+The dense side's files are scripted models and state dicts, which are loaded with
+``weights_only=True`` so that they cannot run code. A model that is wrapped for data parallelism
 is stored without the wrapper's ``module.`` prefix: a file of four ranks loads into one, and the
 other way round.
 """
@@ -29,9 +27,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -70,6 +69,7 @@ TRAINER = "trainer.pt"
 _PREFIX = "module."
 
 Dense = Mapping[str, bytes]
+T = TypeVar("T")
 
 
 def state_of(instance: Any) -> bytes:
@@ -77,19 +77,15 @@ def state_of(instance: Any) -> bytes:
     return serialized(unwrap(instance).state_dict())
 
 
-def serialized(state: Any) -> bytes:
-    """Return a state dict as ``torch.save`` writes it."""
+def serialized(state: Any, save: Callable[[Any, io.BytesIO], None] = torch.save) -> bytes:
+    """Return a state dict, or what ``save`` takes, as bytes."""
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    save(state, buffer)
     return buffer.getvalue()
 
 
 def scripted(model: Any) -> Callable[[], bytes]:
-    """Compile a model; returns what writes it with the weights it has then.
-
-    Raises:
-        ConfigError: If it is no module, or cannot be scripted.
-    """
+    """Compile a model; returns what writes it with the weights it has then."""
     model = unwrap(model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"with_jit_model needs a torch.nn.Module, got {type(model).__name__}")
@@ -100,12 +96,7 @@ def scripted(model: Any) -> Callable[[], bytes]:
             f"with_jit_model: {type(model).__name__} cannot be scripted: {exc}"
         ) from exc
 
-    def write() -> bytes:
-        buffer = io.BytesIO()
-        torch.jit.save(module, buffer)
-        return buffer.getvalue()
-
-    return write
+    return lambda: serialized(module, torch.jit.save)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +110,7 @@ class Frozen:
 
 
 class _Background:
-    """One action at a time in a thread. The user's thread starts it and waits for it.
-
-    Args:
-        worker: The embedding-worker.
-    """
+    """One action at a time in a thread. The user's thread starts it and waits for it."""
 
     def __init__(self, worker: EmbeddingWorker) -> None:
         self._worker = worker
@@ -142,11 +129,7 @@ class _Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for what goes on in the background, if anything does.
-
-        Raises:
-            BaseException: What it raised, once.
-        """
+        """Wait for what goes on in the background, if anything does, and raise what it did."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()  # it has deadlines of its own
@@ -159,12 +142,7 @@ class CheckpointWriter(_Background):
     """Dumps of one context; one at a time. The user's thread calls it."""
 
     def begin(self, step: int, dense: Callable[[], Dense]) -> Frozen:
-        """Begin a cut on every server and take the dense side, while updates are held.
-
-        Raises:
-            CheckpointError: If the servers have nothing to dump.
-            ServiceError: If a server does not answer.
-        """
+        """Begin a cut on every server and take the dense side, while updates are held."""
         cut_id = secrets.randbits(63)
         try:
             infos = self._worker.begin_cut(CutRequest(cut_id, None))
@@ -182,26 +160,15 @@ class CheckpointWriter(_Background):
         blocking: bool,
         job: JobFolders | None = None,
     ) -> None:
-        """Write and publish, here or in a thread.
+        """Write and publish, here if it is ``blocking``, else in a thread.
 
-        Args:
-            frozen: What ``begin`` returned.
-            url: Of the folder.
-            keep_last: How many of its checkpoints stay.
-            blocking: Whether here.
-            job: Keeps others out of the folder afterwards, too.
-
-        Raises:
-            CheckpointError: If a file cannot be written.
-            ServiceError: If a server is gone.
+        ``keep_last`` checkpoints stay in the folder. ``job`` keeps others out of it afterwards.
         """
         if blocking:
             self._write(frozen, url, keep_last, job, shows=True)
-            return
-        self._start(
-            lambda: self._write(frozen, url, keep_last, job, shows=False),
-            f"the checkpoint in {url}",
-        )
+        else:
+            write = partial(self._write, frozen, url, keep_last, job, shows=False)
+            self._start(write, f"the checkpoint in {url}")
 
     def _write(
         self, frozen: Frozen, url: str, keep_last: int, job: JobFolders | None, *, shows: bool
@@ -251,8 +218,7 @@ class CheckpointWriter(_Background):
             is_over = all(status.state == "written" for status in statuses)
             return is_over, sum(status.num_rows for status in statuses), total, statuses
 
-        found: tuple[CutStatus, ...] = _watch(ask, "rows", "dump", shows)
-        return found
+        return _watch(ask, "rows", "dump", shows)
 
     def _end(self, cut_id: int, *, committed: bool = False) -> None:
         """End a cut. What came of it is known by now, whether a server hears this or not."""
@@ -262,26 +228,17 @@ class CheckpointWriter(_Background):
             _logger.warning("a cut was not ended on every server: %s", exc)
 
 
-def _watch(
-    ask: Callable[[], tuple[bool, int, int, Any]], unit: str, what: str, shows: bool
-) -> Any:
-    """Ask until it is over, and return what the last answer brought.
+def _watch(ask: Callable[[], tuple[bool, int, int, T]], unit: str, what: str, shows: bool) -> T:
+    """Ask until it is over, or nothing moves for as long as a call may take.
 
-    Raises:
-        CheckpointError: If nothing moves for as long as a call may take.
+    ``ask`` returns whether it is over, how much is done, of how much, and what is returned.
     """
     patience_s = env.rpc_timeout_s()
     begun_at = time.monotonic()
     moved_at, last = begun_at, -1
     pause = threading.Event()  # never set: a wait that Ctrl-C ends
-    # None: no bar where the output is no terminal.
-    with tqdm(
-        desc=what,
-        unit=f" {unit}",
-        unit_scale=True,
-        delay=1.0,
-        disable=None if shows else True,
-    ) as bar:
+    no_bar = None if shows else True  # None: where the output is no terminal
+    with tqdm(desc=what, unit=f" {unit}", unit_scale=True, delay=1.0, disable=no_bar) as bar:
         while True:
             is_over, done, bar.total, found = ask()
             if done != last:
@@ -331,11 +288,7 @@ def _manifest(
 
 
 def check_keep_last(given: object) -> int:
-    """Return how many checkpoints are kept.
-
-    Raises:
-        ConfigError: If it is no whole number of at least 1.
-    """
+    """Return how many checkpoints are kept, or raise a ConfigError."""
     if not isinstance(given, Integral) or given < 1:
         raise ConfigError(f"keep_last: expected a whole number, at least 1, got {given!r}")
     return int(given)
@@ -345,11 +298,7 @@ def check_keep_last(given: object) -> int:
 
 
 def names_of(features: Iterable[str] | None) -> tuple[str, ...] | None:
-    """Return the features to load, None for all.
-
-    Raises:
-        ConfigError: If these are no names.
-    """
+    """Return the features to load, None for all, or raise a ConfigError."""
     if features is None:
         return None
     names = () if isinstance(features, str) else tuple(features)
@@ -372,11 +321,7 @@ class Checkpoint:
         self.id = self.manifest.id if first.server is None else ""
 
     def fitting(self, dense: Mapping[str, Any], map_location: Any) -> dict[str, Any]:
-        """Return the states of models and optimizers by file, having changed none of them.
-
-        Raises:
-            CheckpointError: If a file is missing or damaged, or does not fit.
-        """
+        """Return the states of models and optimizers by file, having changed none of them."""
         states = {}
         for name, instance in dense.items():
             state = self.state(name, map_location)
@@ -396,34 +341,19 @@ class Checkpoint:
         return f"{self.url} ({name} of {self.manifest.id})"
 
     def trainer(self) -> dict[str, Any] | None:
-        """Return what a run goes on from besides, checked; None if it has none.
-
-        Raises:
-            CheckpointError: If the file is damaged, or is no such state.
-        """
+        """Return what a run goes on from besides, checked; None if it has none."""
         state: dict[str, Any] | None = self.state(TRAINER)
         if state is not None:
             check_trainer(state, self._place(TRAINER))
         return state
 
     def state(self, name: str, map_location: Any = None) -> Any:
-        """Return what a file of it holds, or None if it has none of that name.
-
-        Raises:
-            CheckpointError: If the file is damaged, or no file of tensors and plain values.
-        """
+        """Return what a file of it holds, or None if it has none of that name."""
         file = self.manifest.files.get(name)
         if file is None:
             return None
         data = read_file(self._storage, file, MAX_DENSE_BYTES)
-        try:
-            return torch.load(
-                io.BytesIO(data.tobytes()), map_location=map_location, weights_only=True
-            )
-        except Exception as exc:
-            raise CheckpointError(
-                f"{self._storage.at(file.path)} cannot be read as a state dict: {exc}"
-            ) from exc
+        return _load(io.BytesIO(data.tobytes()), self._storage.at(file.path), map_location)
 
 
 class CheckpointReader(_Background):
@@ -432,11 +362,7 @@ class CheckpointReader(_Background):
     _request: LoadRequest | None = None  # under way
 
     def verify(self, identity: str, url: str, features: tuple[str, ...] | None) -> None:
-        """Have every server check its share; changes nothing.
-
-        Raises:
-            CheckpointError: If something is missing, damaged or does not fit the config.
-        """
+        """Have every server check its share; changes nothing."""
         self.wait()
         number = secrets.randbits(63)
         self._request = LoadRequest(number, "verify", url, identity, features)
@@ -451,9 +377,6 @@ class CheckpointReader(_Background):
 
         Returns:
             What the user should know of it, which is also in the log; if it is ``blocking``.
-
-        Raises:
-            CheckpointError: If a file has changed since, or cannot be read any more.
         """
         request = self._request
         if request is None:
@@ -504,8 +427,7 @@ class CheckpointReader(_Background):
             done, total = sum(s.done for s in statuses), sum(s.total for s in statuses)
             return is_over, done, total, statuses
 
-        found: tuple[LoadStatus, ...] = _watch(ask, "B", request.step, True)
-        return found
+        return _watch(ask, "B", request.step, True)
 
 
 # --- files of the dense side ---------------------------------------------------------------
@@ -522,12 +444,7 @@ def unwrap(instance: Any) -> Any:
 def save_dense(
     instance: Any, dst_dir: str | os.PathLike[str], file_name: str, is_jit: bool
 ) -> Path:
-    """Write a state dict, or a scripted model, and return its path.
-
-    Raises:
-        ConfigError: If a scripted model is asked of something that is no module.
-        CheckpointError: If the file cannot be written.
-    """
+    """Write a state dict, or a scripted model, and return its path."""
     instance = unwrap(instance)
     path = Path(dst_dir) / file_name
     if is_jit:
@@ -538,33 +455,28 @@ def save_dense(
         module: Any = torch.jit.script(instance)
         write_atomic(path, lambda aside: module.save(str(aside)))
     else:
-        state = instance.state_dict()
-        write_atomic(path, lambda aside: torch.save(state, aside))
+        write_atomic(path, lambda aside: torch.save(instance.state_dict(), aside))
     return path
 
 
 def load_dense(instance: Any, path: str | os.PathLike[str], map_location: Any = None) -> None:
-    """Load a state dict into a model or an optimizer.
-
-    Raises:
-        CheckpointError: If the file is missing, unreadable, or does not fit the instance.
-    """
+    """Load a state dict into a model or an optimizer."""
     place = Path(path)
     if not place.is_file():
         raise CheckpointError(f"expected the file of a state dict at {place}, found none")
+    state = check_fit(instance, _load(place, str(place), map_location), str(place))
+    put_dense(instance, state, str(place))
+
+
+def _load(file: Any, place: str, map_location: Any) -> Any:
     try:
-        state = torch.load(place, map_location=map_location, weights_only=True)
+        return torch.load(file, map_location=map_location, weights_only=True)
     except Exception as exc:
         raise CheckpointError(f"{place} cannot be read as a state dict: {exc}") from exc
-    put_dense(instance, check_fit(instance, state, str(place)), str(place))
 
 
 def check_fit(instance: Any, state: Any, place: str) -> dict[str, Any]:
-    """Return a state dict as the instance takes it, having changed nothing.
-
-    Raises:
-        CheckpointError: If it is none, or does not fit the instance.
-    """
+    """Return a state dict as the instance takes it, having changed nothing, or raise."""
     instance = unwrap(instance)
     is_module = isinstance(instance, torch.nn.Module)
     if not isinstance(state, dict) or (is_module and not all(type(x) is str for x in state)):
@@ -611,11 +523,7 @@ def _check_groups(optimizer: Any, state: dict[str, Any], place: str) -> None:
 
 
 def put_dense(instance: Any, state: dict[str, Any], place: str) -> None:
-    """Load a state dict that ``check_fit`` returned.
-
-    Raises:
-        CheckpointError: If the instance refuses it.
-    """
+    """Load a state dict that ``check_fit`` returned."""
     instance = unwrap(instance)
     try:
         instance.load_state_dict(state)

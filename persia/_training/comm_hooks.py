@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Bucket: TypeAlias = Any  # dist.GradBucket, which torch does not show to type checkers
 Exchange = Callable[[dist.ProcessGroup, Bucket], torch.futures.Future[torch.Tensor]]
-Averager = Callable[[int, int, dist.ProcessGroup, list[torch.nn.Parameter]], ModelAverager]
+Averager = Callable[[int, int, dist.ProcessGroup], ModelAverager]
 
 # Values that share a lower bound and a step. Their 8 bytes are 1.6 % of the 512 codes.
 BLOCK = 512
@@ -103,24 +103,15 @@ class DifferenceAverager(ModelAverager):
     What rounding leaves out of one average goes into the next, or a parameter whose changes
     are small beside its block's would stand still. Needs the ranks' parameters to be equal
     when it is made, and twice their memory.
-
-    Args:
-        period: Steps from one average to the next.
-        warmup_steps: Steps before the first.
-        group: The ranks.
-        parameters: Those to average.
     """
 
-    def __init__(
-        self,
-        period: int,
-        warmup_steps: int,
-        group: dist.ProcessGroup,
-        parameters: list[torch.nn.Parameter],
-    ) -> None:
+    def __init__(self, period: int, warmup_steps: int, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._period = period
         self._warmup_steps = warmup_steps
+
+    def begin(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Take the parameters to average."""
         self._parameters = parameters
         self._common = self._flat()  # the same bits on all ranks
         self._left_out = torch.zeros_like(self._common)
@@ -151,33 +142,15 @@ class DifferenceAverager(ModelAverager):
                 start += parameter.numel()
 
 
-def average_periodically(
-    period: int,
-    warmup_steps: int,
-    group: dist.ProcessGroup,
-    parameters: list[torch.nn.Parameter],
-) -> ModelAverager:
-    """Average the parameters of the optimizer, in full precision."""
-    return PeriodicModelAverager(period, warmup_steps, group)
-
-
 @dataclass(frozen=True)
 class Algorithm:
-    """How ranks keep their dense nets together.
+    """How ranks keep their dense nets together."""
 
-    Attributes:
-        what: What runs, in words.
-        exchange: Of gradients, after the warm-up; None leaves it to DDP.
-        averager: Makes what averages parameters, if anything does.
-        warmup_steps: Optimizer steps of synchronous training at the beginning.
-        interval: Steps from one average of parameters to the next.
-    """
-
-    what: str
-    exchange: Exchange | None = None
-    averager: Averager | None = None
-    warmup_steps: int = 0
-    interval: int = 0
+    what: str  # runs, in words
+    exchange: Exchange | None = None  # of gradients, after the warm-up; None leaves it to DDP
+    averager: Averager | None = None  # makes what averages parameters, if anything does
+    warmup_steps: int = 0  # optimizer steps of synchronous training at the beginning
+    interval: int = 0  # steps from one average of parameters to the next
 
     @property
     def counts_steps(self) -> bool:
@@ -186,16 +159,11 @@ class Algorithm:
 
     def tuned(self, warmup_steps: int | None, interval: int | None) -> Algorithm:
         """Return it with other numbers, where they are given and it has such."""
-        changes: dict[str, int] = {}
-        if warmup_steps is not None and self.exchange is not None:
-            changes["warmup_steps"] = warmup_steps
-        if interval is not None and self.averager is not None:
-            changes["interval"] = interval
-        return replace(self, **changes)  # type: ignore[arg-type]
-
-    def in_words(self) -> str:
-        """Return what runs, with its numbers."""
-        return self.what.format(warmup_steps=self.warmup_steps, interval=self.interval)
+        if warmup_steps is None or self.exchange is None:
+            warmup_steps = self.warmup_steps
+        if interval is None or self.averager is None:
+            interval = self.interval
+        return replace(self, warmup_steps=warmup_steps, interval=interval)
 
 
 # 100 steps of warm-up are Bagua's default for qadam. Bagua's decentralized averages in each
@@ -213,7 +181,7 @@ ALGORITHMS = {
         "local steps: parameters are averaged every {interval} steps, gradients in the first "
         "{warmup_steps} only",
         exchange_nothing,
-        average_periodically,
+        PeriodicModelAverager,
         interval=4,
     ),
     "low_precision_decentralized": Algorithm(
@@ -227,7 +195,7 @@ ALGORITHMS = {
         "post-local SGD: parameters are averaged every {interval} steps, gradients in the "
         "first {warmup_steps} only",
         exchange_nothing,
-        average_periodically,
+        PeriodicModelAverager,
         warmup_steps=100,
         interval=16,
     ),
@@ -271,10 +239,9 @@ def apply(
     if algorithm.averager is not None:
         # DDP would copy rank 0's buffers to all in each forward, and so keep ranks in step.
         model.broadcast_buffers = False
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        run.averager = algorithm.averager(
-            algorithm.interval, algorithm.warmup_steps, group, parameters
-        )
+        run.averager = algorithm.averager(algorithm.interval, algorithm.warmup_steps, group)
+        if isinstance(run.averager, DifferenceAverager):
+            run.averager.begin([p for p in model.parameters() if p.requires_grad])
     # A lambda: torch reads a function's annotations, and takes few spellings of them.
     model.register_comm_hook(run, lambda run, bucket: run.on_bucket(bucket))
     if optimizer is not None:

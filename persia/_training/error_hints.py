@@ -9,7 +9,7 @@ import logging
 import os
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,7 @@ from persia.errors import PersiaError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from persia._training.batch import Jagged, PersiaTrainingBatch
+    from persia._training.batch import PersiaTrainingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -26,31 +26,12 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _MAX_NAMES = 4  # of features in one text; more are counted
 
 
-class Form(NamedTuple):
-    """Dtype and shape of a tensor, without its memory."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-
-
-def form_of(output: object) -> Form | None:
-    """Return the form of a model's output; None if it is no tensor."""
-    shape, dtype = getattr(output, "shape", None), getattr(output, "dtype", None)
-    return None if shape is None or dtype is None else Form(dtype, tuple(shape))
-
-
 def explain_model(
     error: BaseException, batch: PersiaTrainingBatch, slots: Callable[[], Iterable[str]]
 ) -> None:
     """Add the shapes that the model received to an error that it raised.
 
-    Args:
-        error: The error.
-        batch: What the model received.
-        slots: Returns the names of the embedding config, for features that the batch lacks.
+    ``slots`` returns the names of the embedding config, of which the batch may lack some.
     """
     if not _may_be_of_shapes(error):
         return
@@ -70,35 +51,43 @@ def explain_model(
     _add_note(error, text)
 
 
-def explain_loss(error: BaseException, batch: PersiaTrainingBatch, output: Form) -> None:
-    """Add the shapes of output and labels to an error that torch raised after the model."""
+def explain_loss(
+    error: BaseException, batch: PersiaTrainingBatch, dtype: object, shape: Any
+) -> None:
+    """Add the shapes of output and labels to an error that torch raised after the model.
+
+    ``dtype`` and ``shape`` are the output's, None if it is no tensor.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     # Any error of the loop comes here; one of shapes is raised in torch's Python code.
     is_torchs = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_TORCH)
-    if is_torchs and _may_be_of_shapes(error):
+    if is_torchs and shape is not None and _may_be_of_shapes(error):
         labels = ", ".join(map(_describe, batch.labels or ())) or "none"
         _add_note(
             error,
-            f"the model's output is {output} and the labels are {labels}, for a batch of "
-            f"{batch.batch_size} samples",
+            f"the model's output is {_form(dtype, shape)} and the labels are {labels}, for a "
+            f"batch of {batch.batch_size} samples",
         )
 
 
 def _may_be_of_shapes(error: BaseException) -> bool:
-    kinds = RuntimeError, ValueError, TypeError, IndexError
     return (
-        isinstance(error, kinds)
+        isinstance(error, (RuntimeError, ValueError, TypeError, IndexError))
         and not isinstance(error, (PersiaError, torch.OutOfMemoryError))
         and "allocate memory" not in str(error)
     )
 
 
-def _describe(tensor: torch.Tensor | Jagged) -> str:
+def _form(dtype: object, shape: Iterable[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _describe(tensor: Any) -> str:
     if isinstance(tensor, tuple):
-        return f"Jagged with values {form_of(tensor.values)}"
-    return str(form_of(tensor))
+        return f"Jagged with values {_describe(tensor[0])}"
+    return _form(tensor.dtype, tensor.shape)
 
 
 def _join(names: list[str]) -> str:

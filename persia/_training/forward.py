@@ -199,6 +199,8 @@ class DatasetSource(Source):
                         on_done=partial(self._mark_done, place),
                     )
                     self.queue.put((copied, ticket))
+                    # Or this frame keeps a trained batch while the dataset waits for data.
+                    del copied, ticket
             self._has_ended = True
             self.queue.finish()
         except Closed:

@@ -21,16 +21,20 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
+from persia._core.kernels import pooling
 from persia._metrics.timings import Timings
 from persia._rpc.deadlines import Retry
+from persia._rpc.messages import SlotGradient
 from persia._training.queues import Closed
 from persia.errors import CheckpointError, DataError, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from persia._core.ids.feature_batch import FeatureBatch
-    from persia._rpc.messages import EmbeddingWorker, UpdateReport
+    from persia._rpc.messages import EmbeddingWorker, LearningRate, UpdateReport
     from persia.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -70,9 +74,8 @@ class Reason(enum.Enum):
 class StalenessLimiter:
     """Decides when the next batch may be taken, and counts permits.
 
-    Args:
-        staleness: Most batches between lookup and acknowledged update; None is no bound.
-        on_demand: Whether, with a bound, batches wait for the user to ask for them.
+    ``staleness`` is the most batches between lookup and acknowledged update, None no bound.
+    With a bound, ``on_demand`` batches wait for the user to ask for them.
     """
 
     def __init__(self, staleness: int | None, on_demand: bool) -> None:
@@ -93,11 +96,7 @@ class StalenessLimiter:
         return not self._on_demand or self._num_taken < self._num_requested + self.staleness - 1
 
     def acquire(self, needs_permit: bool) -> None:
-        """Wait until a batch may be taken, and take a permit for it if it needs one.
-
-        Raises:
-            Closed: If the pass ends first.
-        """
+        """Wait until a batch may be taken, and take a permit for it if it needs one."""
         with self._lock:
             while not self._admits(needs_permit):
                 self._changed.wait()
@@ -131,8 +130,22 @@ class StalenessLimiter:
 
 
 @dataclass(slots=True, eq=False)
+class Leaf:
+    """The tensor of one feature that receives the gradient, and what it is summed by."""
+
+    name: str
+    tensor: torch.Tensor
+    index: torch.Tensor | None = None  # i64, one row number per row of the leaf; None if pooled
+    num_rows: int = 0  # rows of the sum, the padding row included
+    has_padding: bool = False  # row 0 is padding and has no gradient
+
+
+@dataclass(slots=True, eq=False)
 class InFlightBatch:
-    """The ids of one batch, from its source on; ``InFlightTracker`` changes its state."""
+    """The ids of one batch, from its source on, and its gradients until their update.
+
+    Only its ``InFlightTracker`` changes its state.
+    """
 
     ref: int = UNREGISTERED  # of the ids at the embedding-worker
     # The key of admission draws, from the data-loader or by ``Lookups.number``.
@@ -153,18 +166,99 @@ class InFlightBatch:
     in_turn: bool = False  # and for those of lower ranks, and then for all ranks
     state: State = State.LOOKED_UP
     reason: Reason | None = None  # of a released one
+    # Of the leaves, in their order; None where the loss did not reach.
+    gradients: Sequence[tuple[Leaf, torch.Tensor | None]] = ()
+    order: int = -1  # of submission; set by the pipeline, as are the next three
+    step: int = 0  # of the user's, from 1
+    scale: float = 1.0  # what the loss was multiplied with
+    rates: tuple[LearningRate, ...] = ()  # as they are when it is submitted
+    event: torch.cuda.Event | None = None  # recorded behind the copy to the host
+    _flat: torch.Tensor | None = None  # all gradients of a CUDA batch, f32
 
     def is_open(self) -> bool:
         """Whether the batch can still take a backward."""
         return self.state is State.LOOKED_UP or self.state is State.KEPT
 
+    def present(self) -> list[torch.Tensor]:
+        """Return the gradients that there are."""
+        return [gradient for _, gradient in self.gradients if gradient is not None]
+
+    def pack(self) -> None:
+        """Sum CUDA gradients per distinct id and put them into one buffer."""
+        if not any(gradient is not None and gradient.is_cuda for _, gradient in self.gradients):
+            return
+        summed: list[tuple[Leaf, torch.Tensor | None]] = []
+        for leaf, gradient in self.gradients:
+            if gradient is not None and leaf.index is not None:
+                zeros = gradient.new_zeros(leaf.num_rows, gradient.shape[1])
+                gradient = zeros.index_add_(0, leaf.index, gradient)
+            summed.append((leaf, gradient))
+        self.gradients = summed
+        self._flat = torch.cat([gradient.reshape(-1) for gradient in self.present()])
+
+    def is_finite(self) -> bool:
+        """Whether no gradient holds NaN or Inf. Waits for the device."""
+        parts = self.present() if self._flat is None else [self._flat]
+        return all(bool(torch.isfinite(part).all()) for part in parts)
+
+    def start_copy(self, stream: torch.cuda.Stream) -> None:
+        """Start the one copy to the host, beside the dense step."""
+        if self._flat is None:
+            return
+        stream.wait_stream(torch.cuda.current_stream(self._flat.device))
+        with torch.cuda.stream(stream):
+            host = torch.empty(self._flat.shape, dtype=self._flat.dtype, pin_memory=True)
+            host.copy_(self._flat, non_blocking=True)
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record(stream)
+        # The buffer is freed by another thread than the stream that reads it.
+        self._flat.record_stream(stream)
+        pieces = iter(torch.split(host, [gradient.numel() for gradient in self.present()]))
+        self.gradients = [
+            (leaf, None if gradient is None else next(pieces).view(gradient.shape))
+            for leaf, gradient in self.gradients
+        ]
+        self._flat = None
+
+    def slots(self) -> tuple[SlotGradient, ...]:
+        """Return what the embedding-worker takes; runs in a backward worker."""
+        was_packed = self.event is not None
+        if self.event is not None:
+            self.event.synchronize()  # this thread waits, without the GIL; the device does not
+        slots = []
+        for leaf, gradient in self.gradients:
+            if gradient is None:
+                slots.append(SlotGradient(leaf.name, None))
+                continue
+            if leaf.index is not None and not was_packed:
+                gradient = _sum_per_row(gradient, leaf.index, leaf.num_rows)
+            first = 1 if leaf.has_padding else 0
+            slots.append(SlotGradient(leaf.name, gradient[first:].contiguous().numpy()))
+        return tuple(slots)
+
+
+def take_gradients(leaves: list[Leaf]) -> list[tuple[Leaf, torch.Tensor | None]]:
+    """Take the leaves' gradients, so that no later backward adds to what is being sent."""
+    taken: list[tuple[Leaf, torch.Tensor | None]] = []
+    for leaf in leaves:
+        gradient = leaf.tensor.grad
+        if gradient is not None:
+            gradient = gradient.detach()
+            leaf.tensor.grad = None
+        taken.append((leaf, gradient))
+    return taken
+
+
+def _sum_per_row(gradient: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Add the rows of a leaf's gradient per distinct id, in the order of their positions."""
+    summed = torch.zeros(num_rows, gradient.shape[1])
+    if len(index):
+        pooling.index_add(gradient.float().contiguous().numpy(), index.numpy(), summed.numpy())
+    return summed
+
 
 class InFlightTracker:
-    """States and counts of the batches of one training context; any thread may call it.
-
-    Args:
-        worker: Where refs are released.
-    """
+    """States and counts of the batches of one training context; any thread may call it."""
 
     def __init__(self, worker: EmbeddingWorker) -> None:
         self._worker = worker
@@ -193,32 +287,20 @@ class InFlightTracker:
             self._num_open += 1
 
     def keep(self, batch: InFlightBatch) -> None:
-        """Hold a batch over the next ones.
-
-        Raises:
-            DataError: If it has ended or is submitted already.
-        """
+        """Hold a batch over the next ones."""
         with self._lock:
             if not (batch.state is State.LOOKED_UP or batch.state is State.KEPT):
                 raise self._not_open(batch, "cannot be kept")
             batch.state = State.KEPT
 
     def check_open(self, batch: InFlightBatch) -> None:
-        """Check that a batch can take a backward, before any work is done for it.
-
-        Raises:
-            DataError: If it has ended or is submitted already.
-        """
+        """Check that a batch can take a backward, before any work is done for it."""
         with self._lock:
             if not (batch.state is State.LOOKED_UP or batch.state is State.KEPT):
                 raise self._not_open(batch, "cannot take a backward")
 
     def submit(self, batch: InFlightBatch) -> None:
-        """Claim a batch for its update.
-
-        Raises:
-            DataError: If another backward, or the loader, was faster.
-        """
+        """Claim a batch for its update, unless another backward, or the loader, was faster."""
         with self._lock:
             if not (batch.state is State.LOOKED_UP or batch.state is State.KEPT):
                 raise self._not_open(batch, "cannot take a backward")
@@ -237,13 +319,7 @@ class InFlightTracker:
         return DataError(f"batch {batch.batch_id} {problem}: {why}")
 
     def release(self, batch: InFlightBatch, reason: Reason, *, even_kept: bool = True) -> bool:
-        """End a batch without an update; False if it had ended or been submitted.
-
-        Args:
-            batch: The batch.
-            reason: What to count it as.
-            even_kept: Whether a kept batch is released, too.
-        """
+        """End a batch without an update; False if it had ended, been submitted, or is kept."""
         with self._lock:
             state = batch.state
             if not (state is State.LOOKED_UP or (state is State.KEPT and even_kept)):
@@ -310,15 +386,14 @@ class InFlightTracker:
     def _free(batch: InFlightBatch, is_done: bool) -> None:
         """Return the permit and let the ids go; outside the lock, as all of it wakes threads.
 
-        Args:
-            batch: One that has just ended.
-            is_done: Whether a resumed run does not need it. That is noted before the permit is
-                returned: a checkpoint behind the next batch must contain it.
+        That a resumed run does not need the batch is noted before the permit is returned: a
+        checkpoint behind the next batch must contain it.
         """
         on_done, batch.on_done = batch.on_done, None
         limiter, batch.limiter = batch.limiter, None
         on_end, batch.on_end = batch.on_end, None
-        batch.register_again = None
+        batch.register_again = batch.event = batch._flat = None
+        batch.gradients = ()
         if is_done and on_done is not None:
             on_done()
         if limiter is not None:
@@ -371,16 +446,8 @@ def call_again(
     """Register the ids of a batch again and repeat a call that failed, until a deadline.
 
     The embedding-worker that receives them may be lost, too: as many deaths as there is time
-    for cost nothing. The pause is for a server that forgets its refs at once.
-
-    Args:
-        call: Receives the new ref.
-        register_again: Registers the ids, given the last error; returns the new ref.
-        error: What the first call raised, one of ``LOST``.
-        timeout_s: Seconds from now until the deadline.
-
-    Raises:
-        ServiceError: What the last call raised, or ``register_again``.
+    for cost nothing. The pause is for a server that forgets its refs at once. ``error`` is what
+    the first call raised, one of ``LOST``; what is raised is the last.
     """
     if timeout_s <= 0:
         raise error

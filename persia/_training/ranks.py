@@ -8,9 +8,8 @@
 
 Each has a gloo group of its own, so that none waits for another: a rank whose loader is a step
 ahead may not be what holds an update back. On one group all ranks make the same calls in the
-same order, so it is used from one thread at a time. A rank that leaves says so in its next
-round (``close``), which the others learn at once though its process lives on; a process that
-ends breaks the connection; one that hangs runs into the group's timeout.
+same order, from one thread at a time. A rank that leaves says so in its next round; a process
+that ends breaks the connection; one that hangs runs into the group's timeout.
 
 ``StepBarrier`` brings every rank to the end of a step, for a checkpoint of rank 0:
 
@@ -24,8 +23,6 @@ ends breaks the connection; one that hangs runs into the group's timeout.
 The user's threads of the other ranks take no part: they are in the dense model's all-reduce of
 the next step, or will be soon. The keys are in the store by which the ranks met; a rank that
 leaves says so there, with its last state, so that rank 0 does not wait for it.
-
-``uneven_steps`` surrounds a pass in which ranks have different numbers of batches.
 """
 
 from __future__ import annotations
@@ -43,6 +40,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
+from persia._training.checkpoint import serialized
+from persia._training.queues import join
 from persia.errors import (
     ConfigError,
     InternalError,
@@ -54,7 +53,6 @@ from persia.logger import get_logger
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
-    from typing_extensions import Self
 
     from persia._training.inflight import Plain
 
@@ -104,12 +102,7 @@ class RankGroup:
         return f"rank {self._rank} of {self._world_size} {what} for {_named(others)}"
 
     def meet(self, code: int, purpose: str) -> list[int]:
-        """Return the codes of all ranks, by rank.
-
-        Raises:
-            ServiceTimeout: If some rank does not come in time.
-            ServiceUnavailable: If a rank has left, or its connection broke.
-        """
+        """Return the codes of all ranks, by rank, or raise a ServiceError."""
         if self._world_size == 1:
             return [code]
         with self._lock:
@@ -162,12 +155,9 @@ class Ranks:
     """The ranks of one job, as long as they train together.
 
     All ranks build it, and every further one, in the same order; ``torch.distributed`` is
-    set up before. With one rank nothing is sent and no process group is needed.
-
-    Args:
-        world_size: Number of ranks.
-        rank: This one.
-        timeout_s: Seconds that a rank may be late by, in any call.
+    set up before. With one rank nothing is sent and no process group is needed. Each call
+    raises a ServiceTimeout if some rank is late by ``timeout_s``, and ServiceUnavailable if
+    one has gone.
 
     Raises:
         ConfigError: If there is no process group of this size.
@@ -200,10 +190,6 @@ class Ranks:
 
         The code is the caller's: whether there is a batch, in which pass. A pass that ends
         early on one rank says so by a code too, or its next pass would meet this one.
-
-        Raises:
-            ServiceTimeout: If some rank does not come in time.
-            ServiceUnavailable: If a rank has gone.
         """
         if code == _LEFT:
             raise InternalError(f"the code {code} means that a rank has gone")
@@ -217,8 +203,6 @@ class Ranks:
         Raises:
             BaseException: What the action raised, after every rank has had its turn.
             ServiceError: If it failed on another rank; ``replica`` is that rank.
-            ServiceTimeout: If some rank does not come in time.
-            ServiceUnavailable: If a rank has gone.
         """
         results: list[T] = []
         failure: BaseException | None = None
@@ -250,12 +234,7 @@ class Ranks:
         return results[0]
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank. For the training thread.
-
-        Raises:
-            ServiceTimeout: If some rank does not come in time.
-            ServiceUnavailable: If a rank has gone.
-        """
+        """Return whether the flag is set on any rank. For the training thread."""
         return any(self._steps.meet(int(flag), "to end the step"))
 
     def close(self) -> None:
@@ -264,18 +243,14 @@ class Ranks:
         Returns within ``LEAVE_S`` seconds. A rank that is still in a round of ours then keeps
         its group until the process ends.
         """
-        groups = (self._batches, self._updates, self._steps)
-        deadline = time.monotonic() + LEAVE_S
         # In threads: a rank that hangs may not keep this one from leaving.
         leaving = [
             threading.Thread(target=group.leave, name="persia-leave-ranks", daemon=True)
-            for group in groups
+            for group in (self._batches, self._updates, self._steps)
         ]
         for thread in leaving:
             thread.start()
-        for thread in leaving:
-            thread.join(max(deadline - time.monotonic(), 0.0))
-        late = sum(thread.is_alive() for thread in leaving)
+        late = len(join(leaving, LEAVE_S))
         if late:
             _logger.warning(
                 "rank %d left though other ranks did not hear of it in %g s (%d of 3 groups)",
@@ -283,25 +258,6 @@ class Ranks:
                 LEAVE_S,
                 late,
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def to_bytes(state: Plain) -> bytes:
-    """Return what ``from_bytes`` reads: plain values and tensors."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def from_bytes(data: bytes) -> Plain:
-    """Return what ``to_bytes`` was given."""
-    state: Plain = torch.load(io.BytesIO(data), weights_only=True)
-    return state
 
 
 class StepBarrier:
@@ -314,8 +270,7 @@ class StepBarrier:
         resume: Sends held updates.
         state: Returns what of this rank belongs into a checkpoint.
         timeout_s: Seconds that the ranks have to reach the step, and rank 0 to begin its cut.
-        store: By which the ranks met.
-        number: Of this among the contexts that the ranks have entered.
+        store: By which the ranks met; torch's own if not given.
     """
 
     def __init__(
@@ -326,8 +281,7 @@ class StepBarrier:
         resume: Callable[[], None],
         state: Callable[[], Plain],
         timeout_s: float,
-        store: Any,  # a torch.distributed.Store, whose stub allows no bytes
-        number: int,
+        store: Any = None,  # a torch.distributed.Store, whose stub allows no bytes
     ) -> None:
         self._world_size = world_size
         self._rank = rank
@@ -335,8 +289,11 @@ class StepBarrier:
         self._resume = resume
         self._state = state
         self._timeout_s = timeout_s
-        self._prefix = f"persia/halts/{number}"
+        self._prefix = "persia/halts/0"
         self._store = store
+        if store is None:
+            self._prefix = f"persia/halts/{next(_numbers)}"
+            self._store = dist.distributed_c10d._get_default_store()
         self._next = 0  # of rank 0's calls
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -345,23 +302,6 @@ class StepBarrier:
                 target=self._take_part, name="persia-step-barrier", daemon=True
             )
             self._thread.start()
-
-    @classmethod
-    def join(
-        cls,
-        world_size: int,
-        rank: int,
-        hold: Callable[[int, float], bool],
-        resume: Callable[[], None],
-        state: Callable[[], Plain],
-        timeout_s: float,
-    ) -> StepBarrier | None:
-        """Return this rank's part, or None where the ranks have not met."""
-        if not dist.is_initialized():
-            return None
-        store: Any = dist.distributed_c10d._get_default_store()
-        number = next(_numbers)
-        return cls(world_size, rank, hold, resume, state, timeout_s, store, number)
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))
@@ -412,7 +352,8 @@ class StepBarrier:
         data = self._store.get(key)
         if not data:
             raise self._timeout([rank])
-        return from_bytes(data)
+        state: Plain = torch.load(io.BytesIO(data), weights_only=True)
+        return state
 
     def _timeout(self, missing: list[int]) -> ServiceTimeout:
         names = ", ".join(map(str, missing))
@@ -450,7 +391,7 @@ class StepBarrier:
         step = int(self._store.get(self._key("ask", number)))
         is_applied = self._hold(step, self._timeout_s)
         try:
-            data = to_bytes(self._state()) if is_applied else b""
+            data = serialized(self._state()) if is_applied else b""
             self._store.set(self._key("state", self._rank, number), data)
             deadline = time.monotonic() + self._timeout_s
             if (
@@ -473,7 +414,7 @@ class StepBarrier:
         if self._thread is not None:
             self._thread.join()
             with contextlib.suppress(RuntimeError):  # rank 0 has gone before
-                self._store.set(self._key("left", self._rank), to_bytes(self._state()))
+                self._store.set(self._key("left", self._rank), serialized(self._state()))
 
 
 @contextlib.contextmanager
@@ -482,8 +423,8 @@ def uneven_steps(
 ) -> Iterator[None]:
     """Let this rank make more or fewer steps than others; all ranks enter it.
 
-    The body is the steps, without other collectives than DDP's. If it raises, or its generator
-    is closed, the ranks part as they would without.
+    The body is the steps of a pass, without other collectives than DDP's. If it raises, or its
+    generator is closed, the ranks part as they would without.
 
     A rank that has no batch left takes part in what DDP sends for the others' steps, with
     gradients of zero, and ends with the same dense net. Gradients are divided by the number of
@@ -510,10 +451,8 @@ def uneven_steps(
     if min(of_ranks) == most:
         return
     source = of_ranks.index(most)
-    data = io.BytesIO()
-    if dist.get_rank(group) == source:
-        torch.save(optimizer.state_dict(), data)
-    sent: list[bytes] = [data.getvalue()]
+    is_source = dist.get_rank(group) == source
+    sent = [serialized(optimizer.state_dict()) if is_source else b""]
     dist.broadcast_object_list(sent, group=group, src=dist.get_global_rank(group, source))
     if steps < most:
         # By way of the CPU: the source's device need not be here.

@@ -1,5 +1,12 @@
 """The ids of a batch, packed into what each parameter server is asked for.
 
+A model sends the same features in each batch, so all that follows from their names is computed
+once per list of names and kept (``BatchPlan``). Within a table, groups follow each other in the
+order of their first feature in the batch, which also is the order of use of their rows:
+
+    table 0, dim 16   | group of f0, f3 | group of f1 | ...      one array of signs
+    table 1, dim 8    | group of f2 |
+
 ``pack_batch`` turns the ids of each feature into the distinct signs of each table, sorted by
 server. Requests are slices of those arrays. How a feature finds its rows:
 
@@ -11,8 +18,11 @@ None, and the feature's rows are the slice alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -22,22 +32,168 @@ from numpy.typing import NDArray
 from persia._core.base.arrays import empty_floats
 from persia._core.base.hashing import route
 from persia._core.base.threads import ThreadPool
+from persia._core.ids import cardinality
 from persia._core.ids.feature_batch import FeatureBatch, number_all
 from persia._core.ids.signs import hash_stack, merge, pack_all
 from persia._rpc.messages import (
+    FeatureStats,
     Floats,
+    IDFeatures,
     LookupReply,
     LookupRequest,
     Numbers,
     Signs,
     TableEntries,
     TableSigns,
+    UpdateReply,
+    UpdateReport,
 )
-from persia._worker.batch_plan import BatchPlan, TablePlan
-from persia.config import EmbeddingSchema
-from persia.errors import DataError, DataTypeError, StoreError
+from persia.config import EmbeddingSchema, Slot
+from persia.errors import DataError, DataTypeError, StoreError, did_you_mean
+from persia.logger import get_logger
+
+_logger = get_logger("persia.embedding_worker")
 
 _NO_HINTS = np.empty(0, np.uint32)
+
+# By feature: which id of each sample gave the maximum, None for other poolings.
+Maxima = tuple[NDArray[np.int32] | None, ...]
+
+# --- plan ------------------------------------------------------------------------------------
+
+POOLED = frozenset(("sum", "mean", "sqrt", "max"))
+
+# Batches after which a slot that none of them had is taken for a mistake: until then it may
+# come from another data-loader.
+UNSEEN_AFTER = 200
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePlan:
+    """One feature of the batch."""
+
+    slot: Slot
+    table: int  # place in BatchPlan.tables
+    group: int  # place in TablePlan.groups
+    # Place among the pooled outputs of the table, or -1: raw and jagged have rows instead.
+    pooled: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Features that share rows, by their places in the batch, in the batch's order."""
+
+    features: tuple[int, ...]
+    # Signs of one feature without a hash stack are distinct as soon as its ids are (unless
+    # some were masked); all other groups are merged.
+    is_plain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """One table that the batch touches."""
+
+    number: int  # the schema's
+    dim: int
+    groups: tuple[GroupPlan, ...]
+    num_pooled: int
+    # Its features, group after group, and their prefixes.
+    places: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    is_plain: bool  # all groups are
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One list of feature names, resolved against the schema."""
+
+    names: tuple[str, ...]
+    features: tuple[FeaturePlan, ...]
+    tables: tuple[TablePlan, ...]
+
+
+class BatchPlanner:
+    """Resolves lists of feature names; any thread may call it."""
+
+    # A list of names is a few hundred bytes. Beyond this number plans are made again each time.
+    MAX_PLANS = 1024
+
+    def __init__(self, schema: EmbeddingSchema) -> None:
+        self._schema = schema
+        self._plans: dict[tuple[str, ...], BatchPlan] = {}
+        self._unseen = set(schema.slots)
+        self._numbers = itertools.count(1)  # of batches; a step of it is one for all threads
+
+    def plan(self, names: tuple[str, ...]) -> BatchPlan:
+        """Return the plan of a batch with these features, in this order."""
+        plan = self._plans.get(names)
+        if plan is None:
+            plan = self._build(names)
+            self._unseen -= set(names)
+            if len(self._plans) < self.MAX_PLANS:
+                self._plans[names] = plan
+        if next(self._numbers) == UNSEEN_AFTER and self._unseen:
+            _logger.warning(
+                "none of the first %d batches has %s, of %d slots in the embedding config: if "
+                "the model needs them, data-loaders have to send them; if not, take them out",
+                UNSEEN_AFTER,
+                ", ".join(map(repr, sorted(self._unseen))),
+                len(self._schema.slots),
+            )
+        return plan
+
+    def _build(self, names: tuple[str, ...]) -> BatchPlan:
+        check_names(names, self._schema.slots, "the embedding config")
+        slots = [self._schema.slots[name] for name in names]
+        tables: dict[int, dict[str, list[int]]] = {}  # number -> group -> places
+        num_pooled: dict[int, int] = {}
+        features = []
+        for place, slot in enumerate(slots):
+            groups = tables.setdefault(slot.table, {})
+            groups.setdefault(slot.group, []).append(place)
+            pooled = -1
+            if slot.pooling in POOLED:
+                pooled = num_pooled.get(slot.table, 0)
+                num_pooled[slot.table] = pooled + 1
+            table = list(tables).index(slot.table)
+            features.append(FeaturePlan(slot, table, list(groups).index(slot.group), pooled))
+        plans = []
+        for number, groups in tables.items():
+            order = tuple(place for places in groups.values() for place in places)
+            group_plans = tuple(
+                GroupPlan(
+                    tuple(places),
+                    len(places) == 1 and not slots[places[0]].hash_stack_rounds,
+                )
+                for places in groups.values()
+            )
+            plan = TablePlan(
+                number,
+                self._schema.tables[number].dim,
+                group_plans,
+                num_pooled.get(number, 0),
+                order,
+                tuple(slots[place].prefix for place in order),
+                all(group.is_plain for group in group_plans),
+            )
+            plans.append(plan)
+        return BatchPlan(names, tuple(features), tuple(plans))
+
+
+def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise a DataError unless each name is in ``known`` and comes once."""
+    candidates = list(known)
+    seen: set[str] = set()
+    for name in names:
+        if name not in candidates:
+            hint = did_you_mean(name, candidates)
+            raise DataError(f"feature {name!r} is not in {where}{hint}")
+        if name in seen:
+            raise DataError(f"feature {name!r} comes twice in one batch, expected once")
+        seen.add(name)
+
+
+# --- ids ------------------------------------------------------------------------------------
 
 
 class PackedFeature(NamedTuple):  # quicker to make than a frozen dataclass
@@ -62,15 +218,29 @@ class PackedTable:
     bases: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PackedBatch:
-    """A batch as the servers see it."""
+    """A batch as the servers see it, and what is known of its ref while it is in flight."""
 
     plan: BatchPlan
     features: tuple[PackedFeature, ...]
     tables: tuple[PackedTable, ...]
     batch_size: int
     num_masked: dict[str, int]  # distinct ids that did not fit the index bits, per feature
+    batch_id: int
+    requires_grad: bool
+    # These two are set and guarded by ``ForwardBuffer``.
+    ref: int = -1
+    used_at: float = 0.0  # monotonic seconds
+    # Hints by table of the plan, in the order of its signs, and maxima by feature: what an
+    # update needs from the last training lookup. One value, so that a lookup that is repeated
+    # beside an update replaces both or none.
+    looked_up: tuple[tuple[Numbers, ...], Maxima] | None = None
+    # One update at a time; the fields below are the update's.
+    updating: threading.Lock = field(default_factory=threading.Lock)
+    update_id: tuple[int, int] | None = None
+    acknowledged: dict[int, UpdateReply] = field(default_factory=dict)  # by server
+    report: UpdateReport | None = None  # set when all servers have acknowledged
 
     def num_bytes(self) -> int:
         """Return the bytes of its arrays."""
@@ -97,19 +267,15 @@ class PackedBatch:
 
 
 def pack_batch(
-    features: Sequence[FeatureBatch],
+    request: IDFeatures,
     plan: BatchPlan,
     schema: EmbeddingSchema,
     owners: NDArray[np.uint16],
     num_servers: int,
     threads: ThreadPool,
 ) -> PackedBatch:
-    """Number, hash, pack, merge and route the ids of a batch.
-
-    Raises:
-        DataError: If two features differ in batch size, a feature that is not summed has
-            weights, or an id does not fit the index bits and the schema is strict.
-    """
+    """Number, hash, pack, merge and route the ids of a batch, or raise a DataError."""
+    features = request.features
     number_all(features, threads)
     batch_size = features[0].batch_size if features else 0
     kept, values = _select_ids(features, plan, batch_size)
@@ -135,7 +301,15 @@ def pack_batch(
             packed[place] = PackedFeature(kept[place], slots, start, stop, rounds)
         tables.append(PackedTable(signs, starts, order, tuple(bases)))
     in_order = tuple(map(packed.__getitem__, range(len(kept))))
-    return PackedBatch(plan, in_order, tuple(tables), batch_size, num_masked)
+    return PackedBatch(
+        plan,
+        in_order,
+        tuple(tables),
+        batch_size,
+        num_masked,
+        request.batch_id,
+        request.requires_grad,
+    )
 
 
 def _select_ids(
@@ -178,9 +352,8 @@ def _pack_table(
 ) -> tuple[Signs, list[int], dict[int, Numbers | None]]:
     """Pack one table; count masked ids in ``num_masked``.
 
-    Returns:
-        The signs, where those of each group begin, and by feature the number of each of its
-        values among its group's; None where they are 0, 1, 2, ...
+    Returns the signs, where those of each group begin, and by feature the number of each of its
+    values among its group's; None where they are 0, 1, 2, ...
     """
     given = [values[place] for place in table.places]
     signs, masked = pack_all(given, table.prefixes, schema.prefix_bits, threads)
@@ -229,7 +402,7 @@ def _refuse_wide_id(name: str, ids: Signs, prefix_bits: int) -> None:
 
 
 def split_lookup(
-    packed: PackedBatch, batch_id: int, is_training: bool, num_servers: int
+    packed: PackedBatch, is_training: bool, num_servers: int
 ) -> dict[int, LookupRequest]:
     """Return by server what it is asked for; servers without a sign of the batch are absent."""
     requests: dict[int, LookupRequest] = {}
@@ -240,7 +413,7 @@ def split_lookup(
             if stop > start:
                 parts.append(TableSigns(plan.number, table.signs[start:stop]))
         if parts:
-            requests[server] = LookupRequest(batch_id, is_training, tuple(parts))
+            requests[server] = LookupRequest(packed.batch_id, is_training, tuple(parts))
     return requests
 
 
@@ -280,12 +453,7 @@ def join_rows(
 def split_entries(
     tables: Sequence[TableEntries], owners: NDArray[np.uint16], num_servers: int
 ) -> dict[int, list[TableEntries]]:
-    """Return rows by the server that owns their signs.
-
-    Raises:
-        StoreError: If lengths differ.
-        DataTypeError: If signs are no uint64 array.
-    """
+    """Return rows by the server that owns their signs."""
     requests: dict[int, list[TableEntries]] = {}
     for part in tables:
         signs, states = part.signs, part.states
@@ -309,3 +477,95 @@ def split_entries(
                 )
                 requests.setdefault(server, []).append(entries)
     return requests
+
+
+# --- statistics -----------------------------------------------------------------------------
+
+
+class _Counts:
+    """Of one feature."""
+
+    def __init__(self) -> None:
+        self.num_ids = self.num_distinct = self.num_masked = self.num_skipped = 0
+        # Of training only.
+        self.num_samples = self.num_empty = self.num_trained = 0
+        self.registers = np.zeros(cardinality.NUM_REGISTERS, np.uint8)
+
+
+class FeatureStatistics:
+    """Counts by feature, for metrics and a report; any thread may add to it.
+
+    Ids of all lookups are counted, and of training also samples and about how many distinct
+    ids: a hash and a byte of a table that stays in the cache for each distinct id of a batch.
+    """
+
+    def __init__(self, schema: EmbeddingSchema) -> None:
+        self._dims = {slot.name: slot.dim for slot in schema.slots.values()}
+        self._index_bits = 64 - schema.prefix_bits
+        self._lock = threading.Lock()  # guards all below
+        # In the order in which they came first.
+        self._features: defaultdict[str, _Counts] = defaultdict(_Counts)
+
+    def add(self, packed: PackedBatch) -> None:
+        """Count the ids of a batch; warn when those of a feature are masked the first time."""
+        first_masked = []
+        with self._lock:
+            for feature in packed.features:
+                ids = feature.ids
+                counts = self._features[ids.name]
+                counts.num_ids += ids.num_ids
+                counts.num_distinct += ids.num_distinct
+                if packed.requires_grad:
+                    offsets = ids.offsets
+                    counts.num_samples += ids.batch_size
+                    counts.num_trained += ids.num_ids
+                    if offsets is not None:
+                        is_empty = offsets[1:] == offsets[:-1]
+                        counts.num_empty += int(np.count_nonzero(is_empty))
+                    cardinality.add(counts.registers, ids.distinct)
+            for name, num_masked in packed.num_masked.items():
+                counts = self._features[name]
+                if not counts.num_masked:
+                    first_masked.append((name, num_masked))
+                counts.num_masked += num_masked
+        for name, num_masked in first_masked:
+            _logger.warning(
+                "feature %r: %d ids of a batch need more than %d bits (64 - "
+                "feature_index_prefix_bit) and were cut to them, so that they may share "
+                "rows; later ones are only counted. strict_ids: true makes this an error",
+                name,
+                num_masked,
+                self._index_bits,
+            )
+
+    def add_skipped(self, names: Iterable[str]) -> None:
+        """Count features of a batch that had no gradient."""
+        with self._lock:
+            for name in names:
+                # A repeated registration may be updated before the first has been counted.
+                self._features[name].num_skipped += 1
+
+    def count_ids(self) -> Mapping[str, tuple[int, int, int, int]]:
+        """Return by feature: ids, distinct ids batch by batch, masked, gradients skipped."""
+        with self._lock:
+            return {
+                name: (one.num_ids, one.num_distinct, one.num_masked, one.num_skipped)
+                for name, one in self._features.items()
+            }
+
+    def read(self) -> tuple[FeatureStats, ...]:
+        """Return what training saw, in the order in which features came; the others last."""
+        with self._lock:
+            trained = {name: x for name, x in self._features.items() if x.num_samples}
+            features = trained | {name: _Counts() for name in self._dims if name not in trained}
+            return tuple(
+                FeatureStats(
+                    name,
+                    self._dims[name],
+                    one.num_samples,
+                    one.num_empty,
+                    one.num_trained,
+                    one.registers.copy(),
+                )
+                for name, one in features.items()
+            )

@@ -7,7 +7,6 @@ the order in which rows are stored does not enter into them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -29,27 +28,12 @@ from persia._rpc.messages import (
     TableGradients,
     UpdateRequest,
 )
-from persia._worker.batch_plan import FeaturePlan
-from persia._worker.packing import PackedBatch, PackedFeature
+from persia._worker.packing import FeaturePlan, Maxima, PackedBatch, PackedFeature
 
 Mask = NDArray[np.bool_]
-Maxima = tuple[NDArray[np.int32] | None, ...]  # by feature: which id of each sample, for max
-
-
-@dataclass(frozen=True, slots=True)
-class TableSums:
-    """Summed gradients [U, dim] of one table, in the order of its signs."""
-
-    sums: Floats
-    keep: Mask | None  # which signs take a step; None: all
-
-
-@dataclass(slots=True)
-class GradientCounts:
-    """What was left out, by feature."""
-
-    samples: dict[str, int] = field(default_factory=dict)  # rows of the gradient
-    rows: dict[str, int] = field(default_factory=dict)  # sums that overflowed
+# Summed gradients [U, dim] of a table, in the order of its signs; which signs take a step, None
+# for all of them.
+Sums = tuple[Floats, Mask | None]
 
 
 def shares(weights: Sequence[int], count: int) -> list[list[int]]:
@@ -73,16 +57,10 @@ def shares(weights: Sequence[int], count: int) -> list[list[int]]:
 def pool_outputs(
     batch: PackedBatch, rows: Sequence[Floats], threads: ThreadPool
 ) -> tuple[tuple[SlotOutput, ...], Maxima]:
-    """Make the outputs of a batch, in the order of its features.
+    """Make the outputs of a batch, in the order of its features, and find the maxima.
 
-    Args:
-        batch: The batch.
-        rows: Per table of the plan, rows [U, dim] in the order of its signs.
-        threads: Each takes some of the features.
-
-    Returns:
-        The outputs, which own their memory (pooled ones of a table share one array), and per
-        feature which id of a sample gave each maximum; None for other poolings.
+    ``rows`` [U, dim] are by table of the plan, in the order of its signs. Outputs own their
+    memory; pooled ones of a table share one array.
     """
     pooled = [
         empty_floats(table.num_pooled, batch.batch_size, table.dim)
@@ -162,19 +140,17 @@ def sum_gradients(
     gradients: Sequence[Floats | None],
     maxima: Maxima,
     threads: ThreadPool,
-) -> tuple[tuple[TableSums, ...], GradientCounts]:
+) -> tuple[list[Sums], dict[str, int], dict[str, int]]:
     """Sum the gradients of a batch's outputs per sign, leaving out what is not finite.
 
     A row of a gradient with NaN or Inf is left out whole; so is a sum that overflows. A sign
     for which nothing is left takes no step: to most optimizers a step by zero is one too.
 
-    Args:
-        batch: The batch.
-        gradients: Per feature f32 [B, dim] if it is pooled, else [D, dim]; None: skipped.
-        maxima: What ``pool_outputs`` returned.
-        threads: Each takes some of the groups, which share no row.
+    Gradients are by feature, f32 [B, dim] if it is pooled, else [D, dim], None if it is
+    skipped. Returns the sums by table, and by feature how many rows and sums were left out.
     """
-    counts = GradientCounts()
+    nan_samples: dict[str, int] = {}
+    nan_rows: dict[str, int] = {}
     present = {place: g for place, g in enumerate(gradients) if g is not None}
     all_sums = [
         empty_floats(len(table.signs), plan.dim)
@@ -186,7 +162,7 @@ def sum_gradients(
     if not _add(batch, present, maxima, {}, all_sums, threads):
         skips = {place: nonfinite(gradient) for place, gradient in present.items()}
         _add(batch, present, maxima, skips, all_sums, threads)
-    found = []
+    found: list[Sums] = []
     for number, (table, sums) in enumerate(zip(batch.tables, all_sums, strict=True)):
         places = batch.plan.tables[number].places
         here = [place for place in places if place in present]
@@ -194,12 +170,12 @@ def sum_gradients(
         if skips or len(here) < len(places):
             keep = np.zeros(len(table.signs), np.bool_)
             for place in here:
-                _mark_reached(batch, place, skips.get(place), keep, counts)
+                _mark_reached(batch, place, skips.get(place), keep, nan_samples)
             overflowed = nonfinite(sums).astype(np.bool_)
-            _count_overflows(batch, number, here, overflowed, counts)
+            _count_overflows(batch, number, here, overflowed, nan_rows)
             keep &= ~overflowed
-        found.append(TableSums(sums, keep))
-    return tuple(found), counts
+        found.append((sums, keep))
+    return found, nan_samples, nan_rows
 
 
 def _add(
@@ -247,7 +223,7 @@ def _mark_reached(
     place: int,
     skip: NDArray[np.uint8] | None,
     keep: Mask,
-    counts: GradientCounts,
+    nan_samples: dict[str, int],
 ) -> None:
     """Set ``keep`` for each sign that a row of this gradient reaches; count those left out."""
     feature, plan = batch.features[place], batch.plan.features[place]
@@ -265,7 +241,7 @@ def _mark_reached(
         else:
             reached = taken
         if num_left_out:
-            counts.samples[plan.slot.name] = num_left_out
+            nan_samples[plan.slot.name] = num_left_out
     window = keep[feature.start : feature.stop]
     if feature.slots is None:
         window |= reached
@@ -278,7 +254,7 @@ def _count_overflows(
     number: int,
     present: Iterable[int],
     overflowed: Mask,
-    counts: GradientCounts,
+    nan_rows: dict[str, int],
 ) -> None:
     """Count each sum that overflowed under the first feature of its group with a gradient."""
     table = batch.tables[number]
@@ -289,38 +265,33 @@ def _count_overflows(
     features: list[FeaturePlan] = [batch.plan.features[place] for place in present]
     for group, count in zip(*np.unique(groups, return_counts=True), strict=True):
         name = next(plan.slot.name for plan in features if plan.group == group)
-        counts.rows[name] = int(count)
+        nan_rows[name] = int(count)
 
 
 def split_update(
     batch: PackedBatch,
     gradients: BatchGradients,
-    all_sums: Sequence[TableSums],
+    all_sums: Sequence[Sums],
     all_hints: Sequence[Numbers],
     servers: Iterable[int],
 ) -> dict[int, UpdateRequest]:
     """Return by server the steps to make; servers without one are absent.
 
-    Args:
-        batch: The batch.
-        gradients: Its update id and its learning rates are used.
-        all_sums: What ``sum_gradients`` returned.
-        all_hints: By table, in the order of its signs.
-        servers: Those that have not acknowledged the update.
+    Sums and hints are by table. Of ``gradients`` the update id and learning rates are used.
     """
     rates = {rate.table: rate.lr for rate in gradients.learning_rates}
     requests: dict[int, UpdateRequest] = {}
     for server in servers:
         parts = []
-        for table, plan, sums, hints in zip(
+        for table, plan, (sums, keep), hints in zip(
             batch.tables, batch.plan.tables, all_sums, all_hints, strict=True
         ):
             window = slice(*table.starts[server : server + 2])
-            signs, summed = table.signs[window], sums.sums[window]
+            signs, summed = table.signs[window], sums[window]
             if len(hints) != len(signs):  # hints of several servers
                 hints = hints[window]
-            if sums.keep is not None:
-                kept = sums.keep[window]
+            if keep is not None:
+                kept = keep[window]
                 signs, summed, hints = signs[kept], summed[kept], hints[kept]
             if len(signs):
                 rate = rates.get(plan.number)

@@ -43,14 +43,7 @@ _SETTINGS = ("configure", "register_optimizer")  # methods, in the order of thei
 class ServerSet:
     """A whole set of servers, by replica number; any thread may call it.
 
-    Args:
-        servers: All parameter servers, in any order.
-        schema: The embedding config.
-        num_threads: Servers of this process asked at the same time; all, if not given.
-
-    Raises:
-        ConfigError: If the servers are not exactly the replicas of one set, or number
-            tables and groups otherwise than ``schema`` does.
+    Arguments and errors are those of ``EmbeddingWorker``.
     """
 
     def __init__(
@@ -84,12 +77,7 @@ class ServerSet:
     def ask(self, method: str, requests: Mapping[int, S]) -> dict[int, Any]:
         """Send each server its request, all at once, and wait for all of them.
 
-        Args:
-            method: One of ``messages.ParameterServer``'s.
-            requests: Its argument, by server.
-
-        Returns:
-            By server, in their order, what it answered, or the Exception that it raised.
+        Returns by server, in their order, what it answered, or the Exception that it raised.
         """
         return self._ask(method, {server: (request,) for server, request in requests.items()})
 
@@ -102,7 +90,7 @@ class ServerSet:
         return list(answers.values())
 
     def _ask(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call a method of each server with these arguments; returns as ``ask``."""
+        """Call a method of each server with these arguments; return as ``ask``."""
         answers: dict[int, Any] = dict.fromkeys(calls)
         pending: dict[int, Callable[[], Any]] = {}
         remote_calls: list[PendingCall] = []
@@ -133,12 +121,7 @@ class ServerSet:
                 remote_call.cancel()
 
     def lookup(self, requests: Mapping[int, LookupRequest]) -> dict[int, LookupReply]:
-        """Ask each server for rows.
-
-        Raises:
-            ProtocolError: If one answers with other rows than it was asked for.
-            PersiaError: What the first server that failed raised.
-        """
+        """Ask each server for rows; raise what the first that failed raised."""
         replies = self.ask("lookup", requests)
         for number, reply in replies.items():
             if isinstance(reply, Exception):
@@ -149,22 +132,15 @@ class ServerSet:
         return replies
 
     def _check_reply(self, number: int, request: LookupRequest, reply: LookupReply) -> None:
-        expected = [
-            (
-                part.table,
-                (len(part.signs), self._dims[part.table]),
-                (len(part.signs),) if request.is_training else None,
-            )
-            for part in request.tables
-        ]
-        got = [
-            (
-                part.table,
-                part.rows.shape,
-                part.hints.shape if request.is_training and part.hints is not None else None,
-            )
-            for part in reply.tables
-        ]
+        expected: list[tuple[Any, ...]] = []
+        for asked in request.tables:
+            n = len(asked.signs)
+            hints = (n,) if request.is_training else None
+            expected.append((asked.table, (n, self._dims[asked.table]), hints))
+        got: list[tuple[Any, ...]] = []
+        for part in reply.tables:
+            hints = part.hints.shape if request.is_training and part.hints is not None else None
+            got.append((part.table, part.rows.shape, hints))
         if expected != got:
             raise ProtocolError(
                 f"{_ROLE} {number}: expected a reply with (table, shape of rows, shape of "
@@ -177,12 +153,7 @@ class ServerSet:
     # --- settings ---------------------------------------------------------------------------
 
     def configure_all(self, method: str, settings: HyperParameters | OptimizerSettings) -> None:
-        """Give every server settings, also those that come later.
-
-        Args:
-            method: ``configure`` or ``register_optimizer``.
-            settings: Its argument.
-        """
+        """Give every server settings by one of ``_SETTINGS``, also those that come later."""
         while True:
             before = self.num_restarts
             self.ask_all(method, settings)
@@ -194,10 +165,7 @@ class ServerSet:
             # what was remembered then. Configuring is idempotent.
 
     def reconfigure(self, number: int) -> None:
-        """Give a server that was restarted its settings.
-
-        Runs inside a call to that server, which continues afterwards.
-        """
+        """Give a server that was restarted its settings, inside a call to it."""
         with self._lock:
             self.num_restarts += 1
             settings = dict(self._settings)
@@ -232,11 +200,7 @@ class ServerSet:
 def _sort_servers(
     servers: Sequence[ParameterServer], schema: EmbeddingSchema
 ) -> tuple[ParameterServer, ...]:
-    """Return the servers by replica index.
-
-    Raises:
-        ConfigError: If one is missing, comes twice, or belongs to another set or schema.
-    """
+    """Return the servers by replica index, if they are a whole set of this schema."""
     if not servers:
         raise ConfigError("parameter servers: expected at least one, got none")
     fingerprint = schema_fingerprint(schema)

@@ -5,18 +5,26 @@
     update(gradients of ref)        one summed gradient per sign, to all servers
     release(ref)                    no gradient will come
 
-Each call may be repeated when its answer is lost (see ``forward_buffer``): the same batch
-registered twice has one ref, a lookup draws the same admissions, an update is applied once (the
-servers know its id), and one that is acknowledged is answered again.
+Each call may be repeated when its answer is lost: the same batch registered twice has one ref,
+a lookup draws the same admissions, an update is applied once (the servers know its id), and one
+that is acknowledged is answered again.
+
+    registered ---lookup (training)---> looked up ---update, all servers---> acknowledged
+        |                                   |
+        +--------- release, expiry ---------+----> released, expired
+
+A ref is a handle that may be used again until it is retired, which the right side is. As many
+acknowledged ones as there may be in flight are remembered, with their report.
 
 A plain object: embedded mode calls it, a transport serves it. Any thread may call any method.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,28 +53,180 @@ from persia._rpc.messages import (
     UpdateReport,
     WriteRequest,
 )
-from persia._worker.batch_plan import BatchPlanner, check_names
-from persia._worker.feature_statistics import FeatureStatistics
-from persia._worker.forward_buffer import BufferedBatch, ForwardBuffer
 from persia._worker.packing import (
+    BatchPlanner,
+    FeatureStatistics,
     PackedBatch,
+    check_names,
     join_rows,
     pack_batch,
     split_entries,
     split_lookup,
 )
-from persia._worker.pooling import (
-    GradientCounts,
-    pool_outputs,
-    split_update,
-    sum_gradients,
-)
+from persia._worker.pooling import pool_outputs, split_update, sum_gradients
 from persia._worker.server_pool import ServerSet
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, tables_at_rate
-from persia.errors import DataError, DataTypeError
+from persia.errors import DataError, DataTypeError, ServiceBusy, UnknownRef
+from persia.logger import get_logger
 
+_logger = get_logger("persia.embedding_worker")
+
+ROLE = "embedding-worker"
 _F32 = np.dtype(np.float32)
 _GRADIENT_DTYPES = (_F32, np.dtype(np.float16))
+
+
+class ForwardBuffer:
+    """Registers, finds and retires refs; any thread may call it.
+
+    ``forward_buffer_size`` bounds the refs, ``buffered_data_expired_sec`` how long one may lie
+    unused, in seconds of ``clock``.
+    """
+
+    def __init__(self, settings: EmbeddingWorkerConfig, clock: Callable[[], float]) -> None:
+        self._max_in_flight = settings.forward_buffer_size
+        self._expiry_s = float(settings.buffered_data_expired_sec)
+        self._clock = clock
+        self._lock = threading.Lock()  # guards all below
+        # Upper bits are this worker's incarnation: a ref of one that died must not mean
+        # another batch to its successor.
+        self._next_ref = secrets.randbits(31) << 32
+        # Least recently used first.
+        self._in_flight: OrderedDict[int, PackedBatch] = OrderedDict()
+        self._ref_of_batch: dict[int, int] = {}  # batch id -> latest registered ref
+        self._retired: OrderedDict[int, tuple[tuple[int, int], UpdateReport]] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, batch: PackedBatch, *, is_repeatable: bool) -> PackedBatch:
+        """Give a batch a ref; return it, or the same batch that has one already, if it may."""
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            if is_repeatable:
+                known = self._in_flight.get(self._ref_of_batch.get(batch.batch_id, -1))
+                if (
+                    known is not None
+                    and known.requires_grad is batch.requires_grad
+                    and known.has_same_ids(batch)
+                ):
+                    self._counts["registered_again"] += 1
+                    known.used_at = now
+                    self._in_flight.move_to_end(known.ref)
+                    return known
+            if len(self._in_flight) >= self._max_in_flight:
+                self._counts["refused_busy"] += 1
+                raise ServiceBusy(
+                    f"{len(self._in_flight)} batches are in flight, expected fewer than "
+                    f"forward_buffer_size = {self._max_in_flight}; try again when one is done",
+                    role=ROLE,
+                    method="register",
+                )
+            batch.ref, batch.used_at = self._next_ref, now
+            self._next_ref += 1
+            self._in_flight[batch.ref] = batch
+            if is_repeatable:
+                self._ref_of_batch[batch.batch_id] = batch.ref
+            self._counts["registered"] += 1
+        return batch
+
+    def find(self, ref: int, method: str) -> PackedBatch:
+        """Return a batch in flight, whose expiry begins again, or raise UnknownRef."""
+        with self._lock:
+            return self._find(ref, method)
+
+    def find_for_update(
+        self, ref: int, update_id: tuple[int, int]
+    ) -> PackedBatch | UpdateReport:
+        """Return a batch in flight, or what this very update was answered, or raise."""
+        with self._lock:
+            retired = self._retired.get(ref)
+            if retired is not None and retired[0] == update_id:
+                self._counts["updates_again"] += 1
+                return retired[1]
+            return self._find(ref, "update")
+
+    def _find(self, ref: int, method: str) -> PackedBatch:
+        now = self._clock()
+        self._expire(now)
+        batch = self._in_flight.get(ref)
+        if batch is None:
+            raise self.unknown_ref(ref, method)
+        batch.used_at = now
+        self._in_flight.move_to_end(ref)
+        return batch
+
+    def unknown_ref(self, ref: int, method: str) -> UnknownRef:
+        """Make the error that says that a ref is not in flight."""
+        return UnknownRef(
+            f"no batch in flight has ref {ref}: it was acknowledged, released, unused for "
+            f"{self._expiry_s:g} s (buffered_data_expired_sec), or is another worker's; "
+            f"register the batch again",
+            role=ROLE,
+            method=method,
+        )
+
+    def release(self, ref: int) -> None:
+        """Retire a ref for which no gradient will come; nothing if it is retired already."""
+        with self._lock:
+            if self._retire(ref):
+                self._counts["released"] += 1
+
+    def acknowledge(
+        self, batch: PackedBatch, update_id: tuple[int, int], report: UpdateReport
+    ) -> None:
+        """Retire a batch whose update is applied, and remember its report."""
+        with self._lock:
+            self._retire(batch.ref)
+            self._retired[batch.ref] = update_id, report
+            if len(self._retired) > self._max_in_flight:
+                self._retired.popitem(last=False)
+
+    def stats(self) -> Mapping[str, int]:
+        """Return counts since the start, ``in_flight``, the refs now, and how many may be."""
+        with self._lock:
+            self._expire(self._clock())
+            now = {
+                "in_flight": len(self._in_flight),
+                "forward_buffer_size": self._max_in_flight,
+            }
+            return {**self._counts, **now}
+
+    def measure(self) -> tuple[int, int, int]:
+        """Return how many batches wait for a lookup, and for an update, and their bytes."""
+        with self._lock:
+            batches = list(self._in_flight.values())
+        # Outside the lock: these are some dozen arrays of each.
+        looked_up = sum(batch.looked_up is not None for batch in batches)
+        num_bytes = sum(batch.num_bytes() for batch in batches)
+        return len(batches) - looked_up, looked_up, num_bytes
+
+    # --- the lock is held -------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        """Retire what lies unused for too long."""
+        num_expired = 0
+        while self._in_flight:
+            oldest = next(iter(self._in_flight.values()))
+            if now - oldest.used_at < self._expiry_s:
+                break
+            self._retire(oldest.ref)
+            num_expired += 1
+        if num_expired:
+            self._counts["expired"] += num_expired
+            _logger.warning(
+                "%d batches expired: no lookup and no gradients of them for %g s",
+                num_expired,
+                self._expiry_s,
+            )
+
+    def _retire(self, ref: int) -> bool:
+        """Forget a ref; False if it was not in flight."""
+        batch = self._in_flight.pop(ref, None)
+        if batch is None:
+            return False
+        if self._ref_of_batch.get(batch.batch_id) == ref:
+            del self._ref_of_batch[batch.batch_id]
+        return True
 
 
 class EmbeddingWorker:
@@ -126,11 +286,7 @@ class EmbeddingWorker:
         return self._servers.servers
 
     def reconfigure_server(self, number: int) -> None:
-        """Give a parameter server that was restarted its settings; its rows are lost.
-
-        Args:
-            number: The server's, whose client calls this, see ``Client``.
-        """
+        """Give a parameter server that was restarted its settings; its client calls this."""
         self._servers.reconfigure(number)
 
     # --- registration -----------------------------------------------------------------------
@@ -148,23 +304,18 @@ class EmbeddingWorker:
         """
         return self._register(features, is_repeatable=True).ref
 
-    def _register(self, features: IDFeatures, *, is_repeatable: bool) -> BufferedBatch:
+    def _register(self, features: IDFeatures, *, is_repeatable: bool) -> PackedBatch:
         packed = self._pack(features)
-        batch, is_new = self._buffer.add(features, packed, is_repeatable=is_repeatable)
-        if is_new:
-            self._statistics.add(packed, is_training=features.requires_grad)
+        batch = self._buffer.add(packed, is_repeatable=is_repeatable)
+        if batch is packed:  # or it is the same that came before, and was counted
+            self._statistics.add(packed)
         return batch
 
     def _pack(self, features: IDFeatures) -> PackedBatch:
         begin = time.perf_counter()
         plan = self._planner.plan(tuple([feature.name for feature in features.features]))
         packed = pack_batch(
-            features.features,
-            plan,
-            self._schema,
-            self._owners,
-            self._num_servers,
-            self._threads,
+            features, plan, self._schema, self._owners, self._num_servers, self._threads
         )
         self._pack_time.add(time.perf_counter() - begin)
         return packed
@@ -178,52 +329,45 @@ class EmbeddingWorker:
     def lookup(self, ref: int, is_training: bool) -> LookupResult:
         """Return the outputs of a registered batch; the ref stays.
 
-        Args:
-            ref: From ``register``.
-            is_training: Whether rows are inserted and used, for an update that follows.
+        In training, rows are inserted and used, for an update that follows.
 
         Raises:
             UnknownRef: If the ref is retired or not this worker's.
             NotConfigured: If it is training and the servers have no settings yet.
         """
         batch = self._buffer.find(ref, "lookup")
-        outputs = self._lookup(batch.packed, batch.batch_id, batch if is_training else None)
+        outputs = self._lookup(batch, is_training)
         return LookupResult(outputs, ref if is_training else None)
 
     def lookup_direct(self, features: IDFeatures) -> LookupResult:
-        """Register and look up in one; without gradients nothing stays in flight.
+        """Register and look up in one, with their errors.
 
-        Raises:
-            DataError: As ``register``.
-            ServiceBusy: As ``register``, if gradients are to follow.
-            NotConfigured: If it is training and the servers have no settings yet.
+        Without gradients nothing stays in flight, and no buffer is too full.
         """
         if not features.requires_grad:
             packed = self._pack(features)
-            self._statistics.add(packed, is_training=False)
-            return LookupResult(self._lookup(packed, features.batch_id, None), None)
+            self._statistics.add(packed)
+            return LookupResult(self._lookup(packed, False), None)
         batch = self._register(features, is_repeatable=False)
         try:
-            outputs = self._lookup(batch.packed, batch.batch_id, batch)
+            outputs = self._lookup(batch, True)
         except BaseException:
             self.release(batch.ref)  # the caller has no ref to release it by
             raise
         return LookupResult(outputs, batch.ref)
 
-    def _lookup(
-        self, packed: PackedBatch, batch_id: int, training: BufferedBatch | None
-    ) -> tuple[SlotOutput, ...]:
+    def _lookup(self, batch: PackedBatch, is_training: bool) -> tuple[SlotOutput, ...]:
         begin = time.perf_counter()
-        requests = split_lookup(packed, batch_id, training is not None, self._num_servers)
-        rows, hints = join_rows(packed, self._servers.lookup(requests))
+        requests = split_lookup(batch, is_training, self._num_servers)
+        rows, hints = join_rows(batch, self._servers.lookup(requests))
         fetched = time.perf_counter()
-        outputs, maxima = pool_outputs(packed, rows, self._threads)
+        outputs, maxima = pool_outputs(batch, rows, self._threads)
         end = time.perf_counter()
         self._rpc_time.add(fetched - begin)
         self._pool_time.add(end - fetched)
         self._lookup_time.add(end - begin)
-        if training is not None:
-            training.looked_up = hints, maxima
+        if is_training:
+            batch.looked_up = hints, maxima
         with self._lock:
             self._counts["lookups"] += 1
         return outputs
@@ -239,9 +383,9 @@ class EmbeddingWorker:
         Raises:
             UnknownRef: If the ref is retired (unless by this very update, which is answered
                 again) or not this worker's.
-            DataError: If a gradient is of a feature that the batch does not have, comes
-                twice, or has another shape than its output; if ``scale`` is not a positive
-                number; if no training lookup came before.
+            DataError: If a gradient is of no feature of the batch, comes twice, or has another
+                shape than its output; if ``scale`` is not a positive number; if no training
+                lookup came before.
             DataTypeError: If a gradient is neither f32 nor f16.
             ServiceError: Whatever the first server that failed raised.
         """
@@ -258,7 +402,7 @@ class EmbeddingWorker:
             self._update_time.add(time.perf_counter() - begin)
             return report
 
-    def _update(self, batch: BufferedBatch, gradients: BatchGradients) -> UpdateReport:
+    def _update(self, batch: PackedBatch, gradients: BatchGradients) -> UpdateReport:
         if batch.looked_up is None:
             raise DataError(
                 f"ref {batch.ref}: expected a training lookup before its gradients, got none"
@@ -269,10 +413,10 @@ class EmbeddingWorker:
                 f"ref {batch.ref}: expected update id {batch.update_id} again, which a part of "
                 f"the servers have applied, got {gradients.update_id}"
             )
-        arrays = _checked_gradients(batch.packed, gradients)
-        sums, counts = sum_gradients(batch.packed, arrays, maxima, self._threads)
+        arrays = _checked_gradients(batch, gradients)
+        sums, nan_samples, nan_rows = sum_gradients(batch, arrays, maxima, self._threads)
         servers = [x for x in range(self._num_servers) if x not in batch.acknowledged]
-        requests = split_update(batch.packed, gradients, sums, hints, servers)
+        requests = split_update(batch, gradients, sums, hints, servers)
         batch.update_id = gradients.update_id
         failure: Exception | None = None
         for server, reply in self._servers.ask("update", requests).items():
@@ -288,23 +432,23 @@ class EmbeddingWorker:
         for reply in batch.acknowledged.values():
             num_missing += reply.num_missing
             repeated = repeated or reply.repeated
-        names = zip(batch.packed.plan.names, arrays, strict=True)
+        names = zip(batch.plan.names, arrays, strict=True)
         skipped = tuple([name for name, array in names if array is None])
-        report = UpdateReport(num_missing, counts.samples, counts.rows, skipped, repeated)
+        report = UpdateReport(num_missing, nan_samples, nan_rows, skipped, repeated)
         batch.report = report
         self._buffer.acknowledge(batch, gradients.update_id, report)
-        self._count_update(report, counts)
+        self._count_update(report)
         return report
 
-    def _count_update(self, report: UpdateReport, counts: GradientCounts) -> None:
+    def _count_update(self, report: UpdateReport) -> None:
         with self._lock:
             self._counts["updates"] += 1
             self._counts["repeated_updates"] += report.repeated
             self._counts["missing"] += report.num_missing
             self._counts["skipped_slots"] += len(report.skipped)
-            for name, count in counts.samples.items():
+            for name, count in report.nan_samples.items():
                 self._counts[f"nan_samples.{name}"] += count
-            for name, count in counts.rows.items():
+            for name, count in report.nan_rows.items():
                 self._counts[f"nan_rows.{name}"] += count
         if report.skipped:
             self._statistics.add_skipped(report.skipped)
@@ -320,9 +464,9 @@ class EmbeddingWorker:
         self._servers.configure_all("register_optimizer", settings)
 
     def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
-        """Return the tables that a learning rate of a group, or of all groups, is for.
+        """Return the tables that a learning rate of a group is for.
 
-        None leaves out those whose learning rate the embedding config says.
+        None is all groups but those whose learning rate the embedding config says.
 
         Raises:
             ConfigError: If there is no such group, or it shares its table with others.
@@ -339,7 +483,6 @@ class EmbeddingWorker:
         Raises:
             StoreError: If a table is unknown or lengths differ.
             DimMismatch: If values are not of the table's dim.
-            DataTypeError: If an array has another dtype than its message says.
         """
         requests = split_entries(tables, self._owners, self._num_servers)
         for answer in self._servers.ask("set_embedding", requests).values():
@@ -361,11 +504,7 @@ class EmbeddingWorker:
     # --- checkpoints ------------------------------------------------------------------------
 
     def begin_cut(self, request: CutRequest) -> tuple[CutInfo, ...]:
-        """Begin a cut on every server at once.
-
-        Raises:
-            CheckpointError: If a server has no rows to speak of yet, or another cut under way.
-        """
+        """Begin a cut on every server at once."""
         return tuple(self._servers.ask_all("begin_cut", request))
 
     def write_cut(self, request: WriteRequest) -> None:
@@ -381,11 +520,7 @@ class EmbeddingWorker:
         self._servers.ask_all("end_cut", cut_id, committed)
 
     def flush_changes(self) -> None:
-        """Have servers of this process write the rows that have changed, if that is asked for.
-
-        Raises:
-            CheckpointError: If they cannot be written.
-        """
+        """Have servers of this process write the rows that have changed, if they are to."""
         for server in self._servers.servers:
             flush = getattr(server, "flush_changes", None)
             if flush is not None:
@@ -398,8 +533,6 @@ class EmbeddingWorker:
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start, and ``in_flight``, the refs now.
 
-        ``forward_buffer_size`` is the most of them there may be.
-        ``server_restarts`` counts parameter servers that came back empty.
         Counts by feature are named ``masked_ids.<feature>``, ``nan_samples.<feature>`` and
         ``nan_rows.<feature>``; those that are zero are absent.
         """

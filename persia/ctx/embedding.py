@@ -103,7 +103,8 @@ class EmbeddingCtx(BaseCtx):
         self._addresses: list[str] | None = None  # of embedding-workers, if not the job's
         self._tracker: InFlightTracker | None = None  # of the session, or of the last one
         self._view: View | None = None
-        self._output: error_hints.Form | None = None  # of its forward, until its backward
+        # Dtype and shape of its forward's output, until its backward.
+        self._output: tuple[Any, Any] | None = None
         # Batches with gradients that were prepared and may take part in the next backward,
         # in that order, by id(). Weak, or a loop without backward would fill the memory.
         self._prepared: weakref.WeakValueDictionary[int, PersiaTrainingBatch] = (
@@ -146,7 +147,7 @@ class EmbeddingCtx(BaseCtx):
 
     def _exit(self, raised: BaseException | None) -> None:
         if raised is not None and self._output is not None and self.current_batch is not None:
-            error_hints.explain_loss(raised, self.current_batch, self._output)
+            error_hints.explain_loss(raised, self.current_batch, *self._output)
         self._on_exit.close()
 
     def _open(self, stack: contextlib.ExitStack) -> None:
@@ -307,7 +308,7 @@ class EmbeddingCtx(BaseCtx):
             slot_names = self._session.connection.slot_names if self._session else list
             error_hints.explain_model(error, batch, slot_names)
             raise
-        self._output = error_hints.form_of(output)
+        self._output = getattr(output, "dtype", None), getattr(output, "shape", None)
         return output, labels
 
     def prepare_features(self, batch: PersiaTrainingBatch) -> Features:

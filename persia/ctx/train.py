@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from persia._rpc.messages import EmbeddingWorker
-    from persia._training.backward import GradientBatch
     from persia._training.batch import PersiaTrainingBatch
-    from persia._training.inflight import InFlightTracker, Plain, Position
+    from persia._training.inflight import InFlightBatch, InFlightTracker, Plain, Position
     from persia._training.queues import BoundedQueue
     from persia.config import ConfigSource
     from persia.ctx.connection import Connection
@@ -174,7 +173,7 @@ class TrainCtx(EmbeddingCtx):
         return self._connected().connection.backward
 
     @property
-    def grad_queue(self) -> BoundedQueue[GradientBatch] | None:
+    def grad_queue(self) -> BoundedQueue[InFlightBatch] | None:
         """Updates that wait to be sent; None outside the ``with`` block."""
         return None if self.backward_engine is None else self.backward_engine.queue
 
@@ -210,7 +209,7 @@ class TrainCtx(EmbeddingCtx):
         stack.callback(lambda: self._scaling.warn_of_nans(tracker, self.update_times, True))
         stack.callback(connection.end_updates, engine)
         if self._ranks is not None:
-            connection.barrier = StepBarrier.join(
+            connection.barrier = StepBarrier(
                 self.world_size,
                 self.rank_id,
                 engine.hold,
@@ -469,7 +468,7 @@ class TrainCtx(EmbeddingCtx):
         return current
 
     def _step(
-        self, engine: BackwardPipeline, updates: list[GradientBatch], scale: float
+        self, engine: BackwardPipeline, updates: list[InFlightBatch], scale: float
     ) -> None:
         """Step the dense optimizer and queue the updates; under a scaler both or neither."""
         if self.grad_scaler is None:
@@ -506,7 +505,7 @@ class LossScaling:
         self,
         scaler: torch.amp.GradScaler,
         optimizer: torch.optim.Optimizer,
-        updates: list[GradientBatch],
+        updates: list[InFlightBatch],
         scale: float,
         update_factor: float,
         ranks: Ranks | None,

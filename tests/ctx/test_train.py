@@ -494,6 +494,7 @@ def test_gradients_of_ranks_are_averaged_or_summed(
     scales = []
     env.set_env(world_size=4, rank=1, local_rank=1)
     monkeypatch.setattr("persia.ctx.train.Ranks", Alone)
+    monkeypatch.setattr("persia.ctx.train.StepBarrier", lambda *parts: None)
     monkeypatch.setattr(TrainCtx, "_join_ranks", lambda ctx: None)
     for reduction in ("mean", "sum"):
         fake = FakeWorker()

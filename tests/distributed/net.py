@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -29,7 +31,7 @@ class Net(torch.nn.Module):
         return logits
 
 
-def make_ctx(seed: int = 0) -> TrainCtx:
+def make_ctx(seed: int = 0, **options: Any) -> TrainCtx:
     """Return the trainer's context; equal seeds give equal beginnings."""
     torch.manual_seed(seed)
     model = Net()
@@ -40,6 +42,7 @@ def make_ctx(seed: int = 0) -> TrainCtx:
         embedding_config=EmbeddingConfig(
             emb_initialization=(-0.5, 0.5), seed=seed, schema=SLOTS
         ),
+        **options,
     )
 
 

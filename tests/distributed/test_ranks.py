@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,25 +20,17 @@ def found(launch: Launch) -> Any:
     return launch("meetings.py")
 
 
-def test_every_rank_hears_every_code(found: Any) -> None:
+def test_what_ranks_hear_of_each_other(found: Any) -> None:
     assert found["agreement"] == [[[-10, -9], [0, 1], [10, 11]]] * 2
-
-
-def test_a_flag_of_one_rank_holds_for_all(found: Any) -> None:
     assert found["either"] == [[False, True, True]] * 2
-
-
-def test_turns_are_in_rank_order_and_do_not_overlap(found: Any) -> None:
+    # Turns are in rank order and do not overlap, nor wait for an agreement.
     assert found["turns"] == [[1, 3, 5], [2, 4, 6]]
-
-
-def test_turns_and_agreement_do_not_wait_for_each_other(found: Any) -> None:
     assert found["turns_at_once_with_agreement"] == [[True, [[7, 7]]]] * 2
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_turn_that_fails_is_told_to_the_others(found: Any, failing: int) -> None:
-    ranks = found[f"failing_turn_of_{failing}"]
+    ranks = [turns[failing] for turns in found["failing_turn"]]
     own, other = ranks[failing][0], ranks[1 - failing][0]
     assert (own["type"], own["text"]) == ("KeyError", "'lost'")
     assert (other["type"], other["replica"]) == ("ServiceError", failing)
@@ -87,7 +80,7 @@ def test_cycles_leave_no_threads_and_files(found: Any) -> None:
 
 
 def test_one_rank_needs_no_group() -> None:
-    with Ranks(1, 0) as ranks:
+    with closing(Ranks(1, 0)) as ranks:
         assert ranks.agree(3) == [3]
         assert ranks.in_turn(lambda: "done") == "done"
         assert ranks.any(True) is True

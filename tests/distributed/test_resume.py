@@ -12,8 +12,7 @@ from tests.distributed.batches import SLOTS
 from tests.support.processes import Cluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
-NUM_BATCHES = 40
-STEPS = NUM_BATCHES // 2
+STEPS = 20
 
 # Each starts ten processes, four of which load torch.
 pytestmark = pytest.mark.slow
@@ -23,7 +22,7 @@ def run(num_servers: int, **options: Any) -> tuple[list[dict[str, Any]], list[st
     """Run a job; return what each rank saw, and what each data-loader said."""
     with Cluster(SLOTS, num_servers=num_servers, num_workers=2, num_ranks=2) as cluster:
         cluster.start_servers()
-        cluster.start_loaders(SCRIPTS / "resume_loader.py", 2, str(NUM_BATCHES))
+        cluster.start_loaders(SCRIPTS / "phases_loader.py", 2, str(STEPS))
         script = (str(SCRIPTS / "resume.py"), str(cluster.place), json.dumps(options))
         cluster.start("nn-worker", "nn-worker", "--nproc-per-node", "2", *script)
         statuses = cluster.wait()
@@ -48,3 +47,12 @@ def test_a_call_of_rank_0_stops_a_job_that_others_continue(
         assert after["dense"] == before["dense"]
     for text in said:
         assert f"'dropped': {stop}" in text
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_equal"), [("bytegrad", True), ("decentralized", False)]
+)
+def test_baguas_algorithms_train_with_services(algorithm: str, is_equal: bool) -> None:
+    ranks, _ = run(1, dump_at=0, load=False, algorithm=algorithm)
+    assert [len(rank["losses"]) for rank in ranks] == [STEPS, STEPS]
+    assert (ranks[0]["dense"] == ranks[1]["dense"]) is is_equal

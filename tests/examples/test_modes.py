@@ -36,7 +36,7 @@ from tests.support.processes import ROOT, Cluster
 from tests.training.test_checkpoint import step
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SMALL_LOADER = ROOT / "tests" / "distributed" / "scripts" / "resume_loader.py"
+SMALL_LOADER = ROOT / "tests" / "distributed" / "scripts" / "phases_loader.py"
 Rows = dict[int, Any]  # signs by dim
 
 
@@ -135,7 +135,7 @@ def test_a_small_job_is_bit_equal_in_services_mode() -> None:
         losses = train([net_batch(number) for number in range(SMALL)])
         parts = parts_of(ctx)
         signs, digest = signs_of(parts), digest_of(parts)
-    with services(Layout("tcp", 3, 2, 2), SLOTS, SMALL_LOADER, str(SMALL)):
+    with services(Layout("tcp", 3, 2, 2), SLOTS, SMALL_LOADER, str(SMALL // 2)):
         with net.make_ctx() as ctx:
             assert train(StreamingDataset(4)) == losses
         assert remote_rows(signs, SLOTS) == digest

@@ -21,9 +21,9 @@ MOST_CLASS_LINES = 450
 FORMS_OF_A_BATCH = frozenset(
     (
         *("IDTypeFeature", "FeatureBatch", "PersiaBatch", "IDFeatures", "StreamedBatch"),
-        *("PackedBatch", "BufferedBatch", "LookupRequest", "RequestResult", "LookupReply"),
-        *("LookupResult", "InFlightBatch", "PersiaTrainingBatch"),
-        *("GradientBatch", "BatchGradients", "TableSums", "UpdateRequest", "UpdateReply"),
+        *("PackedBatch", "LookupRequest", "LookupReply", "LookupResult"),
+        *("InFlightBatch", "PersiaTrainingBatch"),
+        *("BatchGradients", "UpdateRequest", "UpdateReply"),
         "UpdateReport",
     )
 )

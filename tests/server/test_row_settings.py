@@ -147,7 +147,7 @@ def test_states_of_rows_are_of_the_tables_optimizer() -> None:
     assert written is not None
     np.testing.assert_array_equal(written, states)
     states = np.ones((3, 2 * DIM + 1), np.uint32)
-    with pytest.raises(DimMismatch, match="expected states of dim 8, got 9"):
+    with pytest.raises(DimMismatch, match=r"expected states \[3, 8\] for ftrl"):
         server.set_embedding([TableEntries(TABLES["own"], signs_of("own"), values, states)])
 
 

@@ -15,14 +15,14 @@ import torch
 from persia._rpc.messages import (
     BatchGradients,
     JaggedOutput,
+    LearningRate,
     PooledOutput,
     RawOutput,
     SlotGradient,
     UpdateReport,
 )
-from persia._training.backward import GradientBatch
 from persia._training.batch import DeviceTransfer, Jagged
-from persia._training.inflight import InFlightBatch
+from persia._training.inflight import InFlightBatch, take_gradients
 from persia.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia.data import DataLoader
 from persia.distributed import BaguaDistributedOption
@@ -75,50 +75,6 @@ class SpoiltNet(Net):
             first = Spoils.apply(first, self.value)  # type: ignore[no-untyped-call]
         self.calls += 1
         return super().forward(dense, [first, *rest])
-
-
-def test_losses_and_rows_equal_plain_torch(worker: FakeWorker, make_ctx: MakeCtx) -> None:
-    data = batches(30)
-    with make_ctx() as ctx:
-        loader = DataLoader(data, reproducible=True, embedding_staleness=1)
-        losses = [step(ctx, batch).item() for batch in loader]
-    twin = Net()
-    tables = {name: torch.nn.EmbeddingBag(10, 4, mode="sum") for name in ("user", "tags")}
-    fresh = FakeWorker()
-    for name, table in tables.items():
-        ids = np.arange(10, dtype=np.uint64)
-        table.weight.data = torch.from_numpy(fresh._rows(name, ids, True))
-    dense = torch.optim.SGD(twin.parameters(), lr=0.1)
-    sparse = torch.optim.SGD([table.weight for table in tables.values()], lr=0.5)
-    for batch, loss in zip(data, losses, strict=True):
-        embeddings = []
-        for feature in batch.features:
-            positions = torch.from_numpy(feature.distinct.astype(np.int64)[feature.inverse])
-            lengths = torch.from_numpy(feature.lengths())
-            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1]])
-            embeddings.append(tables[feature.name](positions, offsets))
-        features = [torch.from_numpy(item.data) for item in batch.non_id_type_features]
-        labels = [torch.from_numpy(item.data) for item in batch.labels]
-        want = loss_of(twin(features, embeddings), labels)
-        want.backward()  # type: ignore[no-untyped-call]
-        for optimizer in (dense, sparse):
-            optimizer.step()
-            optimizer.zero_grad()
-        assert loss == pytest.approx(want.item(), abs=1e-6)
-    for (name, number), row in worker.rows.items():
-        want_row = tables[name].weight[number].detach().numpy()
-        assert np.allclose(row, want_row, atol=1e-6)
-
-
-def test_two_runs_are_bit_equal(make_ctx: MakeCtx) -> None:
-    runs = []
-    for _ in range(2):
-        fake = FakeWorker()
-        with make_ctx(embedding_worker=fake) as ctx:
-            loader = DataLoader(batches(40), reproducible=True, embedding_staleness=1)
-            losses = [step(ctx, batch).item() for batch in loader]
-        runs.append((losses, {key: row.tobytes() for key, row in fake.rows.items()}))
-    assert runs[0] == runs[1]
 
 
 def test_backward_returns_the_loss_and_counts(make_ctx: MakeCtx) -> None:
@@ -354,10 +310,8 @@ def test_backward_needs_a_batch(make_ctx: MakeCtx) -> None:
 
 def test_direct_batches_train_without_a_loader(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
-        first = ctx.get_embedding_from_data(make_batch(0))
-        second = ctx.get_embedding_from_data(make_batch(1))
-        loss = loss_of(*ctx.forward(first)) + loss_of(*ctx.forward(second))
-        ctx.backward(loss)
+        made = [ctx.get_embedding_from_data(make_batch(number)) for number in range(2)]
+        ctx.backward(torch.stack([loss_of(*ctx.forward(batch)) for batch in made]).sum())
     assert sorted(worker.of("update")) == [0, 1]
 
 
@@ -427,15 +381,6 @@ def test_w25_a_direct_batch_that_fails_after_its_lookup_is_released(
             ctx.get_embedding_from_data(make_batch(0))
         assert worker.refs == {}
         assert ctx.stats()["staleness"] == 0
-
-
-def test_w46_nothing_stays_at_the_worker(worker: FakeWorker, make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        for number, batch in enumerate(DataLoader(batches(20))):
-            ctx.forward(batch)
-            if number % 2:
-                ctx.backward(loss_of(*ctx.forward(batch)))
-    assert worker.refs == {}
 
 
 # --- threads, waiting and errors ----------------------------------------------------------
@@ -508,17 +453,6 @@ def test_exception_of_the_body_wins_over_that_of_an_update(
     with pytest.raises(KeyError, match="the body's"):
         train()
     assert "disk on fire" in caplog.text
-
-
-def test_exception_in_an_update_is_raised_by_reads(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    worker.before_update = fail_at(0)
-    with make_ctx() as ctx:
-        for batch in DataLoader(batches(1)):
-            step(ctx, batch)
-        with pytest.raises(StoreError, match="disk on fire"):
-            ctx.get_embedding_size()
 
 
 def test_a_read_ahead_does_not_swallow_what_an_update_raised(
@@ -607,23 +541,20 @@ def test_full_queue_makes_backward_wait_and_then_says_for_whom(
     go = threading.Event()
     worker.before_update = lambda batch_id: wait(go)
     with make_ctx(backward_buffer_size=1, backward_workers_size=1) as ctx:
-        iterator = iter(DataLoader(batches(6)))
-        step(ctx, next(iterator))
-        engine = ctx.backward_engine
-        assert engine is not None
-        step(ctx, next(iterator))
 
         def fill() -> None:
-            step(ctx, next(iterator))
-            step(ctx, next(iterator))
+            for number in range(4):
+                step(ctx, ctx.get_embedding_from_data(make_batch(number)))
 
         with pytest.raises(ServiceTimeout, match="embedding-worker to take one of 1 queued"):
             fill()
+        assert len(worker.refs) == ctx.stats()["staleness"]  # that of the refused is back
         with pytest.raises(ServiceTimeout, match="acknowledge"):
             ctx.get_embedding_size()
         go.set()
         monkeypatch.setattr("persia._training.backward.WAIT_S", WAIT_S)
     assert ctx.stats()["staleness"] == 0
+    assert worker.refs == {}
 
 
 def test_worker_that_outlives_the_deadline_is_named(
@@ -714,27 +645,6 @@ def test_backward_that_is_interrupted_while_it_waits_leaves_nothing_behind(
         assert ctx.stats()["failed"] == 1
         assert worker.refs == {}
     # leaving waited for no update that was never sent, or it would be a ServiceTimeout
-
-
-def test_timeout_of_a_full_queue_gives_the_refs_back(
-    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("persia._training.backward.WAIT_S", 0.05)
-    go = threading.Event()
-    worker.before_update = lambda batch_id: wait(go)
-    with make_ctx(backward_buffer_size=1, backward_workers_size=1) as ctx:
-
-        def fill() -> None:
-            for number in range(4):
-                step(ctx, ctx.get_embedding_from_data(make_batch(number)))
-
-        with pytest.raises(ServiceTimeout, match="to take one of 1 queued"):
-            fill()
-        num_waiting = ctx.stats()["staleness"]
-        assert len(worker.refs) == num_waiting
-        go.set()
-        monkeypatch.setattr("persia._training.backward.WAIT_S", WAIT_S)
-    assert worker.refs == {}
 
 
 def test_many_workers_update_at_the_same_time(worker: FakeWorker, make_ctx: MakeCtx) -> None:
@@ -829,14 +739,6 @@ def test_a_backward_without_gradients_of_embeddings_is_told_once(
             assert caplog.text.count("made with requires_grad=False") == 1
 
 
-def test_a_dataset_can_be_iterated() -> None:
-    cases: list[tuple[Any, str]]
-    cases = [(len, "got len; call it"), (list, "got list; call it"), (3, "give a dataset")]
-    for given, says in cases:
-        with pytest.raises(DataTypeError, match=says):
-            DataLoader(given)
-
-
 def test_update_takes_the_gradients_away() -> None:
     transfer = DeviceTransfer(torch.device("cpu"))
     batch = transfer.copy(make_batch(0, size=2, names=("user", "seq", "jag")))
@@ -854,11 +756,10 @@ def test_update_takes_the_gradients_away() -> None:
     assert isinstance(seq, torch.Tensor)
     assert isinstance(jag, Jagged)
     (2 * user.sum() + 3 * seq[:, :, :DIM].sum()).backward()  # type: ignore[no-untyped-call]
-    update = GradientBatch(ticket, batch.leaves)
+    ticket.gradients = take_gradients(batch.leaves)
     assert user.grad is None
-    assert update.is_finite()
-    assert update.missing == ["jag"]
-    slots = update.slots()
+    assert ticket.is_finite()
+    slots = ticket.slots()
     want = [
         SlotGradient("user", np.full((2, DIM), 2, np.float32)),
         SlotGradient("seq", np.array([[3.0] * DIM, [12.0] * DIM], np.float32)),
@@ -872,3 +773,82 @@ def test_update_takes_the_gradients_away() -> None:
             assert got.gradient is not None
             assert got.gradient.flags.c_contiguous
             assert np.array_equal(got.gradient, wanted.gradient)
+
+
+# --- learning rates -------------------------------------------------------------------------
+
+
+def test_a_rate_goes_with_the_gradients_computed_under_it(
+    worker: FakeWorker, make_ctx: MakeCtx
+) -> None:
+    is_set = threading.Event()  # the first update is held until the last rate is, too
+    worker.before_update = lambda batch_id: wait(is_set)
+    with make_ctx() as ctx:
+        loader = DataLoader(batches(5), embedding_staleness=5)
+        want = {}
+        for batch, lr in zip(loader, [None, 0.5, 0.25, 0.25, 0.125], strict=True):
+            if lr is not None:
+                ctx.set_lr(lr)
+            step(ctx, batch)
+            assert batch.ticket is not None
+            want[batch.ticket.number] = () if lr is None else (LearningRate(0, lr),)
+        ctx.set_lr(0.0)
+        is_set.set()
+    assert {given.update_id[1]: given.learning_rates for given in worker.gradients} == want
+
+
+class Counting(FakeWorker):
+    """Has a table for each group, and one for all others; notes who asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str | None] = []
+
+    def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
+        self.asked.append(group)
+        if group == "unknown":
+            raise ConfigError("unknown group 'unknown'")
+        return {None: (0, 2), "g": (1,), "h": (2,)}[group]
+
+
+def test_groups_keep_the_rate_that_was_set_for_them(make_ctx: MakeCtx) -> None:
+    worker = Counting()
+    with make_ctx(embedding_worker=worker) as ctx:
+        with pytest.raises(ConfigError, match="set_lr: lr must be a number, got None"):
+            ctx.set_lr(None)  # type: ignore[arg-type]
+        rates: Any = ctx.backward_engine.learning_rates  # type: ignore[union-attr]
+
+        def current() -> dict[int, float]:
+            return {rate.table: rate.lr for rate in rates.current}
+
+        ctx.set_lr(0.5, "g")
+        assert current() == {1: 0.5}
+        ctx.set_lr(0.25)
+        assert current() == {0: 0.25, 1: 0.5, 2: 0.25}
+        ctx.set_lr(1, group="h")
+        kept = rates.current
+        assert kept == (LearningRate(0, 0.25), LearningRate(1, 0.5), LearningRate(2, 1.0))
+        for _ in range(3):
+            ctx.set_lr(0.25)
+            ctx.set_lr(0.5, "g")
+        assert rates.current is kept
+        ctx.set_lr(0.125)
+        assert current() == {0: 0.125, 1: 0.5, 2: 1.0}
+        for lr, group, message in (
+            (-1.0, None, "set_lr: lr must be at least 0"),
+            (float("nan"), "g", "set_lr: lr must be finite"),
+            ("fast", None, "set_lr: lr must be a number"),
+            (True, "h", "set_lr: lr must be a number"),
+            (0.5, "unknown", "unknown group"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                ctx.set_lr(lr, group)  # type: ignore[arg-type]
+        assert current() == {0: 0.125, 1: 0.5, 2: 1.0}
+        assert worker.asked == ["g", None, "h", "unknown"]
+        SGD(lr=0.5).apply()
+        assert current() == {}
+        ctx.set_lr(0.5)
+    with pytest.raises(ConfigError):
+        ctx.set_lr(0.5)
+    with ctx:
+        assert ctx.backward_engine.learning_rates.current == ()  # type: ignore[union-attr]

@@ -39,7 +39,7 @@ def ranks(*steps: int, timeout_s: float = 30.0) -> list[tuple[StepBarrier, Engin
         engine = Engine(count)
         state: Any = {"rank": rank}
         barrier = StepBarrier(
-            len(steps), rank, engine.hold, engine.resume, state.copy, timeout_s, store, 0
+            len(steps), rank, engine.hold, engine.resume, state.copy, timeout_s, store
         )
         found.append((barrier, engine))
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia._rpc.messages import StreamOpening
+from persia._training.checkpoint import serialized
 from persia._training.inflight import Plain, Progress, Watermark, count_done, to_position
-from persia._training.ranks import from_bytes, to_bytes
 from persia._training.receiver import LoaderStream
 from persia._training.resume import merge, of_one_pass, random_states, set_random_states
 from persia.errors import CheckpointError
@@ -125,11 +127,15 @@ def test_passes_are_counted_as_they_end_or_are_left() -> None:
     assert progress.snapshot()["passes"] == 2
 
 
+def from_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
 def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
     progress, source = Progress(), Source(5)
     progress.begin(source.position)
     progress.mark_done(8, None)
-    there = from_bytes(to_bytes(progress.snapshot()))
+    there = from_bytes(serialized(progress.snapshot()))
     resumed = Progress()
     resumed.resume(there["passes"], there["position"], there["next_number"])
     assert resumed.snapshot() == progress.snapshot()
@@ -143,7 +149,7 @@ def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
 
 
 def test_random_states_go_through_a_file() -> None:
-    before = from_bytes(to_bytes(random_states()))
+    before = from_bytes(serialized(random_states()))
 
     def draw() -> list[float]:
         return [

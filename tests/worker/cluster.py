@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
-from persia._rpc.messages import (
-    OptimizerSettings,
-)
+from persia._rpc.messages import OptimizerSettings
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
-from persia.errors import (
-    ServiceUnavailable,
-)
-from tests.support.services import (
-    SGD,
-    make_servers,
-    make_worker,
-    value,
-)
+from persia.errors import ServiceUnavailable
+from tests.support.services import SGD, make_servers, make_worker, value
 
 WIDE = 2**56  # the first id that does not fit 64 - 8 bits
 
@@ -56,6 +48,28 @@ class Faulty:
                 self.fail_after.remove(name)
                 raise ServiceUnavailable(f"the answer to {name} was lost")
             return result
+
+        return call
+
+
+class Slow(Faulty):
+    """A server whose calls of one method wait, once they have begun, until they may end."""
+
+    def __init__(self, method: str, only_batch: int | None = None) -> None:
+        super().__init__(make_servers()[0])
+        self.started, self.may_end = threading.Event(), threading.Event()
+        self._method, self._only_batch = method, only_batch
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name != self._method:
+            return found
+
+        def call(request: Any) -> Any:
+            if self._only_batch in (None, getattr(request, "batch_id", None)):
+                self.started.set()
+                assert self.may_end.wait(10)
+            return found(request)
 
         return call
 

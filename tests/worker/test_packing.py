@@ -1,26 +1,21 @@
-"""Ids to signs, and what servers are asked for; refusals of batches and of rows."""
+"""Features to plans, ids to signs, what servers are asked for, and what is counted."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from persia._cluster.embedded import build_embedding_worker
+from persia._core.ids import cardinality
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.messages import (
-    IDFeatures,
-    LookupRequest,
-    TableEntries,
-)
-from persia.config import EmbeddingSchema
-from persia.errors import (
-    DataError,
-    DataTypeError,
-    DimMismatch,
-    StoreError,
-)
+from persia._rpc.messages import IDFeatures, LookupRequest, TableEntries
+from persia._worker.packing import UNSEEN_AFTER, BatchPlanner
+from persia.config import EmbeddingSchema, GlobalConfig
+from persia.errors import DataError, DataTypeError, DimMismatch, StoreError
 from tests.support.services import (
     ADAM,
     CONFIG,
@@ -32,6 +27,40 @@ from tests.support.services import (
     sign,
 )
 from tests.worker.cluster import WIDE, embeddings, faulty_cluster
+
+
+def test_groups_of_a_table_stand_in_the_order_of_their_first_feature() -> None:
+    plan = BatchPlanner(SCHEMA).plan(("mean", "sum", "raw", "stack", "max"))
+    assert [table.number for table in plan.tables] == [
+        SCHEMA.slots["mean"].table,
+        SCHEMA.slots["raw"].table,
+    ]
+    groups = plan.tables[0].groups
+    assert [group.features for group in groups] == [(0,), (1, 4), (3,)]
+    assert [group.is_plain for group in groups] == [True, False, False]
+    assert [feature.pooled for feature in plan.features] == [0, 1, -1, 2, 3]
+    assert [table.num_pooled for table in plan.tables] == [4, 0]
+
+
+def test_a_plan_is_made_once_and_only_so_many_are_kept() -> None:
+    planner = BatchPlanner(SCHEMA)
+    assert planner.plan(("sum", "max")) is planner.plan(("sum", "max"))
+    planner.MAX_PLANS = 1
+    assert planner.plan(("max", "sum")).names == ("max", "sum")
+    assert planner.plan(("max", "sum")) is not planner.plan(("max", "sum"))
+
+
+def test_slots_that_no_batch_has_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    slots = {name: {"dim": 4} for name in ("user", "item", "city")}
+    planner = BatchPlanner(EmbeddingSchema.load({"slots_config": slots}))
+    planner.plan(("user",))
+    planner.plan(("item",))  # of another data-loader
+    for _ in range(2 * UNSEEN_AFTER):
+        planner.plan(("user",))
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"none of the first {UNSEEN_AFTER} batches has 'city', of 3 slots in the embedding "
+        "config: if the model needs them, data-loaders have to send them; if not, take them out"
+    ]
 
 
 def test_raw_ids_beyond_the_fixed_size_are_not_even_looked_up() -> None:
@@ -139,14 +168,9 @@ def test_strict_ids_refuse_them_before_anything_has_changed() -> None:
             features({"summ": [[1]]}),
             "'summ' is not in the embedding config, did you mean 'sum'",
         ),
-        (
-            IDFeatures(2 * features({"sum": [[1]]}).features, 0, True),
-            "'sum' comes twice in one batch",
-        ),
-        (
-            features({"sum": [[1]], "max": [[1], [2]]}),
-            "'max' has 2 samples, expected 1 as in feature 'sum'",
-        ),
+        (features({"zzzz": [[1]]}), "'zzzz' is not in the embedding config$"),
+        (IDFeatures(2 * features({"sum": [[1]]}).features, 0, True), "'sum' comes twice"),
+        (features({"sum": [[1]], "max": [[1], [2]]}), "'max' has 2 samples, expected 1 as in"),
     ],
 )
 def test_w22_bad_batches_are_refused_before_anything_has_changed(
@@ -194,3 +218,51 @@ def test_bad_rows_are_refused(change: Any, error: type[Exception], message: str)
         with pytest.raises(error, match=message):
             worker.set_embedding([TableEntries(**(good | change))])
         assert sum(worker.get_embedding_size()) == 0
+
+
+SLOTS = EmbeddingSchema.load({"slots_config": {"user": {"dim": 4}, "tags": {"dim": 8}}})
+
+
+def batch(number: int) -> IDFeatures:
+    user = FeatureBatch.from_single("user", np.array([1, 2, 1, number], np.uint64))
+    tags = FeatureBatch.from_csr(
+        "tags", np.array([9, 9, number], np.uint64), np.array([0, 2, 2, 3, 3])
+    )
+    return IDFeatures((user, tags), number, requires_grad=True)
+
+
+def test_a_batch_counts_once_however_often_it_is_asked_for() -> None:
+    worker = build_embedding_worker(SLOTS, GlobalConfig.load(None))
+    try:
+        for number in (50, 51, 51):
+            worker.register(batch(number))
+        user, tags = worker.feature_stats()
+    finally:
+        worker.close()
+    assert (user.name, user.dim, user.num_samples, user.num_empty) == ("user", 4, 8, 0)
+    assert (tags.name, tags.dim, tags.num_samples, tags.num_empty) == ("tags", 8, 8, 4)
+    assert (user.num_ids, tags.num_ids) == (8, 6)
+    assert round(cardinality.estimate(user.registers)) == 4
+    assert round(cardinality.estimate(tags.registers)) == 3
+    both = np.maximum(user.registers, tags.registers)
+    assert round(cardinality.estimate(both)) == 5
+
+
+def test_ids_beyond_the_index_bits_are_counted_with_one_warning_a_feature(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with faulty_cluster() as (worker, _), caplog.at_level(logging.WARNING):
+        batch = {"sum": [[1, WIDE], [2**64 - 1]], "max": [[WIDE - 1], []]}
+        batch["stack"] = [[2**64 - 1], []]
+        ref = worker.register(features(batch, 0))
+        worker.lookup(ref, True)
+        worker.lookup_direct(features(batch, 1))
+        worker.lookup_direct(features({"mean": [[WIDE]]}, requires_grad=False))
+        stats = worker.stats()
+        masked = {name: stats[name] for name in stats if name.startswith("masked_ids")}
+        assert masked == {"masked_ids.sum": 4, "masked_ids.mean": 1}
+        warned = [
+            r.getMessage() for r in caplog.records if "more than 56 bits" in r.getMessage()
+        ]
+        assert len(warned) == 2
+        assert warned[0].startswith("feature 'sum': 2 ids")

@@ -21,15 +21,7 @@ from persia._rpc.messages import (
     TableSigns,
 )
 from persia._worker.pooling import shares
-from tests.support.services import (
-    ADAGRAD,
-    ADAM,
-    SCHEMA,
-    features,
-    gradient,
-    sign,
-    value,
-)
+from tests.support.services import ADAGRAD, ADAM, SCHEMA, features, gradient, sign, value
 from tests.worker.cluster import embeddings, faulty_cluster
 
 

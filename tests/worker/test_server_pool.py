@@ -27,11 +27,7 @@ from persia._rpc.zmq_transport import ZmqTransport
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema
-from persia.errors import (
-    ConfigError,
-    ProtocolError,
-    ServiceUnavailable,
-)
+from persia.errors import ConfigError, ProtocolError, ServiceUnavailable
 from tests.support.services import (
     ADAM,
     CONFIG,
@@ -44,7 +40,7 @@ from tests.support.services import (
     settings,
     value,
 )
-from tests.worker.cluster import Faulty
+from tests.worker.cluster import Faulty, Slow
 
 NUM_SERVERS = 2
 
@@ -74,6 +70,11 @@ class Cluster:
         self.objects[number] = make_servers(NUM_SERVERS, hyper=None, optimizer=None)[number]
         self.servers[number] = self._serve(number)
 
+    def configured(self) -> EmbeddingWorker:
+        self.worker.configure(SETTINGS)
+        self.worker.register_optimizer(SGD)
+        return self.worker
+
     def close(self) -> None:
         self.worker.close()
         for remote in self.remotes:
@@ -101,9 +102,7 @@ def step(worker: EmbeddingWorker, number: int) -> None:
 def test_w17_w30_a_restarted_server_is_configured_again_and_at_once_usable(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = cluster.worker
-    worker.configure(SETTINGS)
-    worker.register_optimizer(SGD)
+    worker = cluster.configured()
     step(worker, 1)
     before = worker.get_embedding_size()
     cluster.restart(1)
@@ -129,9 +128,7 @@ def test_a_server_restarted_before_training_has_lost_nothing(
 
 
 def test_w17_rows_begin_anew_with_the_same_settings(cluster: Cluster) -> None:
-    worker = cluster.worker
-    worker.configure(SETTINGS)
-    worker.register_optimizer(SGD)
+    worker = cluster.configured()
     step(worker, 1)
     after_one = [value(cluster.objects, "sum", x).tolist() for x in range(40)]
     for number in range(NUM_SERVERS):
@@ -141,9 +138,7 @@ def test_w17_rows_begin_anew_with_the_same_settings(cluster: Cluster) -> None:
 
 
 def test_a_batch_between_lookup_and_update_is_missed_and_counted(cluster: Cluster) -> None:
-    worker = cluster.worker
-    worker.configure(SETTINGS)
-    worker.register_optimizer(SGD)
+    worker = cluster.configured()
     result = worker.lookup_direct(features({"sum": [list(range(40))]}, 1))
     lost = worker.get_embedding_size()[0]
     cluster.restart(0)
@@ -172,19 +167,14 @@ def test_a_server_restarted_before_any_settings_waits_for_them(cluster: Cluster)
 
 
 def test_a_server_that_restarts_while_all_are_told_is_told_too() -> None:
-    class Restarts:
+    received: list[HyperParameters] = []
+
+    class Restarts(Faulty):
         """Loses its first settings, as if it had been killed after its answer."""
 
-        def __init__(self, server: ParameterServer) -> None:
-            self.server = server
-            self.received: list[HyperParameters] = []
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.server, name)
-
         def configure(self, given: HyperParameters) -> None:
-            self.received.append(given)
-            if len(self.received) == 1:
+            received.append(given)
+            if len(received) == 1:
                 worker.reconfigure_server(0)
 
         def register_optimizer(self, given: OptimizerSettings) -> None:
@@ -193,7 +183,7 @@ def test_a_server_that_restarts_while_all_are_told_is_told_too() -> None:
     server = Restarts(make_servers(hyper=None, optimizer=None)[0])
     worker = make_worker([server])
     worker.configure(SETTINGS)
-    assert server.received == [SETTINGS, SETTINGS]
+    assert received == [SETTINGS, SETTINGS]
 
 
 Change = Callable[[TableRows], TableRows | None]
@@ -213,13 +203,7 @@ Change = Callable[[TableRows], TableRows | None]
 def test_rows_that_a_remote_server_was_not_asked_for_are_refused_by_name(
     change: Any, message: str
 ) -> None:
-    class Wrong:
-        def __init__(self, server: ParameterServer) -> None:
-            self.server = server
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.server, name)
-
+    class Wrong(Faulty):
         def lookup(self, request: LookupRequest) -> LookupReply:
             parts = [change(part) for part in self.server.lookup(request).tables]
             return LookupReply(tuple(part for part in parts if part is not None))
@@ -276,19 +260,11 @@ def test_w07_servers_that_number_groups_otherwise_are_refused() -> None:
 
 
 def test_w49_no_lock_is_held_while_a_server_is_asked() -> None:
-    asked, may_end = threading.Event(), threading.Event()
-
-    class Slow(Faulty):
-        def lookup(self, request: LookupRequest) -> LookupReply:
-            if request.batch_id == 0:
-                asked.set()
-                assert may_end.wait(10)
-            return self.server.lookup(request)
-
-    worker = make_worker([Slow(make_servers()[0])])
+    server = Slow("lookup", only_batch=0)
+    worker = make_worker([server])
     slow = threading.Thread(target=lambda: worker.lookup_direct(features({"sum": [[1]]}, 0)))
     slow.start()
-    assert asked.wait(10)
+    assert server.started.wait(10)
     # In a thread, so that a lock would be a failure and no hang.
     others = threading.Thread(
         target=lambda: worker.update(
@@ -299,7 +275,7 @@ def test_w49_no_lock_is_held_while_a_server_is_asked() -> None:
     others.join(5)
     assert not others.is_alive()
     assert worker.stats()["updates"] == 1
-    may_end.set()
+    server.may_end.set()
     slow.join(10)
 
 

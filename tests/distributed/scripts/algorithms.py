@@ -110,16 +110,6 @@ def run(name: str, rank: int, directory: Path) -> dict[str, Any]:
     }
 
 
-def from_one_rank(rank: int) -> float:
-    """Return how far gradient_allreduce ends from one rank with the batches of both."""
-    model, alone = new_model(), new_model()
-    option = BaguaDistributedOption("gradient_allreduce")
-    parallel, _ = option.convert2distributed_model(model, 2, rank)
-    fit(parallel, new_optimizer("", model), half_of(rank))
-    fit(alone, new_optimizer("", alone), slice(0, ROWS))
-    return float((flat(alone) - flat(parallel)).abs().max())
-
-
 def kept_batches(rank: int) -> float:
     """Return how far a gradient over two forward passes is from one rank's."""
     parallel, _ = get_default_distributed_option().convert2distributed_model(
@@ -185,7 +175,6 @@ def main(output: Path) -> None:
     if rank is None:
         raise SystemExit("start this by torchrun")
     found: dict[str, Any] = {name: run(name, rank, output.parent) for name in NAMES}
-    found["from_one_rank"] = from_one_rank(rank)
     found["kept_batches"] = kept_batches(rank)
     found["uneven"] = {name: uneven(rank, name) for name in ("gradient_allreduce", "bytegrad")}
     if rank == 0:

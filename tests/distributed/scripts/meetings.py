@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,15 +56,15 @@ class Script:
         self.store.wait([name], timedelta(seconds=60))
 
     def agreement(self) -> Any:
-        with self.ranks() as ranks:
+        with closing(self.ranks()) as ranks:
             return [ranks.agree(step * 10 + self.rank) for step in (-1, 0, 1)]
 
     def either(self) -> Any:
-        with self.ranks() as ranks:
+        with closing(self.ranks()) as ranks:
             return [ranks.any(flag) for flag in (False, True, self.rank == 1)]
 
     def turns(self) -> Any:
-        with self.ranks() as ranks:
+        with closing(self.ranks()) as ranks:
 
             def action() -> int:
                 return int(self.store.add("turns", 1))
@@ -72,7 +73,7 @@ class Script:
 
     def turns_at_once_with_agreement(self) -> Any:
         """The groups do not wait for each other: here each rank begins with another one."""
-        with self.ranks() as ranks:
+        with closing(self.ranks()) as ranks:
             agreed: list[list[int]] = []
             loader = threading.Thread(target=lambda: agreed.append(ranks.agree(7)))
             if self.rank == 0:
@@ -83,8 +84,11 @@ class Script:
             loader.join(60)
             return [done, agreed]
 
-    def failing_turn(self, failing: int) -> Any:
-        with self.ranks() as ranks:
+    def failing_turn(self) -> Any:
+        return [self.failing_turn_of(rank) for rank in range(2)]
+
+    def failing_turn_of(self, failing: int) -> Any:
+        with closing(self.ranks()) as ranks:
 
             def action() -> str:
                 if self.rank == failing:
@@ -93,12 +97,6 @@ class Script:
 
             first = outcome(lambda: ranks.in_turn(action))
             return [first, outcome(lambda: ranks.in_turn(lambda: "again"))]
-
-    def failing_turn_of_0(self) -> Any:
-        return self.failing_turn(0)
-
-    def failing_turn_of_1(self) -> Any:
-        return self.failing_turn(1)
 
     def leaving(self) -> Any:
         """Rank 1 goes while rank 0 waits, and lives on until rank 0 has heard of it."""
@@ -134,7 +132,7 @@ class Script:
         counts = []
         for number in (2, 20):
             for _ in range(number):
-                with self.ranks() as ranks:
+                with closing(self.ranks()) as ranks:
                     ranks.agree(1)
             # Of the process, not of Python: gloo's threads count.
             own = Path("/proc/self")
@@ -163,8 +161,7 @@ def main(output: Path) -> None:
         "either",
         "turns",
         "turns_at_once_with_agreement",
-        "failing_turn_of_0",
-        "failing_turn_of_1",
+        "failing_turn",
         "leaving",
         "timeout",
         "cycles",

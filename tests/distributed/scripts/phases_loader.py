@@ -1,4 +1,4 @@
-"""The data-loaders of ``phases.py``: one stream for each phase."""
+"""Data-loaders: a stream for each argument, a phase of ``phases.py`` or a number of batches."""
 
 import sys
 
@@ -13,7 +13,9 @@ if __name__ == "__main__":
     index, size = env.get_replica_index() or 0, env.get_replica_size() or 1
     for phase in sys.argv[1:]:
         with DataCtx() as ctx:
-            for place in range(COUNTS[phase][index]):
+            count = int(phase) if phase.isdigit() else COUNTS[phase][index]
+            for place in range(count):
                 ctx.send_data(make_batch(place * size + index))
             if phase == "failing" and index == 1:
                 raise RuntimeError("no such file")
+            print("stats", dict(ctx.stats()), flush=True)

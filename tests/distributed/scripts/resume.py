@@ -4,6 +4,7 @@ Usage: resume.py DIRECTORY OPTIONS, with OPTIONS a JSON object:
     url       of the checkpoint
     dump_at   step after which rank 0 dumps; 0 is none
     load      whether to continue from it
+    algorithm of BaguaDistributedOption; none is the default option
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import Any
 import torch
 
 from persia.data import DataLoader, StreamingDataset
+from persia.distributed import BaguaDistributedOption
 from tests.distributed.net import make_ctx, rows
 from tests.support.processes import DEADLINE_S
 
 
 def main(directory: Path, options: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.INFO)
-    with make_ctx(seed=5) as ctx:
+    name = options.get("algorithm")
+    option = None if name is None else BaguaDistributedOption(name)
+    with make_ctx(seed=5, distributed_option=option) as ctx:
         torch.manual_seed(100 * options["load"] + ctx.rank_id)
         if options["load"]:
             ctx.load_checkpoint(options["url"])
