@@ -147,8 +147,10 @@ _replica_size = Variable("REPLICA_SIZE", _COUNT, "1", "Number of replicas of thi
 _replica_index = Variable(
     "REPLICA_INDEX", _REPLICA, "0", "Its number; `auto`: as Compose or Kubernetes count it."
 )
-master_address = Variable("MASTER_ADDR", _OPTIONAL_TEXT, "", "Host where the ranks meet.")
-master_port = Variable("MASTER_PORT", _INTEGER, "", "Port where the ranks meet.")
+master_address = Variable(
+    "MASTER_ADDR", _OPTIONAL_TEXT, "", "Host of rank 0, where the ranks meet."
+)
+master_port = Variable("MASTER_PORT", _INTEGER, "", "Port on that host.")
 
 # What a job is.
 global_config_path = Variable("PERSIA_GLOBAL_CONFIG", _PATH, "", "Path of the global config.")
@@ -169,7 +171,7 @@ parameter_server_addresses = Variable(
     PARAMETER_SERVERS_VARIABLE, _ADDRESSES, "127.0.0.1:8888", "Addresses of parameter servers."
 )
 embedding_worker_service = Variable(
-    "EMBEDDING_WORKER_SERVICE", _TEXT, "embedding_worker:8887", "`host:port` for inference."
+    "EMBEDDING_WORKER_SERVICE", _TEXT, "embedding_worker:8887", "Embedding-worker of an InferCtx."
 )
 embedding_worker_addresses = Variable(
     *(EMBEDDING_WORKERS_VARIABLE, _ADDRESSES, "127.0.0.1:8887"),
@@ -206,9 +208,14 @@ checkpoint_roots = Variable(
 metrics_port = Variable(
     "PERSIA_METRICS_PORT", _PORT, "", "Port of this process's metrics; `0`: any, `off`: none."
 )
-metrics_host = Variable("PERSIA_METRICS_HOST", _TEXT, "127.0.0.1", "Host of metrics.")
+metrics_host = Variable(
+    "PERSIA_METRICS_HOST", _TEXT, "127.0.0.1", "Host where metrics are served."
+)
 metrics_gateway = Variable(
-    "PERSIA_METRICS_GATEWAY_ADDR", _TEXT, "metrics_gateway:9091", "`host:port` to push to."
+    "PERSIA_METRICS_GATEWAY_ADDR",
+    _TEXT,
+    "metrics_gateway:9091",
+    "Push gateway, if the config pushes metrics.",
 )
 log_level = Variable("LOG_LEVEL", _LEVEL, "info", "Level of the log of launched processes.")
 launcher_verbose = Variable(
