@@ -171,7 +171,10 @@ parameter_server_addresses = Variable(
     PARAMETER_SERVERS_VARIABLE, _ADDRESSES, "127.0.0.1:8888", "Addresses of parameter servers."
 )
 embedding_worker_service = Variable(
-    "EMBEDDING_WORKER_SERVICE", _TEXT, "embedding_worker:8887", "Embedding-worker of an InferCtx."
+    "EMBEDDING_WORKER_SERVICE",
+    _TEXT,
+    "embedding_worker:8887",
+    "Embedding-worker of an InferCtx.",
 )
 embedding_worker_addresses = Variable(
     *(EMBEDDING_WORKERS_VARIABLE, _ADDRESSES, "127.0.0.1:8887"),

@@ -78,7 +78,11 @@ def discard(storage: Storage, identity: str) -> bool:
     try:
         storage.remove(f"{identity}.json")
     except CheckpointError as exc:
-        _logger.warning("%s: what was written of it is left: %s", storage.at(identity), exc)
+        _logger.warning(
+            "%s: files of an unfinished checkpoint could not be removed: %s",
+            storage.at(identity),
+            exc,
+        )
         return False
     try:
         storage.remove_folder(identity)

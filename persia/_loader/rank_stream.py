@@ -500,7 +500,7 @@ class RankStream:
             self._feed.counts["lost"] += 1
             raise ServiceError(
                 f"batch {batch_id} is lost: {self._feed} sent it before it was restarted, and "
-                f"has skipped it since; now its embedding-worker holds its ids no more, "
+                f"has skipped it since; now its embedding-worker no longer has its ids, "
                 f"and {self} waits for them",
                 role="nn-worker",
                 replica=self._number,

@@ -54,7 +54,7 @@ class JobState:
             if self._is_configured and not took_part:
                 logger.warning(
                     "a job that never configured this server has ended with status %d: this "
-                    "one goes on; two jobs need addresses of their own",
+                    "one goes on; give each job its own addresses",
                     status,
                 )
                 return

@@ -292,7 +292,7 @@ class LoadManager(RowGate):
                     f"ended within {_IDLE_TIMEOUT_S:g} s; nothing was loaded"
                 )
             if load.is_dropped:
-                raise CheckpointError("the load was given up; nothing was loaded")
+                raise CheckpointError("the load was cancelled; nothing was loaded")
             load.restore.check_fits(now())  # from here on settings cannot change that
             before = self._missing
             load.missing_before = None if before is None else before.after(request.features)
@@ -315,7 +315,7 @@ class LoadManager(RowGate):
             with self._lock:
                 load.status = replace(load.status, done=done, total=total, num_rows=rows)
                 if load.is_dropped:
-                    raise CheckpointError("the load was given up")
+                    raise CheckpointError("the load was cancelled")
 
         try:
             if request.step == "verify":

@@ -199,7 +199,9 @@ class Snapshots:
         try:
             open_storage(dump.target.url).remove_folder(prefix)
         except PersiaError as exc:
-            _logger.warning("%s: what was written of a dump is left: %s", prefix, exc)
+            _logger.warning(
+                "%s: files of an unfinished dump could not be removed: %s", prefix, exc
+            )
 
     def _write(self, dump: _Dump, request: WriteRequest) -> None:
         storage, prefix = open_storage(request.url), self._prefix(request)
@@ -208,7 +210,7 @@ class Snapshots:
             with self._lock:
                 dump.num_rows += num_rows
                 if dump.is_ended:
-                    raise CheckpointError("the dump was given up")
+                    raise CheckpointError("the dump was cancelled")
 
         parts, deleted = write_rows(
             storage,
@@ -227,7 +229,7 @@ class Snapshots:
             files[name] = file
         with self._lock:
             if dump.is_ended:
-                raise CheckpointError("the dump was given up")
+                raise CheckpointError("the dump was cancelled")
             dump.meta = json.dumps(ServerFiles(parts, deleted, files).to_json()).encode()
             dump.state = "written"
 

@@ -283,8 +283,7 @@ def open_state(
         except (OSError, StoreError) as error:
             problem = str(error)
     logger.warning(
-        "rows are not kept for the case that this server is killed: %s; keep_state: false says "
-        "that this is meant so",
+        "rows will be lost if this server is killed: %s; keep_state: false silences this line",
         problem,
     )
     return None

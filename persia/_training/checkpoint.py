@@ -248,7 +248,7 @@ def _watch(ask: Callable[[], tuple[bool, int, int, T]], unit: str, what: str, sh
                 return found
             if time.monotonic() - moved_at > patience_s:
                 raise CheckpointError(
-                    f"{what}: the servers have not moved for {patience_s:g} s: {found}"
+                    f"{what}: the servers made no progress for {patience_s:g} s: {found}"
                 )
             passed_s = time.monotonic() - begun_at
             pause.wait(min(max(passed_s * _ASKED_AFTER, _FIRST_ASK_S), _LONGEST_ASK_S))

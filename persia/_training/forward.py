@@ -519,7 +519,7 @@ class ForwardPipeline:
                         role="nn-worker",
                         method="next batch",
                     ) from exc
-            logger.warning("waiting for a batch: for %s", self._slow_stage())
+            logger.warning("no batch yet: waiting for %s", self._slow_stage())
 
     def _note_end(self) -> None:
         if self._num_abandoned and not self._num_trained:

@@ -580,7 +580,7 @@ class Progress:
         if here is not None and here["kind"] != kind:
             raise CheckpointError(
                 f"the checkpoint was made in a pass over a {here['kind']}, and this one is "
-                f"over a {kind}: its position there means nothing here"
+                f"over a {kind}: its position there cannot be used here"
             )
         return here
 

@@ -376,7 +376,7 @@ class StepBarrier:
                 self._serve(number)
         except BaseException as exc:
             # Rank 0 learns by its deadline; what breaks the store ends training anyway.
-            _logger.warning("rank %d takes part in no more checkpoints: %r", self._rank, exc)
+            _logger.warning("rank %d stops taking part in checkpoints: %r", self._rank, exc)
 
     def _wait_for(self, key: str, deadline: float | None = None) -> bool:
         """Wait for a key; False if this rank leaves first, or the deadline passes."""

@@ -151,8 +151,8 @@ class TorchReader(Reader):
         if not isinstance(given, Mapping):
             if self.names is None or not isinstance(given, list | tuple):
                 raise DataTypeError(
-                    "TorchReader: expected the loader to yield mappings, or tuples whose "
-                    f"columns names= says, got {type(given).__name__}"
+                    "TorchReader: expected the loader to yield mappings, or tuples with "
+                    f"their columns in names=, got {type(given).__name__}"
                 )
             if len(self.names) != len(given):
                 raise DataTypeError(

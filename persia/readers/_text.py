@@ -43,7 +43,7 @@ _LOOK_BYTES = 1 << 16
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 # Fields of a CSV that say that there is nothing.
 NULLS = ("", "NULL", "null", "NaN", "nan", "N/A", "NA", "None", "\\N")
-_EXPECTED = "lines of the types that the first MiB has, or types= says"
+_EXPECTED = "lines of the types that the first MiB has, or that types= gives"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,9 @@ def _check(columns: Columns, path: str, schema: Any, known: Mapping[str, Any]) -
         raise DataTypeError(f"{exc}; types={said} says what it is") from None
     if found:
         kinds = ", ".join(f"{name} {kind}" for name, kind in found.items())
-        logger.info("%s: by its first lines ids are %s; types= says otherwise", path, kinds)
+        logger.info(
+            "%s: types of ids, from its first lines: %s; types= overrides them", path, kinds
+        )
 
 
 def _type_of(name: str, kind: Any) -> Any:

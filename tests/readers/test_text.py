@@ -195,7 +195,7 @@ def test_lines_without_anything_are_no_samples(path: Path, newline: str, block: 
 def test_ids_are_said_and_asked_for(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "persia.readers"):
         read(path)
-        assert "ids are user int64, city string; types= says otherwise" in caplog.text
+        assert "from its first lines: user int64, city string; types= overrides" in caplog.text
         caplog.clear()
         read(path, types={"user": "uint64", "city": "string"})
         assert not caplog.text
@@ -237,7 +237,7 @@ def test_csv_what_is_no_such_text_is_named(path: Path, tmp_path: Path) -> None:
         read(path, block_bytes=0)
     path.write_bytes(text(count=60_000) + b"\nA7,1,,x,3")  # behind the first MiB
     reader = read(path)
-    with pytest.raises(DataError, match=r"clicks\.csv.*types= says, got: .*'A7'"):
+    with pytest.raises(DataError, match=r"clicks\.csv.*types= gives, got: .*'A7'"):
         list(reader.iter_from(reader.num_batches() - 2))
     for wrong in (b"", b"user,age\n1,2,3\n"):
         path.write_bytes(wrong)

@@ -169,7 +169,7 @@ def test_a_log_line_names_what_the_loop_waits_for(
 
     class Late(IterableDataset):
         def __iter__(self) -> Iterator[PersiaBatch]:
-            until(lambda: "waiting for a batch: for the dataset (Late)" in caplog.text)
+            until(lambda: "no batch yet: waiting for the dataset (Late)" in caplog.text)
             yield make_batch(meta=b"0")
 
     with make_ctx() as ctx:

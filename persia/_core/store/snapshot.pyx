@@ -342,7 +342,7 @@ cdef class Snapshot:
                 lambda: self.is_closed or self.is_read, self.wait_seconds)
         if not is_over:
             self.give_up(
-                f"the snapshot was given up: all rows were cleared, and it was not read for "
+                f"the snapshot was cancelled: all rows were cleared, and it was not read for "
                 f"{self.wait_seconds} seconds")
 
     def make_room(self):
@@ -352,7 +352,7 @@ cdef class Snapshot:
                 self.wait_seconds)
         if not has_room:
             self.give_up(
-                f"the snapshot was given up: copies of rows that changed before they were read "
+                f"the snapshot was cancelled: copies of rows that changed before they were read "
                 f"take {self.image_bytes()} bytes of {self.side_bytes}, and nothing was read "
                 f"for {self.wait_seconds} seconds")
 

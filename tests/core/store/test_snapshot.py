@@ -54,7 +54,7 @@ class Reader:
                 self.blocks.append(block)
                 count = None if count is None else count - 1
         except StoreError as error:
-            if "the snapshot was given up" not in str(error):
+            if "the snapshot was cancelled" not in str(error):
                 raise
             return False
         return True
@@ -257,9 +257,9 @@ def test_a_snapshot_that_is_not_read_is_given_up_and_training_goes_on() -> None:
     next(blocks)
     update(store, range(1000))
     update(store, range(1000))
-    with pytest.raises(StoreError, match=r"given up: copies of rows that changed .* of 1000"):
+    with pytest.raises(StoreError, match=r"cancelled: copies of rows that changed .* of 1000"):
         next(blocks)
-    with pytest.raises(StoreError, match="given up"):
+    with pytest.raises(StoreError, match="cancelled"):
         snapshot.commit()
     assert store.watch.snapshots == ()
 
