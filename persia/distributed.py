@@ -307,8 +307,8 @@ class BaguaDistributedOption(DistributedBaseOption):
         _check_known("algorithm", algorithm, tuple(comm_hooks.ALGORITHMS))
         known = (*self._FOR_DDP, *self._NUMBERS, *self._WITHOUT_EFFECT)
         _check_options("BaguaDistributedOption", options, known)
-        for name in self._NUMBERS.keys() & options.keys():
-            value, least = options[name], self._NUMBERS[name]
+        for name, least in self._NUMBERS.items():
+            value = options.get(name, least)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}: expected an int of at least {least}, got {value!r}")
         chosen = comm_hooks.ALGORITHMS[algorithm]

@@ -38,7 +38,7 @@ import numpy as np
 
 from persia import errors
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.frame import DTYPES, Array
+from persia._rpc.frame import DTYPES, Array, shown
 from persia.errors import (
     DataError,
     DataTypeError,
@@ -75,7 +75,7 @@ class ArrayReader:
         if type(number) is not int or number != self._next or number >= len(self._arrays):
             raise ProtocolError(
                 f"{where}: expected array {self._next} of {len(self._arrays)}, "
-                f"got {number!r:.40}"
+                f"got {shown(number)}"
             )
         self._next += 1
         return self._arrays[number]
@@ -126,7 +126,7 @@ def coder_of(hint: Any, where: str = "") -> Coder:
 
 
 def _wrong(where: str, expected: str, got: Any) -> ProtocolError:
-    return ProtocolError(f"{where}: expected {expected}, got {got!r:.80}")
+    return ProtocolError(f"{where}: expected {expected}, got {shown(got)}")
 
 
 def _scalar(kind: type, accepted: tuple[type, ...]) -> Coder:
@@ -378,7 +378,9 @@ def _list_coder(inner: Coder, make: Callable[[list[Any]], Any]) -> Coder:
 def _tuple_coder(inner: Sequence[Coder]) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
         if not isinstance(value, tuple) or len(value) != len(inner):
-            raise DataTypeError(f"{where}: expected a tuple of {len(inner)}, got {value!r:.80}")
+            raise DataTypeError(
+                f"{where}: expected a tuple of {len(inner)}, got {shown(value)}"
+            )
         return [
             coder.write(one, where, arrays) for coder, one in zip(inner, value, strict=True)
         ]
@@ -396,7 +398,7 @@ def _tuple_coder(inner: Sequence[Coder]) -> Coder:
 def _mapping_coder(inner: Coder) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise DataTypeError(f"{where}: expected a map from str, got {value!r:.80}")
+            raise DataTypeError(f"{where}: expected a map from str, got {shown(value)}")
         return {key: inner.write(one, f"{where} {key}", arrays) for key, one in value.items()}
 
     def read(value: Any, where: str, arrays: ArrayReader) -> dict[str, Any]:
@@ -480,7 +482,7 @@ def error_from_body(body: Any, called: ErrorOrigin) -> PersiaError:
         or any(type(one) not in kinds for one, kinds in zip(body, _KINDS, strict=True))
     ):
         return ProtocolError(
-            f"{called}: unreadable error in answer to {called.method}: {body!r:.80}",
+            f"{called}: unreadable error in answer to {called.method}: {shown(body)}",
             **called.fields(),
         )
     name, text, role, replica, address, method, detail = body

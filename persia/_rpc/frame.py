@@ -23,6 +23,7 @@ The time left is relative because the clocks of two machines differ.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -227,10 +228,21 @@ def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
         raise
 
 
+def shown(value: Any) -> str:
+    """Return a peer's value for an error, of bounded length, time and depth.
+
+    ``repr`` recurses: a list nested a thousand times, which fits into any message, ends it.
+    """
+    return _REPR.repr(value)[:80]
+
+
 def _check_limit(name: str, got: int, limit: int, call_id: int) -> None:
     if got > limit:
         raise UnreadableFrame(name, f"{name}: expected at most {limit}, got {got}", call_id)
 
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
 
 # The keys of each kind, apart from k; a call may leave out r.
 _KEYS = {
@@ -252,7 +264,9 @@ def _read_header(raw: Part) -> dict[str, Any]:
         raise UnreadableFrame("header", f"unreadable header: {exc}"[:200]) from exc
     kind = header.get("k") if isinstance(header, dict) else None
     if not isinstance(header, dict) or not isinstance(kind, str) or kind not in _KEYS:
-        raise UnreadableFrame("header", f"expected k of {', '.join(_KEYS)}, got {header!r:.80}")
+        raise UnreadableFrame(
+            "header", f"expected k of {', '.join(_KEYS)}, got {shown(header)}"
+        )
     optional = {"k", "r"} if kind == "call" else {"k"}
     if header.keys() - optional != _KEYS[kind]:
         # With an id the caller can be answered.
@@ -260,7 +274,7 @@ def _read_header(raw: Part) -> dict[str, Any]:
         raise UnreadableFrame(
             "header",
             f"a {kind} has the keys {', '.join(sorted(_KEYS[kind]))}, "
-            f"got {sorted(map(str, header.keys() - {'k'}))!r:.80}",
+            f"got {shown(sorted(map(str, header.keys() - {'k'})))}",
             number if type(number) is int and 0 <= number < _U64 else 0,
         )
     return header
@@ -271,7 +285,7 @@ def _integer(header: dict[str, Any], key: str, end: int) -> int:
     # bool passes isinstance(int).
     if type(number) is not int or not 0 <= number < end:
         raise UnreadableFrame(
-            "header", f"{key}: expected an integer in 0..{end - 1}, got {number!r:.80}"
+            "header", f"{key}: expected an integer in 0..{end - 1}, got {shown(number)}"
         )
     return number
 
@@ -280,7 +294,7 @@ def _message(header: dict[str, Any], call_id: int, arrays: tuple[Array, ...]) ->
     if header["k"] == "call":
         method = header["m"]
         if not isinstance(method, str) or not 0 < len(method) <= _MAX_METHOD:
-            raise UnreadableFrame("header", f"expected a method's name, got {method!r:.80}")
+            raise UnreadableFrame("header", f"expected a method's name, got {shown(method)}")
         if call_id == 0:
             raise UnreadableFrame("header", f"{method}: a call's id begins at 1, got 0")
         timeout_ms = _integer(header, "t", _U32)
@@ -294,7 +308,7 @@ def _message(header: dict[str, Any], call_id: int, arrays: tuple[Array, ...]) ->
 def _read_arrays(specs: Any, parts: Sequence[Part], limits: Limits) -> tuple[Array, ...]:
     if not isinstance(specs, list) or len(specs) != len(parts):
         raise UnreadableFrame(
-            "array_count", f"expected the arrays {specs!r:.80} of the header, got {len(parts)}"
+            "array_count", f"expected the arrays {shown(specs)} of the header, got {len(parts)}"
         )
     return tuple([_read_array(n, spec, parts[n], limits) for n, spec in enumerate(specs)])
 
@@ -312,7 +326,7 @@ def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
         and not [n for n in spec[1] if type(n) is not int or not 0 <= n < _MAX_EXTENT]
     ):
         raise UnreadableFrame(
-            "array_spec", f"array {number}: expected [dtype, shape], got {spec!r:.80}"
+            "array_spec", f"array {number}: expected [dtype, shape], got {shown(spec)}"
         )
     dtype, shape = DTYPES[spec[0]], tuple(spec[1])
     needed = math.prod(shape) * dtype.itemsize

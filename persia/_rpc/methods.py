@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from persia._rpc import messages
 from persia._rpc.codec import ArrayReader, Coder, coder_of
-from persia._rpc.frame import Array
+from persia._rpc.frame import Array, shown
 from persia.errors import InternalError, ProtocolError
 
 
@@ -62,7 +62,7 @@ class Method:
         if type(body) is not list or len(body) != len(self.arguments):
             raise ProtocolError(
                 f"{self.name}: expected a list of {len(self.arguments)} arguments, "
-                f"got {body!r:.80}",
+                f"got {shown(body)}",
                 method=self.name,
             )
         reader = ArrayReader(arrays)

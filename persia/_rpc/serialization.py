@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack  # type: ignore[import-untyped]  # it ships none
 import numpy as np
 
-from persia._rpc.frame import DTYPES
+from persia._rpc.frame import DTYPES, shown
 from persia.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -119,5 +119,7 @@ def _read_header(raw: bytes) -> tuple[dict[str, Any], list[tuple[np.dtype[Any], 
         # bool passes isinstance(int); two negative extents multiply to a plausible size; and
         # numpy takes 64 axes at most (32 before version 2).
         if len(shape) > 32 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
-            raise ProtocolError(f"expected the shape of an array of {dtype}, got {shape!r:.80}")
+            raise ProtocolError(
+                f"expected the shape of an array of {dtype}, got {shown(shape)}"
+            )
     return header, specs

@@ -455,7 +455,9 @@ def save_dense(
         module: Any = torch.jit.script(instance)
         write_atomic(path, lambda aside: module.save(str(aside)))
     else:
-        write_atomic(path, lambda aside: torch.save(instance.state_dict(), aside))
+        # Made first: what it raises is the user's, not a file's.
+        state = instance.state_dict()
+        write_atomic(path, lambda aside: torch.save(state, aside))
     return path
 
 

@@ -63,7 +63,7 @@ def explain_loss(
         trace = trace.tb_next
     # Any error of the loop comes here; one of shapes is raised in torch's Python code.
     is_torchs = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_TORCH)
-    if is_torchs and shape is not None and _may_be_of_shapes(error):
+    if is_torchs and None not in (dtype, shape) and _may_be_of_shapes(error):
         labels = ", ".join(map(_describe, batch.labels or ())) or "none"
         _add_note(
             error,

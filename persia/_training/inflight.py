@@ -222,15 +222,15 @@ class InFlightBatch:
 
     def slots(self) -> tuple[SlotGradient, ...]:
         """Return what the embedding-worker takes; runs in a backward worker."""
-        was_packed = self.event is not None
-        if self.event is not None:
-            self.event.synchronize()  # this thread waits, without the GIL; the device does not
+        event = self.event
+        if event is not None:
+            event.synchronize()  # this thread waits, without the GIL; the device does not
         slots = []
         for leaf, gradient in self.gradients:
             if gradient is None:
                 slots.append(SlotGradient(leaf.name, None))
                 continue
-            if leaf.index is not None and not was_packed:
+            if leaf.index is not None and event is None:
                 gradient = _sum_per_row(gradient, leaf.index, leaf.num_rows)
             first = 1 if leaf.has_padding else 0
             slots.append(SlotGradient(leaf.name, gradient[first:].contiguous().numpy()))
@@ -392,8 +392,9 @@ class InFlightTracker:
         on_done, batch.on_done = batch.on_done, None
         limiter, batch.limiter = batch.limiter, None
         on_end, batch.on_end = batch.on_end, None
-        batch.register_again = batch.event = batch._flat = None
+        # Gradients first: a worker that is inside ``slots`` then finds none, not half of them.
         batch.gradients = ()
+        batch.register_again = batch.event = batch._flat = None
         if is_done and on_done is not None:
             on_done()
         if limiter is not None:

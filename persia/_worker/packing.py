@@ -129,6 +129,13 @@ class BatchPlanner:
         plan = self._plans.get(names)
         if plan is None:
             plan = self._build(names)
+            if not self._plans and (missing := self._unseen - set(names)):
+                _logger.info(
+                    "the first batch has no %s, of %d slots in the embedding config: the model "
+                    "gets that many embeddings fewer",
+                    _listed(missing),
+                    len(self._schema.slots),
+                )
             self._unseen -= set(names)
             if len(self._plans) < self.MAX_PLANS:
                 self._plans[names] = plan
@@ -137,7 +144,7 @@ class BatchPlanner:
                 "none of the first %d batches has %s, of %d slots in the embedding config: if "
                 "the model needs them, data-loaders have to send them; if not, take them out",
                 UNSEEN_AFTER,
-                ", ".join(map(repr, sorted(self._unseen))),
+                _listed(self._unseen),
                 len(self._schema.slots),
             )
         return plan
@@ -178,6 +185,12 @@ class BatchPlanner:
             )
             plans.append(plan)
         return BatchPlan(names, tuple(features), tuple(plans))
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Name the first five."""
+    names = sorted(names)
+    return ", ".join(map(repr, names[:5])) + (", ..." if names[5:] else "")
 
 
 def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from persia._cluster.connect import connect_embedding_workers
@@ -168,40 +168,31 @@ def short_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-@contextmanager
-def transport() -> Iterator[ZmqTransport]:
-    made = ZmqTransport()
-    try:
-        yield made
-    finally:
-        made.close()
+def transport() -> closing[ZmqTransport]:
+    return closing(ZmqTransport())
 
 
-def _pids_with(text: str) -> list[int]:
-    """Processes but this one that know this text from their environment."""
-    found = []
+def _with(text: str) -> dict[int, str]:
+    """Processes but this one that know this text from their environment; their commands."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):  # it has just ended, or another process has its number
                 if text.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
+                    line = (entry / "cmdline").read_bytes()
+                    found[int(entry.name)] = line.replace(b"\0", b" ").decode()
     return found
 
 
 def processes_with(text: str) -> list[str]:
     """The command lines of processes that know this text from their environment."""
-    found = []
-    for pid in _pids_with(text):
-        with suppress(OSError):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            found.append(line.replace(b"\0", b" ").decode())
-    return found
+    return list(_with(text).values())
 
 
 def wait_until_gone(text: str) -> None:
     """Wait until no process knows this text from its environment."""
     deadline = time.monotonic() + PATIENCE_S
-    while pids := _pids_with(text):
+    while pids := _with(text):
         for pid in pids:
             with suppress(ProcessLookupError):
                 ended = os.pidfd_open(pid)

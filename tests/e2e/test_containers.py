@@ -57,44 +57,41 @@ def test_an_nn_worker_is_there_or_not(place: Place, monkeypatch: Monkey) -> None
 # --- a data-loader where something starts again what has failed: not for a job that is over ---
 
 
-def script_with_status(folder: Path, status: int) -> Script:
-    path = folder / "script.py"
-    path.write_text(f"raise SystemExit({status})")
-    return Script(path)
-
-
 @pytest.mark.parametrize(
-    ("supervised", "job", "own", "want"),
+    ("supervised", "job", "own", "is_behind", "want"),
     [
-        ("1", 3, 0, 0),
-        ("1", 3, 1, 0),  # the script failed because the job had
-        ("1", 0, 1, 0),
-        ("0", 3, 0, 3),
-        ("0", 3, 1, 3),
-        ("1", None, 4, 4),  # its own failure: it shall be started again
-        ("0", None, 4, 4),
+        ("1", 3, 0, False, 0),
+        ("1", 3, 1, False, 0),  # the script failed because the job had
+        ("1", 3, 1, True, 0),
+        ("1", 0, 1, False, 0),
+        ("0", 3, 0, False, 3),
+        ("0", 3, 1, False, 3),
+        ("1", None, 4, False, 4),  # its own failure: it shall be started again
+        ("0", None, 4, False, 4),
     ],
 )
 def test_the_exit_status(
-    monkeypatch: Monkey, tmp_path: Path, supervised: str, job: int | None, own: int, want: int
+    monkeypatch: Monkey,
+    tmp_path: Path,
+    supervised: str,
+    job: int | None,
+    own: int,
+    is_behind: bool,
+    want: int,
 ) -> None:
+    """The news of the job may come behind those of the script."""
     monkeypatch.setenv("PERSIA_SUPERVISED", supervised)
     monkeypatch.setattr(scripts, "GRACE_S", 0.0)  # in which no signal comes here
-    script = script_with_status(tmp_path, own)
+    path = tmp_path / "script.py"
+    path.write_text(f"raise SystemExit({own})")
+    script = Script(path)
     events: Events = queue.SimpleQueue()
-    if job is not None:
-        events.put(Event("job", job))
     with closing(Child(script.words())) as child:
-        _watch(child, events)
+        if is_behind:
+            child.process.wait(20)
+            events.put(Event("ended"))
+        if job is not None:
+            events.put(Event("job", job))
+        if not is_behind:
+            _watch(child, events)
         assert _until_job_ends(script, child, events).status == want
-
-
-def test_news_that_come_behind_the_failure(monkeypatch: Monkey, tmp_path: Path) -> None:
-    monkeypatch.setenv("PERSIA_SUPERVISED", "1")
-    script = script_with_status(tmp_path, 1)
-    events: Events = queue.SimpleQueue()
-    with closing(Child(script.words())) as child:
-        child.process.wait(20)
-        events.put(Event("ended"))
-        events.put(Event("job", 3))
-        assert _until_job_ends(script, child, events).status == 0

@@ -11,6 +11,7 @@ import re
 import socket as sockets
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ import zmq
 from persia import env
 from persia._cli import health
 from persia._cluster.connect import connect_embedding_workers, connect_parameter_servers
-from persia._rpc.messages import HyperParameters, InitializationSettings
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import NotAllowed
 from tests.examples.conftest import LOADER
 from tests.rpc.support import PATIENCE_S, raw_peer
 from tests.support.processes import ROOT, Cluster, _children
 from tests.support.role_keys import keys_of_roles
+from tests.support.services import SETTINGS
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -36,31 +37,22 @@ LISTENS = "0A"
 METRICS = re.compile(r"metrics at http://\S+:(\d+)/metrics")
 GREETING_BYTES = 64  # of ZMTP
 REFUSALS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-SETTINGS = HyperParameters(InitializationSettings("zeros", {}), 1.0, 10.0, 0)
 
 
-def ports_of(pid: int) -> set[tuple[str, int]]:
-    """Return where a process listens, as hexadecimal host and port."""
+def ports_of(process: int) -> set[int]:
+    """Return where a process and its children listen."""
     own, found = set(), set()
-    with contextlib.suppress(OSError):  # it may end meanwhile
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                own.add(str(path.readlink()))
+    for pid in (process, *_children(process)):
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    own.add(str(path.readlink()))
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            host, _, port = fields[1].rpartition(":")
             if fields[3] == LISTENS and f"socket:[{fields[9]}]" in own:
-                found.add((host, int(port, 16)))
+                found.add(int(fields[1].rpartition(":")[2], 16))
     return found
-
-
-def documented(cluster: Cluster, name: str, role: str, number: int = 0) -> set[int]:
-    """Return the ports that docs/security.md gives a process."""
-    ports = {int(port) for port in METRICS.findall(cluster.log(name))}
-    if role in cluster.addresses:
-        ports.add(int(cluster.addresses[role][number].rpartition(":")[2]))
-    return ports
 
 
 def answer_to(host: str, port: int, content: bytes) -> bytes:
@@ -93,14 +85,23 @@ def knock(host: str, port: int) -> None:
         peer.socket.disable_monitor()
 
 
-def wait_for(cluster: Cluster, name: str, text: str) -> None:
-    until(lambda: text in cluster.log(name), PATIENCE_S, details=cluster.logs)
+def is_in_log(cluster: Cluster, name: str, text: str) -> bool:
+    return text in cluster.log(name)
+
+
+def documented_wire(cluster: Cluster, role: str) -> set[int]:
+    return {int(one.rpartition(":")[2]) for one in cluster.addresses.get(role, [])}
+
+
+def documented(cluster: Cluster, name: str, role: str) -> set[int]:
+    """Return the ports that docs/security.md gives a process."""
+    metrics = {int(port) for port in METRICS.findall(cluster.log(name))}
+    return metrics | documented_wire(cluster, role)
 
 
 def check_ports(cluster: Cluster, name: str, role: str) -> None:
     host = cluster.variables["PERSIA_LISTEN_HOST"]
-    pid = cluster.processes[name].pid
-    ports = {port for one in (pid, *_children(pid)) for _, port in ports_of(one)}
+    ports = ports_of(cluster.processes[name].pid)
     assert ports == documented(cluster, name, role)
     wire = ports & documented_wire(cluster, role)
     for port in wire:
@@ -111,10 +112,6 @@ def check_ports(cluster: Cluster, name: str, role: str) -> None:
         assert b" 200 " in healthy  # what else it answers: tests/metrics/test_endpoint.py
 
 
-def documented_wire(cluster: Cluster, role: str) -> set[int]:
-    return {int(one.rpartition(":")[2]) for one in cluster.addresses.get(role, [])}
-
-
 def test_w71_only_documented_ports_are_open_and_tell_nothing(tmp_path: Path) -> None:
     keys = keys_of_roles(tmp_path)
     slots = {"slots_config": {"a": {"dim": 4}}}
@@ -122,7 +119,8 @@ def test_w71_only_documented_ports_are_open_and_tell_nothing(tmp_path: Path) -> 
         for role in ("embedding-parameter-server", "embedding-worker"):
             cluster.variables["PERSIA_KEYS"] = str(keys[role])
             cluster.start(f"{role}-0", role)
-            wait_for(cluster, f"{role}-0", "serves at")
+            serves = partial(is_in_log, cluster, f"{role}-0", "serves at")
+            until(serves, details=cluster.logs)
             with env.changed(**cluster.variables):
                 health.check(role, PATIENCE_S)
         for role in ("embedding-parameter-server", "embedding-worker"):
@@ -180,15 +178,10 @@ def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
         cluster.variables["PERSIA_KEYS"] = str(keys["data-loader"])
         (address,) = documented_wire(cluster, "nn-worker")
         pid = cluster.processes["nn-worker"].pid
-
-        def listens() -> bool:
-            return address in {port for one in _children(pid) for _, port in ports_of(one)}
-
-        until(listens, TORCH_S, look_s=0.05, details=cluster.logs)
+        until(lambda: address in ports_of(pid), TORCH_S, look_s=0.05, details=cluster.logs)
         knock(cluster.variables["PERSIA_LISTEN_HOST"], address)
-        open_here = {port for one in (pid, *_children(pid)) for _, port in ports_of(one)}
         # torchrun's and the process group's, which the page says are PyTorch's.
-        print(open_here - documented(cluster, "nn-worker", "nn-worker"))
+        print(ports_of(pid) - documented(cluster, "nn-worker", "nn-worker"))
         cluster.start_loaders(LOADER, 1)
         statuses = cluster.wait(TORCH_S)
         assert set(statuses.values()) == {0}, statuses

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from persia.errors import ConfigError
 from tests.e2e.support import short_directory
 from tests.faults.batches import DIM, SLOTS, make_batch
 from tests.faults.job import Sum
-from tests.support.browser import screenshot
+from tests.support.browser import document, screenshot
 from tests.support.local_job import local_job
 from tests.support.processes import ROOT
 
@@ -125,18 +124,3 @@ def test_a_browser_shows_the_report_of_a_run(tmp_path: Path) -> None:
         "wide": True,
         "seen": True,
     }
-
-
-def document(page: Path) -> str:
-    """Return a page as it is after its scripts have run."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome") or "chromium-browser"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1240,1500"]
-    folder = f"--user-data-dir={page.parent / 'browser'}"
-    ran = subprocess.run(
-        [browser, *options, folder, "--dump-dom", page.as_uri()],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return ran.stdout

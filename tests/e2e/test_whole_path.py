@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from tests.support.services import (
     SETTINGS,
     SGD,
     features,
+    gradient,
     make_servers,
     make_worker,
     read_rows,
+    value,
 )
 
 WIDE = 2**56  # the first id that does not fit 64 - 8 bits: it is cut to 0
@@ -44,9 +47,13 @@ def batches(draw: st.DrawFn) -> list[dict[str, Samples]]:
     return found
 
 
-def arrays(output: Any) -> tuple[NDArray[np.generic], ...]:
-    fields = ("values", "rows", "index", "offsets")
-    return tuple(getattr(output, name) for name in fields if hasattr(output, name))
+def check(result: LookupResult, wanted: dict[str, Any]) -> None:
+    for output in result.outputs:
+        fields = ("values", "rows", "index", "offsets")
+        found = [getattr(output, name) for name in fields if hasattr(output, name)]
+        for want, got in zip(wanted[output.name], found, strict=True):
+            assert want.dtype == got.dtype
+            np.testing.assert_array_equal(want, got)
 
 
 def draw_gradients(
@@ -76,14 +83,6 @@ def draw_weights(batch: dict[str, Samples], rng: np.random.Generator) -> Weights
         for name, samples in batch.items()
         if SCHEMA.slots[name].pooling == "sum" and rng.random() < 0.5
     }
-
-
-def send(
-    result: LookupResult, number: int, grads: dict[str, NDArray[np.float32] | None]
-) -> BatchGradients:
-    assert result.ref is not None
-    slots = tuple(SlotGradient(name, grad) for name, grad in grads.items())
-    return BatchGradients(result.ref, (0, number), slots)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ADAM], ids=lambda o: o.name)
@@ -126,11 +125,9 @@ def run_steps(
         for servers, worker in zip(clusters, workers, strict=True):
             result = worker.lookup_direct(features(batch, number, weights=weights))
             assert [output.name for output in result.outputs] == list(batch)
-            for output in result.outputs:
-                for want, got in zip(wanted[output.name], arrays(output), strict=True):
-                    assert want.dtype == got.dtype
-                    np.testing.assert_array_equal(want, got)
-            applied = worker.update(send(result, number, grads))
+            check(result, wanted)
+            slots = tuple(SlotGradient(name, grad) for name, grad in grads.items())
+            applied = worker.update(BatchGradients(result.ref or 0, (0, number), slots))
             assert applied.nan_samples == report.nan_samples
             assert sum(applied.nan_rows.values()) == report.nan_rows
             assert applied.num_missing == 0
@@ -152,9 +149,7 @@ def test_evaluation_finds_the_rows_of_training_and_inserts_none(
         wanted = job.lookup(batch, is_training=False)
         result = worker.lookup_direct(features(batch, number, requires_grad=False))
         assert result.ref is None
-        for output in result.outputs:
-            for want, got in zip(wanted[output.name], arrays(output), strict=True):
-                np.testing.assert_array_equal(want, got)
+        check(result, wanted)
         assert sum(worker.get_embedding_size()) == len(job.rows)
         job.lookup(batch, is_training=True)
         ref = worker.register(features(batch, number))
@@ -166,17 +161,14 @@ def test_evaluation_finds_the_rows_of_training_and_inserts_none(
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_the_scale_of_the_loss_is_taken_back(dtype: Any) -> None:
-    batch = {"sum": [[1, 2], [2]], "raw": [[3], [3, 4]]}
     ends = []
     for scale, given_dtype in ((1.0, np.float32), (1024.0, dtype)):
         servers = make_servers()
         worker = make_worker(servers)
-        result = worker.lookup_direct(features(batch))
-        grads = [
-            SlotGradient("sum", np.full((2, 4), 0.25 * scale, given_dtype)),
-            SlotGradient("raw", np.full((2, 8), 0.5 * scale, given_dtype)),
-        ]
-        worker.update(BatchGradients(result.ref or 0, (0, 0), tuple(grads), scale))
-        ends.append(worker.lookup_direct(features(batch, requires_grad=False)))
-    for one, two in zip(ends[0].outputs, ends[1].outputs, strict=True):
-        np.testing.assert_array_equal(arrays(one)[0], arrays(two)[0])
+        result = worker.lookup_direct(features({"sum": [[1, 2], [2]], "raw": [[3], [3, 4]]}))
+        grads = {"sum": np.full((2, 4), 0.25 * scale, given_dtype)}
+        grads["raw"] = np.full((2, 8), 0.5 * scale, given_dtype)
+        worker.update(replace(gradient(result, by_name=grads), scale=scale))
+        ids = (("sum", 1), ("sum", 2), ("raw", 3), ("raw", 4))
+        ends.append(np.concatenate([value(servers, name, x) for name, x in ids]))
+    np.testing.assert_array_equal(ends[0], ends[1])

@@ -14,13 +14,18 @@ import os
 import random
 import stat
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 # Of what goes past the cache; a disk's is 512 or 4096.
 BLOCK_BYTES = 512
+# Bytes of each move past the cache, of any disk.
+PAST_CACHE: list[int] = []
 
 
 class PowerFailure(BaseException):
@@ -42,11 +47,8 @@ class FakeFolder:
 Node = FakeFile | FakeFolder
 
 
-@dataclass
-class Stat:
-    st_size: int
-    st_dev: int = os.makedev(8, 1)
-    st_mode: int = stat.S_IFREG
+def error(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(path))
 
 
 class Disk:
@@ -60,6 +62,7 @@ class Disk:
         self.failure: str | None = None  # "power" or "error"
         self.is_off = False
         self.num_cached = 0  # of each file, from its beginning
+        self.from_cache: list[int] = []  # bytes of each read that was in the cache
 
     # --- what tests do ---
 
@@ -98,11 +101,11 @@ class Disk:
             node: Node | None = self._root if name == "" else folder.names.get(name)
             if flags & os.O_CREAT:
                 if node is not None:
-                    raise FileExistsError(errno.EEXIST, "File exists", str(path))
+                    raise error(errno.EEXIST, path)
                 self._change()
                 node = folder.names[name] = FakeFile()
             if node is None:
-                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+                raise error(errno.ENOENT, path)
             descriptor = max(self._open, default=2) + 1
             self._open[descriptor] = node
             if flags & getattr(os, "O_DIRECT", 0):
@@ -114,8 +117,9 @@ class Disk:
             self._open.pop(descriptor, None)
             self._direct.discard(descriptor)
 
-    def fstat(self, descriptor: int) -> Stat:
-        return Stat(len(self._file(descriptor).data))
+    def fstat(self, descriptor: int) -> SimpleNamespace:
+        size = len(self._file(descriptor).data)
+        return SimpleNamespace(st_size=size, st_dev=os.makedev(8, 1), st_mode=stat.S_IFREG)
 
     def preadv(
         self, descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0
@@ -126,7 +130,7 @@ class Disk:
             most = self.num_cached - offset
             if most <= 0:
                 raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-            self.from_cache(min(len(buffer), most))
+            self.from_cache.append(min(len(buffer), most))
         data = self._file(descriptor).data[offset : offset + min(len(buffer), most)]
         buffer[: len(data)] = data
         return len(data)
@@ -164,44 +168,29 @@ class Disk:
         with self._lock:
             folder, name = self._parent(path)
             if name in folder.names:
-                raise FileExistsError(errno.EEXIST, "File exists", str(path))
+                raise error(errno.EEXIST, path)
             self._change()
             folder.names[name] = FakeFolder()
 
     def unlink(self, path: Path) -> None:
+        self._remove(path, errno.EISDIR, lambda node: isinstance(node, FakeFolder))
+
+    def rmdir(self, path: Path) -> None:
+        self._remove(path, errno.ENOTEMPTY, lambda node: bool(node.names))
+
+    def _remove(self, path: Path, number: int, is_refused: Callable[[Any], bool]) -> None:
         with self._lock:
             folder, name = self._parent(path)
             if name not in folder.names:
-                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
-            if isinstance(folder.names[name], FakeFolder):
-                raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
-            self._change()
-            del folder.names[name]
-
-    def rmdir(self, path: Path) -> None:
-        with self._lock:
-            folder, name = self._parent(path)
-            node = folder.names[name]
-            assert isinstance(node, FakeFolder)
-            if node.names:
-                raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+                raise error(errno.ENOENT, path)
+            if is_refused(folder.names[name]):
+                raise error(number, path)
             self._change()
             del folder.names[name]
 
     def listdir(self, path: Path) -> list[str]:
         with self._lock:
-            node = self._node(path)
-            if node is None:
-                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
-            if isinstance(node, FakeFile):
-                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
-            return list(node.names)
-
-    def from_cache(self, num_bytes: int) -> None:
-        """Something was in the cache already; for tests that count."""
-
-    def past_cache(self, num_bytes: int) -> None:
-        """Something is moved past the cache; for tests that count."""
+            return list(self._folder(path).names)
 
     # --- inside ---
 
@@ -227,7 +216,7 @@ class Disk:
             address = np.frombuffer(view, np.uint8).ctypes.data
             if (address | len(view) | offset) % BLOCK_BYTES:
                 raise OSError(errno.EINVAL, "Invalid argument")
-            self.past_cache(len(view))
+            PAST_CACHE.append(len(view))
         return 2 * BLOCK_BYTES
 
     def _file(self, descriptor: int) -> FakeFile:
@@ -235,20 +224,17 @@ class Disk:
         assert isinstance(node, FakeFile)
         return node
 
-    def _node(self, path: Path) -> Node | None:
-        node: Node | None = self._root
+    def _parent(self, path: Path) -> tuple[FakeFolder, str]:
+        return self._folder(path.parent), path.name
+
+    def _folder(self, path: Path) -> FakeFolder:
+        node: Node = self._root
         for name in path.parts[1:]:
             if not isinstance(node, FakeFolder):
-                raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
-            node = node.names.get(name)
-            if node is None:
-                return None
-        return node
-
-    def _parent(self, path: Path) -> tuple[FakeFolder, str]:
-        node = self._node(path.parent)
-        if node is None:
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+                raise error(errno.ENOTDIR, path)
+            if name not in node.names:
+                raise error(errno.ENOENT, path)
+            node = node.names[name]
         if isinstance(node, FakeFile):
-            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
-        return node, path.name
+            raise error(errno.ENOTDIR, path)
+        return node

@@ -99,6 +99,12 @@ def parts_of(
         return writer.finish()
 
 
+def manifest(identity: str, base: str | None = None, **changes: Any) -> Manifest:
+    values: dict[str, Any] = {"step": 1, "num_servers": 1, "schema": SCHEMA}
+    values["kind"] = "full" if base is None else "delta"
+    return Manifest(id=identity, base=base, **(values | changes))
+
+
 def dump(
     storage: Storage,
     rows: dict[int, RowBlock],
@@ -122,19 +128,16 @@ def dump(
         gone += write_deleted(storage, prefix, signs[server::num_servers], server)
     dense = write_file(storage, f"{identity}/dense.pt", [identity.encode()])
     storage.sync(identity)
-    manifest = Manifest(
-        id=identity,
-        kind="full" if base is None else "delta",
+    made = manifest(
+        identity,
         base=base,
-        step=1,
         num_servers=num_servers,
-        schema=SCHEMA,
         parts=tuple(parts),
         deleted=tuple(gone),
         files={"dense.pt": dense},
     )
-    publish(storage, manifest)
-    return manifest
+    publish(storage, made)
+    return made
 
 
 def loaded(storage: Storage, identity: str | None = None) -> Rows:
@@ -229,13 +232,5 @@ def written(storage: LocalStorage) -> Manifest:
         parts = writer.finish()
     dense = write_file(storage, f"{identity}/dense.pt", [b"dense"])
     storage.sync(identity)
-    return Manifest(
-        id=identity,
-        kind="full",
-        step=7,
-        num_servers=1,
-        schema=schema(),
-        parts=parts,
-        files={"dense.pt": dense},
-        extras={"loaders": {"0": 7}, "big": 2**64 - 1, "rate": 0.1},
-    )
+    extras = {"loaders": {"0": 7}, "big": 2**64 - 1, "rate": 0.1}
+    return manifest(identity, step=7, parts=parts, files={"dense.pt": dense}, extras=extras)

@@ -16,13 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from persia._core.store.blocks import RowBlock
 from persia._files.catalog import chain, discard, ids, keep_last, latest, load, new_id, publish
-from persia._files.manifest import Manifest
 from persia._files.parts import read_part, write_file
 from persia._files.rows import rewrite, verify
 from persia._files.storage import LocalStorage
 from persia.errors import CheckpointError, ConfigError
-from tests.files.disk import Disk, PowerFailure
-from tests.files.support import SCHEMA, Rows, dump, loaded, row, rows_of, written
+from tests.files.disk import PAST_CACHE, Disk, PowerFailure
+from tests.files.support import Rows, dump, loaded, manifest, row, rows_of, written
 from tests.support.profiles import tries
 
 ROWS = {sign: row(sign, 1) for sign in range(5)}
@@ -120,7 +119,7 @@ class CatalogMachine(RuleBasedStateMachine):
     def keep_last(self, fault: tuple[str | None, int], count: int) -> None:
         kept: set[str] = set()
         for identity in ids(self.storage)[-count:]:
-            kept |= {manifest.id for manifest in chain(self.storage, identity)}
+            kept |= {each.id for each in chain(self.storage, identity)}
 
         def action() -> str | None:
             removed = keep_last(self.storage, count)
@@ -180,25 +179,18 @@ def test_w19_a_writer_that_dies_anywhere_leaves_the_last_checkpoint(failure: str
     assert num_failed == fail_at > 20
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of some hundred bytes go past the page cache, as large ones do."""
-    monkeypatch.setattr("persia._files.storage.BLOCK_BYTES", 64)
-    monkeypatch.setattr("persia._files.storage._DIRECT_BYTES", 64)
-    monkeypatch.setattr("persia._files.storage.AT_ONCE", 1024)
-    monkeypatch.setattr("persia._files.part_writer.AT_ONCE", 1024)
-    monkeypatch.setattr("tests.files.disk.BLOCK_BYTES", 64)
-
-
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="a system without O_DIRECT")
 @pytest.mark.parametrize("failure", ["power", "error"])
-def test_w19_also_past_the_page_cache(
-    small_blocks: None, monkeypatch: pytest.MonkeyPatch, failure: str
-) -> None:
-    moved = []
-    monkeypatch.setattr(Disk, "past_cache", lambda self, size: moved.append(size))
+def test_w19_also_past_the_page_cache(monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    """Where files of some hundred bytes go, as large ones do."""
+    for name in ("BLOCK_BYTES", "_DIRECT_BYTES"):
+        monkeypatch.setattr(f"persia._files.storage.{name}", 64)
+    for name in ("storage", "part_writer"):
+        monkeypatch.setattr(f"persia._files.{name}.AT_ONCE", 1024)
+    monkeypatch.setattr("tests.files.disk.BLOCK_BYTES", 64)
+    PAST_CACHE.clear()
     test_w19_a_writer_that_dies_anywhere_leaves_the_last_checkpoint(failure)
-    assert len(moved) > 50
+    assert len(PAST_CACHE) > 50
 
 
 def test_w19_a_second_dump_into_a_folder_replaces_the_first(
@@ -252,20 +244,11 @@ def test_what_is_being_written_is_left_alone(storage: LocalStorage) -> None:
 def test_writers_that_began_together_do_not_remove_each_others_files(
     storage: LocalStorage,
 ) -> None:
-    written = write_file(storage, "00000001-00000000/dense.pt", [b"slow"])
+    slow = write_file(storage, "00000001-00000000/dense.pt", [b"slow"])
     quick = write_file(storage, "00000001-ffffffff/dense.pt", [b"quick"])
-    manifest = Manifest(
-        id="00000001-ffffffff",
-        kind="full",
-        step=1,
-        num_servers=1,
-        schema=SCHEMA,
-        parts=(),
-        files={"dense.pt": quick},
-    )
-    publish(storage, manifest)
+    publish(storage, manifest("00000001-ffffffff", parts=(), files={"dense.pt": quick}))
     keep_last(storage, 1)
-    assert storage.size(written.path) == 4
+    assert storage.size(slow.path) == 4
 
 
 def test_what_a_link_leads_to_is_not_removed(tmp_path: Path) -> None:
@@ -290,44 +273,33 @@ def test_what_is_published_loads(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "a" / "b")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/a/b: no checkpoint is here"):
         load(storage)
-    manifest = written(storage)
+    first = written(storage)
     with pytest.raises(CheckpointError, match="no checkpoint"):
         load(storage)
-    publish(storage, manifest)
-    assert load(storage) == load(tmp_path / "a" / "b", manifest.id) == manifest
+    publish(storage, first)
+    assert load(storage) == load(tmp_path / "a" / "b", first.id) == first
     later = written(storage)
-    assert load(storage) == manifest
+    assert load(storage) == first
     publish(storage, later)
     assert load(storage) == later
-    assert ids(storage) == [manifest.id, later.id]
-    assert manifest.num_rows == 200
+    assert ids(storage) == [first.id, later.id]
+    assert first.num_rows == 200
     assert len(rows_of(read_part(storage, part) for part in later.parts)) == 200
-
-
-def test_it_is_published_with_all_of_its_files_only(
-    storage: LocalStorage, tmp_path: Path
-) -> None:
-    manifest = written(storage)
-    path = tmp_path / manifest.parts[0].path
+    other = "00000009-00000000"
+    place = tmp_path / "a" / "b"
+    (place / f"{later.id}.json").rename(place / f"{other}.json")
+    with pytest.raises(CheckpointError, match=f"{other}.json: id: expected {other}"):
+        load(storage)
+    # With all of its files only.
+    path = place / later.parts[0].path
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match=f"{path}: expected {len(whole)} bytes, got"):
-        publish(storage, manifest)
+        publish(storage, later)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{path}: cannot read: No such file"):
-        publish(storage, manifest)
-    assert ids(storage) == []
-
-
-def test_a_manifest_under_another_name_is_an_error(
-    storage: LocalStorage, tmp_path: Path
-) -> None:
-    manifest = written(storage)
-    publish(storage, manifest)
-    other = "00000009-00000000"
-    (tmp_path / f"{manifest.id}.json").rename(tmp_path / f"{other}.json")
-    with pytest.raises(CheckpointError, match=f"{other}.json: id: expected {other}"):
-        load(storage)
+        publish(storage, later)
+    assert ids(storage) == [first.id, other]
 
 
 @pytest.mark.parametrize("failure", ["error", "power"])
@@ -362,3 +334,28 @@ def test_what_a_failed_dump_wrote_is_removed(failure: str) -> None:
         assert storage.list() == before
         fail_at += 1
     assert fail_at > 10
+
+
+def test_removing_may_die_anywhere_too() -> None:
+    """What is still there loads whole; done again, the rest goes."""
+    fail_at = 0
+    while True:
+        disk = Disk()
+        storage = LocalStorage("/data", disk)
+        first = dump(storage, {1: row(1, 1)}, num_servers=1)
+        dump(storage, {2: row(2, 1)}, base=first.id, num_servers=1)
+        last = dump(storage, {3: row(3, 1)}, num_servers=1)
+        disk.arm(fail_at, "power")
+        try:
+            keep_last(storage, 1)
+        except PowerFailure:
+            disk.restart(random.Random(fail_at))
+        else:
+            break
+        assert last.id in ids(storage)
+        for identity in ids(storage):
+            verify(storage, identity)
+        keep_last(storage, 1)
+        assert storage.list() == [last.id, f"{last.id}.json"]
+        fail_at += 1
+    assert fail_at > 8

@@ -2,50 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 
-from persia._files.json_models import Record, read_json
-from persia.config import Listed, Named, integer
+from persia._files.json_models import parse, read_json
+from persia._files.manifest import Part, sketch_name
 from persia.errors import CheckpointError
 
+PART = Part(
+    path="00000001-00000000/server0/table0-00-000000.safetensors",
+    num_bytes=100,
+    xxh3_128="0" * 32,
+    server=3,
+    table="table0",
+    policy=0,
+    dtype="float16",
+    dim=4,
+    state_words=0,
+    num_rows=7,
+    buckets=(0, 16384),
+    max_order=(1 << 64) - 1,
+)
 
-@dataclass(frozen=True, slots=True)
-class Inner(Record):
-    size: Annotated[int, integer(1, 9)] = field(metadata={"key": "bytes"})
 
-
-@dataclass(frozen=True, slots=True)
-class Outer(Record):
-    items: Listed[tuple[Inner, ...]]
-    more: Named[Inner] = field(default_factory=dict)
-
-
-WRITTEN: dict[str, Any] = {"items": [{"bytes": 1}], "more": {"a": {"bytes": 9}}}
-
-
-def test_a_record_is_read_as_it_was_written() -> None:
-    record = Outer((Inner(1),), {"a": Inner(9)})
-    assert record.to_json() == WRITTEN
-    assert read_json(Outer, WRITTEN, "f") == record
-    assert read_json(dict[str, Outer], {"x": WRITTEN}, "f") == {"x": record}
+def test_an_entry_is_read_as_it_was_written() -> None:
+    written = PART.to_json()
+    assert list(written)[:4] == ["path", "bytes", "xxh3_128", "server"]
+    assert (written["rows"], written["buckets"]) == (7, [0, 16384])
+    assert read_json(Part, written, "m.json") == PART
+    assert sketch_name(2) == "sketch-2.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    "change",
     [
-        ([], "f: expected a mapping, got a list"),
-        ({"items": []}, "f: more: the key is required"),
-        (WRITTEN | {"x": 1}, "f: x: unknown key"),
-        (WRITTEN | {"items": {}}, "f: items: expected a list, got a mapping"),
-        (WRITTEN | {"items": [{"bytes": 1}, {}]}, r"f: items\[1\].bytes: the key is required"),
-        (WRITTEN | {"more": {"a": {"bytes": 10}}}, r"f: more.a.bytes: .* 1\.\.9, got 10"),
-        (WRITTEN | {"more": {"a": {"size": 1}}}, "f: more.a.bytes: the key is required"),
-        (WRITTEN | {"more": None}, "f: more: expected a mapping, got nothing"),
+        {"path": "../../passwd"},
+        {"path": "/etc/passwd"},
+        {"path": "a//b"},
+        {"path": "a\n"},
+        {"path": "a" * 201},
+        {"bytes": -1},
+        {"xxh3_128": "00"},
+        {"rows": "3"},
+        {"rows": 7.0},
+        {"buckets": [5, 5]},
+        {"buckets": [0, 16385]},
+        {"buckets": [0, True]},
+        {"buckets": [0]},
+        {"buckets": None},
+        {"dtype": "float64"},
+        {"dim": 0},
+        {"max_order": 1 << 64},
+        {"server": 1 << 14},
+        {"other": 8},
     ],
 )
-def test_another_value_is_an_error(value: object, message: str) -> None:
-    with pytest.raises(CheckpointError, match=f"^{message}"):
-        read_json(Outer, value, "f")
+def test_a_wrong_value_is_named(change: dict[str, Any]) -> None:
+    (key,) = change
+    named = {"x": PART.to_json() | change}
+    with pytest.raises(CheckpointError, match=rf"^m.json: x\.{key}(\[1\])?: "):
+        read_json(dict[str, Part], named, "m.json")
+    with pytest.raises(CheckpointError, match=rf"^m.json: {key}(\[1\])?: "):
+        read_json(Part, PART.to_json() | change, "m.json")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "expected JSON in UTF-8"),
+        (b'{"a": 1, "a": 2}', "a key comes twice"),
+        (b"[1e999]", "expected finite numbers, got 1e999"),
+        (b"[" * 100_000, "a value nested too deeply"),
+    ],
+)
+def test_other_bytes_are_an_error(data: bytes, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^f: .*{message}"):
+        parse(data, "f")

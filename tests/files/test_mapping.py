@@ -15,7 +15,7 @@ from persia._files.open import open_storage
 from persia._files.schema import SavedSchema
 from persia.config import EmbeddingSchema
 from persia.errors import CheckpointError, ConfigError
-from tests.files.support import block, parts_of, rows_of
+from tests.files.support import block, parts_of
 
 OLD: dict[str, Any] = {
     "slots_config": {
@@ -53,25 +53,10 @@ def apply(mapping: Mapping, table: str, rows: RowBlock) -> dict[str, RowBlock]:
     return dict(mapping.apply(table, rows))
 
 
-def test_the_same_config_changes_nothing() -> None:
-    schema = saved(OLD)
-    assert [group.name for group in schema.groups] == ["items", "user", "tag"]
-    mapping = Mapping.between(schema, schema)
-    assert (mapping.groups, mapping.notes, mapping.moves_rows) == ((0, 1, 2), (), False)
-    rows = block([sign(0, 5), sign(1, 5)])
-    assert rows_of(apply(mapping, "table0", rows).values()) == rows_of([rows])
-
-
 def test_w07_groups_that_were_renumbered_keep_their_rows() -> None:
     """A feature before the others, one gone, the groups in another order."""
-    new = {
-        "slots_config": {
-            "price": {"dim": 4},
-            "tag": {"dim": 3},
-            "user": {"dim": 4},
-            "item": {"dim": 4},
-        }
-    }
+    dims = {"price": 4, "tag": 3, "user": 4, "item": 4}
+    new = {"slots_config": {name: {"dim": dim} for name, dim in dims.items()}}
     mapping = Mapping.between(saved(OLD), saved(new))
     names = [group.name for group in mapping.wanted.groups]
     assert mapping.groups == (names.index("item"), names.index("user"), names.index("tag"))
@@ -91,23 +76,17 @@ def test_w07_groups_that_were_renumbered_keep_their_rows() -> None:
     storage.remove_folder("")
 
 
-def test_features_that_are_gone_are_dropped() -> None:
-    new = changed(user=None)
-    mapping = Mapping.between(saved(OLD), saved(new))
-    assert mapping.notes == (
-        "features user of the checkpoint are not here: their rows are dropped",
-    )
-    rows = block([sign(1, 6), sign(0, 5)])
-    ((_, found),) = apply(mapping, "table0", rows).items()
-    assert found.signs.tolist() == [sign(0, 5)]
-    assert apply(mapping, "table0", block([sign(1, 6)])) == {}
-
-
 def test_some_features_alone_can_be_loaded() -> None:
+    """Also those alone that are still there."""
     mapping = Mapping.between(saved(OLD), saved(OLD), only={"last_item"})
+    gone = Mapping.between(saved(OLD), saved(changed(user=None)))
+    assert "features user of the checkpoint" in gone.notes[0]
     assert mapping.groups == (0, -1, -1)
     rows = block([sign(1, 6), sign(0, 5)])
-    assert [b.signs.tolist() for b in apply(mapping, "table0", rows).values()] == [[sign(0, 5)]]
+    for each in (mapping, gone):
+        ((_, found),) = apply(each, "table0", rows).items()
+        assert found.signs.tolist() == [sign(0, 5)]
+        assert apply(each, "table0", block([sign(1, 6)])) == {}
     with pytest.raises(ConfigError, match="features absent are not in both"):
         Mapping.between(saved(OLD), saved(OLD), only={"absent"})
 
@@ -128,12 +107,7 @@ def test_some_features_alone_can_be_loaded() -> None:
             "feature_index_prefix_bit is 8 in the checkpoint and 12 here",
         ),
         (
-            changed(
-                tag={
-                    "dim": 3,
-                    "hash_stack_config": {"hash_stack_rounds": 2, "embedding_size": 9},
-                }
-            ),
+            changed(tag={"dim": 3, "hash_stack_config": STACK}),
             r"hash stack \(rounds, rows\) of feature group 'tag' is \(0, 0\) in .* \(2, 9\)",
         ),
         (
@@ -156,10 +130,8 @@ def test_w07_rows_that_would_mean_something_else_are_refused(
 def test_the_state_of_another_optimizer_starts_from_initial_values() -> None:
     mapping = Mapping.between(saved(OLD), saved(OLD, "adam"))
     words = RowOptimizer("adam").state_words(4)
-    assert mapping.notes[0] == (
-        "feature group 'items' was trained by adagrad with 4 words of state and is by adam "
-        f"with {words}: the state of its rows starts from its initial values"
-    )
+    said = f"by adagrad with 4 words of state and is by adam with {words}: "
+    assert said in mapping.notes[0]
     rows = block([sign(0, 5), sign(1, 6)])
     ((_, found),) = apply(mapping, "table0", rows).items()
     np.testing.assert_array_equal(found.values, rows.values)

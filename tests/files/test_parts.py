@@ -65,9 +65,6 @@ def test_deleted_signs_come_back(storage: LocalStorage) -> None:
     assert write_deleted(storage, "id", signs[:0]) == ()
 
 
-READS = pytest.mark.parametrize("read", [read_part, check_part], ids=["read", "check"])
-
-
 @pytest.mark.parametrize("num_rows", [0, 1, 500, 3000])
 def test_signs_are_found_wherever_windows_end(storage: LocalStorage, num_rows: int) -> None:
     storage.read_bytes = 4096
@@ -82,67 +79,60 @@ def test_signs_are_found_wherever_windows_end(storage: LocalStorage, num_rows: i
     assert part.num_rows == num_rows
 
 
-@READS
+@pytest.fixture(params=[read_part, check_part])
+def fails(request: pytest.FixtureRequest, storage: LocalStorage) -> Callable[[Part, str], None]:
+    """Reads a part, or checks it, which fails with these words."""
+
+    def fails(part: Part, words: str) -> None:
+        with pytest.raises(CheckpointError, match=f"{part.path}: {words}"):
+            request.param(storage, part)
+
+    return fails
+
+
+Fails = Callable[[Part, str], None]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"signs": None}, "signs: the array is missing"),
-        ({"ages": None}, None),
         ({"more": np.zeros(3)}, "more: an array that this version does not know"),
         ({"signs": np.zeros(100, np.int64)}, r"signs: expected U64 \[100\], got I64 \[100\]"),
     ],
 )
 def test_w50_other_arrays_than_a_part_has_are_an_error(
-    storage: LocalStorage,
-    read: Callable[[LocalStorage, Part], object],
-    change: dict[str, NDArray[Any] | None],
-    message: str | None,
+    storage: LocalStorage, fails: Fails, change: dict[str, NDArray[Any] | None], message: str
 ) -> None:
     rows = block(range(100))
     (part,) = parts_of(storage, rows)
     arrays = dict(zip(NAMES, rows.arrays, strict=True)) | change
     columns = {key: Column.of(a) for key, a in arrays.items() if a is not None}
     file = write_columns(storage, "id/other", columns, {})
-    part = dataclasses.replace(part, **dataclasses.asdict(file))
-    if message is None:
-        read(storage, part)
-        return
-    with pytest.raises(CheckpointError, match=f"id/other: {message}"):
-        read(storage, part)
+    fails(dataclasses.replace(part, **dataclasses.asdict(file)), message)
 
 
-@READS
-def test_w50_a_file_that_is_what_was_written_and_no_part_is_an_error(
-    storage: LocalStorage, read: Callable[[LocalStorage, Part], object]
-) -> None:
+def test_w50_damaged_and_foreign_files_are_errors(storage: LocalStorage, fails: Fails) -> None:
     (part,) = parts_of(storage, block(range(100)))
     for number, data in enumerate((b"", b"\xff" * 9, b"\xff" * 7 + b"\0", bytes(100))):
         file = write_file(storage, f"id/foreign{number}", [memoryview(data)])
-        with pytest.raises(CheckpointError, match=f"id/foreign{number}: safetensors header"):
-            read(storage, dataclasses.replace(part, **dataclasses.asdict(file)))
-
-
-@READS
-def test_w50_a_damaged_file_is_an_error(
-    storage: LocalStorage, read: Callable[[LocalStorage, Part], object]
-) -> None:
-    (part,) = parts_of(storage, block(range(100)))
+        fails(dataclasses.replace(part, **dataclasses.asdict(file)), "safetensors header")
     path = Path(storage.url) / part.path
     whole = path.read_bytes()
     for place in (0, 9, 300, len(whole) - 1):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(CheckpointError, match=f"{path}: expected checksum .* damaged"):
-            read(storage, part)
+        fails(part, "expected checksum .* damaged")
     for other in (whole[:-1], whole + b"x", b""):
         path.write_bytes(other)
-        with pytest.raises(CheckpointError, match=f"{path}: expected {len(whole)} bytes, got"):
-            read(storage, part)
+        fails(part, f"expected {len(whole)} bytes, got")
+    reading = read_ahead(storage, (*parts_of(storage, block(range(9)), "other"), part))
+    next(reading)
+    with pytest.raises(CheckpointError, match=part.path):
+        next(reading)
     path.unlink()
-    with pytest.raises(CheckpointError, match=f"{path}: cannot read: No such file"):
-        read(storage, part)
+    fails(part, "cannot read: No such file")
 
 
-@READS
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -154,20 +144,7 @@ def test_w50_a_damaged_file_is_an_error(
     ],
 )
 def test_a_part_that_is_not_as_the_manifest_says_is_an_error(
-    storage: LocalStorage,
-    read: Callable[[LocalStorage, Part], object],
-    change: dict[str, object],
-    message: str,
+    storage: LocalStorage, fails: Fails, change: dict[str, Any], message: str
 ) -> None:
     (part,) = parts_of(storage, block(range(100)))
-    with pytest.raises(CheckpointError, match=f"{part.path}: {message}"):
-        read(storage, dataclasses.replace(part, **change))  # type: ignore[arg-type]
-
-
-def test_reading_ahead_tells_what_is_damaged(storage: LocalStorage) -> None:
-    parts = parts_of(storage, block(range(100)), part_bytes=500)
-    (Path(storage.url) / parts[2].path).write_bytes(b"")
-    reading = read_ahead(storage, parts)
-    assert [next(reading)[0], next(reading)[0]] == list(parts[:2])
-    with pytest.raises(CheckpointError, match=parts[2].path):
-        next(reading)
+    fails(dataclasses.replace(part, **change), message)

@@ -12,7 +12,7 @@ import pytest
 from persia._files.json_models import read_json
 from persia._files.schema import SavedSchema
 from persia.errors import CheckpointError
-from tests.files.support import SETTINGS, schema
+from tests.files.support import schema
 
 
 def test_a_schema_is_read_as_it_was_written() -> None:
@@ -57,13 +57,3 @@ def test_a_wrong_value_is_named(field: str, change: Change) -> None:
     change(written)
     with pytest.raises(CheckpointError, match=rf"^m.json: {re.escape(field)}: "):
         read_json(SavedSchema, written, "m.json")
-
-
-def test_differences_are_of_what_signs_mean() -> None:
-    saved = schema()
-    assert saved.differences(schema()) == ""
-    slots = dict(reversed(SETTINGS["slots_config"].items()))
-    other = schema({**SETTINGS, "slots_config": slots})
-    assert saved.differences(other).startswith(
-        "the number of feature group user is 0 in the first and 2 in the second; "
-    )

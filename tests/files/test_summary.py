@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from persia._files.catalog import chain
-from persia._files.manifest import Manifest
 from persia._files.storage import LocalStorage
 from persia._files.summary import compare, groups_and_ids, summarise, values_of
 from persia.errors import CheckpointError
@@ -48,14 +47,10 @@ def test_two_byte_floats_are_widened() -> None:
 
 
 def test_rows_are_compared_bit_by_bit(tmp_path: Path) -> None:
-    sides: list[tuple[LocalStorage, list[Manifest]]] = []
-    rows = {sign: row(sign, 1) for sign in (USER, USER + 1, USER + 2)}
-    for change in ({}, {USER + 1: row(USER + 1, 2), USER + 3: row(USER + 3, 1)}):
-        storage = LocalStorage(tmp_path / str(len(sides)))
-        rows = {sign: each for sign, each in rows.items() if not change or sign != USER + 2}
-        dump(storage, rows | change)
-        sides.append((storage, chain(storage)))
-    group = compare(sides[0], sides[1])["user"]
+    before, after = LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b")
+    dump(before, {USER + n: row(USER + n, 1) for n in range(3)})
+    dump(after, {USER + n: row(USER + n, 1 + n) for n in (0, 1, 3)})
+    group = compare((before, chain(before)), (after, chain(after)))["user"]
     counts = (group.only_before, group.only_after, group.changed, group.equal)
     assert counts == (1, 1, 1, 1)
     assert group.largest > 0

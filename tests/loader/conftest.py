@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from persia._loader.sender import BatchSender
-from tests.support.streams import FakeRank, FakeWorker, feeder, send
+from tests.support.streams import Background, FakeRank, FakeWorker, feeder, send
 
 MakeFeeder = Callable[..., BatchSender]
 
@@ -42,6 +42,23 @@ def send_some(feeder: BatchSender, *numbers: int) -> None:
 def send_all(feeder: BatchSender, num_batches: int) -> None:
     send_some(feeder, num_batches)
     feeder.finish()
+
+
+def sent_before(make_feeder: MakeFeeder, rank: FakeRank, worker: Any, count: int) -> list[int]:
+    """Let a feeder send batches, which the rank takes, and end; returns their ids."""
+    made = make_feeder(rank, worker, sent=count)
+    taken = [rank.take().batch_id for _ in range(count)]
+    made.close()
+    return taken
+
+
+def finish_with(feeder: BatchSender, rank: FakeRank, *taken: int) -> None:
+    """Finish, which waits for the acknowledgement of these batches."""
+    finish = Background(feeder.finish)
+    rank.wait_for_end()
+    for batch_id in taken:
+        rank.acknowledge(batch_id)
+    finish.result()
 
 
 class ReportingRank(FakeRank):

@@ -15,7 +15,14 @@ from persia.errors import (
     ServiceError,
     ServiceUnavailable,
 )
-from tests.loader.conftest import MakeFeeder, ReportingRank, send_all, send_some
+from tests.loader.conftest import (
+    MakeFeeder,
+    ReportingRank,
+    finish_with,
+    send_all,
+    send_some,
+    sent_before,
+)
 from tests.support.streams import (
     PATIENCE_S,
     Background,
@@ -25,22 +32,6 @@ from tests.support.streams import (
     send,
 )
 from tests.support.waiting import until
-
-
-def test_wanted_ids_are_registered_elsewhere_and_relocated(make_feeder: MakeFeeder) -> None:
-    workers, rank = [FakeWorker(), FakeWorker()], FakeRank()
-    made = make_feeder(rank, workers, sent=1)
-    batch = rank.take()
-    workers[batch.ids.worker].restart()
-    rank.want(batch.batch_id)
-    rank.wait_for(lambda: rank.relocations)
-    ((batch_id, ids),) = rank.relocations
-    assert batch_id == batch.batch_id
-    assert ids.worker != batch.ids.worker
-    assert workers[ids.worker].refs[batch_id] == ids.ref
-    rank.acknowledge(batch_id)
-    made.finish()
-    assert made.stats()["registered_again"] == 1
 
 
 def test_wanted_after_it_was_acknowledged_is_old_news(make_feeder: MakeFeeder) -> None:
@@ -70,21 +61,6 @@ def test_a_restarted_rank_gets_again_what_it_had_not_ended(make_feeder: MakeFeed
     rank.train(4)
     made.finish()
     assert made.stats() == {"sent": 5, "redelivered": 3}
-
-
-def test_a_restarted_rank_is_not_given_more_than_its_credits(make_feeder: MakeFeeder) -> None:
-    rank = FakeRank(credits=2)
-    made = make_feeder(rank)
-    for number in range(6):
-        send(made, number)
-        rank.take()
-    rank.restart()
-    rank.most_waiting = 0
-    finish = Background(made.finish)
-    assert [number_of(batch) for batch in rank.train(6)] == list(range(6))
-    finish.result()
-    assert rank.most_waiting == 2
-    assert rank.streams[0].end == 6
 
 
 def test_a_rank_restarted_at_the_end_is_told_again(make_feeder: MakeFeeder) -> None:
@@ -151,51 +127,26 @@ def test_a_loader_that_is_restarted_goes_on_where_the_rank_is(make_feeder: MakeF
     assert second.stats() == {"dropped": 5, "sent": 3}
 
 
-def test_a_loader_that_is_restarted_registers_what_is_wanted(make_feeder: MakeFeeder) -> None:
-    rank, worker = FakeRank(credits=4), FakeWorker()
-    first = make_feeder(rank, worker, sent=4)
-    batches = [rank.take() for _ in range(4)]
-    first.close()
-    worker.restart()
-    rank.want(2)
-    second = make_feeder(rank, worker)
-    run = Background(lambda: send_all(second, 4))
-    rank.wait_for_end()
-    assert [batch_id for batch_id, _ in rank.relocations] == [2]
-    for batch in batches:
-        rank.acknowledge(batch.batch_id)
-    run.result()
-    assert second.stats() == {"dropped": 3, "registered_again": 1}
-    assert rank.order == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("is_too_late", [False, True])
 def test_a_loader_that_is_restarted_holds_what_has_not_ended(
     make_feeder: MakeFeeder, is_too_late: bool
 ) -> None:
     """What is wanted after it was read is lost no more."""
-
     rank, worker = ReportingRank(credits=4), FakeWorker()
-    first = make_feeder(rank, worker, sent=3)
-    batches = [rank.take() for _ in range(3)]
+    taken = sent_before(make_feeder, rank, worker, 3)
     rank.acknowledge(0)
-    first.close()
     second = make_feeder(rank, worker)
     assert second.resume_position() == 1
     if is_too_late:  # one of them ends before it is read again
-        rank.acknowledge(batches.pop().batch_id)
+        rank.acknowledge(taken.pop())
         until(lambda: second._streams[0]._unfinished == {1})
     send_some(second, 3)
-    assert second.stats() == {"dropped": 3, "kept": len(batches) - 1}
+    assert second.stats() == {"dropped": 3, "kept": len(taken) - 1}
     worker.restart()
     rank.want(1)
     rank.wait_for(lambda: rank.relocations)
     assert rank.relocations == [(1, RemoteRef(0, worker.refs[1]))]
-    finish = Background(second.finish)
-    rank.wait_for_end()
-    for batch in batches[1:]:
-        rank.acknowledge(batch.batch_id)
-    finish.result()
+    finish_with(second, rank, *taken[1:])
     assert second.stats() == {"dropped": 3, "registered_again": 1}
     assert rank.order == [0, 1, 2]
 
@@ -229,10 +180,7 @@ def test_a_rank_that_is_started_anew_gets_what_a_loader_before_had_sent(
     else:
         restart()
 
-    def send_rest() -> None:
-        send_some(second, 3, 8)
-
-    run = Background(send_rest)
+    run = Background(lambda: send_some(second, 3, 8))
     trained: list[int] = []
     while len(trained) < 6:
         trained += [batch.batch_id for batch in rank.train(1)]
@@ -247,9 +195,7 @@ def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(
 ) -> None:
     """The script of a restarted loader goes on as soon as the stream is open."""
     rank, worker = FakeRank(credits=4), FakeWorker()
-    first = make_feeder(rank, worker, sent=2)
-    batches = [rank.take() for _ in range(2)]
-    first.close()
+    taken = sent_before(make_feeder, rank, worker, 2)
     worker.restart()
     rank.want(0)
     has_sent = threading.Event()
@@ -262,11 +208,7 @@ def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(
     monkeypatch.setattr(RankStream, "_relocate_all", late)
     second = make_feeder(rank, worker, sent=2)
     has_sent.set()
-    run = Background(second.finish)
-    rank.wait_for_end()
-    for batch in batches:
-        rank.acknowledge(batch.batch_id)
-    run.result()
+    finish_with(second, rank, *taken)
     assert {batch_id for batch_id, _ in rank.relocations} == {0}
     assert second.stats()["dropped"] == 1
     assert "lost" not in second.stats()
@@ -274,12 +216,8 @@ def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(
 
 def test_a_batch_that_nobody_holds_any_more_is_an_error(make_feeder: MakeFeeder) -> None:
     rank, worker = FakeRank(credits=4), FakeWorker()
-    first = make_feeder(rank, worker, sent=1)
-    rank.take()
-    first.close()
-    second = make_feeder(rank, worker)
-    send(second, 0)
-    send(second, 1)
+    sent_before(make_feeder, rank, worker, 1)
+    second = make_feeder(rank, worker, sent=2)
     assert second.stats()["dropped"] == 1
     worker.restart()
     rank.want(0)  # too late

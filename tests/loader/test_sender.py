@@ -20,7 +20,7 @@ from persia.errors import (
     ServiceError,
     ServiceUnavailable,
 )
-from tests.loader.conftest import MakeFeeder, ReportingRank, send_all, send_some
+from tests.loader.conftest import MakeFeeder, send_all, send_some
 from tests.support.streams import (
     PATIENCE_S,
     Background,
@@ -51,7 +51,10 @@ def test_ids_and_order_for_any_number_of_loaders_and_ranks(
         rank.wait_for_end(num_loaders)
         mine = [x for x in want if x % world_size == rank.replica_index]
         for batch in rank.train(len(mine)):
-            assert number_of(batch) == batch.batch_id // num_loaders
+            number = number_of(batch)
+            assert number == batch.batch_id // num_loaders
+            assert (batch.batch_size, batch.requires_grad) == (1, True)
+            assert bytes(batch.meta or b"") == str(number).encode()
             worker = workers[batch.ids.worker]
             assert worker.refs[batch.batch_id] == batch.ids.ref
         assert sorted(rank.order) == mine
@@ -64,28 +67,6 @@ def test_ids_and_order_for_any_number_of_loaders_and_ranks(
         run.result()
     # One after the other, beginning with a loader's own number.
     assert abs(len(workers[0].registered) - len(workers[1].registered)) <= num_loaders
-
-
-def test_a_batch_arrives_as_it_was_sent(make_feeder: MakeFeeder) -> None:
-    rank = FakeRank()
-    made = make_feeder(rank)
-    send(made, 7)
-    batch = rank.take()
-    assert (batch.batch_size, batch.requires_grad) == (1, True)
-    assert [item.name for item in (*batch.non_id_type_features, *batch.labels)] == [
-        "dense",
-        "label",
-    ]
-    assert batch.meta is not None
-    assert bytes(batch.meta) == b"7"
-
-
-def test_seeking_after_a_batch_is_told_how_several_epochs_are_sent(
-    make_feeder: MakeFeeder,
-) -> None:
-    made = make_feeder(FakeRank(), sent=1)
-    with pytest.raises(DataError, match=r"before the first send_data; .*send\(ctx, epochs=3\)"):
-        made.seek(0)
 
 
 def test_one_stalled_rank_leaves_the_other_its_batches(make_feeder: MakeFeeder) -> None:
@@ -139,8 +120,10 @@ def test_w23_w72_the_end_of_the_data_is_a_message_and_awaits_the_last_batch(
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_w72_the_loader_ends_with_the_job(make_feeder: MakeFeeder, status: int) -> None:
-    worker, rank = FakeWorker(), FakeRank(credits=1)
-    made = make_feeder(rank, worker)
+    """It hears of that from any worker."""
+    gone, worker, rank = FakeWorker(), FakeWorker(), FakeRank(credits=1)
+    gone.error = ServiceUnavailable("gone")
+    made = make_feeder(rank, [gone, worker])
     run = Background(lambda: send_all(made, 100))
     rank.train(1)
     worker.job.finish_job(status, True)
@@ -168,10 +151,14 @@ def test_a_rank_that_leaves_ends_the_loader(make_feeder: MakeFeeder) -> None:
 def test_the_failure_of_the_script_is_told(make_feeder: MakeFeeder) -> None:
     ranks = [FakeRank(0, 2), FakeRank(1, 2)]
     made = make_feeder(ranks, sent=1)
+    with env.changed(PERSIA_SUPERVISED=1):  # it is started again if servers have failed
+        made.fail(ServiceError("batch 3 is lost"))
+    assert [(rank.failures, rank.streams[0].end) for rank in ranks] == [([], None)] * 2
     try:
         raise KeyError("no such file \ud800")
     except KeyError as exc:
-        made.fail(exc)
+        with env.changed(PERSIA_SUPERVISED=1):
+            made.fail(exc)
     for rank in ranks:
         assert rank.streams[0].end == 1
         (failure,) = rank.failures
@@ -181,20 +168,11 @@ def test_the_failure_of_the_script_is_told(make_feeder: MakeFeeder) -> None:
         failure.encode()
 
 
-def test_where_it_is_started_anew_a_failure_of_servers_is_not_the_scripts(
-    make_feeder: MakeFeeder,
+def test_a_failure_is_told_whatever_a_rank_does(
+    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = FakeRank()
-    made = make_feeder(rank, sent=1)
-    with env.changed(PERSIA_SUPERVISED=1):
-        made.fail(ServiceError("batch 3 is lost"))
-        assert rank.failures == []
-        assert rank.streams[0].end is None
-        made.fail(ValueError("no such column"))
-    assert "no such column" in rank.failures[0]
-
-
-def test_a_failure_reaches_a_rank_whose_stream_is_not_open(make_feeder: MakeFeeder) -> None:
+    """One whose stream is not open, and one beside a rank that is gone."""
+    monkeypatch.setattr(sender, "END_S", 0.2)
     held = threading.Event()
 
     class Slow(FakeRank):
@@ -203,27 +181,13 @@ def test_a_failure_reaches_a_rank_whose_stream_is_not_open(make_feeder: MakeFeed
                 held.wait(PATIENCE_S)
             return super().open_stream(opening)
 
-    rank = Slow()
-    made = make_feeder(rank)
-    made.fail(KeyError("early"))
-    assert "KeyError: 'early'" in rank.failures[0]
-    held.set()
-
-
-def test_a_failing_script_does_not_wait_for_a_rank_that_is_gone(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sender, "END_S", 0.2)
-    held = threading.Event()
-
     class Silent(FakeRank):
         def end_stream(self, *arguments: Any) -> None:
             held.wait(PATIENCE_S)
 
-    ranks = [Silent(0, 2), FakeRank(1, 2)]
-    made = make_feeder(ranks)
-    made.fail(KeyError("x"))
-    assert len(ranks[1].failures) == 1
+    ranks = [Silent(0, 2), Slow(1, 2)]
+    make_feeder(ranks).fail(KeyError("early"))
+    assert "KeyError: 'early'" in ranks[1].failures[0]
     held.set()
 
 
@@ -278,7 +242,9 @@ def test_each_batch_is_trained_once_whatever_is_lost_or_repeated(
                 rank.relocations.clear()
                 rank.want(batch.batch_id)
                 rank.wait_for(lambda: rank.relocations)
-                assert rank.relocations[0][0] == batch.batch_id
+                batch_id, ids = rank.relocations[0]
+                assert batch_id == batch.batch_id
+                assert batch_id in workers[ids.worker].registered
             while held and (order.random() < 0.7 or len(seen) == len(mine)):
                 rank.acknowledge(held.pop(order.randrange(len(held))).batch_id)
         assert sorted(seen) == mine
@@ -322,14 +288,15 @@ def test_restarts_at_random_lose_nothing(
         held.clear()
     run.result()
     assert trained == set(range(60))
+    assert rank.most_waiting <= rank.credits
 
 
 # --- embedding-workers that are down, busy or new ---------------------------------------------
 
 
 @pytest.mark.parametrize("error", [ServiceUnavailable("down"), ServiceBusy("full")])
-def test_w69_a_worker_that_is_down_or_busy_is_passed_over(
-    make_feeder: MakeFeeder, error: ServiceError
+def test_w69_a_worker_that_is_down_or_busy_is_passed_over_until_it_is_back(
+    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch, error: ServiceError
 ) -> None:
     workers = [FakeWorker(), FakeWorker(), FakeWorker()]
     rank = FakeRank(credits=100)
@@ -340,19 +307,13 @@ def test_w69_a_worker_that_is_down_or_busy_is_passed_over(
     assert {batch.ids.worker for batch in rank.train(9)} == {0, 2}
     # It was asked once, and is left alone for a while.
     assert made.stats()["skipped"] == 1
-
-
-def test_w69_a_worker_that_came_back_gets_its_turn(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    workers[1].error = None
     monkeypatch.setattr("persia._rpc.worker_pool.AVOID_S", 0.0)
-    workers = [FakeWorker(), FakeWorker()]
-    made = make_feeder(FakeRank(credits=100), workers)
-    workers[0].error = ServiceUnavailable("down")
+    with pytest.raises(DataError, match="before the first send_data"):
+        made.seek(0)
+    workers[0].error = workers[2].error = error
     send(made)
-    workers[0].error = None
-    send_some(made, 3)
-    assert len(workers[0].registered) >= 1
+    assert len(workers[1].registered) == 1
 
 
 def test_all_workers_down_is_an_error_that_names_them(make_feeder: MakeFeeder) -> None:
@@ -381,26 +342,3 @@ def test_a_busy_worker_is_waited_for_without_a_deadline(
     worker.error = None
     run.result()
     assert "data-loader 0 of 1: batch 0 waits for embedding-worker 0: full" in caplog.text
-
-
-def test_ids_that_no_worker_has_are_registered_at_the_one_whose_turn_it_is(
-    make_feeder: MakeFeeder,
-) -> None:
-    rank, workers = ReportingRank(credits=4), [FakeWorker(), FakeWorker()]
-    first = make_feeder(rank, workers, sent=1)
-    rank.take()
-    first.close()
-    make_feeder(rank, workers, sent=1)
-    rank.want(0)
-    rank.wait_for(lambda: rank.relocations)
-    assert [ref.worker for _, ref in rank.relocations] == [0]
-
-
-def test_the_end_of_the_job_is_heard_from_any_worker(make_feeder: MakeFeeder) -> None:
-    workers = [FakeWorker(), FakeWorker()]
-    workers[0].error = ServiceUnavailable("gone")
-    made = make_feeder(FakeRank(), workers, sent=1)
-    assert workers[1].asked.wait(PATIENCE_S)
-    workers[1].job.finish_job(0, True)
-    made.finish()
-    assert made.job_status == 0

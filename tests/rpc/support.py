@@ -248,7 +248,21 @@ def header(**changes: Any) -> bytes:
 
 
 # Messages with exactly one thing wrong, and the reason that is counted.
+# Less than msgpack refuses, and too deep for ``repr``; msgpack itself would not write it.
+NESTED = b"\x91" * 1015 + b"\x90"
+
+
+def nested(**changes: Any) -> bytes:
+    """Return a header in which the text MARK is a deeply nested list."""
+    return header(**changes).replace(msgpack.packb("MARK"), NESTED)
+
+
 BAD: list[tuple[str, list[bytes], str]] = [
+    ("nested header", [PROTOCOL, NESTED], "header"),
+    ("nested id", [PROTOCOL, nested(id="MARK")], "header"),
+    ("nested method", [PROTOCOL, nested(m="MARK")], "header"),
+    ("nested arrays", [PROTOCOL, nested(a="MARK")], "array_count"),
+    ("nested array", [PROTOCOL, nested(a="MARK"), b"12345678"], "array_spec"),
     ("no part", [b""], "parts"),
     ("one part", [PROTOCOL], "parts"),
     ("empty delimiter", [b"", PROTOCOL, header()], "protocol"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,16 @@ from persia._server import incremental, snapshot
 from persia._server.incremental import IncrementalWriter
 from persia._training.checkpoint import CheckpointReader
 from persia.errors import CheckpointError
-from tests.support.saving import dump, held_load, load_changes, rows_of, train, writing_changes
+from tests.support.saving import (
+    add_part,
+    dump,
+    files_in,
+    held_load,
+    load_changes,
+    rows_of,
+    train,
+    writing_changes,
+)
 from tests.support.services import ADAGRAD, make_servers, make_worker
 from tests.support.waiting import until
 
@@ -103,22 +110,14 @@ def test_copies_have_room_before_a_packet_is_written(
     load_changes(tmp_path, servers)
 
 
-def has_more(folder: Path, number: int) -> bool:
-    return len(catalog.ids(folder)) > number
-
-
 def test_packets_come_by_themselves(tmp_path: Path) -> None:
     (server,) = servers = writing_changes(tmp_path, buffer_size=100)
     worker = make_worker(servers)
     for number in range(3):
         train(worker, number, 1)
-        until(partial(has_more, tmp_path / "s0", number))
+        until(lambda: len(catalog.ids(tmp_path / "s0")) > number)  # noqa: B023
     server.close()
     load_changes(tmp_path, servers)
-
-
-def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def test_packets_of_two_jobs_do_not_mix(
@@ -182,13 +181,9 @@ def test_rows_of_another_server_in_a_packet_are_found_before_anything_changes(
     for server in servers:
         server.flush_changes()
         server.close()
-    there, here = (LocalStorage(tmp_path / name) for name in ("s0", "s1"))
-    part = catalog.load(there).parts[0]
-    manifest = catalog.load(here)
-    with PartWriter(here, f"{manifest.id}/twice", server=1) as writer:
-        writer.add(part.table, take(read_part(there, part), np.arange(1)))
-        parts = (*manifest.parts, *writer.finish())
-    catalog.publish(here, replace(manifest, parts=parts))
+    there = LocalStorage(tmp_path / "s0")
+    stranger = take(read_part(there, catalog.load(there).parts[0]), np.arange(1))
+    add_part(tmp_path / "s1", "twice", lambda _: stranger)
     fresh = make_servers(1, optimizer=ADAGRAD)
     other = make_worker(fresh)
     train(other, 1, 1)

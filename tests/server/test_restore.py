@@ -50,24 +50,16 @@ from tests.support.services import (
 from tests.support.waiting import until
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_w19_rows_move_to_any_number_of_servers(
-    dumped: Trained, tmp_path: Path, count: int
+@pytest.mark.parametrize(("count", "num_threads"), [(1, 64), (2, 1), (3, 1)])
+def test_w19_w33_rows_move_to_any_number_of_servers(
+    dumped: Trained, tmp_path: Path, count: int, num_threads: int
 ) -> None:
-    worker, servers = dumped
-    fresh = make_servers(count, optimizer=ADAGRAD)
+    options: dict[str, Any] = {"replica_size": count, "num_checkpoint_threads": num_threads}
+    config = ParameterServerConfig(memory_limit=0)
+    fresh = [ParameterServer(SCHEMA, config, replica_index=n, **options) for n in range(count)]
     other = make_worker(fresh)
     assert load(other, tmp_path) == []
-    assert_alike((worker, servers), (other, fresh), 3, 3)
-
-
-def test_w19_a_load_replaces_what_was_held(dumped: Trained, tmp_path: Path) -> None:
-    worker, servers = dumped
-    before = rows_of(servers)
-    train(worker, 3, 3)
-    assert rows_of(servers).keys() > before.keys()
-    load(worker, tmp_path)
-    assert rows_of(servers) == before
+    assert_alike(dumped, (other, fresh), 3, 3)
 
 
 def test_a_load_by_feature_keeps_all_others(dumped: Trained, tmp_path: Path) -> None:
@@ -111,38 +103,11 @@ def test_steps_of_a_load_that_do_not_follow_are_refused(
 
 
 def test_w33_a_checkpoint_without_rows(tmp_path: Path) -> None:
-    servers = make_servers(3)
-    worker = make_worker(servers)
+    worker = make_worker(make_servers(3))
     dump(worker, tmp_path)
     train(worker, 0, 1)
     load(worker, tmp_path)
     assert worker.get_embedding_size() == [0, 0, 0]
-
-
-def test_w33_more_threads_than_files(dumped: Trained, tmp_path: Path) -> None:
-    _, servers = dumped
-    config = ParameterServerConfig(memory_limit=0)
-    fresh = [ParameterServer(SCHEMA, config, num_checkpoint_threads=64)]
-    load(make_worker(fresh), tmp_path)
-    assert rows_of(fresh) == rows_of(servers)
-
-
-def test_another_optimizer_begins_its_state_anew_and_says_so(
-    dumped: Trained, tmp_path: Path
-) -> None:
-    _, servers = dumped
-    fresh = make_servers(2, optimizer=ADAM)
-    notes = load(make_worker(fresh), tmp_path)
-    assert any("adagrad" in note and "adam" in note for note in notes)
-    old, new = rows_of(servers), rows_of(fresh)
-    assert old.keys() == new.keys()
-    dim = 4 * 4
-    assert all(new[k][:dim] == old[k][:dim] for k in old)
-
-
-def renamed(order: list[str], **changes: Any) -> EmbeddingSchema:
-    slots = {name: CONFIG["slots_config"][name] for name in order}
-    return EmbeddingSchema.load(CONFIG | {"slots_config": slots} | changes)
 
 
 def test_groups_are_found_by_the_names_of_their_features(
@@ -152,7 +117,8 @@ def test_groups_are_found_by_the_names_of_their_features(
     # All but one feature, in another order: other numbers of groups and tables.
     order = [name for name in reversed(CONFIG["slots_config"]) if name != "raw"]
     groups = {"stacks": ["stack", "stack_mean"], "shared": ["sum", "max", "jagged"]}
-    schema = renamed(order, feature_groups=groups)
+    slots = {name: CONFIG["slots_config"][name] for name in order}
+    schema = EmbeddingSchema.load(CONFIG | {"slots_config": slots, "feature_groups": groups})
     fresh = make_servers(3, schema, optimizer=ADAGRAD)
     notes = load(make_worker(fresh, schema), tmp_path)
     assert any("raw" in note for note in notes)
@@ -166,32 +132,9 @@ def test_groups_are_found_by_the_names_of_their_features(
         }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sqrt": {"dim": 16, "pooling": "sqrt"}}, "dim of feature group 'sqrt' is 8 .* 16"),
-        (
-            {"stack_raw": CONFIG["slots_config"]["stack_max"]},
-            "hash stack .* of feature group 'stack_raw'",
-        ),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused_with_the_difference(
-    dumped: Trained, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    _, _ = dumped
-    schema = EmbeddingSchema.load(CONFIG | {"slots_config": CONFIG["slots_config"] | changes})
-    fresh = make_servers(1, schema, optimizer=ADAGRAD)
-    other = make_worker(fresh, schema)
-    with pytest.raises(CheckpointError, match=message):
-        load(other, tmp_path)
-
-
 def damage(folder: Path) -> str:
     path = sorted(folder.rglob("*.safetensors"))[0]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
     return path.name
 
 
@@ -244,24 +187,17 @@ def test_counts_of_ids_not_admitted_yet_are_kept(tmp_path: Path) -> None:
     assert sum(other.get_embedding_size()) == 2
 
 
-def test_the_seed_of_the_rows_is_told_apart(dumped: Trained, tmp_path: Path) -> None:
-    _, _ = dumped
-    fresh = make_servers(1, hyper=settings(seed=8), optimizer=ADAGRAD)
-    notes = load(make_worker(fresh), tmp_path)
-    assert any("seed" in note for note in notes)
-    assert np.all(np.array(make_worker(fresh).get_embedding_size()) > 0)
-
-
 def test_w17_servers_that_lost_all_are_whole_after_a_load(
     dumped: Trained, tmp_path: Path
 ) -> None:
-    worker, servers = dumped
     fresh = make_servers(3, hyper=None, optimizer=None)  # not configured
     other = make_worker(fresh)
     assert not other.ready_for_serving()
     load(other, tmp_path)
     assert other.ready_for_serving()
-    assert_alike((worker, servers), (other, fresh), 3, 2)
+    assert_alike(dumped, (other, fresh), 3, 2)
+    fresh = make_servers(1, hyper=settings(seed=8), optimizer=ADAGRAD)
+    assert any("seed" in note for note in load(make_worker(fresh), tmp_path))
 
 
 def test_w19_servers_of_inference_load_by_themselves_and_reshard(
@@ -426,9 +362,7 @@ def test_more_rows_than_there_is_room_for_are_refused(dumped: Trained, tmp_path:
     "extras",
     [
         {},
-        {"servers": []},
         {"servers": {"hyper_parameters": [["seed"]], "optimizer": {}}},
-        {"servers": {"hyper_parameters": {"initialization": "x"}, "optimizer": {}}},
         {"servers": {"hyper_parameters": "x", "optimizer": None}},
     ],
 )

@@ -53,6 +53,7 @@ def schema_with(groups: dict[str, Any] | None = None) -> EmbeddingSchema:
 
 SCHEMA = schema_with()
 TABLES = {name: slot.table for name, slot in SCHEMA.slots.items()}
+GRADS = np.linspace(-1, 1, 3 * DIM, dtype=np.float32).reshape(3, DIM)
 
 
 def signs_of(name: str) -> NDArray[np.uint64]:
@@ -70,9 +71,8 @@ def rows(server: ParameterServer, name: str) -> TableEntries:
 
 
 def update(server: ParameterServer, number: int, rates: dict[str, float | None]) -> None:
-    grads = np.linspace(-1, 1, 3 * DIM, dtype=np.float32).reshape(3, DIM)
     parts = tuple(
-        TableGradients(TABLES[name], signs_of(name), None, grads, lr)
+        TableGradients(TABLES[name], signs_of(name), None, GRADS, lr)
         for name, lr in rates.items()
     )
     server.update(UpdateRequest((1, number), parts))
@@ -92,7 +92,6 @@ def test_each_table_steps_by_its_own_optimizer_and_rate(registered: OptimizerSet
     ]
     for number, rates in enumerate(schedule):
         update(server, number, rates)
-    grads = np.linspace(-1, 1, 3 * DIM, dtype=np.float32).reshape(3, DIM)
     for name in names:
         settings = complete | ({"lr": 0.25} if name == "lazy" else {})
         kind = registered.name
@@ -106,31 +105,24 @@ def test_each_table_steps_by_its_own_optimizer_and_rate(registered: OptimizerSet
                 if name in rates:
                     lr = settings["lr"] if rates[name] is None else rates[name]
                     options: Any = settings | {"lr": lr}
-                    values, state = model.step(kind, options, 10, values, state, grads[place])
+                    values, state = model.step(kind, options, 10, values, state, GRADS[place])
             np.testing.assert_array_equal(after.values[place], values)
             assert after.states is not None
             assert after.states[place].tolist() == state.view(np.uint32).tolist()
 
 
-@pytest.mark.parametrize("lr", [-1.0, float("nan"), float("inf")])
-def test_a_rate_that_cannot_be_used_changes_nothing(lr: float) -> None:
-    (server,) = make_servers(schema=SCHEMA)
-    look(server, "a", "lazy")
-    before = rows(server, "a").values
-    with pytest.raises(ConfigError, match="sgd: lr must be"):
-        update(server, 0, {"a": 0.5, "lazy": lr})
-    np.testing.assert_array_equal(rows(server, "a").values, before)
-    update(server, 0, {"a": 0.5})  # the id was not used up
-
-
 def test_a_server_started_anew_steps_at_the_rate_of_the_update() -> None:
+    """A rate that cannot be used changes nothing, and does not use up the id."""
     ends = []
     for again in (False, True):
         (server,) = make_servers(schema=SCHEMA)
         update(server, 0, {"a": 0.125})
         if again:
             (server,) = make_servers(schema=SCHEMA)
-        look(server, "a")
+        look(server, "a", "lazy")
+        for lr in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ConfigError, match="sgd: lr must be"):
+                update(server, 1, {"a": 0.5, "lazy": lr})
         update(server, 1, {"a": 0.125})
         ends.append(rows(server, "a").values)
     np.testing.assert_array_equal(ends[0], ends[1])
@@ -138,22 +130,17 @@ def test_a_server_started_anew_steps_at_the_rate_of_the_update() -> None:
 
 def test_states_of_rows_are_of_the_tables_optimizer() -> None:
     (server,) = make_servers(schema=SCHEMA, optimizer=ADAM)
-    look(server, "a", "own")
-    widths = {name: rows(server, name).states for name in ("a", "own")}
-    assert [0 if s is None else s.shape[1] for s in widths.values()] == [2 * DIM + 1, 2 * DIM]
     values, states = np.ones((3, DIM), np.float32), np.ones((3, 2 * DIM), np.uint32)
-    server.set_embedding([TableEntries(TABLES["own"], signs_of("own"), values, states)])
-    written = rows(server, "own").states
-    assert written is not None
-    np.testing.assert_array_equal(written, states)
-    states = np.ones((3, 2 * DIM + 1), np.uint32)
+    entries = TableEntries(TABLES["own"], signs_of("own"), values, states)
+    server.set_embedding([entries])
+    np.testing.assert_array_equal(rows(server, "own").states, states)
     with pytest.raises(DimMismatch, match=r"expected states \[3, 8\] for ftrl"):
-        server.set_embedding([TableEntries(TABLES["own"], signs_of("own"), values, states)])
+        server.set_embedding([replace(entries, states=np.ones((3, 9), np.uint32))])
 
 
 def test_another_optimizer_is_refused_for_what_it_means_to_a_table() -> None:
-    only_own = {name: {"optimizer": {"name": "lion"}} for name in ("a", "b", "lazy", "own")}
-    schema = schema_with(only_own | {"plain": {"optimizer": {"name": "lion"}}})
+    only_own = {name: {"optimizer": {"name": "lion"}} for name in TABLES}
+    schema = schema_with(only_own)
     (server,) = make_servers(schema=schema, optimizer=SGD)
     server.lookup(LookupRequest(0, True, (TableSigns(0, signs_of("a")),)))
     server.register_optimizer(ADAM)  # every table has its own: no row changes its meaning
@@ -161,9 +148,6 @@ def test_another_optimizer_is_refused_for_what_it_means_to_a_table() -> None:
     look(server, "own")
     with pytest.raises(ConfigError, match=r"optimizer adam keeps 9 words .* 4 of adagrad"):
         server.register_optimizer(ADAM)
-
-
-def test_an_option_that_the_registered_optimizer_does_not_know_names_the_group() -> None:
     schema = schema_with({"b": {"optimizer": {"beta1": 0.5}}})
     (server,) = make_servers(schema=schema, optimizer=ADAM)
     with pytest.raises(ConfigError, match=r"group_settings\.b\.optimizer: sgd has no option"):
@@ -247,15 +231,11 @@ def test_an_id_is_admitted_at_its_third_batch_and_a_repeated_lookup_counts_once(
     assert server.server.stats()["refused"] == 7
 
 
-def test_admission_of_a_group_comes_before_that_of_all() -> None:
-    server = Server(a={"admission": {"policy": "probability", "probability": 0.0}})
-    assert server.train("a", range(50)) == [False] * 50
-    assert all(server.train("b", range(50)))
-
-
-def test_rows_expire_by_seconds() -> None:
+def test_rows_expire_by_seconds_also_those_that_were_written() -> None:
     server = Server(a={"eviction": {"ttl_seconds": 16}})
-    server.train("a", [1, 2])
+    table, rows = server.schema.slots["a"].table, np.ones((1, DIM), np.float32)
+    server.server.set_embedding([TableEntries(table, server.signs("a", [1]), rows, None)])
+    server.train("a", [2])
     server.train("b", [1])
     server.now += 10
     server.train("a", [2])
@@ -288,22 +268,4 @@ def test_a_group_by_frequency_keeps_what_is_used_often() -> None:
     for first in range(100, 1000, 50):
         server.train("a", range(first, first + 50))
     assert all(server.held("a", range(32)))
-    stats = server.server.stats()
-    assert (stats["evicted_lru"], stats["evicted"]) == (0, stats["evicted_lfu"])
-    assert stats["evicted_lfu"] == 900 + 32 - 64
-
-
-def test_rows_that_are_written_follow_their_groups_policy() -> None:
-    server = Server(a={"eviction": {"ttl_seconds": 1}})
-    part = TableEntries(
-        server.schema.slots["a"].table,
-        server.signs("a", [1]),
-        np.ones((1, DIM), np.float32),
-        None,
-    )
-    server.server.set_embedding([part])
-    assert server.held("a", [1]) == [True]
-    server.now += 2
-    assert server.held("a", [1]) == [False]
-    signs = [TableSigns(part.table, part.signs)]
-    assert len(server.server.read_embedding(signs)[0].signs) == 0
+    assert server.server.stats()["evicted_lfu"] == 900 + 32 - 64

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
 from tests.support.services import ADAGRAD, ADAM, SCHEMA, SETTINGS, SGD, make_servers, settings
+from tests.support.streams import Background
 
 ROOT = Path(__file__).parents[2]
 TABLE = SCHEMA.slots["mean"].table
@@ -132,15 +134,6 @@ def test_w15_the_same_settings_again_change_nothing() -> None:
     assert ends[0].states[:, -1].tolist() == [5, 5]  # Adam's steps, counted per row
 
 
-def test_a_learning_rate_may_change_while_rows_are_held() -> None:
-    (server,) = make_servers(optimizer=ADAGRAD)
-    look(server, 1)
-    before = entries(server, 1).values
-    server.register_optimizer(OptimizerSettings("adagrad", {**ADAGRAD.options, "lr": 0.0}))
-    update(server, 0, ones(1), 1)
-    np.testing.assert_array_equal(entries(server, 1).values, before)
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -169,31 +162,26 @@ def test_another_optimizer_is_refused_while_rows_are_held(
 
 
 def test_a_lookup_under_way_leaves_no_row_of_the_optimizer_before() -> None:
-    class Pausing:
-        """A clock that is read between a lookup's settings and its rows."""
+    is_armed, was_read, may_go_on = (threading.Event() for _ in range(3))
 
-        def __init__(self) -> None:
-            self.is_armed = False
-            self.was_read, self.may_go_on = threading.Event(), threading.Event()
+    def clock() -> float:
+        """Read between a lookup's settings and its rows."""
+        if is_armed.is_set():
+            was_read.set()
+            assert may_go_on.wait(10)
+        return 0.0
 
-        def __call__(self) -> float:
-            if self.is_armed:
-                self.was_read.set()
-                assert self.may_go_on.wait(10)
-            return 0.0
-
-    clock = Pausing()
     server = ParameterServer(SCHEMA, ParameterServerConfig(), clock=clock)
     server.configure(settings())
     server.register_optimizer(ADAGRAD)
-    clock.is_armed = True
+    is_armed.set()
     lookup = threading.Thread(target=look, args=(server, 1))
     lookup.start()
-    assert clock.was_read.wait(10)
-    clock.is_armed = False
+    assert was_read.wait(10)
+    is_armed.clear()
     # The same width, with another meaning.
     server.register_optimizer(OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9}))
-    clock.may_go_on.set()
+    may_go_on.set()
     lookup.join(10)
     assert server.get_embedding_size() == 0
     look(server, 1)
@@ -220,6 +208,9 @@ def test_settings_may_change_for_rows_to_come() -> None:
     assert server.get_embedding_size() == 1
     update(server, 0, ones(1) * 100, 1)
     np.testing.assert_array_equal(entries(server, 1).values, -0.25 * ones(1))
+    server.register_optimizer(OptimizerSettings("sgd", {"lr": 0.0}))
+    update(server, 1, -ones(1), 1)
+    np.testing.assert_array_equal(entries(server, 1).values, -0.25 * ones(1))
 
 
 @pytest.mark.parametrize(
@@ -243,9 +234,6 @@ def test_bad_settings_are_refused_and_leave_the_old(
     with pytest.raises(ConfigError, match=message):
         call(server)
     assert server.ready_for_serving() is is_configured
-
-
-def test_a_replica_index_beyond_its_set_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"0\.\.replica_size - 1 = 1, got 2"):
         ParameterServer(SCHEMA, ParameterServerConfig(), replica_index=2, replica_size=2)
 
@@ -347,67 +335,61 @@ def test_memory_limit_is_reported_once(caplog: pytest.LogCaptureFixture) -> None
 
 # --- refusals: typed, naming the thing, nothing changed --------------------------------------
 
-U64 = np.uint64
-BAD_SIGNS: list[tuple[Any, type[Exception], str]] = [
-    ((TableSigns(99, signs(1)),), StoreError, r"expected a table in 0\.\.\d, got 99"),
-    ((TableSigns(-1, signs(1)),), StoreError, "got -1"),
-    (
-        (TableSigns(TABLE, signs(1)), TableSigns(TABLE, signs(2))),
-        StoreError,
-        f"table {TABLE} comes more than once",
-    ),
-]
+RAW = SCHEMA.slots["raw"]
+STRANGE = np.array([RAW.prefix], np.uint64)
 
 
-@pytest.mark.parametrize(("tables", "error", "message"), BAD_SIGNS)
-@pytest.mark.parametrize("is_training", [True, False])
-def test_bad_lookups_are_refused(
-    tables: Any, error: type[Exception], message: str, is_training: bool
-) -> None:
-    (server,) = make_servers()
-    other = TableSigns(SCHEMA.slots["raw"].table, np.array([1], U64))
+def unchanged(server: ParameterServer, error: type[Exception], message: str, call: Any) -> None:
+    """The call is refused and leaves rows 1, 2 and 3 as they are, and no other row."""
+    look(server, 1, 2, 3)
+    before = entries(server, 1, 2, 3)
     with pytest.raises(error, match=message):
-        server.lookup(LookupRequest(0, is_training, (other, *tables)))
-    assert server.get_embedding_size() == 0
+        call()
+    after = entries(server, 1, 2, 3)
+    np.testing.assert_array_equal(after.values, before.values)
+    np.testing.assert_array_equal(after.states, before.states)
+    assert server.get_embedding_size() == 3
     assert server.stats()["missing"] == 0
 
 
-BAD_GRADIENTS: list[tuple[Any, type[Exception], str]] = [
-    ({"table": 99}, StoreError, "got 99"),
-    ({"gradients": ones(1)}, StoreError, "expected 2 rows of gradients, one a sign, got 1"),
-    (
-        {"gradients": np.ones((2, DIM - 1), np.float32)},
-        DimMismatch,
-        f"dim {DIM}, got {DIM - 1}",
-    ),
-    ({"gradients": ones(2)[0]}, DimMismatch, f"dim {DIM}, got vectors"),
-    ({"hints": np.zeros(3, np.uint32)}, StoreError, "expected 2 hints, one a sign, got 3"),
-]
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ((99,), r"expected a table in 0\.\.\d, got 99"),
+        ((-1,), "got -1"),
+        ((TABLE, TABLE), f"table {TABLE} comes more than once"),
+    ],
+)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_bad_lookups_are_refused(
+    tables: tuple[int, ...], message: str, is_training: bool
+) -> None:
+    (server,) = make_servers(optimizer=ADAGRAD)
+    parts = (TableSigns(RAW.table, STRANGE), *(TableSigns(x, signs(1)) for x in tables))
+    request = LookupRequest(0, is_training, parts)
+    unchanged(server, StoreError, message, partial(server.lookup, request))
 
 
-@pytest.mark.parametrize(("change", "error", "message"), BAD_GRADIENTS)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"table": 99}, StoreError, "got 99"),
+        ({"gradients": ones(1)}, StoreError, "2 rows of gradients, one a sign, got 1"),
+        ({"gradients": ones(2)[:, 1:]}, DimMismatch, f"dim {DIM}, got {DIM - 1}"),
+        ({"gradients": ones(2)[0]}, DimMismatch, f"dim {DIM}, got vectors"),
+        ({"hints": np.zeros(3, np.uint32)}, StoreError, "2 hints, one a sign, got 3"),
+    ],
+)
 def test_w16_bad_updates_are_refused_whole(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     (server,) = make_servers(optimizer=ADAGRAD)
-    look(server, 1, 2, 3)
-    before = entries(server, 1, 2, 3)
-    raw = SCHEMA.slots["raw"]
-    good = TableGradients(
-        raw.table, np.array([raw.prefix], U64), None, np.ones((1, raw.dim), np.float32)
+    good = TableGradients(RAW.table, STRANGE, None, np.ones((1, RAW.dim), np.float32))
+    values: dict[str, Any] = {"table": TABLE, "signs": signs(1, 2), "gradients": ones(2)}
+    request = UpdateRequest(
+        (0, 0), (good, TableGradients(**({"hints": None} | values | change)))
     )
-    values: dict[str, Any] = {
-        "table": TABLE,
-        "signs": signs(1, 2),
-        "hints": None,
-        "gradients": ones(2),
-    }
-    request = UpdateRequest((0, 0), (good, TableGradients(**(values | change))))
-    with pytest.raises(error, match=message):
-        server.update(request)
-    after = entries(server, 1, 2, 3)
-    np.testing.assert_array_equal(after.values, before.values)
-    np.testing.assert_array_equal(after.states, before.states)
+    unchanged(server, error, message, partial(server.update, request))
     # A refused update does not use up its id.
     assert not update(server, 0, ones(1), 1).repeated
 
@@ -416,12 +398,8 @@ def test_w16_bad_updates_are_refused_whole(
     ("change", "error", "message"),
     [
         ({"table": 99}, StoreError, "got 99"),
-        ({"signs": np.array([5], U64)}, StoreError, "feature bits 0, which no slot"),
-        (
-            {"signs": np.array([SCHEMA.slots["raw"].prefix], U64)},
-            StoreError,
-            "which no slot of it has",
-        ),
+        ({"signs": np.array([5], np.uint64)}, StoreError, "feature bits 0, which no slot"),
+        ({"signs": STRANGE}, StoreError, "which no slot of it has"),
         ({"values": ones(2)}, StoreError, "expected 1 rows of values"),
         ({"values": np.ones((1, 9), np.float32)}, DimMismatch, "got 9"),
         ({"states": np.zeros((1, DIM + 1), np.uint32)}, DimMismatch, "states"),
@@ -435,16 +413,10 @@ def test_bad_rows_are_refused_whole(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     (server,) = make_servers(optimizer=ADAGRAD)
-    values: dict[str, Any] = {
-        "table": TABLE,
-        "signs": signs(1),
-        "values": ones(1),
-        "states": None,
-    }
+    values: dict[str, Any] = {"table": TABLE, "signs": signs(1), "values": ones(1)}
     good = TableEntries(TABLE, signs(7), ones(1), None)
-    with pytest.raises(error, match=message):
-        server.set_embedding([good, TableEntries(**(values | change))])
-    assert server.get_embedding_size() == 0
+    bad = TableEntries(**({"states": None} | values | change))
+    unchanged(server, error, message, partial(server.set_embedding, [good, bad]))
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -485,19 +457,16 @@ def test_w47_other_python_threads_run_during_a_request(what: str) -> None:
     }
 
     def is_over_before_others_run(number: int) -> bool:
-        begun, ended = threading.Event(), threading.Event()
+        begun = threading.Event()
 
         def call() -> None:
             begun.set()
             calls[what](number)
-            ended.set()
 
-        thread = threading.Thread(target=call)
-        thread.start()
+        running = Background(call)
         begun.wait(10)
-        was_over = ended.is_set()
-        thread.join(60)
-        assert ended.is_set()
+        was_over = running.is_done.is_set()
+        running.result()
         return was_over
 
     interval = sys.getswitchinterval()

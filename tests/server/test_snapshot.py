@@ -29,30 +29,15 @@ from persia._server.snapshot import (
     ROOM_S,
     SHARE,
     Throttle,
-    give_room,
     room_for_copies,
     urgency_of,
 )
 from persia._training import checkpoint
 from persia._training.checkpoint import CheckpointWriter
 from persia.errors import CheckpointError, NotConfigured
-from tests.support.saving import Trained, dump, load, rows_of, train
-from tests.support.services import ADAGRAD, make_servers, make_worker
+from tests.support.saving import Trained, dump, files_in, load, rows_of, train
+from tests.support.services import make_servers, make_worker
 from tests.support.waiting import until
-
-
-def test_w19_a_second_dump_takes_the_place_of_the_first(
-    dumped: Trained, tmp_path: Path
-) -> None:
-    worker, servers = dumped
-    train(worker, 3, 1)
-    dump(worker, tmp_path)
-    assert len(catalog.ids(LocalStorage(tmp_path))) == 1
-    dump(worker, tmp_path, keep_last=2)
-    assert len(catalog.ids(LocalStorage(tmp_path))) == 2
-    fresh = make_servers(optimizer=ADAGRAD)
-    load(make_worker(fresh), tmp_path)
-    assert rows_of(fresh) == rows_of(servers)
 
 
 def test_w63_lookups_and_updates_go_on_while_rows_are_written(
@@ -77,114 +62,82 @@ def test_w63_lookups_and_updates_go_on_while_rows_are_written(
     assert rows_of(servers) == before
 
 
-def test_w32_a_failure_is_told_and_the_next_dump_succeeds(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, servers = trained
-    dump(worker, tmp_path / "there")
-    real = PartWriter.finish
-
-    def fails(writer: Any) -> Any:
-        if writer._server == 1:
-            raise OSError(28, "No space left on device")
-        return real(writer)
-
-    monkeypatch.setattr(PartWriter, "finish", fails)
-    with pytest.raises(CheckpointError, match=r"server 1 .*No space left"):
-        dump(worker, tmp_path / "there")
-    assert len(catalog.ids(LocalStorage(tmp_path / "there"))) == 1
-    saver = CheckpointWriter(worker)
-    saver.finish(saver.begin(3, dict), str(tmp_path / "other"), 1, blocking=False)
-    with pytest.raises(CheckpointError, match="No space left"):
-        saver.wait()
-    monkeypatch.undo()
-    dump(worker, tmp_path / "other")
-    load(worker, tmp_path / "other")
-    assert rows_of(servers)
-
-
 def test_nothing_is_dumped_before_it_is_configured(tmp_path: Path) -> None:
     worker = make_worker(make_servers(1, hyper=None, optimizer=None))
     with pytest.raises(NotConfigured, match="checkpoint"):
         dump(worker, tmp_path)
 
 
-def test_copies_have_room_before_a_cut_is_written(
+def test_a_cut_has_room_for_copies_and_is_closed_if_it_cannot_be_told_of(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "room_for_copies", lambda cut: 1 << 40)
-    _, (server, *_) = trained
-    begun = server.begin_cut(CutRequest(9, None))
-    assert server.begin_cut(CutRequest(9, None)) == begun  # once more
-    (dump,) = server._snapshots._dumps.values()
-    assert dump.snapshot.side_bytes == 1 << 40
-    server.end_cut(9, False)
+    begun: list[Any] = []
 
-
-@pytest.mark.parametrize("fails", ["room", "about"])
-def test_a_cut_that_cannot_be_told_of_is_closed(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    begun: list[Snapshot] = []
-
-    def give_room(cut: Snapshot) -> None:
+    def room_for_copies(cut: Snapshot) -> int:
         begun.append(cut)
-        if fails == "room":
-            raise MemoryError
+        return 1 << 40
 
     def about(settings: RowSettings) -> str:
         raise MemoryError
 
+    monkeypatch.setattr(snapshot, "room_for_copies", room_for_copies)
     _, (server, *_) = trained
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "give_room", give_room)
         patch.setattr(RowSettings, "about", about)
         with pytest.raises(MemoryError):
             server.begin_cut(CutRequest(9, None))
-    assert [cut.is_closed for cut in begun] == [True]
-    server.begin_cut(CutRequest(9, None))
+    assert begun.pop().is_closed
+    info = server.begin_cut(CutRequest(9, None))
+    assert server.begin_cut(CutRequest(9, None)) == info  # once more
+    assert [cut.side_bytes for cut in begun] == [1 << 40]
     server.end_cut(9, False)
 
 
-def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def no_more_than(folder: Path, before: list[Path]) -> bool:
-    return files_in(folder) == before
-
-
-@pytest.mark.parametrize("fails_at", ["rows", "dense", "manifest"])
-def test_a_failed_dump_leaves_no_files(
-    dumped: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(PartWriter, "finish"), (checkpoint, "_write_dense"), (catalog, "publish")],
+)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_w32_a_failed_dump_is_told_leaves_no_files_and_the_next_succeeds(
+    dumped: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Any,
+    name: str,
+    blocking: bool,
 ) -> None:
-    worker, _ = dumped
+    """A manifest is there already when its writer hears of a failure."""
+    worker, servers = dumped
     before = files_in(tmp_path)
+    real = getattr(place, name)
 
-    def then_fails(function: Any) -> Any:
-        def fails(*arguments: Any) -> Any:
-            found = function(*arguments)
-            if fails_at != "rows" or arguments[0]._server == 1:
-                raise CheckpointError("No space left on device")
-            return found
+    def fails(*arguments: Any) -> Any:
+        found = real(*arguments)
+        if place is not PartWriter:
+            raise CheckpointError("No space left on device")
+        if arguments[0]._server == 1:
+            raise OSError(28, "No space left on device")
+        return found
 
-        return fails
-
-    if fails_at == "rows":
-        monkeypatch.setattr(PartWriter, "finish", then_fails(PartWriter.finish))
-    elif fails_at == "dense":
-        name = "_write_dense"
-        monkeypatch.setattr(checkpoint, name, then_fails(checkpoint._write_dense))
-    else:  # it is there already when its writer hears of a failure
-        monkeypatch.setattr(catalog, "publish", then_fails(catalog.publish))
+    monkeypatch.setattr(place, name, fails)
     saver = CheckpointWriter(worker)
     frozen = saver.begin(3, lambda: {"dense.pt": b"x"})
-    with pytest.raises(CheckpointError, match="No space left"):
-        saver.finish(frozen, str(tmp_path), 1, blocking=True)
-    until(partial(no_more_than, tmp_path, before))
+    finish: Any = partial(saver.finish, frozen, str(tmp_path), 1, blocking=blocking)
+    if not blocking:
+        finish()
+        finish = saver.wait
+    said = "server 1 .*No space left" if place is PartWriter else "No space left"
+    with pytest.raises(CheckpointError, match=said):
+        finish()
+    until(lambda: files_in(tmp_path) == before)
     monkeypatch.undo()
     dump(worker, tmp_path)
+    assert len(catalog.ids(LocalStorage(tmp_path))) == 1
+    dump(worker, tmp_path, keep_last=2)
+    assert len(catalog.ids(LocalStorage(tmp_path))) == 2
+    rows = rows_of(servers)
     load(worker, tmp_path)
+    assert rows_of(servers) == rows != {}
 
 
 def test_w19_two_jobs_do_not_write_into_one_folder(trained: Trained, tmp_path: Path) -> None:
@@ -243,10 +196,13 @@ def test_a_part_of_a_processor_is_taken_beside_requests(clock: Clock) -> None:
     clock.work(0.01)
     paced.rest(lambda: 0.5)
     assert clock.paused[-1] == pytest.approx(clock.paused[0] / 2)
-
-
-def test_no_pause_where_no_requests_come(clock: Clock) -> None:
-    paced = clock.pace(0.25, itertools.repeat(7))
+    for _ in range(20):  # what was urgent is not paid for later
+        clock.work(0.01)
+        paced.rest(lambda: 0.9)
+    clock.work(0.01)
+    paced.rest()
+    assert clock.paused[-1] == pytest.approx(0.03)
+    paced = clock.pace(0.25, itertools.repeat(7))  # no requests come
     for _ in range(10):
         clock.work(1.0)
         paced.rest()
@@ -307,16 +263,6 @@ def test_a_reader_hurries_before_its_room_is_full() -> None:
     assert found == [0.0, 0.0, 0.5, 1.0, 1.0]
 
 
-def test_what_was_urgent_is_not_paid_for_later(clock: Clock) -> None:
-    paced = clock.pace(0.25)
-    for _ in range(20):
-        clock.work(0.01)
-        paced.rest(lambda: 0.9)
-    clock.work(0.01)
-    paced.rest()
-    assert clock.paused[-1] == pytest.approx(0.03)
-
-
 def test_room_follows_the_memory_that_others_leave(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,18 +296,3 @@ def test_little_is_taken_of_a_small_share_and_of_a_large_machine(
     for quota, want in ((2.0, 2 * SHARE), (float("inf"), MAX_PROCESSORS)):
         monkeypatch.setattr(snapshot, "processor_quota", lambda quota=quota: quota)
         assert Throttle(lambda: 0)._processors == pytest.approx(want)
-
-
-def test_a_cut_that_gets_no_room_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[int] = []
-    cut: Any = SimpleNamespace(
-        copied_bytes=1, allow=closed.append, close=lambda: closed.append(True)
-    )
-
-    def fail() -> int:
-        raise ValueError("no number")
-
-    monkeypatch.setattr(snapshot, "free_memory_bytes", fail)
-    with pytest.raises(ValueError, match="no number"):
-        give_room(cut)
-    assert closed == [True]

@@ -29,7 +29,7 @@ from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError, StoreError
 from tests.support.profiles import tries
 from tests.support.saving import committed, dump, load, verified
-from tests.support.services import ADAGRAD, SETTINGS, SGD, make_worker
+from tests.support.services import ADAGRAD, make_worker
 from tests.support.services import settings as other_settings
 
 CONFIG: dict[str, Any] = {
@@ -58,11 +58,20 @@ def serve(state: StateFile, schema: EmbeddingSchema = SCHEMA, **config: Any) -> 
     return ParameterServer(schema, ParameterServerConfig(**values | config), state_file=state)
 
 
-def begun(directory: Path) -> ParameterServer:
-    server = serve(open_file(directory))
-    server.configure(SETTINGS)
+def configured(server: ParameterServer, seed: int = 7) -> ParameterServer:
+    """The server, which now has settings."""
+    server.configure(other_settings(seed=seed))
     server.register_optimizer(ADAGRAD)
-    server.lookup(LookupRequest(0, True, (TableSigns(0, SIGNS),)))
+    return server
+
+
+def look(server: ParameterServer, number: int = 0) -> None:
+    server.lookup(LookupRequest(number, True, (TableSigns(0, SIGNS),)))
+
+
+def begun(directory: Path) -> ParameterServer:
+    server = configured(serve(open_file(directory)))
+    look(server)
     return server
 
 
@@ -95,8 +104,7 @@ def test_w17_rows_settings_and_applied_updates_are_there_again(directory: Path) 
     assert second.ready_for_serving()
     assert rows(second) == before
     assert second.stats()["recovered_rows"] == len(SIGNS)
-    second.configure(SETTINGS)
-    second.register_optimizer(ADAGRAD)
+    configured(second)
     assert update(second, 7) == UpdateReply(0, True)
     assert rows(second) == before
     assert update(second, 8) == UpdateReply(0, False)
@@ -118,7 +126,7 @@ def test_what_was_cleared_stays_so(directory: Path) -> None:
     assert second.get_embedding_size() == 0
     assert update(second, 1).repeated
     second.configure(other_settings(seed=9))
-    second.lookup(LookupRequest(0, True, (TableSigns(0, SIGNS),)))
+    look(second)
     assert second.get_embedding_size() == len(SIGNS)
     kill(second)
 
@@ -150,7 +158,7 @@ def test_a_full_tmpfs_makes_the_file_void_and_training_goes_on(
     assert state is not None
     state.array(4096, 1)[0] = 1  # what the core does where it gets no memory
     with caplog.at_level(logging.ERROR):
-        server.lookup(LookupRequest(1, True, (TableSigns(0, SIGNS),)))
+        look(server, 1)
     (line,) = [record.message for record in caplog.records]
     assert "IF IT IS KILLED, ALL ROWS ARE LOST" in line
     assert not state.path.exists()
@@ -168,9 +176,7 @@ def test_rows_of_another_config_are_not_taken_up(
     assert "capacity: expected 2000, got 1000" in caplog.text
     assert "CANNOT BE USED" in caplog.text
     assert server.get_embedding_size() == 0
-    server.configure(SETTINGS)
-    server.register_optimizer(SGD)
-    server.lookup(LookupRequest(0, True, (TableSigns(0, SIGNS),)))
+    look(configured(server))
     assert update(server, 1) == UpdateReply(0, False)
     kill(server)
 
@@ -183,9 +189,7 @@ def test_counts_classes_and_steps_go_on(directory: Path) -> None:
     )
     ask = [LookupRequest(number, True, (TableSigns(table, signs),)) for number in range(3)]
     first = serve(open_file(directory), schema, admission_sketch_bytes=1 << 20)
-    first.configure(SETTINGS)
-    first.register_optimizer(SGD)
-    first.lookup(ask[0])
+    configured(first).lookup(ask[0])
     assert first.get_embedding_size() == 0  # an appearance is not enough
     kill(first)
     second = serve(open_file(directory), schema, admission_sketch_bytes=1 << 20)
@@ -198,18 +202,11 @@ def test_counts_classes_and_steps_go_on(directory: Path) -> None:
 
 def test_rows_of_many_chunks(directory: Path) -> None:
     schema = EmbeddingSchema.load({"slots_config": {"wide": {"dim": 4096}}})
-    signs = np.arange(800, dtype=np.uint64) | np.uint64(1 << 56)
-    state = StateFile(path_of(directory, "test"), 1)
-    first = serve(state, schema, num_hashmap_internal_shards=1)
-    first.configure(SETTINGS)
-    first.register_optimizer(SGD)
-    (before,) = first.lookup(LookupRequest(0, True, (TableSigns(0, signs),))).tables
-    assert not state.is_void
+    first = configured(serve(open_file(directory), schema))
+    (before,) = first.lookup(LookupRequest(0, True, (TableSigns(0, SIGNS),))).tables
     kill(first)
-    second = serve(
-        StateFile(path_of(directory, "test"), 1), schema, num_hashmap_internal_shards=1
-    )
-    (after,) = second.lookup(LookupRequest(1, False, (TableSigns(0, signs),))).tables
+    second = serve(open_file(directory), schema)
+    (after,) = second.lookup(LookupRequest(1, False, (TableSigns(0, SIGNS),))).tables
     np.testing.assert_array_equal(before.rows, after.rows)
     kill(second)
 
@@ -227,7 +224,7 @@ def test_a_server_killed_in_a_load_knows_that_it_has_half(
     second = serve(open_file(directory))
     assert second.ready_for_serving()  # to be loaded again
     with pytest.raises(CheckpointError, match="rows are missing"):
-        second.lookup(LookupRequest(2, True, (TableSigns(0, SIGNS),)))
+        look(second, 2)
     with pytest.raises(CheckpointError, match="rows are missing"):
         update(second, 2)
     load(make_worker([second], second._schema), tmp_path)
@@ -241,6 +238,10 @@ def test_a_server_killed_in_a_load_knows_that_it_has_half(
 def test_rows_that_memory_is_too_small_for_are_kept(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    state = open_file(directory)
+    state.make_void()  # a record of updates needs memory, too
+    with pytest.raises(StoreError, match="no memory"):
+        serve(state)
     first = begun(directory)
     before = rows(first)
     kill(first)
@@ -281,35 +282,31 @@ def spoil(change: Callable[[int], None], directory: Path) -> str:
     return why
 
 
-def test_files_that_are_not_ours_are_not_taken_up(directory: Path) -> None:
-    def cut(size: int) -> Callable[[int], None]:
-        return lambda file: os.ftruncate(file, size)
+def two_notes(file: int) -> None:
+    for place in state_file._NOTES:
+        os.pwrite(file, b"!!", place + 40)
 
-    def put(place: int, what: bytes) -> Callable[[int], None]:
-        def change(file: int) -> None:
-            os.pwrite(file, what, place)
 
-        return change
-
-    def many(*changes: Callable[[int], None]) -> Callable[[int], None]:
-        def change(file: int) -> None:
-            for one in changes:
-                one(file)
-
-        return change
-
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda file: os.ftruncate(file, 20), "it is not a state file"),
+        (lambda file: os.ftruncate(file, 1 << 30), "its length"),
+        (lambda file: os.pwrite(file, b"GARBAGE", 0), "it is not a state file"),
+        (lambda file: os.pwrite(file, b"\x63", 16), "layout: expected 1, got 99"),
+        (lambda file: os.pwrite(file, b"\1", 4096), "it had run out of memory"),
+        (two_notes, "neither of its notes is whole"),
+    ],
+)
+def test_files_that_are_not_ours_are_not_taken_up(
+    directory: Path, change: Callable[[int], None], why: str
+) -> None:
+    assert why in spoil(change, directory)
     kill(begun(directory))
     other = StateFile(path_of(directory, "test"), SHARDS + 1)
     assert other.problem == "num_hashmap_internal_shards: expected 3, got 2"
     other.remove()
     other.close()
-    assert spoil(cut(20), directory) == "it is not a state file"
-    assert "its length" in spoil(cut(1 << 30), directory)
-    assert spoil(put(0, b"GARBAGE"), directory) == "it is not a state file"
-    assert spoil(put(16, b"\x63"), directory) == "layout: expected 1, got 99"
-    assert spoil(put(4096, b"\1"), directory).startswith("it had run out of memory")
-    both = many(*(put(place + 40, b"!!") for place in state_file._NOTES))
-    assert spoil(both, directory) == "neither of its notes is whole"
 
 
 @tries(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -379,74 +376,55 @@ def test_files_of_jobs_that_have_ended_are_removed(directory: Path) -> None:
     assert removed == [names["ended"]]
 
 
+Opened = Callable[..., StateFile | None]
+
+
+@pytest.fixture
+def opened(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """Opens the file of a server at an address, where there is not room for another one.
+
+    With ``is_first`` there is: a process leaves one behind.
+    """
+
+    def opened(address: str, is_first: bool = False) -> StateFile | None:
+        config = ParameterServerConfig(state_dir=str(directory), memory_limit=1 << 62)
+        monkeypatch.setattr(state_file, "_MIN_FREE_BYTES", 0 if is_first else 1 << 61)
+        state = state_file.open_state(config, address, 0, 1)
+        if state is not None:
+            if is_first:
+                state.note(facts={"who": "first"})
+            state.close()
+        return state
+
+    return opened
+
+
 def test_without_room_it_is_done_without(
-    directory: Path, caplog: pytest.LogCaptureFixture
+    directory: Path, opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = ParameterServerConfig(state_dir=str(directory), memory_limit=1 << 62)
     missing = ParameterServerConfig(state_dir=str(directory / "nothing"))
     off = ParameterServerConfig(state_dir=str(directory), keep_state=False)
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING):
         assert state_file.open_state(off, "a", 0, 1) is None
         assert not caplog.records
-        patch.setattr(state_file, "_MIN_FREE_BYTES", 1 << 61)
-        assert state_file.open_state(config, "a", 0, 1) is None
+        assert opened("a") is None
         assert "MB free, expected at least" in caplog.text
         assert state_file.open_state(missing, "a", 0, 1) is None
         assert "No such file" in caplog.text
 
 
-def test_a_record_of_updates_needs_memory(directory: Path) -> None:
-    state = open_file(directory)
-    state.make_void()
-    with pytest.raises(StoreError, match="no memory"):
-        ParameterServer(
-            SCHEMA, ParameterServerConfig(num_hashmap_internal_shards=SHARDS), state_file=state
-        )
-
-
-def full(directory: Path) -> ParameterServerConfig:
-    """Settings that a file system without room for another file would refuse."""
-    return ParameterServerConfig(state_dir=str(directory), memory_limit=1 << 62)
-
-
-def left_behind(config: ParameterServerConfig, address: str) -> Path:
-    """Return the file of a process that was killed."""
-    state = state_file.open_state(config, address, 0, 1)
-    assert state is not None
-    state.note(facts={"who": "first"})
-    state.close()
-    return state.path
-
-
-def found_again(config: ParameterServerConfig, address: str) -> bool:
-    state = state_file.open_state(config, address, 0, 1)
-    assert state is not None
-    state.close()
-    return "facts" in state.notes
-
-
-def test_rows_that_fill_the_file_system_are_found_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("run_id", ["", "tuesday"])
+def test_what_jobs_left_that_fills_the_file_system(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, run_id: str
 ) -> None:
-    left_behind(full(directory), "a")
-    monkeypatch.setattr(state_file, "_MIN_FREE_BYTES", 1 << 61)  # they took the room
-    assert found_again(full(directory), "a")
-
-
-def test_a_named_run_outlives_what_started_it(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PERSIA_RUN_ID", "tuesday")
-    monkeypatch.setattr(state_file, "_is_running", lambda parent: False)
-    left_behind(full(directory), "a")
-    assert found_again(full(directory), "a")
-
-
-def test_what_ended_jobs_left_goes_though_it_fills_the_file_system(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = left_behind(full(directory), "another")
-    monkeypatch.setattr(state_file, "_is_running", lambda parent: False)
-    monkeypatch.setattr(state_file, "_MIN_FREE_BYTES", 1 << 61)
-    assert state_file.open_state(full(directory), "a", 0, 1) is None
-    assert not old.exists()
+    """A process goes on from its own; that of ended jobs goes, if none has a name."""
+    if run_id:
+        monkeypatch.setenv("PERSIA_RUN_ID", run_id)
+    old = opened("another", is_first=True)
+    assert old is not None
+    for is_running in (True, False):
+        monkeypatch.setattr(state_file, "_is_running", lambda parent, it=is_running: it)
+        again = opened("another") if is_running or run_id else opened("a")
+        assert (again is None) is (not is_running and not run_id)
+        assert again is None or "facts" in again.notes
+        assert old.path.exists() is (again is not None)

@@ -19,22 +19,25 @@ def screenshot(url: str, picture: Path, width: int = 1280, height: int = 1000) -
     Returns:
         The bytes of its pixels as the PNG filters them; a blank page has few values.
     """
+    _show(picture.parent, f"--window-size={width},{height}", f"--screenshot={picture}", url)
+    return pixels(picture.read_bytes())
+
+
+def document(page: Path) -> str:
+    """Return a page as it is after its scripts have run."""
+    return _show(page.parent, "--window-size=1240,1500", "--dump-dom", page.as_uri())
+
+
+def _show(folder: Path, *words: str) -> str:
     browser = next(filter(None, map(shutil.which, _NAMES)), None)
     if browser is None:
         pytest.skip("no Chromium here: apt-get install chromium")
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        f"--user-data-dir={picture.parent / 'browser'}",
-        f"--window-size={width},{height}",
-        f"--screenshot={picture}",
-        url,
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=_DEADLINE_S)
-    return pixels(picture.read_bytes())
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command = [browser, *options, f"--user-data-dir={folder / 'browser'}", *words]
+    ran = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=_DEADLINE_S
+    )
+    return ran.stdout
 
 
 def pixels(png: bytes) -> bytes:

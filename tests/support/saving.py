@@ -141,6 +141,10 @@ def held_load(
         loader.wait()
 
 
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
 # --- changes --------------------------------------------------------------------------------
 
 

@@ -419,6 +419,9 @@ def test_w48_exception_in_an_update_is_raised_at_the_next_backward(
         assert [batch.batch_id for batch in iterator] == [2]
         ctx.get_embedding_size()
         assert ctx.stats()["failed"] == 1
+        # A user may hold a batch for long; its gradients do not stay with it.
+        assert batch.ticket is not None
+        assert batch.ticket.gradients == ()
     assert worker.of("update") == [1]
     assert worker.refs == {}
 

@@ -50,6 +50,18 @@ def test_a_plan_is_made_once_and_only_so_many_are_kept() -> None:
     assert planner.plan(("max", "sum")) is not planner.plan(("max", "sum"))
 
 
+def test_slots_that_the_first_batch_lacks_are_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slots = {name: {"dim": 4} for name in ("user", "item", "city")}
+    planner = BatchPlanner(EmbeddingSchema.load({"slots_config": slots}))
+    with caplog.at_level("INFO", "persia.embedding_worker"):
+        planner.plan(("user",))
+        planner.plan(("item",))
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("the first batch has no 'city', 'item', of 3 slots")
+
+
 def test_slots_that_no_batch_has_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     slots = {name: {"dim": 4} for name in ("user", "item", "city")}
     planner = BatchPlanner(EmbeddingSchema.load({"slots_config": slots}))

@@ -250,11 +250,12 @@ cdef void make(const Call *call) noexcept nogil:
 cdef bint begin_sums(const Part *part, const Call *call) noexcept nogil:
     """Write the sums of a part of one call without zeros; False: they hold anything."""
     cdef const persia_bags_t *bags = &call.bags
-    cdef size_t num_rows = part.num_sums // bags.dim
+    cdef size_t num_rows
     if call.kind != POOL_GRAD or call.mode == PERSIA_MAX or call.out != part.sums:
         return False
     if bags.slots != NULL or bags.weights != NULL or call.skip != NULL:
         return False
+    num_rows = part.num_sums // bags.dim
     # Zeros cost little beside the additions where ids come again.
     return 2 * num_rows >= bags.num_ids and (
         kernels().grad_fresh(call.mode, bags, call.source, call.out) == num_rows)
