@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, TypeVar, cast
+from typing import Generic, Literal, TypeVar, cast
 
 from persia._replica_index import own_number
 from persia.errors import ConfigError
@@ -39,7 +39,8 @@ _PREFIX = "PERSIA_"
 # --- kinds of values --------------------------------------------------------------------------
 
 
-class ValueKind(NamedTuple, Generic[Value]):
+@dataclass(frozen=True, slots=True)
+class ValueKind(Generic[Value]):
     """How the text of a variable is parsed, and what is expected of it."""
 
     parse: Callable[[str], Value]  # raises ValueError or KeyError
@@ -145,10 +146,13 @@ _rank = Variable("RANK", _INTEGER, "", "Number of this nn-worker; set by torchru
 _local_rank = Variable("LOCAL_RANK", _INTEGER, "", "Its number on its node; set by torchrun.")
 _replica_size = Variable("REPLICA_SIZE", _COUNT, "1", "Number of replicas of this role.")
 _replica_index = Variable(
-    "REPLICA_INDEX", _REPLICA, "0", "Its number; `auto`: as Compose or Kubernetes count it."
+    "REPLICA_INDEX",
+    _REPLICA,
+    "0",
+    "Number of this replica; `auto`: as Compose or Kubernetes count.",
 )
 master_address = Variable(
-    "MASTER_ADDR", _OPTIONAL_TEXT, "", "Host of rank 0, where the ranks meet."
+    "MASTER_ADDR", _OPTIONAL_TEXT, "", "Host of rank 0, where torch's ranks meet."
 )
 master_port = Variable("MASTER_PORT", _INTEGER, "", "Port on that host.")
 
@@ -161,20 +165,28 @@ nn_worker_entry = Variable("PERSIA_NN_WORKER_ENTRY", _PATH, "", "Script that nn-
 data_loader_entry = Variable(
     "PERSIA_DATALOADER_ENTRY", _PATH, "", "Script that data-loaders run."
 )
-data_dir = Variable("PERSIA_DATA_DIR", _PATH, "", "Where examples and tests find data.")
+data_dir = Variable(
+    "PERSIA_DATA_DIR", _PATH, "", "Folder with data sets, for examples and tests."
+)
 run_id = Variable(
-    "PERSIA_RUN_ID", _OPTIONAL_TEXT, "", "Name of the run; a server restarted in it keeps rows."
+    "PERSIA_RUN_ID",
+    _OPTIONAL_TEXT,
+    "",
+    "Name of the run; a server restarted under it keeps its rows.",
 )
 
 # Where processes listen and look for each other.
 parameter_server_addresses = Variable(
-    PARAMETER_SERVERS_VARIABLE, _ADDRESSES, "127.0.0.1:8888", "Addresses of parameter servers."
+    PARAMETER_SERVERS_VARIABLE,
+    _ADDRESSES,
+    "127.0.0.1:8888",
+    "Addresses of the embedding-parameter-servers.",
 )
 embedding_worker_service = Variable(
     "EMBEDDING_WORKER_SERVICE",
     _TEXT,
     "embedding_worker:8887",
-    "Embedding-worker of an InferCtx.",
+    "`host:port` of the embedding-worker that an InferCtx asks.",
 )
 embedding_worker_addresses = Variable(
     *(EMBEDDING_WORKERS_VARIABLE, _ADDRESSES, "127.0.0.1:8887"),
@@ -193,7 +205,10 @@ keys_directory = Variable(
     "PERSIA_KEYS", _PATH, "", "Directory of this process's keys; if not set, no encryption."
 )
 may_listen_without_keys = Variable(
-    "PERSIA_LISTEN_WITHOUT_KEYS", _FLAG, "0", "Whether to listen beyond this host without keys."
+    "PERSIA_LISTEN_WITHOUT_KEYS",
+    _FLAG,
+    "0",
+    "Whether servers without keys may listen beyond this host.",
 )
 rpc_timeout_s = Variable(
     "PERSIA_RPC_TIMEOUT", _SECONDS, "300", "Seconds that a call to another process may take."
@@ -201,7 +216,10 @@ rpc_timeout_s = Variable(
 
 # Files of servers.
 state_directory = Variable(
-    "PERSIA_STATE_DIRECTORY", _PATH, "", "For state files instead of `state_dir`; `off`: none."
+    "PERSIA_STATE_DIRECTORY",
+    _PATH,
+    "",
+    "Folder of servers' state files, instead of `state_dir`; `off`: none.",
 )
 checkpoint_roots = Variable(
     "PERSIA_CHECKPOINT_ROOTS", _FOLDERS, "", "Folders and URLs below which checkpoints may lie."
@@ -218,7 +236,7 @@ metrics_gateway = Variable(
     "PERSIA_METRICS_GATEWAY_ADDR",
     _TEXT,
     "metrics_gateway:9091",
-    "Push gateway, if the config pushes metrics.",
+    "`host:port` of the push gateway, if metrics are pushed.",
 )
 log_level = Variable("LOG_LEVEL", _LEVEL, "info", "Level of the log of launched processes.")
 launcher_verbose = Variable(

@@ -267,9 +267,9 @@ def run_top(
     """Show the job until Ctrl-C, or one frame of it; returns the exit status."""
     need_rich()
     scraper = Scraper(list_targets(named), deadline_s)
+    if is_once:
+        return _show_once(scraper, interval_s, deadline_s)
     with suppress(KeyboardInterrupt):
-        if is_once:
-            return _show_once(scraper, interval_s, deadline_s)
         _show(scraper, interval_s)
     return 0
 

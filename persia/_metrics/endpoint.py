@@ -15,10 +15,13 @@ Where it listens, and where it pushes:
                            off: none
     PERSIA_METRICS_HOST    where it listens; 127.0.0.1
     PERSIA_METRICS_GATEWAY_ADDR    where it pushes, if metrics_config.enable_metrics says so
+
+A few threads answer, each for a few seconds at most; further connections are closed at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -41,6 +44,9 @@ DEFAULT_PORTS = {LOADER: 9400, WORKER: 9500, SERVER: 9600, TRAINER: 9700}
 # Seconds that a client may be silent; between two looks whether the port is to be closed; of
 # one push, and of the last one, as the process ends.
 _REQUEST_S, _POLL_S, _PUSH_S, _LAST_PUSH_S = 5.0, 0.1, 5.0, 1.0
+
+# Requests at a time.
+_MAX_REQUESTS = 8
 
 # Returns what is wrong; "" if nothing is.
 Check = Callable[[], str]
@@ -163,6 +169,7 @@ class _Server(ThreadingHTTPServer):
         if ":" in host:
             self.address_family = socket.AF_INET6
         self.endpoint = endpoint
+        self._permits = threading.BoundedSemaphore(_MAX_REQUESTS)
         super().__init__((host.strip("[]"), port), _Handler)
         self._thread = threading.Thread(
             target=self.serve_forever, args=(_POLL_S,), name="persia-metrics", daemon=True
@@ -180,6 +187,20 @@ class _Server(ThreadingHTTPServer):
         self._thread.join()
         self.server_close()
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, or close the connection if too many are open."""
+        if self._permits.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, in that thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._permits.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a client that left before its answer."""
         logger.debug("a request from %s was not answered", client_address, exc_info=True)
@@ -189,8 +210,25 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_S
     server: _Server
 
+    def setup(self) -> None:
+        """Give the whole request its time: a socket's timeout restarts with each byte."""
+        super().setup()
+        self._cut_off = threading.Timer(_REQUEST_S, self._end_request)
+        self._cut_off.daemon = True
+        self._cut_off.start()
+
+    def finish(self) -> None:
+        """Close the streams of the request."""
+        self._cut_off.cancel()
+        super().finish()
+
+    def _end_request(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:  # the library's name
         """Answer."""
+        self._cut_off.cancel()  # the answer may take long, on a busy machine
         try:
             status, text = self.server.endpoint.answer(self.path.partition("?")[0])
         except Exception:

@@ -111,11 +111,17 @@ class Backend:
         """Write the embeddings."""
         self._ctx().dump_embedding(dst_dir, blocking)
 
-    def __getattr__(self, name: str) -> Any:
-        # As they are in the context.
-        if name in ("load_embedding", "wait_for_dump_embedding", "wait_for_load_embedding"):
-            return getattr(self._ctx(), name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
+        """Load embeddings in place of those held."""
+        self._ctx().load_embedding(src_dir, blocking)
+
+    def wait_for_dump_embedding(self) -> None:
+        """Wait for a dump; raises what it raised."""
+        self._ctx().wait_for_dump_embedding()
+
+    def wait_for_load_embedding(self) -> None:
+        """Wait for a load; raises what it raised."""
+        self._ctx().wait_for_load_embedding()
 
     def wait_servers_ready(self) -> None:
         """Wait until all servers answer."""

@@ -163,8 +163,9 @@ _WHOLE = ("features", "_dense", "_labels", "_batch_size", "_requires_grad", "_me
 
 
 def _of_dtype(what: str, data: Any, dtype: DTypeLike | None) -> Any:
-    got = getattr(data, "dtype", type(data).__name__)
-    if dtype is not None and got != np.dtype(dtype):
+    is_array = hasattr(data, "dtype")
+    got = data.dtype if is_array else type(data).__name__
+    if dtype is not None and not (is_array and got == np.dtype(dtype)):
         raise DataTypeError(f"{what}expected an array of {np.dtype(dtype)}, got {got}")
     return data
 

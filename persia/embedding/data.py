@@ -561,7 +561,8 @@ def _offsets_of(name: str, lengths: Any) -> NDArray[np.int64]:
     got = type(lengths).__name__
     if isinstance(lengths, np.ndarray):
         got = f"{lengths.dtype} of shape {lengths.shape}"
-    if getattr(lengths, "ndim", 0) != 1 or lengths.dtype not in (np.int32, np.int64):
+    is_array = isinstance(lengths, np.ndarray)
+    if not is_array or lengths.ndim != 1 or lengths.dtype not in (np.int32, np.int64):
         raise DataTypeError(
             f"feature {name!r}: expected lengths as 1-D int32 or int64, got {got}"
         )
@@ -612,7 +613,9 @@ def _from_arrow(name: str, array: Any) -> tuple[NDArray[np.uint64], NDArray[np.i
             )
         array = array.chunk(0)
     is_list = isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray)
-    if not is_list or array.type.value_type not in (pa.uint64(), pa.int64()):
+    # A map is a list too, without a type of its values.
+    value_type = getattr(array.type, "value_type", None) if is_list else None
+    if value_type not in (pa.uint64(), pa.int64()):
         raise DataTypeError(f"{expected}, got {getattr(array, 'type', type(array))}")
     ids = array.flatten()  # it knows of slices, and leaves out what lies behind an absent list
     if array.null_count or isinstance(array, pa.FixedSizeListArray):

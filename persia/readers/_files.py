@@ -42,13 +42,14 @@ class _File:
 
     def whole(self, rows: Any) -> Any:
         """Return rows of the file with the columns of its folders."""
+        names, arrays = list(rows.schema.names), list(rows.columns)
         for name, value in self.keys.items():
-            if name in self.reader.columns.names and name not in rows.schema.names:
+            if name in self.reader.columns.names and name not in names:
                 kind = self.reader.schema.field(name).type
-                column = pa.repeat(pa.scalar(value, kind), rows.num_rows)
-                names, arrays = [*rows.schema.names, name], [*rows.columns, column]
-                rows = pa.RecordBatch.from_arrays(arrays, names=names)
-        return rows
+                names.append(name)
+                arrays.append(pa.repeat(pa.scalar(value, kind), rows.num_rows))
+        # Always made again: files of the same types may differ in nullability and metadata.
+        return pa.RecordBatch.from_arrays(arrays, names=names)
 
     def own_columns(self, schema: Any) -> list[str]:
         """Return the columns that are in the file, all checked."""

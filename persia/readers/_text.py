@@ -43,6 +43,7 @@ _LOOK_BYTES = 1 << 16
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 # Fields of a CSV that say that there is nothing.
 NULLS = ("", "NULL", "null", "NaN", "nan", "N/A", "NA", "None", "\\N")
+_OTHERS = {b"PAR1": "Parquet: use ParquetReader", b"ARROW1": "Arrow: use ArrowReader"}
 _EXPECTED = "lines of the types that the first MiB has, or that types= gives"
 
 
@@ -253,6 +254,11 @@ def _header_of(filesystem: Any, info: Any) -> bytes:
 
 def _schema_of(filesystem: Any, info: Any, types: Mapping[str, Any], delimiter: str) -> Any:
     """Return the columns of a file by its header and its first lines."""
+    with filesystem.open_input_stream(info.path) as stream:
+        start = stream.read(max(map(len, _OTHERS)))
+    for mark, what in _OTHERS.items():
+        if start.startswith(mark):
+            raise DataError(f"{info.path}: expected a header and lines, got {what}")
     try:
         with filesystem.open_input_stream(info.path) as stream:
             return pacsv.open_csv(

@@ -20,7 +20,7 @@ from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError
-from tests.training.conftest import MakeCtx, step
+from tests.training.conftest import MakeCtx, batches, train
 from tests.training.fakes import FakeWorker, make_batch
 
 ROOT = Path(__file__).parents[2]
@@ -49,16 +49,13 @@ def test_contexts_nest_and_restore(make_ctx: MakeCtx) -> None:
     assert cnt_ctx() is None
 
 
-def test_a_context_is_entered_once_at_a_time_and_any_number_of_times(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_a_context_is_entered_once_at_a_time(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     ctx = make_ctx()
     for _ in range(2):
         with ctx:
             with pytest.raises(ConfigError, match="entered already"), ctx:
                 pass
-            for batch in DataLoader([make_batch(0), make_batch(1)]):
-                step(ctx, batch)
+            train(ctx, batches(2))
     assert sorted(worker.of("update")) == [0, 1, 2, 3]
 
 
@@ -83,9 +80,7 @@ def test_ctx_is_imported_without_torch() -> None:
     assert ran.returncode == 0
 
 
-def test_programs_of_the_original_find_their_common_context(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_the_common_context_of_the_original(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
         common = ctx.common_context
         common.init_nats_publisher(1)

@@ -35,16 +35,7 @@ def test_a_failure_of_one_rank_is_one_of_all() -> None:
         raise KeyError("own")
 
 
-def test_generators_continue_where_they_were() -> None:
-    state = TrainerState(0, 1)
-    saved = state.of_all(7, None, Progress(), [])
-    expected = random.random()
-    assert saved["step"] == 7
-    assert TrainerState(0, 1).restore(saved, Progress()) == 0
-    assert random.random() == expected
-
-
-def test_another_number_of_ranks_starts_generators_over(
+def test_another_number_of_ranks_starts_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     saved = TrainerState(0, 1).of_all(7, None, Progress(), [])

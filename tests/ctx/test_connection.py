@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -17,13 +15,11 @@ from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad
 from persia.errors import ConfigError, ServiceTimeout, ServiceUnavailable
-from tests.training.conftest import MakeCtx, Net, step
+from tests.training.conftest import MakeCtx, Net, train
 from tests.training.fakes import FakeWorker, make_batch
 
 
-def test_wait_servers_ready_gives_up(
-    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_servers_ready_ends(make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("persia.ctx.connection.READY_S", 0.0)
     monkeypatch.setattr("persia.ctx.connection.ASK_AGAIN_S", 0.0)
     ctx = make_ctx()
@@ -71,14 +67,11 @@ def test_a_context_that_was_never_entered_waits_for_updates_of_a_later_one(
 def test_w52_two_contexts_in_one_process_share_nothing(make_ctx: MakeCtx) -> None:
     one, other = FakeWorker(), FakeWorker()
     with make_ctx(embedding_worker=one) as first:
-        for batch in DataLoader([make_batch(0)]):
-            step(first, batch)
+        train(first, [make_batch(0)])
         with make_ctx(embedding_worker=other) as second:
             assert second.get_embedding_size() == [0]
-            for batch in DataLoader([make_batch(1)]):
-                step(second, batch)
-        for batch in DataLoader([make_batch(2)]):
-            step(first, batch)
+            train(second, [make_batch(1)])
+        train(first, [make_batch(2)])
     assert one.of("update") == [0, 1]
     assert other.of("update") == [0]
 
@@ -124,27 +117,6 @@ def test_w09_evaluation_configures_nothing(worker: FakeWorker, make_ctx: MakeCtx
         assert worker.rows == {}
 
 
-def test_evaluation_shares_the_surrounding_embeddings(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    with make_ctx() as ctx:
-        for batch in DataLoader([make_batch(0)]):
-            step(ctx, batch)
-        with eval_ctx(model=ctx.model) as inner:
-            assert inner.embedding_worker is worker
-            (batch,) = DataLoader([make_batch(0)])
-            user = batch.embedding_tensors[0]
-            assert isinstance(user, torch.Tensor)
-            ids = make_batch(0).features[0]
-            assert torch.equal(
-                user[0], torch.from_numpy(worker.rows["user", int(ids.distinct[0])])
-            )
-            with eval_ctx(model=ctx.model) as innermost:
-                assert innermost.embedding_worker is worker
-    with eval_ctx(model=ctx.model, embedding_worker=ctx.embedding_worker) as later:
-        assert later.get_embedding_size() == [len(worker.rows)]
-
-
 def test_an_evaluation_context_follows_the_one_it_is_entered_in(make_ctx: MakeCtx) -> None:
     one, other = FakeWorker(), FakeWorker()
     reader = eval_ctx(model=Net())
@@ -155,6 +127,12 @@ def test_an_evaluation_context_follows_the_one_it_is_entered_in(make_ctx: MakeCt
         assert reader.embedding_worker is other
     with reader:
         assert reader.embedding_worker is other
+    with (
+        make_ctx(embedding_worker=one) as ctx,
+        eval_ctx(model=ctx.model),
+        eval_ctx(model=ctx.model) as innermost,
+    ):
+        assert innermost.embedding_worker is one
     given = eval_ctx(model=Net(), embedding_worker=one)
     with make_ctx(embedding_worker=other), given:
         assert given.embedding_worker is one
@@ -169,24 +147,10 @@ def test_context_without_embeddings_says_how_to_get_them() -> None:
     assert cnt_ctx() is None
 
 
-def test_clear_embeddings(worker: FakeWorker, make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        for batch in DataLoader([make_batch(0)]):
-            step(ctx, batch)
-        assert ctx.get_embedding_size() == [len(worker.rows)]
-        assert worker.rows
-        ctx.clear_embeddings()
-        assert ctx.get_embedding_size() == [0]
-
-
-def test_an_own_store_of_an_evaluation_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_an_own_store_of_an_evaluation_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with eval_ctx(embedding_config={"slots_config": {"user": {"dim": 4}}}) as ctx:
         batch = ctx.get_embedding_from_data(make_batch(0, names=("user",)))
         (user,) = batch.embedding_tensors
         assert isinstance(user, torch.Tensor)
         assert not user.any()
     assert "begins empty" in caplog.text
-    assert "embedded mode: 1 parameter server(s)" in caplog.text

@@ -56,6 +56,10 @@ class Job:
             both = f"ipc://{directory}/{letter}0,ipc://{directory}/{letter}1"
             os.environ[f"PERSIA_{name}_WORKERS"] = both
 
+    def finish(self, status: int) -> None:
+        for name in ("w0", "w1"):
+            self.servers[name].job.finish_job(status, True)
+
     def stop(self, name: str) -> None:
         self.servers.pop(name).stop(0.0)
 
@@ -149,27 +153,20 @@ def test_arrays_may_be_filled_anew(job: Job) -> None:
 def test_w72_the_end_of_a_good_job_ends_the_block_silently(job: Job) -> None:
     run = Background(lambda: send_all(100))
     job.ranks[0].train(1)
-    for name in ("w0", "w1"):
-        job.servers[name].job.finish_job(0, True)
+    job.finish(0)
     assert run.result().stats()["lost"] > 0
 
 
-def test_w72_the_loader_takes_the_status_of_a_failed_job(job: Job) -> None:
+@pytest.mark.parametrize(("status", "has_begun"), [(3, True), (0, False), (4, False)])
+def test_w72_the_loader_takes_the_status_of_the_job(
+    job: Job, status: int, has_begun: bool
+) -> None:
+    if not has_begun:
+        job.stop("r1")
     run = Background(lambda: send_all(100))
-    job.ranks[0].train(1)
-    for name in ("w0", "w1"):
-        job.servers[name].job.finish_job(3, True)
-    with pytest.raises(SystemExit) as caught:
-        run.result()
-    assert caught.value.code == 3
-
-
-@pytest.mark.parametrize("status", [0, 4])
-def test_a_job_that_ends_before_its_ranks_are_there(job: Job, status: int) -> None:
-    job.stop("r1")
-    run = Background(lambda: send_all(1))
-    for name in ("w0", "w1"):
-        job.servers[name].job.finish_job(status, True)
+    if has_begun:
+        job.ranks[0].train(1)
+    job.finish(status)
     with pytest.raises(SystemExit) as caught:
         run.result()
     assert caught.value.code == status

@@ -68,21 +68,20 @@ def batch_of(number: int, size: int = 32) -> PersiaBatch:
     return PersiaBatch(features, [NonIDTypeFeature(dense)], [Label(label)])
 
 
+def new_ctx(optimizer: Optimizer, num_features: int, config: Any, **options: Any) -> TrainCtx:
+    model = Net(num_features)
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainCtx(optimizer, dense, model=model, embedding_config=config, **options)
+
+
 def train(
     batches: list[PersiaBatch],
     optimizer: Optimizer | None = None,
     staleness: int | None = 1,
     **options: Any,
 ) -> tuple[list[float], TrainCtx]:
-    model = Net(len(NAMES))
-    ctx = TrainCtx(
-        optimizer or Adagrad(lr=0.1, initial_accumulator_value=1e-8),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model=model,
-        embedding_config=SLOTS,
-        **options,
-    )
-    with ctx:
+    optimizer = optimizer or Adagrad(lr=0.1, initial_accumulator_value=1e-8)
+    with new_ctx(optimizer, len(NAMES), SLOTS, **options) as ctx:
         loader = DataLoader(batches, reproducible=staleness == 1, embedding_staleness=staleness)
         losses = [step(ctx, batch).item() for batch in loader]
     return losses, ctx
@@ -134,9 +133,7 @@ def test_slots_come_from_files_mappings_and_the_environment(
             assert user.shape == (4, 4)
 
 
-def test_global_config_comes_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_global_config_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "global_config.yml"
     path.write_text("embedded_config:\n  num_servers: 3\n")
     monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(path))
@@ -146,30 +143,16 @@ def test_global_config_comes_from_the_environment(
 
 def test_settings_reach_the_rows() -> None:
     config = EmbeddingConfig(Constant(0.25), schema=SLOTS)
-    model = Net(1)
-    with TrainCtx(
-        SGD(lr=0.1),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model=model,
-        embedding_config=config,
-    ) as ctx:
+    with new_ctx(SGD(lr=0.1), 1, config) as ctx:
         (user,) = ctx.get_embedding_from_data(make_batch(0, names=("user",))).embedding_tensors
         assert isinstance(user, torch.Tensor)
         assert user.eq(0.25).all()
 
 
 def test_unknown_feature_is_named_and_changes_nothing() -> None:
-    batch = PersiaBatch(
-        [IDTypeFeatureWithSingleID("unknown", np.array([1], np.uint64))],
-        labels=[Label(np.zeros((1, 1), np.float32))],
-    )
-    model = Net(1)
-    with TrainCtx(
-        SGD(lr=0.1),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model=model,
-        embedding_config=SLOTS,
-    ) as ctx:
+    ids = [IDTypeFeatureWithSingleID("unknown", np.array([1], np.uint64))]
+    batch = PersiaBatch(ids, labels=[Label(np.zeros((1, 1), np.float32))])
+    with new_ctx(SGD(lr=0.1), 1, SLOTS) as ctx:
         with pytest.raises(DataError, match="unknown"):
             list(DataLoader([batch_of(0), batch], reproducible=True))
         assert ctx.stats()["staleness"] == 0
@@ -200,9 +183,7 @@ def test_rows_outlive_the_with_block() -> None:
 
 
 @pytest.mark.parametrize("name", cpu.available())
-def test_the_environment_chooses_the_kernels(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_sets_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_ISA", name)
     before = cpu.selected()
     try:

@@ -7,7 +7,6 @@ did not meet (momentum, decay, Adam's averages), every batch meets every row.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,9 +33,8 @@ from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import ConfigError
 from tests.ctx.test_checkpoints import Votes
-from tests.training.conftest import MakeCtx, Net
-from tests.training.conftest import step as one_step
-from tests.training.fakes import FakeWorker, make_batch
+from tests.training.conftest import MakeCtx, Net, batches, train
+from tests.training.fakes import FakeWorker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -369,39 +367,27 @@ def test_original_positional_order() -> None:
     )
     assert ctx.model is model
     assert ctx.dense_optimizer is dense
+    with pytest.raises(ConfigError, match="TrainCtx needs model="):
+        TrainCtx(SGD(lr=1), dense, embedding_worker=fake)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("option", "value"),
     [
-        ({"embedding_optimizer": None}, "embedding_optimizer: expected an instance"),
-        ({"dense_optimizer": None}, "TrainCtx needs dense_optimizer="),
-        ({"grad_scalar_update_factor": 0}, "grad_scalar_update_factor must be above 0, got 0"),
-        ({"backward_buffer_size": 0}, "backward_buffer_size must be at least 1, got 0"),
-        ({"backward_workers_size": 0}, "backward_workers_size must be at least 1, got 0"),
-        ({"embedding_gradient_reduction": "max"}, "must be 'mean' or 'sum', got 'max'"),
-        ({"device_id": 1000}, r"device_id: expected one of the \d+ CUDA devices.* got 1000"),
+        ("embedding_optimizer", None),
+        ("embedding_optimizer", Adam),
+        ("embedding_optimizer", "adam"),
+        ("dense_optimizer", None),
+        ("grad_scalar_update_factor", 0),
+        ("backward_buffer_size", 0),
+        ("backward_workers_size", 0),
+        ("embedding_gradient_reduction", "max"),
+        ("device_id", 1000),
     ],
 )
-def test_bad_settings_name_themselves(
-    make_ctx: MakeCtx, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_ctx(**options)
-
-
-def test_train_ctx_needs_a_model(worker: FakeWorker) -> None:
-    dense = torch.optim.SGD(Net().parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="TrainCtx needs model="):
-        TrainCtx(SGD(lr=1), dense, embedding_worker=worker)
-
-
-class Tracker:
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def nan_counts(self) -> tuple[int, dict[str, int]]:
-        return sum(self.counts.values()), self.counts
+def test_bad_settings_name_themselves(make_ctx: MakeCtx, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=option):
+        make_ctx(**{option: value})
 
 
 def with_gradient(value: float | None) -> tuple[torch.Tensor, torch.optim.Optimizer]:
@@ -445,37 +431,6 @@ def test_the_scaler_steps_where_all_gradients_are_finite(
     assert scaler.get_scale() == scale
 
 
-def test_a_bad_loss_is_logged_rarer_and_rarer(caplog: pytest.LogCaptureFixture) -> None:
-    scaling = LossScaling()
-    assert not scaling.is_loss_bad(1)
-    scaling.loss = torch.tensor(math.nan)
-    for step in range(1, 101):
-        assert scaling.is_loss_bad(step)
-    steps = [record.args[1] for record in caplog.records if isinstance(record.args, tuple)]
-    assert steps == [1, 10, 100]
-
-
-def test_gradients_of_a_bad_loss_are_counted_at_the_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.WARNING)
-    scaling, tracker = LossScaling(), Tracker()
-    asked: Any = tracker
-    scaling.warn_of_nans(asked, 1)
-    assert not caplog.text
-    tracker.counts = {"user": 2, "item": 1}
-    scaling.warn_of_nans(asked, 1)
-    assert "3 embedding gradients were not finite so far and were left out: item 1, user 2" in (
-        caplog.text
-    )
-    tracker.counts = {"user": 4}
-    scaling.loss = torch.tensor(math.inf)
-    scaling.warn_of_nans(asked, 2)
-    assert "user 4" not in caplog.text
-    scaling.warn_of_nans(asked, 2, True)
-    assert "user 4" in caplog.text
-
-
 def test_gradients_of_ranks_are_averaged_or_summed(
     make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,8 +454,7 @@ def test_gradients_of_ranks_are_averaged_or_summed(
     for reduction in ("mean", "sum"):
         fake = FakeWorker()
         with make_ctx(embedding_worker=fake, embedding_gradient_reduction=reduction) as ctx:
-            for batch in DataLoader([make_batch(0)]):
-                one_step(ctx, batch)
+            train(ctx, batches(1))
         scales.append(fake.gradients[0].scale)
         assert fake.update_ids[0][0] % 2**16 == 1  # the rank
     assert scales == [4.0, 1.0]
@@ -515,8 +469,7 @@ def test_w13_a_context_that_is_entered_again_repeats_no_update_id(
     ctx = make_ctx(embedding_worker=None)
     for _ in range(2):
         with ctx:
-            for batch in DataLoader([make_batch(0), make_batch(1)]):
-                one_step(ctx, batch)
+            train(ctx, batches(2))
     assert len(set(worker.update_ids)) == 4
 
 
@@ -534,7 +487,7 @@ def test_a_context_that_fails_as_it_is_entered_can_be_entered_again(
     connection = ctx._connected().connection
     assert (connection.backward, connection.folders) == (None, None)
     with ctx:
-        one_step(ctx, ctx.get_embedding_from_data(make_batch(4)))
+        train(ctx, batches(1))
 
 
 def test_updates_are_sent_though_folders_cannot_be_left(
@@ -545,7 +498,7 @@ def test_updates_are_sent_though_folders_cannot_be_left(
 
     monkeypatch.setattr(JobFolders, "release", fail)
     with pytest.raises(OSError, match="stale handle"), make_ctx() as ctx:
-        one_step(ctx, ctx.get_embedding_from_data(make_batch(4)))
+        train(ctx, batches(1))
     # That no thread is left is what every test here is looked through for.
     assert ctx.backward_engine is None
 
@@ -560,5 +513,4 @@ def test_ranks_without_rounds_cannot_be_reproducible(
         ctx.join_ranks(reproducible=True)
     env.set_env(world_size=1, rank=0, local_rank=0)
     with make_ctx() as alone:
-        loader = DataLoader([make_batch(0)], reproducible=True, drop_last=False)
-        assert len([one_step(alone, batch) for batch in loader]) == 1
+        assert len(train(alone, batches(1), reproducible=True, drop_last=False)) == 1

@@ -556,6 +556,7 @@ U64 = np.array([1, 2], np.uint64)
             "'f': expected lengths as 1-D int32 or int64, got float64 of shape",
         ),
         (lambda: jagged("f", VALUES, lengths=[1]), "lengths.*got list"),
+        (lambda: jagged("f", VALUES, lengths=memoryview(b"\x01")), "lengths.*got memoryview"),
         (
             lambda: jagged("f", torch.empty(2, device="meta"), OFFSETS),
             "'f': expected values in CPU memory, got meta",

@@ -6,6 +6,7 @@ import http.server
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from persia import env
 from persia._cluster.process_metrics import push_settings
+from persia._metrics import endpoint as endpoints
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.endpoint import Endpoint, PushSettings, default_port
 from persia._metrics.registry import MetricSource, Sample
@@ -134,6 +136,27 @@ def test_a_stranger_learns_little_and_holds_nobody_up() -> None:
             assert fetch(f"{served.url}/healthz") == (200, "ok\n")
         finally:
             for one in silent:
+                one.close()
+
+
+def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "_REQUEST_S", 0.3)
+    with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as served:
+        port = int(served.url.rpartition(":")[2])
+        slow = [socket.create_connection(("127.0.0.1", port), 10.0) for _ in range(8)]
+        try:
+            deadline, left = time.monotonic() + 10.0, slow.copy()
+            while left:  # each byte well before the time of the one before is over
+                assert time.monotonic() < deadline
+                for one in slow:
+                    try:
+                        one.send(b"G", socket.MSG_NOSIGNAL)
+                    except OSError:
+                        left = [other for other in left if other is not one]
+                threading.Event().wait(0.05)
+            assert fetch(f"{served.url}/healthz") == (200, "ok\n")
+        finally:
+            for one in slow:
                 one.close()
 
 

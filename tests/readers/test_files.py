@@ -52,6 +52,15 @@ def test_every_row_once_and_in_order(folder: Path, arrow_folder: Path) -> None:
         assert ids_of(batches[1], "items") == [[row] * (row % 4) for row in range(8, 16)]
 
 
+def test_files_may_differ_in_what_may_be_null(tmp_path: Path) -> None:
+    made = table(0, 5)
+    for number, is_nullable in enumerate((False, True)):
+        fields = [field.with_nullable(is_nullable) for field in made.schema]
+        pq.write_table(made.cast(pa.schema(fields)), tmp_path / f"{number}.parquet")
+    batches = list(ParquetReader(tmp_path, COLUMNS, 4, shard=(0, 1)))
+    assert [batch.batch_size for batch in batches] == [4, 4, 2]
+
+
 def test_row_groups_by_chunks_give_the_same_bytes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

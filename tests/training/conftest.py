@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 from persia import _context_stack, env
 from persia.ctx import TrainCtx
+from persia.data import DataLoader
 from persia.embedding.optim import SGD
+from tests.support.processes import ROOT
 
-from .fakes import DIM, FakeWorker
+from .fakes import DIM, FakeWorker, make_batch
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +55,7 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     env.reload_env()
 
 
+WAIT_S = 20.0
 MakeCtx = Callable[..., TrainCtx]
 
 
@@ -101,6 +105,16 @@ def make_ctx(worker: FakeWorker) -> MakeCtx:
     return make
 
 
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The script of an embedded data-loader, to be written."""
+    path = tmp_path / "data_loader.py"
+    path.touch()
+    monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return path
+
+
 def loss_of(output: torch.Tensor, labels: list[torch.Tensor] | None) -> torch.Tensor:
     assert labels is not None
     return torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0])
@@ -110,3 +124,30 @@ def step(ctx: TrainCtx, batch: Any) -> torch.Tensor:
     """One training step; returns the loss."""
     output, labels = ctx.forward(batch)
     return ctx.backward(loss_of(output, labels))
+
+
+# Options of a DataLoader whose lookups and updates alternate.
+LOCKSTEP: dict[str, Any] = {"reproducible": True, "embedding_staleness": 1}
+
+
+def batches(count: int, **options: Any) -> list[Any]:
+    return [make_batch(number, **options) for number in range(count)]
+
+
+def train(ctx: TrainCtx, data: Iterable[Any], **options: Any) -> list[float]:
+    """Train one pass; returns the losses."""
+    return [step(ctx, batch).item() for batch in DataLoader(data, **options)]
+
+
+def wait(event: threading.Event | threading.Barrier) -> None:
+    event.wait(WAIT_S)
+
+
+def fail_at(number: int, error: Exception) -> Callable[[int], None]:
+    """What raises an error at the call of one batch."""
+
+    def fail(batch_id: int) -> None:
+        if batch_id == number:
+            raise error
+
+    return fail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import traceback
 import weakref
@@ -14,37 +15,32 @@ import torch
 
 from persia._rpc.messages import (
     BatchGradients,
-    JaggedOutput,
     LearningRate,
-    PooledOutput,
-    RawOutput,
-    SlotGradient,
     UpdateReport,
 )
-from persia._training.batch import DeviceTransfer, Jagged
-from persia._training.inflight import InFlightBatch, take_gradients
-from persia.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
+from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.distributed import BaguaDistributedOption
-from persia.embedding.optim import SGD, Adam
+from persia.embedding.optim import SGD
 from persia.errors import ConfigError, DataError, DataTypeError, ServiceTimeout, StoreError
 
-from .conftest import MakeCtx, Net, loss_of, step
-from .fakes import DIM, FIXED, FakeWorker, make_batch
-
-WAIT_S = 20.0
-
-
-def batches(count: int, **options: Any) -> list[Any]:
-    return [make_batch(number, **options) for number in range(count)]
+from .conftest import (
+    LOCKSTEP,
+    WAIT_S,
+    MakeCtx,
+    Net,
+    batches,
+    fail_at,
+    loss_of,
+    step,
+    train,
+    wait,
+)
+from .fakes import FakeWorker, make_batch
 
 
 def total(embeddings: list[Any]) -> torch.Tensor:
     return torch.stack([embedding.sum() for embedding in embeddings]).sum()
-
-
-def wait(event: threading.Event) -> None:
-    event.wait(WAIT_S)
 
 
 class Spoils(torch.autograd.Function):
@@ -86,15 +82,8 @@ def test_backward_returns_the_loss_and_counts(make_ctx: MakeCtx) -> None:
             assert ctx.update_times == number
             for parameter in ctx.model.parameters():
                 assert parameter.grad is None
-
-
-def test_update_ids_are_unique_over_contexts(worker: FakeWorker, make_ctx: MakeCtx) -> None:
-    # Batch ids begin at 0 in each context; the fake refuses an id it has seen.
-    for _ in range(2):
-        with make_ctx() as ctx:
-            for batch in DataLoader(batches(3)):
-                step(ctx, batch)
-    assert len(set(worker.update_ids)) == 6
+            # Or the next backward would add to what is being sent.
+            assert all(leaf.tensor.grad is None for leaf in batch.leaves)
 
 
 def test_w02_non_finite_rows_are_warned_of_at_the_frequency_not_once(
@@ -102,9 +91,8 @@ def test_w02_non_finite_rows_are_warned_of_at_the_frequency_not_once(
 ) -> None:
     model = SpoiltNet({0, 5, 7, 12}, float("nan"))
     with make_ctx(model=model) as ctx:
-        loader = DataLoader(batches(20), reproducible=True, embedding_staleness=1)
         warned = []
-        for batch in loader:
+        for batch in DataLoader(batches(20), **LOCKSTEP):
             output, labels = ctx.forward(batch)
             caplog.clear()
             ctx.get_embedding_size()  # the last update is acknowledged
@@ -123,7 +111,7 @@ def test_a_loss_that_is_nan_is_told_at_1_10_100_and_its_rows_at_the_end(
     model = Net()
     torch.nn.init.constant_(model.layer.bias, float("nan"))
     with make_ctx(model=model) as ctx:
-        for batch in DataLoader(batches(14), reproducible=True, embedding_staleness=1):
+        for batch in DataLoader(batches(14), **LOCKSTEP):
             output, labels = ctx.forward(batch)
             ctx.get_embedding_size()  # the last update is acknowledged
             ctx.backward(loss_of(output, labels), embedding_gradient_check_frequency=1)
@@ -164,8 +152,7 @@ def test_w03_with_a_grad_scaler_a_non_finite_gradient_skips_dense_and_sparse(
     model = SpoiltNet({2, 3}, value)
     with make_ctx(model=model, mixed_precision=True, grad_scalar_update_factor=4) as ctx:
         assert ctx.grad_scaler is not None
-        loader = DataLoader(batches(6), reproducible=True, embedding_staleness=1)
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(DataLoader(batches(6), **LOCKSTEP)):
             scale = ctx.grad_scaler.get_scale()
             weights = [parameter.detach().clone() for parameter in model.parameters()]
             rows = {key: row.copy() for key, row in worker.rows.items()}
@@ -184,63 +171,46 @@ def test_w03_with_a_grad_scaler_a_non_finite_gradient_skips_dense_and_sparse(
     assert all(np.isfinite(row).all() for row in worker.rows.values())
 
 
-def test_w03_a_non_finite_dense_gradient_skips_the_sparse_step_too(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    model = Net()
-    bias: Any = model.layer.bias
-    bias.register_hook(lambda gradient: gradient * float("inf"))
-    with make_ctx(model=model, mixed_precision=True) as ctx:
-        assert ctx.grad_scaler is not None
-        weights = [parameter.detach().clone() for parameter in model.parameters()]
-        scale = ctx.grad_scaler.get_scale()
-        for batch in DataLoader(batches(1)):
-            step(ctx, batch)
-        assert ctx.grad_scaler.get_scale() < scale
-        assert ctx.stats()["skipped"] == 1
-    assert worker.of("update") == []
-    assert all(torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True))
+class Flags:
+    """Ranks of which another one has a gradient that is not finite."""
+
+    def __init__(self) -> None:
+        self.flags: list[bool] = []
+
+    def any(self, flag: bool) -> bool:
+        self.flags.append(flag)
+        return True
+
+    def close(self) -> None:
+        pass
 
 
-@pytest.mark.parametrize("is_mine", [True, False])
-def test_ranks_agree_on_dense_gradients_that_are_their_own(
-    worker: FakeWorker, make_ctx: MakeCtx, is_mine: bool
+@pytest.mark.parametrize(("is_mine", "num_ranks"), [(True, 1), (True, 2), (False, 2)])
+def test_w03_a_non_finite_dense_gradient_of_any_rank_skips_both_steps(
+    worker: FakeWorker, make_ctx: MakeCtx, is_mine: bool, num_ranks: int
 ) -> None:
     # Under the averaging algorithms one rank alone would skip its step, and with it an
     # average, or a turn to update, that the others wait for.
-    class Two:
-        def __init__(self) -> None:
-            self.flags: list[bool] = []
-
-        def any(self, flag: bool) -> bool:
-            self.flags.append(flag)
-            return True  # the other rank's, if not this one's
-
-        def close(self) -> None:
-            pass
-
-    model = Net()
+    model, ranks = Net(), Flags()
     if is_mine:
         bias: Any = model.layer.bias
         bias.register_hook(lambda gradient: gradient * float("inf"))
     with make_ctx(model=model, mixed_precision=True) as ctx:
-        ranks: Any = Two()
-        ctx._ranks = ranks
-        ctx.distributed_option = BaguaDistributedOption("decentralized")
+        if num_ranks > 1:
+            ctx._ranks = ranks  # type: ignore[assignment]
+            ctx.distributed_option = BaguaDistributedOption("decentralized")
         assert ctx.grad_scaler is not None
         scale = ctx.grad_scaler.get_scale()
-        batch = ctx.get_embedding_from_data(make_batch(0))
         weights = [parameter.detach().clone() for parameter in model.parameters()]
-        step(ctx, batch)
-        assert ranks.flags == [is_mine]
+        step(ctx, ctx.get_embedding_from_data(make_batch(0)))
+        assert ranks.flags == [is_mine] * (num_ranks - 1)
         assert all(map(torch.equal, weights, model.parameters()))
-        assert ctx.grad_scaler.get_scale() == scale / ctx.grad_scalar_update_factor
+        assert ctx.grad_scaler.get_scale() < scale
         assert ctx.stats()["skipped"] == 1
+    assert worker.of("update") == []
 
 
-def test_scale_is_sent_for_the_worker_to_divide_by(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_scale_is_sent_to_divide_by(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     other = FakeWorker()
     with make_ctx(mixed_precision=True) as scaled, make_ctx(embedding_worker=other) as plain:
         pass
@@ -257,16 +227,6 @@ def test_scale_is_sent_for_the_worker_to_divide_by(
         assert np.array_equal(row, other.rows[key])  # a power of two costs no bit
 
 
-def test_model_without_dense_gradients_under_a_scaler(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    with make_ctx(mixed_precision=True) as ctx:
-        for batch in DataLoader(batches(2)):
-            _, embeddings, _ = ctx.prepare_features(batch)
-            ctx.backward(total(embeddings))
-    assert sorted(worker.of("update")) == [0, 1]
-
-
 def test_mixed_precision_runs_the_model_under_autocast(make_ctx: MakeCtx) -> None:
     seen = []
 
@@ -277,8 +237,7 @@ def test_mixed_precision_runs_the_model_under_autocast(make_ctx: MakeCtx) -> Non
 
     for mixed in (False, True):
         with make_ctx(model=Looks(), mixed_precision=mixed) as ctx:
-            for batch in DataLoader(batches(1)):
-                step(ctx, batch)
+            train(ctx, batches(1))
     assert seen == [False, True]
 
 
@@ -308,28 +267,29 @@ def test_backward_needs_a_batch(make_ctx: MakeCtx) -> None:
         ctx.backward(loss)
 
 
-def test_direct_batches_train_without_a_loader(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+def test_w46_unused_direct_batch_is_released(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
-        made = [ctx.get_embedding_from_data(make_batch(number)) for number in range(2)]
-        ctx.backward(torch.stack([loss_of(*ctx.forward(batch)) for batch in made]).sum())
-    assert sorted(worker.of("update")) == [0, 1]
-
-
-def test_w46_direct_batch_without_backward_is_released(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    with make_ctx() as ctx:
-        for number in range(5):
-            ctx.get_embedding_from_data(make_batch(number))
+        for batch in batches(5):
+            ctx.get_embedding_from_data(batch)
             gc.collect()
         assert len(worker.refs) <= 2
     assert worker.refs == {}
     assert ctx.stats()["abandoned"] == 5
 
 
-def test_w46_batches_that_are_prepared_and_never_stepped_are_freed(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_direct_batches_of_a_loss(worker: FakeWorker, make_ctx: MakeCtx, is_kept: bool) -> None:
+    with make_ctx() as ctx:
+        made = []
+        for batch in batches(3):
+            made.append(ctx.get_embedding_from_data(batch))
+            if is_kept:
+                ctx.keep(made[-1])
+        ctx.backward(torch.stack([loss_of(*ctx.forward(batch)) for batch in made]).sum())
+    assert sorted(worker.of("update")) == [0, 1, 2]
+
+
+def test_w46_batches_without_a_step_are_freed(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
         seen = []
         for batch in DataLoader(batches(8)):
@@ -358,17 +318,6 @@ def test_w46_a_training_context_without_backward_releases_what_it_looked_up(
     assert worker.refs == {}
 
 
-def test_direct_batches_that_are_kept_accumulate(worker: FakeWorker, make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        losses = []
-        for number in range(3):
-            batch = ctx.get_embedding_from_data(make_batch(number))
-            losses.append(loss_of(*ctx.forward(batch)))
-            ctx.keep(batch)
-        ctx.backward(torch.stack(losses).sum())
-    assert sorted(worker.of("update")) == [0, 1, 2]
-
-
 def test_w25_a_direct_batch_that_fails_after_its_lookup_is_released(
     worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,19 +335,11 @@ def test_w25_a_direct_batch_that_fails_after_its_lookup_is_released(
 # --- threads, waiting and errors ----------------------------------------------------------
 
 
-def fail_at(number: int) -> Any:
-    def fail(batch_id: int) -> None:
-        if batch_id == number:
-            raise StoreError("disk on fire")
-
-    return fail
-
-
 @pytest.mark.parametrize("staleness", [None, 1])
 def test_w48_exception_in_an_update_is_raised_at_the_next_backward(
     worker: FakeWorker, make_ctx: MakeCtx, staleness: int | None
 ) -> None:
-    worker.before_update = fail_at(0)
+    worker.before_update = fail_at(0, StoreError("disk on fire"))
     with make_ctx() as ctx:
         iterator = iter(
             DataLoader(batches(3), reproducible=True, embedding_staleness=staleness)
@@ -426,42 +367,29 @@ def test_w48_exception_in_an_update_is_raised_at_the_next_backward(
     assert worker.refs == {}
 
 
-def test_w48_exception_in_the_last_update_is_raised_on_leaving(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    worker.before_update = fail_at(2)
-    ctx = make_ctx()
-
-    def train() -> None:
-        with ctx:
-            for batch in DataLoader(batches(3), reproducible=True, embedding_staleness=1):
-                step(ctx, batch)
-
-    with pytest.raises(StoreError, match="disk on fire"):
-        train()
+def test_w48_failed_last_update_is_raised(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    worker.before_update = fail_at(2, StoreError("disk on fire"))
+    with pytest.raises(StoreError, match="disk on fire"), make_ctx() as ctx:
+        train(ctx, batches(3), **LOCKSTEP)
     assert ctx.stats()["batches"] == 2
 
 
 def test_exception_of_the_body_wins_over_that_of_an_update(
     worker: FakeWorker, make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker.before_update = fail_at(0)
+    worker.before_update = fail_at(0, StoreError("disk on fire"))
 
-    def train() -> None:
-        with make_ctx() as ctx:
-            for batch in DataLoader(batches(1)):
-                step(ctx, batch)
-            raise KeyError("the body's")
+    def body(ctx: TrainCtx) -> None:
+        train(ctx, batches(1))
+        raise KeyError("the body's")
 
-    with pytest.raises(KeyError, match="the body's"):
-        train()
+    with pytest.raises(KeyError, match="the body's"), make_ctx() as ctx:
+        body(ctx)
     assert "disk on fire" in caplog.text
 
 
-def test_a_read_ahead_does_not_swallow_what_an_update_raised(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    worker.before_update = fail_at(0)
+def test_a_read_swallows_no_failed_update(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    worker.before_update = fail_at(0, StoreError("disk on fire"))
     with make_ctx() as ctx:
         batch = ctx.get_embedding_from_data(make_batch(0))
         with eval_ctx(model=ctx.model):
@@ -474,10 +402,8 @@ def test_a_read_ahead_does_not_swallow_what_an_update_raised(
             ctx.get_embedding_size()
 
 
-def test_w40_an_exception_in_an_update_does_not_end_its_worker(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    worker.before_update = fail_at(0)
+def test_w40_failed_update_ends_no_worker(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    worker.before_update = fail_at(0, StoreError("disk on fire"))
     with make_ctx(backward_workers_size=1) as ctx:
         step(ctx, ctx.get_embedding_from_data(make_batch(0)))
         with pytest.raises(StoreError, match="disk on fire"):
@@ -488,18 +414,10 @@ def test_w40_an_exception_in_an_update_does_not_end_its_worker(
 
 
 def test_w48_leaving_waits_for_every_update(worker: FakeWorker, make_ctx: MakeCtx) -> None:
-    started, go = threading.Event(), threading.Event()
-
-    def hold(batch_id: int) -> None:
-        started.set()
-        go.wait(WAIT_S)
-
-    worker.before_update = hold
-    ctx = make_ctx()
-    with ctx:
-        for batch in DataLoader(batches(6)):
-            step(ctx, batch)
-        assert started.wait(WAIT_S)
+    go = threading.Event()
+    worker.before_update = lambda batch_id: wait(go)
+    with make_ctx() as ctx:
+        train(ctx, batches(6))
         assert worker.of("update") == []
         go.set()
     assert sorted(worker.of("update")) == list(range(6))
@@ -518,8 +436,7 @@ def test_reads_see_own_writes(
         order.append("update")
 
     with make_ctx() as ctx:
-        for batch in DataLoader(batches(1)):
-            step(ctx, batch)
+        train(ctx, batches(1))
         ctx.get_embedding_size()
         worker.before_update = hold
         worker.before_lookup = lambda batch_id: order.append("read")
@@ -544,13 +461,8 @@ def test_full_queue_makes_backward_wait_and_then_says_for_whom(
     go = threading.Event()
     worker.before_update = lambda batch_id: wait(go)
     with make_ctx(backward_buffer_size=1, backward_workers_size=1) as ctx:
-
-        def fill() -> None:
-            for number in range(4):
-                step(ctx, ctx.get_embedding_from_data(make_batch(number)))
-
         with pytest.raises(ServiceTimeout, match="embedding-worker to take one of 1 queued"):
-            fill()
+            train(ctx, batches(4))
         assert len(worker.refs) == ctx.stats()["staleness"]  # that of the refused is back
         with pytest.raises(ServiceTimeout, match="acknowledge"):
             ctx.get_embedding_size()
@@ -570,16 +482,12 @@ def test_worker_that_outlives_the_deadline_is_named(
     monkeypatch.setattr("persia._training.backward.JOIN_S", 0.05)
     go = threading.Event()
     worker.before_update = lambda batch_id: wait(go)
-    ctx = make_ctx(backward_workers_size=1)
-
-    def train() -> None:
-        with ctx:
-            for batch in DataLoader(batches(1)):
-                step(ctx, batch)
-
-    with pytest.raises(ServiceTimeout, match="1 updates"):
-        train()
-    assert "persia-backward-0 is still inside an update" in caplog.text
+    with (
+        pytest.raises(ServiceTimeout, match="1 updates"),
+        make_ctx(backward_workers_size=1) as ctx,
+    ):
+        train(ctx, batches(1))
+    assert "persia-backward-0" in caplog.text
     go.set()
     for thread in threading.enumerate():
         if thread.name == "persia-backward-0":
@@ -653,13 +561,9 @@ def test_backward_that_is_interrupted_while_it_waits_leaves_nothing_behind(
 def test_many_workers_update_at_the_same_time(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     meet = threading.Barrier(3)
 
-    def join(batch_id: int) -> None:
-        meet.wait(WAIT_S)
-
-    worker.before_update = join
+    worker.before_update = lambda batch_id: wait(meet)
     with make_ctx(backward_workers_size=3) as ctx:
-        for batch in DataLoader(batches(6)):
-            step(ctx, batch)
+        train(ctx, batches(6))
     assert len(worker.of("update")) == 6
 
 
@@ -670,8 +574,7 @@ def test_report_is_added_up(make_ctx: MakeCtx) -> None:
             return UpdateReport(2, {"user": 1}, {"user": 3, "tags": 1}, ("seq",))
 
     with make_ctx(embedding_worker=Reports()) as ctx:
-        for batch in DataLoader(batches(3)):
-            step(ctx, batch)
+        train(ctx, batches(3))
     assert ctx.stats() == {
         "batches": 3,
         "abandoned": 0,
@@ -687,35 +590,21 @@ def test_report_is_added_up(make_ctx: MakeCtx) -> None:
     }
 
 
-# --- arguments that are nearly right: the message says what to type -----------------------
-
-
-@pytest.mark.parametrize("given", [Adam, "adam"])
-def test_an_optimizer_is_an_instance(make_ctx: MakeCtx, given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"an instance .*Adagrad\(lr=0.1\), got .*[aA]dam"):
-        make_ctx(embedding_optimizer=given)
-
-
-def test_a_loss_is_a_tensor(make_ctx: MakeCtx) -> None:
-    loss: Any = 0.5
-    with make_ctx() as ctx, pytest.raises(DataTypeError, match=r"got float; give the loss ten"):
-        ctx.backward(loss)
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda loss: loss.detach(), "that requires grad, got one without a graph: it was det"),
+        (lambda loss: 0.5, "float"),
+        (lambda loss: loss.detach(), "without a graph"),
         (lambda loss: torch.tensor(loss.item()), "made from a number"),
-        (lambda loss: loss.expand(4), r"got one of shape \[4\]; give its .mean\(\), or take"),
-        (lambda loss: loss.expand(0), r"got one of shape \[0\]"),
+        (lambda loss: loss.expand(4), r"\[4\]; give its .mean\(\)"),
+        (lambda loss: loss.expand(0), r"\[0\]"),
     ],
 )
 def test_a_loss_is_one_number_with_a_graph(make_ctx: MakeCtx, wrong: Any, says: str) -> None:
     with make_ctx() as ctx:
         batch = ctx.get_embedding_from_data(make_batch(0))
         loss = loss_of(*ctx.forward(batch))
-        with pytest.raises(DataError, match=says):
+        with pytest.raises((DataError, DataTypeError), match=says):
             ctx.backward(wrong(loss))
         ctx.backward(loss)  # nothing had changed
         assert ctx.update_times == 1
@@ -742,48 +631,10 @@ def test_a_backward_without_gradients_of_embeddings_is_told_once(
             assert caplog.text.count("made with requires_grad=False") == 1
 
 
-def test_update_takes_the_gradients_away() -> None:
-    transfer = DeviceTransfer(torch.device("cpu"))
-    batch = transfer.copy(make_batch(0, size=2, names=("user", "seq", "jag")))
-    outputs = (
-        PooledOutput("user", np.ones((2, DIM), np.float32)),
-        RawOutput("seq", np.ones((3, DIM), np.float32), np.array([1, 2, 0, 2, 2, 2]), FIXED),
-        JaggedOutput(
-            "jag", np.ones((1, DIM), np.float32), np.array([0, 0]), np.array([0, 2, 2])
-        ),
-    )
-    batch.ticket = ticket = InFlightBatch(1, 0, 0)
-    transfer.stage(batch, outputs)
-    user, seq, jag = batch.embedding_tensors
-    assert isinstance(user, torch.Tensor)
-    assert isinstance(seq, torch.Tensor)
-    assert isinstance(jag, Jagged)
-    (2 * user.sum() + 3 * seq[:, :, :DIM].sum()).backward()  # type: ignore[no-untyped-call]
-    ticket.gradients = take_gradients(batch.leaves)
-    assert user.grad is None
-    assert ticket.is_finite()
-    slots = ticket.slots()
-    want = [
-        SlotGradient("user", np.full((2, DIM), 2, np.float32)),
-        SlotGradient("seq", np.array([[3.0] * DIM, [12.0] * DIM], np.float32)),
-        SlotGradient("jag", None),
-    ]
-    for got, wanted in zip(slots, want, strict=True):
-        assert got.name == wanted.name
-        if wanted.gradient is None:
-            assert got.gradient is None
-        else:
-            assert got.gradient is not None
-            assert got.gradient.flags.c_contiguous
-            assert np.array_equal(got.gradient, wanted.gradient)
-
-
 # --- learning rates -------------------------------------------------------------------------
 
 
-def test_a_rate_goes_with_the_gradients_computed_under_it(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_a_rate_goes_with_its_gradients(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     is_set = threading.Event()  # the first update is held until the last rate is, too
     worker.before_update = lambda batch_id: wait(is_set)
     with make_ctx() as ctx:
@@ -817,8 +668,6 @@ class Counting(FakeWorker):
 def test_groups_keep_the_rate_that_was_set_for_them(make_ctx: MakeCtx) -> None:
     worker = Counting()
     with make_ctx(embedding_worker=worker) as ctx:
-        with pytest.raises(ConfigError, match="set_lr: lr must be a number, got None"):
-            ctx.set_lr(None)  # type: ignore[arg-type]
         rates: Any = ctx.backward_engine.learning_rates  # type: ignore[union-attr]
 
         def current() -> dict[int, float]:
@@ -838,10 +687,7 @@ def test_groups_keep_the_rate_that_was_set_for_them(make_ctx: MakeCtx) -> None:
         ctx.set_lr(0.125)
         assert current() == {0: 0.125, 1: 0.5, 2: 1.0}
         for lr, group, message in (
-            (-1.0, None, "set_lr: lr must be at least 0"),
-            (float("nan"), "g", "set_lr: lr must be finite"),
-            ("fast", None, "set_lr: lr must be a number"),
-            (True, "h", "set_lr: lr must be a number"),
+            *((lr, "g", "set_lr: lr must be") for lr in (None, -1.0, math.nan, "fast", True)),
             (0.5, "unknown", "unknown group"),
         ):
             with pytest.raises(ConfigError, match=message):

@@ -13,8 +13,7 @@ import torch
 
 from persia._rpc.messages import PooledOutput
 from persia._training.batch import DeviceTransfer, Jagged, PersiaTrainingBatch
-from persia.ctx import PreprocessMode, TrainCtx, _prepare_feature, eval_ctx
-from persia.data import DataLoader
+from persia.ctx import eval_ctx
 from persia.embedding.data import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -22,10 +21,9 @@ from persia.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia.embedding.optim import SGD
 
-from .conftest import MakeCtx, Net, step
-from .fakes import DIM, FIXED, FakeWorker, initial_row, make_batch, u64
+from .conftest import LOCKSTEP, MakeCtx, Net, batches, step, train
+from .fakes import DIM, FIXED, FakeWorker, make_batch, u64
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -38,10 +36,6 @@ def embeddings_of(batch: PersiaTrainingBatch) -> list[torch.Tensor]:
 def lists_batch(name: str, lists: list[np.ndarray[Any, Any]], **options: Any) -> PersiaBatch:
     label = Label(np.zeros((len(lists), 1), np.float32))
     return PersiaBatch([IDTypeFeature(name, lists)], labels=[label], **options)
-
-
-def rows_of(name: str, *numbers: int) -> torch.Tensor:
-    return torch.from_numpy(np.stack([initial_row(name, number, DIM) for number in numbers]))
 
 
 def test_tensors_come_in_the_order_of_the_batch(make_ctx: MakeCtx) -> None:
@@ -66,28 +60,6 @@ def test_tensors_come_in_the_order_of_the_batch(make_ctx: MakeCtx) -> None:
     assert [leaf.name for leaf in batch.leaves] == list(names)
 
 
-def test_pooled_values_are_the_workers(make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        batch = ctx.get_embedding_from_data(lists_batch("tags", [u64(3, 5, 3), u64(), u64(5)]))
-    (tags,) = embeddings_of(batch)
-    three, five = rows_of("tags", 3, 5)
-    assert torch.equal(tags.detach(), torch.stack([three + five + three, 0 * three, five]))
-
-
-def test_raw_is_padded_truncated_and_masked(make_ctx: MakeCtx) -> None:
-    lists = [u64(7, 8), u64(), u64(8, 7, 8, 9)]
-    with make_ctx() as ctx:
-        batch = ctx.get_embedding_from_data(lists_batch("seq", lists))
-    (raw,) = embeddings_of(batch)
-    seven, eight = rows_of("seq", 7, 8)
-    zero = torch.zeros(DIM)
-    assert raw.detach()[:, :, DIM].tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]
-    wanted = [[seven, eight, zero], [zero, zero, zero], [eight, seven, eight]]
-    assert torch.equal(
-        raw.detach()[:, :, :DIM], torch.stack([torch.stack(row) for row in wanted])
-    )
-
-
 @pytest.mark.parametrize(("name", "size"), [("seq", 1), ("seq", 4), ("jag", 3)])
 def test_w36_a_feature_without_any_id(
     worker: FakeWorker, make_ctx: MakeCtx, name: str, size: int
@@ -102,59 +74,6 @@ def test_w36_a_feature_without_any_id(
     (slot,) = worker.gradients[0].gradients
     assert slot.gradient is not None
     assert slot.gradient.shape == (0, DIM)
-
-
-@pytest.mark.parametrize("name", ["seq", "jag", "tags"])
-def test_gradients_are_summed_per_distinct_id(
-    worker: FakeWorker, make_ctx: MakeCtx, name: str
-) -> None:
-    lists = [u64(4, 9), u64(9), u64(), u64(9, 4)]
-    weights = torch.arange(4 * FIXED * DIM, dtype=torch.float32).view(4, FIXED, DIM)
-    rows = rows_of(name, 4, 9).requires_grad_()
-    places = [[0, 1], [1], [], [1, 0]]  # of the lists in rows
-    want = sum(
-        (weights[sample, place] * rows[row]).sum()
-        for sample, row_numbers in enumerate(places)
-        for place, row in enumerate(row_numbers)
-    )
-    assert isinstance(want, torch.Tensor)
-    want.backward()  # type: ignore[no-untyped-call]
-    if name == "tags":  # a sum has one weight per sample
-        rows.grad = None
-        counts = torch.tensor([[1.0, 1], [0, 1], [0, 0], [1, 1]])
-        ((counts @ rows) * weights[:, 0]).sum().backward()  # type: ignore[no-untyped-call]
-    with make_ctx() as ctx:
-        batch = ctx.get_embedding_from_data(lists_batch(name, lists))
-        _, (embedding,), _ = ctx.prepare_features(batch)
-        if isinstance(embedding, Jagged):
-            flat = torch.cat([weights[s, : len(p)] for s, p in enumerate(places)])
-            loss = (embedding.values * flat).sum()
-        elif name == "seq":
-            loss = (embedding[:, :, :DIM] * weights).sum()
-        else:
-            loss = (embedding * weights[:, 0]).sum()
-        ctx.backward(loss)
-        ctx.get_embedding_size()
-    (slot,) = worker.gradients[0].gradients
-    assert rows.grad is not None
-    assert slot.gradient is not None
-    if name == "tags":
-        assert torch.equal(torch.from_numpy(slot.gradient), weights[:, 0])
-    else:
-        assert torch.equal(torch.from_numpy(slot.gradient), rows.grad)
-    trained = rows.detach() - 0.5 * rows.grad
-    for number, row in zip((4, 9), trained, strict=True):
-        assert torch.equal(torch.from_numpy(worker.rows[name, number]), row)
-
-
-@pytest.mark.parametrize("mode", list(PreprocessMode))
-def test_modes(worker: FakeWorker, make_ctx: MakeCtx, mode: PreprocessMode) -> None:
-    with make_ctx() as ctx:
-        batch = ctx.get_embedding_from_data(make_batch(1))
-        dense, embeddings, labels = _prepare_feature(batch, mode)
-    assert dense is batch.non_id_type_tensors
-    assert embeddings is batch.embedding_tensors
-    assert labels is (None if mode is PreprocessMode.INFERENCE else batch.labels)
 
 
 def test_batch_without_labels_has_none(make_ctx: MakeCtx) -> None:
@@ -179,9 +98,7 @@ def test_evaluation_has_no_leaves(worker: FakeWorker, make_ctx: MakeCtx) -> None
     assert worker.refs == {}
 
 
-def test_a_batch_can_be_forwarded_twice_in_one_loss(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_a_batch_may_be_forwarded_twice(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx(num_features=2) as ctx:
         batch = ctx.get_embedding_from_data(make_batch(1, names=("user", "seq")))
         once, _ = ctx.forward(batch)
@@ -302,7 +219,7 @@ def test_w38_an_output_of_more_than_256_mib_moves_whole(device: str) -> None:
 
 @needs_cuda
 @pytest.mark.cuda
-def test_cuda_gives_what_the_cpu_gives(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+def test_cuda_gives_what_the_cpu_gives(make_ctx: MakeCtx) -> None:
     names = ("jag", "user", "seq", "tags")
     with make_ctx() as ctx:
         wanted = ctx.get_embedding_from_data(make_batch(3, names=names))
@@ -330,20 +247,10 @@ def test_cuda_trains_what_the_cpu_trains(make_ctx: MakeCtx) -> None:
     results = []
     for device_id in (None, 0):
         fake = FakeWorker()
-        model = Net(2)
-        if device_id is not None:
-            model.cuda(device_id)
-        with TrainCtx(
-            SGD(lr=0.5),
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model=model,
-            device_id=device_id,
-            mixed_precision=False,
-            embedding_worker=fake,
-        ) as ctx:
-            batches = [make_batch(number) for number in range(20)]
-            loader = DataLoader(batches, reproducible=True, embedding_staleness=1)
-            losses = [step(ctx, batch).item() for batch in loader]
+        model = Net(2) if device_id is None else Net(2).cuda(device_id)
+        options = {"device_id": device_id, "mixed_precision": False}
+        with make_ctx(model=model, embedding_worker=fake, **options) as ctx:
+            losses = train(ctx, batches(20), **LOCKSTEP)
         results.append((losses, fake.rows))
     (losses, rows), (cuda_losses, cuda_rows) = results
     # The devices sum in different orders.

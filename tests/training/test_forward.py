@@ -31,14 +31,8 @@ from persia.errors import (
 )
 from tests.support.waiting import until
 
-from .conftest import MakeCtx, loss_of, step
+from .conftest import LOCKSTEP, WAIT_S, MakeCtx, fail_at, loss_of, step, wait
 from .fakes import FakeWorker, make_batch, u64
-
-WAIT_S = 20.0
-
-
-def wait(event: threading.Event) -> None:
-    event.wait(WAIT_S)
 
 
 class Batches(IterableDataset):
@@ -151,13 +145,8 @@ def test_stall_of_a_lookup_is_a_timeout_that_names_the_embedding_worker(
             next(iterator)
 
 
-def test_a_timeout_that_a_lookup_met_is_raised_itself(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    def fail(batch_id: int) -> None:
-        raise ServiceTimeout("batch 3 is lost")
-
-    worker.before_lookup = fail
+def test_the_timeout_of_a_lookup_is_raised(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+    worker.before_lookup = fail_at(0, ServiceTimeout("batch 3 is lost"))
     with make_ctx() as ctx, pytest.raises(ServiceTimeout, match=r"^batch 3 is lost$"):
         train_all(ctx, DataLoader(Batches(1)))
 
@@ -176,9 +165,7 @@ def test_a_log_line_names_what_the_loop_waits_for(
         assert train_all(ctx, DataLoader(Late(), timeout_ms=20_000)) == [0]
 
 
-def test_stall_of_an_update_is_a_timeout_that_names_the_staleness(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_a_stalled_update_is_a_timeout(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     hold = threading.Event()
     worker.before_update = lambda batch_id: wait(hold)
     with make_ctx() as ctx:
@@ -194,21 +181,9 @@ def test_stall_of_an_update_is_a_timeout_that_names_the_staleness(
 # --- staleness --------------------------------------------------------------------------------
 
 
-def test_staleness_one_alternates_lookup_and_update(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_a_left_lockstep_loop_looks_nothing_up(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
-        loader = DataLoader(Batches(20), reproducible=True, embedding_staleness=1)
-        assert train_all(ctx, loader) == list(range(20))
-    wanted = [(kind, number) for number in range(20) for kind in ("lookup", "update")]
-    assert worker.events == wanted
-
-
-def test_loop_left_early_in_lockstep_has_looked_up_what_it_was_given(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
-    with make_ctx() as ctx:
-        loader = DataLoader(Batches(40), reproducible=True, embedding_staleness=1)
+        loader = DataLoader(Batches(40), **LOCKSTEP)
         for epoch in range(3):
             for number, batch in enumerate(loader):
                 step(ctx, batch)
@@ -219,11 +194,9 @@ def test_loop_left_early_in_lockstep_has_looked_up_what_it_was_given(
         assert ctx.stats()["unused"] == 0
 
 
-def test_w25_batch_without_backward_is_released_and_counted(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_w25_batch_without_backward_is_counted(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
-        loader = DataLoader(Batches(9), reproducible=True, embedding_staleness=1)
+        loader = DataLoader(Batches(9), **LOCKSTEP)
         for number, batch in enumerate(loader):
             output, labels = ctx.forward(batch)
             assert ctx.stats()["staleness"] == 1
@@ -245,15 +218,6 @@ def test_batch_of_the_past_takes_no_backward(make_ctx: MakeCtx) -> None:
             ctx.backward(loss_of(output, labels))
 
 
-def test_second_backward_of_a_batch_is_an_error(make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        for batch in DataLoader(Batches(1)):
-            step(ctx, batch)
-            output, labels = ctx.forward(batch)
-            with pytest.raises(DataError, match=r"sent already|trained already"):
-                ctx.backward(loss_of(output, labels))
-
-
 def test_evaluation_takes_no_permit(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
         with eval_ctx(model=ctx.model):
@@ -263,14 +227,9 @@ def test_evaluation_takes_no_permit(worker: FakeWorker, make_ctx: MakeCtx) -> No
     assert len(worker.of("read")) == 12
 
 
-def test_batches_without_gradients_take_no_permit(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_batch_without_gradient_takes_no_permit(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
-        loader = DataLoader(
-            Batches(12, requires_grad=False), embedding_staleness=1, reproducible=True
-        )
-        for batch in loader:
+        for batch in DataLoader(Batches(12, requires_grad=False), **LOCKSTEP):
             assert not batch.requires_grad
             for tensor in batch.embedding_tensors:
                 assert isinstance(tensor, torch.Tensor)
@@ -301,9 +260,7 @@ def test_keep_accumulates_gradients_over_batches(worker: FakeWorker, make_ctx: M
     assert worker.of("release") == []
 
 
-def test_kept_batch_that_the_loss_did_not_reach_stays(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_kept_batch_beyond_the_loss_stays(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
         kept = None
         for batch in DataLoader(Batches(3), reproducible=True, embedding_staleness=3):
@@ -412,9 +369,7 @@ def test_iterator_that_was_never_asked_has_no_threads(make_ctx: MakeCtx) -> None
         gc.collect()
 
 
-def test_w48_leaving_the_context_ends_an_open_loop(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_w48_leaving_ends_an_open_loop(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx():
         iterator = iter(DataLoader(Batches(10**6)))
         next(iterator)
@@ -432,11 +387,7 @@ def test_w48_leaving_the_context_ends_an_open_loop(
 def test_w10_exception_in_a_lookup_is_raised_in_the_loop(
     worker: FakeWorker, make_ctx: MakeCtx, reproducible: bool, staleness: int | None
 ) -> None:
-    def fail(batch_id: int) -> None:
-        if batch_id == 3:
-            raise DataError("slot 'nothing' is unknown")
-
-    worker.before_lookup = fail
+    worker.before_lookup = fail_at(3, DataError("slot 'nothing' is unknown"))
     with make_ctx() as ctx:
         loader = DataLoader(
             Batches(30), reproducible=reproducible, embedding_staleness=staleness
@@ -496,10 +447,7 @@ def test_a_stream_in_embedded_mode_needs_a_script(monkeypatch: pytest.MonkeyPatc
 
 
 def test_threads_that_outlive_the_deadline_are_named(
-    monkeypatch: pytest.MonkeyPatch,
-    worker: FakeWorker,
-    make_ctx: MakeCtx,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("persia._training.forward.JOIN_S", 0.05)
     entered, hold = threading.Event(), threading.Event()
@@ -565,9 +513,7 @@ class Counts(Parted):
         return action()
 
 
-def test_a_batch_without_gradients_has_a_turn_too(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_a_batch_without_gradients_has_a_turn_too(make_ctx: MakeCtx) -> None:
     # Another rank's batch of the same round may have gradients, and waits for this turn.
     with make_ctx() as ctx:
         ranks: Any = Counts()
@@ -575,9 +521,7 @@ def test_a_batch_without_gradients_has_a_turn_too(
         assert ctx.backward_engine is not None
         ctx.backward_engine._ranks = ranks
         batches = [make_batch(number, requires_grad=number != 1) for number in range(4)]
-        for number, batch in enumerate(
-            DataLoader(batches, reproducible=True, embedding_staleness=1)
-        ):
+        for number, batch in enumerate(DataLoader(batches, **LOCKSTEP)):
             assert ranks.turns == number
             step(ctx, batch)
             ctx.get_embedding_size()  # waits for the update

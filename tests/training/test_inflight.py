@@ -14,11 +14,8 @@ from persia._rpc.messages import BatchGradients
 from persia._training import inflight
 from persia._training.backward import BackwardPipeline
 from persia._training.forward import Lookups
-from persia._training.inflight import InFlightBatch, InFlightTracker, StalenessLimiter
-from persia._training.queues import Closed
+from persia._training.inflight import InFlightBatch, InFlightTracker
 from persia.errors import PersiaError, ServiceUnavailable, UnknownRef
-
-from .test_queues import Runs
 
 GONE: list[PersiaError] = [UnknownRef("it was restarted"), ServiceUnavailable("it is gone")]
 
@@ -68,25 +65,22 @@ def look_up(workers: Any) -> Any:
     return lookups._ask(ticket, True, time.perf_counter())
 
 
-@pytest.fixture
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("what", "method", "last_calls"),
+    [
+        # Where its ids are new it is looked up first, and that may fail as well.
+        (update, "update", [("lookup", 5), ("update", 5)]),
+        (look_up, "lookup", [("lookup", 4), ("lookup", 5)]),
+    ],
+)
+def test_a_call_survives_as_many_deaths_as_there_is_time_for(
+    what: Any, method: str, last_calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inflight, "Retry", partial(Retry, first_s=0.001))
-
-
-@pytest.mark.usefixtures("_short_pauses")
-def test_an_update_survives_as_many_deaths_as_there_is_time_for() -> None:
     workers = Dying(5)
-    assert update(workers) == "update"
+    assert what(workers) == method
     assert workers.num_registered == 5
-    # Where its ids are new it is looked up first, and that may fail as well.
-    assert workers.calls[-2:] == [("lookup", 5), ("update", 5)]
-
-
-@pytest.mark.usefixtures("_short_pauses")
-def test_a_lookup_survives_as_many_deaths_as_there_is_time_for() -> None:
-    workers = Dying(5)
-    assert look_up(workers) == "lookup"
-    assert workers.calls == [("lookup", ref) for ref in range(6)]
+    assert workers.calls[-2:] == last_calls
 
 
 @pytest.mark.parametrize("what", [update, look_up])
@@ -96,29 +90,3 @@ def test_no_time_is_left_for_another_try(what: Any, monkeypatch: pytest.MonkeyPa
     with pytest.raises((UnknownRef, ServiceUnavailable)):
         what(workers)
     assert 2 <= workers.num_registered < 10
-
-
-def test_limiter_gives_permits_up_to_its_bound_and_wakes_on_return_and_close() -> None:
-    limiter = StalenessLimiter(2, on_demand=False)
-    limiter.acquire(True)
-    limiter.acquire(True)
-    assert limiter.is_exhausted()
-    limiter.acquire(False)  # a batch without gradients needs none
-    waiting = Runs(lambda: limiter.acquire(True))
-    limiter.return_permit()
-    assert waiting.end().error is None
-    waiting = Runs(lambda: limiter.acquire(True))
-    limiter.close()
-    assert isinstance(waiting.end().error, Closed)
-
-
-def test_limiter_on_demand_stays_staleness_behind_the_user() -> None:
-    limiter = StalenessLimiter(1, on_demand=True)
-    waiting = Runs(lambda: limiter.acquire(True))
-    assert waiting.thread.is_alive()
-    limiter.request()
-    assert waiting.end().error is None
-    limiter.return_permit()
-    waiting = Runs(lambda: limiter.acquire(True))  # returned, but not requested yet
-    limiter.close()
-    assert isinstance(waiting.end().error, Closed)

@@ -19,7 +19,7 @@ import pytest
 from persia._rpc.messages import RemoteRef, StreamedBatch, StreamOpening, StreamState
 from persia._training import receiver as receiver_module
 from persia._training.queues import Closed, Finished
-from persia._training.receiver import BatchReceiver, ChildStream, LoaderStream, PassOrder
+from persia._training.receiver import BatchReceiver, ChildStream
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import (
@@ -34,7 +34,6 @@ from persia.errors import (
 )
 from tests.faults.batches import occurrences
 from tests.faults.job import make_ctx, trained
-from tests.support.processes import ROOT
 
 WAIT_S = 20.0
 LOST = UnknownRef("no ref 3")
@@ -114,49 +113,19 @@ def has_finished(receiver: BatchReceiver, in_order: bool = True) -> bool:
     return True
 
 
-def pass_of(*firsts: int) -> PassOrder:
-    """The pass of one rank over data-loaders that begin at these batch ids."""
-    order = PassOrder(1)
-    order.num_loaders = len(firsts)
-    for loader, first in enumerate(firsts):
-        opening = StreamOpening(loader, len(firsts), 7, first)
-        order.streams[loader] = LoaderStream(opening, 0, 1)
-    return order
+def test_a_pass_waits_for_an_id_until_its_stream_has_passed_it() -> None:
+    receiver, streams = fed(1, num_loaders=2)
+    assert receiver._streams.order.take(True) is None  # batch 0 may come
+    receiver.end_stream(streams[0], 0, "")
+    assert take(receiver) == [1]
 
 
 @pytest.mark.parametrize(("in_order", "taken"), [(True, [0, 1, 2]), (False, [1, 0, 2])])
-def test_a_pass_gives_batches_by_id_or_as_they_arrive(in_order: bool, taken: list[int]) -> None:
-    order = pass_of(0, 1)
-    for batch_id in (1, 0, 2):
-        stream = order.streams[batch_id % 2]
-        stream.mark_received(batch_id)
-        order.add(stream, batch(batch_id))
-    found = [order.take(in_order) for _ in range(3)]
-    assert [one[1].batch_id for one in found if one is not None] == taken
-    assert order.take(in_order) is None
-    assert [stream.credits for stream in order.streams.values()] == [2, 1]
-
-
-def test_a_pass_waits_for_an_id_until_its_stream_has_passed_it() -> None:
-    order = pass_of(0, 1)
-    order.streams[1].mark_received(1)
-    order.add(order.streams[1], batch(1))
-    assert order.take(True) is None  # batch 0 may come
-    order.streams[0].ended_at = 0
-    found = order.take(True)
-    assert found is not None
-    assert found[1].batch_id == 1
-    assert not order.is_over()
-    order.streams[1].ended_at = 2
-    assert order.is_over()
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_w23_a_pass_ends_when_every_loader_has(in_order: bool) -> None:
-    receiver, streams = fed(0, 1, 2, num_loaders=2)
+def test_w23_a_pass_ends_when_every_loader_has(in_order: bool, taken: list[int]) -> None:
+    receiver, streams = fed(1, 0, 2, num_loaders=2)
     receiver.end_stream(streams[0], 4, "")
     receiver.end_stream(streams[1], 3, "")
-    assert sorted(take(receiver, 3, in_order)) == [0, 1, 2]
+    assert take(receiver, 3, in_order) == taken
     assert has_finished(receiver, in_order)
 
 
@@ -294,9 +263,7 @@ def test_a_restarted_loader_learns_what_has_not_ended() -> None:
 
 
 @pytest.mark.parametrize("failure", ["", "ServiceError: batch 0 is lost"])
-def test_a_restarted_loader_learns_what_is_wanted(
-    pool: ThreadPoolExecutor, failure: str
-) -> None:
+def test_a_restarted_loader_learns_of_wishes(pool: ThreadPoolExecutor, failure: str) -> None:
     """One that failed, too: a batch whose ids only it can register would be lost."""
     receiver, stream, asking = with_lost_ids(pool)
     if failure:
@@ -611,20 +578,10 @@ with DataCtx() as ctx:
 TIMEOUT_MS = 30_000
 
 
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data-loader's script, to be written."""
-    path = tmp_path / "data_loader.py"
-    path.touch()
-    monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return path
-
-
-def train(ctx: TrainCtx, loader: DataLoader) -> list[int]:
-    """Train one pass; returns the numbers of the batches."""
+def train(ctx: TrainCtx, loader: DataLoader, count: int | None = None) -> list[int]:
+    """Train one pass, or some batches of it; returns their numbers."""
     seen = []
-    for batch in loader:
+    for batch in itertools.islice(loader, count):
         loss, _ = ctx.forward(batch)
         ctx.backward(loss)
         seen.append(int(batch.meta or b"-1"))
@@ -718,10 +675,7 @@ def test_what_is_seen_last_is_the_scripts_own_error_where_it_was_raised(
 def test_a_loop_that_is_left_ends_the_child_soon(script: Path) -> None:
     script.write_text(SENDS.format(count=100_000))
     with make_ctx() as ctx:
-        for batch in new_loader():
-            loss, _ = ctx.forward(batch)
-            ctx.backward(loss)
-            break
+        train(ctx, new_loader(), 1)
         begin = time.monotonic()
     assert time.monotonic() - begin < 5.0
 

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from persia._cluster.connect import connect_parameter_servers
@@ -221,12 +220,6 @@ def test_rows_that_a_remote_server_was_not_asked_for_are_refused_by_name(
         with pytest.raises(ProtocolError, match=message) as raised:
             worker.lookup_direct(features({"sum": [[1, 2, 3]]}))
     assert (raised.value.replica, raised.value.method) == (0, "lookup")
-
-
-def test_rows_may_come_without_hints_in_evaluation() -> None:
-    worker = make_worker(make_servers(2))
-    result = worker.lookup_direct(features({"sum": [[1, 2, 3]]}, requires_grad=False))
-    assert np.all(result.outputs[0].values == 0.0)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
