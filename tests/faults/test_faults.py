@@ -149,11 +149,10 @@ def test_a_process_that_stays_away_is_named(
     rpc_s: str,
 ) -> None:
     def disturb() -> None:
-        # Not before: processes that start beside others may take longer.
-        monkeypatch.setenv("PERSIA_RPC_TIMEOUT", rpc_s)
         for name in names.split():
             cluster.kill(name)
 
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", rpc_s)  # of the data-loader too
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with pytest.raises(error, match=match), make_ctx() as ctx:
         train(ctx, 20, disturb, timeout_ms=timeout_ms)
