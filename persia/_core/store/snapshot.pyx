@@ -352,7 +352,7 @@ cdef class Snapshot:
                 self.wait_seconds)
         if not has_room:
             self.give_up(
-                f"the snapshot was cancelled: copies of rows that changed before they were read "
+                "the snapshot was cancelled: copies of rows that changed before they were read "
                 f"take {self.image_bytes()} bytes of {self.side_bytes}, and nothing was read "
                 f"for {self.wait_seconds} seconds")
 
