@@ -7,15 +7,10 @@ import pytest
 from persia._deprecated import names_of
 
 
-def test_a_name_is_found_with_a_warning() -> None:
+def test_a_name_is_found_with_a_warning_and_python_s_own_are_not_looked_for() -> None:
     with pytest.warns(DeprecationWarning, match="persia.data.DataLoder is an old name"):
         assert names_of("persia.data")("DataLoder").__name__ == "Dataloader"
-
-
-def test_python_s_own_names_are_not_looked_for() -> None:
-    with pytest.raises(
-        AttributeError, match=r"module 'persia\.data' has no attribute '__path__'"
-    ):
+    with pytest.raises(AttributeError, match=r"persia\.data' has no attribute '__path__'"):
         names_of("persia.data")("__path__")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,7 @@ from persia.errors import ConfigError
 Monkey = pytest.MonkeyPatch
 
 
-@pytest.fixture(autouse=True)
-def _no_job(monkeypatch: Monkey) -> None:
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE"]
-    names += ["EMBEDDING_WORKER_SERVICE", "MASTER_ADDR", "MASTER_PORT"]
-    for name in [*names, *(name for name in os.environ if name.startswith("PERSIA_"))]:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(env, "_place", None)
+pytestmark = pytest.mark.usefixtures("no_job")
 
 
 def place() -> tuple[int | None, ...]:
@@ -91,13 +84,9 @@ def test_a_bad_reload_changes_nothing(monkeypatch: Monkey) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "PERSIA_EMBEDDING_PARAMETER_SERVERS",
-        "PERSIA_EMBEDDING_WORKERS",
-        "EMBEDDING_WORKER_SERVICE",
-        "PERSIA_NN_WORKERS",
-        "PERSIA_NATS_URL",
-        "PERSIA_NATS_IP",
-        "PERSIA_LAUNCHED",
+        *("PERSIA_EMBEDDING_PARAMETER_SERVERS", "PERSIA_EMBEDDING_WORKERS"),
+        *("EMBEDDING_WORKER_SERVICE", "PERSIA_NN_WORKERS", "PERSIA_NATS_URL"),
+        *("PERSIA_NATS_IP", "PERSIA_LAUNCHED"),
     ],
 )
 def test_servers_named_is_services_with_any_world_size(monkeypatch: Monkey, name: str) -> None:
@@ -118,17 +107,11 @@ def test_embedded_refuses_a_world_size_without_a_rank(monkeypatch: Monkey) -> No
     assert env.get_mode() == "embedded"
 
 
-@pytest.mark.parametrize(
-    ("text", "want"), [("", False), ("0", False), ("1", True), ("true", True)]
-)
-def test_flags_are_read_at_each_use(monkeypatch: Monkey, text: str, want: bool) -> None:
-    monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", text)
-    monkeypatch.setenv("PERSIA_LAUNCHER_VERBOSE", text)
-    assert env.PERSIA_SKIP_CHECK_DATA is want
-    assert env.PERSIA_LAUNCHER_VERBOSE is want
-
-
-def test_what_is_none(monkeypatch: Monkey) -> None:
+def test_flags_are_read_at_each_use(monkeypatch: Monkey) -> None:
+    for text, want in (("", False), ("0", False), ("1", True), ("true", True)):
+        monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", text)
+        monkeypatch.setenv("PERSIA_LAUNCHER_VERBOSE", text)
+        assert (want, want) == (env.PERSIA_SKIP_CHECK_DATA, env.PERSIA_LAUNCHER_VERBOSE)
     monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", "perhaps")
     with pytest.raises(ConfigError, match="_SKIP_CHECK_DATA must be 0 or 1, got 'perhaps'"):
         env.skip_check_data()
@@ -136,20 +119,12 @@ def test_what_is_none(monkeypatch: Monkey) -> None:
         _ = env.PERSIA_NOTHING
 
 
-@pytest.mark.parametrize(
-    ("variable", "want"),
-    [
-        *((env.global_config_path, Path("x")), (env.embedding_config_path, Path("x"))),
-        *((env.nn_worker_entry, Path("x")), (env.data_loader_entry, Path("x"))),
-        *((env.data_dir, Path("x")), (env.isa, "x"), (env.master_address, "x")),
-    ],
-)
-def test_paths_and_texts(
-    monkeypatch: Monkey, variable: env.Variable[object], want: object
-) -> None:
-    assert variable() is None
-    monkeypatch.setenv(variable.name, "x")
-    assert variable() == want
+def test_paths_and_texts(monkeypatch: Monkey) -> None:
+    paths = (env.global_config_path, env.embedding_config_path, env.data_dir)
+    for variable in (*paths, env.nn_worker_entry, env.data_loader_entry, env.isa):
+        assert variable() is None
+        monkeypatch.setenv(variable.name, "x")
+        assert variable() == ("x" if variable is env.isa else Path("x"))
 
 
 def test_a_change_is_undone(monkeypatch: Monkey) -> None:
@@ -165,20 +140,11 @@ def test_a_change_is_undone(monkeypatch: Monkey) -> None:
     assert env.nn_worker_addresses() == ["127.0.0.1:23457"]
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [("", "INFO"), ("warn", "WARNING"), ("Debug", "DEBUG"), ("what=x", "INFO")],
-)
-def test_levels_of_the_log(monkeypatch: Monkey, text: str, want: str) -> None:
-    monkeypatch.setenv("LOG_LEVEL", text)
-    assert logging.getLevelName(env.log_level()) == want
-
-
-def test_environment_of_a_child(monkeypatch: Monkey) -> None:
-    monkeypatch.setenv("RANK", "1")
-    child = env.of_child(RANK=None, WORLD_SIZE=3)
-    assert "RANK" not in child
-    assert child["WORLD_SIZE"] == "3"
+def test_levels_of_the_log(monkeypatch: Monkey) -> None:
+    levels = {"": "INFO", "warn": "WARNING", "Debug": "DEBUG", "what=x": "INFO"}
+    for text, want in levels.items():
+        monkeypatch.setenv("LOG_LEVEL", text)
+        assert logging.getLevelName(env.log_level()) == want
 
 
 def test_a_run_is_called_as_its_variable_or_its_folder(

@@ -5,15 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 
-import pytest
-
 from persia import errors
 from persia.errors import PersiaError, did_you_mean
-
-
-def classes() -> dict[str, type[PersiaError]]:
-    members = dict(inspect.getmembers(errors, inspect.isclass))
-    return {name: cls for name, cls in members.items() if issubclass(cls, PersiaError)}
 
 
 def test_the_docstring_draws_the_tree() -> None:
@@ -25,15 +18,13 @@ def test_the_docstring_draws_the_tree() -> None:
         above = above[: len(indent) // 2]
         drawn[name] = {*above[-1:], *filter(None, [builtin])}
         above.append(name)
+    members = inspect.getmembers(errors, inspect.isclass)
+    classes = {name: cls for name, cls in members if issubclass(cls, PersiaError)}
     assert drawn == {
-        name: {base.__name__ for base in cls.__bases__} for name, cls in classes().items()
+        name: {base.__name__ for base in cls.__bases__} for name, cls in classes.items()
     }
-
-
-@pytest.mark.parametrize(("name", "cls"), classes().items())
-def test_an_old_except_runtime_error_catches_all(name: str, cls: type[PersiaError]) -> None:
-    assert issubclass(cls, RuntimeError)
-    assert name == cls.__name__
+    # What an old `except RuntimeError` catches.
+    assert issubclass(PersiaError, RuntimeError)
 
 
 def test_the_nearest_name_is_offered() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,9 @@ from persia import env
 from persia._cluster.connect import connect_embedding_workers
 from persia.errors import ConfigError, RemoteError, ServiceTimeout
 from persia.helper import PersiaServiceCtx, ensure_persia_service
-from tests.e2e.support import (
-    PATIENCE_S,
-    processes_with,
-    short_directory,
-    transport,
-    wait_until_gone,
-)
+from tests.e2e.support import processes_with, short_directory, transport, wait_until_gone
 from tests.meta.sources import ROOT
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 Monkey = pytest.MonkeyPatch
 
@@ -47,11 +42,11 @@ def directory() -> Any:
         yield made
 
 
+@dataclass
 class Kept:
     """Functions for the processes of a job, which write what they saw into a directory."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    directory: Path
 
     def write(self, name: str, *values: object) -> None:
         (self.directory / name).write_text(" ".join(map(str, values)))
@@ -107,20 +102,31 @@ def test_functions_run_as_data_loaders_and_nn_workers(directory: Path) -> None:
     assert_nothing_is_left(place)
 
 
-def test_this_process_may_be_the_nn_worker(directory: Path) -> None:
+def test_this_process_may_be_the_nn_worker(directory: Path, monkeypatch: Monkey) -> None:
+    long = directory / ("x" * 100)  # is not used for sockets
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
     with ensure_persia_service(embedding_config=CONFIG):
         place = private_directory()
+        assert place.startswith("/tmp/persia-")
         Kept(directory).train()
     assert (directory / "rankNone").exists()
     assert_nothing_is_left(place)
 
 
-def test_w45_configs_may_be_paths_and_the_with_gives_the_context(directory: Path) -> None:
+def test_w45_configs_may_be_paths_and_ports_count_from_the_one_given(directory: Path) -> None:
     slots, servers = directory / "slots.yml", directory / "global.yml"
     slots.write_text("slots_config:\n  feature: {dim: 4}\n")
     servers.write_text("embedding_parameter_server_config: {capacity: 1000}\n")
-    with PersiaServiceCtx(embedding_config_path=slots, global_config_path=str(servers)) as ctx:
-        assert isinstance(ctx, PersiaServiceCtx)
+    port = persia.helper._free_port()
+    with PersiaServiceCtx(
+        embedding_config_path=slots,
+        global_config_path=str(servers),
+        embedding_parameter_server_port=port,
+        nats_server_port=4222,
+    ) as ctx:
+        assert env.parameter_server_addresses() == [f"127.0.0.1:{port}"]
+        assert env.embedding_worker_addresses()[0].startswith("ipc://")
         ctx.wait()
 
 
@@ -150,7 +156,7 @@ def test_w45_a_function_that_fails_is_raised_here(role: str) -> None:
 
 
 def end_worker(ctx: PersiaServiceCtx, number: int) -> None:
-    (worker,) = [process for process in ctx._processes if process.role == "embedding-worker"]
+    (worker,) = [one for one in ctx._processes if one.role == "embedding-worker"]
     os.kill(worker.child.process.pid, number)
     ctx.wait(PATIENCE_S)
 
@@ -246,15 +252,6 @@ def test_waiting_has_a_deadline() -> None:
         ctx.wait(0.1)
 
 
-def test_w45_ports_count_from_the_one_given() -> None:
-    port = persia.helper._free_port()
-    with ensure_persia_service(
-        embedding_config=CONFIG, embedding_parameter_server_port=port, nats_server_port=4222
-    ):
-        assert env.parameter_server_addresses() == [f"127.0.0.1:{port}"]
-        assert env.embedding_worker_addresses()[0].startswith("ipc://")
-
-
 def test_a_port_in_use_is_an_error_at_once_and_names_it() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -283,16 +280,6 @@ def test_mistakes_are_found_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         ensure_persia_service(**({"embedding_config": CONFIG} | options))
-
-
-def test_a_long_temporary_directory_is_not_used_for_sockets(
-    directory: Path, monkeypatch: Monkey
-) -> None:
-    long = directory / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with ensure_persia_service(embedding_config=CONFIG):
-        assert private_directory().startswith("/tmp/persia-")
 
 
 BODY = """

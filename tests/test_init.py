@@ -2,65 +2,46 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import persia
+from tests.support.processes import run
 
 pytestmark = pytest.mark.usefixtures("no_job")
 
-TORCH_FREE = (
-    "config",
-    "embedding",
-    "embedding.data",
-    "embedding.optim",
-    "env",
-    "errors",
-    "helper",
-    "launcher",
-    "logger",
-    "prelude",
-    "service",
-    "utils",
-    "_rpc.serialization",
-    "_rpc.messages",
-    "_context_stack",
-)
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+# Which load without torch: tests/meta/test_layers.py.
+MODULES = ("config", "embedding.data", "embedding.optim", "helper", "launcher", "prelude")
 
 
 def test_w51_import_prints_nothing_and_installs_nothing() -> None:
     done = run(
+        "-c",
         "import logging, sys\n"
         "hook = sys.excepthook\n"
         "import persia\n"
-        f"for name in {TORCH_FREE}:\n"
+        f"for name in {MODULES}:\n"
         "    __import__('persia.' + name)\n"
         "assert sys.excepthook is hook\n"
         "assert not logging.getLogger().handlers\n"
         "for log in logging.Logger.manager.loggerDict.values():\n"
         "    assert not getattr(log, 'handlers', None), log\n"
         "assert 'torch' not in sys.modules\n"
-        "assert 'pyarrow' not in sys.modules\n"
+        "assert 'pyarrow' not in sys.modules\n",
     )
-    assert (done.stdout, done.stderr) == ("", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_submodules_load_on_first_use() -> None:
-    run(
+    done = run(
+        "-c",
         "import sys, persia\n"
+        "assert [n for n in sys.modules if 'persia.' in n] == ['persia.version']\n"
         "assert 'numpy' not in sys.modules\n"
         "assert persia.embedding.EmbeddingConfig().admit_probability == 1.0\n"
         "assert persia.env.get_mode() == 'embedded'\n"
-        "assert 'torch' not in sys.modules\n"
+        "assert 'torch' not in sys.modules\n",
     )
+    assert done.returncode == 0, done.stderr
 
 
 def test_names() -> None:

@@ -44,11 +44,12 @@ def invoke(*words: str) -> tuple[int, str]:
     ("words", "want"),
     [
         (["a.py"], ((), 1, 0, 1)),
-        (["a.py", "--lr", "3", "x"], (("--lr", "3", "x"), 1, 0, 1)),
-        (["--nproc-per-node", "2", "a.py", "-v"], (("-v",), 2, 0, 1)),
+        (["a.py", "-depth", "3", "x"], (("-depth", "3", "x"), 1, 0, 1)),
+        (["--nproc-per-node", "2", "a.py", "-h"], (("-h",), 2, 0, 1)),
         (["a.py", "--lr=3", "--nproc-per-node=2"], (("--lr=3",), 2, 0, 1)),
         (["a.py", "--nnodes", "3", "--node-rank", "2"], ((), 1, 2, 3)),
         (["a.py", "--", "--nnodes", "3"], (("--nnodes", "3"), 1, 0, 1)),
+        (["a.py", "--", "--nproc-per-nod"], (("--nproc-per-nod",), 1, 0, 1)),
     ],
 )
 def test_what_is_no_option_goes_to_the_script(
@@ -77,43 +78,25 @@ def test_scripts_named_in_the_environment(
 
 
 @pytest.mark.parametrize("role", ["embedding-worker", "embedding-parameter-server"])
-def test_options_of_servers(ran: list[object], monkeypatch: Monkey, role: str) -> None:
+def test_options_of_servers(
+    ran: list[object], monkeypatch: Monkey, caplog: pytest.LogCaptureFixture, role: str
+) -> None:
     monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", "slots.yml")
     monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", "global.yml")
     assert invoke(role) == (5, "")
-    words = ["--port", "1", "--embedding-config", "a", "--global-config", "b"]
-    assert invoke(role, *words, "--replica-index=1", "--replica-size=2") == (5, "")
-    assert ran == [
-        (Options(Path("slots.yml"), Path("global.yml")),),
-        (Options(Path("a"), Path("b"), 1, 2, 1),),
-    ]
-
-
-def test_replicas_numbered_by_the_environment(
-    ran: list[object], tmp_path: Path, monkeypatch: Monkey
-) -> None:
     monkeypatch.setenv("REPLICA_INDEX", "2")
     monkeypatch.setenv("REPLICA_SIZE", "3")
-    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", "a")
-    script = tmp_path / "entry.py"
-    script.touch()
-    assert invoke("embedding-worker") == (5, "")
-    assert invoke("embedding-parameter-server", "--replica-index", "1") == (5, "")
-    assert invoke("data-loader", str(script)) == (5, "")
+    words = ["--port", "1", "--embedding-config", "a", "--global-config", "b"]
+    assert invoke(role, *words) == (5, "")
+    assert invoke(role, *words, "--replica-index=1") == (5, "")
     assert ran == [
-        (Options(Path("a"), None, 2, 3),),
-        (Options(Path("a"), None, 1, 3),),
-        (scripts.Script(script), 2, 3),
+        (Options(Path("slots.yml"), Path("global.yml")),),
+        (Options(Path("a"), Path("b"), 2, 3, 1),),
+        (Options(Path("a"), Path("b"), 1, 3, 1),),
     ]
-
-
-def test_a_replica_without_a_number_is_refused_by_name(
-    ran: list[object], monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
-) -> None:
     monkeypatch.setenv("REPLICA_INDEX", "first")
-    assert invoke("embedding-worker")[0] == 2
+    assert invoke(role)[0] == 2
     assert "REPLICA_INDEX must be an integer, got 'first'" in caplog.text
-    assert not ran
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

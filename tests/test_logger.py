@@ -13,11 +13,6 @@ import pytest
 from persia import logger
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def name() -> Iterator[str]:
     yield "persia-test"
@@ -47,18 +42,16 @@ def test_one_line_for_an_event_however_often_it_is_set_up(
 
 
 def test_colors_on_a_terminal_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal, plain = Terminal(), io.StringIO()
+    terminal, plain = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
     logger.setLogger(name).error("red")
     monkeypatch.setattr(sys, "stderr", plain)
     logger.setLogger(name).error("plain")
     assert "\x1b[31m" in terminal.getvalue()
     assert "\x1b" not in plain.getvalue()
-
-
-def test_a_level_without_a_color() -> None:
-    record = logging.LogRecord("x", 25, __file__, 1, "notice", (), None)
-    assert "notice" in logger.COLOR_FORMATTER.format(record)
+    record = logging.LogRecord("x", 25, __file__, 1, "a level without a color", (), None)
+    assert "a level" in logger.COLOR_FORMATTER.format(record)
 
 
 def test_files(name: str, tmp_path: Path) -> None:
@@ -81,13 +74,9 @@ def test_files(name: str, tmp_path: Path) -> None:
     assert "above it" in errors.read_text()
 
 
-def test_default_logger_is_made_once(name: str) -> None:
-    first = logger.get_default_logger(name, log_level=logging.ERROR)
-    assert first.name == name
-    assert first.level == logging.ERROR
-    assert logger.get_default_logger("another") is first
-
-
-def test_get_logger_installs_nothing(name: str) -> None:
+def test_default_logger_is_made_once_and_others_have_no_handlers(name: str) -> None:
     assert logger.get_logger(name) is logging.getLogger(name)
     assert logging.getLogger(name).handlers == []
+    first = logger.get_default_logger(name, log_level=logging.ERROR)
+    assert (first.name, first.level) == (name, logging.ERROR)
+    assert logger.get_default_logger("another") is first

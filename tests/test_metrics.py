@@ -17,8 +17,7 @@ from torch import distributed as dist
 from persia.errors import ConfigError, DataError
 from persia.metrics import AUC, GAUC
 from tests.reference import ranking
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.processes import ROOT
 
 SCORES = st.one_of(
     st.sampled_from([0.0, -0.0, 0.5, 1.0, 1e-30, -1e30, math.inf, -math.inf]),

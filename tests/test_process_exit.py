@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from persia import env
-from persia._process_exit import (
-    End,
-    first_failure,
-    has_participated,
-    mark_participated,
-    note_end,
-)
+from persia._process_exit import End, first_failure, mark_participated, note_end
 
 if TYPE_CHECKING:
     import pytest
@@ -31,14 +25,6 @@ def test_the_first_failure_is_the_one_noted_first(
             os.utime(tmp_path / f"{pid}.json", (number, number))
     assert first_failure(tmp_path) == End(3, "first")
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"] * 3
-
-
-def test_a_process_that_configures_servers_has_participated(tmp_path: Path) -> None:
-    assert not has_participated(tmp_path)
-    with env.changed(PERSIA_RUN_DIRECTORY=tmp_path):
-        mark_participated()
-    assert has_participated(tmp_path)
-    assert first_failure(tmp_path) is None
 
 
 def test_without_a_launcher_nothing_is_noted(

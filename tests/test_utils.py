@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,6 @@ def test_yaml_round_trip_keeps_order(tmp_path: Path) -> None:
             ":4: expected YAML: key 'c' is already given in line 3",
         ),
         (b"a: [1\n", ":2: expected YAML: while parsing a flow sequence expected"),
-        (b"a: 1\n b: 2\n", ":2: expected YAML: mapping values are not allowed here"),
         (b"a: \xff\n", "expected YAML"),
         (b"a: 2021-13-45\n", "expected YAML: month must be in 1..12"),
         (b"[" * 5000, "expected YAML, got collections nested too deep"),
@@ -83,16 +83,10 @@ def test_keys_that_were_merged_are_not_given_twice(tmp_path: Path) -> None:
     assert content["b"] == {"dim": 8, "y": 1}
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [("1e-3", 1e-3), ("-1E5", -1e5), ("1.5e3", 1500.0), (".5e1", 5.0), ("'1e-3'", "1e-3")],
-)
-def test_a_number_in_powers_of_ten_needs_no_dot(
-    tmp_path: Path, text: str, want: object
-) -> None:
+def test_a_number_in_powers_of_ten_needs_no_dot(tmp_path: Path) -> None:
     path = tmp_path / "file.yml"
-    path.write_text(f"a: {text}\nb: e5\nc: 1e\n")
-    assert utils.load_yaml(path) == {"a": want, "b": "e5", "c": "1e"}
+    path.write_text("[1e-3, -1E5, 1.5e3, .5e1, '1e-3', e5, 1e]")
+    assert utils.load_yaml(path) == [1e-3, -1e5, 1500.0, 5.0, "1e-3", "e5", "1e"]
 
 
 def test_run_command(
@@ -140,6 +134,7 @@ def test_find_free_port() -> None:
 
 
 HOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+V1, CFS = "memory/x/memory", "cpu/x/cpu.cfs"
 
 
 def cgroups(root: Path, lines: str, limits: dict[str, str]) -> Path:
@@ -182,12 +177,6 @@ def test_total_memory_bytes(
     assert utils.total_memory_bytes(cgroups(tmp_path, lines, limits)) == want
 
 
-def test_memory_where_nothing_is_said(tmp_path: Path) -> None:
-    assert utils.total_memory_bytes(tmp_path) == HOST
-    assert utils.free_memory_bytes(tmp_path) == 0
-    assert 0 < utils.total_memory_bytes() <= HOST
-
-
 @pytest.mark.parametrize(
     ("lines", "files", "want"),
     [
@@ -205,17 +194,17 @@ def test_memory_where_nothing_is_said(tmp_path: Path) -> None:
         ("0::/a\n", {"a/memory.max": "4096\n", "a/memory.current": "5000\n"}, 0),
         (
             "5:memory:/x\n",
-            {
-                "memory/x/memory.limit_in_bytes": "512\n",
-                "memory/x/memory.usage_in_bytes": "100\n",
-            },
-            412,
+            {f"{V1}.limit_in_bytes": "512\n", f"{V1}.usage_in_bytes": "99\n"},
+            413,
         ),
     ],
 )
 def test_free_memory_bytes(
     tmp_path: Path, lines: str, files: dict[str, str], want: int
 ) -> None:
+    assert utils.total_memory_bytes(tmp_path) == HOST  # where nothing is said
+    assert utils.free_memory_bytes(tmp_path) == 0
+    assert 0 < utils.total_memory_bytes() <= HOST
     root = cgroups(tmp_path, lines, files)
     (root / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable:    4096 kB\n")
     assert utils.free_memory_bytes(root) == want
@@ -228,15 +217,15 @@ def test_free_memory_bytes(
         ("0::/pod\n", {"cpu.max": "50000 100000\n"}, 0.5),
         (
             "4:cpu,cpuacct:/x\n",
-            {"cpu/x/cpu.cfs_quota_us": "200000\n", "cpu/x/cpu.cfs_period_us": "100000\n"},
+            {f"{CFS}_quota_us": "200000\n", f"{CFS}_period_us": "100000\n"},
             2.0,
         ),
         (
             "4:cpu,cpuacct:/x\n",
-            {"cpu/x/cpu.cfs_quota_us": "-1\n", "cpu/x/cpu.cfs_period_us": "100000\n"},
-            float("inf"),
+            {f"{CFS}_quota_us": "-1\n", f"{CFS}_period_us": "100000\n"},
+            inf,
         ),
-        ("", {}, float("inf")),
+        ("", {}, inf),
     ],
 )
 def test_processor_quota(

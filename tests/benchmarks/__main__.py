@@ -15,6 +15,7 @@ from bare pyzmq instead; see wire.py.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import itertools
 import json
@@ -23,8 +24,9 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +35,6 @@ from persia._core.base import cpu
 from tests.benchmarks.ceiling import Ceiling
 from tests.benchmarks.contenders import Persia
 from tests.benchmarks.interleaved import (
-    Clock,
     Ratio,
     again,
     measure,
@@ -47,8 +48,6 @@ from tests.benchmarks.interleaved import (
 from tests.benchmarks.memory import OPTIMIZERS, in_fresh_process
 from tests.benchmarks.native import compiler
 from tests.benchmarks.peers import (
-    INSTALL_PEERS,
-    INSTALL_TFRA,
     TorchMerged,
     is_installed,
     peers,
@@ -66,103 +65,69 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One contender on one pattern; medians over the repetitions."""
-
-    contender: str
-    kind: str
-    threads: int
-    pattern: str
-    rate: float  # million ids a second
-    faults: float  # a step
-    to_torch: Ratio | None  # None where torch was not measured
-    to_ceiling: Ratio | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What of the workload is measured."""
-
-    quick: bool
-    threads: list[int]
-    only: list[str]
-    kinds: list[str]
-    patterns: list[str]
-    pairs: int
-    clock: Clock
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What ``speed`` found."""
-
-    cells: list[Cell]
-    bytes_per_row: dict[str, float]
-    ids: dict[str, str]  # which ids a contender takes
-
-    def of(self, contender: str, kind: str, pattern: str) -> list[Cell]:
-        """Return a cell for each number of threads."""
-        wanted = (contender, kind, pattern)
-        return [x for x in self.cells if (x.contender, x.kind, x.pattern) == wanted]
-
-
-def speed(plan: Plan) -> Measured:
-    """Measure every contender with each number of threads."""
-    data = {
-        pattern: batches(pattern, plan.quick, 4 if plan.quick else 8) for pattern in PATTERNS
-    }
-    found = Measured([], {}, {})
-    for threads in plan.threads:
+def speed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure every contender with each number of threads; medians over the repetitions."""
+    count = 4 if args.quick else 8
+    data = {pattern: batches(pattern, args.quick, count) for pattern in PATTERNS}
+    cells = []
+    per_row: dict[str, float] = {}
+    for threads in args.threads:
         torch.set_num_threads(threads)
-        everyone, per_row = build(plan.quick, threads, plan.only, data["multi"][0])
-        for name, contender in everyone.items():
-            # A later one may reuse what an earlier one freed.
-            found.bytes_per_row.setdefault(name, per_row[name])
-            found.ids[name] = contender.ids
-        for kind, pattern in itertools.product(plan.kinds, plan.patterns):
+        everyone, resident = build(args.quick, threads, args.only, data["multi"][0])
+        per_row = resident | per_row  # a later one may reuse what an earlier one freed
+        for kind, pattern in itertools.product(args.kinds, args.patterns):
             print(f"measuring {kind}, {pattern}, {threads} thread(s)", file=sys.stderr)
             steps = {
                 name: again([getattr(one, f"{kind}_step")(batch) for batch in data[pattern]])
                 for name, one in everyone.items()
             }
             num_ids = sum(batch.num_ids for batch in data[pattern])
-            series = measure(steps, num_ids, plan.pairs, plan.clock)
+            series = measure(steps, num_ids, args.pairs, args.clock)
             for name, own in series.items():
-                to = [
-                    ratio(own, series[other]) if other in series else None
-                    for other in (TORCH, CEILING)
-                ]
-                cell = Cell(name, kind, threads, pattern, own.rate, own.fault, *to)
-                found.cells.append(cell)
-        del everyone, contender, steps
-    return found
+                cell = {"contender": name, "kind": kind, "threads": threads, "pattern": pattern}
+                cell |= {"ids": everyone[name].ids, "bytes_per_row": per_row[name]}
+                cell |= {"rate": own.rate, "faults": own.fault}  # million ids a second; a step
+                for key, other in (("to_torch", TORCH), ("to_ceiling", CEILING)):
+                    cell[key] = ratio(own, series[other]) if other in series else None
+                cells.append(cell)
+        del everyone, steps
+    return cells
 
 
-def report(plan: Plan, found: Measured) -> None:
+def report(args: argparse.Namespace, cells: list[dict[str, Any]]) -> None:
     """Print a table of each kind, and one of PERSIA beside the ceiling."""
-    units = "M ids/s (times torch; of the ceiling)"
-    threads_text = " / ".join(str(threads) for threads in plan.threads)
-    for kind in plan.kinds:
-        title = f"{KINDS[kind]}; {threads_text} thread(s), {units}"
-        table(title, "", "ids", *plan.patterns, "faults a step", "B/row")
-        for name in found.ids:
-            cells = [name, found.ids[name]]
-            for pattern in plan.patterns:
-                own = found.of(name, kind, pattern)
-                rates = " / ".join(f"{cell.rate:.1f}" for cell in own)
-                to_torch = " / ".join(medians(cell.to_torch) for cell in own)
-                to_ceiling = " / ".join(medians(cell.to_ceiling) for cell in own)
-                cells.append(f"{rates} ({to_torch}; {to_ceiling})")
-            own = [cell for pattern in plan.patterns for cell in found.of(name, kind, pattern)]
-            worst = max(cell.faults for cell in own)
-            row(*cells, f"{worst:.0f}", f"{found.bytes_per_row[name]:.0f}")
-    if {PERSIA, CEILING} <= found.ids.keys():
-        title = f"PERSIA of the ceiling, median of {plan.pairs} pairs [95 %]"
-        table(title, "", *plan.patterns)
-        for kind, (place, threads) in itertools.product(plan.kinds, enumerate(plan.threads)):
-            own = [found.of(PERSIA, kind, pattern)[place] for pattern in plan.patterns]
-            row(f"{kind}, {threads} thread(s)", *(cell.to_ceiling for cell in own))
+
+    def of(name: str, kind: str, pattern: str, key: str) -> list[Any]:
+        wanted = (name, kind, pattern)
+        found = (x for x in cells if (x["contender"], x["kind"], x["pattern"]) == wanted)
+        return [cell[key] for cell in found]
+
+    names = list(dict.fromkeys(cell["contender"] for cell in cells))
+    threads_text = " / ".join(map(str, args.threads))
+    for kind in args.kinds:
+        title = (
+            f"{KINDS[kind]}; {threads_text} thread(s), M ids/s (times torch; of the ceiling)"
+        )
+        table(title, "", "ids", *args.patterns, "faults a step", "B/row")
+        for name in names:
+            columns = []
+            faults: list[float] = []
+            for pattern in args.patterns:
+                rates = " / ".join(f"{rate:.1f}" for rate in of(name, kind, pattern, "rate"))
+                to_torch = " / ".join(map(medians, of(name, kind, pattern, "to_torch")))
+                to_ceiling = " / ".join(map(medians, of(name, kind, pattern, "to_ceiling")))
+                columns.append(f"{rates} ({to_torch}; {to_ceiling})")
+                faults += of(name, kind, pattern, "faults")
+            ids, per_row = (
+                of(name, kind, args.patterns[0], x)[0] for x in ("ids", "bytes_per_row")
+            )
+            row(name, ids, *columns, f"{max(faults):.0f}", f"{per_row:.0f}")
+    if {PERSIA, CEILING} <= set(names):
+        title = f"PERSIA of the ceiling, median of {args.pairs} pairs [95 %]"
+        table(title, "", *args.patterns)
+        for kind, (place, threads) in itertools.product(args.kinds, enumerate(args.threads)):
+            own = [of(PERSIA, kind, pattern, "to_ceiling")[place] for pattern in args.patterns]
+            row(f"{kind}, {threads} thread(s)", *own)
 
 
 def medians(ratio: Ratio | None) -> str:
@@ -217,15 +182,15 @@ def conditions(quick: bool) -> dict[str, object]:
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
-    for module, packages, install in (
-        ("fbgemm_gpu", ("fbgemm-gpu-cpu",), INSTALL_PEERS),
-        ("torchrec", ("torchrec",), INSTALL_PEERS),
-        ("tensorflow_recommenders_addons", TFRA_PACKAGES, INSTALL_TFRA),
+    for module, packages in (
+        ("fbgemm_gpu", ("fbgemm-gpu-cpu",)),
+        ("torchrec", ("torchrec",)),
+        ("tensorflow_recommenders_addons", TFRA_PACKAGES),
     ):
         if is_installed(module):
             versions |= {package: importlib.metadata.version(package) for package in packages}
         else:
-            print(f"{module} is not installed; to measure it too: {install}")
+            print(f"{module} is not installed; how: docs/benchmarks/README.md")
     if compiler() is None:
         print("no C compiler here: the ceiling is not measured")
     return {
@@ -255,30 +220,22 @@ def main() -> None:
     if args.clock is time.process_time and args.threads != [1]:
         options.error("--cpu-time adds the threads up: use it with --threads 1")
 
-    results: object
+    results: Any
     if args.wire:
-        cells = wire(args.quick, [*TRANSPORTS], args.pairs or (3 if args.quick else 9))
-        results = [asdict(cell) for cell in cells]
+        results = wire(args.quick, [*TRANSPORTS], args.pairs or (3 if args.quick else 9))
     else:
-        threads = args.threads or ([1] if args.quick else [1, 2])
-        pairs = args.pairs or (3 if args.quick else 20)
-        wanted = (args.only, args.kinds, args.patterns)
-        plan = Plan(args.quick, threads, *wanted, pairs, args.clock)
+        args.threads = args.threads or ([1] if args.quick else [1, 2])
+        args.pairs = args.pairs or (3 if args.quick else 20)
         # Said aloud, or torch warns.
         torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
         here = conditions(args.quick)
         print(here)
-        held = {} if args.only else memory(args.quick)
-        found = speed(plan)
-        report(plan, found)
+        results = {"conditions": here, "memory": {} if args.only else memory(args.quick)}
+        results["speed"] = cells = speed(args)
+        report(args, cells)
         print(f"\nLoad of the machine at the end: {os.getloadavg()[0]:.1f}")
-        rows = [
-            {"bytes_per_row": found.bytes_per_row[cell.contender], **asdict(cell)}
-            for cell in found.cells
-        ]
-        results = {"conditions": here, "memory": held, "speed": rows}
     if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        args.json.write_text(json.dumps(results, indent=2, default=asdict) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ Each case prints a table with a ratio, taken pair by pair as interleaved.py says
 
 from __future__ import annotations
 
-import functools
+import argparse
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from persia.embedding.data import IDTypeFeature
 from tests.benchmarks.ceiling import Ceiling
 from tests.benchmarks.contenders import ADAGRAD, Persia
 from tests.benchmarks.interleaved import (
-    Clock,
     Ratio,
     again,
     measure,
@@ -59,15 +58,6 @@ UNSEEN = itertools.count(1 << 40, 1 << 20)  # row numbers of no feature
 NEW = 0.1  # of the distinct ids of a batch, or of all of them
 
 
-@dataclass(frozen=True)
-class Options:
-    quick: bool
-    pairs: int
-    threads: int
-    clock: Clock
-    max_rows: int
-
-
 def training(contender: Contender, data: list[Batch]) -> Callable[[], Sequence[Step]]:
     return again([contender.train_step(batch) for batch in data])
 
@@ -76,7 +66,7 @@ def num_ids(data: list[Batch]) -> int:
     return sum(batch.num_ids for batch in data)
 
 
-def optimizers(options: Options) -> None:
+def optimizers(options: argparse.Namespace) -> None:
     table("Training, M ids/s (times Adagrad's rate [95 %])", "optimizer", *PATTERNS)
     everyone = {
         str(settings["name"]): Persia(sizes(options.quick), options.threads, settings)
@@ -112,7 +102,7 @@ class Renewed:
         return list(self)
 
 
-def eviction(options: Options) -> None:
+def eviction(options: argparse.Namespace) -> None:
     """At full capacity every new row takes the place of one that is evicted."""
     table(
         "Training with 10 % new ids at full capacity, M ids/s",
@@ -146,7 +136,7 @@ def eviction(options: Options) -> None:
         raise RuntimeError("expected one table to grow and the other not to")
 
 
-def inputs(options: Options) -> None:
+def inputs(options: argparse.Namespace) -> None:
     table(
         "Building one feature of 4096 samples", "input", "M ids/s", "of FeatureBatch.from_csr"
     )
@@ -155,7 +145,7 @@ def inputs(options: Options) -> None:
     offsets = ids.offsets if ids.offsets is not None else np.zeros(0, np.int64)
     lists = [array.copy() for array in np.split(ids.values, offsets[1:-1])]
     single = ids.values[:BATCH]
-    makers: dict[str, Callable[[], object]] = {
+    makers: dict[str, Step] = {
         "FeatureBatch.from_csr": lambda: FeatureBatch.from_csr("f", ids.values, offsets),
         "IDTypeFeature.from_csr": lambda: IDTypeFeature.from_csr("f", ids.values, offsets),
         "IDTypeFeature of 4096 arrays": lambda: IDTypeFeature("f", lists),
@@ -163,9 +153,7 @@ def inputs(options: Options) -> None:
     }
     repeat = 20
     # A unit is a feature here, because not all have as many ids.
-    steps = {
-        name: again([functools.partial(void, make)] * repeat) for name, make in makers.items()
-    }
+    steps = {name: again([make] * repeat) for name, make in makers.items()}
     series = measure(steps, repeat, options.pairs, options.clock)
     for name, own in series.items():
         num_ids_each = BATCH if "single" in name else len(ids.values)
@@ -173,22 +161,14 @@ def inputs(options: Options) -> None:
         row(name, f"{own.rate:.1f}", ratio(own, series["FeatureBatch.from_csr"]))
 
 
-def void(make: Callable[[], object]) -> None:
-    """Make something, and forget it."""
-    make()
-
-
-def rows(options: Options) -> None:
+def rows(options: argparse.Namespace) -> None:
     """One feature, ids uniform over it."""
     table(
         "A batch of 106,496 uniform ids of one feature, training, M ids/s",
-        "rows",
-        "PERSIA",
-        "ceiling",
-        "PERSIA of the ceiling [95 %]",
+        *("rows", "PERSIA", "ceiling", "PERSIA of the ceiling [95 %]"),
     )
-    steps = [options.max_rows // 4**power for power in (3, 2, 1, 0)]
-    for num_rows in steps:
+    most = 640_000 if options.quick else 64_000_000
+    for num_rows in (most // 64, most // 16, most // 4, most):
         data = [uniform(num_rows, num_rows, seed) for seed in range(NUM_BATCHES)]
         everyone: dict[str, Contender] = {"persia": Persia([num_rows], options.threads)}
         # 170 bytes a row each; both at once up to here.
@@ -201,20 +181,17 @@ def rows(options: Options) -> None:
             options.clock,
         )
         persia, ceiling = series["persia"], series.get("ceiling")
-        of_ceiling = ["-", "-"]
+        cells: tuple[object, ...] = ("-", "-")
         if ceiling is not None:
-            of_ceiling = [f"{ceiling.rate:.1f}", str(ratio(persia, ceiling))]
-        row(f"{num_rows:,}", f"{persia.rate:.1f}", *of_ceiling)
-        del everyone
+            cells = (f"{ceiling.rate:.1f}", ratio(persia, ceiling))
+        row(f"{num_rows:,}", f"{persia.rate:.1f}", *cells)
+        del everyone  # before the next, larger ones
 
 
-def distinct(options: Options) -> None:
+def distinct(options: argparse.Namespace) -> None:
     table(
         "A batch of 106,496 ids of one feature, training",
-        "distinct ids",
-        "us a batch",
-        "times as many ids as above",
-        "times as long [95 %]",
+        *("distinct ids", "us a batch", "times as many ids as above", "times as long [95 %]"),
     )
     num_rows = 100_000 if options.quick else 10_000_000
     persia = Persia([num_rows], options.threads)
@@ -227,65 +204,38 @@ def distinct(options: Options) -> None:
         options.clock,
     )
     counts = [np.mean([len(np.unique(batch.merged_rows)) for batch in own]) for own in data]
-    for at, span in enumerate(spans):
-        own = series[str(span)]
-        grown = ["-", "-"]
+    grown: tuple[object, ...] = ("-", "-")
+    for at, own in enumerate(series.values()):
         if at > 0:
-            grown = [
-                f"{counts[at] / counts[at - 1]:.2f}",
-                str(ratio(series[str(spans[at - 1])], own)),
-            ]
+            above = series[str(spans[at - 1])]
+            grown = (f"{counts[at] / counts[at - 1]:.2f}", ratio(above, own))
         row(f"{counts[at]:,.0f}", f"{num_ids(data[0]) / NUM_BATCHES / own.rate:.0f}", *grown)
 
 
-class Load:
-    """A thread that steps until its event is set."""
-
-    def __init__(self, steps: Iterator[Step]) -> None:
-        self._steps = steps
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
-        self.count = 0
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(60)
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            for step in self._steps:
-                if self._stop.is_set():
-                    return
-                step()
-                self.count += 1
-        except BaseException as error:
-            self._error = error
-
-
-def slice_of(lookups: list[Step], steps: Iterator[Step] | None) -> tuple[list[float], float]:
+def slice_of(lookups: list[Step], steps: Iterator[Step]) -> tuple[list[float], float]:
     """Return the seconds of LOOKUPS lookups, and steps a second beside them."""
+    is_over = threading.Event()
+    done: list[float] = []  # when each step ended
+    seconds = []
 
-    def timed() -> list[float]:
-        seconds = []
-        for _, lookup in zip(range(LOOKUPS), itertools.cycle(lookups)):
+    def train() -> None:
+        for step in steps:
+            if is_over.is_set():
+                return
+            step()
+            done.append(time.perf_counter())
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        begin = time.perf_counter()
+        for lookup in itertools.islice(itertools.cycle(lookups), LOOKUPS):
             start = time.perf_counter()
             lookup()
             seconds.append(time.perf_counter() - start)
-        return seconds
-
-    if steps is None:
-        return timed(), 0.0
-    with Load(steps) as load:
-        start, before = time.perf_counter(), load.count
-        seconds = timed()
-        return seconds, (load.count - before) / (time.perf_counter() - start)
+        end = time.perf_counter()
+        is_over.set()
+        training.result(60)
+    return seconds, sum(at < end for at in done) / (end - begin)
 
 
 def p99(slices: list[list[float]]) -> float:
@@ -308,7 +258,7 @@ def forever(steps: Iterable[Step]) -> Iterator[Step]:
         yield from steps
 
 
-def latency(options: Options) -> None:
+def latency(options: argparse.Namespace) -> None:
     """Time lookups in slices, each while another thread of the process
 
     idle       does nothing
@@ -324,8 +274,8 @@ def latency(options: Options) -> None:
     data = batches("single", options.quick, NUM_BATCHES)
     roomy = Persia(table_sizes, options.threads)
     full = Persia(table_sizes, options.threads, capacity=sum(table_sizes))
-    loads: dict[str, tuple[Persia, Iterator[Step] | None]] = {
-        "idle": (roomy, None),
+    loads: dict[str, tuple[Persia, Iterator[Step]]] = {
+        "idle": (roomy, iter(())),
         "trains": (roomy, forever([roomy.train_step(batch) for batch in data])),
         "grows": (roomy, forever(Renewed(roomy, data))),
         "evicts": (full, forever(Renewed(full, data))),
@@ -348,7 +298,7 @@ def latency(options: Options) -> None:
         row(name, *times, *(p99_ratio(own, slices[base]) for base in ("idle", "trains")))
 
 
-CASES: dict[str, Callable[[Options], None]] = {
+CASES: dict[str, Callable[[argparse.Namespace], None]] = {
     case.__name__: case for case in (optimizers, eviction, inputs, rows, distinct, latency)
 }
 
@@ -357,16 +307,12 @@ def main() -> None:
     options = parser(__doc__, 20, cpu_time=True)
     options.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}")
     options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--max-rows", type=int, help="of rows; default: 64 million")
     args = options.parse_args()
     if not set(args.names) <= CASES.keys():
         options.error(f"expected of {', '.join(CASES)}, got {args.names}")
     pin_malloc()
-    args.max_rows = args.max_rows or (640_000 if args.quick else 64_000_000)
-    names = args.names or CASES
-    del args.names
-    for name in names:
-        CASES[name](Options(**vars(args)))
+    for name in args.names or CASES:
+        CASES[name](args)
 
 
 if __name__ == "__main__":

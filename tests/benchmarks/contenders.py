@@ -58,19 +58,14 @@ class Persia:
                 "embedding_parameter_server_config": servers,
             }
         )
-        server = ParameterServer(
-            schema, config.embedding_parameter_server_config, num_threads=num_threads
-        )
-        self._server = server
+        settings, own = config.embedding_parameter_server_config, config.embedding_worker_config
+        self._server = ParameterServer(schema, settings, num_threads=num_threads)
         self._worker = EmbeddingWorker(
-            schema,
-            config.embedding_worker_config,
-            [server],
-            num_pooling_threads=num_threads,
+            schema, own, [self._server], num_pooling_threads=num_threads
         )
         self._worker.configure(HyperParameters(InitializationSettings(), 1.0, 10.0, 0))
-        settings = dict(optimizer)
-        self._worker.register_optimizer(OptimizerSettings(settings.pop("name"), settings))
+        options = {key: value for key, value in optimizer.items() if key != "name"}
+        self._worker.register_optimizer(OptimizerSettings(optimizer["name"], options))
         self._batch_id = 0
         for number, size in enumerate(table_sizes):
             for first in range(0, size, PREFILL):
@@ -120,7 +115,7 @@ class Persia:
         return step
 
     def evaluate_step(self, batch: Batch) -> Step:
-        return lambda: self._evaluate(batch)
+        def step() -> None:
+            self._worker.lookup_direct(IDFeatures(self._features(batch), 0, False))
 
-    def _evaluate(self, batch: Batch) -> None:
-        self._worker.lookup_direct(IDFeatures(self._features(batch), 0, False))
+        return step

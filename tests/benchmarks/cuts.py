@@ -11,16 +11,17 @@ CPU time; ratios are medians over interleaved pairs, above 1 is faster than with
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 import numpy as np
 
 from persia._core.kernels.optim import RowOptimizer
-from persia._core.store.snapshot import Snapshot
 from persia._core.store.store import EmbeddingStore
 from tests.benchmarks.interleaved import interleave, ratio
 from tests.benchmarks.policies import IDS, WORKLOADS, Rows, Signs
@@ -91,64 +92,46 @@ def restoring(training: Training) -> None:
         )
 
 
-class Reader:
-    """A thread that takes one cut after the other while it is on."""
-
-    def __init__(self, store: EmbeddingStore) -> None:
-        self.store = store
-        self.is_on = threading.Event()
-        self.is_over = threading.Event()
-        self.num_bytes = 0
-        self.failure: BaseException | None = None
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
-
-    def run(self) -> None:
-        try:
-            while not self.is_over.is_set():
-                if self.is_on.wait(0.1):
-                    with self.store.begin_snapshot() as cut:
-                        self.read(cut)
-        except BaseException as error:
-            self.failure = error
-
-    def read(self, cut: Snapshot) -> None:
-        for block in cut.blocks():
-            self.num_bytes += block.num_bytes
-            if not self.is_on.is_set():
-                return
-
-
 def beside(training: Training) -> None:
     """Print the rate of training while another thread reads cut after cut."""
+    is_on, is_over = threading.Event(), threading.Event()
+    num_read, waited = [0], list[float]()
+
+    def read_cuts() -> None:
+        while not is_over.is_set():
+            if is_on.wait(0.1):
+                with training.store.begin_snapshot() as cut:
+                    for block in itertools.takewhile(lambda _: is_on.is_set(), cut.blocks()):
+                        num_read[0] += block.num_bytes
+
     for pattern in PATTERNS:
-        reader = Reader(training.store)
-        waited = 0.0
 
         def alone(pattern: str = pattern) -> float:
             return 1 / training.seconds(training.draw(pattern, 8), time.perf_counter)
 
-        def read(reader: Reader = reader, alone: Callable[[], float] = alone) -> float:
-            nonlocal waited
-            reader.is_on.set()
+        def read(alone: Callable[[], float] = alone) -> float:
+            is_on.set()
             rate = alone()
-            reader.is_on.clear()
-            waited += 1 / rate
+            is_on.clear()
+            waited.append(1 / rate)
             return rate
 
-        series = interleave({"alone": alone, "read": read}, PAIRS)
-        reader.is_over.set()
-        reader.thread.join()
-        if reader.failure is not None:
-            raise reader.failure
+        is_over.clear()
+        num_read[0] = 0
+        waited.clear()
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(read_cuts)
+            series = interleave({"alone": alone, "read": read}, PAIRS)
+            is_over.set()
+            reading.result()
         print(
-            f"{pattern}: training while cuts are read at {reader.num_bytes / waited / 1e9:.2f} "
+            f"{pattern}: training while cuts are read at {num_read[0] / sum(waited) / 1e9:.2f} "
             f"GB/s: {ratio(series['read'], series['alone'])} of its rate without"
         )
 
 
-def watched(training: Training) -> Iterator[str]:
-    """Yield the cost of being watched, without a reader."""
+def watched(training: Training) -> None:
+    """Print the cost of being watched, without a reader."""
     store = training.store
     for pattern in PATTERNS:
         batches = training.draw(pattern, 3)
@@ -167,7 +150,7 @@ def watched(training: Training) -> Iterator[str]:
                 return alone()
 
         series = interleave({"alone": alone, "log": log, "cut": cut}, PAIRS)
-        yield (
+        print(
             f"{pattern}: with a consumer of changes {ratio(series['log'], series['alone'])}, "
             f"with a cut that is not read {ratio(series['cut'], series['alone'])} of the rate "
             "without"
@@ -179,8 +162,7 @@ def main(rows: int = 10_000_000) -> None:
     training = Training(rows)
     gc.disable()
     pauses(training)
-    for line in watched(training):
-        print(line)
+    watched(training)
     beside(training)
     restoring(training)
 

@@ -35,18 +35,11 @@ TOLERANCE = 0.03
 WIDEST = "avx2"  # that valgrind knows
 DEADLINE_S = 600
 # Nothing that could differ from run to run: no hash seeds, no threads of numpy's.
-ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def parts() -> Iterator[str]:
-    """Run each part twice, the second time between its two ends.
-
-    Yields the kernels' variant, and then the name of each part.
-    """
+    """Yield the kernels' variant, and then the name of each part that has run."""
     # Imported here: the process that starts valgrind needs none of it.
     import numpy as np
 
@@ -59,6 +52,7 @@ def parts() -> Iterator[str]:
     yield cpu.selected()
 
     def counted(name: str, warm: Step, step: Step) -> str:
+        """Run both, the second between its two ends."""
         warm()
         gc.collect()
         gc.disable()
@@ -72,10 +66,8 @@ def parts() -> Iterator[str]:
     persia = Persia(sizes(True), 1)
     for pattern in PATTERNS:
         first, second = batches(pattern, True, 2)
-        yield counted(f"train {pattern}", persia.train_step(first), persia.train_step(second))
-        yield counted(
-            f"evaluate {pattern}", persia.evaluate_step(first), persia.evaluate_step(second)
-        )
+        for kind, step in (("train", persia.train_step), ("evaluate", persia.evaluate_step)):
+            yield counted(f"{kind} {pattern}", step(first), step(second))
     full = Persia(sizes(True), 1, capacity=num_rows // 2)
     new = [raw_ids(np.arange(num_rows * at, num_rows * at + 10_000)) for at in (1, 2)]
     yield counted(
@@ -86,16 +78,9 @@ def parts() -> Iterator[str]:
 def measure() -> tuple[str, dict[str, int]]:
     """Return the kernels' variant and instructions by part, counted in a process of its own."""
     with tempfile.TemporaryDirectory() as place:
-        command = [
-            "valgrind",
-            "--tool=callgrind",
-            "--instr-atstart=no",
-            f"--callgrind-out-file={place}/out",
-            sys.executable,
-            "-m",
-            "tests.benchmarks.instructions",
-            "--child",
-        ]
+        command = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
+        command += [f"--callgrind-out-file={place}/out", sys.executable, "-m"]
+        command += ["tests.benchmarks.instructions", "--child"]
         done = subprocess.run(
             command,
             env=os.environ | ENVIRONMENT,
@@ -144,15 +129,14 @@ def compare(counts: dict[str, int], known: dict[str, int]) -> bool:
     print("|---|---|---|---|")
     is_good = True
     for name, count in counts.items():
-        if name not in known:
-            print(f"| {name} | {count / 1e6:.2f} | - | - |")
-            continue
-        change = count / known[name] - 1
-        verdict = "" if change <= TOLERANCE else f" above {TOLERANCE:.0%}"
-        is_good = is_good and not verdict
-        print(
-            f"| {name} | {count / 1e6:.2f} | {known[name] / 1e6:.2f} | {change:+.1%}{verdict} |"
-        )
+        committed, verdict = "-", "-"
+        if name in known:
+            change = count / known[name] - 1
+            committed, verdict = f"{known[name] / 1e6:.2f}", f"{change:+.1%}"
+            if change > TOLERANCE:
+                verdict += f" above {TOLERANCE:.0%}"
+                is_good = False
+        print(f"| {name} | {count / 1e6:.2f} | {committed} | {verdict} |")
     return is_good
 
 

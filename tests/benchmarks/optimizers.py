@@ -1,6 +1,6 @@
 """Rates of the optimizer kernels as parts of plain Adagrad's, on rows in a batch's order.
 
-    python -m tests.benchmarks.optimizers [DIM [OPTIMIZER ...]]
+    python -m tests.benchmarks.optimizers [DIM]
 
 `cached` steps 2,048 rows again and again, so that arithmetic counts; `memory` steps 2^24
 values in order, so that bytes count. A ratio above 1 is faster than Adagrad.
@@ -51,13 +51,12 @@ def steps(kernel: str, dim: int, count: int, times: int) -> Callable[[], float]:
     return step
 
 
-def main(dim: str = "16", *kernels: str) -> None:
+def main(dim: str = "16") -> None:
     width = int(dim)
     title = f"dim {width}, {cpu.available()[-1]}, medians of {PAIRS} interleaved pairs"
     columns = ("cached ns/row", "of adagrad", "memory ns/row", "of adagrad")
     table(title, "optimizer", "state words", *columns)
-    for kernel in kernels or KERNELS:
-        name, options = KERNELS[kernel]
+    for kernel, (name, options) in KERNELS.items():
         cells: list[object] = [kernel, RowOptimizer(name, **options).state_words(width)]
         for count, times in ((2048, 20), ((1 << 28) // width // 16, 1)):
             make = functools.partial(steps, dim=width, count=count, times=times)

@@ -28,16 +28,6 @@ from tests.benchmarks.workload import (
     sizes,
 )
 
-# Without dependencies: torchrec asks for fbgemm-gpu, which writes over fbgemm-gpu-cpu's files.
-INSTALL_PEERS = (
-    "pip install tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions && "
-    "pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0"
-)
-# Apart from the build's own environment, as TensorFlow 2.16 needs NumPy 1.
-INSTALL_TFRA = (
-    "python -m venv .venv-tfra && .venv-tfra/bin/pip install . torch==2.13.0 "
-    "tensorflow==2.16.2 tf-keras==2.16.0 tensorflow-recommenders-addons==0.8.1 'setuptools<81'"
-)
 FILL = 500_000  # ids at a time
 # Past the number of training steps of a run: managed collision merges its history of ids into
 # its tables at intervals, and that cost is left out in its favour.
@@ -71,7 +61,7 @@ class TorchPeer:
     def _inputs(self, batch: Batch) -> Any:
         raise NotImplementedError
 
-    def _lookup(self, inputs: Any, is_training: bool) -> torch.Tensor:
+    def _lookup(self, inputs: Any, is_training: bool) -> Any:
         raise NotImplementedError
 
     def _gradient(self, batch: Batch) -> torch.Tensor:
@@ -81,7 +71,7 @@ class TorchPeer:
 
     def train_step(self, batch: Batch) -> Step:
         inputs, gradient = self._inputs(batch), self._gradient(batch)
-        return lambda: self._lookup(inputs, True).backward(gradient)  # type: ignore[no-untyped-call]
+        return lambda: self._lookup(inputs, True).backward(gradient)
 
     def evaluate_step(self, batch: Batch) -> Step:
         inputs = self._inputs(batch)
@@ -108,9 +98,8 @@ class TorchMerged(TorchPeer):
     def _inputs(self, batch: Batch) -> Any:
         return torch.from_numpy(batch.merged_rows), torch.from_numpy(batch.merged_offsets)
 
-    def _lookup(self, inputs: Any, is_training: bool) -> torch.Tensor:
-        output: torch.Tensor = self._bag(*inputs)
-        return output
+    def _lookup(self, inputs: Any, is_training: bool) -> Any:
+        return self._bag(*inputs)
 
     def train_step(self, batch: Batch) -> Step:
         inputs = self._inputs(batch)
@@ -118,7 +107,7 @@ class TorchMerged(TorchPeer):
 
         def step() -> None:
             self._optimizer.zero_grad()
-            self._lookup(inputs, True).backward(gradient)  # type: ignore[no-untyped-call]
+            self._lookup(inputs, True).backward(gradient)
             self._optimizer.step()
 
         return step
@@ -146,9 +135,8 @@ class Fbgemm(TorchPeer):
         offsets = np.append(batch.merged_offsets, len(rows))
         return torch.from_numpy(rows), torch.from_numpy(offsets)
 
-    def _lookup(self, inputs: Any, is_training: bool) -> torch.Tensor:
-        output: torch.Tensor = self._tables(*inputs)
-        return output
+    def _lookup(self, inputs: Any, is_training: bool) -> Any:
+        return self._tables(*inputs)
 
 
 class TorchRec(TorchPeer):
@@ -186,9 +174,8 @@ class TorchRec(TorchPeer):
         )
         return inputs.sync()
 
-    def _lookup(self, inputs: Any, is_training: bool) -> torch.Tensor:
-        output: torch.Tensor = self._bags(inputs).values()
-        return output
+    def _lookup(self, inputs: Any, is_training: bool) -> Any:
+        return self._bags(inputs).values()
 
 
 class ManagedCollision(TorchRec):
@@ -208,27 +195,24 @@ class ManagedCollision(TorchRec):
                 eviction_interval=EVICTION_INTERVAL,
                 name=table.name,
             )
-            fill(collision, table.num_embeddings - 1)
+            # The ids of a feature, as a checkpoint would give them.
+            num_ids = table.num_embeddings - 1
+            ids = raw_ids(np.arange(num_ids)).view(np.int64)
+            order = np.argsort(ids)
+            state = collision.state_dict()
+            state["_mch_sorted_raw_ids"][:num_ids] = torch.from_numpy(ids[order])
+            state["_mch_remapped_ids_mapping"][:num_ids] = torch.from_numpy(order)
+            collision.load_state_dict(state)
             collisions[table.name] = collision
         self._collisions = managed.ManagedCollisionCollection(collisions, self.tables)
 
     def _values(self, batch: Batch) -> list[np.ndarray[Any, Any]]:
         return [feature.values.view(np.int64) for feature in batch.features]
 
-    def _lookup(self, inputs: Any, is_training: bool) -> torch.Tensor:
+    def _lookup(self, inputs: Any, is_training: bool) -> Any:
         if self._collisions.training != is_training:
             self._collisions.train(is_training)
         return super()._lookup(self._collisions(inputs), is_training)
-
-
-def fill(collision: Any, num_ids: int) -> None:
-    """Let a managed collision module hold the ids of a feature, as a checkpoint would."""
-    ids = raw_ids(np.arange(num_ids)).view(np.int64)
-    order = np.argsort(ids)
-    state = collision.state_dict()
-    state["_mch_sorted_raw_ids"][:num_ids] = torch.from_numpy(ids[order])
-    state["_mch_remapped_ids_mapping"][:num_ids] = torch.from_numpy(order)
-    collision.load_state_dict(state)
 
 
 class Tfra:
@@ -283,7 +267,7 @@ class Tfra:
             pooled, input_signature=[*of_ids, tf.TensorSpec([], tf.int32)]
         )
         for first in range(0, num_rows, FILL):
-            keys = keys_of(np.arange(first, min(first + FILL, num_rows)))
+            keys = raw_ids(np.arange(first, min(first + FILL, num_rows))).view(np.int64)
             places = np.arange(len(keys), dtype=np.int32)
             self._train(
                 tf.constant(keys), tf.constant(places), tf.zeros([len(keys), DIM], tf.float32)
@@ -297,7 +281,7 @@ class Tfra:
         bags = np.arange(len(ends), dtype=np.int32)
         segments = np.repeat(bags, ends - batch.merged_offsets)
         tf = self._tf
-        return tf.constant(keys_of(batch.merged_rows)), tf.constant(segments)
+        return tf.constant(raw_ids(batch.merged_rows).view(np.int64)), tf.constant(segments)
 
     def train_step(self, batch: Batch) -> Step:
         keys, segments = self._inputs(batch)
@@ -312,8 +296,3 @@ class Tfra:
             self._pooled(keys, segments, num_bags).numpy()
 
         return step
-
-
-def keys_of(merged_rows: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
-    """Return hash-like ids, one to one, for row numbers of all features together."""
-    return raw_ids(merged_rows).view(np.int64)

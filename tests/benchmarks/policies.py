@@ -1,6 +1,6 @@
 """Rates of eviction and admission policies as parts of plain LRU's.
 
-    python -m tests.benchmarks.policies [ROWS [POLICY ...]]
+    python -m tests.benchmarks.policies [ROWS]
 
 A step is a training lookup and an Adagrad update of 34,000 distinct ids, dim 16, one thread.
 `zipf`: ids by popularity; `cold`: uniform over all rows; `new`: a tenth of the ids is new, so
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -51,11 +51,7 @@ def new(rng: np.random.Generator, rows: int, step: int) -> Signs:
     return np.concatenate([cold(rng, rows, step)[IDS // 10 :], fresh.astype(np.uint64)])
 
 
-WORKLOADS: dict[str, Callable[[np.random.Generator, int, int], Signs]] = {
-    "zipf": zipf,
-    "cold": cold,
-    "new": new,
-}
+WORKLOADS = {workload.__name__: workload for workload in (zipf, cold, new)}
 
 
 class Rows:
@@ -98,12 +94,12 @@ class Rows:
         return sum(map(len, batches)) / (time.thread_time() - start) / 1e6
 
 
-def main(num_rows: str = "2000000", *policies: str) -> None:
+def main(num_rows: str = "2000000") -> None:
     rows = int(num_rows)
     title = f"{rows} rows, medians of {PAIRS} interleaved pairs"
     columns = [column for name in WORKLOADS for column in (f"{name} M ids/s", "of lru")]
     table(title, "policy", *columns)
-    for policy in policies or POLICIES:
+    for policy in POLICIES:
         cells: list[object] = [policy]
         for draw in WORKLOADS.values():
 

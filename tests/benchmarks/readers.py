@@ -1,6 +1,6 @@
 """Rows a second that readers turn into batches, against Arrow's own scan of the same columns.
 
-    python -m tests.benchmarks.readers [--pairs 11] [--rows 400000] [--batch 4096] [--json]
+    python -m tests.benchmarks.readers [--pairs 11] [--rows 400000]
 
 Criteo's columns: a label, 13 f32, 26 u64 with ids as skewed as in logs. Arrow's scan is
 ``pyarrow.dataset``'s, of batches as large, on as many threads. `text` is the same data in
@@ -10,7 +10,6 @@ is the median of the pairs' own. `memory` is the most that Arrow held beyond the
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from persia.readers._text import DENSE, IDS, LABEL
 from tests.benchmarks.interleaved import interleave, parser, ratio
 
 GROUP_ROWS = 1 << 16
+BATCH = 4096
 NUM_TEXT_ROWS = 100_000  # are 20 MB
 NAMES = [LABEL, *DENSE, *IDS]
 COLUMNS = Columns(IDS, DENSE, [LABEL], strings="hex")
@@ -49,19 +49,19 @@ def write(folder: Path, num_rows: int) -> None:
             file.write("\t".join(fields) + "\n")
 
 
-def readers(folder: Path, batch: int) -> dict[str, tuple[Callable[[], int], ...]]:
+def readers(folder: Path) -> dict[str, tuple[Callable[[], int], ...]]:
     """For each format ours and Arrow's way to read it; each returns the number of rows."""
 
     def parquet() -> int:
-        reader = ParquetReader(folder / "a.parquet", COLUMNS, batch, shard=(0, 1))
+        reader = ParquetReader(folder / "a.parquet", COLUMNS, BATCH, shard=(0, 1))
         return sum(each.batch_size for each in reader)
 
     def scan() -> int:
         data = ds.dataset(folder / "a.parquet")
-        return sum(each.num_rows for each in data.to_batches(columns=NAMES, batch_size=batch))
+        return sum(each.num_rows for each in data.to_batches(columns=NAMES, batch_size=BATCH))
 
     def text() -> int:
-        reader = CriteoReader(folder / "a.txt", batch, shard=(0, 1))
+        reader = CriteoReader(folder / "a.txt", BATCH, shard=(0, 1))
         return sum(each.batch_size for each in reader)
 
     def csv() -> int:
@@ -83,10 +83,10 @@ def rate(read: Callable[[], int]) -> float:
     return read() / (time.perf_counter() - start) / 1e6
 
 
-def memory(path: Path, batch: int) -> tuple[int, int]:
+def memory(path: Path) -> tuple[int, int]:
     """Return the most bytes that Arrow holds while we read, and those of all rows."""
     before, most = pa.total_allocated_bytes(), 0
-    for _ in ParquetReader(path, COLUMNS, batch, shard=(0, 1)):
+    for _ in ParquetReader(path, COLUMNS, BATCH, shard=(0, 1)):
         most = max(most, pa.total_allocated_bytes() - before)
     return most, pq.read_table(path).nbytes
 
@@ -94,26 +94,18 @@ def memory(path: Path, batch: int) -> tuple[int, int]:
 def main() -> None:
     options = parser(__doc__, 11)
     options.add_argument("--rows", type=int, default=400_000)
-    options.add_argument("--batch", type=int, default=4096)
-    options.add_argument("--json", action="store_true", help="print one line of JSON")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, given.rows)
         # First, while nothing is there that could be freed meanwhile.
-        held, whole = memory(folder / "a.parquet", given.batch)
-        report: dict[str, object] = {"memory": [held, whole]}
-        for kind, (ours, theirs) in readers(folder, given.batch).items():
+        held, whole = memory(folder / "a.parquet")
+        for kind, (ours, theirs) in readers(folder).items():
             turns = {"ours": partial(rate, ours), "theirs": partial(rate, theirs)}
             own, other = interleave(turns, given.pairs).values()
             quotient = ratio(own, other)
-            report[kind] = [own.rate, other.rate, quotient.median, quotient.low, quotient.high]
-            if not given.json:
-                print(f"{kind}: {own.rate:.2f} M rows/s, Arrow {other.rate:.2f}: {quotient}")
-    if given.json:
-        print(json.dumps(report))
-    else:
-        print(f"memory: {held / 1e6:.1f} MB of {whole / 1e6:.1f} MB")
+            print(f"{kind}: {own.rate:.2f} M rows/s, Arrow {other.rate:.2f}: {quotient}")
+    print(f"memory: {held / 1e6:.1f} MB of {whole / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

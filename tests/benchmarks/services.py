@@ -17,15 +17,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from persia._rpc.curve import make_keys
 from tests.benchmarks.interleaved import parser, row, table
-from tests.benchmarks.local.dlrm import SLOTS
+from tests.benchmarks.local.dlrm import SLOTS, TIMED
 from tests.benchmarks.workload import BATCH, sizes
 from tests.support.processes import ROOT, Cluster
 
@@ -35,43 +34,22 @@ MODES = ("dense", "embedded", "local")
 GUARDED = ("local", "keys")
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """One run."""
 
     samples_per_s: float
     cpu: dict[str, float]  # by role, seconds per million samples
 
-    @property
-    def all_cpu(self) -> float:
-        """CPU seconds of all processes per million samples."""
-        return sum(self.cpu.values())
 
-
-def cpu_seconds(root: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process and of those that descend from it and live."""
-    parents: dict[int, int] = {}
-    seconds: dict[int, float] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        pid = int(entry.name)
-        parents[pid] = int(fields[1])
-        seconds[pid] = (int(fields[11]) + int(fields[12])) / TICKS
-    total = 0.0
-    for pid, used in seconds.items():
-        above = pid
-        while above not in (0, root):
-            above = parents.get(above, 0)
-        total += used if above == root else 0.0
-    return total
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    own = (int(fields[11]) + int(fields[12])) / TICKS
+    return own + sum(cpu_seconds(int(child)) for child in children)
 
 
-def run(mode: str, arguments: Sequence[str], num_timed: int) -> Measured:
+def run(mode: str, arguments: Sequence[str]) -> Measured:
     """Run one job in one mode and return what it measured."""
     variables = {
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -102,12 +80,12 @@ def run(mode: str, arguments: Sequence[str], num_timed: int) -> Measured:
         with (job.place / "trainer.log").open("w") as log:
             trainer = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, **how)
         job.processes["trainer"] = trainer
-        return _read(job.processes, num_timed)
+        return _read(job.processes)
 
 
-def _read(processes: dict[str, subprocess.Popen[str]], num_timed: int) -> Measured:
+def _read(processes: dict[str, subprocess.Popen[str]]) -> Measured:
     output = processes["trainer"].stdout
-    num_samples = num_timed * BATCH
+    num_samples = TIMED * BATCH
     marks: list[dict[str, float]] = []
     for line in output or ():
         if line.strip() in ("begin", "end"):
@@ -136,32 +114,19 @@ def by_role(runs: list[Measured]) -> str:
 def report(runs: dict[str, list[Measured]]) -> list[str]:
     """Return the cells of a table's row."""
     rates = {mode: [run.samples_per_s / 1e3 for run in own] for mode, own in runs.items()}
-    used = {mode: [run.all_cpu for run in own] for mode, own in runs.items()}
+    used = {mode: [sum(run.cpu.values()) for run in own] for mode, own in runs.items()}
+    cells = [*map(middle, rates.values())]
     if "keys" in runs:
-        return [
-            *map(middle, rates.values()),
-            spread(rates["keys"], rates["local"]),
-            *map(middle, used.values()),
-            spread(used["keys"], used["local"]),
-            *map(by_role, runs.values()),
-        ]
-    sparse = [
-        middle(np.subtract(used[mode], used["dense"]).tolist())
-        for mode in ("embedded", "local")
-    ]
-    return [
-        *map(middle, rates.values()),
-        spread(rates["local"], rates["embedded"]),
-        middle(used["dense"]),
-        *sparse,
-        by_role(runs["local"]),
-    ]
+        cells += [spread(rates["keys"], rates["local"]), *map(middle, used.values())]
+        return [*cells, spread(used["keys"], used["local"]), *map(by_role, runs.values())]
+    cells += [spread(rates["local"], rates["embedded"]), middle(used["dense"])]
+    for mode in ("embedded", "local"):
+        cells.append(middle(np.subtract(used[mode], used["dense"]).tolist()))
+    return [*cells, by_role(runs["local"])]
 
 
 def main() -> None:
     parsed = parser(__doc__, 5)
-    parsed.add_argument("--warm", type=int, default=20)
-    parsed.add_argument("--timed", type=int, default=100)
     parsed.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parsed.add_argument("--keys", action="store_true", help="local mode with and without")
     options = parsed.parse_args()
@@ -179,14 +144,13 @@ def main() -> None:
     title = f"{sum(sizes(options.quick)):,} rows, {options.pairs} runs of each, staleness 10"
     table(title, *columns)
     for threads in options.threads:
-        arguments = ["--warm", str(options.warm), "--timed", str(options.timed)]
-        arguments += ["--threads", str(threads), *(["--quick"] if options.quick else [])]
+        arguments = ["--threads", str(threads), *(["--quick"] if options.quick else [])]
         runs: dict[str, list[Measured]] = {
             mode: [] for mode in (GUARDED if options.keys else MODES)
         }
         for _ in range(options.pairs):
             for mode, measured in runs.items():
-                measured.append(run(mode, arguments, options.timed))
+                measured.append(run(mode, arguments))
         row(threads, *report(runs))
 
 

@@ -1,12 +1,12 @@
 """What dumps and loads cost a TrainCtx: one line for each number.
 
-    python -m tests.benchmarks.state [--rows N] [--cuts N] [--pairs N] [--ids KIND]
+    python -m tests.benchmarks.state [--quick] [--cuts N] [--pairs N] [--ids KIND]
         [--only LINE ...]
 
-A job in embedded mode holds ROWS rows of dim 16 with Adagrad's state (about 160 bytes each in a
-file). A step is 4096 samples of 8 ids, a small dense net, forward and backward by a DataLoader.
-Ids are drawn for every step: ``uniform`` over all rows, so that most rows change before a
-dump has read them, or by popularity (``zipf``). The lines:
+A job in embedded mode holds 10 million rows of dim 16 with Adagrad's state, about 160 bytes
+each in a file. A step is 4096 samples of 8 ids, a small dense net, forward and backward by a
+DataLoader. Ids are drawn for every step: ``uniform`` over all rows, so that most rows change
+before a dump has read them, or by popularity (``zipf``). The lines:
 
     pauses   over CUTS dumps with ``blocking=False`` in training: the longest step (the call is
              part of its step) and the median one
@@ -80,9 +80,8 @@ class Net(torch.nn.Module):
             torch.nn.Linear(DIM, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
         )
 
-    def forward(self, dense: object, embeddings: list[torch.Tensor]) -> torch.Tensor:
-        out: torch.Tensor = self.layers(embeddings[0])
-        return out
+    def forward(self, dense: object, embeddings: list[torch.Tensor]) -> Any:
+        return self.layers(embeddings[0])
 
 
 def job(rows: int) -> TrainCtx:
@@ -144,25 +143,19 @@ class Training:
 
 
 def pauses(training: Training, folder: str, cuts: int) -> None:
-    alone = [1e3 * seconds for seconds in training.run(200)]
-    print(
-        f"without a dump: median {median(alone):.1f} ms, longest "
-        f"{max(alone) - median(alone):.1f} ms more"
-    )
-    steps: list[float] = []
-    called: list[float] = []
+    def say(what: str, steps: list[float], more: str = "") -> None:
+        middle, longest = 1e3 * median(steps), 1e3 * max(steps)
+        print(f"{what}: median {middle:.1f} ms, longest {longest - middle:.1f} ms more{more}")
+
+    say("without a dump", training.run(200))
+    steps, called = [], []
     for _ in range(cuts):
         steps += training.run(BETWEEN)
         during = training.while_dumping(folder)
-        called.append(during[0])
+        called.append(f"{1e3 * during[0]:.0f}")
         steps += during
-    middle = 1e3 * median(steps)
-    more = 1e3 * max(steps) - middle
-    print(
-        f"pauses: {cuts} cuts, {len(steps)} steps: median {middle:.1f} ms, longest {more:.1f} "
-        "ms more (asked: at most 50); steps with the call: "
-        + ", ".join(f"{1e3 * seconds:.0f}" for seconds in called)
-    )
+    asked = f" (asked: at most 50); steps with the call: {', '.join(called)}"
+    say(f"pauses: {cuts} cuts, {len(steps)} steps", steps, asked)
 
 
 def beside(training: Training, folder: str, pairs: int) -> None:
@@ -201,29 +194,27 @@ def idle(ctx: TrainCtx, parent: str, pairs: int, asked: float) -> None:
 
 def main() -> None:
     options = parser(__doc__, 5)
-    options.add_argument("--rows", type=int, default=10_000_000)
     options.add_argument("--cuts", type=int, default=10)
     options.add_argument("--ids", choices=["uniform", "zipf"], default="uniform")
-    options.add_argument("--disk", default=".")
-    options.add_argument("--tmpfs", default="/dev/shm")
     options.add_argument("--only", nargs="*", default=["pauses", "beside", "disk", "tmpfs"])
     arguments = options.parse_args()
+    rows = 100_000 if arguments.quick else 10_000_000
     pin_malloc()
-    with job(arguments.rows) as ctx:
-        fill(ctx, arguments.rows)
-        print(f"{arguments.rows} rows", file=sys.stderr)
+    with job(rows) as ctx:
+        fill(ctx, rows)
+        print(f"{rows} rows", file=sys.stderr)
         if "pauses" in arguments.only or "beside" in arguments.only:
-            training = Training(ctx, arguments.rows, arguments.ids)
-            with tempfile.TemporaryDirectory(dir=arguments.disk, prefix="bench-") as folder:
+            training = Training(ctx, rows, arguments.ids)
+            with tempfile.TemporaryDirectory(dir=".", prefix="bench-") as folder:
                 if "pauses" in arguments.only:
                     pauses(training, folder, arguments.cuts)
                 if "beside" in arguments.only:
                     beside(training, folder, arguments.pairs)
             return  # a load comes between two passes
         if "disk" in arguments.only:
-            idle(ctx, arguments.disk, arguments.pairs, 0.7)
+            idle(ctx, ".", arguments.pairs, 0.7)
         if "tmpfs" in arguments.only:
-            idle(ctx, arguments.tmpfs, arguments.pairs, 0.35)
+            idle(ctx, "/dev/shm", arguments.pairs, 0.35)
 
 
 if __name__ == "__main__":

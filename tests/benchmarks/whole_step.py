@@ -17,13 +17,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from itertools import cycle, islice
 
 import torch
 
 from persia.ctx import TrainCtx
-from persia.data import DataLoader, IterableDataset
-from persia.embedding.data import PersiaBatch
+from persia.data import DataLoader
 from persia.embedding.optim import Adagrad
 from tests.benchmarks.ceiling import Ceiling, Table, described_ids
 from tests.benchmarks.interleaved import (
@@ -39,6 +38,7 @@ from tests.benchmarks.local.dlrm import (
     NUM_DIFFERENT,
     NUM_FEATURES,
     SLOTS,
+    Batches,
     Raw,
     loss_of,
     net,
@@ -51,22 +51,11 @@ STALENESS = 10
 WARM, TIMED, BEHIND = 4, 16, STALENESS + 4
 
 
-class Epoch(IterableDataset):
-    """The batches of one slice, built when they are asked for."""
-
-    def __init__(self, raws: list[Raw]) -> None:
-        super().__init__()
-        self._raws = raws
-
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        for number in range(WARM + TIMED + BEHIND):
-            yield self._raws[number % len(self._raws)].batch()
-
-
 def persia_slice(ctx: TrainCtx, raws: list[Raw], clock: Clock) -> float:
     """Return the seconds of TIMED steps."""
     start = seconds = 0.0
-    for number, batch in enumerate(DataLoader(Epoch(raws), embedding_staleness=STALENESS)):
+    epoch = Batches(islice(cycle(raws), WARM + TIMED + BEHIND))
+    for number, batch in enumerate(DataLoader(epoch, embedding_staleness=STALENESS)):
         if number == WARM:
             start = clock()
         if number == WARM + TIMED:

@@ -186,32 +186,19 @@ def calls_of_threads(
     list(pool.map(ask, [num_calls // load.in_flight] * load.in_flight))
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One load over one transport; medians over the repetitions, by contender."""
-
-    transport: str
-    load: str
-    calls_per_s: dict[str, float]
-    cpu_us_per_call: dict[str, float]
-    to_bare: list[float]  # ours; median, worst, best
-    keys_to_ours: list[float]
-
-
 def spread(own: Series, other: Series) -> list[float]:
+    """Return the median of the ratios, the worst and the best."""
     ratios = np.divide(own.rates, other.rates).tolist()
     return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
 def measure(
-    kind: str,
-    load: Load,
     asks: dict[str, Callable[[int], None]],
     times: int,
     num_calls: int,
     cpu: Callable[[], float],
-) -> Cell:
-    """Run all in turn."""
+) -> dict[str, Any]:
+    """Run all in turn; medians over the repetitions, by contender."""
     used: dict[str, list[float]] = {name: [] for name in asks}
 
     def turn(name: str) -> float:
@@ -223,19 +210,16 @@ def measure(
         return rate
 
     series = interleave({name: functools.partial(turn, name) for name in asks}, times, warm=0)
-    return Cell(
-        kind,
-        load.title,
-        {name: own.rate for name, own in series.items()},
-        {name: statistics.median(values) for name, values in used.items()},
-        spread(series["ours"], series["bare"]),
-        spread(series["keys"], series["ours"]),
-    )
+    return {
+        "calls_per_s": {name: own.rate for name, own in series.items()},
+        "cpu_us_per_call": {name: statistics.median(values) for name, values in used.items()},
+        "to_bare": spread(series["ours"], series["bare"]),
+        "keys_to_ours": spread(series["keys"], series["ours"]),
+    }
 
 
-def measure_transport(kind: str, times: int, share: float) -> list[Cell]:
+def measure_transport(kind: str, times: int, share: float) -> Iterator[dict[str, Any]]:
     """Measure every load over one transport."""
-    cells = []
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_keys(directory)
@@ -251,7 +235,6 @@ def measure_transport(kind: str, times: int, share: float) -> list[Cell]:
             stack.callback(transport.close)
             clients[name] = Client(transport, places[name], ECHO, timeout_s=60.0)
             stack.callback(clients[name].close)
-        used = functools.partial(clients["ours"].call, "cpu_seconds")
         for load in LOADS:
             array = np.arange(load.num_bytes // 4, dtype=np.uint32)
             num_calls = max(2 * WARM_UP, int(load.num_calls * share)) // 16 * 16
@@ -262,14 +245,14 @@ def measure_transport(kind: str, times: int, share: float) -> list[Cell]:
                 for name, client in clients.items()
             }
             asks["bare"] = functools.partial(bare_calls, dealer, array, load)
-            cpu = lambda: cpu_seconds() + used()  # noqa: E731
-            cells.append(measure(kind, load, asks, times, num_calls, cpu))
-    return cells
+            cpu = lambda: cpu_seconds() + clients["ours"].call("cpu_seconds")  # noqa: E731
+            found = measure(asks, times, num_calls, cpu)
+            yield {"transport": kind, "load": load.title, **found}
 
 
-def wire(quick: bool, transports: list[str], times: int) -> list[Cell]:
+def wire(quick: bool, transports: list[str], times: int) -> list[dict[str, Any]]:
     """Measure every load over every transport and print the table."""
-    cells = []
+    cells: list[dict[str, Any]] = []
     for kind in transports:
         print(f"measuring the wire over {kind}", file=sys.stderr)
         cells += measure_transport(kind, times, 0.1 if quick else 1.0)
@@ -280,11 +263,10 @@ def wire(quick: bool, transports: list[str], times: int) -> list[Cell]:
     )
     for cell in cells:
         row(
-            *(cell.transport, cell.load),
-            *(f"{cell.calls_per_s[name]:.0f}" for name in CONTENDERS),
-            "{:.2f} ({:.2f}..{:.2f})".format(*cell.to_bare),
-            "{:.2f} ({:.2f}..{:.2f})".format(*cell.keys_to_ours),
-            *(f"{cell.cpu_us_per_call[name]:.0f}" for name in CONTENDERS),
+            *(cell["transport"], cell["load"]),
+            *(f"{cell['calls_per_s'][name]:.0f}" for name in CONTENDERS),
+            *("{:.2f} ({:.2f}..{:.2f})".format(*cell[x]) for x in ("to_bare", "keys_to_ours")),
+            *(f"{cell['cpu_us_per_call'][name]:.0f}" for name in CONTENDERS),
         )
     return cells
 

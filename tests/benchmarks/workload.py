@@ -61,7 +61,7 @@ class Batch:
         return len(self.merged_rows)
 
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 class Contender(Protocol):

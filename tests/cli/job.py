@@ -6,12 +6,10 @@ its own.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.support.processes import ROOT, Cluster
+from tests.support.processes import Cluster
 from tests.support.scripts import NET, SEND, slots
 
 LOADER = f"""
@@ -60,16 +58,3 @@ def training_job(
         cluster.start_loaders(cluster.place / "loader.py", num_loaders)
         cluster.start("nn-worker", "nn-worker", str(cluster.place / "train.py"))
         yield cluster
-
-
-def ask(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``persia-launcher`` beside a job, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "persia.launcher", *arguments],
-        cwd=ROOT,
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )

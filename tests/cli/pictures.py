@@ -5,22 +5,18 @@ python -m tests.cli.pictures docs/images
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest import mock
 
 import numpy as np
+import pytest
 import yaml
 from rich.console import Console, RenderableType
 
@@ -31,6 +27,7 @@ from persia.config import EmbeddingSchema
 from tests.cli.job import training_job
 from tests.support.browser import screenshot
 from tests.support.processes import DEADLINE_S, ROOT, Cluster
+from tests.support.waiting import until
 
 # Seconds over which the rates of a picture are.
 WINDOW_S = 2.0
@@ -48,21 +45,19 @@ def svg(drawn: RenderableType, title: str, width: int = 112) -> str:
 
 def whole_frame(cluster: Cluster) -> Frame:
     """Return a frame of a job, between two readings of each of its processes."""
-    with patch.dict("os.environ", cluster.environment):
+    with mock.patch.dict("os.environ", cluster.environment):
         scraper = Scraper(list_targets())
-    pause = threading.Event()  # never set
-    deadline = time.monotonic() + START_S
-    while True:
+
+    def is_whole() -> bool:
         scraper.request_all()
         scraper.wait(DEADLINE_S)
         frame = frame_of(scraper)
         spans = [one.span for one in frame.processes if one.span is not None]
-        if len(spans) == len(cluster.processes) and frame.stage.name:
-            return frame
-        has_ended = any(one.poll() is not None for one in cluster.processes.values())
-        if has_ended or time.monotonic() > deadline:
-            raise AssertionError(f"{frame}\n{cluster.logs()}")
-        pause.wait(WINDOW_S)
+        assert all(one.poll() is None for one in cluster.processes.values()), cluster.logs()
+        return len(spans) == len(cluster.processes) and bool(frame.stage.name)
+
+    until(is_whole, START_S, look_s=WINDOW_S, details=cluster.logs)
+    return frame_of(scraper)
 
 
 def draw_top(folder: Path) -> Path:
@@ -74,22 +69,12 @@ def draw_top(folder: Path) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def inside(directory: str) -> Iterator[None]:
-    """Be in a directory, so that messages have short names."""
-    before = Path.cwd()
-    os.chdir(directory)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def draw_doctor(folder: Path) -> Path:
     """Write the picture of ``persia-launcher doctor``, of an example with a mistake."""
     example = ROOT / "examples/adult_income"
     slots = (example / "config/embedding_config.yml").read_text()
-    with tempfile.TemporaryDirectory() as directory, inside(directory):
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)  # so that messages have short names
         Path("slots.yml").write_text(
             slots.replace("  education: {dim: 8}", "  school: {dim: 32}")
         )
@@ -117,18 +102,13 @@ def draw_report(folder: Path) -> Path:
     return path
 
 
-def build_site(folder: Path) -> None:
-    """Write the site of the docs; a warning is an error."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-    subprocess.run([*command, "--site-dir", str(folder)], cwd=ROOT, check=True, timeout=300)
-
-
 def draw_home(folder: Path) -> Path:
     """Write the picture of the first page of the site."""
     path = folder / "home.png"
     with tempfile.TemporaryDirectory() as directory:
         site, picture = Path(directory) / "site", Path(directory) / path.name
-        build_site(site)
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+        subprocess.run([*command, "--site-dir", str(site)], cwd=ROOT, check=True, timeout=300)
         screenshot((site / "index.html").as_uri(), picture, height=960)
         shutil.copy(picture, path)
     return path

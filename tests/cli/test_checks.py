@@ -22,7 +22,6 @@ from persia._cli.checks import (
     check_sample,
     check_variables,
     forecast,
-    ok,
     read_sample,
 )
 from persia._cluster.embedded import build_embedding_worker
@@ -58,14 +57,12 @@ def bad(findings: list[Finding]) -> list[tuple[str, str]]:
     ("text", "line", "says"),
     [
         ("slots_config:\n  item:\n    dimm: 8\n", 3, "slots_config.item.dimm: unknown key"),
-        ("slots_config:\n  user:\n\n    dim: 0\n", 4, "slots_config.user.dim: expected"),
-        ("slots_config:\n  a.b:\n    dim: x\n  a: {dim: 8}\n", 3, "slots_config.a.b.dim"),
+        ("slots_config:\n  a.b:\n\n    dim: x\n  a: {dim: 8}\n", 4, "slots_config.a.b.dim"),
         (
             "slots_config:\n  user: {dim: 8}\nfeature_groups:\n  g:\n  - user\n  - itm\n",
             4,
             "feature_groups.g: unknown slot 'itm'",
         ),
-        ("slots_config:\n  user: {dim: 8}\nwhat: 1\n", 3, "what: unknown key"),
     ],
 )
 def test_a_config_error_has_file_and_line(
@@ -218,13 +215,7 @@ def test_arrays_and_tables_are_samples(tmp_path: Path) -> None:
     parquet.write_table(table, path)
     assert _sample(path) == []
     assert set(read_sample(path).ids) == {"user", "item", "title"}
-
-
-def test_texts_of_parquet_are_ids_and_a_name_may_be_meant(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    path = tmp_path / "a.parquet"
+    # Texts are ids too, and where a name is absent another may be meant.
     texts = pyarrow.array([["a", "b"], None, []])
     for user in (pyarrow.array(["x", None, "y"]).dictionary_encode(), ["x", "y", "z"]):
         parquet.write_table(pyarrow.table({"user": user, "item": texts}), path)
@@ -261,28 +252,11 @@ def test_a_script_is_run_up_to_its_first_batch(tmp_path: Path) -> None:
 # --- network ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_ANSWER_S", 0.3)
-    for name in ("PERSIA_KEYS", "PERSIA_LISTEN_WITHOUT_KEYS", "PERSIA_METRICS_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    host = loopback_host()
-    monkeypatch.setenv("PERSIA_LISTEN_HOST", "127.0.0.1")
-    monkeypatch.setenv("PERSIA_METRICS_HOST", host)
-    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", f"{host}:22888")
-    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", f"{host}:22887")
-    monkeypatch.setenv("PERSIA_NN_WORKERS", f"{host}:22457")
-
-
-@pytest.mark.usefixtures("_lists")
-def test_addresses_that_can_be_used_are() -> None:
+@pytest.mark.usefixtures("lists")
+def test_ports_names_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = [*check_network("")]
     assert bad(findings) == []
     assert sum("not running yet" in one.text for one in findings) == 3
-
-
-@pytest.mark.usefixtures("_lists")
-def test_ports_names_and_lists_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     host = loopback_host()
     with (
         closing(socket.create_server((host, 22888))),
@@ -301,7 +275,7 @@ def test_ports_names_and_lists_that_cannot_be_used(monkeypatch: pytest.MonkeyPat
     assert (status, text.partition(":")[0]) == ("error", "PERSIA_NN_WORKERS")
 
 
-@pytest.mark.usefixtures("_lists")
+@pytest.mark.usefixtures("lists")
 def test_versions_and_configs_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     version, fingerprint = __version__, "{}"
 
@@ -321,8 +295,8 @@ def test_versions_and_configs_that_disagree(monkeypatch: pytest.MonkeyPatch) -> 
 # --- machine ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_huge_pages_and_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_check_torch", lambda: ok("torch", "not asked"))
     monkeypatch.delenv("PERSIA_ISA", raising=False)
     place = tmp_path / "enabled"
     for text, expected in (("always [madvise] never", 0), ("always madvise [never]", 1)):
@@ -334,7 +308,7 @@ def test_huge_pages_and_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [status for status, _ in found] == ["error"]
 
 
-@pytest.mark.usefixtures("_lists")
+@pytest.mark.usefixtures("lists")
 def test_a_probe_is_no_stranger_to_a_service(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -352,14 +326,12 @@ def test_a_probe_is_no_stranger_to_a_service(
     ("line", "says"),
     [
         ("sh -c 'a b'", ""),
-        ("env A=1 B=2 sh x", ""),
         ("cd sub && nowhere", ""),
         ("A=1 exec nowhere", ""),
         ("env -u A nowhere", ""),
         ("A=$(cat x y) nowhere", ""),
         ("${COMMAND:-nowhere} x", ""),
         (". ./env.sh; nowhere", ""),
-        ("persia-launchr embedding-worker", "no such command: persia-launchr"),
         ("A=1 B=2 honco", "no such command: honco"),
     ],
 )

@@ -96,14 +96,6 @@ def test_a_diff_of_other_groups_says_which(tmp_path: Path) -> None:
         assert f"so their signs mean other ids: {says}" in ran.output
 
 
-def test_a_file_in_place_of_a_folder_is_named(tmp_path: Path) -> None:
-    manifest = checkpoint(tmp_path)
-    for command in ("inspect", "verify"):
-        ran = run(command, tmp_path / f"{manifest.id}.json")
-        assert ran.exit_code == 1
-        assert "this is a file, give the folder that dump_checkpoint was given" in ran.output
-
-
 def test_messages_name_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
@@ -115,6 +107,10 @@ def test_messages_name_what_there_is(tmp_path: Path) -> None:
     ):
         assert f"no checkpoint is here: {what}" in run("inspect", tmp_path / name).output
     first = checkpoint(tmp_path / "a")
+    for command in ("inspect", "verify"):
+        ran = run(command, tmp_path / "a" / f"{first.id}.json")
+        assert ran.exit_code == 1
+        assert "this is a file, give the folder that dump_checkpoint was given" in ran.output
     assert run("inspect", tmp_path / "a", "--quick", "--id", "1").exit_code == 0
     for wrong in ("7", "00000001-00000000", "x"):
         ran = run("inspect", tmp_path / "a", "--id", wrong)

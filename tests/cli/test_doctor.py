@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,38 +14,23 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from persia._cli import checks, doctor
-from persia._cli.checks import check_files, check_sample, ok, read_sample
+from persia._cli import doctor
+from persia._cli.checks import check_files, check_sample, read_sample
 from persia._cli.doctor import write_project
 from persia.errors import ConfigError
 from persia.launcher import cli
 from tests.support.docker import why_no_compose
-from tests.support.processes import ROOT, loopback_host
+from tests.support.processes import ROOT, loopback_host, run
+
+pytestmark = pytest.mark.usefixtures("lists", "no_torch")
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of PyTorch or other jobs; no Procfile names commands."""
-    monkeypatch.setattr(checks, "_check_torch", lambda: ok("torch", "not asked"))
+def _no_procfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("PERSIA_KEYS", "PERSIA_LISTEN_WITHOUT_KEYS", "PERSIA_METRICS_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    host = loopback_host()
-    monkeypatch.setenv("PERSIA_LISTEN_HOST", "127.0.0.1")
-    monkeypatch.setenv("PERSIA_METRICS_HOST", host)
-    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", f"{host}:22888")
-    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", f"{host}:22887")
-    monkeypatch.setenv("PERSIA_NN_WORKERS", f"{host}:22457")
 
 
-def test_variables_that_cannot_be_read_end_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "abc")
-    report = doctor.examine(doctor.DoctorOptions())
-    assert report.status == 1
-    assert "addresses" not in {one.check for one in report.findings}
-
-
-def test_the_config_that_a_procfile_names() -> None:
+def test_the_config_that_a_procfile_names(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("far").mkdir()
     Path("far/slots.yml").write_text("slots_config: {user: {dim: 8}}\n")
     lines = ("$A", "none.yml", "far/slots.yml")
@@ -54,6 +38,10 @@ def test_the_config_that_a_procfile_names() -> None:
     Path("Procfile").write_text("".join(words))
     report = doctor.examine(doctor.DoctorOptions())
     assert "far/slots.yml: 1 features in 1 groups" in [one.text for one in report.findings]
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "abc")  # ends the checks
+    report = doctor.examine(doctor.DoctorOptions())
+    assert report.status == 1
+    assert "addresses" not in {one.check for one in report.findings}
 
 
 def test_a_report_as_text_and_as_json(
@@ -87,29 +75,6 @@ NAMES = {
     *("config/embedding_config.yml", "config/global_config.yml"),
     *("compose.yaml", "compose.env"),
 }
-
-
-def _environment() -> dict[str, str]:
-    """Of a job whose ports are its own."""
-    host = loopback_host()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PERSIA_")}
-    return kept | {
-        "PATH": f"{Path(sys.executable).parent}:{kept.get('PATH', '')}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PERSIA_METRICS_HOST": host,
-        "PERSIA_STATE_DIRECTORY": "off",
-    }
-
-
-def _addresses() -> dict[str, str]:
-    host = loopback_host()
-    return {
-        "PERSIA_LISTEN_HOST": host,
-        "PERSIA_EMBEDDING_PARAMETER_SERVERS": f"{host}:23888",
-        "PERSIA_EMBEDDING_WORKERS": f"{host}:23887",
-        "PERSIA_NN_WORKERS": f"{host}:23457",
-    }
 
 
 def test_a_project_is_whole_and_its_data_fits_its_config(tmp_path: Path) -> None:
@@ -149,36 +114,32 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_a_project_trains_embedded_and_by_honcho(tmp_path: Path) -> None:
-    project = tmp_path / "mine"
+    project, host = tmp_path / "mine", loopback_host()
     write_project(project)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PERSIA_")}
+    alone = kept | {
+        "PATH": f"{Path(sys.executable).parent}:{kept.get('PATH', '')}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PERSIA_METRICS_HOST": host,
+        "PERSIA_STATE_DIRECTORY": "off",
+    }
+    job = alone | {
+        "PERSIA_LISTEN_HOST": host,
+        "PERSIA_EMBEDDING_PARAMETER_SERVERS": f"{host}:23888",
+        "PERSIA_EMBEDDING_WORKERS": f"{host}:23887",
+        "PERSIA_NN_WORKERS": f"{host}:23457",
+    }
     aucs = []
-    for words, variables in (
-        (["train.py"], {}),
-        (["-m", "honcho", "start", "--no-colour"], _addresses()),
-    ):
-        ran = subprocess.run(
-            [sys.executable, *words],
-            cwd=project,
-            env=_environment() | variables,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+    for words, variables in (("train.py", alone), ("-m honcho start --no-colour", job)):
+        command = (sys.executable, *words.split())
+        ran = run(*command, cwd=project, env=variables, timeout_s=300)
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        (line,) = re.findall(r"test AUC (0\.\d+), (\d+) rows, 300 batches", ran.stdout)
-        aucs.append(float(line[0]))
+        (auc,) = re.findall(r"test AUC (0\.\d+), \d+ rows, 300 batches", ran.stdout)
+        aucs.append(float(auc))
     assert min(aucs) > 0.7
     assert abs(aucs[0] - aucs[1]) < 0.03
-    ran = subprocess.run(
-        [sys.executable, "-m", "persia.launcher", "doctor"],
-        cwd=project,
-        env=_environment() | _addresses(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    ran = run("-m", "persia.launcher", "doctor", cwd=project, env=job)
     assert ran.returncode == 0, ran.stdout
     assert "all 3 features are there" in ran.stdout
 
@@ -188,15 +149,9 @@ def test_the_containers_of_a_project_are_described(tmp_path: Path) -> None:
     if why := why_no_compose():
         pytest.skip(why)
     write_project(tmp_path / "mine")
-    ran = subprocess.run(
-        ["docker", "compose", "--profile", "train", "config"],
-        cwd=tmp_path / "mine",
-        env={**os.environ, "PERSIA_SOURCE": str(ROOT), "PWD": str(tmp_path / "mine")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    variables = {**os.environ, "PERSIA_SOURCE": str(ROOT), "PWD": str(tmp_path / "mine")}
+    words = "docker compose --profile train config"
+    ran = run(*words.split(), cwd=tmp_path / "mine", env=variables)
     assert ran.returncode == 0, ran.stderr
     services = yaml.safe_load(ran.stdout)["services"]
     mounted = services["nn_worker"]["volumes"][0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,70 +17,45 @@ from persia._cli.top import Scraper, ScrapeTarget, frame_of, list_targets
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.top_view import Watched
 from persia.errors import ConfigError
-from tests.cli.job import ask as ask_beside
 from tests.cli.job import training_job
 from tests.cli.pictures import draw_doctor, draw_top, whole_frame
+from tests.cluster.place import hosts_of
 from tests.metrics.texts import text_of
-from tests.support.processes import ROOT, loopback_host
+from tests.support import web
+from tests.support.processes import ROOT, loopback_host, run
 
 HOST = loopback_host()
 SHORT_S, LONG_S = 0.2, 30.0
 
 
-@contextmanager
-def answering(status: int, text: Callable[[str], str], port: int = 0) -> Iterator[int]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = text(self.path).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
-
-    with HTTPServer((HOST, port), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+def answering(text: Callable[[str], str], status: int = 200) -> AbstractContextManager[int]:
+    return web.answering(lambda path, _: text(path), status, HOST)
 
 
-def ask(*places: ScrapeTarget, deadline_s: float = LONG_S) -> list[Watched]:
-    scraper = Scraper(places, deadline_s)
-    scraper.request_all()
-    scraper.wait(LONG_S)
-    return scraper.processes()
+def asked(*places: ScrapeTarget, times: int = 1) -> Scraper:
+    scraper = Scraper(places, LONG_S)
+    for _ in range(times):
+        scraper.request_all()
+        scraper.wait(LONG_S)
+    return scraper
 
 
-def test_whoever_answers_says_who_it_is_and_what_its_neighbour_is() -> None:
+def ask(*places: ScrapeTarget) -> list[Watched]:
+    return asked(*places).processes()
+
+
+def test_who_answers_says_who_it_is_and_rates_are_between_two_answers() -> None:
+    counts = iter([100.0, 300.0])
+
     def text(path: str) -> str:
         assert path == "/metrics"
-        return text_of(SERVER, 3, persia_rows=7.0)
+        return text_of(SERVER, 3, persia_lookups_total=next(counts))
 
-    with answering(200, text) as port:
-        found = ask(ScrapeTarget(WORKER, 0, HOST, port))
+    with answering(text) as port:
+        found = asked(ScrapeTarget(WORKER, 0, HOST, port), times=2).processes()
     assert [(one.role, one.replica, one.problem) for one in found] == [(SERVER, 3, "")]
     assert found[0].span is not None
-    assert found[0].span.now.get("persia_rows") == 7
-
-
-def test_rates_are_between_two_answers() -> None:
-    counts = iter([100.0, 300.0])
-    with answering(
-        200, lambda _: text_of(SERVER, 0, persia_lookups_total=next(counts))
-    ) as port:
-        scraper = Scraper([ScrapeTarget(SERVER, 0, HOST, port)], LONG_S)
-        for _ in range(2):
-            scraper.request_all()
-            scraper.wait(LONG_S)
-        (found,) = scraper.processes()
-    assert found.span is not None
-    assert found.span.delta("persia_lookups_total") == 200
+    assert found[0].span.delta("persia_lookups_total") == 200
 
 
 def test_who_is_not_ready_says_why() -> None:
@@ -91,7 +66,7 @@ def test_who_is_not_ready_says_why() -> None:
             f'persia_ready{{role="{WORKER}",replica="0"}} 0.0\n'
         )
 
-    with answering(200, text) as port:
+    with answering(text) as port:
         (found,) = ask(ScrapeTarget(WORKER, 0, HOST, port))
     assert found.span is not None
     assert found.problem == "no embedding-parameter-server answers"
@@ -105,15 +80,10 @@ def test_who_is_not_ready_says_why() -> None:
     ],
 )
 def test_another_program_is_not_taken_for_a_process(status: int, text: str, says: str) -> None:
-    with answering(status, lambda _: text) as port:
+    with answering(lambda _: text, status) as port:
         (found,) = ask(ScrapeTarget(SERVER, 0, HOST, port))
     assert found.span is None
     assert says in found.problem
-
-
-def _unused() -> int:
-    with closing(socket.create_server((HOST, 0))) as server:
-        return int(server.getsockname()[1])
 
 
 def test_a_process_that_two_addresses_lead_to_is_shown_once() -> None:
@@ -122,7 +92,7 @@ def test_a_process_that_two_addresses_lead_to_is_shown_once() -> None:
     def text(path: str) -> str:
         return text_of(TRAINER, 0, process_start_time_seconds=17.5)
 
-    with answering(200, text) as port, answering(200, text) as same:
+    with answering(text) as port, answering(text) as same:
         found = ask(ScrapeTarget(TRAINER, 0, HOST, port), ScrapeTarget(LOADER, 0, HOST, same))
     assert [(one.role, one.replica) for one in found] == [(TRAINER, 0)]
 
@@ -131,15 +101,8 @@ def test_of_a_name_of_several_hosts_no_port_behind_is_expected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hosts = [HOST, f"{HOST.rpartition('.')[0]}.99"]
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, port, *_, **__: [
-            (socket.AF_INET, socket.SOCK_STREAM, 0, "", (one, port))
-            for one in (hosts if host == "workers" else [host])
-        ],
-    )
-    with answering(200, lambda _: text_of(WORKER, 0)) as port:
+    hosts_of(monkeypatch, {"workers": hosts, **{host: [host] for host in hosts}})
+    with answering(lambda _: text_of(WORKER, 0)) as port:
         found = ask(ScrapeTarget(WORKER, 0, "workers", port))
     # The second host does not answer, and counts as silent; the next ports are not expected.
     assert [(one.place, one.span is None) for one in found] == [
@@ -149,7 +112,8 @@ def test_of_a_name_of_several_hosts_no_port_behind_is_expected(
 
 
 def test_who_is_listed_and_gone_is_shown_and_others_are_not() -> None:
-    port = _unused()
+    with closing(socket.create_server((HOST, 0))) as server:
+        port = server.getsockname()[1]
     (found,) = ask(ScrapeTarget(SERVER, 1, HOST, port))
     assert (found.replica, found.problem) == (1, "not running: connection refused")
     assert ask(ScrapeTarget(LOADER, 0, HOST, port, is_listed=False)) == []
@@ -171,17 +135,13 @@ def test_a_silent_process_is_shown_within_its_deadline_and_holds_up_nobody() -> 
     with (
         closing(socket.create_server((HOST, 0))) as silent,
         closing(socket.create_server((HOST, 0))) as slow,
-        answering(200, lambda _: text_of(SERVER, 0)) as port,
+        answering(lambda _: text_of(SERVER, 0)) as port,
     ):
         thread = threading.Thread(target=trickle, args=(slow,))
         thread.start()
         try:
-            places = [
-                ScrapeTarget(SERVER, number, HOST, where)
-                for number, where in enumerate(
-                    (port, silent.getsockname()[1], slow.getsockname()[1])
-                )
-            ]
+            ports = port, silent.getsockname()[1], slow.getsockname()[1]
+            places = [ScrapeTarget(SERVER, i, HOST, where) for i, where in enumerate(ports)]
             scraper = Scraper(places, SHORT_S)
             scraper.request_all()
             scraper.wait(3 * SHORT_S)  # the one that trickles never ends
@@ -241,14 +201,12 @@ def test_places_are_those_of_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_frame_says_of_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PERSIA_RUN_ID", raising=False)
     with (
-        answering(200, lambda _: text_of(WORKER, 0, "ours")) as one,
-        answering(200, lambda _: text_of(SERVER, 0, "theirs")) as other,
+        answering(lambda _: text_of(WORKER, 0, "ours")) as one,
+        answering(lambda _: text_of(SERVER, 0, "theirs")) as other,
     ):
-        scraper = Scraper(
-            [ScrapeTarget(WORKER, 0, HOST, one), ScrapeTarget(SERVER, 0, HOST, other)], LONG_S
+        scraper = asked(
+            ScrapeTarget(WORKER, 0, HOST, one), ScrapeTarget(SERVER, 0, HOST, other)
         )
-        scraper.request_all()
-        scraper.wait(LONG_S)
         both = "run ours, theirs: 2 of 2 processes answer (of one job? PERSIA_RUN_ID names it)"
         assert frame_of(scraper).title == both
         monkeypatch.setenv("PERSIA_RUN_ID", "ours")
@@ -266,19 +224,16 @@ ROLES = ("data-loader", "embedding-worker", "parameter-server", "nn-worker")
 NUM_PROCESSES = 2 + 1 + 2 + 1
 
 
-def _texts(picture: Path) -> str:
-    """Return the words of a picture, in which each stands for itself."""
-    root = ElementTree.parse(picture).getroot()
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert not root.findall(".//{*}script")
-    return "\n".join(root.itertext()).replace("\xa0", " ")
-
-
 @pytest.mark.slow
 def test_top_shows_a_job_and_who_stands_still() -> None:
     with training_job() as cluster:
+
+        def top(*words: str) -> subprocess.CompletedProcess[str]:
+            command = ("-m", "persia.launcher", "top", "--once", "--interval")
+            return run(*command, *words, env=cluster.environment)
+
         whole_frame(cluster)  # all are there
-        ran = ask_beside(cluster, "top", "--once", "--interval", "0.5")
+        ran = top("0.5")
         assert ran.returncode == 0, ran.stderr + cluster.logs()
         lines = ran.stdout.splitlines()
         assert f"{NUM_PROCESSES} of {NUM_PROCESSES} processes answer" in lines[0]
@@ -292,7 +247,7 @@ def test_top_shows_a_job_and_who_stands_still() -> None:
         server = cluster.processes["embedding-parameter-server-1"]
         server.send_signal(signal.SIGSTOP)
         try:
-            ran = ask_beside(cluster, "top", "--once", "--interval", "0.1", "--timeout", "4")
+            ran = top("0.1", "--timeout", "4")
         finally:
             server.send_signal(signal.SIGCONT)
         assert ran.returncode == 0, ran.stderr
@@ -301,21 +256,26 @@ def test_top_shows_a_job_and_who_stands_still() -> None:
         assert "no answer" in ran.stdout
 
         cluster.kill("embedding-parameter-server-0")
-        ran = ask_beside(cluster, "top", "--once", "--interval", "0.1")
-        assert "not running: connection refused" in ran.stdout
+        assert "not running: connection refused" in top("0.1").stdout
 
 
 @pytest.mark.slow
-def test_the_picture_of_top_is_of_a_real_run(tmp_path: Path) -> None:
-    text = _texts(draw_top(tmp_path))
-    for word in (*ROLES, "slowest:", "samples/s", "accuracy", "6 of 6 processes answer"):
-        assert word in text
-    assert "persia-launcher top" in _texts(ROOT / "docs/images/top.svg")
-
-
-@pytest.mark.slow
-def test_the_picture_of_doctor_is_of_a_real_run(tmp_path: Path) -> None:
-    text = _texts(draw_doctor(tmp_path))
-    for word in ("torch", "huge pages", "feature school of the config", "bytes a row"):
-        assert word in text
-    assert "persia-launcher doctor" in _texts(ROOT / "docs/images/doctor.svg")
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (draw_top, (*ROLES, "slowest:", "samples/s", "accuracy", "6 of 6 processes answer")),
+        (draw_doctor, ("torch", "huge pages", "feature school of the config", "bytes a row")),
+    ],
+)
+def test_pictures_are_of_real_runs(
+    tmp_path: Path, draw: Callable[[Path], Path], words: tuple[str, ...]
+) -> None:
+    made = draw(tmp_path)
+    for path in (made, ROOT / "docs/images" / made.name):
+        root = ElementTree.parse(path).getroot()
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert not root.findall(".//{*}script")
+        text = "\n".join(root.itertext()).replace("\xa0", " ")
+        assert f"persia-launcher {made.stem}" in text
+        for word in words if path == made else ():
+            assert word in text

@@ -94,11 +94,12 @@ class Place:
 def hosts_of(monkeypatch: Monkey, led: dict[str, list[str]]) -> None:
     """Make names lead to hosts; what is not named is not known."""
 
-    def look_up(host: str, port: int, **_: object) -> list[Any]:
+    def look_up(host: str, port: int, *_: object, **__: object) -> list[Any]:
         if not led.get(host):
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        kind = socket.SOCK_STREAM
         return [
-            (socket.AF_INET6 if ":" in one else socket.AF_INET, 0, 0, "", (one, port))
+            (socket.AF_INET6 if ":" in one else socket.AF_INET, kind, 0, "", (one, port))
             for one in led[host]
         ]
 

@@ -15,28 +15,15 @@ from persia.errors import ConfigError
 from tests.cluster.place import Monkey, Place
 
 
-def test_defaults() -> None:
-    assert env.parameter_server_addresses() == ["127.0.0.1:8888"]
-    assert env.embedding_worker_addresses() == ["127.0.0.1:8887"]
-    assert env.nn_worker_addresses() == ["127.0.0.1:23457"]
-    assert env.listen_host() == "127.0.0.1"
-    assert listening_address("embedding-parameter-server", 0) == "tcp://127.0.0.1:8888"
-    assert listening_address("embedding-worker", 3) == "tcp://127.0.0.1:8887"
-    assert listening_address("nn-worker", 0) == "tcp://127.0.0.1:23457"
-
-
 def test_the_old_name_of_the_embedding_workers_counts(monkeypatch: Monkey) -> None:
     monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", "old:1")
     assert env.embedding_worker_addresses() == ["old:1"]
     monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "new:1, new:2")
     assert env.embedding_worker_addresses() == ["new:1", "new:2"]
-
-
-@pytest.mark.parametrize("text", ["a:1,,b:2", "a:1,", " "])
-def test_empty_entries_are_refused(monkeypatch: Monkey, text: str) -> None:
-    monkeypatch.setenv("PERSIA_NN_WORKERS", text)
-    with pytest.raises(ConfigError, match="PERSIA_NN_WORKERS must be a list of addresses"):
-        env.nn_worker_addresses()
+    for text in ("a:1,,b:2", "a:1,", " "):
+        monkeypatch.setenv("PERSIA_NN_WORKERS", text)
+        with pytest.raises(ConfigError, match="PERSIA_NN_WORKERS must be a list of addresses"):
+            env.nn_worker_addresses()
 
 
 @pytest.mark.parametrize(
@@ -49,25 +36,17 @@ def test_an_address_that_cannot_be_read_is_named(place: Place, address: str) -> 
         place.find(address)
 
 
-@pytest.mark.parametrize(
-    ("listed", "index", "options", "want"),
-    [
+def test_where_a_server_listens(monkeypatch: Monkey) -> None:
+    cases: list[tuple[str, int, Any, str]] = [
         ("a:1", 2, {}, "tcp://127.0.0.1:1"),
         ("a:1,b:2", 1, {}, "tcp://127.0.0.1:2"),
         ("a:1,ipc:///tmp/x", 1, {}, "ipc:///tmp/x"),
         ("a:1,ipc:///tmp/x", 1, {"port": 7}, "tcp://127.0.0.1:7"),
-        ("a:1", 0, {"host": "0.0.0.0"}, "tcp://0.0.0.0:1"),
         ("a:1", 0, {"host": "::1"}, "tcp://[::1]:1"),
-    ],
-)
-def test_where_a_server_listens(
-    monkeypatch: Monkey, listed: str, index: int, options: Any, want: str
-) -> None:
-    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", listed)
-    assert listening_address("embedding-parameter-server", index, **options) == want
-
-
-def test_a_server_that_no_entry_is_for(monkeypatch: Monkey) -> None:
+    ]
+    for listed, index, options, want in cases:
+        monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", listed)
+        assert listening_address("embedding-worker", index, **options) == want
     monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "a:1,b:1")
     with pytest.raises(ConfigError, match="expected an address for embedding-worker 2, got 2"):
         listening_address("embedding-worker", 2)
@@ -88,13 +67,17 @@ def test_where_a_rank_listens(monkeypatch: Monkey, listed: str, rank: int, want:
     assert listening_address("nn-worker", rank) == want
 
 
-def test_ranks_that_do_not_fit_the_list(monkeypatch: Monkey) -> None:
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ("a:1,b:1,c:1", "each of 4 ranks, or for each of the nodes"),
+        ("ipc:///tmp/a", "each rank where they are ipc"),
+    ],
+)
+def test_ranks_that_do_not_fit_the_list(monkeypatch: Monkey, listed: str, message: str) -> None:
+    monkeypatch.setenv("PERSIA_NN_WORKERS", listed)
     env.set_env(world_size=4, rank=3, local_rank=1)
-    monkeypatch.setenv("PERSIA_NN_WORKERS", "a:1,b:1,c:1")
-    with pytest.raises(ConfigError, match="each of 4 ranks, or for each of the nodes"):
-        listening_address("nn-worker", 3)
-    monkeypatch.setenv("PERSIA_NN_WORKERS", "ipc:///tmp/a")
-    with pytest.raises(ConfigError, match="each rank where they are ipc"):
+    with pytest.raises(ConfigError, match=message):
         listening_address("nn-worker", 3)
 
 
@@ -113,18 +96,19 @@ def test_nats_is_ignored_with_one_line(
 
 
 @pytest.mark.parametrize(
-    "role", ["embedding-parameter-server", "embedding-worker", "nn-worker"]
+    ("role", "variable", "port"),
+    [
+        ("embedding-parameter-server", "PERSIA_EMBEDDING_PARAMETER_SERVERS", 8888),
+        ("embedding-worker", "PERSIA_EMBEDDING_WORKERS", 8887),
+        ("nn-worker", "PERSIA_NN_WORKERS", 23457),
+    ],
 )
 def test_w71_only_this_machine_is_listened_to_unless_told_otherwise(
-    role: str, monkeypatch: pytest.MonkeyPatch
+    role: str, variable: str, port: int, monkeypatch: Monkey
 ) -> None:
-    listed = {
-        "embedding-parameter-server": "PERSIA_EMBEDDING_PARAMETER_SERVERS",
-        "embedding-worker": "PERSIA_EMBEDDING_WORKERS",
-        "nn-worker": "PERSIA_NN_WORKERS",
-    }
+    assert listening_address(role, 0) == f"tcp://127.0.0.1:{port}"
     # How others get here is not where to listen.
-    monkeypatch.setenv(listed[role], "far.example:4000")
+    monkeypatch.setenv(variable, "far.example:4000")
     assert listening_address(role, 0) == "tcp://127.0.0.1:4000"
     assert listening_address(role, 0, host="10.0.0.1") == "tcp://10.0.0.1:4000"
     monkeypatch.setenv("PERSIA_LISTEN_HOST", "0.0.0.0")

@@ -6,10 +6,8 @@ import os
 import signal
 import threading
 
-import pytest
-
 from persia._cluster import job
-from persia._cluster.job import Event, announce_job_end, status_after_job, watched_process
+from persia._cluster.job import Event, announce_job_end, watched_process
 from persia._rpc.methods import embedding_worker
 from tests.cluster.place import PATIENCE_S, Monkey, Place, hosts_of
 
@@ -36,14 +34,6 @@ def test_a_server_that_comes_back_while_the_job_ends_is_told(
     telling.join(PATIENCE_S)
     assert silent == [[]]
     assert [one.job.status for one in (*workers, first, second)] == [3, 3, 3]
-
-
-@pytest.mark.parametrize(("supervised", "want"), [("1", 0), ("0", 7), ("", 7)])
-def test_the_status_of_who_would_be_started_again(
-    monkeypatch: Monkey, supervised: str, want: int
-) -> None:
-    monkeypatch.setenv("PERSIA_SUPERVISED", supervised)
-    assert status_after_job(7) == want
 
 
 def test_signals_and_failures_come_one_after_the_other() -> None:

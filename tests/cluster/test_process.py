@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,15 +22,17 @@ SCHEMA = EmbeddingSchema.load({"slots_config": {"user": {"dim": 4}}})
 TIMEOUT_S = 20.0
 
 
-class Service:
-    def stats(self) -> dict[str, int]:
-        return {"rows": 3}
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PERSIA_METRICS_PORT", "off")
+    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", f"ipc://{tmp_path}/server")
+    path = tmp_path / "embedding_config.yml"
+    path.write_text("slots_config: {user: {dim: 4}}\n")
+    return path
 
 
 @pytest.fixture
-def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
-    monkeypatch.setenv("PERSIA_METRICS_PORT", "off")
-    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", f"ipc://{tmp_path}/server")
+def process(config: Path) -> Iterator[ServerProcess]:
     with ServerProcess(parameter_server(), Options(None, None)) as made:
         made.listen(
             SCHEMA,
@@ -50,7 +53,7 @@ def test_calls_before_there_is_a_service_are_answered_with_what_is_missing(
     with closing(remote):
         with pytest.raises(ServiceBusy, match="waits: it warms up"):
             remote.client.call("stats", timeout_s=0.3)
-        process.server.service = Service()
+        process.server.service = SimpleNamespace(stats=lambda: {"rows": 3})
         assert remote.client.call("stats") == {"rows": 3}
 
 
@@ -72,13 +75,9 @@ def test_the_exit_status_after_a_signal(process: ServerProcess) -> None:
 
 
 def test_a_signal_during_recovery_is_not_an_ordered_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the state file, whose rows were just found, would be removed."""
-    config = tmp_path / "embedding_config.yml"
-    config.write_text("slots_config: {user: {dim: 4}}\n")
-    monkeypatch.setenv("PERSIA_METRICS_PORT", "off")
-    monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", f"ipc://{tmp_path}/server")
     before = signal.getsignal(signal.SIGTERM)
 
     def recovers(*_: object, **__: object) -> None:
@@ -90,9 +89,7 @@ def test_a_signal_during_recovery_is_not_an_ordered_end(
         run_parameter_server(Options(config, None))
 
 
-def test_replicas_outside_the_set_are_refused(tmp_path: Path) -> None:
-    config = tmp_path / "embedding_config.yml"
-    config.write_text("slots_config: {user: {dim: 4}}\n")
+def test_replicas_outside_the_set_are_refused(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"--replica-index must be in 0\.\.1"):
         run_parameter_server(Options(config, None, replica_index=2, replica_size=2))
     with pytest.raises(ConfigError, match="expected an embedding config"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,6 @@ from persia import _context_stack, env
 from persia._cluster import process_metrics
 from tests.metrics.job import fetch, series
 from tests.support.contexts import SIZE, a_batch, train, trained
-
-
-@pytest.fixture
-def _with_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERSIA_METRICS_PORT", "0")
 
 
 @contextlib.contextmanager
@@ -32,48 +28,25 @@ def readiness() -> tuple[int, str]:
     return fetch(f"{process_metrics.url()}/readyz")
 
 
-class Context:
-    problem = ""
-
-    def metric_sources(self) -> list[object]:
-        return []
-
-    def why_not_ready(self) -> str:
-        return self.problem
-
-    def why_not_healthy(self) -> str:
-        return ""
+def context(problems: list[str]) -> object:
+    return SimpleNamespace(
+        metric_sources=list, why_not_ready=lambda: "".join(problems), why_not_healthy=str
+    )
 
 
-@pytest.mark.usefixtures("_with_port")
-def test_the_endpoint_is_open_until_the_last_release() -> None:
-    with held():
-        url = process_metrics.url()
-        with held():
-            assert process_metrics.url() == url != ""
-        assert process_metrics.url() == url
-    assert process_metrics.url() == ""
-
-
-@pytest.mark.usefixtures("_with_port")
 def test_a_process_is_ready_when_all_its_contexts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_METRICS_PORT", "0")
     entered: list[object] = []
+    problems: list[str] = []
     monkeypatch.setattr(_context_stack, "entered", lambda: entered)
     with held():
         status, text = readiness()
         assert (status, "no context" in text) == (503, True)
-        first, second = Context(), Context()
-        entered += [first, second, object()]
+        entered += [context([]), context(problems), object()]
         assert readiness()[0] == 200
-        second.problem = "no stream"
+        problems.append("no stream")
         status, text = readiness()
         assert (status, "no stream" in text) == (503, True)
-
-
-def test_embedded_mode_opens_no_port_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PERSIA_METRICS_PORT", raising=False)
-    with held():
-        assert process_metrics.url() == ""
 
 
 # --- of contexts -----------------------------------------------------------------------------
@@ -97,42 +70,30 @@ def test_w39_w52_two_contexts_of_a_process_do_not_collide() -> None:
 def test_embedded_mode_has_a_port_if_one_is_asked_for() -> None:
     with trained():
         assert process_metrics.url() == ""
+
+    def samples() -> dict[str | None, float]:
+        found = series(fetch(f"{url}/metrics")[1])
+        name = "persia_trained_samples_total"
+        return {dict(of).get("context"): x for (each, of), x in found.items() if each == name}
+
     with env.changed(PERSIA_METRICS_PORT=0):
-        with trained() as one, trained() as other:
-            train(one, 1)
-            train(other, 2)
-            assert fetch(f"{process_metrics.url()}/readyz") == (200, "ok\n")
-            found = series(fetch(f"{process_metrics.url()}/metrics")[1])
-            names = [dict(labels) for name, labels in found if name == "persia_rows"]
-            assert {labels.get("context") for labels in names} == {None, "2"}
+        with contextlib.ExitStack() as first:
+            train(first.enter_context(trained()), 1)
             url = process_metrics.url()
+            with trained() as other:
+                train(other, 2)
+                assert readiness() == (200, "ok\n")
+                assert samples() == {None: SIZE, "2": 2 * SIZE}
+                # Each keeps its label, else its counters would seem to go on from another's.
+                first.close()
+                assert samples() == {"2": 2 * SIZE}
+                with trained() as third:
+                    train(third, 3)
+                    assert samples() == {None: 3 * SIZE, "2": 2 * SIZE}
+                assert process_metrics.url() == url != ""
         assert process_metrics.url() == ""
         with pytest.raises(OSError, match="refused"):
             fetch(f"{url}/metrics")
-
-
-def test_a_context_keeps_its_label_when_the_first_one_ends() -> None:
-    """Else the second one's counters would seem to go on from those of the first."""
-
-    def samples_of(url: str) -> dict[str | None, float]:
-        name = "persia_trained_samples_total"
-        found = series(fetch(f"{url}/metrics")[1])
-        return {
-            dict(of).get("context"): x
-            for (series_name, of), x in found.items()
-            if series_name == name
-        }
-
-    with env.changed(PERSIA_METRICS_PORT=0), contextlib.ExitStack() as first:
-        train(first.enter_context(trained()), 1)
-        with trained() as other:
-            train(other, 2)
-            assert samples_of(process_metrics.url()) == {None: SIZE, "2": 2 * SIZE}
-            first.close()
-            assert samples_of(process_metrics.url()) == {"2": 2 * SIZE}
-            with trained() as third:
-                train(third, 3)
-                assert samples_of(process_metrics.url()) == {None: 3 * SIZE, "2": 2 * SIZE}
 
 
 def test_servers_of_embedded_mode_tell_apart() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from persia.embedding.data import (
 )
 from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, DataError, ServiceError
-from tests.meta.sources import ROOT
+from tests.support.processes import ROOT, run
 
 SLOTS = {"slots_config": {"user": {"dim": 4}, "item": {"dim": 4}}}
 LOSS = torch.nn.functional.binary_cross_entropy_with_logits
@@ -153,7 +151,7 @@ def test_w02_each_step_is_checked_and_what_is_not_finite_is_not_sent() -> None:
     assert (stats["batches"], stats["skipped"]) == (11, 1)
 
 
-def test_what_these_contexts_cannot_do_is_said() -> None:
+def test_what_these_contexts_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"is_training=False.*eval_ctx\(\)"):
         old_ctx(is_training=False)
     with old_ctx() as ctx:
@@ -166,9 +164,6 @@ def test_what_these_contexts_cannot_do_is_said() -> None:
             ctx.forward(batch)
     with pytest.raises(ConfigError, match="inside `with TrainCtx"):
         ctx.on_after_backward(1.0, 0)
-
-
-def test_several_ranks_need_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("persia.env.get_world_size", lambda: 2)
     with pytest.raises(ConfigError, match="expected one rank, got 2; give it model="):
         old_ctx()
@@ -239,12 +234,5 @@ def test_the_launcher_leaves_word_of_a_failure(tmp_path: Path, end: str) -> None
     script = tmp_path / "script.py"
     say = "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\n"
     script.write_text(say + end)
-    ran = subprocess.run(
-        [sys.executable, "-m", "persia._cli.run", "script", str(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    ran = run("-m", "persia._cli.run", "script", script)
     assert ran.stdout.strip() in ("KeyError('x')", "SystemExit(3)"), ran.stderr

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
 import sys
-import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +17,7 @@ from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx
 from persia.data import DataLoader
 from persia.distributed import DDPOption
 from persia.embedding.optim import SGD
-from tests.meta.sources import ROOT
+from tests.support.processes import ROOT, run
 
 NAMES = [
     (module, name, old) for module, names in OLD_NAMES.items() for name, old in names.items()
@@ -87,14 +84,7 @@ def test_statements_of_then_run() -> None:
         "assert init_backend(worker_size=4) is get_backend()\n"
         "import sys; assert 'torch' not in sys.modules\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-W", "always", "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    ran = run("-W", "always", "-c", program)
     assert ran.returncode == 0, ran.stderr
     assert len(re.findall("DeprecationWarning", ran.stderr)) == 9
 
@@ -142,16 +132,6 @@ def test_an_old_keyword_says_once_what_to_write(name: str, has_model: bool) -> N
     assert isinstance(ctx.embedding_optimizer, SGD)
 
 
-def test_settings_of_an_evaluating_context() -> None:
-    with pytest.warns(DeprecationWarning, match="weight_bound"):
-        ctx = EmbeddingCtx(
-            PreprocessMode.EVAL,
-            embedding_config=SLOTS,
-            weight_bound=3,  # type: ignore[call-arg]
-        )
-    assert ctx.embedding_config.weight_bound == 3
-
-
 def test_ddp_meets_at_the_old_port(monkeypatch: pytest.MonkeyPatch) -> None:
     from persia.compat.contexts import _training
 
@@ -162,7 +142,11 @@ def test_ddp_meets_at_the_old_port(monkeypatch: pytest.MonkeyPatch) -> None:
     assert option.backend == "gloo"
 
 
-def test_signatures_stay_readable() -> None:
+def test_signatures_stay_readable_and_an_evaluating_context_has_its_settings() -> None:
+    old: dict[str, Any] = {"weight_bound": 3}
+    with pytest.warns(DeprecationWarning, match="weight_bound"):
+        ctx = EmbeddingCtx(PreprocessMode.EVAL, embedding_config=SLOTS, **old)
+    assert ctx.embedding_config.weight_bound == 3
     # The hook for old keywords must not hide the arguments from help() and editors.
     for cls in (TrainCtx, EmbeddingCtx, DataLoader):
         assert "args" not in inspect.signature(cls).parameters
@@ -189,15 +173,3 @@ def test_w73_the_package_names_what_it_needs_and_is_one_package() -> None:
     assert Path(str(import_module("persia").__file__)).parent / "_core" in compiled.parents
     with pytest.raises(ModuleNotFoundError):
         import_module("persia_core")
-
-
-def test_arrays_of_the_older_dtypes_are_what_they_were() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        batch = import_module("persia.prelude").PyPersiaBatchData()
-    batch.add_dense_f64(np.zeros((2, 3)))
-    batch.add_dense_i32(np.zeros((2, 1), np.int32))
-    batch.add_dense_i64(np.zeros((2, 1), np.int64))
-    batch.add_id_type_feature_with_single_id(np.arange(2, dtype=np.uint64), "item")
-    dtypes = [each.data.dtype for each in batch.non_id_type_features]
-    assert dtypes == [np.float64, np.int32, np.int64]

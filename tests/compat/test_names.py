@@ -114,18 +114,12 @@ SIGNATURES = signatures()
 # Names that are no functions, or whose signature is *args and **kwargs.
 OTHERS = {
     "persia.ctx": ("PreprocessMode", "eval_ctx"),
-    "persia.embedding.data": ("MAX_BATCH_SIZE",),
     "persia.env": ("PERSIA_LAUNCHER_VERBOSE", "PERSIA_SKIP_CHECK_DATA"),
     "persia.logger": (
-        "COLOR_FORMATTER",
-        "DEFAULT_LOGGER_NAME",
-        "FILE_LOG_FORMAT",
-        "FORMATTER",
-        "LOG_COLOR",
+        *("COLOR_FORMATTER", "DEFAULT_LOGGER_NAME", "FILE_LOG_FORMAT", "FORMATTER"),
         "STREAM_LOG_FORMAT",
     ),
     "persia.prelude": ("OptimizerBase", "is_cuda_feature_available"),
-    "persia.utils": ("MAXIMUM_LOCAL_PORT_NUM",),
 }
 
 
@@ -153,14 +147,10 @@ def test_signature_takes_the_original_calls(place: str) -> None:
         assert is_rest or parameter.default is not REQUIRED, f"{parameter} must be optional"
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module, names in OTHERS.items() for name in names]
-)
-def test_name_is_there(module: str, name: str) -> None:
-    assert resolve(f"{module}:{name}") is not None
-
-
-def test_constants() -> None:
+def test_other_names_and_constants() -> None:
+    for module, names in OTHERS.items():
+        for name in names:
+            assert resolve(f"{module}:{name}") is not None
     assert resolve("persia.embedding.data:MAX_BATCH_SIZE") == 65535
     assert resolve("persia.utils:MAXIMUM_LOCAL_PORT_NUM") == 65535
     assert resolve("persia.logger:LOG_COLOR") == {

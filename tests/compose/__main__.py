@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.compose.chaos import Chaos
@@ -192,7 +192,7 @@ def check_doors() -> None:
             while PORTS[role] not in listening(name):
                 if time.monotonic() > deadline:
                     sys.exit(f"{name} does not listen:\n{run(compose('logs')).stdout[-6000:]}")
-                seconds(0.2)()
+                threading.Event().wait(0.2)
             logs = run(["docker", "logs", name]).stdout
             metrics = map(int, re.findall(r"metrics at http://\S+:(\d+)/", logs))
             others = listening(name) - {PORTS[role], *metrics}
@@ -344,20 +344,6 @@ def kill(service: str, number: int) -> None:
     run(words, check=False)
 
 
-def cut(service: str, number: int, until: Callable[[], object]) -> None:
-    """Take a container from the network, and give it back, under another address perhaps."""
-    name = container(service, number)
-    run(["docker", "network", "disconnect", NETWORK, name])
-    until()
-    run(["docker", "network", "connect", "--alias", service, NETWORK, name])
-
-
-def pause(service: str, number: int, until: Callable[[], object]) -> None:
-    run(["docker", "pause", container(service, number)])
-    until()
-    run(["docker", "unpause", container(service, number)])
-
-
 def restarts(name: str) -> int:
     return int(run(["docker", "inspect", "-f", "{{.RestartCount}}", name]).stdout)
 
@@ -380,17 +366,13 @@ def who_waits(seconds: float) -> str:
     return "\n".join(lines)
 
 
-def seconds(number: float) -> Callable[[], object]:
-    return lambda: threading.Event().wait(number)
-
-
 def check_end(job: Training, exact: bool, count: int = 500) -> dict[str, int]:
     books: dict[str, int] = json.loads(job.wait_for("books "))
     deadline = time.monotonic() + STEP_S
     while run(compose("ps", "-q")).stdout.split():
         if time.monotonic() > deadline:
             sys.exit(run(compose("ps", "-a")).stdout)
-        seconds(0.5)()
+        threading.Event().wait(0.5)
     status = run(compose("ps", "-a", "--format", "{{.Name}}={{.ExitCode}}")).stdout.split()
     expect("exit statuses", [], [one for one in status if not one.endswith("=0")])
     lost = {name: books.get(name, 0) for name in LOSSES}
@@ -403,22 +385,20 @@ def check_end(job: Training, exact: bool, count: int = 500) -> dict[str, int]:
 def faults() -> None:
     """Killed, cut off and stopped while it trains: every batch counts exactly once."""
     of_job = {"WORKSPACE": COUNTS, "NN_ARGUMENT": "--", "PACE_S": "0.03"}
-    scaled = {
-        "DATA_LOADER_REPLICAS": "2",
-        "EMBEDDING_WORKER_REPLICAS": "3",
-        "EMBEDDING_PARAMETER_SERVER_REPLICAS": "2",
-    }
+    scaled = {"DATA_LOADER_REPLICAS": "2", "EMBEDDING_WORKER_REPLICAS": "3"}
+    scaled["EMBEDDING_PARAMETER_SERVER_REPLICAS"] = "2"
     with training(**of_job, **scaled) as job:
         job.wait_for("progress ", 25)
         kill("embedding_worker", 2)
         job.wait_for("progress ", 100)
         kill("data_loader", 1)
         job.wait_for("progress ", 200)
-        pause("embedding_parameter_server", 2, seconds(3.0))
+        harm = Chaos(run, container, NETWORK, {}, lambda: job.progress, who_waits, 0)
+        harm.paused(("embedding_parameter_server", 2), 3.0)
         job.wait_for("progress ", 250)
-        cut("embedding_worker", 1, seconds(5.0))
+        harm.cut(("embedding_worker", 1), 5.0)
         job.wait_for("progress ", 350)
-        cut("embedding_parameter_server", 1, seconds(5.0))
+        harm.cut(("embedding_parameter_server", 1), 5.0)
         books = check_end(job, exact=True)
         for service, number in (("embedding_worker", 2), ("data_loader", 1)):
             name = container(service, number)

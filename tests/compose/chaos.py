@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from subprocess import CompletedProcess
 
 Run = Callable[[Sequence[str]], CompletedProcess[str]]
@@ -35,37 +36,23 @@ MAX_CRASHES = 15
 NOT_KILLED = ("nn_worker",)
 
 
+@dataclass(eq=False)
 class Chaos:
-    """Does harm to containers, and undoes it.
+    """Does harm to containers, and undoes it."""
 
-    Args:
-        run: Runs a command; ends the test if it fails.
-        name: Gives a container's name.
-        network: What containers are cut off from.
-        replicas: How many containers of each service there are.
-        progress: Returns how many batches are trained.
-        waits: Returns which processes have logged in this number of seconds that they wait.
-        seed: Of what happens, by hand; the moments depend on the machine.
-    """
+    _run: Run  # a command; ends the test if it fails
+    _name: Callable[[str, int], str]  # of a container
+    _network: str  # from which containers are cut off
+    _replicas: Mapping[str, int]  # containers of each service
+    _progress: Callable[[], int]  # batches that are trained
+    # Which processes have logged in this number of seconds that they wait.
+    _waits: Callable[[float], str]
+    _seed: int  # of what happens, by hand; the moments depend on the machine
 
-    def __init__(
-        self,
-        run: Run,
-        name: Callable[[str, int], str],
-        network: str,
-        replicas: Mapping[str, int],
-        progress: Callable[[], int],
-        waits: Callable[[float], str],
-        seed: int,
-    ) -> None:
-        self._run = run
-        self._name = name
-        self._network = network
-        self._progress = progress
-        self._waits = waits
-        self._free = [(one, n + 1) for one, number in replicas.items() for n in range(number)]
+    def __post_init__(self) -> None:
+        counts = self._replicas.items()
+        self._free = [(one, n + 1) for one, number in counts for n in range(number)]
         self._lock = threading.Lock()  # guards what is above and the counts
-        self._seed = seed
         self.counts: Counter[tuple[str, str]] = Counter()  # by service and fault
         self.deaths: Counter[Container] = Counter()
         self._crashes: Counter[Container] = Counter()

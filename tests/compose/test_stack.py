@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import yaml
 
 from persia._replica_index import own_number
 from tests.support.docker import why_no_compose
+from tests.support.processes import ROOT, run
 from tests.support.role_keys import FILES
 
-ROOT = Path(__file__).parents[2]
 STACK = ROOT / "compose/stack.yml"
 SETTINGS = ROOT / "compose/.docker.env"
 DOCKERFILE = ROOT / "compose/Dockerfile"
@@ -42,7 +41,7 @@ def variables_read() -> set[str]:
     return set(re.findall(r'"([A-Z][A-Z_]+)"', code))
 
 
-def test_every_variable_that_containers_get_is_read() -> None:
+def test_every_variable_that_containers_get_is_read_and_has_a_value() -> None:
     stack = STACK.read_text()
     for name in settings():
         used = name in variables_read() or f"${{{name}" in stack
@@ -50,10 +49,7 @@ def test_every_variable_that_containers_get_is_read() -> None:
     for role in ROLES:
         for name in services()[role]["environment"]:
             assert name in variables_read(), name
-
-
-def test_every_variable_of_the_stack_has_a_value() -> None:
-    for name, default in re.findall(r"\$\{([A-Z_]+)(:-)?", STACK.read_text()):
+    for name, default in re.findall(r"\$\{([A-Z_]+)(:-)?", stack):
         assert default or name in settings(), name
 
 
@@ -66,9 +62,6 @@ def test_one_value_scales_a_role(role: str) -> None:
     assert service["environment"]["REPLICA_INDEX"] == "auto"
     assert service["restart"].startswith("on-failure")
     assert service["environment"]["PERSIA_SUPERVISED"] == "1"
-
-
-def test_the_trainer_is_not_started_again() -> None:
     assert services()["nn_worker"]["restart"] == "no"
 
 
@@ -81,16 +74,19 @@ def test_containers_may_do_little(name: str) -> None:
     assert service["init"] is True
     assert "privileged" not in service
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
-    if name in ROLES:
-        assert service["networks"] == ["cluster"]
-        assert all(
-            mount.endswith(":ro") or mount == "rows:/dev/shm" for mount in service["volumes"]
-        )
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_memory_is_limited_above_what_servers_take(role: str) -> None:
-    limit = services()[role]["deploy"]["resources"]["limits"]["memory"]
+def test_roles_are_limited_and_asked_whether_they_live(role: str) -> None:
+    service = services()[role]
+    assert service["networks"] == ["cluster"]
+    assert all(one.endswith(":ro") or one == "rows:/dev/shm" for one in service["volumes"])
+    # A stranger's connection takes one until its handshake is given up.
+    assert service["ulimits"] == {"nofile": 4096}
+    module, *options, asked = service["healthcheck"]["test"][3:]
+    assert (module, asked) == ("persia._cli.health", role.replace("_", "-"))
+    assert options == (["--ready"] if role in ("data_loader", "nn_worker") else [])
+    limit = service["deploy"]["resources"]["limits"]["memory"]
     value = settings()[limit.removeprefix("${").removesuffix("}")]
     container = int(value[:-1]) * UNITS[value[-1]]
     config = yaml.safe_load(
@@ -99,13 +95,6 @@ def test_memory_is_limited_above_what_servers_take(role: str) -> None:
     # Without one it is 70 % of the container's.
     own = config["embedding_parameter_server_config"].get("memory_limit", 0)
     assert own < container
-
-
-def test_healthchecks_ask_the_role_itself() -> None:
-    for role in ROLES:
-        module, *options, asked = services()[role]["healthcheck"]["test"][3:]
-        assert (module, asked) == ("persia._cli.health", role.replace("_", "-"))
-        assert options == (["--ready"] if role in ("data_loader", "nn_worker") else [])
 
 
 def test_w70_a_pod_needs_the_image_and_no_rights_in_its_cluster() -> None:
@@ -120,17 +109,12 @@ def test_w70_a_pod_needs_the_image_and_no_rights_in_its_cluster() -> None:
     assert commands["persia-launcher"] == "persia.launcher"
     for name, module in commands.items():
         assert importlib.util.find_spec(module) is not None, name
-    assert "\nUSER 10001:10001\n" in DOCKERFILE.read_text()
+    assert re.findall(r"^USER (\S+)$", DOCKERFILE.read_text(), re.MULTILINE) == ["10001:10001"]
+    assert "uid=10001,gid=10001" in STACK.read_text()
     assert "kubernetes" not in project
     assert own_number("servers-3", lambda _: []) == 3
     # At every address of the pod, by the operator's word only (W-71).
     assert settings()["PERSIA_LISTEN_HOST"] == "0.0.0.0"
-
-
-def test_descriptors_are_limited() -> None:
-    """A stranger's connection takes one until its handshake is given up."""
-    for role in ROLES:
-        assert services()[role]["ulimits"] == {"nofile": 4096}
 
 
 def test_images_and_packages_are_pinned() -> None:
@@ -177,70 +161,38 @@ def test_the_image_has_what_the_package_needs() -> None:
     assert f"\ntorch=={constraint[1]}+cpu " in f"\n{pinned}"
 
 
-def test_containers_do_not_run_as_root() -> None:
-    text = DOCKERFILE.read_text()
-    users = re.findall(r"^USER (\S+)$", text, re.MULTILINE)
-    assert users == ["10001:10001"]
-    assert "uid=10001,gid=10001" in STACK.read_text()
-
-
 # --- as Compose reads it ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("refusal", "status", "why"),
-    [
-        (None, 0, "docker is not installed"),
-        ("docker: 'compose' is not a docker command.", 1, "docker has no Compose plugin"),
-        ("unknown flag: --format", 125, "docker has no Compose plugin"),
-        ("docker: unknown command: docker compose", 1, "docker has no Compose plugin"),
-        ("", 0, ""),
-    ],
-)
 def test_what_is_missing_is_found_in_every_docker(
-    refusal: str | None,
-    status: int,
-    why: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if refusal is not None:
-        script = f'#!/bin/sh\necho "{refusal}" >&2\nexit {status}\n'
-        (tmp_path / "docker").write_text(script)
-        (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert why_no_compose() == why
+    assert why_no_compose() == "docker is not installed"
+    for status in (1, 125, 0):
+        (tmp_path / "docker").write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / "docker").chmod(0o755)
+        assert why_no_compose() == ("docker has no Compose plugin" if status else "")
 
 
 def rendered(*files: str, **changes: str) -> dict[str, Any]:
     if why := why_no_compose():
         pytest.skip(why)
     words = ["docker", "compose", *(word for file in files for word in ("-f", file))]
-    got = subprocess.run(
-        [*words, "config", "--format", "json"],
-        cwd=ROOT,
-        env={**os.environ, "COMPOSE_PROFILES": "train,monitoring", **changes},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    own = {**os.environ, "COMPOSE_PROFILES": "train,monitoring", **changes}
+    got = run(*words, "config", "--format", "json", env=own)
     assert got.returncode == 0, got.stderr
     config: dict[str, Any] = json.loads(got.stdout)
     return config
 
 
-def test_compose_reads_the_stack_from_the_root() -> None:
-    config = rendered()
+def test_compose_reads_the_stack_from_the_root_and_a_shell_variable_scales() -> None:
+    config = rendered(EMBEDDING_WORKER_REPLICAS="5")
     assert config["name"] == "persia"
     assert config["services"].keys() >= {*ROLES, "data", "prometheus", "grafana"}
     assert config["services"]["embedding_parameter_server"]["deploy"]["replicas"] == 3
     assert config["networks"]["cluster"]["internal"] is True
-
-
-def test_a_shell_variable_scales() -> None:
-    changes = {"EMBEDDING_WORKER_REPLICAS": "5"}
-    worker = rendered(**changes)["services"]["embedding_worker"]
+    worker = config["services"]["embedding_worker"]
     assert worker["deploy"]["replicas"] == 5
     assert worker["environment"]["REPLICA_SIZE"] == "5"
 

@@ -17,15 +17,15 @@ def test_w07_the_fingerprint_is_of_what_signs_mean() -> None:
     same["slots_config"]["sum"]["pooling"] = "mean"
     same["slots_config"]["raw"]["sample_fixed_size"] = 9
     assert schema_fingerprint(EmbeddingSchema.load(same)) == schema_fingerprint(SCHEMA)
-    for key, value in (("feature_index_prefix_bit", 9), ("feature_groups", {})):
-        other = copy.deepcopy(CONFIG) | {key: value}
-        assert schema_fingerprint(EmbeddingSchema.load(other)) != schema_fingerprint(SCHEMA)
-    other = copy.deepcopy(CONFIG)
-    other["slots_config"] = {"new": {"dim": 4}} | other["slots_config"]
-    assert schema_fingerprint(EmbeddingSchema.load(other)) != schema_fingerprint(SCHEMA)
-    other = copy.deepcopy(CONFIG)
-    other["slots_config"]["mean"]["dim"] = 8
-    assert schema_fingerprint(EmbeddingSchema.load(other)) != schema_fingerprint(SCHEMA)
+    slots = CONFIG["slots_config"]
+    for key, value in (
+        ("feature_index_prefix_bit", 9),
+        ("feature_groups", {}),
+        ("slots_config", {"new": {"dim": 4}} | slots),
+        ("slots_config", slots | {"mean": {"dim": 8, "pooling": "mean"}}),
+    ):
+        other = EmbeddingSchema.load(CONFIG | {key: value})
+        assert schema_fingerprint(other) != schema_fingerprint(SCHEMA)
 
 
 def diff(other: dict[str, Any]) -> str:
@@ -62,37 +62,28 @@ def test_fingerprints_that_say_nothing_are_shown(monkeypatch: pytest.MonkeyPatch
         )
 
 
-def grouped(settings: dict[str, Any] | None) -> EmbeddingSchema:
-    """Slots a and b in group g, c and d by themselves, all of one dim."""
-    return EmbeddingSchema.load(
-        {
-            "slots_config": {name: {"dim": 8} for name in "abcd"},
-            "feature_groups": {"g": ["a", "b"]},
-            "group_settings": settings,
-        }
-    )
+def grouped(**settings: dict[str, Any]) -> str:
+    """The fingerprint of slots in a group g, and one by itself."""
+    config = {
+        "slots_config": {name: {"dim": 8} for name in "abc"},
+        "feature_groups": {"g": ["a", "b"]},
+        "group_settings": settings,
+    }
+    return schema_fingerprint(EmbeddingSchema.load(config))
 
 
 def test_the_fingerprint_is_of_the_settings_too() -> None:
-    settings: list[dict[str, Any] | None] = [
-        None,
-        {"g": {"optimizer": {}}},
-        {"g": {"dtype": "float16"}},
-        {"g": {"dtype": "bfloat16"}},
-        {"g": {"optimizer": {"lr": 0.5}}},
-        {"g": {"optimizer": {"lr": 0.25}}},
-        {"g": {"optimizer": {"name": "adam", "lr": 0.25}}},
+    found = [
+        grouped(),
+        grouped(g={"optimizer": {}}),
+        grouped(g={"eviction": {}}),
+        grouped(g={"dtype": "float16"}),
+        grouped(g={"dtype": "bfloat16"}),
+        grouped(g={"optimizer": {"lr": 0.5}}),
+        grouped(g={"optimizer": {"lr": 0.25}}),
+        grouped(g={"optimizer": {"name": "adam", "lr": 0.25}}),
     ]
-    assert len({schema_fingerprint(grouped(one)) for one in settings}) == len(settings)
-
-
-def test_settings_that_differ_are_named() -> None:
-    one, other = (
-        grouped({"g": {"optimizer": {"lr": 0.5}}}),
-        grouped({"c": {"optimizer": {}}}),
-    )
-    text = describe_differences(
-        schema_fingerprint(one), schema_fingerprint(other), "here", "there"
-    )
+    assert len(set(found)) == len(found)
+    text = describe_differences(found[5], grouped(c={"optimizer": {}}), "here", "there")
     assert "group_settings.c is absent here and {'optimizer'" in text
     assert "group_settings.g is {'optimizer': {'name': None, 'options': {'lr': 0.5}}}" in text

@@ -127,38 +127,25 @@ def test_two_files_that_were_swapped_are_said_to_be(tmp_path: Path) -> None:
             cls.load(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    path = tmp_path / "config.yml"
+    for text, message in (
         ("", "expected a mapping, got nothing"),
         ("- a\n", "expected a mapping, got a list"),
-        ("just words\n", "expected a mapping, got 'just words'"),
         ("slots_config: {\n", "expected YAML"),
-        (
-            "slots_config:\n  a: {dim: 8}\n  a: {dim: 9}\n",
-            ":3: expected YAML: key 'a' is already given in line 2",
-        ),
-    ],
-)
-def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "config.yml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        EmbeddingSchema.load(str(path))
-    assert str(caught.value).startswith(f"{path}:")
-    assert message in str(caught.value)
+        ("slots_config:\n  a: {dim: 8}\n  a: {dim: 9}\n", "key 'a' is already given in line 2"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=f"^{path}:.*{message}"):
+            EmbeddingSchema.load(str(path))
 
 
-def test_w39_a_missing_file_is_an_error_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "none.yml"
-    with pytest.raises(ConfigError, match=f"embedding config: .*{path}"):
-        EmbeddingSchema.load(path)
-
-
-def test_w39_a_file_that_cannot_be_read_is_named(
+def test_w39_a_file_that_is_missing_or_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "config.yml"
+    with pytest.raises(ConfigError, match=f"embedding config: .*{path}"):
+        EmbeddingSchema.load(path)
     path.touch()
 
     def refuse(self: Path, **_: object) -> str:
@@ -168,8 +155,5 @@ def test_w39_a_file_that_cannot_be_read_is_named(
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(ConfigError, match=f"embedding config: .*Permission denied.*{path}"):
         EmbeddingSchema.load(path)
-
-
-def test_a_source_of_another_type() -> None:
     with pytest.raises(ConfigError, match="embedding config: expected a path or a mapping"):
         EmbeddingSchema.load(7)  # type: ignore[arg-type]

@@ -65,12 +65,6 @@ def test_reads_a_file_of_the_original(tmp_path: Path) -> None:
     assert [slot.table for slot in schema.slots.values()] == [0, 0, 1]
 
 
-def test_a_schema_is_returned_as_it_is_and_can_be_sent() -> None:
-    schema = load()
-    assert EmbeddingSchema.load(schema) is schema
-    assert pickle.loads(pickle.dumps(schema)) == schema
-
-
 @pytest.mark.parametrize("spelling", ["slot_config", "slot_configs"])
 def test_old_spellings_work_and_say_so(spelling: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"{spelling}.*'slots_config'") as caught:
@@ -79,22 +73,12 @@ def test_old_spellings_work_and_say_so(spelling: str) -> None:
     assert caught[0].filename == __file__  # Python shows it only where it points at the user
 
 
-def test_two_spellings_at_once_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'slots_config' and 'slot_config' are the same"):
-        load(slot_config=slots("b"))
-
-
 def test_explicit_groups_come_first_in_file_order() -> None:
     schema = load(
         slots_config=slots("a", "b", "c", "d"), feature_groups={"y": ["d"], "x": ["c", "a"]}
     )
     assert schema.groups == {"y": 0, "x": 1, "b": 2}
-    assert {name: slot.group for name, slot in schema.slots.items()} == {
-        "a": "x",
-        "b": "b",
-        "c": "x",
-        "d": "y",
-    }
+    assert [slot.group for slot in schema.slots.values()] == ["x", "b", "x", "y"]
     assert schema.slots["a"].prefix == schema.slots["c"].prefix == 2 << 56
     assert schema.slots["b"].prefix == 3 << 56
 
@@ -106,7 +90,6 @@ def test_explicit_groups_come_first_in_file_order() -> None:
         ("sqrt_scaling: true", "sqrt"),
         ("embedding_summation: true, sqrt_scaling: true", "sqrt"),
         ("embedding_summation: false", "raw"),
-        ("pooling: mean", "mean"),
         ("pooling: mean, embedding_summation: true, sqrt_scaling: false", "mean"),
         ("pooling: max", "max"),
         ("pooling: sqrt, sqrt_scaling: true", "sqrt"),
@@ -129,6 +112,8 @@ def test_pooling(keys: str, want: str) -> None:
 def test_pooling_that_contradicts_the_old_keys(settings: dict[str, Any], other: str) -> None:
     with pytest.raises(ConfigError, match=rf"slots_config\.a\.pooling: .* contradicts {other}"):
         one(**settings)
+    with pytest.raises(ConfigError, match="'slots_config' and 'slot_config' are the same"):
+        load(slot_config=slots("b"))
 
 
 @pytest.mark.parametrize("settings", [{"embedding_summation": False}, {"pooling": "jagged"}])
@@ -150,21 +135,15 @@ def test_hash_stack() -> None:
 
 
 def test_row_settings_make_tables() -> None:
+    own = {"mean": 1.0, "standard_deviation": 0.01}
     schema = load(
         slots_config={
             "a": {"dim": 8, "initialization": {"method": "normal", "mean": 1}},
             "b": {"dim": 8, "admit_probability": 0.5},
-            "c": {
-                "dim": 8,
-                "initialization": {
-                    "method": "normal",
-                    "standard_deviation": 0.01,
-                    "mean": 1.0,
-                },
-            },
+            "c": {"dim": 8, "initialization": {"method": "normal", **own}},
         }
     )
-    normal = Initialization("normal", {"mean": 1.0, "standard_deviation": 0.01})
+    normal = Initialization("normal", own)
     assert schema.tables == (Table(0, 8, normal, None), Table(1, 8, None, 0.5))
     assert [slot.table for slot in schema.slots.values()] == [0, 1, 0]
 
@@ -173,70 +152,32 @@ STACK = "slots_config: {a: {dim: 8, hash_stack_config: {hash_stack_rounds: 2, "
 
 BAD = [
     ("feature_group: {}", "feature_group: unknown key, did you mean 'feature_groups'?"),
-    (
-        "slots_config: {a: {dim: 8, sample_fix_size: 3}}",
-        "slots_config.a.sample_fix_size: unknown key, did you mean 'sample_fixed_size'?",
-    ),
+    ("slots_config: {a: {dim: 8, sample_fix_size: 3}}", "did you mean 'sample_fixed_size'?"),
     ("slots_config: {a: {}}", "slots_config.a.dim: the key is required"),
-    ("slots_config: {a: }", "slots_config.a: expected a mapping, got nothing"),
-    ("slots_config: {a: {dim: '8'}}", "a.dim: expected an integer in 1..65536, got '8'"),
     ("slots_config: {a: {dim: true}}", "a.dim: expected an integer in 1..65536, got True"),
     ("slots_config: {a: {dim: 0}}", "a.dim: expected an integer in 1..65536, got 0"),
     ("slots_config: {a: {dim: 65537}}", "a.dim: expected an integer in 1..65536, got 65537"),
-    (
-        "slots_config: {a: {dim: 8, sample_fixed_size: 0}}",
-        "sample_fixed_size: expected an integer in 1..2147483647, got 0",
-    ),
-    (
-        "slots_config: {a: {dim: 8, pooling: summ}}",
-        "slots_config.a.pooling: expected one of sum, mean, sqrt, max, raw, jagged, "
-        "got 'summ', did you mean 'sum'?",
-    ),
+    ("slots_config: {a: {dim: 8, sample_fixed_size: 0}}", "sample_fixed_size: expected"),
+    ("slots_config: {a: {dim: 8, pooling: summ}}", "slots_config.a.pooling: expected one of"),
     ("slots_config: {}", "slots_config: expected at least one slot, got none"),
     ("slots_config: {'': {dim: 8}}", "expected names for slots, got ''"),
     ("feature_groups: {'': [a]}", "expected names for groups"),
-    ("slots_config: ", "slots_config: the key is required"),
-    ("slots_config: [{a: 1}]", "slots_config: expected a mapping, got a list"),
-    (
-        "slots_config: {7: {dim: 8}}",
-        "slots_config: expected names as keys, got 7; put it in quotes",
-    ),
     ("feature_index_prefix_bit: 0", "_prefix_bit: expected an integer in 1..63, got 0"),
     ("feature_index_prefix_bit: 64", "_prefix_bit: expected an integer in 1..63, got 64"),
-    (
-        "slots_config: {a: {dim: 8, index_prefix: 3}}",
-        "slots_config.a.index_prefix: is computed from the feature groups, got 3",
-    ),
+    ("slots_config: {a: {dim: 8, index_prefix: 3}}", "a.index_prefix: is computed from"),
     ("feature_groups: {g: [aa]}", "feature_groups.g: unknown slot 'aa', did you mean 'a'?"),
     ("feature_groups: {g: [a], h: [a]}", "groups.h: slot 'a' is already in group 'g'"),
     ("feature_groups: {g: [a, a]}", "feature_groups.g: slot 'a' is already in group 'g'"),
-    ("feature_groups: {g: a}", "feature_groups.g: expected a list, got 'a'"),
     (
         "{slots_config: {a: {dim: 8}, b: {dim: 8}}, feature_groups: {a: [b]}}",
         "feature_groups.a: slot 'a' is in no group",
     ),
     (f"{STACK}}}}}}}", "slots_config.a.hash_stack_config.embedding_size: the key is required"),
     (f"{STACK}embedding_size: 0}}}}}}", "embedding_size: 2 rounds need at least 1 row, got 0"),
-    (
-        f"feature_index_prefix_bit: 60\n{STACK}embedding_size: 9}}}}}}",
-        "slots_config.a.hash_stack_config: 2 rounds of 9 rows do not fit into 4 bits",
-    ),
-    (
-        "slots_config: {a: {dim: 8, admit_probability: 1.5}}",
-        "slots_config.a.admit_probability: expected a probability in 0..1, got 1.5",
-    ),
-    (
-        "slots_config: {a: {dim: 8, initialization: {mean: 0}}}",
-        "slots_config.a.initialization.method: expected one of uniform, normal",
-    ),
-    (
-        "slots_config: {a: {dim: 8, initialization: {method: norml}}}",
-        "a.initialization: initialization 'norml' is not known; did you mean 'normal'?",
-    ),
-    (
-        "slots_config: {a: {dim: 8, initialization: {method: zeros, mean: 1}}}",
-        "slots_config.a.initialization: initialization zeros has no option 'mean'",
-    ),
+    (f"feature_index_prefix_bit: 60\n{STACK}embedding_size: 9}}}}}}", "do not fit into 4 bits"),
+    ("slots_config: {a: {dim: 8, admit_probability: 1.5}}", "a.admit_probability: expected a"),
+    ("slots_config: {a: {dim: 8, initialization: {mean: 0}}}", "a.initialization.method: "),
+    ("slots_config: {a: {dim: 8, initialization: {method: norml}}}", "did you mean 'normal'?"),
 ]
 
 
@@ -249,46 +190,28 @@ def test_bad_keys_and_values_name_their_place(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "first", "second", "message"),
+    ("setting", "first", "second"),
     [
-        ("dim", 8, 16, "dim of 'a' is 8 and of 'b' is 16"),
-        ("admit_probability", 0.5, None, "admit_probability of 'a' is 0.5 and of 'b' is None"),
-        (
-            "initialization",
-            {"method": "zeros"},
-            {"method": "constant", "value": 0},
-            "initialization of 'a' is {'method': 'zeros', 'options': {}} and of 'b' is "
-            "{'method': 'constant', 'options': {'value': 0.0}}",
-        ),
+        ("dim", 8, 16),
+        ("admit_probability", 0.5, None),
+        ("initialization", {"method": "zeros"}, {"method": "constant", "value": 0}),
         (
             "hash_stack_config",
             {"hash_stack_rounds": 2, "embedding_size": 10},
             {"hash_stack_rounds": 2, "embedding_size": 11},
-            "hash_stack_config of 'a' is {'hash_stack_rounds': 2, 'embedding_size': 10} and "
-            "of 'b' is {'hash_stack_rounds': 2, 'embedding_size': 11}",
         ),
     ],
 )
-def test_w16_slots_of_a_group_must_agree(
-    setting: str, first: object, second: object, message: str
-) -> None:
+def test_w16_slots_of_a_group_must_agree(setting: str, first: object, second: object) -> None:
     config = {
         "a": {"dim": 8, setting: first},
-        "b": {"dim": 8, setting: second},
+        "b": {"dim": 8, "pooling": "raw", setting: second},
     }
     assert len(load(slots_config=config).groups) == 2
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"feature_groups.g: .*but {setting} of 'a' is .* of"):
         load(slots_config=config, feature_groups={"g": ["a", "b"]})
-    assert str(caught.value) == (
-        f"embedding config: feature_groups.g: slots of a group share rows, but {message}"
-    )
-
-
-def test_slots_of_a_group_may_pool_differently() -> None:
-    schema = load(
-        slots_config={"a": {"dim": 8}, "b": {"dim": 8, "pooling": "raw"}},
-        feature_groups={"g": ["a", "b"]},
-    )
+    config["b"][setting] = first
+    schema = load(slots_config=config, feature_groups={"g": ["a", "b"]})
     assert schema.slots["a"].prefix == schema.slots["b"].prefix
 
 
@@ -317,11 +240,6 @@ def test_w07_groups_keep_their_names_beside_their_numbers() -> None:
 # --- initial values ----------
 
 
-def test_parameters_of_an_initialization_are_filled_in() -> None:
-    assert Initialization("uniform", {"lower": -1}).options == {"lower": -1.0, "upper": 0.01}
-    assert Initialization("zeros", {}).options == {}
-
-
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
@@ -337,6 +255,7 @@ def test_an_initialization_that_cannot_be_used(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Initialization(method, options)
+    assert Initialization("uniform", {"lower": -1}).options == {"lower": -1.0, "upper": 0.01}
 
 
 # --- group_settings ---------------------------------------------------------------------------
@@ -358,19 +277,12 @@ def test_a_group_with_an_optimizer_has_a_table_to_itself() -> None:
     assert schema_fingerprint(EmbeddingSchema.load(schema)) == schema_fingerprint(schema)
 
 
-def test_settings_that_say_nothing_change_nothing() -> None:
+def test_settings_that_say_nothing_change_nothing_but_for_a_learning_rate() -> None:
     plain = grouped(None)
     assert len(plain.tables) == 1
     assert grouped({"g": {}, "c": {"optimizer": None}}) == plain
-
-
-def test_an_optimizer_that_changes_nothing_still_gives_a_learning_rate_of_its_own() -> None:
-    assert [grouped({"c": {"optimizer": {}}}).slots[name].table for name in "abcd"] == [
-        0,
-        0,
-        1,
-        0,
-    ]
+    schema = grouped({"c": {"optimizer": {}}})
+    assert [slot.table for slot in schema.slots.values()] == [0, 0, 1, 0]
 
 
 def test_a_named_optimizer_stands_for_itself_and_another_changes_the_registered_one() -> None:
@@ -397,20 +309,16 @@ def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
         ("h: {}", r"group_settings\.h: unknown group"),
         ("a: {}", r"group_settings\.a: unknown group.*outside any group"),
         ("g: {optimiser: {}}", r"settings\.g\.optimiser: unknown key.*'optimizer'"),
-        ("g: {optimizer: 3}", r"group_settings\.g\.optimizer: expected a mapping"),
         ("g: {optimizer: {name: 3}}", r"g\.optimizer\.name: expected one of sgd, "),
         ("g: {optimizer: {name: adem}}", r"g\.optimizer: .*did you mean 'adam'"),
         ("g: {optimizer: {name: sgd}}", r"g\.optimizer: sgd: lr .* not given"),
         ("g: {optimizer: {momentum: 1, name: adam}}", "adam has no option 'momentum'"),
         ("g: {optimizer: {weight_deca: 1}}", "option 'weight_deca'.*'weight_decay'"),
         ("g: {optimizer: {lr: -1}}", "lr must be at least 0, got -1"),
-        ("g: {optimizer: {lr: big}}", "lr must be a number, got 'big'"),
         ("g: {optimizer: {beta1: 1}}", "beta1 must be below 1"),
         ("g: {optimizer: {original_order: 1}}", "original_order must be True or False"),
         ("g: {dtype: f16}", r"g\.dtype: expected one of float32, .*got 'f16'"),
-        ("g: {dtype: 16}", r"g\.dtype: expected one of float32"),
         ("g: {eviction: {policy: fifo}}", r"g\.eviction\.policy: expected one of lru, lfu"),
-        ("g: {eviction: {ttl: 3}}", r"g\.eviction\.ttl: unknown key"),
         ("g: {eviction: {ttl_seconds: 0}}", r"eviction\.ttl_seconds: expected 0\.001\.\."),
         ("g: {eviction: {ttl_seconds: .nan}}", "ttl_seconds: expected"),
         ("g: {eviction: {ttl_seconds: .inf}}", "ttl_seconds: expected"),
@@ -419,10 +327,7 @@ def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
         ("g: {admission: {}}", r"g\.admission\.policy: the key is required"),
         ("g: {admission: {policy: count}}", "threshold: is required with policy 'count'"),
         ("g: {admission: {policy: probability}}", "probability: is required with policy"),
-        (
-            "g: {admission: {policy: count, probability: 0.5, threshold: 2}}",
-            "probability: has no meaning with policy 'count'",
-        ),
+        ("g: {admission: {policy: count, probability: 0.5, threshold: 2}}", "has no meaning"),
         ("g: {admission: {policy: count, threshold: 0}}", r"threshold: .* 1\.\.255, got 0"),
         ("g: {admission: {policy: count, threshold: 256}}", r"1\.\.255, got 256"),
         ("g: {admission: {policy: probability, probability: 2}}", r"0\.\.1, got 2"),
@@ -457,8 +362,6 @@ def test_tables_are_split_by_eviction_and_admission() -> None:
         GroupSettings(eviction=eviction),
         GroupSettings(admission=admission),
     ]
-    changed: dict[str, Any] = {"g": {"eviction": {}}}
-    assert schema_fingerprint(grouped(changed)) != schema_fingerprint(grouped(None))
 
 
 def test_times_to_live_are_milliseconds_or_steps() -> None:
@@ -469,9 +372,7 @@ def test_times_to_live_are_milliseconds_or_steps() -> None:
 
 def test_a_new_id_is_admitted_in_one_way() -> None:
     with pytest.raises(ConfigError, match=r"group_settings\.a\.admission: slot 'a' has an"):
-        EmbeddingSchema.load(
-            {
-                "slots_config": {"a": {"dim": 8, "admit_probability": 0.5}},
-                "group_settings": {"a": {"admission": {"policy": "count", "threshold": 2}}},
-            }
+        load(
+            slots_config=slots("a", admit_probability=0.5),
+            group_settings={"a": {"admission": {"policy": "count", "threshold": 2}}},
         )

@@ -11,18 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from persia._core.base.halves import DTYPES
-from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia.errors import DimMismatch
+from tests.core.stores import NO_ROW, UNIFORM, Floats, u64
 from tests.reference.hashing import unmix64
 from tests.reference.store import Row, Store
 
-Floats = NDArray[np.float32]
-
 DIMS = (1, 5, 8)
-UNIFORM = Initializer("uniform")
-NO_ROW = 2**32 - 1
 EDGES = [0, 1, 2**32 - 1, 2**63, 2**64 - 1]
 # Equal in bucket and tag, so that only the sign in the row distinguishes them.
 TWINS = [unmix64(serial << 40 | 0x1F00000000) for serial in range(30)]
@@ -41,14 +37,14 @@ hot = st.lists(st.sampled_from(HOT), min_size=1, max_size=20)
 
 
 @st.composite
-def many(draw: st.DrawFn) -> list[int]:
-    """Up to the whole pool, chosen by one seed: lists of such a size would be slow to draw."""
+def many(draw: st.DrawFn, pool: list[int], most: int, repeats: bool) -> list[int]:
+    """From 20 ids on, chosen by one seed: lists of such a size would be slow to draw."""
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    size = draw(st.integers(20, len(POOL)))
-    return [POOL[i] for i in rng.integers(0, len(POOL), size)]
+    places = rng.choice(len(pool), draw(st.integers(20, most)), replace=repeats)
+    return [pool[place] for place in places]
 
 
-requests = st.one_of(few, hot, many())
+requests = st.one_of(few, hot, many(POOL, len(POOL), True))
 probabilities = st.sampled_from([0.0, 0.5, 1.0])
 
 
@@ -64,10 +60,6 @@ def by_dim(signs: list[int]) -> dict[int, list[int]]:
     return groups
 
 
-def array(signs: list[int]) -> NDArray[np.uint64]:
-    return np.array(signs, dtype=np.uint64)
-
-
 def bits(values: Floats) -> NDArray[np.uint32]:
     return np.ascontiguousarray(values).view(np.uint32)
 
@@ -80,7 +72,9 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(data=st.data(), optimizer=st.sampled_from(sorted(OPTIMIZERS)))
     def start(self, data: st.DataObject, optimizer: str) -> None:
         capacity = data.draw(self.capacities, "capacity")
-        num_shards = data.draw(self.num_shards, "num_shards")
+        self.set_up(optimizer, capacity, data.draw(self.num_shards, "num_shards"))
+
+    def set_up(self, optimizer: str, capacity: int, num_shards: int) -> None:
         name, options = OPTIMIZERS[optimizer]
         real = RowOptimizer(name, **options)
         self.store = EmbeddingStore(capacity, num_shards=num_shards, seed=11)
@@ -100,7 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
             rows = np.full((len(part), dim), np.nan, np.float32)
             hints = np.full(len(part), 1, np.uint32)
             counts = self.store.lookup_train(
-                array(part),
+                u64(part),
                 UNIFORM,
                 probability,
                 self.batch_id,
@@ -135,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.known.update(signs)
         for dim, part in by_dim(signs).items():
             rows = np.full((len(part), dim), np.nan, np.float32)
-            missing = self.store.lookup_eval(array(part), rows, dtype=self.dtypes[dim])
+            missing = self.store.lookup_eval(u64(part), rows, dtype=self.dtypes[dim])
             expected, absent = self.model.lookup_eval(part, dim)
             assert missing == absent
             assert np.array_equal(bits(rows), bits(expected))
@@ -160,7 +154,7 @@ class StoreMachine(RuleBasedStateMachine):
                 hints = rng.choice(np.array(kept, np.uint32), len(part))
             gradients = rng.standard_normal((len(part), dim)).astype(np.float32)
             dtype = self.dtypes[dim]
-            missing = self.store.update(array(part), hints, gradients, dtype=dtype, number=seed)
+            missing = self.store.update(u64(part), hints, gradients, dtype=dtype, number=seed)
             assert missing == self.model.update(part, gradients, dtype, seed)
 
     @rule(signs=requests, with_states=st.booleans(), seed=st.integers(0, 2**16))
@@ -172,12 +166,12 @@ class StoreMachine(RuleBasedStateMachine):
             states = None
             if with_states:
                 states = rng.random((len(part), self.words[dim]), np.float32).view(np.uint32)
-            self.store.write(array(part), values, states, dtype=self.dtypes[dim])
+            self.store.write(u64(part), values, states, dtype=self.dtypes[dim])
             self.model.write(part, values, states, self.dtypes[dim])
 
     @rule(signs=requests)
     def delete(self, signs: list[int]) -> None:
-        assert self.store.delete(array(signs)) == self.model.delete(signs)
+        assert self.store.delete(u64(signs)) == self.model.delete(signs)
 
     @rule(reuse=st.booleans())
     def clear(self, reuse: bool) -> None:
@@ -197,7 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _refuses(self, sign: int, dim: int, dtype: str) -> None:
         rows = np.zeros((1, dim), np.float32)
         hints = np.array([self.hints.get(sign, 0)], np.uint32)
-        one = array([sign])
+        one = u64([sign])
         for request in (
             lambda: self.store.lookup_train(one, UNIFORM, 1.0, 1, rows, hints, dtype=dtype),
             lambda: self.store.lookup_eval(one, rows, dtype=dtype),
@@ -212,9 +206,9 @@ class StoreMachine(RuleBasedStateMachine):
     def every_key_has_its_own_row(self) -> None:
         for dim, signs in by_dim(sorted(self.known)).items():
             dtype = self.dtypes[dim]
-            found, values, states = self.store.read(array(signs), dim, dtype=dtype)
+            found, values, states = self.store.read(u64(signs), dim, dtype=dtype)
             rows = np.full_like(values, np.nan)
-            missing = self.store.lookup_eval(array(signs), rows, dtype=dtype)
+            missing = self.store.lookup_eval(u64(signs), rows, dtype=dtype)
             absent = Row(np.zeros(dim, np.float32), np.zeros(self.words[dim], np.float32))
             expected = [self.model.get(sign) or absent for sign in signs]
             assert found.tolist() == [row is not absent for row in expected]
@@ -249,9 +243,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 class ShardedMachine(StoreMachine):
-    capacities = st.integers(65, 700)
-    num_shards = st.integers(1, 8)
-
-
-class HalvesMachine(ShardedMachine):
-    dtypes: ClassVar[dict[int, str]] = {1: "float16", 5: "bfloat16", 8: "float16"}
+    capacities = st.integers(1, 700)
+    num_shards = st.integers(1, 8) | st.just(1024)
+    dtypes: ClassVar[dict[int, str]] = {1: "float16", 5: "bfloat16", 8: "float32"}

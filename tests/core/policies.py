@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from persia._core.store.store import EmbeddingStore
 from tests.core import stores
+from tests.core.machine import many
 from tests.core.stores import Floats, held, u64
 from tests.reference.policies import Kind, Shard
 
@@ -45,14 +46,7 @@ few = st.lists(st.sampled_from(POOL), min_size=1, max_size=12, unique=True)
 hot = st.lists(st.sampled_from(POOL[:30]), min_size=1, max_size=20, unique=True)
 
 
-@st.composite
-def many(draw: st.DrawFn) -> list[int]:
-    """Up to the whole pool, chosen by one seed: lists of such a size would be slow to draw."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    return [POOL[i] for i in rng.permutation(len(POOL))[: draw(st.integers(20, 200))]]
-
-
-requests = st.one_of(few, hot, many())
+requests = st.one_of(few, hot, many(POOL, 200, False))
 policies = st.integers(0, len(KINDS))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,10 +64,6 @@ def evaluate(store: EmbeddingStore, signs: Signs, dim: int = 4) -> tuple[Floats,
 def held(store: EmbeddingStore, shard: int = 0) -> list[int]:
     """Signs of a shard that holds one shape, oldest first."""
     return [int(sign) for signs, _, _ in store.shard_entries(shard) for sign in signs]
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * 4096
 
 
 Rows = dict[int, tuple[Any, ...]]

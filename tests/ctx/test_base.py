@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 import persia.ctx
-from persia.ctx import (
-    BaseCtx,
-    PreprocessMode,
-    cnt_ctx,
-    eval_ctx,
-)
+from persia.ctx import BaseCtx, PreprocessMode, cnt_ctx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD

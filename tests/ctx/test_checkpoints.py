@@ -26,18 +26,13 @@ def test_a_failure_of_one_rank_is_one_of_all() -> None:
     with _on_all_ranks(None):
         pass
     one: Any = Votes(True)
-    with (
-        pytest.raises(CheckpointError, match="another rank could not load"),
-        _on_all_ranks(one),
-    ):
+    with pytest.raises(CheckpointError, match="another rank"), _on_all_ranks(one):
         pass
     with pytest.raises(KeyError, match="own"), _on_all_ranks(one):
         raise KeyError("own")
 
 
-def test_another_number_of_ranks_starts_over(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_another_number_of_ranks_starts_over(caplog: pytest.LogCaptureFixture) -> None:
     saved = TrainerState(0, 1).of_all(7, None, Progress(), [])
     saved["ranks"][0]["progress"]["next_number"] = 5
     before = random.getstate()

@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from persia import env
-from persia.ctx import (
-    InferCtx,
-    cnt_ctx,
-    eval_ctx,
-)
+from persia.ctx import InferCtx, cnt_ctx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad

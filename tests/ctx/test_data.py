@@ -18,11 +18,7 @@ from persia._rpc.server import Server, ServerLimits, serve
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.ctx import DataCtx, cnt_ctx
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
-from persia.errors import (
-    ConfigError,
-    DataTypeError,
-    ServiceUnavailable,
-)
+from persia.errors import ConfigError, DataTypeError, ServiceUnavailable
 from tests.support.services import make_servers, make_worker
 from tests.support.streams import Background, FakeRank
 
@@ -73,16 +69,8 @@ class Job:
         self._transport.close()
 
 
-@pytest.fixture(autouse=True)
-def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("PERSIA_", "REPLICA_")) or name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(env, "_place", None)
-
-
 @pytest.fixture
-def job() -> Iterator[Job]:
+def job(no_job: None) -> Iterator[Job]:
     # A directory of its own: the path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="persia-") as directory:
         made = Job(Path(directory))
@@ -129,7 +117,7 @@ def test_batches_arrive_as_they_were_built(job: Job) -> None:
     assert [worker.stats()["registered"] for worker in job.workers] == [5, 5]
 
 
-def test_arrays_may_be_filled_anew(job: Job) -> None:
+def test_arrays_may_be_filled_again(job: Job) -> None:
     dense, label = np.zeros((2, 3), np.float32), np.zeros((2, 1), np.float32)
     with DataCtx() as ctx:
         for number in range(4):
@@ -158,9 +146,7 @@ def test_w72_the_end_of_a_good_job_ends_the_block_silently(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("status", "has_begun"), [(3, True), (0, False), (4, False)])
-def test_w72_the_loader_takes_the_status_of_the_job(
-    job: Job, status: int, has_begun: bool
-) -> None:
+def test_w72_the_loader_takes_the_jobs_status(job: Job, status: int, has_begun: bool) -> None:
     if not has_begun:
         job.stop("r1")
     run = Background(lambda: send_all(100))
@@ -212,9 +198,7 @@ def test_an_orphan_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.ranks[0].train(1)
     for name in list(job.servers):
         job.stop(name)
-    with pytest.raises(
-        ServiceUnavailable, match=r"nn-worker \d is gone|no embedding-worker has"
-    ):
+    with pytest.raises(ServiceUnavailable, match=r"nn-worker \d is gone|no embedding-worker"):
         run.result()
 
 
@@ -245,6 +229,6 @@ def test_an_nn_worker_is_no_data_loader(job: Job) -> None:
         pass
 
 
-def test_embedded_mode_needs_a_parent() -> None:
+def test_embedded_mode_needs_a_parent(no_job: None) -> None:
     with pytest.raises(ConfigError, match=r"embedded mode.*StreamingDataset"), DataCtx():
         pass

@@ -12,34 +12,17 @@ import torch
 from persia._cluster.embedded import build_embedding_worker
 from persia._core.base import cpu
 from persia.config import EmbeddingSchema, GlobalConfig
-from persia.ctx import (
-    EmbeddingCtx,
-    InferCtx,
-    PreprocessMode,
-    TrainCtx,
-    eval_ctx,
-)
+from persia.ctx import EmbeddingCtx, InferCtx, PreprocessMode, TrainCtx, eval_ctx
 from persia.data import DataLoader
-from persia.embedding import Constant, EmbeddingConfig
-from persia.embedding.data import (
-    IDTypeFeature,
-    IDTypeFeatureWithSingleID,
-    Label,
-    NonIDTypeFeature,
-    PersiaBatch,
-)
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Optimizer
-from persia.errors import (
-    ConfigError,
-    DataError,
-    DataTypeError,
-    ServiceUnavailable,
-)
+from persia.errors import ConfigError, DataError, DataTypeError, ServiceUnavailable
 from tests.training.conftest import MakeCtx, Net, step
 from tests.training.fakes import FakeWorker, make_batch
 
 DIM = 4
-NUM_IDS = 50
+NUM_IDS = 10  # of make_batch
 SLOTS: dict[str, Any] = {
     "feature_index_prefix_bit": 8,
     "slots_config": {
@@ -53,19 +36,8 @@ SLOTS: dict[str, Any] = {
 NAMES = tuple(SLOTS["slots_config"])
 
 
-def batch_of(number: int, size: int = 32) -> PersiaBatch:
-    rng = np.random.default_rng(number)
-    features: list[IDTypeFeature | IDTypeFeatureWithSingleID] = [
-        IDTypeFeatureWithSingleID("user", rng.integers(0, NUM_IDS, size).astype(np.uint64))
-    ]
-    for name in NAMES[1:]:
-        lists = [
-            rng.integers(0, NUM_IDS, rng.integers(0, 4)).astype(np.uint64) for _ in range(size)
-        ]
-        features.append(IDTypeFeature(name, lists))
-    dense = rng.normal(size=(size, 2)).astype(np.float32)
-    label = (dense[:, :1] > 0).astype(np.float32)
-    return PersiaBatch(features, [NonIDTypeFeature(dense)], [Label(label)])
+def batch_of(number: int) -> PersiaBatch:
+    return make_batch(number, 32, NAMES)
 
 
 def new_ctx(optimizer: Optimizer, num_features: int, config: Any, **options: Any) -> TrainCtx:
@@ -111,9 +83,7 @@ def test_runs_and_numbers_of_servers_and_threads_are_bit_equal() -> None:
     assert all(result == results[0] for result in results[1:])
 
 
-def test_slots_come_from_files_mappings_and_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_come_from_many_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "embedding_config.yml"
     path.write_text("slots_config:\n  user:\n    dim: 4\n")
     batch = make_batch(0, names=("user",))
@@ -141,14 +111,6 @@ def test_global_config_by_environment(tmp_path: Path, monkeypatch: pytest.Monkey
         assert ctx.get_embedding_size() == [0, 0, 0]
 
 
-def test_settings_reach_the_rows() -> None:
-    config = EmbeddingConfig(Constant(0.25), schema=SLOTS)
-    with new_ctx(SGD(lr=0.1), 1, config) as ctx:
-        (user,) = ctx.get_embedding_from_data(make_batch(0, names=("user",))).embedding_tensors
-        assert isinstance(user, torch.Tensor)
-        assert user.eq(0.25).all()
-
-
 def test_unknown_feature_is_named_and_changes_nothing() -> None:
     ids = [IDTypeFeatureWithSingleID("unknown", np.array([1], np.uint64))]
     batch = PersiaBatch(ids, labels=[Label(np.zeros((1, 1), np.float32))])
@@ -167,9 +129,7 @@ def test_w43_a_serving_context_can_be_entered_alone() -> None:
     with InferCtx(model=Net(1), embedding_config=SLOTS) as ctx:
         ctx.wait_for_serving()
         assert ctx.get_embedding_size() == [0]
-        output, labels = ctx.forward(
-            ctx.get_embedding_from_data(make_batch(0, names=("user",)))
-        )
+        output, labels = ctx.forward(ctx.get_embedding_from_data(make_batch(0, names=["user"])))
         assert output.shape == (4, 1)
         assert labels is None
 
@@ -216,9 +176,7 @@ def test_evaluation_between_steps_changes_no_training_bit(make_ctx: MakeCtx) -> 
     assert runs[0] == runs[1]
 
 
-def test_evaluation_inside_a_training_context_does_not_shift_its_batch_ids(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_evaluation_does_not_shift_batch_ids(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     # Admission by probability draws by batch id.
     with make_ctx() as ctx:
         for number in range(3):
@@ -237,16 +195,11 @@ def test_forward_needs_a_model(worker: FakeWorker) -> None:
 
 
 def test_a_batch_without_embeddings_is_refused_by_its_type(make_ctx: MakeCtx) -> None:
-    with (
-        make_ctx() as ctx,
-        pytest.raises(DataTypeError, match=r"as DataLoader .* got PersiaBatch"),
-    ):
+    with make_ctx() as ctx, pytest.raises(DataTypeError, match="got PersiaBatch"):
         ctx.forward(make_batch())  # type: ignore[arg-type]
 
 
-def test_addresses_given_to_an_infer_ctx_come_before_the_context_around_it(
-    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_given_come_first(make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_ctx():
         monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
         with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):

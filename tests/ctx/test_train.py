@@ -8,8 +8,10 @@ did not meet (momentum, decay, Adam's averages), every batch meets every row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,17 +24,16 @@ from persia._report.summary import TrainingRecord
 from persia._rpc.messages import TableEntries, TableSigns
 from persia._training.ranks import Ranks
 from persia.config import EmbeddingSchema
-from persia.ctx import (
-    TrainCtx,
-)
+from persia.ctx import TrainCtx
 from persia.ctx.connection import Connection
 from persia.ctx.train import LossScaling
-from persia.data import DataLoader, IterableDataset
+from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import ConfigError
 from tests.ctx.test_checkpoints import Votes
+from tests.support.fixtures import Monkey
 from tests.training.conftest import MakeCtx, Net, batches, train
 from tests.training.fakes import FakeWorker
 
@@ -127,17 +128,6 @@ def _steps(meets_all: bool) -> list[Step]:
     return steps
 
 
-class Steps(IterableDataset):
-    def __init__(self, steps: list[Step]) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        for step in self.steps:
-            feature = IDTypeFeature("slot", step.ids, step.weights)
-            yield PersiaBatch([feature], labels=[Label(step.labels)])
-
-
 def _twin_embedding(pooling: str, weight: torch.Tensor, step: Step) -> Any:
     """What PyTorch gives a model where PERSIA gives ``_vector`` its embedding."""
     lengths = torch.tensor([len(sample) for sample in step.ids])
@@ -217,8 +207,13 @@ def _train_persia(
     with ctx:
         worker: Any = ctx.embedding_worker
         worker.set_embedding([TableEntries(0, signs, rows, None)])
-        loader = DataLoader(Steps(steps), reproducible=True, embedding_staleness=1)
-        for batch in loader:
+        given = [
+            PersiaBatch(
+                [IDTypeFeature("slot", step.ids, step.weights)], labels=[Label(step.labels)]
+            )
+            for step in steps
+        ]
+        for batch in DataLoader(given, reproducible=True, embedding_staleness=1):
             output, labels = ctx.forward(batch)
             assert labels is not None
             loss = ctx.backward(torch.nn.functional.mse_loss(output, labels[0]))
@@ -279,6 +274,8 @@ def _check(
     pooling: str,
     optimizers: tuple[Callable[[], Optimizer], TwinOptimizer],
     steps: list[Step],
+    schedule: Callable[[torch.optim.Optimizer], Schedule] | None = None,
+    group: str | None = None,
 ) -> None:
     ours, theirs = optimizers
     rows = np.random.default_rng(3).uniform(-0.5, 0.5, (VOCABULARY, DIM)).astype(np.float32)
@@ -288,8 +285,13 @@ def _check(
     twin.load_state_dict(model.state_dict())
     weight = torch.from_numpy(rows.copy()).requires_grad_()
 
-    want = _train_twin(twin, weight, theirs([weight]), steps)
-    got, got_rows = _train_persia(model, rows, ours(), steps)
+    optimizer = theirs([weight])
+    wanted, mirrored = (
+        None if schedule is None else schedule(each)
+        for each in (optimizer, theirs([torch.zeros(1)]))
+    )
+    want = _train_twin(twin, weight, optimizer, steps, wanted)
+    got, got_rows = _train_persia(model, rows, ours(), steps, mirrored, group)
 
     want_rows = weight.detach().numpy()
     assert np.abs(want_rows - rows).max() > 0.05, "the rows must have moved to prove anything"
@@ -325,20 +327,7 @@ def test_equals_torch_when_every_row_is_met(pooling: str, optimizer: str) -> Non
 @pytest.mark.parametrize("group", [None, "slot"])
 def test_a_schedule_of_the_embeddings_is_torchs(group: str | None) -> None:
     steps = _steps(meets_all=True)[:60]
-    rows = np.random.default_rng(3).uniform(-0.5, 0.5, (VOCABULARY, DIM)).astype(np.float32)
-    torch.manual_seed(11)
-    model, twin = Model("sum"), Model("sum")
-    twin.load_state_dict(model.state_dict())
-    weight = torch.from_numpy(rows.copy()).requires_grad_()
-    optimizer = torch.optim.Adam([weight], lr=0.05)
-    want = _train_twin(twin, weight, optimizer, steps, Schedule(optimizer, 7, gamma=0.5))
-
-    mirror = torch.optim.Adam([torch.zeros(1)], lr=0.05)
-    got, got_rows = _train_persia(
-        model, rows, Adam(0.05), steps, Schedule(mirror, 7, gamma=0.5), group
-    )
-    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
-    np.testing.assert_allclose(got_rows, weight.detach().numpy(), rtol=0, atol=TOLERANCE)
+    _check("sum", ALL_ROWS["adam"], steps, partial(Schedule, step_size=7, gamma=0.5), group)
 
 
 @pytest.mark.parametrize("optimizer", list(ANY_ROWS))
@@ -362,9 +351,7 @@ def test_w44_defaults_work_without_rank_and_without_cuda(make_ctx: MakeCtx) -> N
 def test_original_positional_order() -> None:
     fake, model = FakeWorker(), Net()
     dense = torch.optim.SGD(model.parameters(), lr=0.1)
-    ctx = TrainCtx(
-        SGD(lr=1), dense, 4, 10, 8, 60, True, False, None, model, embedding_worker=fake
-    )
+    ctx = TrainCtx(SGD(1), dense, 4, 10, 8, 60, True, False, None, model, embedding_worker=fake)
     assert ctx.model is model
     assert ctx.dense_optimizer is dense
     with pytest.raises(ConfigError, match="TrainCtx needs model="):
@@ -390,20 +377,6 @@ def test_bad_settings_name_themselves(make_ctx: MakeCtx, option: str, value: Any
         make_ctx(**{option: value})
 
 
-def with_gradient(value: float | None) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    if value is not None:
-        parameter.grad = torch.full((2,), value)
-    return parameter, torch.optim.SGD([parameter], lr=1.0)
-
-
-class Update:
-    """Of the embeddings: finite, or not."""
-
-    def __init__(self, finite: bool) -> None:
-        self.is_finite = lambda: finite
-
-
 # The last: the gradients differ between ranks, and another rank's was not finite.
 @pytest.mark.parametrize(
     ("gradient", "update", "others", "is_made", "scale"),
@@ -422,8 +395,10 @@ def test_the_scaler_steps_where_all_gradients_are_finite(
 ) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
-    parameter, optimizer = with_gradient(gradient)
-    updates: Any = [Update(update)]
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = None if gradient is None else torch.full((2,), gradient)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    updates: Any = [SimpleNamespace(is_finite=lambda: update)]
     ranks: Any = None if others is None else Votes(others)
     made = LossScaling().step(scaler, optimizer, updates, 8.0, 4, ranks, True)
     assert made is is_made
@@ -431,9 +406,7 @@ def test_the_scaler_steps_where_all_gradients_are_finite(
     assert scaler.get_scale() == scale
 
 
-def test_gradients_of_ranks_are_averaged_or_summed(
-    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_averaged_or_summed(make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
     class Alone(Ranks):
         """One rank of four, whose three others do as it does."""
 
@@ -461,7 +434,7 @@ def test_gradients_of_ranks_are_averaged_or_summed(
 
 
 def test_w13_a_context_that_is_entered_again_repeats_no_update_id(
-    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: Monkey
 ) -> None:
     # Servers would take such an update for a repetition, and leave it out.
     monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc://nowhere")
@@ -473,9 +446,7 @@ def test_w13_a_context_that_is_entered_again_repeats_no_update_id(
     assert len(set(worker.update_ids)) == 4
 
 
-def test_a_context_that_fails_as_it_is_entered_can_be_entered_again(
-    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entering_may_fail_and_be_done_again(make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
     def fail(*given: object) -> None:
         raise NotADirectoryError("tensorboard")
 
@@ -490,9 +461,7 @@ def test_a_context_that_fails_as_it_is_entered_can_be_entered_again(
         train(ctx, batches(1))
 
 
-def test_updates_are_sent_though_folders_cannot_be_left(
-    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_are_sent_whatever_fails(make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
     def fail(folders: JobFolders) -> None:
         raise OSError("stale handle")
 
@@ -503,9 +472,7 @@ def test_updates_are_sent_though_folders_cannot_be_left(
     assert ctx.backward_engine is None
 
 
-def test_ranks_without_rounds_cannot_be_reproducible(
-    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_are_needed_to_be_reproducible(make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
     env.set_env(world_size=2, rank=0, local_rank=0)
     monkeypatch.setattr(TrainCtx, "_join_ranks", lambda ctx: None)
     ctx = make_ctx()

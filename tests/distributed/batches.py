@@ -31,10 +31,7 @@ def make_batch(*numbers: int) -> PersiaBatch:
         dense.append(rng.normal(size=(BATCH_SIZE, 3)).astype(np.float32))
         labels.append(rng.integers(0, 2, (BATCH_SIZE, 1)).astype(np.float32))
     return PersiaBatch(
-        [
-            IDTypeFeatureWithSingleID("user", np.concatenate(users)),
-            IDTypeFeature("tags", tags),
-        ],
+        [IDTypeFeatureWithSingleID("user", np.concatenate(users)), IDTypeFeature("tags", tags)],
         non_id_type_features=[NonIDTypeFeature(np.concatenate(dense))],
         labels=[Label(np.concatenate(labels))],
     )

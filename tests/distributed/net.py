@@ -13,6 +13,8 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
 from persia.embedding.optim import SGD
 from tests.distributed.batches import DIM, NUM_IDS, SLOTS
 
+Tensors = list[torch.Tensor]
+
 
 class Net(torch.nn.Module):
     """Two layers over dense values and embeddings."""
@@ -22,9 +24,7 @@ class Net(torch.nn.Module):
         self.first = torch.nn.Linear(3 + 2 * DIM, 8)
         self.second = torch.nn.Linear(8, 1)
 
-    def forward(
-        self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, dense: Tensors, embeddings: Tensors) -> torch.Tensor:
         """Return logits [B, 1]."""
         hidden = torch.relu(self.first(torch.cat([*dense, *embeddings], dim=1)))
         logits: torch.Tensor = self.second(hidden)

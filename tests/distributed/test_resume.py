@@ -34,9 +34,7 @@ def run(num_servers: int, **options: Any) -> tuple[list[dict[str, Any]], list[st
 
 
 @pytest.mark.parametrize(("stop", "servers"), [(7, 3), (12, 1), (STEPS, 2)])
-def test_a_call_of_rank_0_stops_a_job_that_others_continue(
-    tmp_path: Path, stop: int, servers: int
-) -> None:
+def test_a_job_is_stopped_and_continued(tmp_path: Path, stop: int, servers: int) -> None:
     url = str(tmp_path / "ckpt")
     whole, _ = run(2, url=url, dump_at=stop, load=False)
     assert [len(rank["losses"]) for rank in whole] == [STEPS, STEPS]
@@ -49,10 +47,8 @@ def test_a_call_of_rank_0_stops_a_job_that_others_continue(
         assert f"'dropped': {stop}" in text
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "is_equal"), [("bytegrad", True), ("decentralized", False)]
-)
-def test_baguas_algorithms_train_with_services(algorithm: str, is_equal: bool) -> None:
-    ranks, _ = run(1, dump_at=0, load=False, algorithm=algorithm)
+@pytest.mark.parametrize(("name", "is_equal"), [("bytegrad", True), ("decentralized", False)])
+def test_baguas_algorithms_train_with_services(name: str, is_equal: bool) -> None:
+    ranks, _ = run(1, dump_at=0, load=False, algorithm=name)
     assert [len(rank["losses"]) for rank in ranks] == [STEPS, STEPS]
     assert (ranks[0]["dense"] == ranks[1]["dense"]) is is_equal

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT, run
+
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -19,8 +18,7 @@ LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 MAKE = re.compile(r"(?:^|[`$(]\s*)make ([a-z][a-z-]*)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A fenced block: its language, the word after it (a file name), its text and line."""
 
     language: str
@@ -70,23 +68,10 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
             source = "\n" * (block.line - 1) + block.text
             program.append(f"exec(compile({source!r}, {name_of(page)!r}, 'exec'), globals())")
     (tmp_path / "__page__.py").write_text("\n".join(program), encoding="utf-8")
-    command = [sys.executable, "-W", "error", "__page__.py"]
-    ran = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert ran.returncode == 0, f"{name_of(page)}:\n{ran.stdout}\n{ran.stderr}"
-
-
-def _environment() -> dict[str, str]:
-    """This process's, in embedded mode, with this checkout's persia."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PERSIA_")}
-    return kept | {"PYTHONPATH": str(ROOT)}
+    own = kept | {"PYTHONPATH": str(ROOT)}
+    ran = run("-W", "error", "__page__.py", cwd=tmp_path, env=own, timeout_s=240)
+    assert ran.returncode == 0, f"{name_of(page)}:\n{ran.stdout}\n{ran.stderr}"
 
 
 @pytest.mark.parametrize("page", pages_with("yaml", "yml"), ids=name_of)
@@ -102,20 +87,15 @@ def test_yaml_blocks_are_what_the_loaders_take(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_make_targets_exist(page: Path) -> None:
+def test_make_targets_exist_and_links_lead_to_files(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
-    named = set()
     text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`make ([a-z][a-z-]*)", text))
     for block in blocks(text):
         named |= set(MAKE.findall(block.text))
-    named |= set(re.findall(r"`make ([a-z][a-z-]*)", text))
     assert named <= targets
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_to_files(page: Path) -> None:
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
+    for target in LINK.findall(text):
         path = target.partition("#")[0]
         if path and "://" not in path and not path.startswith("mailto:"):
             assert (page.parent / path).exists(), target

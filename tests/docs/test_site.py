@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.browser import pixels, screenshot
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT, run
 
 
 def test_the_configuration_page_is_what_the_code_says() -> None:
-    command = [sys.executable, "docs/_site/configuration.py", "--check"]
-    subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True, timeout=60)
+    checked = run(
+        sys.executable, "docs/_site/configuration.py", "--check", env={"PYTHONPATH": str(ROOT)}
+    )
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_every_page_is_in_the_sites_list() -> None:
@@ -28,10 +28,8 @@ def test_every_page_is_in_the_sites_list() -> None:
 def test_the_site_builds_without_a_warning_and_shows_its_home(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="make docs installs it")
     site = tmp_path / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    built = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
+    words = ("-m", "mkdocs", "build", "--strict", "--site-dir", site)
+    built = run(*words, timeout_s=300)
     assert built.returncode == 0, built.stderr
     home = screenshot(f"file://{site}/index.html", tmp_path / "home.png", height=960)
     assert len(home) > 1280 * 960

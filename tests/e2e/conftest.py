@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.support import Job, short_directory
+from tests.e2e.support import Job, running_job
 
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with short_directory() as directory:
-        made = Job(directory)
+    with running_job() as made:
         yield made
-        made.close()

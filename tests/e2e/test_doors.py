@@ -11,7 +11,6 @@ import re
 import socket as sockets
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +84,6 @@ def knock(host: str, port: int) -> None:
         peer.socket.disable_monitor()
 
 
-def is_in_log(cluster: Cluster, name: str, text: str) -> bool:
-    return text in cluster.log(name)
-
-
 def documented_wire(cluster: Cluster, role: str) -> set[int]:
     return {int(one.rpartition(":")[2]) for one in cluster.addresses.get(role, [])}
 
@@ -119,8 +114,7 @@ def test_w71_only_documented_ports_are_open_and_tell_nothing(tmp_path: Path) -> 
         for role in ("embedding-parameter-server", "embedding-worker"):
             cluster.variables["PERSIA_KEYS"] = str(keys[role])
             cluster.start(f"{role}-0", role)
-            serves = partial(is_in_log, cluster, f"{role}-0", "serves at")
-            until(serves, details=cluster.logs)
+            cluster.wait_for(f"{role}-0", "serves at")
             with env.changed(**cluster.variables):
                 health.check(role, PATIENCE_S)
         for role in ("embedding-parameter-server", "embedding-worker"):
@@ -131,10 +125,7 @@ def test_w71_only_documented_ports_are_open_and_tell_nothing(tmp_path: Path) -> 
             ("nn-worker", connect_embedding_workers),
         ):
             variables = cluster.variables | {"PERSIA_KEYS": str(keys[role])}
-            with (
-                env.changed(**variables),
-                contextlib.closing(ZmqTransport()) as transport,
-            ):
+            with env.changed(**variables), contextlib.closing(ZmqTransport()) as transport:
                 (server,) = connect(transport)
                 if role == "nn-worker":
                     # By the embedding-worker to the parameter server.

@@ -12,9 +12,10 @@ from click.testing import CliRunner
 
 from persia import launcher
 from persia._cluster.process import Options
-from tests.e2e.support import PATIENCE_S, WITHOUT_TORCHRUN, Job, processes_with
+from tests.e2e.support import WITHOUT_TORCHRUN, Job, processes_with
 from tests.e2e.test_lifecycle import TALKS
 from tests.meta.sources import ROOT
+from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     import pytest

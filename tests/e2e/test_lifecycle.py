@@ -5,19 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 
 import pytest
 
 from persia._cli.run import UNWIND_S
 from persia._cli.scripts import _ANNOUNCE_ON_SIGNAL_S
-from tests.e2e.support import (
-    SERVERS,
-    Job,
-    Process,
-    processes_with,
-    wait_until_gone,
-)
+from tests.e2e.support import SERVERS, Job, processes_with, wait_until_gone
 
 # The one is Compose's and Kubernetes', the other a terminal's; the way through is the same.
 SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
@@ -138,14 +131,12 @@ def test_a_job_that_is_asked_to_end_has_done_so_before_honcho_kills() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_to_the_trainer_unwinds_the_script_and_ends_the_job(
-    job: Job, number: signal.Signals
-) -> None:
+def test_a_signal_to_the_trainer_ends_the_job(job: Job, number: signal.Signals) -> None:
     servers = job.start_servers()
     servers[1].wait_for("serves at")
     trainer = job.start("nn-worker", job.script("train.py", SLEEPS))
     trainer.wait_for("running")
-    trainer.signal(number)
+    trainer.send_signal(number)
     status = 128 + number
     assert trainer.wait() == status
     kind = {signal.SIGTERM: "SystemExit", signal.SIGINT: "KeyboardInterrupt"}[number]
@@ -162,7 +153,7 @@ def test_a_signal_ends_each_role(job: Job, role: str, number: signal.Signals) ->
     else:
         process = job.start_server(role)
         process.wait_for("at ipc://")
-    process.signal(number)
+    process.send_signal(number)
     assert process.wait() == 128 + number
     assert "Traceback" not in process.printed()
     if role != "data-loader":
@@ -175,7 +166,7 @@ def test_a_script_that_does_not_unwind_is_killed_in_time(job: Job) -> None:
     text = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS
     trainer = job.start("nn-worker", job.script("train.py", text))
     trainer.wait_for("running")
-    trainer.signal(signal.SIGTERM)
+    trainer.send_signal(signal.SIGTERM)
     assert trainer.wait() == 143
     assert "unwound" not in trainer.printed()
     assert not processes_with(str(job.directory))
@@ -219,13 +210,11 @@ threading.Event().wait(60)
 @pytest.mark.parametrize(
     ("text", "said"), [(SLEEPS, "unwound by SystemExit 143"), (UNWINDS, "unwound")]
 )
-def test_a_script_whose_launcher_is_killed_ends_and_unwinds(
-    job: Job, text: str, said: str
-) -> None:
+def test_a_script_whose_launcher_is_killed(job: Job, text: str, said: str) -> None:
     """Also one that has begun to unwind."""
     trainer = job.start("nn-worker", job.script("train.py", text))
     trainer.wait_for("running")
-    trainer.signal(signal.SIGKILL)
+    trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     wait_until_gone(str(job.directory))
     assert said in trainer.printed()
@@ -234,12 +223,10 @@ def test_a_script_whose_launcher_is_killed_ends_and_unwinds(
 def test_a_script_ends_with_its_parent_though_its_launcher_lives(job: Job) -> None:
     """As ranks whose torchrun was killed."""
     script = job.script("train.py", FOLLOWS + SLEEPS)
-    launcher = {"PERSIA_LAUNCHER_PID": str(os.getpid())}
-    parent = Process([sys.executable, "-c", BETWEEN, script], job.environment | launcher)
-    job.processes.append(parent)
+    parent = job.run("-c", BETWEEN, script, PERSIA_LAUNCHER_PID=str(os.getpid()))
     parent.wait_for("running")
-    parent.signal(signal.SIGKILL)
-    parent.wait()  # until no process holds its output open
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
     wait_until_gone(str(job.directory))
 
 
@@ -261,8 +248,6 @@ def test_a_thread_that_fails_ends_a_server(job: Job) -> None:
         "process.ServerProcess._watch_job = lambda self: fail()\n"
         "cli()\n"
     )
-    words = [sys.executable, "-c", text, "embedding-parameter-server"]
-    server = Process(words, job.environment)
-    job.processes.append(server)
+    server = job.run("-c", text, "embedding-parameter-server")
     assert server.wait() == 1
     assert server.printed().endswith("ValueError: lost my mind\n")

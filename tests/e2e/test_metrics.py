@@ -78,9 +78,7 @@ def test_numbers_are_those_of_the_run(job: StandingJob) -> None:
     assert job.value(worker, "update_gradient_time_cost_sec_count") == NUM
     sent = job.value(worker, "persia_rpc_call_seconds_count", method="update")
     servers = [name for name in ROLE_OF if ROLE_OF[name] == SERVER]
-    served = [
-        job.value(one, "persia_rpc_served_seconds_count", method="update") for one in servers
-    ]
+    served = [job.value(x, "persia_rpc_served_seconds_count", method="update") for x in servers]
     assert sent == sum(served) == 2 * NUM
     misses = sum(job.value(one, "index_miss_count_total") for one in servers)
     rows = sum(job.value(one, "persia_rows") for one in servers)

@@ -25,6 +25,7 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.errors import DataError, DataTypeError, ProtocolError
+from tests.support.fixtures import Log, Monkey
 from tests.support.profiles import tries
 
 DTYPES = (
@@ -84,10 +85,7 @@ def test_w39_data_with_gaps_is_copied() -> None:
     ("data", "message"),
     [
         ([1.0], "label 'y': expected a numpy array, got list"),
-        (
-            np.ma.masked_array([1.0], [True]),
-            "label 'y': expected a numpy array, got MaskedArray",
-        ),
+        (np.ma.masked_array([1.0], [True]), "label 'y': .* got MaskedArray"),
         (np.array(1.0), "label 'y': expected at least 1 dimension, got 0"),
         (np.array(["a"]), "label 'y': expected a dtype of bool, float16.*; got <U1"),
         (np.array([None]), "label 'y': expected a dtype.*; got object"),
@@ -113,10 +111,8 @@ def test_a_label_that_is_no_number_names_its_sample(value: float, dtype: str) ->
     NonIDTypeFeature(data, "x")  # only labels must be finite
 
 
-def test_a_dense_value_that_is_not_finite_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    data = np.ones((4, 2), np.float32)
+def test_a_dense_value_that_is_not_finite_is_told_once(caplog: Log) -> None:
+    data = np.full((4, 2), 3e38, np.float32)
     NonIDTypeFeature(data, name="finite")
     data[2, 1] = np.nan
     for _ in range(3):
@@ -125,13 +121,7 @@ def test_a_dense_value_that_is_not_finite_is_told_once(
     assert record.message.startswith("dense feature 'not finite': nan in sample 2 of a batch")
 
 
-def test_large_dense_values_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    NonIDTypeFeature(np.full((4, 2), 3e38, np.float32), name="large")
-    NonIDTypeFeature(np.full((4, 2), 1e308), name="larger")
-    assert not caplog.records
-
-
-def test_skip_check_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skip_check_data(monkeypatch: Monkey) -> None:
     monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", "1")
     odd = Label(np.array([np.nan, 1j]))
     with pytest.raises(DataError, match="expected 3 samples as in feature 'user', got 2"):
@@ -155,12 +145,6 @@ def test_a_batch_has_what_it_was_given() -> None:
     ]
     assert [item.name for item in batch.labels] == ["label_anonymous", "bought"]
     assert batch.data is batch
-
-
-def test_a_feature_without_any_id_is_legal() -> None:
-    empty = IDTypeFeature("none", [np.array([], np.uint64)] * 3)
-    batch = PersiaBatch([users(), empty], labels=[label()])
-    assert batch.features[1].num_ids == 0
 
 
 def test_w41_a_batch_is_the_same_after_it_was_sent() -> None:
@@ -191,21 +175,12 @@ def test_gradients_need_a_label() -> None:
     ("arguments", "message"),
     [
         ({"id_type_features": []}, "id_type_features: expected at least one, got none"),
-        (
-            {"id_type_features": [users(0)], "labels": [label(0)]},
-            "feature 'user': expected at least 1 sample, got 0",
-        ),
+        ({"id_type_features": [users(0)], "labels": [label(0)]}, "'user': .*at least 1 sample"),
         ({"batch_size": 0}, "batch_size: expected at least 1 sample, got 0"),
         ({"batch_size": 4}, "feature 'user': expected 4 samples as in batch_size, got 3"),
-        (
-            {"id_type_features": [users(), clicks(2)]},
-            "feature 'clicks': expected 3 samples as in feature 'user', got 2",
-        ),
+        ({"id_type_features": [users(), clicks(2)]}, "'clicks': .* 3 .*'user', got 2"),
         ({"labels": [label(4)]}, "label 'label_anonymous': expected 3 samples as in feature"),
-        (
-            {"non_id_type_features": [NonIDTypeFeature(np.zeros(5), "x")]},
-            "dense feature 'x': expected 3 samples as in feature 'user', got 5",
-        ),
+        ({"non_id_type_features": [NonIDTypeFeature(np.zeros(5), "x")]}, "'x': .*3 .*5"),
     ],
 )
 def test_parts_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
@@ -221,24 +196,12 @@ def test_a_batch_size_of_numpy_can_be_sent() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"id_type_features": [users(), label()]},
-            r"id_type_features\[1\]: expected IDTypeFeature or .*, got Label",
-        ),
-        (
-            {"labels": [NonIDTypeFeature(np.zeros(3))]},
-            r"labels\[0\]: expected Label, got NonIDTypeFeature",
-        ),
-        (
-            {"non_id_type_features": [np.zeros(3)]},
-            r"non_id_type_features\[0\]: expected NdarrayDataBase, got ndarray",
-        ),
+        ({"id_type_features": [users(), label()]}, r"id_type_features\[1\]: .*, got Label"),
+        ({"labels": [NonIDTypeFeature(np.zeros(3))]}, r"labels\[0\]: .* got NonIDTypeFeature"),
+        ({"non_id_type_features": [np.zeros(3)]}, r"non_id_type_features\[0\]: .* got ndarray"),
         ({"meta": "text"}, "meta: expected bytes, got str; encode it first"),
         ({"id_type_features": users()}, "id_type_features: expected a list, got IDTypeFeature"),
-        (
-            {"non_id_type_features": NonIDTypeFeature(np.zeros(3))},
-            "non_id_type_features: expected a list, got NonIDTypeFeature",
-        ),
+        ({"non_id_type_features": NonIDTypeFeature(np.zeros(3))}, "features: expected a list"),
         ({"labels": label()}, "labels: expected a list, got Label"),
         ({"labels": np.zeros(3)}, r"labels\[0\]: expected Label, got float64"),
         ({"batch_size": "3"}, "batch_size: expected an integer, got str"),
@@ -268,17 +231,6 @@ def same(left: PersiaBatch, right: PersiaBatch) -> bool:
     return parts(left) == parts(right) and rest(left) == rest(right)
 
 
-def test_bytes_round_trip() -> None:
-    batch = whole()
-    batch.batch_id = 2**40
-    data = batch.to_bytes()
-    assert isinstance(data, bytes)
-    back = PersiaBatch.from_bytes(data)
-    assert same(batch, back)
-    assert back.to_bytes() == data
-    assert all(item.data.flags.writeable for item in back.labels)
-
-
 @given(
     st.lists(
         st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=3), min_size=2, max_size=2),
@@ -298,7 +250,11 @@ def test_any_batch_round_trips(
     ]
     dense = NonIDTypeFeature(np.ones((2, *shape), dtype), "\u00e9")
     batch = PersiaBatch(features, [dense], requires_grad=False, meta=meta)
-    assert same(batch, PersiaBatch.from_bytes(batch.to_bytes()))
+    batch.batch_id = 2**40
+    back = PersiaBatch.from_bytes(batch.to_bytes())
+    assert same(batch, back)
+    assert back.to_bytes() == batch.to_bytes()
+    assert all(item.data.flags.writeable for item in back.non_id_type_features)
 
 
 WHOLE = whole().to_bytes()
@@ -318,9 +274,7 @@ def test_a_batch_cut_off_is_found(length: int) -> None:
         PersiaBatch.from_bytes(WHOLE[:length])
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"PRSBAT01", WHOLE + b"\0", WHOLE + bytes(8), b"\0" * 64]
-)
+@pytest.mark.parametrize("data", [b"", b"PRSBAT01", WHOLE + b"\0", WHOLE + bytes(8), bytes(64)])
 def test_bytes_of_another_length(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="expected"):
         PersiaBatch.from_bytes(data)
@@ -476,43 +430,30 @@ def test_weights_that_are_refused() -> None:
             jagged("f", VALUES, OFFSETS, weights=weights)
 
 
-def test_a_matrix_has_a_sample_per_line() -> None:
-    matrix = np.arange(6, dtype=np.uint64).reshape(2, 3)
-    assert ids_of(IDTypeFeature("f", matrix).feature_batch) == [[0, 1, 2], [3, 4, 5]]
+BUFFER = pa.py_buffer(np.array([1, 2], np.uint64).tobytes() + b"\xff\xff\xff")
+LONGER_THAN_ITS_IDS = pa.Array.from_buffers(pa.uint64(), 2, [None, BUFFER])
+FIXED = pa.array([[1, 2], None, [3, 4], [5, 6]], pa.list_(pa.uint64(), 2))
+WITH_NULL_BEHIND = pa.ListArray.from_arrays(
+    pa.array([0, 2, 4, 5], pa.int32()),
+    pa.array([1, 2, None, 4, 5], pa.uint64()),
+    mask=pa.array([False, True, False]),
+)
 
 
-def test_signed_arrow_ids_keep_their_bits() -> None:
-    feature = of_arrow("f", pa.array([[-1, 2], []], pa.list_(pa.int64())))
-    assert ids_of(feature.feature_batch) == [[2**64 - 1, 2], []]
-
-
-def test_arrow_lists_of_fixed_size() -> None:
-    array = pa.array([[1, 2], None, [3, 4], [5, 6]], pa.list_(pa.uint64(), 2))
-    feature = of_arrow("f", array)
-    assert ids_of(feature.feature_batch) == [[1, 2], [], [3, 4], [5, 6]]
-    sliced = of_arrow("f", array.slice(2))
-    assert ids_of(sliced.feature_batch) == [[3, 4], [5, 6]]
-
-
-def test_values_behind_an_absent_arrow_list_are_left_out() -> None:
-    array = pa.ListArray.from_arrays(
-        pa.array([0, 2, 4, 5], pa.int32()),
-        pa.array([1, 2, None, 4, 5], pa.uint64()),
-        mask=pa.array([False, True, False]),
-    )
-    assert ids_of(of_arrow("f", array).feature_batch) == [[1, 2], [], [5]]
-
-
-def test_an_arrow_buffer_may_be_longer_than_its_ids() -> None:
-    buffer = pa.py_buffer(np.array([1, 2], np.uint64).tobytes() + b"\xff\xff\xff")
-    values = pa.Array.from_buffers(pa.uint64(), 2, [None, buffer])
-    array = pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), values)
-    assert ids_of(of_arrow("f", array).feature_batch) == [[1, 2]]
-
-
-def test_arrow_without_samples_or_ids() -> None:
-    assert of_arrow("f", arrow([])).batch_size == 0
-    assert ids_of(of_arrow("f", arrow([[], None])).feature_batch) == [[], []]
+@pytest.mark.parametrize(
+    ("array", "want"),
+    [
+        (pa.array([[-1, 2], []], pa.list_(pa.int64())), [[2**64 - 1, 2], []]),
+        (FIXED, [[1, 2], [], [3, 4], [5, 6]]),
+        (FIXED.slice(2), [[3, 4], [5, 6]]),
+        (WITH_NULL_BEHIND, [[1, 2], [], [5]]),
+        (pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), LONGER_THAN_ITS_IDS), [[1, 2]]),
+        (arrow([]), []),
+        (arrow([[], None]), [[], []]),
+    ],
+)
+def test_arrow_arrays(array: Any, want: list[list[int]]) -> None:
+    assert ids_of(of_arrow("f", array).feature_batch) == want
 
 
 @given(
@@ -520,9 +461,7 @@ def test_arrow_without_samples_or_ids() -> None:
     st.integers(0, 8),
     st.integers(0, 8),
 )
-def test_arrow_slices_agree_with_python(
-    lists: list[list[int] | None], start: int, length: int
-) -> None:
+def test_slices_of_arrow(lists: list[list[int] | None], start: int, length: int) -> None:
     array = arrow(lists).slice(min(start, len(lists)), length)
     feature = of_arrow("f", array)
     assert ids_of(feature.feature_batch) == [ids or [] for ids in array.to_pylist()]
@@ -547,38 +486,17 @@ U64 = np.array([1, 2], np.uint64)
         (lambda: IDTypeFeatureWithSingleID(3, U64), "str as feature name, got int"),  # type: ignore[arg-type]
         (lambda: csr("f", np.array([1, 2]), OFFSETS), "'f'.*values"),
         (lambda: csr("f", VALUES, OFFSETS * 1.0), "'f'.*offsets"),
-        (
-            lambda: jagged("f", torch.tensor([1, 2], dtype=torch.int32), OFFSETS),
-            "'f'.*values.*int32",
-        ),
-        (
-            lambda: jagged("f", VALUES, lengths=np.diff(OFFSETS) * 1.0),
-            "'f': expected lengths as 1-D int32 or int64, got float64 of shape",
-        ),
+        (lambda: jagged("f", torch.ones(2, dtype=torch.int32), OFFSETS), "'f'.*values.*int32"),
+        (lambda: jagged("f", VALUES, lengths=np.diff(OFFSETS) * 1.0), "'f'.*lengths.*float64"),
         (lambda: jagged("f", VALUES, lengths=[1]), "lengths.*got list"),
         (lambda: jagged("f", VALUES, lengths=memoryview(b"\x01")), "lengths.*got memoryview"),
-        (
-            lambda: jagged("f", torch.empty(2, device="meta"), OFFSETS),
-            "'f': expected values in CPU memory, got meta",
-        ),
-        (
-            lambda: jagged("f", torch.ones(2, dtype=torch.bfloat16), OFFSETS),
-            "'f': expected values as a dense tensor of integers, got torch.bfloat16",
-        ),
-        (
-            lambda: jagged("f", U64, lengths=torch.tensor([2]).to_sparse()),
-            "'f': expected lengths as a dense tensor .*, got torch.int64 with layout",
-        ),
-        (
-            lambda: jagged("f", torch.Size([1]), OFFSETS),
-            "'f'.*values.*got an object of type Size",
-        ),
+        (lambda: jagged("f", torch.empty(2, device="meta"), OFFSETS), "'f'.*in CPU.*meta"),
+        (lambda: jagged("f", torch.ones(2, dtype=torch.bfloat16), OFFSETS), "'f'.*bfloat16"),
+        (lambda: jagged("f", U64, lengths=torch.ones(1).long().to_sparse()), "lengths.*layout"),
+        (lambda: jagged("f", torch.Size([1]), OFFSETS), "'f'.*values.*object of type Size"),
         (lambda: of_arrow("f", [U64]), "'f'.*Arrow list array.*got list"),
         (lambda: of_arrow("f", pa.array([1, 2])), "'f'.*Arrow.*got int64"),
-        (
-            lambda: of_arrow("f", pa.array([[1]], pa.list_(pa.int32()))),
-            "'f'.*Arrow list array of uint64 or int64, got list<item: int32>",
-        ),
+        (lambda: of_arrow("f", pa.array([[1]], pa.list_(pa.int32()))), "'f'.*item: int32"),
     ],
 )
 def test_w05_ids_of_another_type_are_refused(build: Callable[[], Any], message: str) -> None:
@@ -595,23 +513,11 @@ def test_w05_ids_of_another_type_are_refused(build: Callable[[], Any], message: 
         (lambda: csr("f", VALUES, OFFSETS[::-1].copy()), "'f'.*offsets"),
         (lambda: csr("f", VALUES, OFFSETS[:0]), "'f'.*offsets"),
         (lambda: jagged("f", VALUES), "expected offsets or lengths, got neither"),
-        (
-            lambda: jagged("f", VALUES, OFFSETS, lengths=np.diff(OFFSETS)),
-            "expected offsets or lengths, got both",
-        ),
-        (
-            lambda: jagged("f", VALUES, lengths=np.array([8, -1])),
-            "'f': expected lengths of at least 0, got -1 in sample 1",
-        ),
+        (lambda: jagged("f", VALUES, OFFSETS, lengths=np.diff(OFFSETS)), "lengths, got both"),
+        (lambda: jagged("f", VALUES, lengths=np.array([8, -1])), "'f'.*got -1 in sample 1"),
         (lambda: jagged("f", VALUES, lengths=np.array([6])), "'f'.*offsets"),
-        (
-            lambda: of_arrow("f", arrow([[1], [], [2, None]])),
-            "'f': expected ids, got a null in sample 2",
-        ),
-        (
-            lambda: of_arrow("f", pa.chunked_array([arrow(), arrow()])),
-            "'f': expected a chunked array of one chunk, got 2; call .combine_chunks",
-        ),
+        (lambda: of_arrow("f", arrow([[1], [], [2, None]])), "'f'.*got a null in sample 2"),
+        (lambda: of_arrow("f", pa.chunked_array([arrow(), arrow()])), "'f'.*one chunk, got 2"),
     ],
 )
 def test_w05_ids_of_another_form_are_refused(build: Callable[[], Any], message: str) -> None:
@@ -619,9 +525,7 @@ def test_w05_ids_of_another_form_are_refused(build: Callable[[], Any], message: 
         build()
 
 
-def test_w05_checks_that_memory_hangs_on_cannot_be_skipped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_w05_checks_that_memory_hangs_on_cannot_be_skipped(monkeypatch: Monkey) -> None:
     monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", "1")
     with pytest.raises(DataTypeError, match="sample 1"):
         IDTypeFeature("f", [U64, np.array([1])])

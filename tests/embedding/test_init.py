@@ -94,10 +94,7 @@ def test_distributions_are_those_of_the_core_with_its_defaults() -> None:
         ({"weight_bound": math.inf}, "weight_bound must be finite in f32, got inf"),
         ({"weight_bound": "10"}, "weight_bound must be a number, got '10'"),
         ({"weight_bound": None}, "weight_bound must be a number, got None"),
-        (
-            {"emb_initialization": (1.0, -1.0)},
-            "lower must be below upper in f32, got 1.0 and -1.0",
-        ),
+        ({"emb_initialization": (1.0, -1.0)}, "lower must be below upper .* got 1.0 and -1.0"),
         ({"emb_initialization": (1.0,)}, r"expected \(lower, upper\) or a distribution"),
         ({"emb_initialization": 3}, r"expected \(lower, upper\) or a distribution"),
         ({"seed": -1}, r"seed: expected an integer in 0..2\*\*64 - 1, got -1"),

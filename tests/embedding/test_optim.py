@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -65,6 +67,9 @@ def test_w14_every_option_is_sent() -> None:
     )
 
 
+OF_BETAS: tuple[Any, ...] = (RowwiseAdam, Lion)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -80,13 +85,15 @@ def test_w14_every_option_is_sent() -> None:
         (lambda: Adam(eps=0), "adam: eps must be above 0"),
         (lambda: Adagrad(initial_accumulator_value=-1), "initial_accumulator_value"),
         (lambda: Adagrad(g_square_momentum=-1), "g_square_momentum"),
-        (
-            lambda: Adagrad(vectorwise_shared=1),  # type: ignore[arg-type]
-            "vectorwise_shared must be True or False, got 1",
+        (lambda: Adagrad(vectorwise_shared=1), "vectorwise_shared .* got 1"),  # type: ignore[arg-type]
+        *(
+            (partial(build, betas=betas), "beta")
+            for build in OF_BETAS
+            for betas in (0.9, (0.9,), (0.9, 1.0))
         ),
     ],
 )
-def test_what_cannot_be_used(build: Callable[[], Optimizer], message: str) -> None:
+def test_what_cannot_be_used(build: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build()
 
@@ -102,9 +109,7 @@ class Trainer:
 def test_apply_registers_with_the_current_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_context_stack, "_entered", [])
     optimizer = Adagrad()
-    with pytest.raises(
-        ConfigError, match=r"Adagrad\.apply\(\) must be called inside.*no context"
-    ):
+    with pytest.raises(ConfigError, match=r"Adagrad\.apply.. must be called inside.*no co"):
         optimizer.apply()
     _context_stack.push(object())
     with pytest.raises(ConfigError, match="got object"):
@@ -133,13 +138,6 @@ def test_w14_every_option_of_the_others_is_sent() -> None:
         assert optimizer.settings().options == options | {"weight_decay": 4}
     shared = RowwiseAdagrad(1, 2, 3, 4).settings()
     assert shared == Adagrad(1, 2, 3, 1, 4, vectorwise_shared=True).settings()
-
-
-@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 1.0)])
-def test_betas_of_the_others_are_checked(betas: tuple[float, float]) -> None:
-    for build in (RowwiseAdam, Lion):
-        with pytest.raises(ConfigError, match="beta"):
-            build(betas=betas)
 
 
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adam(), Adagrad(), *NEW])

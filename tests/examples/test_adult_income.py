@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,8 @@ from persia import env
 from persia._rpc.messages import TableEntries
 from persia.config import EmbeddingSchema
 from tests.examples.loading import EXAMPLES, load
-from tests.meta.sources import ROOT
 from tests.meta.test_layers import WITHOUT_TORCH
+from tests.support.processes import ROOT, run
 
 SEEDS = range(1, 6)
 MAX_ID = 64  # above the largest category code
@@ -91,12 +89,8 @@ def test_as_good_as_plain_pytorch(data: Any) -> None:
         # What is in flight differs from run to run where staleness is allowed, and so does the
         # AUC, by some ten-thousandths: of the mean of runs the claim is made.
         runs = 1 if staleness == 1 else 3
-        ours = np.array(
-            [
-                np.mean([_persia_auc(data, seed, staleness) for _ in range(runs)])
-                for seed in SEEDS
-            ]
-        )
+        aucs = [[_persia_auc(data, seed, staleness) for seed in SEEDS] for _ in range(runs)]
+        ours = np.mean(aucs, axis=0)
         difference = float(np.mean(ours - twin))
         print(
             f"staleness {staleness}: mean AUC {ours.mean():.6f}, PyTorch {twin.mean():.6f}, "
@@ -107,15 +101,8 @@ def test_as_good_as_plain_pytorch(data: Any) -> None:
 
 
 def test_it_loads_without_torch() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "data_loader"],
-        cwd=EXAMPLES / "adult_income",
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    place, own = EXAMPLES / "adult_income", {"PYTHONPATH": str(ROOT)}
+    ran = run("-c", WITHOUT_TORCH, "data_loader", cwd=place, env=own)
     assert ran.returncode == 0, ran.stderr
 
 

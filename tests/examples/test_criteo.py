@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.support import short_directory, wait_until_gone
 from tests.examples.loading import EXAMPLES, load
-from tests.meta.sources import ROOT
+from tests.support.processes import ROOT, run
 
 FOLDER = EXAMPLES / "criteo"
 
@@ -74,20 +74,11 @@ def job(log: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
 
 @pytest.mark.slow
 def test_make_run_is_a_job_that_ends_by_itself(job: dict[str, str]) -> None:
-    ran = subprocess.run(
-        ["make", "run"],
-        cwd=FOLDER,
-        env=job,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    ran = run("make", "run", cwd=FOLDER, env=job, timeout_s=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "test AUC 0." in ran.stdout
     assert not (FOLDER / ".job.pid").exists()
-    stopped = subprocess.run(["make", "stop"], cwd=FOLDER, capture_output=True, check=False)
-    assert b"nothing runs here" in stopped.stdout
+    assert "nothing runs here" in run("make", "stop", cwd=FOLDER).stdout
 
 
 @pytest.mark.slow
@@ -101,14 +92,9 @@ def test_make_stop_ends_a_job_that_runs(job: dict[str, str]) -> None:
             line = running.stdout.readline()
             assert line, "it ended before its servers served"
         # Where make runs the tests it would say which folder it is in.
-        stopped = subprocess.run(
-            ["make", "--no-print-directory", "stop"],
-            cwd=FOLDER,
-            capture_output=True,
-            check=False,
-        )
+        stopped = run("make", "--no-print-directory", "stop", cwd=FOLDER)
         rest, _ = running.communicate(timeout=60)
-    assert (stopped.returncode, stopped.stdout) == (0, b"")
+    assert (stopped.returncode, stopped.stdout) == (0, "")
     assert running.returncode != 0
     assert "sending SIGTERM to nn_worker" in rest
     assert "SIGKILL" not in rest

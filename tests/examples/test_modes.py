@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,34 +31,16 @@ from tests.distributed.batches import SLOTS
 from tests.distributed.batches import make_batch as net_batch
 from tests.examples.conftest import LOADER
 from tests.examples.loading import digest_of, load, parts_of
-from tests.support.processes import ROOT, Cluster
-from tests.training.test_checkpoint import step
+from tests.support.processes import DEADLINE_S, ROOT, Cluster, run
+from tests.training.conftest import LOCKSTEP, train
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL_LOADER = ROOT / "tests" / "distributed" / "scripts" / "phases_loader.py"
 Rows = dict[int, Any]  # signs by dim
 
 
-class Layout(NamedTuple):
-    """Processes of a job, beside the trainer."""
-
-    transport: str
-    servers: int
-    workers: int
-    loaders: int
-
-
-# The four pairs of transport and servers, and of workers and loaders.
-in_every_layout = pytest.mark.parametrize(
-    "layout",
-    [
-        Layout("tcp", 3, 2, 2),
-        Layout("ipc", 1, 1, 1),
-        Layout("ipc", 3, 1, 2),
-        Layout("tcp", 1, 2, 1),
-    ],
-    ids=lambda layout: "-".join(map(str, layout)),
-)
+# Of the processes of a job: transport, servers, embedding-workers and data-loaders.
+Layout = tuple[str, int, int, int]
 
 
 @contextmanager
@@ -67,17 +48,15 @@ def services(
     layout: Layout, config: Path | Mapping[str, Any], loader: Path, *arguments: str
 ) -> Iterator[None]:
     """Start a job of which this process is the nn-worker."""
+    transport, servers, workers, loaders = layout
     with (
         Cluster(
-            config,
-            transport=layout.transport,
-            num_servers=layout.servers,
-            num_workers=layout.workers,
+            config, transport=transport, num_servers=servers, num_workers=workers
         ) as cluster,
         pytest.MonkeyPatch.context() as patch,
     ):
         cluster.start_servers()
-        cluster.start_loaders(loader, layout.loaders, *arguments)
+        cluster.start_loaders(loader, loaders, *arguments)
         for name, value in cluster.variables.items():
             patch.setenv(name, value)
         assert env.get_mode() == "services"
@@ -111,33 +90,18 @@ def remote_rows(signs: Rows, config: Path | Mapping[str, Any]) -> str:
     return digest_of(parts)
 
 
-def train_streamed(ctx: Any) -> None:
-    loss_fn = torch.nn.BCEWithLogitsLoss()
-    loader = DataLoader(StreamingDataset(4), reproducible=True, embedding_staleness=1)
-    for batch in loader:
-        logits, labels = ctx.forward(batch)
-        ctx.backward(loss_fn(logits, labels[0]))
-
-
 SMALL = 40  # batches
 
 
 def test_a_small_job_is_bit_equal_in_services_mode() -> None:
     """What the fast tier has of this module."""
-
-    def train(dataset: Any) -> list[float]:
-        return [
-            step(ctx, batch)
-            for batch in DataLoader(dataset, reproducible=True, embedding_staleness=1)
-        ]
-
     with net.make_ctx() as ctx:
-        losses = train([net_batch(number) for number in range(SMALL)])
+        losses = train(ctx, [net_batch(number) for number in range(SMALL)], **LOCKSTEP)
         parts = parts_of(ctx)
         signs, digest = signs_of(parts), digest_of(parts)
-    with services(Layout("tcp", 3, 2, 2), SLOTS, SMALL_LOADER, str(SMALL // 2)):
+    with services(("tcp", 3, 2, 2), SLOTS, SMALL_LOADER, str(SMALL // 2)):
         with net.make_ctx() as ctx:
-            assert train(StreamingDataset(4)) == losses
+            assert train(ctx, StreamingDataset(4), **LOCKSTEP) == losses
         assert remote_rows(signs, SLOTS) == digest
 
 
@@ -147,14 +111,8 @@ SAMPLES, BATCH_SIZE, SEED = 12_000, 256, 1
 @pytest.fixture(scope="module")
 def embedded_quickstart() -> tuple[float, Rows, str]:
     quickstart = load("quickstart")
-    options = quickstart.Options(
-        samples=SAMPLES,
-        batch_size=BATCH_SIZE,
-        seed=SEED,
-        staleness=1,
-        reproducible=True,
-        quiet=True,
-    )
+    own = {"samples": SAMPLES, "batch_size": BATCH_SIZE, "seed": SEED}
+    options = quickstart.Options(**own, staleness=1, reproducible=True, quiet=True)
     log = quickstart.generate(SAMPLES, SEED)
     with quickstart.build_ctx(options) as ctx:
         report = quickstart.run(ctx, log, options)
@@ -162,8 +120,11 @@ def embedded_quickstart() -> tuple[float, Rows, str]:
     return report.auc, signs_of(parts), digest_of(parts)
 
 
+# The four pairs of transport and servers, and of workers and loaders.
 @pytest.mark.slow
-@in_every_layout
+@pytest.mark.parametrize(
+    "layout", [("tcp", 3, 2, 2), ("ipc", 1, 1, 1), ("ipc", 3, 1, 2), ("tcp", 1, 2, 1)], ids=str
+)
 def test_quickstart_is_bit_equal_in_services_mode(
     embedded_quickstart: tuple[float, Rows, str], layout: Layout
 ) -> None:
@@ -175,7 +136,11 @@ def test_quickstart_is_bit_equal_in_services_mode(
         log = quickstart.generate(SAMPLES, SEED)
         options = quickstart.Options(samples=SAMPLES, batch_size=BATCH_SIZE, seed=SEED)
         with quickstart.build_ctx(options) as ctx:
-            train_streamed(ctx)
+            loss_fn = torch.nn.BCEWithLogitsLoss()
+            loader = DataLoader(StreamingDataset(4), reproducible=True, embedding_staleness=1)
+            for batch in loader:
+                logits, labels = ctx.forward(batch)
+                ctx.backward(loss_fn(logits, labels[0]))
             assert quickstart.test(ctx, log) == auc
             assert ctx.stats()["batches"] == -(-log.num_train // BATCH_SIZE)
         assert remote_rows(signs, config) == digest
@@ -186,31 +151,22 @@ SAY = ("--json", "--quiet")
 needs_data = pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
 
 
-def run_script(cluster: Cluster) -> Any:
-    """Run the real train.py and the job to its end; returns its report."""
-    cluster.start_servers()
-    cluster.start_loaders(LOADER, 1)
-    cluster.start("nn-worker", "nn-worker", str(LOADER.parent / "train.py"), *SAY)
-    statuses = cluster.wait()
-    assert set(statuses.values()) == {0}, statuses
-    (line,) = re.findall(r"\{.*\}", cluster.log("nn-worker"))
-    return json.loads(line)
-
-
 @needs_data
 @pytest.mark.slow
 def test_the_scripts_of_adult_income_print_the_same_in_both_modes() -> None:
     config = LOADER.parent / "config" / "embedding_config.yml"
     with Cluster(config, environment={"REPRODUCIBLE": "1"}) as cluster:
-        embedded = subprocess.run(
-            [sys.executable, str(LOADER.parent / "train.py"), *SAY],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            | {"REPRODUCIBLE": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        one, other = json.loads(embedded.stdout), run_script(cluster)
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "REPRODUCIBLE": "1"}
+        script = str(LOADER.parent / "train.py")
+        embedded = run(sys.executable, script, *SAY, env=os.environ | own, timeout_s=DEADLINE_S)
+        assert embedded.returncode == 0, embedded.stderr
+        cluster.start_servers()
+        cluster.start_loaders(LOADER, 1)
+        cluster.start("nn-worker", "nn-worker", script, *SAY)
+        statuses = cluster.wait()
+        assert set(statuses.values()) == {0}, statuses
+        (line,) = re.findall(r"\{.*\}", cluster.log("nn-worker"))
+    one, other = json.loads(embedded.stdout), json.loads(line)
     for name in ("auc", "loss", "rows"):
         assert one[name] == other[name]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
@@ -24,11 +26,12 @@ def make_batch(number: int, batch_size: int = 16) -> PersiaBatch:
     )
 
 
-def occurrences(count: int, batch_size: int = 16) -> dict[str, np.ndarray]:
+def occurrences(count: int, sizes: Mapping[int, int] = {}) -> dict[str, np.ndarray]:
     """Return how often each id is in the first ``count`` batches, by feature."""
     total = {name: np.zeros(NUM_IDS) for name in ("user", "item")}
     for number in range(count):
         rng = np.random.default_rng(number)
-        for name in ("user", "item"):
-            np.add.at(total[name], rng.integers(0, NUM_IDS, batch_size), 1)
+        for counts in total.values():
+            ids = rng.integers(0, NUM_IDS, sizes.get(number, 16))
+            counts += np.bincount(ids, minlength=NUM_IDS)
     return total

@@ -50,8 +50,7 @@ def trained(ctx: TrainCtx) -> dict[str, np.ndarray]:
     """Return how often each id was trained, by feature, as the rows say."""
     ids = np.arange(NUM_IDS, dtype=np.uint64)
     batch = PersiaBatch(
-        [IDTypeFeatureWithSingleID(name, ids) for name in ("user", "item")],
-        requires_grad=False,
+        [IDTypeFeatureWithSingleID(name, ids) for name in ("user", "item")], requires_grad=False
     )
     tensors = ctx.get_embedding_from_data(batch).embedding_tensors
     counts = {}
@@ -80,10 +79,7 @@ def train(
 ) -> list[int]:
     """Train to the end, disturbed before batch ``at``; returns the numbers of the batches."""
     loader = DataLoader(
-        StreamingDataset(6),
-        reproducible=in_order,
-        embedding_staleness=3,
-        timeout_ms=timeout_ms,
+        StreamingDataset(6), reproducible=in_order, embedding_staleness=3, timeout_ms=timeout_ms
     )
     seen = []
     for place, batch in enumerate(loader):

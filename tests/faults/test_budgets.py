@@ -17,7 +17,7 @@ import pytest
 
 from persia import env
 from persia.data import DataLoader, StreamingDataset
-from tests.faults.batches import NUM_IDS, SLOTS
+from tests.faults.batches import SLOTS, occurrences
 from tests.faults.job import assert_trained, make_ctx, step
 from tests.support.processes import Cluster
 
@@ -41,13 +41,7 @@ def least_loader() -> DataLoader:
 
 
 def expected() -> dict[str, np.ndarray]:
-    total = {name: np.zeros(NUM_IDS) for name in ("user", "item")}
-    for number in range(COUNT):
-        rng = np.random.default_rng(number)
-        size = LARGE_SIZE if number == LARGE else 16
-        for counts in total.values():
-            counts += np.bincount(rng.integers(0, NUM_IDS, size), minlength=NUM_IDS)
-    return total
+    return occurrences(COUNT, {LARGE: LARGE_SIZE})
 
 
 @contextmanager

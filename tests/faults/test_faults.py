@@ -7,11 +7,12 @@ it. Rows tell whether every batch was trained, and once.
 from __future__ import annotations
 
 import ast
+import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,11 +28,10 @@ COUNT = 120
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     with Cluster(SLOTS, num_servers=2, num_workers=2) as made:
         made.start_servers()
-        for name, value in made.variables.items():
-            monkeypatch.setenv(name, value)
+        os.environ.update(made.variables)
         yield made
 
 
@@ -40,18 +40,14 @@ EITHER_ORDER = pytest.mark.parametrize(
 )
 
 
-def restart(cluster: Cluster, role: str) -> Callable[[], None]:
-    """What kills the last process of a role and starts it again."""
-
-    def disturb() -> None:
-        if role == "data-loader":
-            cluster.kill("data-loader-0")
-            cluster.start_loaders(LOADER, 1, str(COUNT))
-            return
-        cluster.kill(f"{role}-1")
-        (cluster.start_worker if role == "embedding-worker" else cluster.start_server)(1)
-
-    return disturb
+def restart(cluster: Cluster, role: str) -> None:
+    """Kill the last process of a role and start it again."""
+    if role == "data-loader":
+        cluster.kill("data-loader-0")
+        cluster.start_loaders(LOADER, 1, str(COUNT))
+        return
+    cluster.kill(f"{role}-1")
+    (cluster.start_worker if role == "embedding-worker" else cluster.start_server)(1)
 
 
 @EITHER_ORDER
@@ -74,7 +70,7 @@ def test_w10_a_process_is_killed_and_started_again(
 ) -> None:
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with make_ctx() as ctx:
-        seen = train(ctx, 20, restart(cluster, role), in_order=in_order)
+        seen = train(ctx, 20, lambda: restart(cluster, role), in_order=in_order)
         assert_each_once(ctx, seen, COUNT)
 
 
@@ -105,7 +101,7 @@ def test_w10_a_data_loader_that_has_ended_is_killed_together_with_embedding_work
         seen = train(ctx, COUNT - 4, disturb, in_order=in_order)
         assert_each_once(ctx, seen, COUNT)
     # Its launcher would wait for the end of the job.
-    until(lambda: "}\n" in cluster.log("data-loader-0"))
+    cluster.wait_for("data-loader-0", "}\n")
     (books,) = re.findall(r"^{.*}$", cluster.log("data-loader-0"), re.MULTILINE)
     counts = ast.literal_eval(books)
     # Each has been received from the one before; what was wanted it has registered again.
@@ -118,7 +114,7 @@ def test_w10_a_data_loader_that_has_ended_is_killed_together_with_embedding_work
 def test_w17_w30_a_server_is_killed_and_started_anew(cluster: Cluster) -> None:
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with make_ctx() as ctx:
-        seen = train(ctx, 20, restart(cluster, "embedding-parameter-server"))
+        seen = train(ctx, 20, lambda: restart(cluster, "embedding-parameter-server"))
         assert sorted(seen) == list(range(COUNT))
         expected, got = occurrences(COUNT), trained(ctx)
         for name in expected:  # what it held is lost, the rest is exact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from persia import env
 from persia._cluster.connect import connect_parameter_servers
 from persia._rpc.messages import TableSigns
 from persia._rpc.stubs import RemoteEmbeddingWorker
-from tests.e2e.support import PATIENCE_S, Job, configured_worker, short_directory, transport
+from tests.e2e.support import Job, configured_worker, running_job, transport
 from tests.faults.batches import SLOTS
 from tests.faults.job import LOADER, assert_each_once, make_ctx, train
 from tests.meta.sources import ROOT
@@ -23,10 +24,11 @@ from tests.recovery.soak import soak
 from tests.support.processes import Cluster
 from tests.support.services import features, gradient
 from tests.support.tmpfs import tmpfs_directory
+from tests.support.waiting import PATIENCE_S
 
 SERVER = "embedding-parameter-server"
 COUNT = 120
-LIMIT = "embedding_parameter_server_config: {memory_limit: 16MiB}"
+SETTINGS = {"embedding_parameter_server_config": {"memory_limit": "16MiB"}}
 
 
 @pytest.fixture
@@ -37,12 +39,8 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def job(directory: Path) -> Iterator[Job]:
-    with short_directory() as sockets:
-        made = Job(sockets)
-        made.environment["PERSIA_STATE_DIRECTORY"] = str(directory)
-        made.environment["PERSIA_GLOBAL_CONFIG"] = made.script("global.yml", LIMIT)
+    with running_job(settings=SETTINGS, PERSIA_STATE_DIRECTORY=str(directory)) as made:
         yield made
-        made.close()
 
 
 @pytest.fixture
@@ -56,9 +54,7 @@ def values(job: Job) -> bytes:
     signs = np.arange(5, dtype=np.uint64) | np.uint64(1 << 56)
     with transport() as made:
         (server,) = connect_parameter_servers(
-            made,
-            addresses=job.addresses["PERSIA_EMBEDDING_PARAMETER_SERVERS"].split(","),
-            timeout_s=PATIENCE_S,
+            made, addresses=job.addresses["embedding-parameter-server"], timeout_s=PATIENCE_S
         )
         (entries,) = server.read_embedding((TableSigns(0, signs),))
         server.close()
@@ -79,7 +75,7 @@ def test_w17_a_killed_server_has_its_rows_again_and_training_goes_on(
     assert worker.update(gradient(result, (1, 1))).num_missing == 0
     before = values(job)
     result = worker.lookup(worker.register(batch), True)
-    job.processes[0].signal(signal.SIGKILL)
+    job.processes[0].send_signal(signal.SIGKILL)
     job.processes[0].wait()
     job.start_server(SERVER)
     assert values(job) == before
@@ -90,25 +86,22 @@ def test_w17_a_killed_server_has_its_rows_again_and_training_goes_on(
     assert "was restarted and has its 4 rows again" in printed
     assert "ARE LOST" not in printed
     server = job.processes[2]
-    server.signal(signal.SIGTERM)
+    server.send_signal(signal.SIGTERM)
     assert server.wait() == 128 + signal.SIGTERM
     assert list(directory.iterdir()) == []
 
 
 # --- training over killed servers -----------------------------------------------------------
 
-SETTINGS = {"embedding_parameter_server_config": {"memory_limit": "16MiB"}}
-
 
 @pytest.mark.slow
 def test_w17_w30_killed_servers_have_their_rows_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path,
 ) -> None:
     keep = {"PERSIA_STATE_DIRECTORY": str(directory)}
     with Cluster(SLOTS, SETTINGS, num_servers=2, num_workers=2, environment=keep) as cluster:
         cluster.start_servers()
-        for name, value in cluster.variables.items():
-            monkeypatch.setenv(name, value)
+        os.environ.update(cluster.variables)
 
         def disturb() -> None:
             for number in range(2):

@@ -5,6 +5,7 @@ Each batch is trained once: rows tell.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,9 +28,7 @@ Proxy = TcpProxy | MessageProxy
 
 
 @contextmanager
-def behind_proxies(
-    transport: str, make: Callable[[str, str], Proxy], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[Proxy]]:
+def behind_proxies(transport: str, make: Callable[[str, str], Proxy]) -> Iterator[list[Proxy]]:
     """Start a job of which every process sees the others through a proxy.
 
     ``make`` takes where a proxy may listen, and the address of a server.
@@ -57,9 +56,8 @@ def behind_proxies(
                 (cluster.start_worker if is_worker else cluster.start_server)(number)
         cluster.variables = own | behind
         cluster.start_loaders(LOADER, 2, str(COUNT))
-        for name, value in (own | behind).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv(env.NN_WORKERS_VARIABLE, own[env.NN_WORKERS_VARIABLE])
+        listed = env.NN_WORKERS_VARIABLE
+        os.environ.update(own | behind | {listed: own[listed]})
         yield proxies
         # Now: without the proxies the end could not be announced to the servers.
         cluster.stop()
@@ -67,9 +65,7 @@ def behind_proxies(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_w13_each_batch_is_trained_once_through_cuts(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_w13_each_batch_is_trained_once_through_cuts(seed: int) -> None:
     dice = random.Random(seed)
 
     def make(front: str, address: str) -> Proxy:
@@ -77,16 +73,14 @@ def test_w13_each_batch_is_trained_once_through_cuts(
         cuts = [int(10 ** dice.uniform(1.5, 4.5)) for _ in range(12)]
         return TcpProxy(f"tcp://{address}", (*cuts, None))
 
-    with behind_proxies("tcp", make, monkeypatch) as proxies, make_ctx() as ctx:
+    with behind_proxies("tcp", make) as proxies, make_ctx() as ctx:
         assert_each_once(ctx, train(ctx), COUNT)
     cuts = [proxy.num_cut for proxy in proxies if isinstance(proxy, TcpProxy)]
     assert min(cuts) > 3
 
 
 @pytest.mark.slow
-def test_w13_each_batch_is_trained_once_through_drops_and_repetitions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_w13_each_batch_is_trained_once_through_drops_and_repetitions() -> None:
     dice = random.Random(3)
 
     def fate(number: int) -> int:
@@ -97,7 +91,7 @@ def test_w13_each_batch_is_trained_once_through_drops_and_repetitions(
     def make(front: str, address: str) -> Proxy:
         return MessageProxy(front, address, fate)
 
-    with behind_proxies("ipc", make, monkeypatch) as proxies, make_ctx() as ctx:
+    with behind_proxies("ipc", make) as proxies, make_ctx() as ctx:
         assert_each_once(ctx, train(ctx), COUNT)
     found = [proxy for proxy in proxies if isinstance(proxy, MessageProxy)]
     assert sum(proxy.num_dropped for proxy in found) > 4

@@ -17,7 +17,7 @@ from persia._files.parts import filter_owned, write_deleted, write_file
 from persia._files.rows import rewrite, verify
 from persia._files.rows import rows_of as rows_of_chain
 from persia._files.schema import SavedSchema
-from persia._files.storage import BufferPool, LocalStorage, Storage
+from persia._files.storage import BufferPool, Storage
 from persia.config import EmbeddingSchema
 from persia.errors import CheckpointError
 
@@ -112,6 +112,8 @@ def dump(
     base: str | None = None,
     deleted: set[int] | None = None,
     num_servers: int = 2,
+    is_published: bool = True,
+    **changes: Any,
 ) -> Manifest:
     """Write and publish a checkpoint as servers do."""
     identity = new_id(storage)
@@ -135,8 +137,10 @@ def dump(
         parts=tuple(parts),
         deleted=tuple(gone),
         files={"dense.pt": dense},
+        **changes,
     )
-    publish(storage, made)
+    if is_published:
+        publish(storage, made)
     return made
 
 
@@ -162,11 +166,7 @@ def check_promises(storage: Storage) -> None:
     assert storage.size("a/b/c") == 70_008
     storage.write("empty", [])
     assert content(storage, "empty") == b""
-    assert (storage.list(), storage.list("a"), storage.list("no")) == (
-        ["a", "empty"],
-        ["b"],
-        [],
-    )
+    assert [storage.list(x) for x in ("", "a", "no")] == [["a", "empty"], ["b"], []]
     storage.publish("m.json", b"1")
     storage.publish("m.json", b"22")
     assert content(storage, "m.json") == b"22"
@@ -223,14 +223,8 @@ def check_catalog(storage: Storage) -> None:
     assert len(storage.list(whole.id)) == 3
 
 
-def written(storage: LocalStorage) -> Manifest:
+def written(storage: Storage) -> Manifest:
     """Write the files of a checkpoint; it is not published."""
-    identity = new_id(storage)
-    with PartWriter(storage, f"{identity}/server0") as writer:
-        writer.add("table0", block(range(100)))
-        writer.add("table1", block(range(100, 200), dim=3, words=3, dtype="bfloat16"))
-        parts = writer.finish()
-    dense = write_file(storage, f"{identity}/dense.pt", [b"dense"])
-    storage.sync(identity)
     extras = {"loaders": {"0": 7}, "big": 2**64 - 1, "rate": 0.1}
-    return manifest(identity, step=7, parts=parts, files={"dense.pt": dense}, extras=extras)
+    rows = {sign: row(sign, 1) for sign in range(200)}
+    return dump(storage, rows, num_servers=1, is_published=False, step=7, extras=extras)

@@ -93,8 +93,7 @@ class CatalogMachine(RuleBasedStateMachine):
     def delta(self, fault: tuple[str | None, int]) -> None:
         rows = {sign: self.rows[sign] for sign in self.changed}
         done = self.attempt(
-            fault,
-            lambda: dump(self.storage, rows, base=self.base, deleted=self.deleted).id,
+            fault, lambda: dump(self.storage, rows, base=self.base, deleted=self.deleted).id
         )
         self._committed(done)
 
@@ -193,9 +192,7 @@ def test_w19_also_past_the_page_cache(monkeypatch: pytest.MonkeyPatch, failure: 
     assert len(PAST_CACHE) > 50
 
 
-def test_w19_a_second_dump_into_a_folder_replaces_the_first(
-    storage: LocalStorage, tmp_path: Path
-) -> None:
+def test_w19_a_second_dump_replaces_the_first(storage: LocalStorage, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("not a checkpoint's")
     (tmp_path / "00000001").mkdir()
     first = dump(storage, {1: row(1, 1)})
@@ -241,9 +238,7 @@ def test_what_is_being_written_is_left_alone(storage: LocalStorage) -> None:
         storage.size(part.path)
 
 
-def test_writers_that_began_together_do_not_remove_each_others_files(
-    storage: LocalStorage,
-) -> None:
+def test_writers_that_began_together_keep_their_files(storage: LocalStorage) -> None:
     slow = write_file(storage, "00000001-00000000/dense.pt", [b"slow"])
     quick = write_file(storage, "00000001-ffffffff/dense.pt", [b"quick"])
     publish(storage, manifest("00000001-ffffffff", parts=(), files={"dense.pt": quick}))

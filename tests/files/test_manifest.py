@@ -39,7 +39,7 @@ WRONG: list[tuple[str, Change]] = [
     ("more", lambda m: m.update(more=1)),
     ("parts", lambda m: m.pop("parts")),
     ("parts", lambda m: m.update(parts={})),
-    ("parts[1]", lambda m: m["parts"].__setitem__(1, 3)),
+    ("parts[0]", lambda m: m["parts"].__setitem__(0, 3)),
     ("parts[0].table", lambda m: m["parts"][0].update(table="table9")),
     ("parts[0].server", lambda m: m["parts"][0].update(server=1)),
     ("parts[0]", lambda m: m["parts"][0].update(dim=8)),

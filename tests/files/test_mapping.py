@@ -27,6 +27,7 @@ OLD: dict[str, Any] = {
     "feature_groups": {"items": ["item", "last_item"]},
 }
 STACK = {"hash_stack_rounds": 2, "embedding_size": 9}
+ALL = {"all": ["item", "last_item", "user"]}
 SHIFT = 56
 
 
@@ -94,35 +95,15 @@ def test_some_features_alone_can_be_loaded() -> None:
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        (
-            changed(tag={"dim": 5}, user={"dim": 8}),
-            "dim of feature group 'tag' is 3 in the checkpoint and 5 here; dim of .*'user'",
-        ),
-        (
-            {**OLD, "group_settings": {"user": {"dtype": "float16"}}},
-            "dtype of feature group 'user' is float32 in the checkpoint and float16 here",
-        ),
-        (
-            {**OLD, "feature_index_prefix_bit": 12},
-            "feature_index_prefix_bit is 8 in the checkpoint and 12 here",
-        ),
-        (
-            changed(tag={"dim": 3, "hash_stack_config": STACK}),
-            r"hash stack \(rounds, rows\) of feature group 'tag' is \(0, 0\) in .* \(2, 9\)",
-        ),
-        (
-            {**OLD, "feature_groups": {}},
-            "feature group 'items' of the checkpoint would be split into 'item' and 'last",
-        ),
-        (
-            {**OLD, "feature_groups": {"all": ["item", "last_item", "user"]}},
-            "feature group 'all' would merge 'user', 'items'",
-        ),
+        (changed(tag={"dim": 5}, user={"dim": 8}), "dim .*'tag' is 3 .* 5 here; dim .*'user'"),
+        ({**OLD, "group_settings": {"user": {"dtype": "float16"}}}, "dtype .*'user' is fl"),
+        ({**OLD, "feature_index_prefix_bit": 12}, "index_prefix_bit is 8 .* and 12 here"),
+        (changed(tag={"dim": 3, "hash_stack_config": STACK}), "stack .*'tag' is .0, 0"),
+        ({**OLD, "feature_groups": {}}, "'items' .* would be split into 'item' and 'last"),
+        ({**OLD, "feature_groups": ALL}, "feature group 'all' would merge 'user', 'items'"),
     ],
 )
-def test_w07_rows_that_would_mean_something_else_are_refused(
-    new: dict[str, Any], message: str
-) -> None:
+def test_w07_rows_of_another_meaning_are_refused(new: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Mapping.between(saved(OLD), saved(new))
 

@@ -18,6 +18,7 @@ from persia._rpc.messages import LoadRequest, WriteRequest
 from persia.config import ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError
 from tests.files.support import check_catalog, check_promises
+from tests.support.fixtures import Monkey
 from tests.support.services import make_servers
 
 
@@ -103,9 +104,7 @@ def test_a_root_may_be_a_link_or_everything(place: Path) -> None:
         open_storage("nosuch://x")
 
 
-def test_w71_a_server_neither_writes_nor_reads_outside(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_w71_a_server_writes_and_reads_inside(place: Path, monkeypatch: Monkey) -> None:
     (server,) = make_servers(1)
     server._roots = AllowedRoots([f"{place}/root"])
     for url, prefix in ((f"{place}/roots", "a"), (f"{place}/root", "../roots/a")):
@@ -140,7 +139,7 @@ def test_w71_a_server_neither_writes_nor_reads_outside(
     ],
 )
 def test_w71_who_can_be_reached_from_elsewhere_has_no_roots_by_itself(
-    place: Path, monkeypatch: pytest.MonkeyPatch, address: str, said: str | None, allows: bool
+    place: Path, monkeypatch: Monkey, address: str, said: str | None, allows: bool
 ) -> None:
     if said is not None:
         monkeypatch.setenv("PERSIA_CHECKPOINT_ROOTS", said.format(place))
@@ -149,9 +148,7 @@ def test_w71_who_can_be_reached_from_elsewhere_has_no_roots_by_itself(
         roots.check(str(place / "x"))
 
 
-def test_changes_are_written_below_a_root_too(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_are_written_below_a_root_too(place: Path, monkeypatch: Monkey) -> None:
     settings = ParameterServerConfig(
         enable_incremental_update=True, incremental_dir=f"{place}/root/out"
     )
@@ -172,7 +169,7 @@ def test_local_files_need_no_fsspec() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
 
 
-def test_an_object_is_held_once_until_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_is_held_once_until_it_is_sent(monkeypatch: Monkey) -> None:
     sent: list[int] = []
     monkeypatch.setattr(RemoteStorage, "_put", lambda self, path, data: sent.append(len(data)))
     piece = bytes(1 << 20)

@@ -21,9 +21,7 @@ safetensors = pytest.importorskip("safetensors.numpy")
 
 @pytest.mark.parametrize("budget_bytes", [1, 40_000, 1 << 30])
 @pytest.mark.parametrize("part_bytes", [1, 5_000, 1 << 26])
-def test_parts_hold_what_was_added(
-    storage: LocalStorage, budget_bytes: int, part_bytes: int
-) -> None:
+def test_parts_hold_all_rows(storage: LocalStorage, budget_bytes: int, part_bytes: int) -> None:
     count = 60 if part_bytes == 1 else 2000
     blocks = [
         block(range(count)),
@@ -86,9 +84,7 @@ def test_w60_files_are_as_large_as_what_is_in_them(storage: LocalStorage) -> Non
     assert theirs["states"].shape == (10, 0)
 
 
-def test_a_part_that_cannot_be_written_is_an_error_at_once_or_at_the_end(
-    storage: LocalStorage,
-) -> None:
+def test_a_part_that_cannot_be_written_is_an_error(storage: LocalStorage) -> None:
     (Path(storage.url) / "id").write_bytes(b"")
     with PartWriter(storage, "id/server0") as writer:
         writer.add("table0", block(range(10)))

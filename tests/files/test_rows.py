@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from persia._files.catalog import publish
-from persia._files.manifest import sketch_name
 from persia._files.parts import filter_owned, read_part, write_file
 from persia._files.rows import rewrite, verify
 from persia._files.rows import rows_of as rows_of_chain
 from persia._files.storage import LocalStorage
 from persia.errors import CheckpointError
 from tests.files.support import block, dump, loaded, parts_of, row
+from tests.support.fixtures import Monkey
 
 
 @pytest.mark.parametrize("signs", [[7], [50, 51, 50]])
@@ -23,16 +23,12 @@ def test_a_row_that_comes_twice_is_found(storage: LocalStorage, signs: list[int]
     parts = (*manifest.parts, *parts_of(storage, block(signs), f"{manifest.id}/again"))
     verify(storage)
     publish(storage, dataclasses.replace(manifest, parts=parts))
-    with pytest.raises(
-        CheckpointError, match=f"{manifest.id}.*: signs: {signs[0]} comes twice"
-    ):
+    with pytest.raises(CheckpointError, match=f"{manifest.id}.* {signs[0]} comes twice"):
         verify(storage)
 
 
 @pytest.mark.parametrize(("base", "delta"), [(1, 3), (3, 1)])
-def test_a_chain_of_several_numbers_of_servers_is_rewritten_whole(
-    storage: LocalStorage, base: int, delta: int
-) -> None:
+def test_a_chain_is_rewritten_whole(storage: LocalStorage, base: int, delta: int) -> None:
     spread = [(n << 60) + n for n in range(16)]
     first = dump(storage, {s: row(s, 1) for s in spread}, num_servers=base)
     dump(storage, {s: row(s, 2) for s in spread[:4]}, base=first.id, num_servers=delta)
@@ -44,14 +40,12 @@ def test_a_chain_of_several_numbers_of_servers_is_rewritten_whole(
         assert len(filter_owned(held, part.server, delta)) == len(held)
 
 
-def test_counts_of_servers_do_not_go_to_another_number_of_servers(
-    storage: LocalStorage,
-) -> None:
+def test_counts_do_not_go_to_another_number_of_servers(storage: LocalStorage) -> None:
     first = dump(storage, {1: row(1, 1)}, num_servers=2)
-    names = [sketch_name(0), sketch_name(1), "dense.pt"]
+    names = ["dense.pt", "sketch-0.safetensors", "sketch-1.safetensors"]
     files = {name: write_file(storage, f"{first.id}/{name}.x", [b"x"]) for name in names}
     publish(storage, dataclasses.replace(first, files=files))
-    assert sorted(rewrite(storage, storage).files) == sorted(names)
+    assert sorted(rewrite(storage, storage).files) == names
     assert list(rewrite(storage, storage, num_servers=3).files) == ["dense.pt"]
 
 
@@ -65,9 +59,7 @@ def test_what_changed_later_goes_later_when_chains_are_joined(storage: LocalStor
     assert max(order[s] for s in range(5, 10)) < min(order[s] for s in range(5))
 
 
-def test_a_rewrite_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rewrite_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: Monkey) -> None:
     source = LocalStorage(tmp_path / "from")
     dump(source, {sign: row(sign, 1) for sign in range(5)})
 

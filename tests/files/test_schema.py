@@ -15,14 +15,6 @@ from persia.errors import CheckpointError
 from tests.files.support import schema
 
 
-def test_a_schema_is_read_as_it_was_written() -> None:
-    saved = schema()
-    assert list(saved.features) == ["user", "item", "tag"]
-    assert [group.table for group in saved.groups] == ["table0", "table0", "table1"]
-    assert saved.tables["table1"].dtype == "bfloat16"
-    assert read_json(SavedSchema, saved.to_json(), "m.json") == saved
-
-
 def test_numbers_of_options_are_kept_as_they_were_written() -> None:
     """Canonical JSON is hashed: 1 must not become 1.0."""
     written = schema().to_json()

@@ -40,7 +40,7 @@ def test_promises(storage: Storage) -> None:
     check_promises(storage)
 
 
-def test_whoever_writes_may_breathe_between_pieces(storage: Storage) -> None:
+def test_a_writer_may_breathe_between_pieces(storage: Storage) -> None:
     breaths: list[bool] = []
     storage.on_progress = lambda: breaths.append(True)
     storage.write("a/b", [b"one", b"two", b"three"])
@@ -61,9 +61,7 @@ def test_a_disk_that_refuses_what_it_let_open(monkeypatch: pytest.MonkeyPatch) -
     not (hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT")), reason="a system without"
 )
 @pytest.mark.parametrize("num_cached", [1, 65_536, 300_001, 1 << 20])
-def test_what_is_in_the_cache_already_is_read_from_there(
-    num_cached: int,
-) -> None:
+def test_what_is_in_the_cache_already_is_read_from_there(num_cached: int) -> None:
     """All of a file, or its beginning; the rest comes past the cache where that ends well."""
     disk = Disk()
     disk.num_cached = num_cached
@@ -123,9 +121,7 @@ def fails(*_: object, **__: object) -> None:
     raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
-def test_memory_of_a_system_without_huge_pages_and_of_one_that_has_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_of_a_system_that_has_few_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     small = type("SmallPages", (mmap.mmap,), {"madvise": fails})
     stands_for: Any = SimpleNamespace(**{**vars(mmap), "mmap": small, "MADV_HUGEPAGE": 14})
     monkeypatch.setattr(module, "mmap", stands_for)

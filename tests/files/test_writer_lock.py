@@ -69,7 +69,7 @@ def test_object_stores_take_no_folders_place(tmp_path: Path) -> None:
     one.release()
 
 
-def test_a_job_that_nobody_knows_any_more_keeps_no_folder(tmp_path: Path) -> None:
+def test_a_job_that_none_knows_any_more_keeps_no_folder(tmp_path: Path) -> None:
     one, two = JobFolders(), JobFolders()
     one.acquire(LocalStorage(tmp_path))
     with pytest.raises(CheckpointError, match=r"it is this process: if .* not left"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from persia import env
+from tests.support import processes
 from tests.support.processes import ROOT
 
 SCRIPTS = dict(
@@ -71,13 +70,6 @@ def run(name: str, *arguments: str) -> tuple[int, str]:
     """Run a command in a process of its own; returns its status and what it printed."""
     module, attribute = _place(name)
     start = f"import sys; sys.argv[0] = {name!r}; from {module} import {attribute}"
-    ran = subprocess.run(
-        [sys.executable, "-c", f"{start}; {attribute}()", *arguments],
-        cwd=ROOT,
-        env=without_persia(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    code = f"{start}; {attribute}()"
+    ran = processes.run("-c", code, *arguments, env=without_persia())
     return ran.returncode, ran.stdout + ran.stderr

@@ -14,15 +14,26 @@ import numpy as np
 import pytest
 
 from persia import errors
-from persia.config import EmbeddingSchema
-from tests.golden import internals as own
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._rpc.codec import ErrorOrigin, error_from_body, error_to_body
+from persia._rpc.frame import PROTOCOL, Call, Failure, Reply, decode, encode
+from persia._rpc.messages import EmbeddingWorker, Job, NNWorker, ParameterServer
+from persia._rpc.methods import (
+    HELLO,
+    Hello,
+    embedding_worker,
+    nn_worker,
+    parameter_server,
+    schema_text,
+)
+from persia.config import EmbeddingSchema, schema_fingerprint
 from tests.golden.book import as_text, check, read
 from tests.rpc.support import same
 
 ROLES = {
-    "embedding-parameter-server": (own.parameter_server, own.ParameterServer),
-    "embedding-worker": (own.embedding_worker, own.EmbeddingWorker),
-    "nn-worker": (own.nn_worker, own.NNWorker),
+    "embedding-parameter-server": (parameter_server, ParameterServer),
+    "embedding-worker": (embedding_worker, EmbeddingWorker),
+    "nn-worker": (nn_worker, NNWorker),
 }
 MATRICES = {"rows", "values", "states", "gradients", "gradient"}
 FORMS = ("full", "bare")
@@ -44,7 +55,7 @@ class Maker:
             return plain[hint]
         if hint is type(None):
             return None
-        if hint is own.FeatureBatch:
+        if hint is FeatureBatch:
             return self._feature(number)
         if dataclasses.is_dataclass(hint):
             hints = get_type_hints(hint)
@@ -76,9 +87,7 @@ class Maker:
         samples = [[number, 9], [], [9, number, 1 << 63]]
         ids = [np.array(one, np.uint64) for one in samples]
         weights = [np.array([1, 0.5, 0.25][: len(one)], np.float32) for one in samples]
-        return own.FeatureBatch.from_list(
-            f"text {number}", ids, weights if number % 2 else None
-        )
+        return FeatureBatch.from_list(f"text {number}", ids, weights if number % 2 else None)
 
     def _array(self, scalar: Any, name: str, number: int) -> Any:
         dtype = np.float64 if scalar is Any else scalar
@@ -92,9 +101,9 @@ def cases() -> Iterator[tuple[str, Any, bool, Any]]:
     """Yield of each message its name, its method, whether it is a request, and its values."""
     for role, (methods_of, protocol) in ROLES.items():
         for name, method in sorted(methods_of().methods.items()):
-            hints: dict[str, Any] = {"return": own.Hello}
-            if method is not own.HELLO:
-                hints = get_type_hints((vars(own.Job) | vars(protocol))[name])
+            hints: dict[str, Any] = {"return": Hello}
+            if method is not HELLO:
+                hints = get_type_hints((vars(Job) | vars(protocol))[name])
             result = hints.pop("return")
             for form in FORMS:
                 maker = Maker(form)
@@ -106,8 +115,8 @@ def cases() -> Iterator[tuple[str, Any, bool, Any]]:
 def message_of(method: Any, is_request: bool, value: Any) -> Any:
     if is_request:
         body, arrays = method.write_arguments(value)
-        return own.Call(CALL_ID, method.name, TIMEOUT_MS, body, arrays, replica=2)
-    return own.Reply(CALL_ID, INCARNATION, *method.write_result(value))
+        return Call(CALL_ID, method.name, TIMEOUT_MS, body, arrays, replica=2)
+    return Reply(CALL_ID, INCARNATION, *method.write_result(value))
 
 
 def failures() -> dict[str, Any]:
@@ -119,15 +128,15 @@ def failures() -> dict[str, Any]:
             is_placed = issubclass(cls, errors.ServiceError)
             made[name] = cls(f"text of {name}", **(place if is_placed else {}))
     return {
-        name: own.Failure(CALL_ID, INCARNATION, own.to_body(error))
+        name: Failure(CALL_ID, INCARNATION, error_to_body(error))
         for name, error in made.items()
     }
 
 
 def page(message: Any) -> dict[str, Any]:
     """The parts in hexadecimal, and beside them what the header says."""
-    protocol, header, *arrays = map(bytes, own.encode(message))
-    assert protocol == own.PROTOCOL
+    protocol, header, *arrays = map(bytes, encode(message))
+    assert protocol == PROTOCOL
     said = json.dumps(msgpack.unpackb(header))
     return {"header": said, "parts": [header.hex(), *(one.hex() for one in arrays)]}
 
@@ -142,15 +151,15 @@ def record() -> dict[str, str]:
         }
     )
     peers = {
-        "protocol": own.PROTOCOL.decode(),
-        "schema fingerprint": own.schema_fingerprint(schema),
+        "protocol": PROTOCOL.decode(),
+        "schema fingerprint": schema_fingerprint(schema),
     }
     messages: dict[str, dict[str, Any]] = {role: {} for role in ROLES}
     for name, method, is_request, value in cases():
         messages[name.split()[0]][name] = page(message_of(method, is_request, value))
     return {
         "wire/peers.json": as_text(peers),
-        "wire/schema.txt": own.schema_text() + "\n",
+        "wire/schema.txt": schema_text() + "\n",
         "wire/failures.json": as_text({name: page(one) for name, one in failures().items()}),
         **{f"wire/{role}.json": as_text(content) for role, content in messages.items()},
     }
@@ -162,7 +171,7 @@ def test_the_bytes_of_every_message() -> None:
 
 def recorded(file: str, name: str) -> Any:
     page_of = json.loads(read(f"wire/{file}.json"))[name]
-    return own.decode([own.PROTOCOL, *map(bytes.fromhex, page_of["parts"])])
+    return decode([PROTOCOL, *map(bytes.fromhex, page_of["parts"])])
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -171,7 +180,7 @@ def test_recorded_bytes_are_read_as_the_same_values(role: str) -> None:
     for name, method, is_request, value in cases():
         if name.startswith(f"{role} "):
             parts = map(bytes.fromhex, pages[name]["parts"])
-            message: Any = own.decode([own.PROTOCOL, *parts])
+            message: Any = decode([PROTOCOL, *parts])
             take = method.read_arguments if is_request else method.read_result
             assert same(take(message.body, message.arrays), value), name
 
@@ -180,10 +189,10 @@ def test_recorded_failures_are_read_as_the_same_errors() -> None:
     pages = json.loads(read("wire/failures.json"))
     for name, failure in failures().items():
         parts = map(bytes.fromhex, pages[name]["parts"])
-        message: Any = own.decode([own.PROTOCOL, *parts])
+        message: Any = decode([PROTOCOL, *parts])
         assert same(message, failure), name
-        error = own.from_body(
-            message.body, own.ErrorOrigin("embedding-worker", 3, "tcp://host:1", "m")
+        error = error_from_body(
+            message.body, ErrorOrigin("embedding-worker", 3, "tcp://host:1", "m")
         )
         assert type(error) is getattr(errors, name, errors.RemoteError), name
         assert name in str(error)

@@ -10,15 +10,16 @@ time that its id is in a batch, so rows tell which batches were trained, and how
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import itertools
 import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia import env
 from persia._cluster import connect
@@ -55,12 +56,6 @@ def all_workers() -> EmbeddingWorkers:
     )
 
 
-def run_all(functions: Sequence[Callable[[], None]]) -> list[Future[None]]:
-    """Begin all of them, each in a thread."""
-    pool = ThreadPoolExecutor(len(functions))
-    return [pool.submit(function) for function in functions]
-
-
 # --- ranks ----------------------------------------------------------------------------------
 
 
@@ -79,7 +74,6 @@ class Rank:
             self.workers.register_optimizer(SGD)
         self.stream = Stream(rank, world_size, CAPACITY, env.nn_worker_addresses()[rank])
         self.served = [0] * num_loaders
-        self._last = [-1] * num_loaders
         self.counts: Counter[str] = Counter()
 
     def run(self) -> None:
@@ -88,35 +82,29 @@ class Rank:
 
         receiver = self.stream.receiver
         receiver.begin_pass()
-        number = 0
-        while True:
-            try:
+        last = [-1] * self.num_loaders
+        with contextlib.suppress(Finished):
+            while True:
                 stream, batch = receiver.take(False, lambda: False)
-            except Finished:
-                break
-            ref = handle_of(batch.ids)
-            result = self.workers.lookup(ref, True)
-            slots = []
-            for output in result.outputs:
-                assert isinstance(output, PooledOutput)
-                slots.append(SlotGradient(output.name, np.ones_like(output.values)))
-            gradients = BatchGradients(ref, (self.rank, number), tuple(slots))
-            report = self.workers.update(gradients)
-            self.counts["repeated"] += report.repeated
-            self.counts["missing"] += report.num_missing
-            receiver.mark_done(stream, batch.batch_id)
-            receiver.end(stream, batch.batch_id)
-            number += 1
-            # They come in ascending order, so that another one has come before.
-            place, loader = divmod(batch.batch_id, self.num_loaders)
-            self.served[loader] += 1
-            self.counts["doubled"] += place <= self._last[loader]
-            self._last[loader] = max(self._last[loader], place)
+                ref = handle_of(batch.ids)
+                slots = []
+                for output in self.workers.lookup(ref, True).outputs:
+                    assert isinstance(output, PooledOutput)
+                    slots.append(SlotGradient(output.name, np.ones_like(output.values)))
+                number = (self.rank, self.counts["trained"])
+                report = self.workers.update(BatchGradients(ref, number, tuple(slots)))
+                receiver.mark_done(stream, batch.batch_id)
+                receiver.end(stream, batch.batch_id)
+                # They come in ascending order, so that another one has come before.
+                place, loader = divmod(batch.batch_id, self.num_loaders)
+                self.served[loader] += 1
+                self.counts["trained"] += 1
+                self.counts["repeated"] += report.repeated
+                self.counts["missing"] += report.num_missing
+                self.counts["doubled"] += place <= last[loader]
+                last[loader] = max(last[loader], place)
         receiver.end_pass()
-        self.counts["trained"] = number
         self.counts.update(receiver.stats())
-
-    def close(self) -> None:
         self.stream.close()
         self.workers.close()
 
@@ -124,12 +112,11 @@ class Rank:
 def run_ranks(world_size: int, num_loaders: int) -> None:
     ranks = [Rank(number, world_size, num_loaders) for number in range(world_size)]
     print("ready", flush=True)
-    for training in run_all([rank.run for rank in ranks]):
-        training.result()
+    with ThreadPoolExecutor(world_size) as pool:
+        list(pool.map(Rank.run, ranks))
     counts: Counter[str] = Counter()
     for rank in ranks:
         counts.update(rank.counts)
-        rank.close()
     served = [sum(one) for one in zip(*(rank.served for rank in ranks), strict=True)]
     print(json.dumps({"counts": dict(counts), "served": served}), flush=True)
 
@@ -137,58 +124,55 @@ def run_ranks(world_size: int, num_loaders: int) -> None:
 # --- data-loaders ---------------------------------------------------------------------------
 
 
-class Loader:
-    """Sends batches as fast as they are taken."""
+def sender(transport: ZmqTransport, loader: int, num_loaders: int) -> BatchSender:
+    workers = connect.connect_embedding_workers(transport)
+    ranks = connect.connect_nn_workers(transport)
 
-    def __init__(self, transport: ZmqTransport, loader: int, num_loaders: int) -> None:
-        self.loader = loader
-        workers = connect.connect_embedding_workers(transport)
-        ranks = connect.connect_nn_workers(transport)
+    def disconnect() -> None:
+        for link in (*workers, *ranks):
+            link.close()
 
-        def disconnect() -> None:
-            for link in (*workers, *ranks):
-                link.close()
+    made = BatchSender(
+        workers, ranks, loader=loader, num_loaders=num_loaders, disconnect=disconnect
+    )
+    made.start()
+    return made
 
-        self.feeder = BatchSender(
-            workers, ranks, loader=loader, num_loaders=num_loaders, disconnect=disconnect
-        )
-        self.feeder.start()
-        self.occurrences = np.zeros((len(NAMES), NUM_IDS), np.int64)
 
-    def run(self, is_over: threading.Event) -> None:
-        labels = (NamedArray("label", np.zeros((BATCH, 1), np.float32)),)
-        place = 0
-        while not is_over.is_set():
-            # Of a batch, a line for each feature.
-            dice = np.random.default_rng((self.loader, place))
-            ids = dice.integers(0, NUM_IDS, (len(NAMES), BATCH), np.uint64)
-            features = tuple(
-                FeatureBatch.from_single(name, one)
-                for name, one in zip(NAMES, ids, strict=True)
-            )
-            self.feeder.send(features, (), labels, batch_size=BATCH, requires_grad=True)
-            for total, one in zip(self.occurrences, ids, strict=True):
-                total += np.bincount(one.view(np.int64), minlength=NUM_IDS)
-            place += 1
-        self.feeder.finish()
-        self.feeder.close()
+def send(feeder: BatchSender, loader: int, is_over: threading.Event) -> NDArray[np.int64]:
+    """Send as fast as batches are taken; returns how often each id was sent."""
+    labels = (NamedArray("label", np.zeros((BATCH, 1), np.float32)),)
+    occurrences = np.zeros((len(NAMES), NUM_IDS), np.int64)
+    for place in itertools.count():
+        if is_over.is_set():
+            break
+        # Of a batch, a line for each feature.
+        dice = np.random.default_rng((loader, place))
+        ids = dice.integers(0, NUM_IDS, (len(NAMES), BATCH), np.uint64)
+        features = tuple(map(FeatureBatch.from_single, NAMES, ids))
+        feeder.send(features, (), labels, batch_size=BATCH, requires_grad=True)
+        for total, one in zip(occurrences, ids, strict=True):
+            total += np.bincount(one.view(np.int64), minlength=NUM_IDS)
+    feeder.finish()
+    feeder.close()
+    return occurrences
 
 
 def run_loaders(first: int, count: int, num_loaders: int) -> None:
     transport = ZmqTransport()
-    loaders = [Loader(transport, first + n, num_loaders) for n in range(count)]
+    loaders = range(first, first + count)
+    feeders = [sender(transport, loader, num_loaders) for loader in loaders]
     print("ready", flush=True)
     is_over = threading.Event()
     sys.stdin.readline()
-    sending = run_all([functools.partial(loader.run, is_over) for loader in loaders])
-    sys.stdin.read()
-    is_over.set()
-    for one in sending:
-        one.result()
+    with ThreadPoolExecutor(count) as pool:
+        sending = pool.map(send, feeders, loaders, [is_over] * count)
+        sys.stdin.read()
+        is_over.set()
+        occurrences = np.sum(list(sending), axis=0)
     transport.close()
-    stats = [dict(loader.feeder.stats()) for loader in loaders]
-    occurrences = sum(loader.occurrences for loader in loaders)
-    print(json.dumps({"stats": stats, "occurrences": np.asarray(occurrences).tolist()}))
+    stats = [dict(feeder.stats()) for feeder in feeders]
+    print(json.dumps({"stats": stats, "occurrences": occurrences.tolist()}))
 
 
 if __name__ == "__main__":

@@ -51,24 +51,12 @@ def resident_mib(pid: int) -> float:
     return pages * PAGE / 2**20 + sum(resident_mib(int(child)) for child in children)
 
 
-class Memory:
-    """What a process takes over time."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.times: list[float] = []
-        self.mib: list[float] = []
-
-    def sample(self, now: float) -> None:
-        self.times.append(now)
-        self.mib.append(resident_mib(self.pid))
-
-    def growth_mib(self) -> float:
-        """Return what the line through the samples after the warm-up climbs."""
-        times, mib = np.array(self.times), np.array(self.mib)
-        late = times >= times[0] + WARM_UP * (times[-1] - times[0])
-        slope = np.polyfit(times[late], mib[late], 1)[0]
-        return float(slope * (times[-1] - times[late][0]))
+def growth_mib(times: list[float], mib: list[float]) -> float:
+    """Return what the line through the samples after the warm-up climbs."""
+    at = np.array(times)
+    late = at >= at[0] + WARM_UP * (at[-1] - at[0])
+    slope = np.polyfit(at[late], np.array(mib)[late], 1)[0]
+    return float(slope * (at[-1] - at[late][0]))
 
 
 class Part:
@@ -108,19 +96,19 @@ def soak(seconds: float) -> str:
             stack.callback(loaders[-1].close)
         for part in (ranks, *loaders):
             assert part.process.stdout.readline() == "ready\n"
-        memory = {
-            **{name: Memory(process.pid) for name, process in cluster.processes.items()},
-            "ranks": Memory(ranks.process.pid),
-            **{f"loaders-{n}": Memory(one.process.pid) for n, one in enumerate(loaders)},
-        }
+        processes = dict(cluster.processes) | {"ranks": ranks.process}
+        processes |= {f"loaders-{n}": one.process for n, one in enumerate(loaders)}
+        times: list[float] = []
+        mib: dict[str, list[float]] = {name: [] for name in processes}
         for part in loaders:
             part.process.stdin.write("\n")
             part.process.stdin.flush()
         begin = time.monotonic()
         never = threading.Event()
         while (now := time.monotonic()) < begin + seconds:
-            for one in memory.values():
-                one.sample(now)
+            times.append(now)
+            for name, process in processes.items():
+                mib[name].append(resident_mib(process.pid))
             never.wait(SAMPLE_S)
         for part in loaders:
             part.process.stdin.close()
@@ -129,7 +117,8 @@ def soak(seconds: float) -> str:
         served = ranks.result()
         took_s = time.monotonic() - begin
         rows = rows_say()
-    return check(sent, served, rows, memory, took_s)
+    growth = {name: growth_mib(times, one) for name, one in mib.items()}
+    return check(sent, served, rows, mib, growth, took_s)
 
 
 def rows_say() -> np.ndarray:
@@ -150,7 +139,12 @@ def rows_say() -> np.ndarray:
 
 
 def check(
-    sent: list[Any], served: Any, rows: np.ndarray, memory: dict[str, Memory], took_s: float
+    sent: list[Any],
+    served: Any,
+    rows: np.ndarray,
+    mib: dict[str, list[float]],
+    growth: dict[str, float],
+    took_s: float,
 ) -> str:
     stats: Counter[str] = Counter()
     by_loader = []
@@ -167,10 +161,9 @@ def check(
         assert counts.get(name, 0) == 0, counts
     np.testing.assert_array_equal(rows, sum(np.array(part["occurrences"]) for part in sent))
     share = max(by_loader) / min(by_loader)
-    growth = {name: one.growth_mib() for name, one in memory.items()}
     report = "; ".join(
-        f"{name} {one.mib[0]:.0f} to {one.mib[-1]:.0f} MiB, {growth[name]:+.2f} after warm-up"
-        for name, one in memory.items()
+        f"{name} {one[0]:.0f} to {one[-1]:.0f} MiB, {growth[name]:+.2f} after warm-up"
+        for name, one in mib.items()
     )
     text = (
         f"{len(by_loader)} data-loaders, {NUM_RANKS} ranks, {took_s:.0f} s: {stats['sent']} "

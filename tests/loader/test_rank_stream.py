@@ -10,11 +10,7 @@ import pytest
 
 from persia._loader.rank_stream import RankStream
 from persia._rpc.messages import RemoteRef
-from persia.errors import (
-    ConfigError,
-    ServiceError,
-    ServiceUnavailable,
-)
+from persia.errors import ConfigError, ServiceError, ServiceUnavailable
 from tests.loader.conftest import (
     MakeFeeder,
     ReportingRank,
@@ -23,14 +19,8 @@ from tests.loader.conftest import (
     send_some,
     sent_before,
 )
-from tests.support.streams import (
-    PATIENCE_S,
-    Background,
-    FakeRank,
-    FakeWorker,
-    number_of,
-    send,
-)
+from tests.support.fixtures import Monkey
+from tests.support.streams import PATIENCE_S, Background, FakeRank, FakeWorker, number_of, send
 from tests.support.waiting import until
 
 
@@ -72,16 +62,6 @@ def test_a_rank_restarted_at_the_end_is_told_again(make_feeder: MakeFeeder) -> N
     rank.train(1)
     rank.wait_for_end()
     finish.result()
-
-
-def test_a_rank_that_is_down_for_a_while_is_waited_for(make_feeder: MakeFeeder) -> None:
-    rank = FakeRank()
-    made = make_feeder(rank, sent=1)
-    rank.go_down()
-    run = Background(lambda: send_all(made, 3))
-    rank.restart()
-    rank.train(4)
-    run.result()
 
 
 def test_a_rank_that_stays_away_is_an_error_that_names_it(make_feeder: MakeFeeder) -> None:
@@ -128,9 +108,7 @@ def test_a_loader_that_is_restarted_goes_on_where_the_rank_is(make_feeder: MakeF
 
 
 @pytest.mark.parametrize("is_too_late", [False, True])
-def test_a_loader_that_is_restarted_holds_what_has_not_ended(
-    make_feeder: MakeFeeder, is_too_late: bool
-) -> None:
+def test_a_loader_that_is_restarted_holds(make_feeder: MakeFeeder, is_too_late: bool) -> None:
     """What is wanted after it was read is lost no more."""
     rank, worker = ReportingRank(credits=4), FakeWorker()
     taken = sent_before(make_feeder, rank, worker, 3)
@@ -152,8 +130,8 @@ def test_a_loader_that_is_restarted_holds_what_has_not_ended(
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_rank_that_is_started_anew_gets_what_a_loader_before_had_sent(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch, is_late: bool
+def test_a_rank_that_is_restarted_gets_what_a_loader_had_sent(
+    make_feeder: MakeFeeder, monkeypatch: Monkey, is_late: bool
 ) -> None:
     """Of which this one has read a part; it held the last one just then, or had not begun."""
     rank, worker = ReportingRank(credits=6), FakeWorker()
@@ -190,9 +168,7 @@ def test_a_rank_that_is_started_anew_gets_what_a_loader_before_had_sent(
     until(lambda: second.stats() == {"dropped": 3, "redelivered": 1, "sent": 5})
 
 
-def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quick_script_and_a_wish(make_feeder: MakeFeeder, monkeypatch: Monkey) -> None:
     """The script of a restarted loader goes on as soon as the stream is open."""
     rank, worker = FakeRank(credits=4), FakeWorker()
     taken = sent_before(make_feeder, rank, worker, 2)
@@ -214,7 +190,7 @@ def test_a_wanted_batch_is_not_passed_over_by_a_quick_script(
     assert "lost" not in second.stats()
 
 
-def test_a_batch_that_nobody_holds_any_more_is_an_error(make_feeder: MakeFeeder) -> None:
+def test_a_batch_that_none_holds_any_more_is_an_error(make_feeder: MakeFeeder) -> None:
     rank, worker = FakeRank(credits=4), FakeWorker()
     sent_before(make_feeder, rank, worker, 1)
     second = make_feeder(rank, worker, sent=2)

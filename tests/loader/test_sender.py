@@ -21,22 +21,14 @@ from persia.errors import (
     ServiceUnavailable,
 )
 from tests.loader.conftest import MakeFeeder, send_all, send_some
-from tests.support.streams import (
-    PATIENCE_S,
-    Background,
-    FakeRank,
-    FakeWorker,
-    number_of,
-    send,
-)
+from tests.support.fixtures import Log, Monkey
+from tests.support.streams import PATIENCE_S, Background, FakeRank, FakeWorker, number_of, send
 from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("num_loaders", [1, 2, 3])
-def test_ids_and_order_for_any_number_of_loaders_and_ranks(
-    make_feeder: MakeFeeder, num_loaders: int, world_size: int
-) -> None:
+def test_ids_and_order(make_feeder: MakeFeeder, num_loaders: int, world_size: int) -> None:
     workers = [FakeWorker(), FakeWorker()]
     ranks = [FakeRank(rank, world_size, credits=100) for rank in range(world_size)]
     counts = [7 + loader for loader in range(num_loaders)]
@@ -101,9 +93,7 @@ def test_two_threads_cannot_send_at_a_time(make_feeder: MakeFeeder) -> None:
     run.result()
 
 
-def test_w23_w72_the_end_of_the_data_is_a_message_and_awaits_the_last_batch(
-    make_feeder: MakeFeeder,
-) -> None:
+def test_w23_w72_the_end_of_the_data_is_a_message(make_feeder: MakeFeeder) -> None:
     ranks = [FakeRank(0, 2), FakeRank(1, 2)]
     made = make_feeder(ranks, sent=1)
     finish = Background(made.finish)
@@ -168,9 +158,7 @@ def test_the_failure_of_the_script_is_told(make_feeder: MakeFeeder) -> None:
         failure.encode()
 
 
-def test_a_failure_is_told_whatever_a_rank_does(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_always_told(make_feeder: MakeFeeder, monkeypatch: Monkey) -> None:
     """One whose stream is not open, and one beside a rank that is gone."""
     monkeypatch.setattr(sender, "END_S", 0.2)
     held = threading.Event()
@@ -191,9 +179,7 @@ def test_a_failure_is_told_whatever_a_rank_does(
     held.set()
 
 
-def test_whoever_is_waited_for_is_named(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_is_waited_for(make_feeder: MakeFeeder, monkeypatch: Monkey, caplog: Log) -> None:
     monkeypatch.setattr(rank_stream, "LINE_S", 0.02)
     caplog.set_level(logging.INFO)
     ranks = [FakeRank(0, 2, credits=1), FakeRank(1, 2, credits=1)]
@@ -212,7 +198,7 @@ def test_whoever_is_waited_for_is_named(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_each_batch_is_trained_once_whatever_is_lost_or_repeated(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch, seed: int
+    make_feeder: MakeFeeder, monkeypatch: Monkey, seed: int
 ) -> None:
     monkeypatch.setattr(rank_stream, "AGAIN_S", 0.0)
     chance = random.Random(seed)
@@ -256,9 +242,7 @@ def test_each_batch_is_trained_once_whatever_is_lost_or_repeated(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_restarts_at_random_lose_nothing(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_random_restarts(make_feeder: MakeFeeder, monkeypatch: Monkey, seed: int) -> None:
     monkeypatch.setattr(rank_stream, "AGAIN_S", 0.0)
     chance = random.Random(seed)
     rank, worker = FakeRank(credits=3), FakeWorker()
@@ -296,7 +280,7 @@ def test_restarts_at_random_lose_nothing(
 
 @pytest.mark.parametrize("error", [ServiceUnavailable("down"), ServiceBusy("full")])
 def test_w69_a_worker_that_is_down_or_busy_is_passed_over_until_it_is_back(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch, error: ServiceError
+    make_feeder: MakeFeeder, monkeypatch: Monkey, error: ServiceError
 ) -> None:
     workers = [FakeWorker(), FakeWorker(), FakeWorker()]
     rank = FakeRank(credits=100)
@@ -330,9 +314,7 @@ def test_all_workers_down_is_an_error_that_names_them(make_feeder: MakeFeeder) -
     send(made)
 
 
-def test_a_busy_worker_is_waited_for_without_a_deadline(
-    make_feeder: MakeFeeder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_busy_worker_waits(make_feeder: MakeFeeder, monkeypatch: Monkey, caplog: Log) -> None:
     monkeypatch.setattr(sender, "LINE_S", 0.02)
     worker = FakeWorker()
     made = make_feeder(FakeRank(), worker, deadline_s=0.05)

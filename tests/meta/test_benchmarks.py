@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.benchmarks.ceiling import EPS, Table, described
 from tests.benchmarks.instructions import compare
 from tests.benchmarks.interleaved import Series, ratio
 from tests.benchmarks.native import compiler
 from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Ids
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 needs_compiler = pytest.mark.skipif(
     compiler() is None, reason="no C compiler here: the benchmarks' ceiling is not built"
@@ -40,44 +38,26 @@ def drawn(rng: np.random.Generator, num_ids: list[int]) -> Batch:
     return Batch(features, np.zeros(0, np.int64), np.zeros(0, np.int64), gradient)
 
 
-class Model:
-    """The same in float64 and dictionaries."""
-
-    def __init__(self) -> None:
-        self.rows: dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
-
-    def lookup(self, batch: Batch) -> NDArray[np.float64]:
-        out = np.zeros(batch.gradient.shape)
-        for number, sample, id_ in occurrences(batch):
-            if (number, id_) in self.rows:
-                out[number, sample] += self.rows[number, id_][0]
-        return out
-
-    def update(self, batch: Batch) -> None:
-        sums: dict[tuple[int, int], NDArray[np.float64]] = {}
-        for number, sample, id_ in occurrences(batch):
-            gradient = batch.gradient[number, sample].astype(np.float64)
-            sums[number, id_] = sums.get((number, id_), np.zeros(DIM)) + gradient
-        for key, gradient in sums.items():
-            if key in self.rows:
-                weight, state = self.rows[key]
-                state += gradient**2
-                weight -= LR * gradient / (np.sqrt(state) + EPS)
+Rows = dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]]
 
 
-def occurrences(batch: Batch) -> list[tuple[int, int, int]]:
-    """Return (feature, sample, id) of each position."""
-    found = []
+def expected(rows: Rows, batch: Batch) -> NDArray[np.float64]:
+    """Look up, and then update, the same in float64 and dictionaries."""
+    out = np.zeros(batch.gradient.shape)
+    sums: dict[tuple[int, int], Any] = {}
     for number, feature in enumerate(batch.features):
-        lengths = np.ones(NUM_SAMPLES, int)
-        if feature.offsets is not None:
-            lengths = np.diff(feature.offsets)
+        lengths = 1 if feature.offsets is None else np.diff(feature.offsets)
         samples = np.repeat(np.arange(NUM_SAMPLES), lengths)
-        found += [
-            (number, int(sample), int(id_))
-            for sample, id_ in zip(samples, feature.values, strict=True)
-        ]
-    return found
+        for sample, id_ in zip(samples, feature.values.tolist(), strict=True):
+            if (number, id_) in rows:
+                out[number, sample] += rows[number, id_][0]
+                gradient = batch.gradient[number, sample].astype(np.float64)
+                sums[number, id_] = sums.get((number, id_), 0) + gradient
+    for key, gradient in sums.items():
+        weight, state = rows[key]
+        state += gradient**2
+        weight -= LR * gradient / (np.sqrt(state) + EPS)
+    return out
 
 
 @pytest.mark.slow
@@ -87,31 +67,29 @@ def test_ceiling_equals_the_formula(num_threads: int) -> None:
     rng = np.random.default_rng(0)
     # The last feature is most of the batch, so two threads share it.
     batches = [drawn(rng, [0, 2, 0, 12]) for _ in range(3)]
-    table, model = Table(2000, num_threads), Model()
+    table, rows = Table(2000, num_threads), Rows()
     for number in range(4):
         ids = np.arange(10 + 200 * number, dtype=np.uint64) * np.uint64(2**40)
         table.fill(number, ids)
         for id_ in ids.tolist():
             weight, state = np.array(table.row(number, id_), np.float64)
             np.testing.assert_array_equal(state, np.float32(ACCUMULATOR))
-            model.rows[number, id_] = weight, state
-    assert len(table) == len(model.rows)
+            rows[number, id_] = weight, state
+    assert len(table) == len(rows)
     assert table.row(0, STRANGER) is None
 
     out = np.empty((4, NUM_SAMPLES, DIM), np.float32)
     for batch in batches:
-        features = described(batch)
+        features, want = described(batch), expected(rows, batch)
         for is_training in (False, True):
             out.fill(np.nan)
             table.lookup(features, NUM_SAMPLES, is_training, out)
-            np.testing.assert_allclose(out, model.lookup(batch), rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-6)
         table.update(batch.gradient)
-        model.update(batch)
-    for (number, id_), (weight, state) in model.rows.items():
+    for (number, id_), row in rows.items():
         own = table.row(number, id_)
         assert own is not None
-        np.testing.assert_allclose(own[0], weight, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(own[1], state, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(own, np.array(row), rtol=1e-4, atol=1e-6)
     table.close()
 
 

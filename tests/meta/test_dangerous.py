@@ -6,21 +6,15 @@ import ast
 import re
 from collections.abc import Iterator
 
-import pytest
-
 from tests.meta.sources import PACKAGE, found_in_sources
 
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib", "pty"}
 BUILTINS = {"eval", "exec", "compile", "__import__", "input"}
 # (object, attribute) that start a shell, or objects from bytes.
 CALLS = {
-    ("os", "system"),
-    ("os", "popen"),
-    ("subprocess", "getoutput"),
-    ("subprocess", "getstatusoutput"),
-    ("yaml", "unsafe_load"),
-    ("yaml", "full_load"),
-    ("np", "fromregex"),
+    *(("os", "system"), ("os", "popen"), ("np", "fromregex")),
+    *(("subprocess", "getoutput"), ("subprocess", "getstatusoutput")),
+    *(("yaml", "unsafe_load"), ("yaml", "full_load")),
 }
 # PersiaServiceCtx hands functions to processes that it starts, through files of its own in a
 # directory that only its user can enter. No socket and no file of anybody else's leads there.
@@ -65,33 +59,19 @@ def is_literal(node: ast.expr | None, value: object) -> bool:
 def test_w71_nothing_runs_what_it_reads() -> None:
     pattern = rf"\b({'|'.join(MODULES)}|eval|exec|system|popen)\s*(\(|$)"
     assert not found_in_sources(dangers, pattern, FUNCTIONS_OF_THE_USER)
-
-
-def test_yaml_makes_plain_values_only() -> None:
     text = (PACKAGE / "utils.py").read_text()
-    assert re.findall(r"^class _UniqueKeyLoader\((.*)\):", text, re.MULTILINE) == [
-        "yaml.SafeLoader"
-    ]
+    bases = re.findall(r"^class _UniqueKeyLoader\((.*)\):", text, re.MULTILINE)
+    assert bases == ["yaml.SafeLoader"]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import pickle",
-        "from cloudpickle import dumps",
-        "eval('1')",
-        "subprocess.run('ls', shell=True)",
-        "subprocess.run('ls', shell=flag)",
-        "os.system('ls')",
-        "torch.load(file)",
-        "torch.load(file, weights_only=False)",
-        "np.load(file)",
-        "np.load(file, allow_pickle=True)",
-        "yaml.load(text)",
-    ],
-)
-def test_each_danger_is_seen(code: str) -> None:
-    assert list(dangers(ast.parse(code)))
+def test_each_danger_is_seen() -> None:
+    for code in (
+        *("import pickle", "from cloudpickle import dumps", "eval('1')", "os.system('ls')"),
+        *("subprocess.run('ls', shell=True)", "subprocess.run('ls', shell=flag)"),
+        *("torch.load(file)", "torch.load(file, weights_only=False)", "yaml.load(text)"),
+        *("np.load(file)", "np.load(file, allow_pickle=True)"),
+    ):
+        assert list(dangers(ast.parse(code))), code
 
 
 # --- devices --------------------------------------------------------------------------------
@@ -115,9 +95,6 @@ def waits(tree: ast.AST, inside: str = "") -> Iterator[tuple[int, str]]:
 
 def test_w66_no_step_synchronises_the_device() -> None:
     assert not found_in_sources(waits, r"\btorch\.cuda\b")
-
-
-def test_what_would_is_seen() -> None:
     step = "def step():\n    torch.cuda.synchronize()\n    torch.cuda.Stream(device)\n"
     assert [line for line, _ in waits(ast.parse(step))] == [2, 3]
 

@@ -25,16 +25,9 @@ WITHOUT_TEST = {
 }
 
 
-def test_functions_are_short() -> None:
-    limit = house.MOST_FUNCTION_LINES
-    found = [d for d in house.definitions() if not d.is_class and d.num_lines > limit]
-    assert not list(map(str, found))
-
-
-def test_classes_are_short() -> None:
-    limit = house.MOST_CLASS_LINES
-    found = [d for d in house.definitions() if d.is_class and d.num_lines > limit]
-    assert not list(map(str, found))
+def test_functions_and_classes_are_short() -> None:
+    limits = house.MOST_FUNCTION_LINES, house.MOST_CLASS_LINES
+    assert not [str(d) for d in house.definitions() if d.num_lines > limits[d.is_class]]
 
 
 def test_a_class_has_its_name_alone() -> None:

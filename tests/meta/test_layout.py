@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.meta.sources import CORE, ROOT, module_name
+from tests.support import processes
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +23,7 @@ NEEDED = ("build", "Cython", "setuptools")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    ran = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, check=False, timeout=500
-    )
+    ran = processes.run(*command, cwd=cwd, timeout_s=500)
     assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
     return ran.stdout
 
@@ -115,12 +113,8 @@ def test_an_install_gives_the_layout_of_the_wheel(
     is_editable: bool, checkout: Path, wheel_files: set[str], tmp_path: Path
 ) -> None:
     python = environment(tmp_path / "venv")
-    words: list[str | Path] = [
-        "--no-deps",
-        "--no-build-isolation",
-        "--ignore-installed",
-        checkout,
-    ]
+    options = ("--no-deps", "--no-build-isolation", "--ignore-installed")
+    words: list[str | Path] = [*options, checkout]
     if is_editable:
         source = tmp_path / "persia"
         shutil.copytree(checkout, source, ignore=shutil.ignore_patterns("build", "*.c"))

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from tests.meta.sources import (
     module_name,
     python_files,
 )
-from tests.support.processes import DEADLINE_S
+from tests.support.processes import DEADLINE_S, run
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
@@ -50,14 +49,9 @@ def test_nothing_is_asserted_in_the_package() -> None:
 
 
 def test_sources_are_ascii() -> None:
-    headers = sorted(PACKAGE.rglob("*.h"))
-    stubs = sorted(PACKAGE.rglob("*.pyi"))
-    wrong = [
-        str(path.relative_to(ROOT))
-        for path in [*python_files(), *cython_files(), *headers, *stubs]
-        if not path.read_bytes().isascii()
-    ]
-    assert not wrong
+    suffixes = {".py", ".pyx", ".pxd", ".pyi", ".h"}
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in suffixes]
+    assert not [str(path) for path in files if not path.read_bytes().isascii()]
 
 
 def importers_of(modules: set[str], paths: list[Path]) -> dict[str, set[str]]:
@@ -76,16 +70,13 @@ def extensions_with(suffix: str) -> set[str]:
     return {module_name(path) for path in CORE.rglob(f"*{suffix}")}
 
 
-def test_declarations_are_there_where_another_extension_takes_them() -> None:
+def test_declarations_and_stubs_are_there_where_others_import_an_extension() -> None:
     # Without .pxd nothing can be cimported; one that nothing cimports is a second place for
     # what the .pyx says. base.types is declarations alone.
-    modules = extensions_with(".pyx") | {"persia._core.base.types"}
-    assert extensions_with(".pxd") == set(importers_of(modules, cython_files()))
-
-
-def test_stubs_are_there_where_python_imports_an_extension() -> None:
-    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "meta"]
     modules = extensions_with(".pyx")
+    cimported = importers_of(modules | {"persia._core.base.types"}, cython_files())
+    assert extensions_with(".pxd") == set(cimported)
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "meta"]
     assert extensions_with(".pyi") == set(importers_of(modules, [*python_files(), *tests]))
 
 
@@ -130,36 +121,24 @@ def test_stubs_match_the_compiled_modules(tmp_path: Path) -> None:
     modules = [module_name(stub) for stub in sorted(CORE.rglob("*.pyi"))]
     allowlist = tmp_path / "allowlist"
     allowlist.write_text(CYTHON_NAMES, encoding="utf-8")
-    command = [sys.executable, "-m", "mypy.stubtest", *modules]
-    options = ["--allowlist", str(allowlist), "--ignore-unused-allowlist", "--concise"]
-    ran = subprocess.run(
-        [*command, *options], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
-    )
+    options = ["--allowlist", allowlist, "--ignore-unused-allowlist", "--concise"]
+    ran = run("-m", "mypy.stubtest", *modules, *options, timeout_s=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def copy_of_sources(destination: Path) -> Path:
-    """The package as a checkout has it before any build."""
-    built = shutil.ignore_patterns("*.so", "*.c", "*.html", "__pycache__")
-    shutil.copytree(PACKAGE, destination / "persia", ignore=built)
-    return destination
 
 
 def run_in(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(directory)}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    return run("-c", code, cwd=directory, env=environment)
 
 
-def test_unbuilt_checkout_names_the_command(tmp_path: Path) -> None:
-    copy_of_sources(tmp_path)
+def test_an_unbuilt_checkout_names_the_command_and_a_half_built_one_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    # The package as a checkout has it before any build.
+    built = shutil.ignore_patterns("*.so", "*.c", "*.html", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "persia", ignore=built)
+    ran = run_in(tmp_path, "import persia, persia.errors, persia.version")
+    assert ran.returncode == 0, ran.stderr
     module = module_name(next(CORE.rglob("*.pyx")))
     ran = run_in(tmp_path, f"import {module}")
     assert ran.returncode == 1
@@ -168,23 +147,12 @@ def test_unbuilt_checkout_names_the_command(tmp_path: Path) -> None:
     assert "`make build`" in last
     assert "`pip install -e .`" in last
     assert str(tmp_path / "persia" / "_core") in last
-
-
-def test_half_built_checkout_names_what_is_missing(tmp_path: Path) -> None:
-    copy_of_sources(tmp_path)
-    for built in CORE.rglob("*.so"):
-        shutil.copy2(built, tmp_path / built.relative_to(ROOT))
+    for one in CORE.rglob("*.so"):
+        shutil.copy2(one, tmp_path / one.relative_to(ROOT))
     (tmp_path / "persia" / "_core" / "later.pyx").touch()
-    ran = run_in(tmp_path, "import persia._core")
-    assert "no extension for later in" in ran.stderr
+    assert "no extension for later in" in run_in(tmp_path, "import persia._core").stderr
 
 
 def test_importing_the_core_loads_no_extension() -> None:
     code = "import persia._core, sys; print([n for n in sys.modules if 'persia._core.' in n])"
     assert run_in(ROOT, code).stdout.strip() == "[]"
-
-
-def test_plain_parts_import_without_a_build(tmp_path: Path) -> None:
-    copy_of_sources(tmp_path)
-    ran = run_in(tmp_path, "import persia, persia.errors, persia.version")
-    assert ran.returncode == 0, ran.stderr

@@ -126,10 +126,7 @@ def test_nulls_where_none_may_be() -> None:
     [
         (Columns(["z"]), r"expected a column 'z' for ids, got x, y"),
         (Columns(["y"]), r"column 'y' for ids: expected integers, texts.*; got double"),
-        (
-            Columns(["x"], ["t"]),
-            r"column 't' for dense: expected integers, floats.*; got string",
-        ),
+        (Columns(["x"], ["t"]), r"column 't' for dense: expected .*; got string"),
         (Columns(["x"], labels=["t"]), r"column 't' for labels: expected .*; got string"),
         (Columns(["l"]), r"column 'l' for ids: expected .*; got list<.*double>"),
     ],

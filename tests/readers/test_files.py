@@ -15,6 +15,7 @@ from persia.errors import ConfigError, DataError
 from persia.readers import ArrowReader, Columns, ParquetReader
 from persia.readers._files import WHOLE_BYTES
 from tests.readers.support import COLUMNS, bytes_of, ids_of, rows_of, table, write_folder
+from tests.support.fixtures import Monkey
 
 SIZES = (20, 1, 33, 14)
 NUM_ROWS = sum(SIZES)
@@ -61,21 +62,13 @@ def test_files_may_differ_in_what_may_be_null(tmp_path: Path) -> None:
     assert [batch.batch_size for batch in batches] == [4, 4, 2]
 
 
-def test_row_groups_by_chunks_give_the_same_bytes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_groups_by_chunks_give_the_same_bytes(folder: Path, monkeypatch: Monkey) -> None:
     reader = ParquetReader(folder, COLUMNS, 3, shuffle_seed=3, shard=(0, 1))
     whole = bytes_of(reader)
     monkeypatch.setattr("persia.readers._files.WHOLE_BYTES", 0)
     monkeypatch.setattr("persia.readers._files.CHUNK_ROWS", 4)
     assert bytes_of(reader) == whole
     assert bytes_of(reader.iter_from(5)) == whole[5:]
-
-
-def test_both_formats_give_the_same_bytes(folder: Path, arrow_folder: Path) -> None:
-    one = ParquetReader(folder, COLUMNS, 8, shuffle_seed=3, shard=(0, 1))
-    other = ArrowReader(arrow_folder, COLUMNS, 8, shuffle_seed=3, shard=(0, 1))
-    assert bytes_of(one) == bytes_of(other)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -88,19 +81,18 @@ def test_a_run_that_continues_gets_exactly_the_rest(
     seen: list[int] = []
     for index in range(size):
         options: dict[str, Any] = {"shuffle_seed": seed, "shard": (index, size)}
-        for reader in (
-            ParquetReader(folder, COLUMNS, 4, **options),
-            ArrowReader(arrow_folder, COLUMNS, 4, **options),
-        ):
-            whole = bytes_of(reader)
-            assert len(whole) == reader.num_batches()
-            for first in range(len(whole) + 2):
-                assert bytes_of(reader.iter_from(first)) == whole[first:]
+        reader = ParquetReader(folder, COLUMNS, 4, **options)
+        other = ArrowReader(arrow_folder, COLUMNS, 4, **options)
+        whole = bytes_of(reader)
+        assert len(whole) == reader.num_batches() == other.num_batches()
+        for first in range(len(whole) + 2):
+            assert bytes_of(reader.iter_from(first)) == whole[first:]
+            assert bytes_of(other.iter_from(first)) == whole[first:]
         seen += rows_of(reader)
     assert sorted(seen) == list(range(NUM_ROWS))
 
 
-def test_shuffled_by_row_groups_and_anew_in_each_epoch(folder: Path) -> None:
+def test_shuffled_by_row_groups_otherwise_in_each_epoch(folder: Path) -> None:
     reader = ParquetReader(folder, COLUMNS, 7, shuffle_seed=1, shard=(0, 1))
     first = rows_of(reader)
     assert first != list(range(NUM_ROWS))
@@ -130,9 +122,7 @@ def test_the_names_of_folders_are_columns(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("has_loaders", [True, False])
-def test_the_shard_is_that_of_the_process(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, has_loaders: bool
-) -> None:
+def test_a_shard_of_the_process(folder: Path, monkeypatch: Monkey, has_loaders: bool) -> None:
     loader = {"REPLICA_INDEX": "1", "REPLICA_SIZE": "3"}
     rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}
     for name, value in (loader if has_loaders else rank).items():
@@ -147,19 +137,15 @@ def test_the_shard_is_that_of_the_process(
 
 
 @pytest.mark.parametrize("whole_bytes", [0, WHOLE_BYTES])
-def test_memory_is_that_of_a_few_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
-) -> None:
+def test_memory_of_a_few_chunks(tmp_path: Path, monkeypatch: Monkey, whole_bytes: int) -> None:
     monkeypatch.setattr("persia.readers._files.WHOLE_BYTES", whole_bytes)
     # 800,000 rows are 51 MB in Arrow, and a row group is 1.3 MB, of which a few are held: one
     # that is cut into batches, and one or two that are read ahead, packed and not.
     names = [f"c{number}" for number in range(8)]
     rows = pa.array(range(20_000))
-    with pq.ParquetWriter(
-        tmp_path / "a.parquet", pa.schema([(n, pa.int64()) for n in names])
-    ) as w:
-        for _ in range(40):
-            w.write_table(pa.table(dict.fromkeys(names, rows)), row_group_size=20_000)
+    made = pa.table(dict.fromkeys(names, pa.concat_arrays([rows] * 40)))
+    pq.write_table(made, tmp_path / "a.parquet", row_group_size=20_000)
+    del made
     reader = ParquetReader(tmp_path, Columns(names, requires_grad=False), 1000, shard=(0, 1))
     before = pa.total_allocated_bytes()
     most = count = 0
@@ -177,15 +163,11 @@ def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
         ParquetReader(tmp_path / "empty", Columns(["user"]), 8)
     with pytest.raises(ConfigError, match="nowhere: no such file or folder"):
         ParquetReader(tmp_path / "nowhere", COLUMNS, 8)
-    with pytest.raises(
-        ConfigError, match=r"expected a column 'usr' for ids.*did you mean 'user'"
-    ):
+    with pytest.raises(ConfigError, match=r"a column 'usr' for ids.*did you mean 'user'"):
         ParquetReader(folder, Columns(["usr"]), 8)
     write_folder(tmp_path, [3])
     pq.write_table(table(0, 3).drop_columns(["price"]), tmp_path / "day=0" / "z.parquet")
-    with pytest.raises(
-        DataError, match=r"z\.parquet: column 'price': expected float as in the"
-    ):
+    with pytest.raises(DataError, match=r"z\.parquet: column 'price': expected float"):
         list(ParquetReader(tmp_path, COLUMNS, 8, shard=(0, 1)))
 
 
@@ -226,9 +208,7 @@ class Unknown(ParquetReader):
 
 
 @pytest.mark.parametrize("kind", [ParquetReader, Unknown])
-def test_several_epochs_are_sent_from_where_they_are_needed(
-    folder: Path, kind: type[ParquetReader]
-) -> None:
+def test_epochs_are_sent_from_where_it_stopped(folder: Path, kind: type[ParquetReader]) -> None:
     def reader() -> ParquetReader:
         return kind(folder, COLUMNS, 8, shuffle_seed=5, shard=(0, 1))
 

@@ -14,6 +14,8 @@ from persia.embedding.optim import SGD
 from persia.readers import ParquetReader
 from tests.meta.sources import ROOT
 from tests.readers.support import COLUMNS, write_folder
+from tests.support.fixtures import Monkey
+from tests.training.conftest import Net
 
 SLOTS = {"slots_config": {"user": {"dim": 2}, "items": {"dim": 2}}}
 SENDS = """
@@ -27,18 +29,9 @@ with DataCtx() as ctx:
 """
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(5, 1)
-
-    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> Any:
-        return self.layer(torch.cat([*dense, *embeddings], 1))
-
-
 def train(source: Any, folder: Path, *, stop_after: int | None, resume: bool) -> list[int]:
     """Train, from a checkpoint if asked, to one if asked to stop; returns the rows trained."""
-    model = Model()
+    model = Net(2, num_dense=1, dim=2)
     seen: list[int] = []
     with TrainCtx(
         SGD(lr=0.1),
@@ -61,9 +54,7 @@ def train(source: Any, folder: Path, *, stop_after: int | None, resume: bool) ->
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_no_row_is_trained_twice_or_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
-) -> None:
+def test_rows_are_trained_once(tmp_path: Path, monkeypatch: Monkey, is_streamed: bool) -> None:
     data, script = tmp_path / "data", tmp_path / "data_loader.py"
     num_rows = write_folder(data, [20, 1, 33, 14])
     if is_streamed:

@@ -28,9 +28,7 @@ def test_a_table() -> None:
     reader = TableReader(chunked, COLUMNS, 8, piece_rows=6, shuffle_seed=1, shard=(0, 1))
     assert sorted(rows_of(reader)) == list(range(NUM_ROWS))
     check_exact(reader)
-    with pytest.raises(
-        DataTypeError, match=r"expected a pyarrow\.Table or a datasets\.Dataset"
-    ):
+    with pytest.raises(DataTypeError, match=r"expected a pyarrow\.Table or a datasets"):
         TableReader([1, 2], COLUMNS, 8)
     with pytest.raises(ConfigError, match="expected data, got none"):
         list(TableReader(table(0, 0), COLUMNS, 8))

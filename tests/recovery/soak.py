@@ -18,8 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import median
 from typing import TypeVar
 
@@ -40,19 +39,16 @@ from persia._rpc.messages import (
 from persia._rpc.stubs import RemoteParameterServer
 from persia.errors import ServiceError
 from persia.utils import sleep
-from tests.e2e.support import PATIENCE_S, Job, Process, short_directory, transport
+from tests.e2e.support import Job, Process, running_job, transport
+from tests.support.waiting import PATIENCE_S
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 SERVER = "embedding-parameter-server"
-CONFIG = """
-slots_config:
-  one: {dim: 16}
-  two: {dim: 32}
-"""
-LIMIT = "embedding_parameter_server_config: {memory_limit: 64MiB}"
 DIMS = (16, 32)
+CONFIG = {"slots_config": {"one": {"dim": DIMS[0]}, "two": {"dim": DIMS[1]}}}
+LIMIT = {"embedding_parameter_server_config": {"memory_limit": "64MiB"}}
 NUM_SIGNS = 30_000
 BATCH = 6_000
 NUM_CLIENTS = 3
@@ -135,23 +131,6 @@ class Client(threading.Thread):
                     raise
 
 
-@contextmanager
-def job() -> Iterator[Job]:
-    with (
-        tempfile.TemporaryDirectory(prefix="persia-soak-", dir="/dev/shm") as rows,
-        short_directory() as directory,
-    ):
-        made = Job(directory, NUM_SERVERS)
-        made.script("slots.yml", CONFIG)
-        made.environment |= {
-            "PERSIA_STATE_DIRECTORY": rows,
-            "PERSIA_GLOBAL_CONFIG": made.script("global.yml", LIMIT),
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        yield made
-        made.close()
-
-
 def wrong_rows(
     servers: list[RemoteParameterServer], counts: NDArray[np.int64]
 ) -> list[tuple[int, float, int]]:
@@ -171,7 +150,7 @@ def wrong_rows(
 
 def replace(made: Job, processes: list[Process], number: int) -> tuple[float, float, bool]:
     """Start a server again; returns seconds to rows and to service, and if one was cut."""
-    processes[number].signal(signal.SIGKILL)
+    processes[number].send_signal(signal.SIGKILL)
     processes[number].wait()
     killed_at = time.monotonic()
     processes[number] = made.start_server(SERVER, number)
@@ -186,8 +165,12 @@ def replace(made: Job, processes: list[Process], number: int) -> tuple[float, fl
 def soak(num_kills: int, seed: int, show: bool = False) -> str:
     """Kill servers ``num_kills`` times; returns what happened, if every row is right."""
     chance = random.Random(seed)
-    with job() as made, transport() as wire:
-        addresses = made.addresses["PERSIA_EMBEDDING_PARAMETER_SERVERS"].split(",")
+    with (
+        tempfile.TemporaryDirectory(prefix="persia-soak-", dir="/dev/shm") as rows,
+        running_job(CONFIG, LIMIT, NUM_SERVERS, PERSIA_STATE_DIRECTORY=rows) as made,
+        transport() as wire,
+    ):
+        addresses = made.addresses[SERVER]
         processes = [made.start_server(SERVER, number) for number in range(NUM_SERVERS)]
         servers = connect_parameter_servers(
             wire, addresses=addresses, timeout_s=PATIENCE_S, on_restart=lambda number: None

@@ -7,6 +7,7 @@ for bit.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +38,6 @@ def mean_square(gradient: Floats) -> np.float32:
     return mean
 
 
-def bounded(values: Floats, weight_bound: float) -> Floats:
-    return (
-        values if weight_bound <= 0 else np.clip(values, -F32(weight_bound), F32(weight_bound))
-    )
-
-
 def state_words(name: str, options: dict[str, float], dim: int) -> int:
     if name == "sgd":
         return dim if options["momentum"] else 0
@@ -68,42 +63,46 @@ def step(
 ) -> tuple[Floats, Floats]:
     """One step of one row; returns its new values and state."""
     f = {key: F32(value) for key, value in options.items()}
-    g = gradient + f["weight_decay"] * values if options["weight_decay"] else gradient
+    g = gradient
+    if options["weight_decay"] and name != "lion":
+        g = g + f["weight_decay"] * values
     if name == "sgd":
         if options["momentum"]:
-            state = state * f["momentum"] + g
-            g = state
-        return bounded(values - f["lr"] * g, weight_bound), state
-    if name == "adagrad":
-        squares = mean_square(g) if options["vectorwise_shared"] else g * g
-        after = state * f["g_square_momentum"] + squares
+            g = state = state * f["momentum"] + g
+        values = values - f["lr"] * g
+    elif name == "adagrad":
+        before = state
+        state = state * f["g_square_momentum"]
+        state = state + (mean_square(g) if options["vectorwise_shared"] else g * g)
         if options["original_order"]:
-            divisor = np.sqrt(state + f["eps"])
+            divisor = np.sqrt(before + f["eps"])
         else:
-            divisor = np.sqrt(after) + f["eps"]
-        return bounded(values - f["lr"] * g / divisor, weight_bound), after
-    if name == "rmsprop":
-        return rmsprop(options, weight_bound, values, state, g)
-    if name == "lion":
-        return lion(options, weight_bound, values, state, gradient)
-    if name == "ftrl":
-        return ftrl(f, weight_bound, values, state, g)
-    return adam(name, options, weight_bound, values, state, g)
+            divisor = np.sqrt(state) + f["eps"]
+        values = values - f["lr"] * g / divisor
+    elif name == "ftrl":
+        values, state = ftrl(f, values, state, g)
+    elif name == "rmsprop":
+        values, state = rmsprop(options, f, values, state, g)
+    elif name == "lion":
+        values, state = lion(options, f, values, state, g)
+    else:
+        rest = F32(1.0 - options["beta2"])
+        squares = rest * mean_square(g) if name == "rowwise_adam" else rest * g * g
+        values, state = adam(options, f, values, state, g, squares)
+    if weight_bound > 0:
+        values = np.clip(values, -F32(weight_bound), F32(weight_bound))
+    return values, state
 
 
 def adam(
-    name: str,
     options: dict[str, float],
-    weight_bound: float,
+    f: dict[str, F32],
     values: Floats,
     state: Floats,
     g: Floats,
+    squares: Any,
 ) -> tuple[Floats, Floats]:
-    f = {key: F32(value) for key, value in options.items()}
     dim = len(values)
-    squares = F32(1.0 - options["beta2"]) * g * g
-    if name == "rowwise_adam":
-        squares = F32(1.0 - options["beta2"]) * mean_square(g)
     count = min(int(state[-1:].view(np.uint32)[0]) + 1, 2**32 - 1)
     step_size = F32(options["lr"] / (1.0 - power(options["beta1"], count)))
     inverse_root = F32(1.0 / math.sqrt(1.0 - power(options["beta2"], count)))
@@ -111,37 +110,33 @@ def adam(
     v = f["beta2"] * state[dim:-1] + squares
     values = values - step_size * m / (np.sqrt(v) * inverse_root + f["eps"])
     word = np.array([count], np.uint32).view(np.float32)
-    return bounded(values, weight_bound), np.concatenate([m, v, word])
+    return values, np.concatenate([m, v, word])
 
 
 def rmsprop(
-    options: dict[str, float], weight_bound: float, values: Floats, state: Floats, g: Floats
+    options: dict[str, float], f: dict[str, F32], values: Floats, state: Floats, g: Floats
 ) -> tuple[Floats, Floats]:
-    f = {key: F32(value) for key, value in options.items()}
     dim = len(values)
     v = f["alpha"] * state[:dim] + F32(1.0 - options["alpha"]) * g * g
     divisor = np.sqrt(v) + f["eps"]
     if not options["momentum"]:
-        return bounded(values - f["lr"] * g / divisor, weight_bound), v
+        return values - f["lr"] * g / divisor, v
     velocity = f["momentum"] * state[dim:] + g / divisor
-    return bounded(values - f["lr"] * velocity, weight_bound), np.concatenate([v, velocity])
+    return values - f["lr"] * velocity, np.concatenate([v, velocity])
 
 
 def lion(
-    options: dict[str, float], weight_bound: float, values: Floats, m: Floats, g: Floats
+    options: dict[str, float], f: dict[str, F32], values: Floats, m: Floats, g: Floats
 ) -> tuple[Floats, Floats]:
     """Weight decay is beside the step's sign, not in the gradient."""
-    f = {key: F32(value) for key, value in options.items()}
     move = np.sign(f["beta1"] * m + F32(1.0 - options["beta1"]) * g)
     if options["weight_decay"]:
         move = move + f["weight_decay"] * values
     m = f["beta2"] * m + F32(1.0 - options["beta2"]) * g
-    return bounded(values - f["lr"] * move, weight_bound), m
+    return values - f["lr"] * move, m
 
 
-def ftrl(
-    f: dict[str, np.float32], weight_bound: float, values: Floats, state: Floats, g: Floats
-) -> tuple[Floats, Floats]:
+def ftrl(f: dict[str, F32], values: Floats, state: Floats, g: Floats) -> tuple[Floats, Floats]:
     """The paper's z, times lr; an element begins with the z that its value is the answer to."""
     dim = len(values)
     z, n = state[:dim], state[dim:]
@@ -153,4 +148,4 @@ def ftrl(
     beyond = np.where(np.abs(z) <= l1, F32(0), np.where(z > 0, z - l1, z + l1))
     with np.errstate(divide="ignore", invalid="ignore"):
         values = np.where(after == 0, values, F32(0) - beyond / (fixed + root))
-    return bounded(values, weight_bound), np.concatenate([z, after])
+    return values, np.concatenate([z, after])

@@ -58,12 +58,8 @@ def vector(bags: Bags, rows: Floats, distinct: int) -> Floats:
 
 def divisor(mode: str, num_ids: int) -> np.float32:
     count = np.float32(max(num_ids, 1))
-    divisors: dict[str, np.float32] = {
-        "sum": np.float32(1),
-        "mean": count,
-        "sqrt": np.sqrt(count),
-    }
-    return divisors[mode]
+    root: np.float32 = np.sqrt(count)
+    return count if mode == "mean" else root if mode == "sqrt" else np.float32(1)
 
 
 def pool(mode: str, bags: Bags, rows: Floats) -> tuple[Floats, NDArray[np.int32] | None]:
@@ -80,8 +76,7 @@ def pool(mode: str, bags: Bags, rows: Floats) -> tuple[Floats, NDArray[np.int32]
                 out[b][wins], argmax[b][wins] = one[wins], distinct
             else:
                 out[b] += one
-        if mode != "max":
-            out[b] /= divisor(mode, len(sample))
+        out[b] /= divisor(mode, len(sample))
     return out, argmax if mode == "max" else None
 
 

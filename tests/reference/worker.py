@@ -17,7 +17,8 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._rpc.messages import HyperParameters, OptimizerSettings
 from persia.config import EmbeddingSchema, Slot
-from tests.reference.hashing import mix64
+from tests.reference.ids import hash_stack, number, pack
+from tests.reference.pooling import divisor
 
 Floats = NDArray[np.float32]
 Samples = list[list[int]]
@@ -25,7 +26,7 @@ Weights = dict[str, list[NDArray[np.float32]]]  # per feature and sample one for
 
 
 def distinct(samples: Samples) -> list[int]:
-    return list(dict.fromkeys(x for sample in samples for x in sample))
+    return number(x for sample in samples for x in sample)[0]
 
 
 @dataclass
@@ -50,12 +51,8 @@ class ReferenceJob:
         """The signs of an id: one, or one for each round of the hash stack."""
         values = [x]
         if slot.hash_stack_rounds:
-            values = []
-            for round_ in range(slot.hash_stack_rounds):
-                x = mix64(x)
-                values.append(x % slot.hash_stack_size + round_ * slot.hash_stack_size)
-        mask = (1 << (64 - self.schema.prefix_bits)) - 1
-        return [(value & mask) | slot.prefix for value in values]
+            values = hash_stack(values, slot.hash_stack_rounds, slot.hash_stack_size)
+        return pack(values, slot.prefix, self.schema.prefix_bits)[0]
 
     def kept(self, name: str, samples: Samples) -> Samples:
         slot = self.schema.slots[name]
@@ -74,9 +71,9 @@ class ReferenceJob:
 
     def vector(self, slot: Slot, x: int) -> Floats:
         total = np.zeros(slot.dim, np.float32)
-        for number, sign in enumerate(self.signs_of(slot, x)):
+        for turn, sign in enumerate(self.signs_of(slot, x)):
             row = self.rows.get(sign, np.zeros(slot.dim, np.float32))[: slot.dim]
-            total = row.copy() if number == 0 else total + row
+            total = row.copy() if turn == 0 else total + row
         return total
 
     def lookup(
@@ -129,16 +126,8 @@ class ReferenceJob:
                     out[b] = np.where(vector > out[b], vector, out[b])
                 else:
                     out[b] = out[b] + vector
-            out[b] = out[b] / self._divisor(slot, len(sample))
+            out[b] = out[b] / divisor(slot.pooling, len(sample))
         return (out,)
-
-    @staticmethod
-    def _divisor(slot: Slot, count: int) -> Any:
-        if slot.pooling == "mean":
-            return np.float32(max(count, 1))
-        if slot.pooling == "sqrt":
-            return np.sqrt(np.float32(max(count, 1)))
-        return np.float32(1.0)
 
     def update(
         self,
@@ -198,7 +187,7 @@ class ReferenceJob:
                 for sign in self.signs_of(slot, sample[winner]):
                     sums[sign][j] += gradient[j]
             return
-        share: Floats = gradient / self._divisor(slot, len(sample))
+        share: Any = gradient / divisor(slot.pooling, len(sample))
         for position, x in enumerate(sample):
             with np.errstate(over="ignore"):
                 own = share if weights is None else share * weights[position]

@@ -23,7 +23,7 @@ WAITING = pytest.mark.parametrize(
 def made(kind: str, place: Path) -> Iterator[Wire]:
     wire = Wire(kind, place)
     yield wire
-    wire.transport.close()
+    wire.close()
 
 
 @pytest.fixture(params=TRANSPORTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import select
 import selectors
 import socket as sockets
@@ -27,8 +28,7 @@ class TcpProxy:
     def __init__(self, upstream: str, cut_after: tuple[int | None, ...] = (None,)) -> None:
         host, _, port = upstream.removeprefix("tcp://").rpartition(":")
         self._upstream = (host, int(port))
-        self._lock = threading.Lock()
-        self._cut_after = list(cut_after)  # guarded by the lock
+        self._cut_after = itertools.chain(cut_after, itertools.repeat(cut_after[-1]))
         self._listening = sockets.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
         self.num_cut = 0
@@ -61,16 +61,12 @@ class TcpProxy:
                 self._threads.append(thread)
                 thread.start()
 
-    def _limit(self) -> int | None:
-        with self._lock:
-            return self._cut_after.pop(0) if len(self._cut_after) > 1 else self._cut_after[0]
-
     def _pass(self, near: sockets.socket) -> None:
         passed = 0
         with contextlib.suppress(OSError), near, contextlib.ExitStack() as stack:
             far = stack.enter_context(sockets.create_connection(self._upstream))
             self._open += [near, far]
-            limit = self._limit()  # now: attempts before the server was there take none
+            limit = next(self._cut_after)  # now: attempts before the server was there take none
             selector = stack.enter_context(selectors.DefaultSelector())
             selector.register(near, selectors.EVENT_READ, far)
             selector.register(far, selectors.EVENT_READ, near)

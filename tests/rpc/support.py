@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import socket as sockets
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,6 +39,18 @@ class Wire:
         self.transport = ZmqTransport(**options)
         self._directory = directory
         self._num_addresses = 0
+        self._servers: list[Server] = []
+
+    def serve(self, service: Toy, address: str | None = None, **options: int) -> Server:
+        """Start a server, which is stopped as this is closed."""
+        where = address or self.address()
+        self._servers.append(serve(self.transport, where, TOY, service, **options))
+        return self._servers[-1]
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.stop()
+        self.transport.close()
 
     def address(self) -> str:
         self._num_addresses += 1
@@ -107,6 +120,17 @@ class ToyService:
 
     def wrong(self) -> Any:
         return "not an int"
+
+
+def watched(num_bytes: int) -> tuple[np.ndarray[Any, Any], threading.Event]:
+    """An array, and what is set when its memory is let go of."""
+
+    class Memory(np.ndarray[Any, Any]):
+        """Can be referred to weakly."""
+
+    array, is_gone = np.arange(num_bytes, dtype=np.uint8).view(Memory), threading.Event()
+    weakref.finalize(array, is_gone.set)
+    return array, is_gone
 
 
 def same(one: Any, two: Any) -> bool:

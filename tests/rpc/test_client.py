@@ -14,7 +14,6 @@ from persia import env
 from persia._rpc import client as client_module
 from persia._rpc import zmq_socket
 from persia._rpc.client import Client
-from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import (
     ConfigError,
@@ -48,19 +47,6 @@ def test_nobody_there_is_unavailable_and_named(wire: Wire) -> None:
     error = caught.value
     assert (error.role, error.replica, error.method) == ("toy", 3, "add")
     assert error.address == address
-
-
-def test_start_in_any_order(wire: Wire) -> None:
-    if wire.kind == "tcp":
-        with toy_server(wire) as (server, _):
-            address = server.address  # free again
-    else:
-        address = wire.address()
-    with make_client(wire, address) as client, ThreadPoolExecutor(1) as pool:
-        # May not be repeated, but has not been sent either.
-        waiting = pool.submit(client.call, "add_once", 5)
-        with toy_server(wire, address):
-            assert waiting.result(PATIENCE_S) == 5
 
 
 @WAITING
@@ -143,70 +129,55 @@ def test_a_servers_own_calls_end_with_the_deadline_of_its_caller(wire: Wire) -> 
     with toy_server(wire) as (behind, service), make_client(wire, behind) as onward:
         onward.hello()
         between = Between(onward)
-        server = serve(wire.transport, wire.address(), TOY, between)
-        with make_client(wire, server) as client:
+        with make_client(wire, wire.serve(between)) as client:
             with pytest.raises(ServiceTimeout):
                 client.call("add", 1, timeout_s=0.4)
             assert between.gave_up.wait(PATIENCE_S / 2)
             # The next call of the same thread has a deadline of its own.
             service.permits.release(2)
             assert client.call("add", 2) == 2
-        server.stop()
 
 
 # --- servers that stop and come back ----------------------------------------------------
 
 
-@pytest.fixture
-def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who closes an end does not wait for a call that is held."""
+def test_a_server_that_comes_back_is_called_again(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A server that is closed does not wait for a call that is held.
     monkeypatch.setattr(zmq_socket, "_SERVE_S", 0.05)
 
-
-@pytest.mark.usefixtures("_short_goodbyes")
-def test_a_server_that_comes_back_is_called_again(wire: Wire) -> None:
-    restarts: list[Any] = []
-    client: Client
-    with toy_server(wire) as (server, service):
-        address = server.address
-        with make_client(
-            wire, server, on_restart=lambda: restarts.append(client.call("add", 100))
-        ) as client:
-            assert client.call("add", 1) == 1
-            first = client.incarnation
-            with ThreadPoolExecutor(2) as pool:
-                held = pool.submit(client.call, "hold", 1)
-                service.await_held()
-                assert server.stop(timeout_s=0.0)["unfinished"] == 1
-                # It may have been executed, so it is not called again.
-                with pytest.raises(ServiceUnavailable, match="may or may not have been"):
-                    held.result(PATIENCE_S)
-                added = pool.submit(client.call, "add", 5)
-                with toy_server(wire, address) as (_, again):
-                    # The hook is called before the call that found out goes on.
-                    assert added.result(PATIENCE_S) == 5
-                    assert restarts == [105]
-                    assert again.calls == [("add", 5), ("add", 100)]
-                    assert client.incarnation not in (None, first)
-                    assert client.stats()["lost"] >= 1
-
-
-@pytest.mark.usefixtures("_short_goodbyes")
-def test_a_repeatable_call_survives_its_server(wire: Wire) -> None:
     class Silent(ToyService):
         def add(self, number: int) -> int:
-            return self.hold(number)
+            return self.hold(number) if number == 5 else super().add(number)
 
+    restarts: list[Any] = []
+    client: Client
     silent = Silent()
-    server = serve(wire.transport, wire.address(), TOY, silent)
-    with make_client(wire, server) as client, ThreadPoolExecutor(1) as pool:
-        added = pool.submit(client.call, "add", 5)
-        silent.await_held()
-        server.stop(timeout_s=0.0)
-        with toy_server(wire, server.address):
+    server = wire.serve(silent)
+    with (
+        make_client(
+            wire, server, on_restart=lambda: restarts.append(client.call("add", 100))
+        ) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        assert client.call("add", 1) == 1
+        first = client.incarnation
+        held, added = pool.submit(client.call, "hold", 1), pool.submit(client.call, "add", 5)
+        silent.await_held(2)
+        assert server.stop(timeout_s=0.0)["unfinished"] == 2
+        # It may have been executed, so it is not called again.
+        with pytest.raises(ServiceUnavailable, match="may or may not have been"):
+            held.result(PATIENCE_S)
+        with toy_server(wire, server.address) as (_, again):
+            # The hook is called before the call that found out goes on.
             assert added.result(PATIENCE_S) == 5
-        assert client.stats()["sent_again"] >= 1
-    silent.permits.release()
+            assert restarts == [105]
+            assert again.calls == [("add", 5), ("add", 100)]
+            assert client.incarnation not in (None, first)
+            assert client.stats()["lost"] >= 1
+            assert client.stats()["sent_again"] >= 1
+    silent.permits.release(2)
 
 
 def test_not_configured_after_a_restart_is_tried_once_more(wire: Wire) -> None:
@@ -223,22 +194,21 @@ def test_not_configured_after_a_restart_is_tried_once_more(wire: Wire) -> None:
             return 0
 
     client: Client
-    server = serve(wire.transport, wire.address(), TOY, Needy())
+    server = wire.serve(Needy())
     with make_client(wire, server, on_restart=lambda: client.call("add_once", 0)) as client:
         with pytest.raises(NotConfigured):  # the first server ever is not restarted
             client.call("add", 1)
         server.stop()
-        server = serve(wire.transport, server.address, TOY, Needy())
+        wire.serve(Needy(), server.address)
         with ThreadPoolExecutor(4) as pool:
             totals = list(pool.map(lambda n: client.call("add", n), [1] * 4))
         assert sorted(totals) == [1, 2, 3, 4]
-    server.stop()
 
 
 # --- the environment --------------------------------------------------------------------
 
 
-def test_the_default_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deadline_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PERSIA_RPC_TIMEOUT", raising=False)
     assert env.rpc_timeout_s() == 300.0
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.02")
@@ -250,12 +220,10 @@ def test_the_default_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         client.call("add", 1)
 
-
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
-def test_bad_deadlines_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", text)
-    with pytest.raises(ConfigError, match="PERSIA_RPC_TIMEOUT must be a positive number"):
-        env.rpc_timeout_s()
+    for text in ("0", "-1", "nan", "inf", "soon"):
+        monkeypatch.setenv("PERSIA_RPC_TIMEOUT", text)
+        with pytest.raises(ConfigError, match="PERSIA_RPC_TIMEOUT must be a positive number"):
+            env.rpc_timeout_s()
 
 
 @WAITING
@@ -263,7 +231,7 @@ def test_another_replica_at_the_address_does_nothing(wire: Wire) -> None:
     """Neither what was asked, nor what is done for a restarted server."""
     restarts: list[int] = []
     services = [ToyService(), ToyService(), ToyService()]
-    first = serve(wire.transport, wire.address(), TOY, services[0], replica_size=2)
+    first = wire.serve(services[0], replica_size=2)
     with (
         make_client(wire, first, on_restart=lambda: restarts.append(1)) as client,
         ThreadPoolExecutor(1) as pool,
@@ -272,9 +240,7 @@ def test_another_replica_at_the_address_does_nothing(wire: Wire) -> None:
         assert client.call("add", 1) == 1
         known = client.incarnation
         first.stop()
-        other = serve(
-            wire.transport, first.address, TOY, services[1], replica_index=1, replica_size=2
-        )
+        other = wire.serve(services[1], first.address, replica_index=1, replica_size=2)
         with pytest.raises(WrongReplica, match="for replica 0, at its address is toy 1 now"):
             client.call("add", 2, timeout_s=1.0)
         with pytest.raises(ConfigError, match="expected toy 0, found 1 of 2"):
@@ -283,16 +249,13 @@ def test_another_replica_at_the_address_does_nothing(wire: Wire) -> None:
         assert other.stats()["bad.replica"] >= 1
         # A call that waits goes on where the right one is found.
         waiting = pool.submit(client.call, "add", 3)
-        back = serve(wire.transport, wire.address(), TOY, services[2], replica_size=2)
-        client.move(back.address)
+        client.move(wire.serve(services[2], replica_size=2).address)
         assert waiting.result(PATIENCE_S) == 3
         assert (services[1].calls, services[2].calls) == ([], [("add", 3)])
         assert restarts == [1]
-    for server in (other, back):
-        server.stop()
 
 
-def test_who_is_there_is_told_while_a_new_process_is_dealt_with(wire: Wire) -> None:
+def test_who_is_there_is_known_while_a_new_process_is_dealt_with(wire: Wire) -> None:
     """It may be gone again meanwhile: a search for it elsewhere must not wait for that."""
     begun, moved = threading.Event(), threading.Event()
 
@@ -301,14 +264,14 @@ def test_who_is_there_is_told_while_a_new_process_is_dealt_with(wire: Wire) -> N
         client.call("add", 7)  # as long as a call may take
 
     services = [ToyService(), ToyService(), ToyService()]
-    first = serve(wire.transport, wire.address(), TOY, services[0])
+    first = wire.serve(services[0])
     with (
         make_client(wire, first, on_restart=configure) as client,
         ThreadPoolExecutor(2) as pool,
     ):
         assert client.call("add", 1) == 1
         first.stop()
-        second = serve(wire.transport, first.address, TOY, services[1])
+        second = wire.serve(services[1], first.address)
         assert client.probe(PATIENCE_S).incarnation == second.hello.incarnation
         assert not begun.is_set()  # it is the next call's to deal with it
         holds: Any = lambda number: moved.wait(PATIENCE_S) and number  # noqa: E731
@@ -317,22 +280,16 @@ def test_who_is_there_is_told_while_a_new_process_is_dealt_with(wire: Wire) -> N
         assert begun.wait(PATIENCE_S)
         found = pool.submit(client.probe, 5.0).result(PATIENCE_S / 2)
         assert found.incarnation == second.hello.incarnation
-        third = serve(wire.transport, wire.address(), TOY, services[2])
+        third = wire.serve(services[2])
         client.move(third.address)
         moved.set()
         calling.result(PATIENCE_S)
         assert ("add", 7) in services[2].calls
         assert client.incarnation == third.hello.incarnation
-    for server in (second, third):
-        server.stop()
 
 
-def test_who_has_asked_nobody_calls_whoever_is_there(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = serve(
-        wire.transport, wire.address(), TOY, ToyService(), replica_index=3, replica_size=4
-    )
+def test_without_a_replica_any_is_called(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = wire.serve(ToyService(), replica_index=3, replica_size=4)
     with make_client(wire, server, replica=None) as client:
         assert client.call("add", 1) == 1
     # A refusal is reported at once, whatever the deadline.
@@ -342,4 +299,3 @@ def test_who_has_asked_nobody_calls_whoever_is_there(
         pytest.raises(ServiceBusy, match="for replica 2"),
     ):
         wrong.call("add", 1)
-    server.stop()

@@ -104,15 +104,18 @@ def instances(cls: Any) -> st.SearchStrategy[Any]:
     return st.builds(cls, **fields)
 
 
+def read(cls: Any, body: Any, *arrays: Any) -> Any:
+    reader = ArrayReader(arrays)
+    value = coder_of(cls).read(body, cls.__name__, reader)
+    reader.check_all_taken(cls.__name__)
+    return value
+
+
 def there_and_back(cls: Any, value: Any) -> Any:
     arrays: list[Any] = []
-    coder = coder_of(cls)
-    body = coder.write(value, cls.__name__, arrays)
+    body = coder_of(cls).write(value, cls.__name__, arrays)
     reply = decode(encode(Reply(1, 1, body, tuple(arrays))))
-    reader = ArrayReader(reply.arrays)
-    read = coder.read(reply.body, cls.__name__, reader)
-    reader.check_all_taken(cls.__name__)
-    return read
+    return read(cls, reply.body, *reply.arrays)
 
 
 @pytest.mark.parametrize("cls", [*MESSAGES, Hello], ids=lambda cls: cls.__name__)
@@ -157,13 +160,6 @@ SIGNS = np.arange(3, dtype=np.uint64)
 def test_the_writer_refuses_as_the_services_do(message: Any, text: str) -> None:
     with pytest.raises(DataTypeError, match=text):
         there_and_back(type(message), message)
-
-
-def read(cls: Any, body: Any, *arrays: Any) -> Any:
-    reader = ArrayReader(arrays)
-    value = coder_of(cls).read(body, cls.__name__, reader)
-    reader.check_all_taken(cls.__name__)
-    return value
 
 
 U8, U32 = np.array([0, 1, 0], np.uint8), np.array([0, 1, 0], np.uint32)
@@ -264,22 +260,7 @@ def crossed(error: BaseException) -> PersiaError:
     return error_from_body(failure.body, CALLED)
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_every_class_crosses(cls: type[PersiaError]) -> None:
-    error = crossed(cls("expected this, got that"))
-    assert type(error) is cls
-    assert "expected this, got that" in str(error)
-    if isinstance(error, ServiceError):
-        place = (error.role, error.replica, error.address, error.method)
-        assert place == ("embedding-worker", 1, "tcp://a:1", "lookup")
-    cause = error.__cause__
-    assert isinstance(cause, RemoteError)
-    assert (cause.role, cause.replica, cause.address) == ("embedding-worker", 1, "tcp://a:1")
-
-
-def test_every_class_is_raised_again_by_a_call(
-    ipc_wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_class_crosses(ipc_wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_FIRST_PAUSE_S", math.inf)  # a refusal is raised at once
     with toy_server(ipc_wire) as (server, _), make_client(ipc_wire, server) as asking:
         for cls in CLASSES:
@@ -288,26 +269,22 @@ def test_every_class_is_raised_again_by_a_call(
             assert type(caught.value) is cls
             if isinstance(caught.value, ServiceError):
                 error = caught.value
-                place = (error.role, error.address, error.method)
-                assert place == ("toy", server.address, "fail")
+                place = (error.role, error.replica, error.address, error.method)
+                assert place == ("toy", 0, server.address, "fail")
             assert "in fail" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize(
-    ("place", "found"),
-    [
-        (("parameter-server", 2, "b", "m"), ("parameter-server", 2, "b", "m")),  # further on
-        # The peer's own error gets the address that it was called by.
+def test_the_place_of_an_error() -> None:
+    """What failed further on keeps its own; the peer gets the address that it was called by."""
+    further = ("parameter-server", 2, "b", "m")
+    for place, found in (
+        (further, further),
         (("embedding-worker", None, "", "m"), ("embedding-worker", 1, "tcp://a:1", "m")),
-    ],
-)
-def test_the_place_of_an_error(place: Any, found: Any) -> None:
-    role, replica, address, method = place
-    error = crossed(
-        ServiceBusy("full", role=role, replica=replica, address=address, method=method)
-    )
-    assert isinstance(error, ServiceBusy)
-    assert (error.role, error.replica, error.address, error.method) == found
+    ):
+        named: Any = dict(zip(("role", "replica", "address", "method"), place, strict=True))
+        error = crossed(ServiceBusy("full", **named))
+        assert isinstance(error, ServiceBusy)
+        assert (error.role, error.replica, error.address, error.method) == found
 
 
 def test_exceptions_from_elsewhere_are_remote_errors() -> None:
@@ -318,7 +295,10 @@ def test_exceptions_from_elsewhere_are_remote_errors() -> None:
     assert type(error) is RemoteError
     assert "KeyError: 'a key'" in str(error)
     assert "embedding-worker 1 at tcp://a:1 failed in lookup" in str(error)
-    assert "test_codec.py" in str(error.__cause__)
+    cause = error.__cause__
+    assert isinstance(cause, RemoteError)
+    assert (cause.role, cause.replica, cause.address) == ("embedding-worker", 1, "tcp://a:1")
+    assert "test_codec.py" in str(cause)
 
 
 def test_a_class_derived_elsewhere_comes_out_as_its_base_and_a_namesake_does_not() -> None:

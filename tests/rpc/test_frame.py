@@ -1,4 +1,4 @@
-"""The layout of one message: golden bytes, round trips, and bytes that are no message."""
+"""The layout of one message: round trips, and bytes that are no message."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from hypothesis.extra import numpy as hnp
 
 from persia._rpc.frame import (
     DTYPES,
-    NAMES,
     PROTOCOL,
     Call,
     Failure,
     Limits,
     Message,
-    Part,
     Reply,
     UnreadableFrame,
     decode,
     encode,
 )
 from persia.errors import ProtocolError
-from tests.rpc.support import BAD, header, same
+from tests.rpc.support import BAD, same
 
 SCALARS = st.recursive(
     st.none()
@@ -52,38 +50,6 @@ def messages(draw: st.DrawFn) -> Message:
         return Call(number, method, draw(st.integers(0, 2**32 - 1)), body, arrays)
     make = Reply if kind == "reply" else Failure
     return make(number, draw(st.integers(0, 2**64 - 1)), body, arrays)
-
-
-def raw(parts: list[Part]) -> list[bytes]:
-    return [bytes(part) for part in parts]
-
-
-def test_golden_call() -> None:
-    array = np.array([[1, 2], [3, 4]], np.uint16)
-    parts = raw(encode(Call(5, "lookup", 300_000, [7, None, 0], (array,))))
-    assert parts == [
-        b"PERSIA/1",
-        bytes.fromhex(
-            "86 a16b a463616c6c"  # k: call
-            "a26964 05"  # id: 5
-            "a16d a66c6f6f6b7570"  # m: lookup
-            "a174 ce000493e0"  # t: 300000
-            "a161 91 92 a33c7532 92 02 02"  # a: [["<u2", [2, 2]]]
-            "a162 93 07 c0 00"  # b: [7, nil, 0]
-        ),
-        bytes.fromhex("0100 0200 0300 0400"),
-    ]
-
-
-def test_golden_reply_and_error() -> None:
-    assert raw(encode(Reply(5, 1, True))) == [
-        b"PERSIA/1",
-        bytes.fromhex("85 a16b a57265706c79 a26964 05 a169 01 a161 90 a162 c3"),
-    ]
-    assert raw(encode(Failure(0, 255, ["x"]))) == [
-        b"PERSIA/1",
-        bytes.fromhex("85 a16b a56572726f72 a26964 00 a169 ccff a161 90 a162 91 a178"),
-    ]
 
 
 @given(messages())
@@ -118,14 +84,6 @@ def test_neither_side_copies_an_aligned_array() -> None:
     assert np.shares_memory(read, array)
 
 
-def test_names_and_dtypes_are_each_others_inverse() -> None:
-    assert {name: NAMES[dtype] for name, dtype in DTYPES.items()} == {n: n for n in DTYPES}
-    assert {dtype.str for dtype in NAMES} == set(DTYPES)
-    for dtype in ("|O", ">u8", "<c8", "|S4", "<M8[s]"):
-        assert dtype not in DTYPES
-        assert np.dtype(dtype) not in NAMES
-
-
 @pytest.mark.parametrize(("parts", "reason"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
 def test_bad_messages_say_what_is_wrong(parts: list[bytes], reason: str) -> None:
     with pytest.raises(UnreadableFrame) as caught:
@@ -134,16 +92,10 @@ def test_bad_messages_say_what_is_wrong(parts: list[bytes], reason: str) -> None
     assert len(str(caught.value)) < 400
 
 
-def test_a_bad_array_leaves_the_id() -> None:
-    with pytest.raises(UnreadableFrame) as caught:
-        decode([PROTOCOL, header(id=9, a=[["<u8", [1]]])])
-    assert caught.value.call_id == 9
-
-
 @given(messages(), st.data())
 @example(Reply(1, 1, 0), None)
 def test_damage_is_a_protocol_error_or_another_message(message: Message, data: Any) -> None:
-    parts = raw(encode(message))
+    parts = [bytes(part) for part in encode(message)]
     if data is not None:
         for _ in range(data.draw(st.integers(1, 3))):
             which = data.draw(st.integers(0, len(parts) - 1))
@@ -177,7 +129,7 @@ def test_any_bytes_as_header(content: bytes, rest: list[bytes]) -> None:
         decode([PROTOCOL, content, *rest])
 
 
-SMALL = Limits(header_bytes=120, num_arrays=2, array_bytes=64, message_bytes=300)
+SMALL = Limits(header_bytes=120, num_arrays=2, array_bytes=64, message_bytes=150)
 
 
 def numbers(count: int) -> np.ndarray[Any, Any]:
@@ -190,6 +142,7 @@ def numbers(count: int) -> np.ndarray[Any, Any]:
         ("x" * 97, "x" * 98, "header_bytes"),
         ((1, 1), (1, 1, 1), "num_arrays"),
         ((64,), (65,), "array_bytes"),
+        ((50, 50), (64, 64), "message_bytes"),
     ],
 )
 def test_limits_hold_on_both_sides(fits: Any, exceeds: Any, reason: str) -> None:
@@ -204,15 +157,6 @@ def test_limits_hold_on_both_sides(fits: Any, exceeds: Any, reason: str) -> None
     with pytest.raises(UnreadableFrame) as caught:
         decode(encode(message(exceeds)), SMALL)
     assert caught.value.reason == reason
-
-
-def test_the_sum_of_the_parts_is_limited() -> None:
-    limits = Limits(message_bytes=200)
-    message = Reply(1, 1, None, (numbers(100), numbers(100)))
-    with pytest.raises(ProtocolError, match="200 bytes"):
-        encode(message, limits)
-    with pytest.raises(UnreadableFrame, match="expected at most 200"):
-        decode(encode(message), limits)
 
 
 @pytest.mark.parametrize("body", [object(), 1 << 64, {1, 2}, "\udc80"])

@@ -140,19 +140,6 @@ def router(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
         made.close(linger=0)
 
 
-def test_a_server_that_takes_calls_and_says_nothing(
-    ipc_wire: Wire, router: zmq.Socket[bytes]
-) -> None:
-    with (
-        make_client(ipc_wire, router.getsockopt_string(zmq.LAST_ENDPOINT)) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        waiting = pool.submit(client.call, "add", 1, timeout_s=0.5)
-        assert router.poll(int(PATIENCE_S * 1000))
-        with pytest.raises(ServiceTimeout, match="no answer to add within"):
-            waiting.result(PATIENCE_S)
-
-
 def test_a_server_that_answers_rubbish(ipc_wire: Wire, router: zmq.Socket[bytes]) -> None:
     """Rubbish with an id fails that call at once; without one it is counted."""
     address = router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -225,23 +212,6 @@ def test_who_does_not_read_loses_answers_and_holds_up_nobody(ipc_wire: Wire) -> 
             assert client.call("fill", 1).signs.tolist() == [0]
             assert number < 10_000
         assert client.stats().get("lost", 0) == 0
-
-
-def test_who_leaves_before_the_answer_is_counted(wire: Wire) -> None:
-    with (
-        toy_server(wire) as (server, service),
-        make_client(wire, server) as client,
-    ):
-        # TCP may take the answer before it learns that the peer is gone, and then it is
-        # not counted; so peers go on leaving until one is noticed in time.
-        while not server.stats().get("dropped.peer_gone", 0):
-            with raw_peer(server.address) as peer:
-                peer.call(1, "hold", 1)
-                service.await_held()
-            client.hello()
-            service.permits.release()
-            client.hello()
-        assert client.call("add", 1) == 1
 
 
 @contextlib.contextmanager
@@ -364,16 +334,6 @@ def test_stop_finishes_what_is_here_and_refuses_the_rest(wire: Wire) -> None:
         assert "unfinished" not in counts
         assert counts["replies"] >= 2
         assert counts["busy"] >= 1
-
-
-def test_a_server_needs_no_client_to_stop(wire: Wire) -> None:
-    before = threading.active_count()
-    server = Server(wire.transport, wire.address(), TOY, ToyService())
-    server.stop()  # never started
-    server = serve(wire.transport, wire.address(), TOY, ToyService())
-    server.stop()
-    server.stop()
-    assert threading.active_count() == before
 
 
 def add_until(is_over: threading.Event, client: Client) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,10 @@ def remote(wire: Wire, stub: Any, *plain: Any) -> Iterator[list[Any]]:
         yield found
 
 
-def outcome(call: Callable[[], Any]) -> Any:
+def outcome(service: Any, method: str, *arguments: Any) -> Any:
     """What a call returned, or class and text of what it raised."""
     try:
-        return call()
+        return getattr(service, method)(*arguments)
     except PersiaError as error:
         return type(error), str(error)
 
@@ -69,55 +70,48 @@ def ask_server(server: ParameterServer) -> list[Any]:
     signs = np.array([sign("sum", n) for n in (3, 1, 2)], np.uint64)
     ask = (TableSigns(pooled.table, signs),)
     training, evaluation = LookupRequest(1, True, ask), LookupRequest(1, False, ask)
-    found: list[Any] = [
-        outcome(lambda: (server.replica_index, server.replica_size)),
-        outcome(lambda: server.schema_fingerprint),
-        outcome(server.ready_for_serving),
-        outcome(lambda: server.lookup(training)),  # NotConfigured
-        outcome(lambda: server.configure(SETTINGS)),
-        outcome(lambda: server.register_optimizer(ADAM)),
-        outcome(server.ready_for_serving),
-        outcome(lambda: server.lookup(evaluation)),
+    found: list[Any] = [server.replica_index, server.replica_size, server.schema_fingerprint]
+    calls: list[tuple[Any, ...]] = [
+        ("ready_for_serving",),
+        ("lookup", training),  # NotConfigured
+        ("configure", SETTINGS),
+        ("register_optimizer", ADAM),
+        ("ready_for_serving",),
+        ("lookup", evaluation),
+        ("lookup", training),
     ]
-    rows = server.lookup(training)
-    found.append(rows)
-    grads = TableGradients(
-        pooled.table, signs, rows.tables[0].hints, np.ones((3, pooled.dim), np.float32), 0.5
-    )
-    found += [
-        outcome(lambda: server.update(UpdateRequest((7, 1), (grads,)))),
-        outcome(lambda: server.update(UpdateRequest((7, 1), (grads,)))),  # repeated
-        outcome(lambda: server.lookup(evaluation)),
-        outcome(lambda: server.read_embedding(ask)),
-        outcome(lambda: server.get_embedding_size()),
-        outcome(lambda: server.lookup(LookupRequest(1, True, (TableSigns(99, signs),)))),
-    ]
+    found += [outcome(server, *call) for call in calls]
+    ones = np.ones((3, pooled.dim), np.float32)
+    hints = found[-1].tables[0].hints
+    update = UpdateRequest((7, 1), (TableGradients(pooled.table, signs, hints, ones, 0.5),))
     values = np.full((3, pooled.dim), 0.25, np.float32)
-    entries = [TableEntries(pooled.table, signs, values, None)]
-    found += [
-        outcome(lambda: server.set_embedding(entries)),
-        outcome(lambda: server.read_embedding(ask)),
-        outcome(lambda: server.set_embedding([TableEntries(0, signs[:1], values, None)])),
-        outcome(lambda: server.stats()),
-        outcome(server.clear_embeddings),
-        outcome(server.get_embedding_size),
-        outcome(lambda: server.lookup(evaluation)),
+    calls = [
+        ("update", update),
+        ("update", update),  # repeated
+        ("lookup", evaluation),
+        ("read_embedding", ask),
+        ("get_embedding_size",),
+        ("lookup", LookupRequest(1, True, (TableSigns(99, signs),))),
+        ("set_embedding", [TableEntries(pooled.table, signs, values, None)]),
+        ("read_embedding", ask),
+        ("set_embedding", [TableEntries(0, signs[:1], values, None)]),
+        ("stats",),
+        ("clear_embeddings",),
+        ("get_embedding_size",),
+        ("lookup", evaluation),
     ]
-    return found
-
-
-def without_ref(result: Any) -> Any:
-    return [*result.outputs]
+    return [*found, *(outcome(server, *call) for call in calls)]
 
 
 def ask_worker(worker: EmbeddingWorker) -> list[Any]:
+    ask = partial(outcome, worker)
     found: list[Any] = [
-        outcome(worker.ready_for_serving),
-        outcome(lambda: worker.configure(SETTINGS)),
-        outcome(lambda: worker.register_optimizer(ADAM)),
-        outcome(worker.ready_for_serving),
-        outcome(lambda: worker.tables_at_rate(None)),
-        outcome(lambda: worker.tables_at_rate("unknown")),
+        ask("ready_for_serving"),
+        ask("configure", SETTINGS),
+        ask("register_optimizer", ADAM),
+        ask("ready_for_serving"),
+        ask("tables_at_rate", None),
+        ask("tables_at_rate", "unknown"),
     ]
     batches: list[dict[str, Samples]] = [BATCH, SINGLE, {"sum": []}, BATCH]
     for number, batch in enumerate(batches):
@@ -126,19 +120,18 @@ def ask_worker(worker: EmbeddingWorker) -> list[Any]:
         assert worker.register(given) == ref
         result = worker.lookup(ref, True)
         assert result.ref == ref
-        found.append(without_ref(result))
+        found.append(result.outputs)
         rates = (LearningRate(0, 0.5**number),)
         grads = replace(gradient(result, (5, number)), learning_rates=rates)
         found += [worker.update(grads), worker.update(grads)]
     evaluated = features(BATCH, 9, requires_grad=False)
     found += [
-        without_ref(worker.lookup_direct(evaluated)),
-        worker.lookup_direct(evaluated).ref,
-        outcome(lambda: worker.lookup_direct(features({"unknown": [[1]]}))),
-        outcome(worker.get_embedding_size),
+        ask("lookup_direct", evaluated),
+        ask("lookup_direct", features({"unknown": [[1]]})),
+        ask("get_embedding_size"),
     ]
     direct = worker.lookup_direct(features(BATCH, 10))
-    found.append(without_ref(direct))
+    found.append(direct.outputs)
     assert direct.ref is not None
     worker.release(direct.ref)
     with pytest.raises(UnknownRef, match=f"ref {direct.ref}"):
@@ -146,14 +139,14 @@ def ask_worker(worker: EmbeddingWorker) -> list[Any]:
     slot = SCHEMA.slots["sum"]
     signs = np.array([sign("sum", n) for n in range(8)], np.uint64)
     entries = [TableEntries(slot.table, signs, np.ones((8, slot.dim), np.float32), None)]
-    found += [
-        outcome(lambda: worker.set_embedding(entries)),
-        without_ref(worker.lookup_direct(evaluated)),
-        outcome(worker.stats),
-        outcome(worker.clear_embeddings),
-        outcome(worker.get_embedding_size),
+    return [
+        *found,
+        ask("set_embedding", entries),
+        ask("lookup_direct", evaluated),
+        ask("stats"),
+        ask("clear_embeddings"),
+        ask("get_embedding_size"),
     ]
-    return found
 
 
 def first_difference(wanted: list[Any], got: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -28,14 +29,14 @@ ADDRESS = f"ipc://@{os.getpid()}-worker"
 class Job:
     """Two embedding-workers over one set of servers, and what an nn-worker sees of them."""
 
-    def __init__(self) -> None:
-        self.transport = ZmqTransport()
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        transport = ZmqTransport()
         servers = make_servers()
-        self.own = [make_worker(servers) for _ in range(2)]
-        self.servers: list[Server] = [
+        self.own = [stack.enter_context(contextlib.closing(make_worker(servers))) for _ in "ab"]
+        self.servers = [
             serve(
-                self.transport,
-                f"ipc://@{os.getpid()}-worker-{number}",
+                transport,
+                f"{ADDRESS}-{number}",
                 embedding_worker(),
                 worker,
                 replica_index=number,
@@ -43,22 +44,16 @@ class Job:
             )
             for number, worker in enumerate(self.own)
         ]
+        for server in self.servers:
+            stack.callback(server.stop, 0.0)
         self.workers = EmbeddingWorkers(
-            self.transport,
+            transport,
             lambda on_restart: [
-                RemoteEmbeddingWorker.connect(
-                    self.transport, f"ipc://@{os.getpid()}-worker-{number}"
-                )
-                for number in range(2)
+                RemoteEmbeddingWorker.connect(transport, server.address)
+                for server in self.servers
             ],
         )
-
-    def stop(self) -> None:
-        self.workers.close()
-        for server in self.servers:
-            server.stop(0.0)
-        for worker in self.own:
-            worker.close()
+        stack.callback(self.workers.close)
 
 
 @pytest.fixture
@@ -66,9 +61,8 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(workers_module, "_TRY_S", TRY_S)
     monkeypatch.setattr(workers_module, "_PROBE_S", TRY_S)
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "120")
-    made = Job()
-    yield made
-    made.stop()
+    with contextlib.ExitStack() as stack:
+        yield Job(stack)
 
 
 def test_w69_a_dead_worker_costs_its_time_once(
@@ -112,25 +106,9 @@ def test_w69_the_batches_of_a_dead_worker_go_to_another(job: Job) -> None:
     assert time.monotonic() - begin < 20 * TRY_S
 
 
-@pytest.mark.slow
-def test_a_worker_that_is_only_slow_is_waited_for(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handle = job.workers.register(features({"sum": [[1]]}))
-    slow = job.own[0]
-    lookup = slow.lookup
-    late = threading.Event()
-
-    def lookup_late(ref: int, is_training: bool) -> LookupResult:
-        late.wait(2 * TRY_S)
-        return lookup(ref, is_training)
-
-    monkeypatch.setattr(slow, "lookup", lookup_late)
-    assert job.workers.lookup(handle, True).ref == handle
-
-
-def test_a_worker_whose_server_is_away_is_waited_for(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_slow", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_worker_that_is_slow_or_whose_server_is_away_is_waited_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     # Another worker would miss the same server: trying all in turn would end before it is back.
     handle = job.workers.register(features({"sum": [[1]]}))
@@ -138,7 +116,9 @@ def test_a_worker_whose_server_is_away_is_waited_for(
 
     def lookup_late(ref: int, is_training: bool) -> LookupResult:
         tries.append(ref)
-        if len(tries) == 1:
+        if is_slow:
+            threading.Event().wait(2 * TRY_S)
+        elif len(tries) == 1:
             raise ServiceUnavailable("no connection", role="embedding-parameter-server")
         return lookup(ref, is_training)
 
@@ -147,7 +127,7 @@ def test_a_worker_whose_server_is_away_is_waited_for(
 
 
 @pytest.mark.slow
-def test_a_worker_that_was_started_anew_and_looks_for_its_servers_is_waited_for(
+def test_a_worker_that_was_started_again_and_looks_for_its_servers_is_waited_for(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = job.workers.register(features({"sum": [[1]]}))

@@ -6,12 +6,10 @@ import itertools
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,15 +19,12 @@ from persia._rpc import zmq_calls
 from persia._rpc.client import Client
 from persia.errors import ServiceTimeout
 from tests.rpc.conftest import WAITING
-from tests.rpc.support import PATIENCE_S, Wire, toy
+from tests.rpc.support import PATIENCE_S, Wire, toy, watched
 
 
 def test_an_array_that_was_sent_is_let_go_of_and_what_came_outlives_its_socket(
     tmp_path: Path,
 ) -> None:
-    class Memory(np.ndarray[Any, Any]):
-        """An array that can be watched."""
-
     with (
         zmq.Context() as context,
         context.socket(zmq.PULL) as pull,
@@ -37,9 +32,7 @@ def test_an_array_that_was_sent_is_let_go_of_and_what_came_outlives_its_socket(
     ):
         pull.bind(f"ipc://{tmp_path}/a")
         push.connect(f"ipc://{tmp_path}/a")
-        array = np.arange(1 << 16, dtype=np.uint8).view(Memory)
-        is_gone = threading.Event()
-        weakref.finalize(array, is_gone.set)
+        array, is_gone = watched(1 << 16)
         assert pull.poll(0) == 0
         assert zmq_calls.receive(pull, 9, 1 << 30) is None
         assert push.poll(int(PATIENCE_S * 1000), zmq.POLLOUT)
@@ -144,21 +137,6 @@ def test_a_call_that_is_cancelled_leaves_nothing_behind(wire: Wire) -> None:
         assert client.call("fill", 2).signs.tolist() == [0, 1]
 
 
-def test_a_caller_who_waits_longer_receives_for_the_others(wire: Wire) -> None:
-    with toy(wire) as (client, service), ThreadPoolExecutor(3) as pool:
-        first = pool.submit(client.call, "hold", 1)
-        service.await_held()
-        # These come while the first one waits, and the last ones when it has gone.
-        assert [client.call("fill", n).signs.size for n in range(50)] == [*range(50)]
-        second = pool.submit(client.call, "hold", 2)
-        service.await_held()
-        service.permits.release(2)
-        assert first.result(PATIENCE_S) == 1
-        assert second.result(PATIENCE_S) == 2
-        others = [pool.submit(client.call, "fill", n) for n in range(100)]
-        assert [other.result(PATIENCE_S).signs.size for other in others] == [*range(100)]
-
-
 @WAITING
 def test_a_caller_who_gives_up_leaves_its_turn(wire: Wire) -> None:
     with toy(wire) as (client, service), ThreadPoolExecutor(1) as pool:
@@ -219,26 +197,3 @@ def test_a_signal_in_who_receives_loses_nobodys_answer(wire: Wire) -> None:
         assert all(other.result(PATIENCE_S) for other in others)
         assert not client.stats().get("sent_again")
         assert client.call("fill", 1).signs.tolist() == [0]
-
-
-def test_the_own_thread_sleeps_while_a_caller_receives_for_long(wire: Wire) -> None:
-    with toy(wire) as (client, service), ThreadPoolExecutor(1) as pool:
-        held = pool.submit(client.call, "hold", 7)
-        service.await_held()
-        before = num_waits(client)
-        threading.Event().wait(0.5)  # nothing is to happen meanwhile
-        # Fifty looks a second, times each data-loader and each of its ranks, are too many.
-        assert num_waits(client) - before < 8
-        service.permits.release()
-        assert held.result(PATIENCE_S) == 7
-        # No answer waits for it afterwards.
-        assert client.call("add", 1) == 1
-
-
-def num_waits(client: Client) -> int:
-    """How often a channel's own thread has begun to wait."""
-    thread = client._channel._thread
-    assert thread is not None
-    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("voluntary")]
-    return int(line.split()[1])

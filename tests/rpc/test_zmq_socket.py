@@ -5,32 +5,39 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from persia._rpc.client import Client
 from persia._rpc.server import ServerLimits, serve
 from persia._rpc.transport import Outgoing, Parts
-from persia._rpc.zmq_socket import ZmqChannel
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import InternalError, ServiceUnavailable
-from tests.rpc.support import TOY, ToyService
+from tests.rpc.support import TOY, ToyService, watched
 
 WAIT_S = 20.0
 
 
+@pytest.fixture
+def transport() -> Iterator[ZmqTransport]:
+    with contextlib.closing(ZmqTransport()) as made:
+        yield made
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/a"
+
+
 def test_an_end_that_is_closed_while_its_connection_breaks_has_no_endless_thread(
-    tmp_path: Path,
+    transport: ZmqTransport, address: str
 ) -> None:
     """Its thread looks for what came before the break, and there is nothing to find."""
-    transport = ZmqTransport()
-    channel = transport.connect(f"ipc://{tmp_path}/free")
+    channel = transport.connect(address)
     is_cut, came_here, may_go_on = (threading.Event() for _ in range(3))
     step, on_event = channel._step, channel._check_monitor
 
@@ -58,7 +65,6 @@ def test_an_end_that_is_closed_while_its_connection_breaks_has_no_endless_thread
     may_go_on.set()
     closing.join(WAIT_S)
     assert not closing.is_alive()
-    transport.close()
 
 
 class Broken(Exception):
@@ -92,22 +98,16 @@ def break_thread(end: Any) -> Callable[[], None]:
 
 
 def test_a_channel_whose_thread_fails_fails_the_calls_with_the_cause(
-    tmp_path: Path,
+    transport: ZmqTransport,
+    address: str,
     monkeypatch: pytest.MonkeyPatch,
     failures: queue.SimpleQueue[BaseException | None],
 ) -> None:
-    transport, service = ZmqTransport(), ToyService()
-    one_thread = ServerLimits(num_threads=1)
-    server = serve(transport, f"ipc://{tmp_path}/a", TOY, service, settings=one_thread)
-    breaks = []
-    connect = transport.connect
-
-    def connect_to_break(address: str) -> ZmqChannel:
-        channel = connect(address)
-        breaks.append(break_thread(channel))
-        return channel
-
-    monkeypatch.setattr(transport, "connect", connect_to_break)
+    service = ToyService()
+    server = serve(transport, address, TOY, service, settings=ServerLimits(num_threads=1))
+    channel = transport.connect(address)
+    break_it = break_thread(channel)
+    monkeypatch.setattr(transport, "connect", lambda address: channel)
     with (
         contextlib.closing(Client(transport, server.address, TOY, timeout_s=WAIT_S)) as client,
         ThreadPoolExecutor(2) as pool,
@@ -116,7 +116,7 @@ def test_a_channel_whose_thread_fails_fails_the_calls_with_the_cause(
         once = pool.submit(client.call, "hold", 1)
         assert service.holding.acquire(timeout=WAIT_S)
         again = pool.submit(client.call, "add", 1)  # waits for the one thread
-        breaks[0]()
+        break_it()
         with pytest.raises(InternalError, match=r"persia-channel .*why") as caught:
             again.result(WAIT_S / 2)
         assert isinstance(caught.value.__cause__, Broken)
@@ -127,23 +127,20 @@ def test_a_channel_whose_thread_fails_fails_the_calls_with_the_cause(
     assert isinstance(failures.get(timeout=WAIT_S), Broken)
     service.permits.release()
     server.stop()
-    transport.close()
 
 
 def test_a_listener_whose_thread_fails_says_so_where_a_process_looks(
-    tmp_path: Path, failures: queue.SimpleQueue[BaseException | None]
+    transport: ZmqTransport, address: str, failures: queue.SimpleQueue[BaseException | None]
 ) -> None:
-    transport = ZmqTransport()
-    listener = transport.listen(f"ipc://{tmp_path}/a")
+    listener = transport.listen(address)
     break_it = break_thread(listener)
     listener.start(lambda peer, parts: None, lambda reason: None)
     break_it()
     assert isinstance(failures.get(timeout=WAIT_S), Broken)
-    transport.close()
 
 
 def test_an_exception_of_a_signal_as_a_message_is_sent_does_not_close_the_end(
-    tmp_path: Path,
+    transport: ZmqTransport, address: str
 ) -> None:
     class Interrupted(Outgoing):
         """A handler of the user's, such as one of SIGALRM, raises when it is to be sent."""
@@ -151,27 +148,22 @@ def test_an_exception_of_a_signal_as_a_message_is_sent_does_not_close_the_end(
         def claim(self) -> bool:
             raise TimeoutError("of the user's")
 
-    transport = ZmqTransport()
-    listener = transport.listen(f"ipc://{tmp_path}/a")
+    listener = transport.listen(address)
     came: queue.SimpleQueue[Parts] = queue.SimpleQueue()
     listener.start(lambda peer, parts: came.put(parts), lambda reason: None)
-    channel = transport.connect(listener.address)
+    channel = transport.connect(address)
     channel.start(lambda parts: None, lambda: None)
     with pytest.raises(TimeoutError):
         channel.send(Interrupted([b"1"]))
     channel.send(Outgoing([b"2"]))
     assert bytes(came.get(timeout=WAIT_S)[0]) == b"2"
-    transport.close()
 
 
-def test_a_transport_that_is_closed_holds_no_array(tmp_path: Path) -> None:
+def test_a_transport_that_is_closed_holds_no_array(
+    transport: ZmqTransport, address: str
+) -> None:
     """What had not left is released as the sockets close, when no thread sends any more."""
-
-    class Memory(np.ndarray[Any, Any]):
-        """An array that can be watched."""
-
-    transport = ZmqTransport()
-    listener = transport.listen(f"ipc://{tmp_path}/a")
+    listener = transport.listen(address)
     came_here, may_go_on = threading.Event(), threading.Event()
 
     def take(peer: bytes, parts: Parts) -> None:
@@ -179,13 +171,12 @@ def test_a_transport_that_is_closed_holds_no_array(tmp_path: Path) -> None:
         may_go_on.wait(WAIT_S)
 
     listener.start(take, lambda reason: None)
-    channel = transport.connect(f"ipc://{tmp_path}/a")
+    channel = transport.connect(address)
     channel.start(lambda parts: None, lambda: None)
     gone = []
     for _ in range(20):
-        array = np.zeros(1 << 21, np.uint8).view(Memory)
-        gone.append(threading.Event())
-        weakref.finalize(array, gone[-1].set)
+        array, is_gone = watched(1 << 21)
+        gone.append(is_gone)
         channel.send(Outgoing([b"head", array.data]))
         del array
     assert came_here.wait(WAIT_S)

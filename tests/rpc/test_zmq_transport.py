@@ -12,17 +12,15 @@ import pytest
 from persia._rpc.client import Client
 from persia._rpc.messages import TableSigns
 from persia._rpc.server import Server
-from persia.errors import (
-    ConfigError,
-    ServiceUnavailable,
-)
+from persia.errors import ConfigError, ServiceUnavailable
 from tests.rpc.support import TOY, ToyService, Wire, make_client, toy_server
 
 
 def test_addresses_in_use_are_refused(wire: Wire) -> None:
     with toy_server(wire) as (server, _):
-        with pytest.raises(ConfigError, match=r"in use|another process listens there"):
-            Server(wire.transport, server.address, TOY, ToyService())
+        with pytest.raises(ConfigError, match="process listens there") as caught:
+            wire.transport.listen(server.address)
+        assert wire.kind == "ipc" or "PERSIA_EMBEDDING_WORKERS" in str(caught.value)
         with make_client(wire, server) as client:
             assert client.call("add", 1) == 1
 
@@ -45,16 +43,10 @@ def test_an_address_that_is_not_here(wire: Wire) -> None:
         wire.transport.listen("ipc:///nowhere/at/all")
 
 
-def test_an_address_that_is_taken(tcp_wire: Wire) -> None:
-    listener = tcp_wire.transport.listen("127.0.0.1:0")
-    with pytest.raises(ConfigError, match="another job or process listens there") as caught:
-        tcp_wire.transport.listen(listener.address)
-    assert "PERSIA_EMBEDDING_WORKERS" in str(caught.value)
-
-
 def test_fifty_starts_and_stops_leave_no_thread_and_no_socket(tmp_path: Path) -> None:
     def cycle(number: int) -> None:
         wire = Wire("ipc" if number % 2 else "tcp", tmp_path)
+        Server(wire.transport, wire.address(), TOY, ToyService()).stop()  # never started
         with toy_server(wire, f"ipc://{tmp_path}/one" if number % 2 else None) as (server, _):
             with make_client(wire, server) as client:
                 # Large enough to be sent without a copy, which starts pyzmq's collector.
@@ -67,8 +59,7 @@ def test_fifty_starts_and_stops_leave_no_thread_and_no_socket(tmp_path: Path) ->
 
     def left() -> tuple[set[str], int]:
         gc.collect()
-        descriptors = Path("/proc/self/fd")
-        num_open = len(list(descriptors.iterdir())) if descriptors.exists() else 0
+        num_open = len(list(Path("/proc/self/fd").iterdir()))
         return {thread.name for thread in threading.enumerate()}, num_open
 
     for number in range(2):

@@ -20,6 +20,7 @@ from persia._server import incremental, snapshot
 from persia._server.incremental import IncrementalWriter
 from persia._training.checkpoint import CheckpointReader
 from persia.errors import CheckpointError
+from tests.support.fixtures import Log, Monkey
 from tests.support.saving import (
     add_part,
     dump,
@@ -79,9 +80,7 @@ def test_packets_can_be_read_whatever_became_of_the_one_before(tmp_path: Path) -
     load_changes(tmp_path, servers)
 
 
-def test_copies_have_room_before_a_packet_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_have_room_before_a_packet(tmp_path: Path, monkeypatch: Monkey) -> None:
     rooms: list[int] = []
     (server,) = servers = writing_changes(tmp_path)
     write = IncrementalWriter._write
@@ -120,9 +119,7 @@ def test_packets_come_by_themselves(tmp_path: Path) -> None:
     load_changes(tmp_path, servers)
 
 
-def test_packets_of_two_jobs_do_not_mix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packets_of_two_jobs_do_not_mix(tmp_path: Path, monkeypatch: Monkey) -> None:
     (first,), (second,) = writing_changes(tmp_path), writing_changes(tmp_path)
     for server in (first, second):
         train(make_worker([server]), 0, 1)
@@ -150,9 +147,7 @@ def test_packets_of_two_jobs_do_not_mix(
     load_changes(tmp_path, [second])
 
 
-def test_the_end_of_a_server_waits_for_a_packet_so_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_waits_for_a_packet(tmp_path: Path, monkeypatch: Monkey, caplog: Log) -> None:
     is_there, may_go = threading.Event(), threading.Event()
 
     def stands(*_: Any) -> Any:
@@ -172,9 +167,7 @@ def test_the_end_of_a_server_waits_for_a_packet_so_long(
     until(lambda: "at last" in caplog.text)
 
 
-def test_rows_of_another_server_in_a_packet_are_found_before_anything_changes(
-    tmp_path: Path,
-) -> None:
+def test_rows_of_another_server_in_a_packet_are_found(tmp_path: Path) -> None:
     """Else a row would be in the packets of two servers, and which one counts would be luck."""
     servers = writing_changes(tmp_path, 2)
     train(make_worker(servers), 0, 1)
@@ -193,9 +186,7 @@ def test_rows_of_another_server_in_a_packet_are_found_before_anything_changes(
     assert rows_of(fresh) == before
 
 
-def test_no_packet_is_written_in_a_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_packet_is_written_in_a_load(tmp_path: Path, monkeypatch: Monkey) -> None:
     (server,) = writing_changes(tmp_path / "changes")
     worker = make_worker([server])
     train(worker, 0, 1)

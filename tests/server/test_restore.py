@@ -20,6 +20,7 @@ from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError, PersiaError
+from tests.support.fixtures import Monkey
 from tests.support.saving import (
     Slow,
     Trained,
@@ -51,9 +52,7 @@ from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(("count", "num_threads"), [(1, 64), (2, 1), (3, 1)])
-def test_w19_w33_rows_move_to_any_number_of_servers(
-    dumped: Trained, tmp_path: Path, count: int, num_threads: int
-) -> None:
+def test_w19_w33_reshard(dumped: Trained, tmp_path: Path, count: int, num_threads: int) -> None:
     options: dict[str, Any] = {"replica_size": count, "num_checkpoint_threads": num_threads}
     config = ParameterServerConfig(memory_limit=0)
     fresh = [ParameterServer(SCHEMA, config, replica_index=n, **options) for n in range(count)]
@@ -77,9 +76,7 @@ def test_a_load_by_feature_keeps_all_others(dumped: Trained, tmp_path: Path) -> 
     assert rows_of(servers) == expected
 
 
-def test_w31_a_step_that_is_over_is_never_seen_to_go_on(
-    dumped: Trained, tmp_path: Path
-) -> None:
+def test_w31_a_step_that_is_over_goes_on_no_more(dumped: Trained, tmp_path: Path) -> None:
     _, (server, _) = dumped
     for number in range(3):
         request = LoadRequest(number, "verify", str(tmp_path), "", None)
@@ -89,9 +86,7 @@ def test_w31_a_step_that_is_over_is_never_seen_to_go_on(
         assert server.load(request).state == "verified"
 
 
-def test_steps_of_a_load_that_do_not_follow_are_refused(
-    dumped: Trained, tmp_path: Path
-) -> None:
+def test_steps_of_a_load_out_of_order_are_refused(dumped: Trained, tmp_path: Path) -> None:
     _, (server, _) = dumped
     with pytest.raises(CheckpointError, match="verified"):
         server.load(LoadRequest(5, "commit", str(tmp_path), "", None))
@@ -110,9 +105,7 @@ def test_w33_a_checkpoint_without_rows(tmp_path: Path) -> None:
     assert worker.get_embedding_size() == [0, 0, 0]
 
 
-def test_groups_are_found_by_the_names_of_their_features(
-    dumped: Trained, tmp_path: Path
-) -> None:
+def test_groups_are_found_by_names_of_features(dumped: Trained, tmp_path: Path) -> None:
     _, servers = dumped
     # All but one feature, in another order: other numbers of groups and tables.
     order = [name for name in reversed(CONFIG["slots_config"]) if name != "raw"]
@@ -165,10 +158,8 @@ def test_what_is_wrong_with_files_is_found_before_anything_changes(
 
 
 def test_counts_of_ids_not_admitted_yet_are_kept(tmp_path: Path) -> None:
-    config = CONFIG | {
-        "group_settings": {"sqrt": {"admission": {"policy": "count", "threshold": 3}}}
-    }
-    schema = EmbeddingSchema.load(config)
+    admission = {"sqrt": {"admission": {"policy": "count", "threshold": 3}}}
+    schema = EmbeddingSchema.load(CONFIG | {"group_settings": admission})
 
     def appear(worker: EmbeddingWorker, number: int) -> None:
         result = worker.lookup_direct(features({"sqrt": [[1, 2]]}, number))
@@ -187,9 +178,7 @@ def test_counts_of_ids_not_admitted_yet_are_kept(tmp_path: Path) -> None:
     assert sum(other.get_embedding_size()) == 2
 
 
-def test_w17_servers_that_lost_all_are_whole_after_a_load(
-    dumped: Trained, tmp_path: Path
-) -> None:
+def test_w17_servers_that_lost_all_may_load(dumped: Trained, tmp_path: Path) -> None:
     fresh = make_servers(3, hyper=None, optimizer=None)  # not configured
     other = make_worker(fresh)
     assert not other.ready_for_serving()
@@ -200,9 +189,7 @@ def test_w17_servers_that_lost_all_are_whole_after_a_load(
     assert any("seed" in note for note in load(make_worker(fresh), tmp_path))
 
 
-def test_w19_servers_of_inference_load_by_themselves_and_reshard(
-    dumped: Trained, tmp_path: Path
-) -> None:
+def test_w19_servers_of_inference_load_alone(dumped: Trained, tmp_path: Path) -> None:
     _, servers = dumped
     fresh = make_servers(5, hyper=None, optimizer=None)
     for server in fresh:
@@ -214,7 +201,7 @@ def test_w19_servers_of_inference_load_by_themselves_and_reshard(
 
 
 def test_a_load_that_is_dropped_half_way_is_not_followed_by_another_beside_it(
-    dumped: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dumped: Trained, tmp_path: Path, monkeypatch: Monkey
 ) -> None:
     worker, servers = dumped
     before = rows_of(servers)
@@ -232,9 +219,7 @@ def test_a_load_that_is_dropped_half_way_is_not_followed_by_another_beside_it(
     assert rows_of(servers) == before
 
 
-def test_training_is_refused_while_a_load_goes_on(
-    dumped: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_training_in_a_load(dumped: Trained, tmp_path: Path, monkeypatch: Monkey) -> None:
     worker, servers = dumped
     request = features({"sum": [[1, 2]]}, 9)
     with held_load(worker, tmp_path, monkeypatch):
@@ -265,12 +250,10 @@ def test_a_retry_after_a_load_is_applied_once(trained: Trained, tmp_path: Path) 
     assert rows_of(servers) == before
 
 
-def test_a_load_waits_for_requests(
-    dumped: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_wait_for_requests(dumped: Trained, tmp_path: Path, monkeypatch: Monkey) -> None:
     worker, servers = dumped
+    saved = rows_of(servers)
     train(worker, 3, 1)
-    before = rows_of(servers)
     monkeypatch.setattr(restore, "_IDLE_TIMEOUT_S", 0.01)
     with (
         servers[1]._loads.whole_rows,
@@ -288,13 +271,11 @@ def test_a_load_waits_for_requests(
     until(is_refused)
     monkeypatch.undo()
     load(worker, tmp_path)
-    assert rows_of(servers).items() <= before.items() or rows_of(servers) != before
+    assert rows_of(servers) == saved
     train(worker, 4, 1)
 
 
-def test_a_load_that_is_given_up_while_it_waits_drops_no_row(
-    dumped: Trained, tmp_path: Path
-) -> None:
+def test_a_load_that_is_given_up_drops_no_row(dumped: Trained, tmp_path: Path) -> None:
     worker, servers = dumped
     before = rows_of(servers)
     request = verified(servers[0], tmp_path)
@@ -366,9 +347,7 @@ def test_more_rows_than_there_is_room_for_are_refused(dumped: Trained, tmp_path:
         {"servers": {"hyper_parameters": "x", "optimizer": None}},
     ],
 )
-def test_what_servers_were_told_may_be_anything_in_a_file(
-    dumped: Trained, tmp_path: Path, extras: dict[str, Any]
-) -> None:
+def test_extras_of_any_form(dumped: Trained, tmp_path: Path, extras: dict[str, Any]) -> None:
     """Servers that have settings need none of it; others say that it is not there."""
     _, servers = dumped
     storage = LocalStorage(tmp_path)
@@ -380,9 +359,7 @@ def test_what_servers_were_told_may_be_anything_in_a_file(
         restore.settings_of(LoadRequest(1, "verify", str(tmp_path), "", None))
 
 
-def test_a_store_that_was_replaced_since_verify_takes_no_rows(
-    dumped: Trained, tmp_path: Path
-) -> None:
+def test_a_store_that_was_replaced_takes_no_rows(dumped: Trained, tmp_path: Path) -> None:
     worker, _ = dumped
     (server,) = make_servers(1, optimizer=ADAGRAD)
     commit = replace(verified(server, tmp_path), step="commit")

@@ -111,7 +111,7 @@ def test_each_table_steps_by_its_own_optimizer_and_rate(registered: OptimizerSet
             assert after.states[place].tolist() == state.view(np.uint32).tolist()
 
 
-def test_a_server_started_anew_steps_at_the_rate_of_the_update() -> None:
+def test_a_restarted_server_steps_at_the_rate_of_the_update() -> None:
     """A rate that cannot be used changes nothing, and does not use up the id."""
     ends = []
     for again in (False, True):
@@ -188,10 +188,7 @@ class Server:
 
     def __init__(self, capacity: int = 1000, **settings: Any) -> None:
         self.schema = EmbeddingSchema.load(
-            {
-                "slots_config": {name: {"dim": DIM} for name in "ab"},
-                "group_settings": settings,
-            }
+            {"slots_config": {name: {"dim": DIM} for name in "ab"}, "group_settings": settings}
         )
         self.now = 100.0
         self.batch_id = 0

@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = SCHEMA.slots["mean"].table
 DIM = SCHEMA.slots["mean"].dim
 PREFIX = SCHEMA.slots["mean"].prefix
+UNKNOWN = InitializationSettings("unifrom")
 
 
 def signs(*ids: int) -> NDArray[np.uint64]:
@@ -144,9 +145,7 @@ def test_w15_the_same_settings_again_change_nothing() -> None:
     ],
     ids=lambda optimizer: optimizer.name,
 )
-def test_another_optimizer_is_refused_while_rows_are_held(
-    old: OptimizerSettings, new: OptimizerSettings
-) -> None:
+def test_another_optimizer_is_refused(old: OptimizerSettings, new: OptimizerSettings) -> None:
     (server,) = make_servers(optimizer=old)
     server.register_optimizer(new)
     server.register_optimizer(old)
@@ -217,18 +216,13 @@ def test_settings_may_change_for_rows_to_come() -> None:
     ("call", "message"),
     [
         (lambda s: s.configure(settings(admit_probability=1.5)), "admit_probability"),
-        (
-            lambda s: s.configure(settings(initialization=InitializationSettings("unifrom"))),
-            "unifrom",
-        ),
+        (lambda s: s.configure(settings(initialization=UNKNOWN)), "unifrom"),
         (lambda s: s.register_optimizer(OptimizerSettings("adma", {})), "adma"),
         (lambda s: s.register_optimizer(OptimizerSettings("adam", {"beta": 1.0})), "beta"),
     ],
 )
 @pytest.mark.parametrize("is_configured", [False, True])
-def test_bad_settings_are_refused_and_leave_the_old(
-    call: Any, message: str, is_configured: bool
-) -> None:
+def test_bad_settings_are_refused(call: Any, message: str, is_configured: bool) -> None:
     more: dict[str, Any] = {} if is_configured else {"hyper": None, "optimizer": None}
     (server,) = make_servers(**more)
     with pytest.raises(ConfigError, match=message):
@@ -361,9 +355,7 @@ def unchanged(server: ParameterServer, error: type[Exception], message: str, cal
     ],
 )
 @pytest.mark.parametrize("is_training", [True, False])
-def test_bad_lookups_are_refused(
-    tables: tuple[int, ...], message: str, is_training: bool
-) -> None:
+def test_bad_lookups_refused(tables: tuple[int, ...], message: str, is_training: bool) -> None:
     (server,) = make_servers(optimizer=ADAGRAD)
     parts = (TableSigns(RAW.table, STRANGE), *(TableSigns(x, signs(1)) for x in tables))
     request = LookupRequest(0, is_training, parts)
@@ -380,9 +372,7 @@ def test_bad_lookups_are_refused(
         ({"hints": np.zeros(3, np.uint32)}, StoreError, "2 hints, one a sign, got 3"),
     ],
 )
-def test_w16_bad_updates_are_refused_whole(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_w16_bad_updates(change: dict[str, Any], error: type[Exception], message: str) -> None:
     (server,) = make_servers(optimizer=ADAGRAD)
     good = TableGradients(RAW.table, STRANGE, None, np.ones((1, RAW.dim), np.float32))
     values: dict[str, Any] = {"table": TABLE, "signs": signs(1, 2), "gradients": ones(2)}
@@ -409,9 +399,7 @@ def test_w16_bad_updates_are_refused_whole(
         ({"values": [1.0]}, DataTypeError, "got list"),
     ],
 )
-def test_bad_rows_are_refused_whole(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_rows_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     (server,) = make_servers(optimizer=ADAGRAD)
     values: dict[str, Any] = {"table": TABLE, "signs": signs(1), "values": ones(1)}
     good = TableEntries(TABLE, signs(7), ones(1), None)

@@ -25,7 +25,6 @@ from persia._server.snapshot import (
     LONGEST_S,
     LOOK_S,
     MAX_PROCESSORS,
-    PIECE_S,
     ROOM_S,
     SHARE,
     Throttle,
@@ -35,14 +34,13 @@ from persia._server.snapshot import (
 from persia._training import checkpoint
 from persia._training.checkpoint import CheckpointWriter
 from persia.errors import CheckpointError, NotConfigured
+from tests.support.fixtures import Monkey
 from tests.support.saving import Trained, dump, files_in, load, rows_of, train
 from tests.support.services import make_servers, make_worker
 from tests.support.waiting import until
 
 
-def test_w63_lookups_and_updates_go_on_while_rows_are_written(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_w63_training_in_a_dump(trained: Trained, tmp_path: Path, monkeypatch: Monkey) -> None:
     worker, servers = trained
     before = rows_of(servers)
     may_write = threading.Event()
@@ -68,9 +66,7 @@ def test_nothing_is_dumped_before_it_is_configured(tmp_path: Path) -> None:
         dump(worker, tmp_path)
 
 
-def test_a_cut_has_room_for_copies_and_is_closed_if_it_cannot_be_told_of(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_has_room_or_is_closed(trained: Trained, monkeypatch: Monkey) -> None:
     begun: list[Any] = []
 
     def room_for_copies(cut: Snapshot) -> int:
@@ -99,12 +95,7 @@ def test_a_cut_has_room_for_copies_and_is_closed_if_it_cannot_be_told_of(
 )
 @pytest.mark.parametrize("blocking", [True, False])
 def test_w32_a_failed_dump_is_told_leaves_no_files_and_the_next_succeeds(
-    dumped: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    place: Any,
-    name: str,
-    blocking: bool,
+    dumped: Trained, tmp_path: Path, monkeypatch: Monkey, place: Any, name: str, blocking: bool
 ) -> None:
     """A manifest is there already when its writer hears of a failure."""
     worker, servers = dumped
@@ -153,7 +144,7 @@ def test_w19_two_jobs_do_not_write_into_one_folder(trained: Trained, tmp_path: P
 class Clock:
     """Time of one processor, which work and pauses move on."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: Monkey) -> None:
         self.now = 100.0
         self.worked = 0.0
         self.paused: list[float] = []
@@ -179,7 +170,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: Monkey) -> Clock:
     return Clock(monkeypatch)
 
 
@@ -209,25 +200,12 @@ def test_a_part_of_a_processor_is_taken_beside_requests(clock: Clock) -> None:
     assert not clock.paused
 
 
-def test_threads_take_turns_and_no_pause_is_long(clock: Clock) -> None:
+def test_no_pause_is_long(clock: Clock) -> None:
     paced = clock.pace(0.5)
-    clock.work(0.1)
-    # Of two threads that work at the same time each pauses for both.
-    assert paced._owed(0.1) == pytest.approx(0.1)
-    assert paced._owed(0.1) == pytest.approx(0.3)
     clock.work(100.0)
     paced.rest()
     assert sum(clock.paused) == pytest.approx(LONGEST_S)
     assert max(clock.paused) <= LOOK_S
-
-
-def test_a_thread_takes_its_turn_before_its_first_piece(clock: Clock) -> None:
-    paced = clock.pace(0.25)
-    for _ in range(3):  # of threads that begin at once
-        paced._own = threading.local()
-        paced.rest()
-    waited = [PIECE_S / 0.25] * 3
-    assert clock.paused == pytest.approx(waited)
 
 
 def test_a_pause_ends_when_training_ends_or_others_begin_to_wait(clock: Clock) -> None:
@@ -250,9 +228,7 @@ def test_a_pause_ends_when_training_ends_or_others_begin_to_wait(clock: Clock) -
         (1, 64 << 30, 64 << 20),
     ],
 )
-def test_room_for_copies_is_taken_where_there_is_memory(
-    monkeypatch: pytest.MonkeyPatch, held: int, free: int, want: int
-) -> None:
+def test_room_for_copies_is_taken(monkeypatch: Monkey, held: int, free: int, want: int) -> None:
     monkeypatch.setattr(snapshot, "free_memory_bytes", lambda: free)
     cut: Any = SimpleNamespace(copied_bytes=held)
     assert room_for_copies(cut) == want
@@ -263,9 +239,7 @@ def test_a_reader_hurries_before_its_room_is_full() -> None:
     assert found == [0.0, 0.0, 0.5, 1.0, 1.0]
 
 
-def test_room_follows_the_memory_that_others_leave(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_follows_the_memory_that_others_leave(clock: Clock, monkeypatch: Monkey) -> None:
     free = 16 << 30
     monkeypatch.setattr(snapshot, "free_memory_bytes", lambda: free)
     allowed: list[int] = []
@@ -288,9 +262,7 @@ def test_room_follows_the_memory_that_others_leave(
     assert allowed == [4 << 30, (1 << 30) + (512 << 20)]
 
 
-def test_little_is_taken_of_a_small_share_and_of_a_large_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_little_is_taken_of_a_small_share_and_of_a_large_machine(monkeypatch: Monkey) -> None:
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)
     for quota, want in ((2.0, 2 * SHARE), (float("inf"), MAX_PROCESSORS)):

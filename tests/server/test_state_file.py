@@ -27,16 +27,14 @@ from persia._server.service import ParameterServer
 from persia._server.state_file import StateFile, path_of, remove_stale
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError, StoreError
+from tests.support.fixtures import Log, Monkey
 from tests.support.profiles import tries
 from tests.support.saving import committed, dump, load, verified
 from tests.support.services import ADAGRAD, make_worker
 from tests.support.services import settings as other_settings
 
 CONFIG: dict[str, Any] = {
-    "slots_config": {
-        "plain": {"dim": 4},
-        "counted": {"dim": 4},
-    },
+    "slots_config": {"plain": {"dim": 4}, "counted": {"dim": 4}},
     "group_settings": {
         "counted": {
             "admission": {"policy": "count", "threshold": 2},
@@ -131,9 +129,7 @@ def test_what_was_cleared_stays_so(directory: Path) -> None:
     kill(second)
 
 
-def test_two_servers_do_not_share_a_file(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_servers_do_not_share_a_file(directory: Path, monkeypatch: Monkey) -> None:
     server = begun(directory)
     monkeypatch.setattr(state_file, "_LOCK_TIMEOUT_S", 0.0)
     with pytest.raises(ConfigError, match="another process has it"):
@@ -149,9 +145,7 @@ def test_a_file_that_others_may_read_is_refused(directory: Path) -> None:
         open_file(directory)
 
 
-def test_a_full_tmpfs_makes_the_file_void_and_training_goes_on(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_in_a_full_tmpfs_training_goes_on(directory: Path, caplog: Log) -> None:
     server = begun(directory)
     before = rows(server)
     state = server.state_file
@@ -167,9 +161,7 @@ def test_a_full_tmpfs_makes_the_file_void_and_training_goes_on(
     kill(server)
 
 
-def test_rows_of_another_config_are_not_taken_up(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_of_another_config_are_not_taken_up(directory: Path, caplog: Log) -> None:
     kill(begun(directory))
     with caplog.at_level(logging.ERROR):
         server = serve(open_file(directory), capacity=2000)
@@ -211,9 +203,7 @@ def test_rows_of_many_chunks(directory: Path) -> None:
     kill(second)
 
 
-def test_a_server_killed_in_a_load_knows_that_it_has_half(
-    tmp_path: Path, directory: Path
-) -> None:
+def test_a_server_killed_in_a_load_has_half(tmp_path: Path, directory: Path) -> None:
     first = begun(directory)
     update(first, 1)
     before = rows(first)
@@ -235,9 +225,7 @@ def test_a_server_killed_in_a_load_knows_that_it_has_half(
     kill(third)
 
 
-def test_rows_that_memory_is_too_small_for_are_kept(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_have_no_room_are_kept(directory: Path, monkeypatch: Monkey) -> None:
     state = open_file(directory)
     state.make_void()  # a record of updates needs memory, too
     with pytest.raises(StoreError, match="no memory"):
@@ -298,9 +286,7 @@ def two_notes(file: int) -> None:
         (two_notes, "neither of its notes is whole"),
     ],
 )
-def test_files_that_are_not_ours_are_not_taken_up(
-    directory: Path, change: Callable[[int], None], why: str
-) -> None:
+def test_files_of_others(directory: Path, change: Callable[[int], None], why: str) -> None:
     assert why in spoil(change, directory)
     kill(begun(directory))
     other = StateFile(path_of(directory, "test"), SHARDS + 1)
@@ -345,9 +331,7 @@ def test_no_number_in_a_file_is_believed(directory: Path, data: st.DataObject) -
 # --- which file -----------------------------------------------------------------------------
 
 
-def test_a_job_does_not_find_the_file_of_another(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_does_not_find_the_file_of_another(directory: Path, monkeypatch: Monkey) -> None:
     config = ParameterServerConfig(state_dir=str(directory), memory_limit="1MiB")
 
     def opened(address: str) -> StateFile:
@@ -380,7 +364,7 @@ Opened = Callable[..., StateFile | None]
 
 
 @pytest.fixture
-def opened(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
+def opened(directory: Path, monkeypatch: Monkey) -> Opened:
     """Opens the file of a server at an address, where there is not room for another one.
 
     With ``is_first`` there is: a process leaves one behind.
@@ -399,9 +383,7 @@ def opened(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
     return opened
 
 
-def test_without_room_it_is_done_without(
-    directory: Path, opened: Opened, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_room_it_is_done_without(directory: Path, opened: Opened, caplog: Log) -> None:
     missing = ParameterServerConfig(state_dir=str(directory / "nothing"))
     off = ParameterServerConfig(state_dir=str(directory), keep_state=False)
     with caplog.at_level(logging.WARNING):
@@ -414,9 +396,7 @@ def test_without_room_it_is_done_without(
 
 
 @pytest.mark.parametrize("run_id", ["", "tuesday"])
-def test_what_jobs_left_that_fills_the_file_system(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch, run_id: str
-) -> None:
+def test_what_jobs_left_and_fills_it(opened: Opened, monkeypatch: Monkey, run_id: str) -> None:
     """A process goes on from its own; that of ended jobs goes, if none has a name."""
     if run_id:
         monkeypatch.setenv("PERSIA_RUN_ID", run_id)

@@ -18,10 +18,33 @@ from typing import Any
 
 import yaml
 
+from tests.support.waiting import until
+
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds. PyTorch takes long to load where many tests run, and some jobs load it four times.
 # Below pytest's timeout, in pyproject.toml, which says nothing of what a job has printed.
 DEADLINE_S = 240.0
+
+
+def run(
+    *words: object,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, whatever its status; with an option first it is Python's."""
+    command = list(map(str, words))
+    if command[0].startswith("-"):
+        command.insert(0, sys.executable)
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
 
 
 _HOSTS = 3  # of a process: more and there would be too few for every pid
@@ -177,6 +200,10 @@ class Cluster:
     def log(self, name: str) -> str:
         """Return what a process has printed."""
         return (self.place / f"{name}.log").read_text()
+
+    def wait_for(self, name: str, text: str) -> None:
+        """Wait until a process has printed this."""
+        until(lambda: text in self.log(name), details=self.logs)
 
     def logs(self) -> str:
         """Return what all processes have printed."""

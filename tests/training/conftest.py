@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from persia import _context_stack, env
+from persia import _context_stack
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
 from persia.embedding.optim import SGD
@@ -19,24 +19,8 @@ from .fakes import DIM, FakeWorker, make_batch
 
 
 @pytest.fixture(autouse=True)
-def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_process(no_job: None) -> Iterator[None]:
     """No test sees a rank or servers of its surroundings, or leaves a thread or context."""
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "PERSIA_LAUNCHED",
-        "PERSIA_EMBEDDING_PARAMETER_SERVERS",
-        "PERSIA_EMBEDDING_WORKERS",
-        "PERSIA_EMBEDDING_CONFIG",
-        "PERSIA_GLOBAL_CONFIG",
-        "EMBEDDING_WORKER_SERVICE",
-        "PERSIA_NN_WORKERS",
-        "PERSIA_NATS_URL",
-        "PERSIA_NATS_IP",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    env.reload_env()
     yield
     assert _context_stack.current() is None
     # The fan-out threads of several servers live as long as the servers do.
@@ -51,8 +35,6 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for thread in left:
         thread.join(10)
     assert [thread for thread in left if thread.is_alive()] == []
-    monkeypatch.undo()
-    env.reload_env()
 
 
 WAIT_S = 20.0

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import (
     BatchGradients,
-    CutInfo,
-    CutRequest,
-    CutStatus,
     FeatureStats,
     HyperParameters,
     IDFeatures,
     JaggedOutput,
-    LoadRequest,
-    LoadStatus,
     LookupResult,
     OptimizerSettings,
     PooledOutput,
     RawOutput,
     SlotOutput,
-    TableEntries,
     UpdateReport,
-    WriteRequest,
 )
 from persia.embedding.data import (
     IDTypeFeature,
@@ -45,23 +37,12 @@ DIM = 4
 FIXED = 3
 
 
-@dataclass(frozen=True)
-class FakeSlot:
-    kind: str = "sum"  # or raw, jagged
-    dim: int = DIM
+KINDS = {"user": "sum", "tags": "sum", "seq": "raw", "jag": "jagged"}
 
 
-SLOTS: dict[str, FakeSlot] = {
-    "user": FakeSlot(),
-    "tags": FakeSlot(),
-    "seq": FakeSlot("raw"),
-    "jag": FakeSlot("jagged"),
-}
-
-
-def initial_row(name: str, number: int, dim: int) -> NDArray[np.float32]:
+def initial_row(name: str, number: int) -> NDArray[np.float32]:
     rng = np.random.default_rng([len(name), number])
-    return rng.uniform(-0.01, 0.01, dim).astype(np.float32)
+    return rng.uniform(-0.01, 0.01, DIM).astype(np.float32)
 
 
 class FakeWorker:
@@ -71,8 +52,7 @@ class FakeWorker:
     so that a test can hold a call, or make it raise.
     """
 
-    def __init__(self, slots: Mapping[str, FakeSlot] = SLOTS) -> None:
-        self.slots = slots
+    def __init__(self) -> None:
         self.rows: dict[tuple[str, int], NDArray[np.float32]] = {}
         self.events: list[tuple[str, int]] = []
         self.refs: dict[int, IDFeatures] = {}
@@ -113,33 +93,31 @@ class FakeWorker:
             )
 
     def _rows(self, name: str, ids: NDArray[np.uint64], inserts: bool) -> NDArray[np.float32]:
-        dim = self.slots[name].dim
-        rows = np.zeros((len(ids), dim), np.float32)
+        rows = np.zeros((len(ids), DIM), np.float32)
         for place, number in enumerate(ids.tolist()):
             row = self.rows.get((name, number))
             if row is None and inserts:
-                row = self.rows[name, number] = initial_row(name, number, dim)
+                row = self.rows[name, number] = initial_row(name, number)
             if row is not None:
                 rows[place] = row
         return rows
 
     def _output(self, feature: FeatureBatch, inserts: bool) -> SlotOutput:
         name = feature.name
-        slot = self.slots[name]
         rows = self._rows(name, feature.distinct, inserts)
         offsets = offsets_of(feature)
         inverse = np.asarray(feature.inverse).astype(np.int64)
         size = feature.batch_size
-        if slot.kind == "jagged":
+        if KINDS[name] == "jagged":
             return JaggedOutput(name, rows, inverse, offsets)
-        if slot.kind == "raw":
+        if KINDS[name] == "raw":
             index = np.zeros((size, FIXED), np.int64)
             for sample in range(size):
                 numbers = inverse[offsets[sample] : offsets[sample + 1]][:FIXED]
                 index[sample, : len(numbers)] = numbers + 1
-            padded = np.concatenate([np.zeros((1, slot.dim), np.float32), rows])
+            padded = np.concatenate([np.zeros((1, DIM), np.float32), rows])
             return RawOutput(name, padded, index.reshape(-1), FIXED)
-        values = np.zeros((size, slot.dim), np.float32)
+        values = np.zeros((size, DIM), np.float32)
         for sample in range(size):
             for number in inverse[offsets[sample] : offsets[sample + 1]]:
                 values[sample] += rows[number]
@@ -177,14 +155,14 @@ class FakeWorker:
         self, feature: FeatureBatch, grad: NDArray[np.float32]
     ) -> list[tuple[int, NDArray[np.float32]]]:
         ids = feature.distinct.tolist()
-        if self.slots[feature.name].kind == "sum":
-            assert grad.shape == (feature.batch_size, self.slots[feature.name].dim)
+        if KINDS[feature.name] == "sum":
+            assert grad.shape == (feature.batch_size, DIM)
             offsets = offsets_of(feature)
             summed = np.zeros((len(ids), grad.shape[1]), np.float32)
             samples = np.repeat(np.arange(feature.batch_size), np.diff(offsets))
             np.add.at(summed, feature.inverse, grad[samples])
             grad = summed
-        assert grad.shape == (len(ids), self.slots[feature.name].dim)
+        assert grad.shape == (len(ids), DIM)
         return list(zip(ids, grad, strict=True))
 
     def release(self, ref: int) -> None:
@@ -206,28 +184,11 @@ class FakeWorker:
     def ready_for_serving(self) -> bool:
         return bool(self.configured)
 
-    def set_embedding(self, tables: Sequence[TableEntries]) -> None:
-        raise NotImplementedError
-
     def get_embedding_size(self) -> list[int]:
         return [len(self.rows)]
 
-    # --- checkpoints: this one has none -----------------------------------------------------
-
-    def begin_cut(self, request: CutRequest) -> tuple[CutInfo, ...]:
-        raise NotImplementedError
-
-    def write_cut(self, request: WriteRequest) -> None:
-        raise NotImplementedError
-
-    def cut_status(self, cut_id: int) -> tuple[CutStatus, ...]:
-        raise NotImplementedError
-
-    def end_cut(self, cut_id: int, committed: bool) -> None:
-        raise NotImplementedError
-
-    def load(self, request: LoadRequest) -> tuple[LoadStatus, ...]:
-        raise NotImplementedError
+    # This one has no checkpoints.
+    begin_cut = write_cut = cut_status = end_cut = load = set_embedding = cast("Any", None)
 
     def clear_embeddings(self) -> None:
         self.rows.clear()

@@ -13,16 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from persia._rpc.messages import (
-    BatchGradients,
-    LearningRate,
-    UpdateReport,
-)
+from persia._rpc.messages import BatchGradients, LearningRate, UpdateReport
 from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.distributed import BaguaDistributedOption
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, DataError, DataTypeError, ServiceTimeout, StoreError
+from tests.support.fixtures import Log, Monkey
 
 from .conftest import (
     LOCKSTEP,
@@ -86,9 +83,7 @@ def test_backward_returns_the_loss_and_counts(make_ctx: MakeCtx) -> None:
             assert all(leaf.tensor.grad is None for leaf in batch.leaves)
 
 
-def test_w02_non_finite_rows_are_warned_of_at_the_frequency_not_once(
-    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_w02_non_finite_rows_are_warned_of_again(make_ctx: MakeCtx, caplog: Log) -> None:
     model = SpoiltNet({0, 5, 7, 12}, float("nan"))
     with make_ctx(model=model) as ctx:
         warned = []
@@ -105,9 +100,7 @@ def test_w02_non_finite_rows_are_warned_of_at_the_frequency_not_once(
         assert ctx.stats()["batches"] == 20
 
 
-def test_a_loss_that_is_nan_is_told_at_1_10_100_and_its_rows_at_the_end(
-    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loss_that_is_nan_is_told_at_1_10_100(make_ctx: MakeCtx, caplog: Log) -> None:
     model = Net()
     torch.nn.init.constant_(model.layer.bias, float("nan"))
     with make_ctx(model=model) as ctx:
@@ -125,9 +118,7 @@ def test_a_loss_that_is_nan_is_told_at_1_10_100_and_its_rows_at_the_end(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_w04_a_non_finite_row_leaves_the_others_in_place(
-    worker: FakeWorker, make_ctx: MakeCtx, value: float
-) -> None:
+def test_w04_one_non_finite_row(worker: FakeWorker, make_ctx: MakeCtx, value: float) -> None:
     with make_ctx(model=SpoiltNet({0}, value)) as ctx:
         (batch,) = DataLoader(batches(1))
         before = {key: row.copy() for key, row in worker.rows.items()}
@@ -158,9 +149,7 @@ def test_w03_with_a_grad_scaler_a_non_finite_gradient_skips_dense_and_sparse(
             rows = {key: row.copy() for key, row in worker.rows.items()}
             step(ctx, batch)
             ctx.get_embedding_size()
-            is_same = all(
-                torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True)
-            )
+            is_same = all(map(torch.equal, weights, model.parameters()))
             rows_same = all(np.array_equal(worker.rows[key], row) for key, row in rows.items())
             assert is_same == rows_same == (number in (2, 3))
             assert ctx.grad_scaler.get_scale() == (scale / 4 if number in (2, 3) else scale)
@@ -244,9 +233,7 @@ def test_mixed_precision_runs_the_model_under_autocast(make_ctx: MakeCtx) -> Non
 # --- what has no gradient -----------------------------------------------------------------
 
 
-def test_feature_that_the_loss_does_not_reach_is_skipped_with_one_warning(
-    worker: FakeWorker, make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_feature_without_a_gradient(worker: FakeWorker, make_ctx: MakeCtx, caplog: Log) -> None:
     with make_ctx() as ctx:
         for batch in DataLoader(batches(5)):
             _, embeddings, _ = ctx.prepare_features(batch)
@@ -308,9 +295,7 @@ def test_w46_batches_without_a_step_are_freed(worker: FakeWorker, make_ctx: Make
     assert ctx.stats()["abandoned"] == 16
 
 
-def test_w46_a_training_context_without_backward_releases_what_it_looked_up(
-    worker: FakeWorker,
-) -> None:
+def test_w46_a_context_without_backward_releases_all(worker: FakeWorker) -> None:
     worker.optimizers.append(SGD(lr=1).settings())
     with EmbeddingCtx(PreprocessMode.TRAIN, Net(), embedding_worker=worker) as ctx:
         for number in range(3):
@@ -318,9 +303,7 @@ def test_w46_a_training_context_without_backward_releases_what_it_looked_up(
     assert worker.refs == {}
 
 
-def test_w25_a_direct_batch_that_fails_after_its_lookup_is_released(
-    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_w25_failed_lookups(worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
     def refuse(*arguments: object) -> None:
         raise MemoryError("no room for the tensors")
 
@@ -374,9 +357,7 @@ def test_w48_failed_last_update_is_raised(worker: FakeWorker, make_ctx: MakeCtx)
     assert ctx.stats()["batches"] == 2
 
 
-def test_exception_of_the_body_wins_over_that_of_an_update(
-    worker: FakeWorker, make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_exception_of_the_body_wins(worker: FakeWorker, make_ctx: MakeCtx, caplog: Log) -> None:
     worker.before_update = fail_at(0, StoreError("disk on fire"))
 
     def body(ctx: TrainCtx) -> None:
@@ -446,7 +427,7 @@ def test_reads_see_own_writes(
         given = worker if is_given_the_worker else None
         with eval_ctx(model=ctx.model, embedding_worker=given) as inner:
             reader = threading.Thread(
-                target=lambda: inner.get_embedding_from_data(make_batch(0))
+                target=inner.get_embedding_from_data, args=(make_batch(0),)
             )
             reader.start()
             release.set()
@@ -454,9 +435,7 @@ def test_reads_see_own_writes(
         assert order == ["update", "read"]
 
 
-def test_full_queue_makes_backward_wait_and_then_says_for_whom(
-    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_queue_waits(worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
     monkeypatch.setattr("persia._training.backward.WAIT_S", 0.05)
     go = threading.Event()
     worker.before_update = lambda batch_id: wait(go)
@@ -473,10 +452,7 @@ def test_full_queue_makes_backward_wait_and_then_says_for_whom(
 
 
 def test_worker_that_outlives_the_deadline_is_named(
-    worker: FakeWorker,
-    make_ctx: MakeCtx,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: Monkey, caplog: Log
 ) -> None:
     monkeypatch.setattr("persia._training.backward.WAIT_S", 0.05)
     monkeypatch.setattr("persia._training.backward.JOIN_S", 0.05)
@@ -494,9 +470,7 @@ def test_worker_that_outlives_the_deadline_is_named(
             thread.join(WAIT_S)
 
 
-def test_a_second_loss_of_a_batch_is_refused_before_anything_has_changed(
-    worker: FakeWorker, make_ctx: MakeCtx
-) -> None:
+def test_a_second_loss_of_a_batch_is_refused(worker: FakeWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
         for batch in DataLoader(batches(1)):
             _, embeddings, _ = ctx.prepare_features(batch)
@@ -507,15 +481,11 @@ def test_a_second_loss_of_a_batch_is_refused_before_anything_has_changed(
             with pytest.raises(DataError, match=r"sent already|trained already"):
                 ctx.backward(second)
             assert all(parameter.grad is None for parameter in ctx.model.parameters())
-            assert all(
-                torch.equal(*pair) for pair in zip(weights, ctx.model.parameters(), strict=True)
-            )
+            assert all(map(torch.equal, weights, ctx.model.parameters()))
     assert worker.of("update") == [0]
 
 
-def test_dense_step_that_raises_under_a_scaler_gives_the_batch_up(
-    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_step_fails(worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
     with make_ctx(mixed_precision=True) as ctx:
         iterator = iter(DataLoader(batches(3), reproducible=True, embedding_staleness=1))
         batch = next(iterator)
@@ -536,7 +506,7 @@ def test_dense_step_that_raises_under_a_scaler_gives_the_batch_up(
 
 
 def test_backward_that_is_interrupted_while_it_waits_leaves_nothing_behind(
-    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: Monkey
 ) -> None:
     monkeypatch.setattr("persia._training.backward.WAIT_S", 1.0)
     with make_ctx() as ctx:
@@ -610,9 +580,7 @@ def test_a_loss_is_one_number_with_a_graph(make_ctx: MakeCtx, wrong: Any, says: 
         assert ctx.update_times == 1
 
 
-def test_an_optimizer_of_another_model_is_told(
-    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_of_another_model_is_told(make_ctx: MakeCtx, caplog: Log) -> None:
     model = Net()
     part, whole = [model.layer.bias], model.parameters()
     make_ctx(model=model, dense_optimizer=torch.optim.SGD(part, lr=0.1))
@@ -622,9 +590,7 @@ def test_an_optimizer_of_another_model_is_told(
     assert "dense_optimizer has none of the model's 2 parameters" in caplog.text
 
 
-def test_a_backward_without_gradients_of_embeddings_is_told_once(
-    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_backward_without_embeddings_is_told_once(make_ctx: MakeCtx, caplog: Log) -> None:
     with make_ctx() as ctx:
         for number in range(2):
             step(ctx, ctx.get_embedding_from_data(make_batch(number, requires_grad=False)))

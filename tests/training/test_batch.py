@@ -61,9 +61,7 @@ def test_tensors_come_in_the_order_of_the_batch(make_ctx: MakeCtx) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("seq", 1), ("seq", 4), ("jag", 3)])
-def test_w36_a_feature_without_any_id(
-    worker: FakeWorker, make_ctx: MakeCtx, name: str, size: int
-) -> None:
+def test_w36_no_id_at_all(worker: FakeWorker, make_ctx: MakeCtx, name: str, size: int) -> None:
     with make_ctx(model=Net(1, num_dense=0)) as ctx:
         batch = ctx.get_embedding_from_data(lists_batch(name, [u64()] * size))
         if name == "seq":
@@ -169,9 +167,7 @@ def test_w37_tensors_outlive_their_batch(make_ctx: MakeCtx) -> None:
         batch = ctx.get_embedding_from_data(make_batch(1))
         (dense,), embeddings, labels = ctx.prepare_features(batch)
         kept = [dense, *embeddings, *(labels or [])]
-        before = [
-            tensor.detach().clone() for tensor in kept if isinstance(tensor, torch.Tensor)
-        ]
+        before = [each.detach().clone() for each in kept if isinstance(each, torch.Tensor)]
         ctx.current_batch = None
         del batch
         gc.collect()

@@ -31,11 +31,12 @@ from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import CheckpointError, ConfigError
 from tests.distributed.batches import DIM, SLOTS, make_batch
-from tests.distributed.net import Net, rows
+from tests.distributed.net import Net, Tensors, rows
 from tests.distributed.net import make_ctx as make_stream_ctx
+from tests.support.fixtures import Log, Monkey
 from tests.support.processes import ROOT
 
-from .conftest import MakeCtx
+from .conftest import LOCKSTEP, MakeCtx, step
 from .conftest import Net as SmallNet
 
 NUM_BATCHES = 10
@@ -68,9 +69,7 @@ class OnlyForward(IterableDataset):
 class Dropping(Net):
     """A model that draws random numbers."""
 
-    def forward(
-        self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, dense: Tensors, embeddings: Tensors) -> torch.Tensor:
         noise = random.random() + float(np.random.random())
         hidden = torch.relu(self.first(torch.cat([*dense, *embeddings], dim=1)))
         logits: torch.Tensor = self.second(torch.dropout(hidden, 0.5, True) * noise)
@@ -78,9 +77,7 @@ class Dropping(Net):
 
 
 class Scriptable(Net):  # TorchScript takes no starred lists
-    def forward(
-        self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, dense: Tensors, embeddings: Tensors) -> torch.Tensor:
         logits: torch.Tensor = self.second(self.first(torch.cat(dense + embeddings, dim=1)))
         return logits
 
@@ -99,23 +96,13 @@ def make_ctx(optimizer: Optimizer | None = None, **options: Any) -> TrainCtx:
     )
 
 
-def step(ctx: TrainCtx, batch: Any) -> float:
-    output, labels = ctx.forward(batch)
-    assert labels is not None
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0])
-    return ctx.backward(loss).item()
-
-
-def loader(dataset: Any, **options: Any) -> DataLoader:
-    return DataLoader(dataset, **{"reproducible": True, "embedding_staleness": 1, **options})
-
-
 def train(
     ctx: TrainCtx, dataset: Any, after: Callable[[int], object] = bool, **options: Any
 ) -> list[float]:
     losses = []
-    for number, batch in enumerate(loader(dataset, **options), start=1):
-        losses.append(step(ctx, batch))
+    loader = DataLoader(dataset, **{**LOCKSTEP, **options})
+    for number, batch in enumerate(loader, start=1):
+        losses.append(step(ctx, batch).item())
         after(number)
     return losses
 
@@ -174,9 +161,7 @@ Whole = tuple[list[float], tuple[Any, ...]]
 
 @pytest.mark.parametrize("stop", [1, 6, NUM_BATCHES])
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_stopped_run_goes_on_bit_for_bit(
-    whole: Whole, tmp_path: Path, stop: int, blocking: bool
-) -> None:
+def test_a_stopped_run_goes_on(whole: Whole, tmp_path: Path, stop: int, blocking: bool) -> None:
     assert dumped(tmp_path, stop, blocking) == whole[0]
     dataset = Batches()
     with make_ctx(global_config={"embedded_config": {"num_servers": 3}}) as ctx:
@@ -250,7 +235,7 @@ def test_nothing_is_trained_twice_or_left_out_without_an_order(tmp_path: Path) -
     seen: list[float] = []
 
     def run(ctx: TrainCtx, stop: int | None) -> None:
-        free = loader(OnlyForward(), reproducible=False, embedding_staleness=3)
+        free = DataLoader(OnlyForward(), embedding_staleness=3)
         for number, batch in enumerate(free, start=1):
             seen.append(float(batch.non_id_type_tensors[0][0, 0]))
             step(ctx, batch)
@@ -312,9 +297,7 @@ def test_embeddings_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_servers", [1, 2])
 @pytest.mark.parametrize("how", ["load_embedding", "load_checkpoint"])
-def test_what_servers_wrote_is_loaded_from_the_folder_of_all(
-    tmp_path: Path, how: str, num_servers: int
-) -> None:
+def test_what_servers_wrote_is_loaded(tmp_path: Path, how: str, num_servers: int) -> None:
     server = {"enable_incremental_update": True, "incremental_dir": str(tmp_path)}
     config = {
         "embedding_parameter_server_config": server,
@@ -339,9 +322,7 @@ def test_what_servers_wrote_is_loaded_from_the_folder_of_all(
         *[("features", value) for value in ("item", [3], [])],
     ],
 )
-def test_w50_bad_arguments_of_a_checkpoint_leave_nothing(
-    tmp_path: Path, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_w50_bad_arguments(tmp_path: Path, name: str, value: Any, monkeypatch: Monkey) -> None:
     monkeypatch.chdir(tmp_path)
     is_load = name in ("src_dir", "features")
     arguments = {"src_dir" if is_load else "dst_dir": tmp_path, name: value}
@@ -448,9 +429,9 @@ def test_another_dim_is_named_before_the_dense_net(tmp_path: Path) -> None:
         ctx.load_checkpoint(tmp_path)
 
 
-def test_a_pass_without_a_backward_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pass_without_a_backward_is_told(caplog: Log) -> None:
     with make_ctx() as ctx:
-        for batch in loader(Batches()):
+        for batch in DataLoader(Batches(), **LOCKSTEP):
             ctx.forward(batch)
         assert f"none of the {NUM_BATCHES} batches of this pass" in caplog.text
         caplog.clear()
@@ -462,16 +443,14 @@ def test_nothing_is_loaded_from_nowhere_or_inside_a_pass(tmp_path: Path) -> None
     with make_ctx() as ctx:
         with pytest.raises(CheckpointError, match="no checkpoint"):
             ctx.load_checkpoint(tmp_path / "nothing")
-        for batch in loader(Batches()):
+        for batch in DataLoader(Batches(), **LOCKSTEP):
             step(ctx, batch)
             with pytest.raises(ConfigError, match="between two passes"):
                 ctx.load_checkpoint(tmp_path)
             break
 
 
-def test_another_embedding_optimizer_starts_from_its_initial_state(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_embedding_optimizer_starts_over(tmp_path: Path, caplog: Log) -> None:
     expected = dumped_state(tmp_path, Adam(lr=0.1))[0]
     with make_ctx(SGD(lr=0.1)) as ctx:
         ctx.load_checkpoint(tmp_path)
@@ -509,9 +488,7 @@ with make_ctx() as ctx:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["add", "finish"])
-def test_a_crash_in_the_middle_of_a_dump_leaves_the_one_before(
-    whole: Whole, tmp_path: Path, method: str
-) -> None:
+def test_a_crash_leaves_the_dump_before(whole: Whole, tmp_path: Path, method: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", DIES, str(tmp_path), method], cwd=ROOT, check=False, timeout=240
     )
@@ -534,7 +511,7 @@ def test_going_back_in_one_context_trains_the_same_again(whole: Whole, tmp_path:
         assert state(ctx) == whole[1]
 
 
-def test_no_pass_begins_on_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pass_begins_on_half_of_it(tmp_path: Path, monkeypatch: Monkey) -> None:
     def fails(*arguments: Any) -> Any:
         raise OSError("gone")
 
@@ -628,9 +605,7 @@ def plain() -> torch.nn.Module:
 
 
 def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    return all(
-        torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True)
-    )
+    return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
 def test_model_and_optimizer_come_back(make_ctx: MakeCtx, tmp_path: Path) -> None:
@@ -652,9 +627,7 @@ def test_model_and_optimizer_come_back(make_ctx: MakeCtx, tmp_path: Path) -> Non
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["dense.pt", "opt.pt"]
 
 
-def test_w67_data_parallel_wrapper_leaves_no_prefix(
-    make_ctx: MakeCtx, tmp_path: Path, group: None
-) -> None:
+def test_w67_wrapper_leaves_no_prefix(make_ctx: MakeCtx, tmp_path: Path, group: None) -> None:
     ctx, model, other = make_ctx(), plain(), plain()
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     ctx.dump_torch_state_dict(wrapped, tmp_path, "dense.pt")
@@ -727,9 +700,7 @@ def test_file_that_is_missing_or_does_not_fit(make_ctx: MakeCtx, tmp_path: Path)
             ctx.load_torch_state_dict(SmallNet(), tmp_path / name)
 
 
-def test_failed_write_leaves_the_old_file(
-    make_ctx: MakeCtx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_is_undone(make_ctx: MakeCtx, tmp_path: Path, monkeypatch: Monkey) -> None:
     ctx, model, other = make_ctx(), plain(), plain()
     ctx.dump_torch_state_dict(model, tmp_path, "dense.pt")
 

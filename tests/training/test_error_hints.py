@@ -17,8 +17,8 @@ from persia.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
-from persia.embedding.optim import SGD
 from persia.errors import DataError
+from tests.support.fixtures import Log, Monkey
 
 from .conftest import MakeCtx, Net
 from .fakes import DIM, u64
@@ -33,7 +33,7 @@ def batch_of(dense: Any = DENSE, label: Any = ZEROS) -> PersiaBatch:
     return PersiaBatch(ids, [NonIDTypeFeature(dense)], [Label(label)])
 
 
-def said(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
+def said(error: BaseException, caplog: Log) -> str:
     """Return what stands below an error; above it before Python 3.11."""
     return "\n".join(getattr(error, "__notes__", caplog.messages))
 
@@ -46,9 +46,7 @@ def said(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
         (np.zeros((SIZE, 2)), "float64 [4, 2]"),
     ],
 )
-def test_a_model_that_fails_says_what_it_was_given(
-    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, dense: Any, form: str
-) -> None:
+def test_a_model_that_fails(make_ctx: MakeCtx, caplog: Log, dense: Any, form: str) -> None:
     with make_ctx() as ctx:
         batch = ctx.get_embedding_from_data(batch_of(dense))
         with pytest.raises((RuntimeError, IndexError)) as raised:
@@ -57,17 +55,10 @@ def test_a_model_that_fails_says_what_it_was_given(
     assert f"non_id_type_tensors {form}; embedding_tensors float32 [4, {DIM}]" in note
 
 
-def test_a_feature_of_the_config_that_the_batch_has_not_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = Net(num_features=3)
-    ctx = TrainCtx(
-        model=model,
-        embedding_optimizer=SGD(lr=0.1),
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        embedding_config={"slots_config": {k: {"dim": DIM} for k in ("user", "city", "tags")}},
-    )
-    with ctx:
+def test_a_feature_that_the_batch_has_not_is_named(make_ctx: MakeCtx, caplog: Log) -> None:
+    slots = {name: {"dim": DIM} for name in ("user", "city", "tags")}
+    options = {"embedding_worker": None, "embedding_config": {"slots_config": slots}}
+    with make_ctx(num_features=3, **options) as ctx:
         batch = ctx.get_embedding_from_data(batch_of())
         with pytest.raises(RuntimeError) as raised:
             ctx.forward(batch)
@@ -96,7 +87,7 @@ class Altered(Net):
     ],
 )
 def test_shapes_are_added_to_errors_that_can_be_of_shapes(
-    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, error: Exception, is_explained: bool
+    make_ctx: MakeCtx, caplog: Log, error: Exception, is_explained: bool
 ) -> None:
     model = Altered()
     model.error = error
@@ -107,9 +98,7 @@ def test_shapes_are_added_to_errors_that_can_be_of_shapes(
     assert bool(said(raised.value, caplog)) == is_explained
 
 
-def test_servers_that_fail_do_not_hide_the_models_error(
-    make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_that_fail_hide_no_error(make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
     def fail() -> None:
         raise RuntimeError("transport closed")
 
@@ -148,12 +137,7 @@ BCE = functional.binary_cross_entropy_with_logits
     ],
 )
 def test_a_loss_that_fails_gets_the_shapes_of_output_and_labels(
-    make_ctx: MakeCtx,
-    caplog: pytest.LogCaptureFixture,
-    model: type[Net],
-    loss_fn: Any,
-    label: Any,
-    shapes: str,
+    make_ctx: MakeCtx, caplog: Log, model: type[Net], loss_fn: Any, label: Any, shapes: str
 ) -> None:
     def train(ctx: TrainCtx) -> None:
         for batch in DataLoader([batch_of(label=label)]):
@@ -171,7 +155,7 @@ def test_a_loss_that_fails_gets_the_shapes_of_output_and_labels(
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_nothing_is_said_of_errors_that_are_not_torchs(
-    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture, inside: bool, evaluates: bool
+    make_ctx: MakeCtx, caplog: Log, inside: bool, evaluates: bool
 ) -> None:
     def loop(ctx: Any) -> None:
         if evaluates and isinstance(ctx, TrainCtx):

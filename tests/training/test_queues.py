@@ -4,34 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from persia._training.queues import BoundedQueue, Closed, Finished, OrderedQueue, join
+from tests.support.streams import Background
 
 WAIT_S = 20.0
-
-
-class Runs:
-    """Calls a function in a thread and keeps how it ended."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.result: object = None
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(call,), daemon=True)
-        self.thread.start()
-
-    def _run(self, call: Callable[[], object]) -> None:
-        try:
-            self.result = call()
-        except BaseException as exc:
-            self.error = exc
-
-    def end(self) -> Runs:
-        self.thread.join(WAIT_S)
-        assert not self.thread.is_alive()
-        return self
 
 
 def test_channel_keeps_order_and_ends_with_what_it_holds() -> None:
@@ -49,13 +29,16 @@ def test_channel_keeps_order_and_ends_with_what_it_holds() -> None:
 
 
 @pytest.mark.parametrize("call", ["put", "get"])
-def test_close_wakes_whoever_waits(call: str) -> None:
+def test_close_wakes_all_that_wait(call: str) -> None:
     channel: BoundedQueue[int] = BoundedQueue(1)
     if call == "put":
         channel.put(0)
-    waiting = [Runs(channel.get if call == "get" else lambda: channel.put(1)) for _ in range(3)]
+    wait = channel.get if call == "get" else lambda: channel.put(1)
+    waiting = [Background(wait) for _ in range(3)]
     assert channel.close() == ([0] if call == "put" else [])
-    assert all(isinstance(run.end().error, Closed) for run in waiting)
+    for run in waiting:
+        with pytest.raises(Closed):
+            run.result()
     with pytest.raises(Closed):
         channel.put(2)
     with pytest.raises(Closed):
@@ -73,30 +56,25 @@ def test_many_threads_lose_and_repeat_nothing() -> None:
             except Finished:
                 return got
 
-    readers = [Runs(drain) for _ in range(4)]
-    writers = [
-        Runs(lambda first=first: [channel.put(n) for n in range(first, 400, 4)])  # type: ignore[misc]
-        for first in range(4)
-    ]
-    for writer in writers:
-        assert writer.end().error is None
+    def fill(first: int) -> None:
+        for number in range(first, 400, 4):
+            channel.put(number)
+
+    readers = [Background(drain) for _ in range(4)]
+    for writer in [Background(partial(fill, first)) for first in range(4)]:
+        writer.result()
     channel.finish()
-    got: list[int] = []
-    for run in readers:
-        result = run.end().result
-        assert isinstance(result, list)
-        got += result
-    assert sorted(got) == list(range(400))
+    assert sorted(number for run in readers for number in run.result()) == list(range(400))
 
 
 def test_delivery_in_order_admits_the_next_beyond_its_capacity() -> None:
     delivery: OrderedQueue[str] = OrderedQueue(2, ordered=True)
     delivery.put(2, "two")
     delivery.put(1, "one")
-    late = Runs(lambda: delivery.put(3, "three"))
+    late = Background(lambda: delivery.put(3, "three"))
     delivery.put(0, "zero")  # full, but the reader waits for this one
     assert [delivery.get(WAIT_S) for _ in range(4)] == ["zero", "one", "two", "three"]
-    late.end()
+    late.result()
     with pytest.raises(TimeoutError):
         delivery.get(0)
 

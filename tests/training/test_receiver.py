@@ -33,7 +33,8 @@ from persia.errors import (
     UnknownStream,
 )
 from tests.faults.batches import occurrences
-from tests.faults.job import make_ctx, trained
+from tests.faults.job import make_ctx, step, trained
+from tests.support.fixtures import Monkey
 
 WAIT_S = 20.0
 LOST = UnknownRef("no ref 3")
@@ -41,7 +42,7 @@ Stream = tuple[int, int]
 
 
 @pytest.fixture(autouse=True)
-def no_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_farewell(monkeypatch: Monkey) -> None:
     monkeypatch.setattr(receiver_module, "FAREWELL_S", 0.0)
 
 
@@ -196,7 +197,7 @@ def test_a_poll_waits_for_news(pool: ThreadPoolExecutor) -> None:
     assert receiver.poll(stream, news.version - 1).acknowledged == (0,)
 
 
-def test_a_poll_without_news_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poll_without_news_returns(monkeypatch: Monkey) -> None:
     monkeypatch.setattr(receiver_module, "POLL_S", 0.0)
     receiver, (stream,) = fed()
     news = receiver.poll(stream, 0)
@@ -232,7 +233,7 @@ def test_lost_ids_are_asked_for_and_relocated(pool: ThreadPoolExecutor) -> None:
     assert receiver.poll(stream, 0).wanted == ()
 
 
-def test_ids_that_nobody_sends_again_are_a_lost_batch() -> None:
+def test_ids_that_none_sends_again_are_a_lost_batch() -> None:
     receiver, _ = fed(0, patience_s=0.0)
     taken = Taken(receiver)
     with pytest.raises(ServiceTimeout, match=r"batch 0 is lost: no ref 3; and data-loader 0"):
@@ -301,9 +302,7 @@ UNDER_WAY = "this pass over the data is still under way"
 
 
 @pytest.mark.parametrize("is_past", [False, True])
-def test_a_loader_killed_after_its_end_is_let_in_once_its_ids_are_wanted(
-    pool: ThreadPoolExecutor, is_past: bool
-) -> None:
+def test_a_loader_killed_after_its_end(pool: ThreadPoolExecutor, is_past: bool) -> None:
     """No other process can register them; what it has ended stays ended."""
     receiver, (stream,) = fed()
     last = ended(receiver, stream)
@@ -334,9 +333,7 @@ def test_a_loader_killed_after_its_end_is_let_in_once_its_ids_are_wanted(
 
 
 @pytest.mark.parametrize("is_past", [False, True])
-def test_of_several_ranks_none_lets_a_loader_into_a_stream_that_has_ended(
-    pool: ThreadPoolExecutor, is_past: bool
-) -> None:
+def test_of_several_ranks_none_lets_it_in(pool: ThreadPoolExecutor, is_past: bool) -> None:
     """Another might take it for the next pass's, and neither pass would end."""
     receiver, (stream,) = fed(rank=1, world_size=2)
     asking = ask_again(pool, receiver, stream, ended(receiver, stream, 1))
@@ -439,9 +436,7 @@ def test_closing_wakes_every_thread_that_waits(pool: ThreadPoolExecutor) -> None
     assert receiver.poll(stream, 1 << 40).is_closed
 
 
-def test_polls_of_passes_long_over_end_before_it_closes(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_polls_of_passes_long_over_end(pool: ThreadPoolExecutor, monkeypatch: Monkey) -> None:
     """Leaving the context waits for them; their data-loaders may be gone."""
     monkeypatch.setattr(receiver_module, "POLL_S", 1000 * WAIT_S)
     receiver = make_receiver()
@@ -458,9 +453,7 @@ def test_polls_of_passes_long_over_end_before_it_closes(
         poll.result(WAIT_S)
 
 
-def test_a_failed_loader_is_an_error_after_its_batches_and_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_loader_is_an_error_after_its_batches(monkeypatch: Monkey) -> None:
     monkeypatch.setattr(receiver_module, "FAREWELL_S", 1000 * WAIT_S)
     receiver, (stream,) = fed(0)
     receiver.end_stream(stream, 1, "Traceback: no such file")
@@ -530,41 +523,6 @@ def test_where_a_pass_ends_all_that_came_is_done() -> None:
     assert (end["floors"], end["above"]) == ({"0": 7}, {"0": []})
 
 
-def test_a_batch_wakes_its_own_loader_and_no_other(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receiver_module, "POLL_S", WAIT_S)
-    receiver, streams = fed(num_loaders=4, capacity=8)
-    polled: list[int] = []
-    have_looked = threading.Event()
-    for stream in streams[1:]:
-        news = receiver._streams.order.streams[stream[0]].news
-        wait_for = news.wait_for
-
-        def counted(is_so: Any, timeout: float, wait_for: Any = wait_for) -> bool:
-            def look() -> bool:
-                polled.append(1)
-                if len(polled) == 3:
-                    have_looked.set()
-                return bool(is_so())
-
-            return bool(wait_for(look, timeout))
-
-        news.wait_for = counted  # type: ignore[method-assign,assignment]
-    polls = [pool.submit(receiver.poll, stream, 0) for stream in streams[1:]]
-    assert have_looked.wait(WAIT_S)
-    for batch_id in range(0, 400, 4):
-        deliver(receiver, streams, batch_id)
-        Taken(receiver, in_order=False).end()
-    assert receiver.poll(streams[0], 0).acknowledged == tuple(range(0, 400, 4))
-    assert len(polled) == len(polls)
-    deliver(receiver, streams, 2)
-    take(receiver, in_order=False)
-    assert polls[1].result(WAIT_S).version == 1
-    receiver.close()
-    assert all(poll.result(WAIT_S).is_closed for poll in (polls[0], polls[2]))
-
-
 # --- embedded mode's data-loader: a child process, once for each pass ---------------------
 
 SENDS = """
@@ -580,21 +538,14 @@ TIMEOUT_MS = 30_000
 
 def train(ctx: TrainCtx, loader: DataLoader, count: int | None = None) -> list[int]:
     """Train one pass, or some batches of it; returns their numbers."""
-    seen = []
-    for batch in itertools.islice(loader, count):
-        loss, _ = ctx.forward(batch)
-        ctx.backward(loss)
-        seen.append(int(batch.meta or b"-1"))
-    return seen
+    return [step(ctx, batch) for batch in itertools.islice(loader, count)]
 
 
 def new_loader() -> DataLoader:
     return DataLoader(StreamingDataset(4), reproducible=True, timeout_ms=TIMEOUT_MS)
 
 
-def test_each_pass_runs_the_script_though_it_may_still_be_ending(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_pass_runs_the_script(script: Path, tmp_path: Path, monkeypatch: Monkey) -> None:
     # The child ends only when the next pass has begun, which must not take its end for a
     # failure, and must not wait for it in vain.
     pipe = tmp_path / "pipe"  # opening one end waits for the other
@@ -619,10 +570,7 @@ def test_each_pass_runs_the_script_though_it_may_still_be_ending(
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [
-        ("", "ended with status 0"),
-        ("import os\nos.kill(os.getpid(), 9)", "died of signal 9"),
-    ],
+    [("", "ended with status 0"), ("import os\nos.kill(os.getpid(), 9)", "died of signal 9")],
 )
 def test_a_script_that_sends_nothing_is_named(script: Path, text: str, error: str) -> None:
     script.write_text(text)
@@ -680,9 +628,7 @@ def test_a_loop_that_is_left_ends_the_child_soon(script: Path) -> None:
     assert time.monotonic() - begin < 5.0
 
 
-def test_embedding_workers_that_cannot_hold_what_is_sent_are_refused(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_with_little_room(script: Path, tmp_path: Path, monkeypatch: Monkey) -> None:
     script.write_text(SENDS.format(count=3))
     config = tmp_path / "global.yml"
     config.write_text("embedding_worker_config: {forward_buffer_size: 5}\n")
@@ -694,3 +640,51 @@ def test_embedding_workers_that_cannot_hold_what_is_sent_are_refused(
             next(iter(loader))
         loader = DataLoader(StreamingDataset(4), reproducible=True, embedding_staleness=1)
         assert train(ctx, loader) == [0, 1, 2]
+
+
+def test_a_batch_wakes_its_own_loader_and_no_other(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "POLL_S", WAIT_S)
+    receiver, streams = fed(num_loaders=4, capacity=8)
+    polled: list[int] = []
+    have_looked = threading.Event()
+    for stream in streams[1:]:
+        news = receiver._streams.order.streams[stream[0]].news
+        wait_for = news.wait_for
+
+        def counted(is_so: Any, timeout: float, wait_for: Any = wait_for) -> bool:
+            def look() -> bool:
+                polled.append(1)
+                if len(polled) == 3:
+                    have_looked.set()
+                return bool(is_so())
+
+            return bool(wait_for(look, timeout))
+
+        news.wait_for = counted  # type: ignore[method-assign,assignment]
+    polls = [pool.submit(receiver.poll, stream, 0) for stream in streams[1:]]
+    assert have_looked.wait(WAIT_S)
+    for batch_id in range(0, 400, 4):
+        deliver(receiver, streams, batch_id)
+        Taken(receiver, in_order=False).end()
+    assert receiver.poll(streams[0], 0).acknowledged == tuple(range(0, 400, 4))
+    assert len(polled) == len(polls)
+    deliver(receiver, streams, 2)
+    take(receiver, in_order=False)
+    assert polls[1].result(WAIT_S).version == 1
+    receiver.close()
+    assert all(poll.result(WAIT_S).is_closed for poll in (polls[0], polls[2]))
+
+
+# --- embedded mode's data-loader: a child process, once for each pass ---------------------
+
+SENDS = """
+from persia.ctx import DataCtx
+from tests.faults.batches import make_batch
+
+with DataCtx() as ctx:
+    for number in range({count}):
+        ctx.send_data(make_batch(number))
+"""
+TIMEOUT_MS = 30_000

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from persia._core.ids.signs import hash_stack
 from persia._rpc.messages import (
-    BatchGradients,
     IDFeatures,
     JaggedOutput,
     PooledOutput,
     RawOutput,
-    SlotGradient,
     TableEntries,
     TableSigns,
 )
@@ -134,9 +132,7 @@ def test_w01_a_row_gone_before_the_update_loses_only_its_own_gradient(missing: i
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("name", ["sum", "max", "mean", "sqrt", "jagged", "raw", "stack_mean"])
-def test_w03_w04_rows_of_the_gradient_that_are_not_finite_are_left_out_one_by_one(
-    name: str, dtype: Any, bad: float
-) -> None:
+def test_w03_w04_rows_not_finite_are_left_out(name: str, dtype: Any, bad: float) -> None:
     dim = SCHEMA.slots[name].dim
     full = {name: [[1], [2], [3]]}
     ends = []
@@ -163,9 +159,8 @@ def test_w03_a_row_without_a_finite_contribution_takes_no_step() -> None:
         grads = np.ones((3, 4), np.float32)
         grads[0, 0] = np.inf
         grads[2, 0] = np.nan  # reaches no id, so nothing is left out
-        assert worker.update(gradient(result, by_name={"mean": grads})).nan_samples == {
-            "mean": 1
-        }
+        report = worker.update(gradient(result, by_name={"mean": grads}))
+        assert report.nan_samples == {"mean": 1}
         assert embeddings(servers, "mean", [1]) == before
         moved = [a for server in servers for n, a in server.calls if n == "update"]
         signs = [s for (request,) in moved for part in request.tables for s in part.signs]
@@ -184,32 +179,8 @@ def test_w03_a_sum_that_overflows_is_left_out_and_counted() -> None:
         assert worker.stats()["updates"] == 1
 
 
-def test_slots_without_a_gradient_are_skipped_and_take_no_step() -> None:
-    with faulty_cluster(2, optimizer=ADAM) as (worker, servers):
-        result = worker.lookup_direct(
-            features({"sum": [[1, 2]], "max": [[2, 3]], "mean": [[4]], "raw": [[5]]})
-        )
-        before = [embeddings(servers, "sum", [1]), embeddings(servers, "mean", [4])]
-        report = worker.update(
-            BatchGradients(
-                result.ref or 0,
-                (0, 0),
-                (
-                    SlotGradient("max", np.ones((1, 4), np.float32)),
-                    SlotGradient("sum", None),
-                    SlotGradient("raw", np.ones((1, 8), np.float32)),
-                ),
-            )
-        )
-        assert report.skipped == ("sum", "mean")
-        assert [embeddings(servers, "sum", [1]), embeddings(servers, "mean", [4])] == before
-        assert worker.stats()["skipped_slots"] == 2
-
-
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
-def test_each_place_is_dealt_once_and_no_share_is_much_heavier(
-    weights: list[int], count: int
-) -> None:
+def test_each_place_is_dealt_once_and_evenly(weights: list[int], count: int) -> None:
     dealt = shares(weights, count)
     assert sorted(place for share in dealt for place in share) == list(range(len(weights)))
     assert len(dealt) == min(count, len(weights))

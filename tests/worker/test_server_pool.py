@@ -27,6 +27,7 @@ from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema
 from persia.errors import ConfigError, ProtocolError, ServiceUnavailable
+from tests.support.fixtures import Log
 from tests.support.services import (
     ADAM,
     CONFIG,
@@ -98,9 +99,7 @@ def step(worker: EmbeddingWorker, number: int) -> None:
     worker.update(gradient(result, (1, number)))
 
 
-def test_w17_w30_a_restarted_server_is_configured_again_and_at_once_usable(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_w17_w30_a_restarted_server_is_configured_again(cluster: Cluster, caplog: Log) -> None:
     worker = cluster.configured()
     step(worker, 1)
     before = worker.get_embedding_size()
@@ -114,9 +113,7 @@ def test_w17_w30_a_restarted_server_is_configured_again_and_at_once_usable(
     assert "embedding-parameter-server 1 was restarted and THE ROWS IT HELD ARE LOST" in line
 
 
-def test_a_server_restarted_before_training_has_lost_nothing(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_restarted_before_training(cluster: Cluster, caplog: Log) -> None:
     assert cluster.worker.get_embedding_size()
     cluster.restart(1)
     with caplog.at_level(logging.INFO):
@@ -126,7 +123,7 @@ def test_a_server_restarted_before_training_has_lost_nothing(
     assert "no row of a training is lost" in record.message
 
 
-def test_w17_rows_begin_anew_with_the_same_settings(cluster: Cluster) -> None:
+def test_w17_rows_begin_again_with_the_same_settings(cluster: Cluster) -> None:
     worker = cluster.configured()
     step(worker, 1)
     after_one = [value(cluster.objects, "sum", x).tolist() for x in range(40)]
@@ -199,19 +196,14 @@ Change = Callable[[TableRows], TableRows | None]
         (lambda part: TableRows(0, part.rows, None), r"\(3, 4\), None\)\]"),
     ],
 )
-def test_rows_that_a_remote_server_was_not_asked_for_are_refused_by_name(
-    change: Any, message: str
-) -> None:
+def test_rows_that_no_server_was_asked_for_are_refused(change: Any, message: str) -> None:
     class Wrong(Faulty):
         def lookup(self, request: LookupRequest) -> LookupReply:
             parts = [change(part) for part in self.server.lookup(request).tables]
             return LookupReply(tuple(part for part in parts if part is not None))
 
     wrong, address = Wrong(make_servers()[0]), _address(0)
-    with (
-        contextlib.closing(ZmqTransport()) as transport,
-        contextlib.ExitStack() as stack,
-    ):
+    with contextlib.closing(ZmqTransport()) as transport, contextlib.ExitStack() as stack:
         server = serve(transport, address, parameter_server(), wrong)
         stack.callback(server.stop)
         remotes = connect_parameter_servers(transport, addresses=[address], timeout_s=20.0)

@@ -4,8 +4,7 @@ from persia.ctx import DataCtx
 from tests.benchmarks.local.dlrm import parse, raw_batches
 
 if __name__ == "__main__":
-    options = parse()
-    raws = raw_batches(options.quick, options.count)
+    raws = raw_batches(parse().quick)
     with DataCtx() as ctx:
         for raw in raws:
             ctx.send_data(raw.batch())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from persia.data import IterableDataset
 from persia.embedding.data import (
     IDTypeFeatureWithSingleID,
     Label,
@@ -19,7 +20,7 @@ from persia.embedding.data import (
 from tests.benchmarks.workload import BATCH, DIM, LR, batches, sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -31,6 +32,8 @@ NUM_DIFFERENT = 16
 # Batches behind those that are timed, so that all roles have as much ahead of them at the end
 # of the time as at its beginning.
 NUM_BEHIND = 40
+WARM, TIMED = 20, 100
+COUNT = WARM + TIMED + NUM_BEHIND
 
 
 class DLRM(torch.nn.Module):
@@ -93,7 +96,18 @@ class Raw:
         )
 
 
-def raw_batches(quick: bool, count: int) -> Iterator[Raw]:
+class Batches(IterableDataset):
+    """Built when they are asked for."""
+
+    def __init__(self, raws: Iterable[Raw]) -> None:
+        super().__init__()
+        self._raws = raws
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        return (raw.batch() for raw in self._raws)
+
+
+def raw_batches(quick: bool, count: int = COUNT) -> Iterator[Raw]:
     """Yield ``count`` batches; the same in every process."""
     rng = np.random.default_rng(1)
     different = [
@@ -109,13 +123,9 @@ def raw_batches(quick: bool, count: int) -> Iterator[Raw]:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line of both scripts; ``count`` is the number of all batches."""
+    """Read the command line of both scripts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--warm", type=int, default=20)
-    parser.add_argument("--timed", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dense", action="store_true", help="the dense net alone")
-    options = parser.parse_args()
-    options.count = options.warm + options.timed + NUM_BEHIND
-    return options
+    return parser.parse_args()

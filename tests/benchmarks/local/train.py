@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from persia import env
 from persia.ctx import TrainCtx
-from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.data import DataLoader, StreamingDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from tests.benchmarks.local.dlrm import (
     NUM_DIFFERENT,
     NUM_FEATURES,
     SLOTS,
+    TIMED,
+    WARM,
+    Batches,
     loss_of,
     net,
     parse,
@@ -32,33 +36,17 @@ from tests.benchmarks.workload import BATCH, DIM, LR, raw_ids, sizes
 FILL = 250_000  # ids at a time
 
 
-class Here(IterableDataset):
-    """The batches of this process."""
-
-    def __init__(self, quick: bool, count: int) -> None:
-        super().__init__()
-        self.raws = raw_batches(quick, count)
-
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        for raw in self.raws:
-            yield raw.batch()
-
-
-class Clock:
-    """Marks the batches that count."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._first, self._last = options.warm, options.warm + options.timed
-        self._start = 0.0
-
-    def at(self, number: int) -> None:
-        """Called before batch ``number``."""
-        if number == self._first:
+def marked(batches: Iterable[Any]) -> Iterator[Any]:
+    """Mark those that count."""
+    start = 0.0
+    for number, batch in enumerate(batches):
+        if number == WARM:
             print("begin", flush=True)
-            self._start = time.perf_counter()
-        elif number == self._last:
-            seconds = time.perf_counter() - self._start
+            start = time.perf_counter()
+        elif number == WARM + TIMED:
+            seconds = time.perf_counter() - start
             print(f"end\nseconds {seconds}", flush=True)
+        yield batch
 
 
 def fill(ctx: TrainCtx, quick: bool) -> None:
@@ -75,7 +63,7 @@ def fill(ctx: TrainCtx, quick: bool) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    clock, (model, optimizer) = Clock(options), net()
+    model, optimizer = net()
     with TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=LR),
@@ -85,19 +73,17 @@ def train(options: argparse.Namespace) -> None:
     ) as ctx:
         fill(ctx, options.quick)
         is_embedded = env.get_mode() == "embedded"
-        dataset = Here(options.quick, options.count) if is_embedded else StreamingDataset(10)
-        for number, batch in enumerate(DataLoader(dataset, embedding_staleness=10)):
-            clock.at(number)
+        dataset = Batches(raw_batches(options.quick)) if is_embedded else StreamingDataset(10)
+        for batch in marked(DataLoader(dataset, embedding_staleness=10)):
             output, labels = ctx.forward(batch)
             ctx.backward(loss_of(output, (labels or [])[0]))
 
 
 def train_dense(options: argparse.Namespace) -> None:
     """The same steps with embeddings that are given, and gradients that are dropped."""
-    clock, (model, optimizer) = Clock(options), net()
+    model, optimizer = net()
     given = [torch.randn(NUM_FEATURES, BATCH, DIM).unbind() for _ in range(NUM_DIFFERENT)]
-    for number, raw in enumerate(raw_batches(options.quick, options.count)):
-        clock.at(number)
+    for number, raw in enumerate(marked(raw_batches(options.quick))):
         leaves = [one.detach().requires_grad_() for one in given[number % NUM_DIFFERENT]]
         logits = model([torch.from_numpy(raw.dense)], leaves)
         loss_of(logits, torch.from_numpy(raw.labels)).backward()

@@ -93,20 +93,6 @@ def test_parts_survive_the_wire(samples: list[list[int]]) -> None:
     check(FeatureBatch.from_parts("clicks", sent), samples)
 
 
-def test_parts_and_weights_are_copied() -> None:
-    weights = np.ones(2, np.float32)
-    weighted = FeatureBatch.from_csr("f", own.id_array([5, 6]), np.array([0, 1, 2]), weights)
-    weights[:] = 9
-    assert weighted.offsets is None
-    assert weighted.weights is not None
-    assert weighted.weights.tolist() == [1, 1]
-    parts = [part.copy() for part in build([[5, 6], []]).parts()]
-    batch = FeatureBatch.from_parts("clicks", parts)
-    for part in parts:
-        part[:] = 99
-    check(batch, [[5, 6], []])
-
-
 def weights_of(samples: list[list[int]]) -> list[NDArray[np.float32]]:
     """Different from id to id."""
     counter = itertools.count(1)
@@ -205,22 +191,14 @@ def parts(distinct: list[int], inverse: list[int], offsets: list[int] | None = N
         (parts([7], [0])[:1], "2 to 4 parts, got 1"),
         ([*parts([7], [0], [0, 1]), *parts([7], [0])], "2 to 4 parts, got 5"),
         ([*parts([7], [0], [0, 1]), parts([7], [0])[1]], "weights: .* float32, got uint32"),
+        ([np.array([7]), parts([7], [0])[1]], "distinct: .* uint64, got int64"),
+        ([own.id_array([7]), np.array([0])], "inverse: .* uint32, got int64"),
+        ([*parts([7], [0]), np.array([0, 1])], "offsets: .* uint32, got int64"),
     ],
 )
 def test_damaged_parts(damaged: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         FeatureBatch.from_parts("clicks", damaged)
-
-
-def test_parts_of_another_dtype() -> None:
-    distinct, inverse, offsets = parts([7, 8], [0, 1, 1], [0, 1, 3])
-    for wrong, message in (
-        ((distinct.astype(np.int64), inverse, offsets), "distinct: .* uint64, got int64"),
-        ((distinct, inverse.astype(np.int32), offsets), "inverse: .* uint32, got int32"),
-        ((distinct, inverse, offsets.astype(np.int64)), "offsets: .* uint32, got int64"),
-    ):
-        with pytest.raises(DataTypeError, match=message):
-            FeatureBatch.from_parts("clicks", wrong)
 
 
 @pytest.mark.parametrize(("value", "message"), own.NOT_IDS)

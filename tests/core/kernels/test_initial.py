@@ -18,8 +18,6 @@ from tests.reference import initial as model
 from tests.support.profiles import tries
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
 STANDARD = NormalDist()
@@ -44,34 +42,32 @@ def draws(method: str, options: dict[str, float], count: int = 20_000) -> NDArra
     return np.concatenate(rows).astype(np.float64)
 
 
-@tries(80)
-@given(method=st.sampled_from(sorted(METHODS)), seed=WORDS, sign=WORDS, dim=st.integers(1, 70))
-def test_values_agree_with_the_model(method: str, seed: int, sign: int, dim: int) -> None:
-    initializer = Initializer(method, **METHODS[method])
+OF_ALL_SIZES = [
+    *METHODS.items(),
+    ("gamma", {"shape": 0.3, "scale": 2.0}),
+    ("gamma", {"shape": 0.01, "scale": 1}),
+    *(("poisson", {"lam": lam}) for lam in (0.01, 31.9, 32.0, 32.1, 700.0)),
+]
+
+
+@pytest.mark.parametrize(("method", "options"), OF_ALL_SIZES)
+@tries(20)
+@given(seed=WORDS, sign=WORDS, dim=st.integers(1, 70))
+def test_values_agree_with_the_model(
+    method: str, options: dict[str, float], seed: int, sign: int, dim: int
+) -> None:
+    initializer = Initializer(method, **options)
     got = initializer.values(seed, sign, dim)
+    # A shorter row is the beginning of the longer.
+    assert got.tolist() == initializer.values(seed, sign, 71)[:dim].tolist()
     want = model.values(method, initializer.options, seed, sign, dim)
     assert got.dtype == np.float32
     if method in ("uniform", "poisson", "zeros", "constant"):
         assert got.tolist() == want.tolist()
     else:
         # The model's log is libm's; one rounding to f32 may fall to the other side.
-        np.testing.assert_allclose(got, want, rtol=1.2e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "tolerance"),
-    [
-        ("gamma", {"shape": 0.3, "scale": 2.0}, 1e-6),
-        ("gamma", {"shape": 0.01, "scale": 1}, 1e-6),
-        *(("poisson", {"lam": lam}, 0) for lam in (0.01, 31.9, 32.0, 32.1, 700.0)),
-    ],
-)
-def test_every_size_agrees_with_the_model(
-    method: str, options: dict[str, float], tolerance: float
-) -> None:
-    got = Initializer(method, **options).values(1, 2, 300)
-    wanted = model.values(method, options, 1, 2, 300)
-    np.testing.assert_allclose(got, wanted, rtol=tolerance)
+        rtol = 1e-6 if options.get("shape", 1) < 1 else 1.2e-7
+        np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-9)
 
 
 def test_log_exp_and_quantile_are_exact_to_a_few_ulp() -> None:
@@ -106,43 +102,12 @@ def test_values_have_the_recorded_bits(method: str) -> None:
     assert [f"{word:08x}" for word in values.view(np.uint32)] == GOLDEN[method]
 
 
-def gamma_cdf(shape: float, scale: float) -> Callable[[float], float]:
-    return lambda x: float(
-        torch.special.gammainc(torch.tensor(shape).double(), torch.tensor(x / scale).double())
-    )
-
-
-def normal_cdf(mean: float, standard_deviation: float) -> Callable[[float], float]:
-    return NormalDist(mean, standard_deviation).cdf
-
-
-def truncated_cdf(mean: float, standard_deviation: float) -> Callable[[float], float]:
-    whole, below = normal_cdf(mean, standard_deviation), STANDARD.cdf(-2)
-    return lambda x: (whole(x) - below) / (1 - 2 * below)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "cdf"),
-    [
-        ("uniform", {"lower": -0.5, "upper": 0.25}, lambda x: (x + 0.5) / 0.75),
-        ("uniform", {}, lambda x: (x + 0.01) / 0.02),
-        ("normal", {"mean": 0.5, "standard_deviation": 2.0}, normal_cdf(0.5, 2.0)),
-        (
-            "truncated_normal",
-            {"mean": -1.0, "standard_deviation": 0.5},
-            truncated_cdf(-1.0, 0.5),
-        ),
-        ("gamma", {"shape": 2.5, "scale": 0.5}, gamma_cdf(2.5, 0.5)),
-        ("gamma", {"shape": 0.3, "scale": 2.0}, gamma_cdf(0.3, 2.0)),
-        ("gamma", {"shape": 1.0, "scale": 1.0}, gamma_cdf(1.0, 1.0)),
-    ],
-)
-def test_draws_follow_the_distribution(
-    method: str, options: dict[str, float], cdf: Callable[[float], float]
-) -> None:
-    values = np.sort(draws(method, options))
+@pytest.mark.parametrize(("shape", "scale"), [(2.5, 0.5), (0.3, 2.0), (1.0, 1.0)])
+def test_gamma_follows_the_distribution(shape: float, scale: float) -> None:
+    values = np.sort(draws("gamma", {"shape": shape, "scale": scale}))
     n = len(values)
-    want = np.array([cdf(x) for x in values])
+    shapes = torch.full((n,), shape, dtype=torch.float64)
+    want = torch.special.gammainc(shapes, torch.from_numpy(values / scale)).numpy()
     distance = max(
         np.abs(want - np.arange(n) / n).max(), np.abs(want - np.arange(1, n + 1) / n).max()
     )
@@ -168,38 +133,17 @@ def test_poisson_follows_the_distribution(lam: float) -> None:
     [(-0.01, 0.01), (0.1, 0.3), (1e6, 1e6 + 1), (1.0, 1.0000002), (-3e38, 3e38)],
 )
 def test_uniform_stays_below_its_upper_bound(lower: float, upper: float) -> None:
-    low, high = np.float32(lower), np.float32(upper)
-    initializer = Initializer("uniform", lower=lower, upper=upper)
-    values = np.concatenate([initializer.values(0, sign, 1000) for sign in range(20)])
-    assert (values >= low).all()
-    assert (values < high).all()
+    values = draws("uniform", {"lower": lower, "upper": upper})
+    assert np.float32(lower) <= values.min()
+    assert values.max() < np.float32(upper)
 
 
-def test_truncated_normal_stays_within_two_deviations() -> None:
+def test_no_value_is_out_of_its_range() -> None:
     values = draws("truncated_normal", {"mean": 1.0, "standard_deviation": 0.25}, 50_000)
-    assert values.min() >= 0.5
-    assert values.max() <= 1.5
-    assert values.min() < 0.502
-    assert values.max() > 1.498
-
-
-def test_gamma_is_never_negative() -> None:
+    assert 0.5 <= values.min() < 0.502
+    assert 1.498 < values.max() <= 1.5
     values = draws("gamma", {"shape": 1e-3, "scale": 1.0})
-    assert (values >= 0).all()
-    assert np.isfinite(values).all()
-
-
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"zeros", "constant", "poisson"}))
-def test_seed_and_sign_decide_and_nothing_else(method: str) -> None:
-    initializer = Initializer(method, **METHODS[method])
-    values = initializer.values(1, 2, 40)
-    again = Initializer(method, **METHODS[method])
-    again.values(9, 9, 3)
-    assert values.tolist() == again.values(1, 2, 40).tolist()
-    # A shorter row is the beginning of the longer.
-    assert values[:7].tolist() == initializer.values(1, 2, 7).tolist()
-    for seed, sign in ((2, 2), (1, 3), (2, 1), (0, 0)):
-        assert not set(values.tolist()) & set(initializer.values(seed, sign, 40).tolist())
+    assert 0 <= values.min() <= values.max() < np.inf
 
 
 def test_neighbouring_signs_and_elements_are_uncorrelated() -> None:

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from persia._core.base import cpu
-from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import MAX_DIM, OPTIONS, RowOptimizer
-from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError, DataError
 from tests.reference import optim as model
 
@@ -67,10 +65,6 @@ def bits(values: Floats) -> list[int]:
     return words
 
 
-def test_every_optimizer_is_among_the_kernels() -> None:
-    assert {name for name, _ in KERNELS.values()} == set(OPTIONS)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("extra", [{}, {"weight_decay": 0.01, "weight_bound": 0.7}])
 def test_each_kernel_agrees_with_the_model_bit_for_bit(
@@ -109,24 +103,19 @@ def test_w64_every_variant_gives_the_same_bytes(kernel: str) -> None:
 TORCH: list[tuple[str, Any, dict[str, Any]]] = [
     ("sgd", torch.optim.SGD, {"lr": 0.1}),
     ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    *(
-        (
-            "adagrad",
-            torch.optim.Adagrad,
-            {"lr": 0.1, "initial_accumulator_value": start, "weight_decay": decay},
-        )
-        for start in (1e-2, 1e-8)
-        for decay in (0.0, 0.01)
+    ("adagrad", torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 1e-2}),
+    (
+        "adagrad",
+        torch.optim.Adagrad,
+        {"lr": 0.1, "initial_accumulator_value": 1e-8, "weight_decay": 0.01},
     ),
     ("adam", torch.optim.Adam, {"lr": 0.01}),
     ("adam", torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01}),
-    *(
-        (
-            "rmsprop",
-            torch.optim.RMSprop,
-            {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.01, "momentum": momentum},
-        )
-        for momentum in (0.0, 0.5)
+    ("rmsprop", torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9}),
+    (
+        "rmsprop",
+        torch.optim.RMSprop,
+        {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.01, "momentum": 0.5},
     ),
 ]
 
@@ -203,17 +192,6 @@ def test_two_hundred_steps_agree_with_the_formula_in_double(
     rows = run(RowOptimizer(formula.__name__, **options), values, steps)
     want = formula(values.astype(np.float64), [grads.astype(np.float64) for grads in steps])
     np.testing.assert_allclose(rows[:, :12], want, rtol=1e-4, atol=1e-5)
-
-
-def test_ftrl_keeps_an_initial_value_until_there_is_a_gradient(level: str) -> None:
-    optimizer = RowOptimizer("ftrl", lr=0.5, l1=3.0, l2=2.0, beta=1.0)
-    rng = np.random.default_rng(9)
-    rows = fresh(optimizer, batch(rng, 4, 24))
-    before = rows[:, :24].copy()
-    grads = np.where(rng.random((4, 24)) < 0.5, np.float32(0), np.float32(1e-6))
-    optimizer.step_rows(rows, grads)
-    assert (rows[:, :24] == before)[grads == 0].all()
-    np.testing.assert_allclose(rows[:, :24], before, rtol=1e-3)
 
 
 def test_ftrl_at_another_rate_leaves_past_steps_alone() -> None:
@@ -365,22 +343,13 @@ def test_w15_adam_counts_the_steps_of_each_row() -> None:
     assert bits(rows[:1]) == bits(some)
 
 
-def test_adam_count_saturates() -> None:
-    optimizer = RowOptimizer("adam")
-    rows = fresh(optimizer, np.zeros((1, 3), np.float32))
-    rows.view(np.uint32)[0, -1] = 2**32 - 2
-    for _ in range(2):
-        optimizer.step_rows(rows, np.ones((1, 3), np.float32))
-        assert rows.view(np.uint32)[0, -1] == 2**32 - 1
-        assert np.isfinite(rows[0, :-1]).all()
-
-
 @pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.999), (0.0, 0.0), (0.5, 0.99999)])
 def test_adam_corrections_have_no_seam_at_the_end_of_the_table(
     beta1: float, beta2: float
 ) -> None:
     optimizer = RowOptimizer("adam", beta1=beta1, beta2=beta2, lr=0.5)
     counts = [0, 1, 52, 53, 54, 37_408, 37_409, 37_410, 65_534, 65_535, 65_536, 10_000_000]
+    counts += [2**32 - 2, 2**32 - 1]  # it stays there
     rng = np.random.default_rng(1)
     values, grads = batch(rng, len(counts), 4), batch(rng, len(counts), 4)
     rows = fresh(optimizer, values)
@@ -412,42 +381,14 @@ def test_w34_lengths_that_do_not_fit_are_refused(kernel: str) -> None:
         with pytest.raises(DataError, match=r"expected rows of shape \(3, "):
             optimizer.step_rows(values, np.ones((3, dim), np.float32))
         assert (values == 1).all()
+    optimizer.step_rows(values[:0], np.ones((0, 8), np.float32))  # none is legal
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_state_words(kernel: str) -> None:
-    name, options = KERNELS[kernel]
-    optimizer = RowOptimizer(name, **options)
-    for dim in (1, 7, 16, MAX_DIM):
-        want = model.state_words(name, optimizer.options, dim)
-        assert optimizer.state_words(dim) == want
-    assert optimizer.new_state(5).shape == (model.state_words(name, optimizer.options, 5),)
-
-
-def test_the_largest_dim_is_the_one_that_a_store_takes() -> None:
+def test_dims_out_of_range() -> None:
+    assert {name for name, _ in KERNELS.values()} == set(OPTIONS)  # all are tested here
     for dim in (0, -1, MAX_DIM + 1):
         with pytest.raises(ConfigError, match="dim must be in 1"):
             RowOptimizer("adam").state_words(dim)
-    store = EmbeddingStore(4)
-    store.configure(RowOptimizer("adam"))
-    signs, hints = np.array([1], np.uint64), np.empty(1, np.uint32)
-    rows = np.empty((1, MAX_DIM), np.float32)
-    assert store.lookup_train(signs, Initializer("zeros"), 1.0, 0, rows, hints) == (1, 0)
-    assert not rows.any()
-    with pytest.raises(DataError, match=f"1..{MAX_DIM} columns"):
-        store.lookup_eval(signs, np.empty((1, MAX_DIM + 1), np.float32))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_bound_holds_for_values_and_leaves_the_state(kernel: str, level: str) -> None:
-    name, options = KERNELS[kernel]
-    rng = np.random.default_rng(2)
-    values, steps = batch(rng, 6, 11), [batch(rng, 6, 11)]
-    free = run(RowOptimizer(name, **options), values, steps)
-    rows = run(RowOptimizer(name, weight_bound=0.5, **options), values, steps)
-    assert (rows[:, :11] == np.clip(free[:, :11], -0.5, 0.5)).all()
-    assert bits(rows[:, 11:].copy()) == bits(free[:, 11:].copy())
-    assert (np.abs(free[:, :11]) > 0.5).any()
 
 
 def test_a_bound_of_zero_or_less_is_none_and_none_hides_a_nan(level: str) -> None:
@@ -456,15 +397,6 @@ def test_a_bound_of_zero_or_less_is_none_and_none_hides_a_nan(level: str) -> Non
         rows = run(RowOptimizer("sgd", weight_bound=bound, lr=1.0), values, [zeros])
         assert np.isnan(rows[0, ::2]).all()
         assert (rows[0, 1::2] == kept).all()
-
-
-def test_a_zero_gradient_on_a_fresh_row_moves_nothing_and_no_rows_are_legal() -> None:
-    values = np.full((1, 3), 0.25, np.float32)
-    for name, options in KERNELS.values():
-        optimizer = RowOptimizer(name, **options)
-        rows = run(optimizer, values, [np.zeros((1, 3), np.float32)])
-        assert rows[0, :3].tolist() == [0.25] * 3
-        optimizer.step_rows(rows[:0], values[:0])
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [

@@ -40,21 +40,6 @@ def test_what_was_used_often_once_goes_in_the_end() -> None:
     assert not set(range(300)) & set(held(store))
 
 
-def test_counts_of_lfu_mean_powers_of_two() -> None:
-    # A use moves up from class c once in 2**c times: after n uses about log2(n).
-    store = new_store(10_000, ("lfu", None, 0))
-    stream(store, 10_000, 5000, 0, policy=1)  # or ten uses of each row would halve its count
-    for turn in range(31):
-        train(store, range(500), turn, policy=1)
-    for turn in range(31, 34):
-        train(store, range(500, 600), turn, policy=1)
-    train(store, range(600, 700), 34, policy=1)
-    order = {sign: place for place, sign in enumerate(held(store))}
-    parts = (range(10_000, 15_000), range(600, 700), range(500, 600), range(500))
-    ranks = [np.median([order[sign] for sign in part]) for part in parts]
-    assert ranks == sorted(ranks)
-
-
 def test_policies_that_share_a_shard_give_up_rows_unused_for_equally_long() -> None:
     # Ids that come once, into both policies alike: both keep those of about the same batches.
     store = new_store(40_000, ("lfu", None, 0))

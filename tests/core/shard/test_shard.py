@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from persia._core.store.store import EmbeddingStore
-from tests.core.stores import NO_ROW, UNIFORM, evaluate, held, new_store, train, u64
+from tests.core.stores import held, new_store, train
 from tests.reference.hashing import shard
 from tests.reference.store import shard_capacities
 
@@ -65,34 +63,3 @@ def test_w26_capacity_is_divided_over_shards_without_loss() -> None:
         wanted = [sign for sign in range(30_000) if shard(sign, 7) == number]
         assert held(store, number) == wanted[-shard_capacities(1003, 7)[number] :]
     assert len(store) == 1003
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 5, 16, 1024])
-def test_a_shard_has_at_least_64_rows(num_shards: int) -> None:
-    for capacity in (1, 63, 64, 127, 128, 64 * num_shards, 64 * num_shards - 1):
-        store = EmbeddingStore(capacity, num_shards=num_shards)
-        assert store.num_shards == len(shard_capacities(capacity, num_shards))
-
-
-def test_rows_are_evicted_only_after_they_were_copied_out() -> None:
-    store = new_store(3)
-    wanted = np.array([UNIFORM.values(0, sign, 4) for sign in range(2000)])
-    rows, hints, inserted, _ = train(store, range(2000))
-    assert np.array_equal(rows, wanted)
-    assert inserted == 2000
-    assert (hints != NO_ROW).all()
-    # Their hints are stale now, but no row has their numbers: nothing is stepped.
-    assert store.update(u64(range(2000)), hints, np.ones((2000, 4), np.float32)) == 1997
-    after, missing = evaluate(store, range(2000))
-    assert missing == 1997
-    assert np.array_equal(after[1997:], wanted[1997:] - np.float32(0.5))
-
-
-def test_a_batch_keeps_old_rows_it_uses_late() -> None:
-    store = new_store(10)
-    train(store, range(10))
-    store.update(u64([0]), None, np.full((1, 4), 2, np.float32))
-    rows, _, inserted, _ = train(store, [*range(100, 150), 0])
-    assert inserted == 50
-    assert np.array_equal(rows[50], UNIFORM.values(0, 0, 4) - np.float32(1))
-    assert held(store) == [*range(141, 150), 0]

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from persia._core.kernels.optim import RowOptimizer
+from persia._core.kernels.optim import MAX_DIM, RowOptimizer
 from persia._core.store.store import EmbeddingStore
-from persia.errors import ConfigError, DimMismatch
-from tests.core.stores import ADAGRAD, UNIFORM, evaluate, new_store, resident, train, u64
+from persia.errors import ConfigError, DataError, DimMismatch
+from tests.benchmarks.memory import resident
+from tests.core.stores import ADAGRAD, UNIFORM, evaluate, new_store, train, u64
 
 
 def test_an_empty_chunk_serves_another_dim_and_old_hints_find_nothing() -> None:
@@ -70,9 +71,8 @@ def test_memory_for_rows_is_there_before_they_come(bound: str) -> None:
     limit = {"memory": many * 160}.get(bound, 0)
     store = new_store(many if bound == "capacity" else 10**9, ADAGRAD, memory_limit=limit)
     train(store, range(many), 16)
-    jumps = (
-        0  # where an eighth of a chunk is left; what others in the process do comes anywhere
-    )
+    # Where an eighth of a chunk is left; what others in the process do comes anywhere.
+    jumps = 0
     before = resident()
     for first in range(many, many + 4 * in_chunk, 200):
         train(store, range(first, first + 200), 16)
@@ -124,7 +124,7 @@ def test_refused_requests_use_up_no_shape() -> None:
     assert train(store, [2], 100)[2] == 1
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3, 1000, 65_536])
+@pytest.mark.parametrize("dim", [1, 2, 3, 1000, MAX_DIM])
 def test_dims_from_one_to_the_largest(dim: int) -> None:
     store = new_store(4, RowOptimizer("adam"))
     for first in range(0, 12, 3):
@@ -132,3 +132,5 @@ def test_dims_from_one_to_the_largest(dim: int) -> None:
         assert np.array_equal(rows[2], UNIFORM.values(0, first + 2, dim))
         assert store.update(u64(range(first, first + 3)), hints, rows) == 0
         store.check()
+    with pytest.raises(DataError, match=f"1..{MAX_DIM} columns"):
+        evaluate(store, [1], MAX_DIM + 1)

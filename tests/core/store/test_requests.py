@@ -6,33 +6,8 @@ import numpy as np
 import pytest
 
 from persia._core.base.halves import DTYPES
-from tests.core.stores import NO_ROW, evaluate, new_store, train, u64
+from tests.core.stores import NO_ROW, new_store, train, u64
 from tests.reference.store import admits
-
-
-def test_hints_of_any_value_step_the_right_rows() -> None:
-    store = new_store(1000, num_shards=3)
-    start, hints, _, _ = train(store, range(500))
-    train(store, range(10_000, 10_400), 8)
-    signs = u64(range(500))
-    ones = np.full((500, 4), 2, np.float32)
-    rng = np.random.default_rng(5)
-    kinds = [
-        hints,
-        hints[::-1].copy(),
-        np.full(500, NO_ROW, np.uint32),
-        np.zeros(500, np.uint32),
-        np.arange(500, dtype=np.uint32) << 17,
-        np.full(500, 2**17 - 1, np.uint32),
-        rng.integers(0, 2**32, 500).astype(np.uint32),
-        None,
-    ]
-    for step, kind in enumerate(kinds, 1):
-        assert store.update(signs, kind, ones) == 0
-        wanted = start.copy()
-        for _ in range(step):
-            wanted = wanted - np.float32(0.5) * ones
-        assert np.array_equal(evaluate(store, range(500))[0], wanted)
 
 
 def test_a_freed_rows_link_is_no_sign() -> None:
@@ -72,14 +47,6 @@ def test_w27_admission_depends_on_seed_sign_and_batch_only() -> None:
     assert train(store, signs, admit=0.0)[3] == 3000
     assert train(store, signs, admit=1.0)[2] == 3000
     assert train(store, signs, admit=0.0)[3] == 0
-
-
-def test_a_refused_sign_comes_twice() -> None:
-    store = new_store(10)
-    rows, hints, inserted, refused = train(store, [5, 5, 6], admit=0.0)
-    assert (inserted, refused) == (0, 3)
-    assert not rows.any()
-    assert (hints == NO_ROW).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

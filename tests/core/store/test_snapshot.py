@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -64,8 +64,11 @@ class SnapshotRules:
     """Rules for a machine that has ``store``, ``model`` and the two methods below."""
 
     store: EmbeddingStore
-    readers: list[Reader]
-    replicas: dict[str, Rows | None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers: list[Reader] = []
+        self.replicas: dict[str, Rows | None] = {}
 
     def state(self) -> tuple[Rows, list[list[int]]]:
         raise NotImplementedError
@@ -83,8 +86,6 @@ class SnapshotRules:
         side_bytes=st.sampled_from([0, LARGE, LARGE]),
     )
     def begin(self, name: str | None, full: bool, max_rows: int, side_bytes: int) -> None:
-        if not hasattr(self, "readers"):
-            self.readers, self.replicas = [], {}
         if name is not None and name not in self.replicas:
             self.store.open_changes(name, max_bytes=self.store.num_shards * 8192)
             self.replicas[name] = None
@@ -106,18 +107,24 @@ class SnapshotRules:
             before = None
         self.readers.append(Reader(snapshot, rows, orders, before, snapshot.blocks(max_rows)))
 
-    @precondition(lambda self: bool(getattr(self, "readers", [])))
+    @precondition(lambda self: bool(self.readers))
     @rule(data=st.data(), count=st.integers(1, 40))
     def read(self, data: st.DataObject, count: int) -> None:
         at = data.draw(st.integers(0, len(self.readers) - 1), "reader")
         if not self.readers[at].read(count):
             self.readers.pop(at).snapshot.close()
 
-    @precondition(lambda self: bool(getattr(self, "readers", [])))
+    @precondition(lambda self: bool(self.readers))
     @rule(data=st.data(), commits=st.booleans())
     def finish(self, data: st.DataObject, commits: bool) -> None:
         at = data.draw(st.integers(0, len(self.readers) - 1), "reader")
         self._finish(self.readers.pop(at), commits)
+
+    @precondition(lambda self: bool(self.readers))
+    @rule(data=st.data())
+    def close_half_read(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.readers) - 1), "reader")
+        self.readers.pop(at).snapshot.close()
 
     def _finish(self, reader: Reader, commits: bool) -> None:
         snapshot = reader.snapshot
@@ -133,7 +140,7 @@ class SnapshotRules:
     @rule(name=st.sampled_from(NAMES[1:]), side_bytes=st.sampled_from([0, LARGE]))
     def take_changes(self, name: str, side_bytes: int) -> None:
         """From begin to commit, so that there is something for the next one to build on."""
-        num_readers = len(getattr(self, "readers", []))
+        num_readers = len(self.readers)
         self.begin(name, False, 65536, side_bytes)
         if len(self.readers) > num_readers:
             self._finish(self.readers.pop(), True)
@@ -165,24 +172,18 @@ class SnapshotRules:
         return signs
 
     def teardown(self) -> None:
-        for reader in getattr(self, "readers", []):
+        for reader in self.readers:
             reader.snapshot.close()
         assert self.store.watch.snapshots == ()
 
 
 class StoreSnapshots(SnapshotRules, StoreMachine):
     def state(self) -> tuple[Rows, list[list[int]]]:
-        rows = {
-            sign: (
-                0,
-                self.dtypes[len(row.values)],
-                row.values.tobytes(),
-                row.state.tobytes(),
-                0,
-            )
-            for shard in self.model.shards
-            for sign, row in shard.items()
-        }
+        rows: Rows = {}
+        for shard in self.model.shards:
+            for sign, row in shard.items():
+                dtype = self.dtypes[len(row.values)]
+                rows[sign] = (0, dtype, row.values.tobytes(), row.state.tobytes(), 0)
         return rows, [list(shard) for shard in self.model.shards]
 
     def shard_of(self, sign: int) -> int:
@@ -191,10 +192,8 @@ class StoreSnapshots(SnapshotRules, StoreMachine):
         )
 
 
-class ShardedSnapshots(StoreSnapshots):
-    capacities = ShardedMachine.capacities
-    num_shards = ShardedMachine.num_shards
-    dtypes: ClassVar[dict[int, str]] = {1: "float16", 5: "bfloat16", 8: "float32"}
+class ShardedSnapshots(StoreSnapshots, ShardedMachine):
+    pass
 
 
 class PolicySnapshots(SnapshotRules, PolicyMachine):
@@ -216,7 +215,7 @@ class PolicySnapshots(SnapshotRules, PolicyMachine):
         return sorted(signs, key=lambda sign: reader.expected[sign][0])
 
 
-few_examples = tries(8, stateful_step_count=25)
+few_examples = tries(40, stateful_step_count=25)
 TestOneShard = StoreSnapshots.TestCase
 TestOneShard.settings = few_examples
 TestManyShards = ShardedSnapshots.TestCase

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from persia._core.store.store import EmbeddingStore
 from persia.errors import StoreError
 from tests.core.policies import KINDS, new_store, train
 from tests.core.stores import (
@@ -45,46 +45,21 @@ def test_a_snapshot_is_of_its_moment_while_threads_train() -> None:
     for _ in range(3):
         expected = contents(store)
         snapshot = store.begin_snapshot(side_bytes=1 << 16, wait_seconds=60)
-        failures: list[BaseException] = []
 
-        def change(first: int, failures: list[BaseException] = failures) -> None:
-            try:
-                for turn in range(12):
-                    update(store, range(first, 20_000, 2))
-                    store.delete(u64(range(first + 13 * turn, 20_000, 211)))
-                    add(store, range(first, 20_000, 3))
-            except BaseException as error:
-                failures.append(error)
+        def change(first: int) -> None:
+            for turn in range(12):
+                update(store, range(first, 20_000, 2))
+                store.delete(u64(range(first + 13 * turn, 20_000, 211)))
+                add(store, range(first, 20_000, 3))
 
-        threads = [threading.Thread(target=change, args=(first,)) for first in (0, 1)]
-        for thread in threads:
-            thread.start()
-        blocks = list(snapshot.blocks(max_rows=500))
-        for thread in threads:
-            thread.join(60)
-        assert not failures
+        with ThreadPoolExecutor(2) as pool:
+            changes = [pool.submit(change, first) for first in (0, 1)]
+            blocks = list(snapshot.blocks(max_rows=500))
+            for one in changes:
+                one.result(60)
         assert contents_of(blocks) == expected
         snapshot.commit()
         store.check()
-
-
-def test_a_request_waits_for_a_reader_that_has_too_many_copies_to_take() -> None:
-    store = adagrad_store(1000)
-    expected = contents(store)
-    snapshot = store.begin_snapshot(side_bytes=0, wait_seconds=60)
-    update(store, range(1000))  # the first one is served whole, whatever it takes
-    is_done = threading.Event()
-
-    def again() -> None:
-        update(store, range(1000))
-        is_done.set()
-
-    thread = threading.Thread(target=again)
-    thread.start()
-    assert contents_of(list(snapshot.blocks())) == expected
-    assert is_done.wait(60)
-    thread.join(60)
-    snapshot.close()
 
 
 def waits(thread: threading.Thread) -> bool:
@@ -97,19 +72,24 @@ def waits(thread: threading.Thread) -> bool:
     )
 
 
-def test_a_request_that_waits_goes_on_where_copies_may_take_more() -> None:
+@pytest.mark.parametrize("is_allowed_more", [False, True])
+def test_a_request_waits_for_a_reader_that_has_too_many_copies_to_take(
+    is_allowed_more: bool,
+) -> None:
     store = adagrad_store(1000)
     expected = contents(store)
     with store.begin_snapshot(side_bytes=0, wait_seconds=60) as snapshot:
-        update(store, range(500))
+        update(store, range(500))  # the first one is served whole, whatever it takes
         thread = threading.Thread(target=update, args=(store, range(1000)))
         thread.start()
         until(lambda: waits(thread))
-        snapshot.allow(1 << 30)
+        if is_allowed_more:
+            snapshot.allow(1 << 30)
+            thread.join(60)
+            assert snapshot.fill == snapshot.copied_bytes / (1 << 30)  # every row was copied
+        assert contents_of(list(snapshot.blocks())) == expected
         thread.join(60)
         assert not thread.is_alive()
-        assert snapshot.fill == snapshot.copied_bytes / (1 << 30)  # every row was copied
-        assert contents_of(list(snapshot.blocks())) == expected
 
 
 def test_rows_cleared_before_they_were_read_are_an_error_of_the_reader() -> None:
@@ -130,22 +110,15 @@ def test_rows_cleared_before_they_were_read_are_an_error_of_the_reader() -> None
         list(snapshot.blocks())
 
 
-def policy_store() -> tuple[EmbeddingStore, EmbeddingStore]:
-    """One with a life behind it, and an empty one whose clocks begin elsewhere."""
+def test_orders_classes_and_ages_come_back() -> None:
     kinds = (("lfu", None, 0), ("lru", "steps", 40), ("lfu", "milliseconds", 60))
-    stores = [new_store(5000, *kinds, sketch_bytes=640) for _ in range(2)]
-    stores[0].set_clocks(900, 800)
+    store, other = (new_store(5000, *kinds, sketch_bytes=640) for _ in range(2))
     rng = np.random.default_rng(3)
     for turn in range(60):
-        stores[0].set_clocks(900 + turn, 800 + turn)
-        policy = turn % 4
-        train(stores[0], rng.integers(0, 250, 90) + 1000 * policy, turn, policy=policy)
-    return stores[0], stores[1]
-
-
-def test_orders_classes_and_ages_come_back() -> None:
-    store, other = policy_store()
-    other.set_clocks(7, 3)
+        store.set_clocks(900 + turn, 800 + turn)
+        signs = rng.integers(0, 250, 90) + 1000 * (turn % 4)
+        train(store, signs, turn, policy=turn % 4)
+    other.set_clocks(7, 3)  # which begin elsewhere
     for block in shuffled(blocks_of(store, 50)):
         other.restore(block)
     other.end_restore()

@@ -11,23 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia._core.base.halves import DTYPES
 from persia._core.base.hashing import mix64_array
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia.errors import ConfigError, DataError, DimMismatch, NotConfigured
-from tests.core.machine import HalvesMachine, ShardedMachine, StoreMachine
+from tests.core.machine import ShardedMachine, StoreMachine
 from tests.core.stores import ADAGRAD, UNIFORM, ZEROS, evaluate, held, new_store, train, u64
-from tests.reference.hashing import mix64
-from tests.reference.store import shard_capacities
 from tests.support.profiles import tries
 
-few_examples = tries(40, stateful_step_count=25)
+few_examples = tries(60, stateful_step_count=25)
 TestOneShard = StoreMachine.TestCase
 TestOneShard.settings = few_examples
 TestManyShards = ShardedMachine.TestCase
 TestManyShards.settings = few_examples
-TestTwoByteRows = HalvesMachine.TestCase
-TestTwoByteRows.settings = tries(12, stateful_step_count=20)
 
 
 def test_nothing_trains_before_configure() -> None:
@@ -127,16 +124,16 @@ def test_a_dim_mismatch_leaves_a_sound_store() -> None:
 
 
 def test_settings_out_of_range() -> None:
-    wrong: list[tuple[str, Any]] = [
-        ("capacity", 0),
-        ("capacity", -1),
-        ("capacity", 2**63),
-        ("num_shards", 0),
+    wrong: list[dict[str, Any]] = [
+        {"capacity": 0},
+        {"capacity": -1},
+        {"capacity": 2**63},
+        {"num_shards": 0},
     ]
-    wrong += [("num_shards", 1025), ("memory_limit", -1), ("num_threads", 0)]
-    for name, value in wrong:
-        with pytest.raises(ConfigError, match=name):
-            EmbeddingStore(**dict[str, Any]({"capacity": 1, name: value}))
+    wrong += [{"num_shards": 1025}, {"memory_limit": -1}, {"num_threads": 0}]
+    for setting in wrong:
+        with pytest.raises(ConfigError, match=next(iter(setting))):
+            EmbeddingStore(**({"capacity": 1} | setting))
 
 
 def test_arrays_that_do_not_fit_each_other() -> None:
@@ -197,7 +194,8 @@ def test_empty_requests() -> None:
     store.check()
 
 
-def test_threads_of_a_request_change_nothing() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_of_a_request_change_nothing(dtype: str) -> None:
     results = []
     for num_threads in (1, 2, 4):
         rng = np.random.default_rng(8)
@@ -206,11 +204,11 @@ def test_threads_of_a_request_change_nothing() -> None:
         out: list[bytes] = []
         for step in range(12):
             signs = rng.permutation(20_000)[:5000]
-            rows, hints, inserted, refused = train(store, signs, 8, admit=0.7, batch_id=step)
+            rows, hints, *counts = train(store, signs, 8, admit=0.7, batch_id=step, dtype=dtype)
             gradients = rng.standard_normal(rows.shape).astype(np.float32)
-            missing = store.update(u64(signs), hints, gradients)
+            missing = store.update(u64(signs), hints, gradients, dtype=dtype, number=step)
             out.append(rows.tobytes() + hints.tobytes())
-            out.append(repr((inserted, refused, missing, store.stats())).encode())
+            out.append(repr((counts, missing, store.stats())).encode())
         for block in store.iterate():
             out += [array.tobytes() for array in block]
         store.check()
@@ -329,75 +327,22 @@ def test_a_signal_comes_when_the_threads_of_a_request_are_done(num_threads: int)
 
 
 @pytest.mark.slow
-def test_ten_million_operations() -> None:
-    """Every row that comes back is compared with a numpy model, under eviction throughout.
-
-    Universe of signs, half of them of another dim. The model holds each sign's values, whether
-    it is held, and the time of its last use; the oldest of each shard are evicted by that time.
-    """
+def test_a_million_operations() -> None:
+    """The machine where tables, chunks and segments are many, under eviction throughout."""
     rng = np.random.default_rng(10)
-    universe, capacity, num_shards = 300_000, 100_000, 6
-    width = {0: 2, 1: 6}
-    signs = mix64_array(np.arange(universe, dtype=np.uint64) * np.uint64(3))
-    hashes = mix64_array(signs)
-    shards = ((hashes >> np.uint64(40)).astype(np.int64) % 1024) * num_shards // 1024
-    capacities = np.array(shard_capacities(capacity, num_shards))
-    keys = mix64_array(signs ^ np.uint64(mix64(4)))
-    draws = [mix64_array(keys + np.uint64(j)) >> np.uint64(12) for j in range(6)]
-    low, high = float(np.float32(-0.01)), float(np.float32(0.01))
-    first = np.array([low + (high - low) * (d * 2.0**-52) for d in draws]).T.astype(np.float32)
-    values = first.copy()
-    alive = np.zeros(universe, bool)
-    used = np.zeros(universe, np.int64)
-    hints = np.zeros(universe, np.uint32)
-    store = new_store(capacity, num_shards=num_shards, seed=4)
-    clock = operations = step = 0
-
-    def evict() -> None:
-        for number in range(num_shards):
-            there = np.flatnonzero(alive & (shards == number))
-            excess = len(there) - capacities[number]
-            if excess > 0:
-                alive[there[np.argpartition(used[there], excess - 1)[:excess]]] = False
-
-    while operations < 10_000_000:
-        step += 1
-        hot = (rng.zipf(1.15, 12_000) * 7919) % universe
-        cold = rng.integers(0, universe, 4000)
-        scanned = (np.arange(4000) + 4000 * step) % universe
-        batch = rng.permutation(np.unique(np.concatenate([hot, cold, scanned])))
-        for parity, dim in width.items():
-            part = batch[batch % 2 == parity]
-            fresh = part[~alive[part]]
-            values[fresh] = first[fresh]
-            rows, numbers, inserted, _ = train(store, signs[part], dim)
-            assert inserted == len(fresh)
-            assert np.array_equal(rows, values[part, :dim])
-            alive[part] = True
-            used[part] = np.arange(clock, clock + len(part))
-            clock += len(part)
-            evict()
-            hints[part] = numbers
-
-            late = rng.permutation(np.unique(rng.choice(batch, 6000)))
-            late = np.concatenate([late[late % 2 == parity], part[:3000]])
-            late = np.unique(late)  # some with hints of long ago
-            gradients = rng.standard_normal((len(late), dim)).astype(np.float32)
-            missing = store.update(signs[late], hints[late], gradients)
-            assert missing == np.count_nonzero(~alive[late])
-            stepped = alive[late]
-            values[late[stepped], :dim] -= np.float32(0.5) * gradients[stepped]
-
-            operations += len(part) + len(late)
-        stats = store.stats()
-        assert stats["entries"] <= 1.25 * stats["rows"]
-        if step % 50 == 1:
-            store.check()
-            for parity, dim in width.items():
-                every = np.arange(parity, universe, 2)
-                rows, missing = evaluate(store, signs[every], dim)
-                assert np.array_equal(rows, values[every, :dim] * alive[every, None])
-                assert missing == np.count_nonzero(~alive[every])
-                operations += len(every)
-    store.check()
-    assert len(store) == np.count_nonzero(alive)
+    machine = StoreMachine()
+    machine.set_up("sgd", 100_000, 6)
+    signs = mix64_array(np.arange(300_000, dtype=np.uint64))
+    for step in range(40):
+        hot = (rng.zipf(1.15, 12_000) * 7919) % len(signs)
+        cold = rng.integers(0, len(signs), 4000)
+        scanned = (np.arange(4000) + 4000 * step) % len(signs)
+        batch = signs[rng.permutation(np.concatenate([hot, cold, scanned]))]
+        machine.lookup_train(batch.tolist(), 1.0)
+        late = rng.choice(np.array(sorted(machine.known), np.uint64), 3000)
+        for some in (batch[:3000], late):  # some with hints of long ago
+            machine.update(some.tolist(), "kept", step)
+        machine.numbers()
+        if step % 20 == 19:
+            machine.every_key_has_its_own_row()
+            machine.order_of_use()
