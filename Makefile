@@ -84,10 +84,10 @@ FULL := --hypothesis-profile=full
 test: build  ## the fast tier: no GPU, no network, under three minutes on two cores
 	$(TEST) -m "not slow and not cuda"
 
-# These may take minutes: no stacks are shown before they have failed. What they print is what
-# they measured. Tests of Hypothesis run once more, with all of their examples.
+# These may take minutes: no stacks are shown before they have failed. The lines "measured" at the
+# end are theirs. Tests of Hypothesis run once more, with all of their examples.
 test-slow: build  ## what `make test` leaves out; cuda where there is a device
-	$(TEST) -m "slow or cuda or hypothesis" $(FULL) -rfEsP -o faulthandler_timeout=600
+	$(TEST) -m "slow or cuda or hypothesis" $(FULL) -rfEs -o faulthandler_timeout=600
 
 .PHONY: soak-recovery
 soak-recovery: build  ## kill a server KILLS=200 times under load and count every update

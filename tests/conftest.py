@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -51,3 +51,11 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*names, *services, *ours):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(env, "_place", None)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what tests measured: ``record_property("measured", line)``, once each."""
+    for report in terminalreporter.getreports("passed"):
+        for name, line in report.user_properties:
+            if name == "measured" and report.when == "call":
+                terminalreporter.write_line(f"measured: {line}")

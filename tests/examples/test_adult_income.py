@@ -13,6 +13,7 @@ from persia._rpc.messages import TableEntries
 from persia.config import EmbeddingSchema
 from tests.examples.loading import EXAMPLES, load
 from tests.meta.test_layers import WITHOUT_TORCH
+from tests.support.fixtures import Record
 from tests.support.processes import ROOT, run
 
 SEEDS = range(1, 6)
@@ -83,7 +84,7 @@ def _twin_auc(data: Any, seed: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
-def test_as_good_as_plain_pytorch(data: Any) -> None:
+def test_as_good_as_plain_pytorch(data: Any, record_property: Record) -> None:
     twin = np.array([_twin_auc(data, seed) for seed in SEEDS])
     for staleness, allowed in ((1, 0.0005), (10, 0.001)):
         # What is in flight differs from run to run where staleness is allowed, and so does the
@@ -92,9 +93,10 @@ def test_as_good_as_plain_pytorch(data: Any) -> None:
         aucs = [[_persia_auc(data, seed, staleness) for seed in SEEDS] for _ in range(runs)]
         ours = np.mean(aucs, axis=0)
         difference = float(np.mean(ours - twin))
-        print(
+        record_property(
+            "measured",
             f"staleness {staleness}: mean AUC {ours.mean():.6f}, PyTorch {twin.mean():.6f}, "
-            f"mean paired difference {difference:+.6f}"
+            f"mean paired difference {difference:+.6f}",
         )
         assert abs(difference) <= allowed, (ours, twin)
         assert ours.mean() >= 0.8930, ours

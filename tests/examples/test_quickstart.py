@@ -15,6 +15,7 @@ import yaml
 from persia._core.base import cpu
 from persia.config import EmbeddingSchema
 from tests.examples.loading import load, run_quickstart
+from tests.support.fixtures import Record
 
 SEEDS = range(1, 6)
 SMALL = 6_000  # samples that touch every feature, in a second
@@ -90,10 +91,11 @@ def test_embeddings_are_what_learns(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_staleness_costs_next_to_nothing() -> None:
+def test_staleness_costs_next_to_nothing(record_property: Record) -> None:
     one, ten = ([_full_run(seed, staleness).auc for seed in SEEDS] for staleness in (1, 10))
     difference = float(np.mean(ten) - np.mean(one))
-    print(f"mean AUC: staleness 1 {np.mean(one):.5f}, 10 {np.mean(ten):.5f}")
+    line = f"mean AUC: staleness 1 {np.mean(one):.5f}, 10 {np.mean(ten):.5f}"
+    record_property("measured", line)
     assert abs(difference) <= 0.001, (one, ten)
 
 

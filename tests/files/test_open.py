@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import tracemalloc
@@ -188,6 +189,7 @@ def s3() -> Iterator[dict[str, Any]]:
     """A server on loopback that speaks S3."""
     server = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for each request
     running = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
