@@ -35,7 +35,7 @@ from tests.rpc.support import PATIENCE_S
 from tests.support.local_job import local_job
 from tests.support.streams import Background
 
-# What lies between blocks that are in use, in arenas of many threads; a hundred rounds need half.
+# What lies between blocks that are in use, in arenas of many threads: a hundred rounds, half.
 SLACK_MIB = 24
 # Of Python's allocator, a round: torch keeps some for each step. One context has thousands.
 SLACK_BLOCKS = 200
