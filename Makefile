@@ -103,7 +103,7 @@ chaos-compose:  ## containers killed, paused, cut off for MINUTES=20 while they 
 test-all: test test-slow  ## every tier
 
 # The containers bring what they need: no .venv. COMPOSE_STEPS=bits runs one step.
-compose-test:  ## the stack of compose.yaml: same bits, failures, faults, chaos (needs Docker)
+compose-test:  ## the stack of compose.yaml: same bits, failures, chaos (needs Docker)
 	$(PYTHON) -m tests.compose $(COMPOSE_STEPS)
 
 audit:  ## known holes in what the images are made of (says so where it cannot know)

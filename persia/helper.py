@@ -106,7 +106,6 @@ class PersiaServiceCtx:
             raise ConfigError(
                 f"nproc_per_node must be in 1..{_MAX_NPROC}, got {nproc_per_node}"
             )
-        self._nproc = nproc_per_node
         self._data_loader_func = data_loader_func
         self._nn_worker_func = nn_worker_func
         slots = _one_of("embedding_config", embedding_config, embedding_config_path)
@@ -121,6 +120,7 @@ class PersiaServiceCtx:
             "embedding-parameter-server": embedding_parameter_replica_num,
             "embedding-worker": embedding_worker_replica_num,
             "data-loader": data_loader_replica_num,
+            "nn-worker": nproc_per_node,
         }
         self._ports = {
             "embedding-parameter-server": embedding_parameter_server_port,
@@ -206,8 +206,9 @@ class PersiaServiceCtx:
         if self._nn_worker_func is not None:
             words = self._call_words(directory, "nn_worker", self._nn_worker_func)
             of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "GROUP_RANK": 0}
-            of_all |= {"WORLD_SIZE": self._nproc, "LOCAL_WORLD_SIZE": self._nproc}
-            for rank in range(self._nproc):
+            size = self._num_replicas["nn-worker"]
+            of_all |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            for rank in range(size):
                 of_rank = {"RANK": rank, "LOCAL_RANK": rank}
                 self._start_process("nn-worker", rank, words, **of_rank, **of_all)
 
@@ -220,18 +221,16 @@ class PersiaServiceCtx:
 
     def _addresses(self, directory: Path) -> dict[str, str]:
         listed = {}
-        for role, variable, number in (
-            ("embedding-parameter-server", env.PARAMETER_SERVERS_VARIABLE, 0),
-            ("embedding-worker", env.EMBEDDING_WORKERS_VARIABLE, 0),
-            ("nn-worker", env.NN_WORKERS_VARIABLE, self._nproc),
+        for role, variable in (
+            ("embedding-parameter-server", env.PARAMETER_SERVERS_VARIABLE),
+            ("embedding-worker", env.EMBEDDING_WORKERS_VARIABLE),
+            ("nn-worker", env.NN_WORKERS_VARIABLE),
         ):
-            port, places = self._ports.get(role), range(number or self._num_replicas[role])
-            listed[variable] = ",".join(
-                f"ipc://{directory}/{role}-{place}"
-                if port is None
-                else f"127.0.0.1:{port + place}"
-                for place in places
-            )
+            port, places = self._ports.get(role), range(self._num_replicas[role])
+            addresses = [f"ipc://{directory}/{role}-{place}" for place in places]
+            if port is not None:
+                addresses = [f"127.0.0.1:{port + place}" for place in places]
+            listed[variable] = ",".join(addresses)
         if env.metrics_port() not in (None, "off"):
             listed["PERSIA_METRICS_PORT"] = "0"  # it is this process's; they are on one host
         return listed

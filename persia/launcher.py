@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from persia import env
-from persia._cli.doctor import DoctorOptions, rows_of, run_doctor, write_project
+from persia._cli.doctor import examine, print_report, rows_of, write_project
 from persia._cli.errors import HELP, OneLineGroup, Refused, ScriptCommand, example
 from persia._cli.scripts import Script, run_data_loader, run_nn_worker
 from persia._cli.top import DEADLINE_S, run_top
@@ -63,22 +63,20 @@ def _run_replica(
     role: str, index: int | None, size: int | None, run: Callable[[int, int], int]
 ) -> NoReturn:
     """As ``_run``; numbers that are not given are those of the environment."""
-    known = 0, 1
-    refused: ConfigError | None = None
-    if index is None or size is None:
-        try:
-            known = env.replica()
-        except ConfigError as error:
-            refused = error
+    try:
+        known = (0, 1) if index is not None and size is not None else env.replica()
+    except ConfigError as error:
+        raise Refused(f"persia-launcher {role}: {error}") from error
     number = known[0] if index is None else index
     count = known[1] if size is None else size
 
     def start() -> int:
-        if refused is not None:
-            raise refused
+        if number >= count:
+            expected = f"must be in 0..{count - 1} for --replica-size {count}, got {number}"
+            raise ConfigError(f"--replica-index {expected}")
         return run(number, count)
 
-    _run(role if refused else f"{role} {number}", start)
+    _run(f"{role} {number}", start)
 
 
 def _run(who: str, run: Callable[[], int]) -> NoReturn:
@@ -193,12 +191,16 @@ def data_loader(
 
 
 def _serve(
-    role: str, run: Callable[[Options], int], index: int | None, size: int | None, options: Any
+    role: str,
+    run: Callable[[Options], int],
+    replica_index: int | None,
+    replica_size: int | None,
+    **options: Any,
 ) -> NoReturn:
-    def start(number: int, count: int) -> int:
-        return run(Options(replica_index=number, replica_size=count, **options))
+    def start(index: int, size: int) -> int:
+        return run(Options(replica_index=index, replica_size=size, **options))
 
-    _run_replica(role, index, size, start)
+    _run_replica(role, replica_index, replica_size, start)
 
 
 @cli.command(
@@ -206,11 +208,9 @@ def _serve(
     **example("persia-launcher embedding-worker --embedding-config slots.yml"),
 )
 @_server_options(8887)
-def embedding_worker(
-    replica_index: int | None, replica_size: int | None, **options: Any
-) -> None:
+def embedding_worker(**options: Any) -> None:
     """Serve an embedding-worker until the job has ended."""
-    _serve("embedding-worker", run_embedding_worker, replica_index, replica_size, options)
+    _serve("embedding-worker", run_embedding_worker, **options)
 
 
 @cli.command(
@@ -218,12 +218,9 @@ def embedding_worker(
     **example("persia-launcher embedding-parameter-server --embedding-config slots.yml"),
 )
 @_server_options(8888)
-def embedding_parameter_server(
-    replica_index: int | None, replica_size: int | None, **options: Any
-) -> None:
+def embedding_parameter_server(**options: Any) -> None:
     """Serve an embedding-parameter-server until the job has ended."""
-    role = "embedding-parameter-server"
-    _serve(role, run_parameter_server, replica_index, replica_size, options)
+    _serve("embedding-parameter-server", run_parameter_server, **options)
 
 
 @cli.command("keys", **example("persia-launcher keys keys/"))
@@ -305,10 +302,11 @@ def doctor(rows: tuple[str, ...], as_json: bool, **options: Any) -> None:
     Exits with 1 if a job would fail of something.
     """
     try:
-        checked = DoctorOptions(rows=rows_of(rows), **options)
-        sys.exit(run_doctor(checked, as_json=as_json))
+        report = examine(rows=rows_of(rows), **options)
+        print_report(report, as_json=as_json)
     except ConfigError as error:
         raise Refused(str(error)) from error
+    sys.exit(report.status)
 
 
 @cli.command("init", **example("persia-launcher init clicks"))

@@ -69,9 +69,9 @@ class Kept:
         return {path.name: path.read_text() for path in sorted(self.directory.iterdir())}
 
 
-def assert_nothing_is_left(ctx_environment: str) -> None:
-    assert not processes_with(ctx_environment)
-    assert not Path(ctx_environment).exists()
+def assert_nothing_is_left(directory: str) -> None:
+    assert not processes_with(directory)
+    assert not Path(directory).exists()
 
 
 def private_directory() -> str:

@@ -25,7 +25,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,9 @@ from persia.embedding.data import PersiaBatch
 from persia.errors import ConfigError, DataError, PersiaError, did_you_mean
 from persia.utils import total_memory_bytes
 from persia.version import __version__
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _GIB = 2**30
 
@@ -83,6 +86,29 @@ _TORCH = (
     "torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 )
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def _run_python(code: str, *arguments: str, timeout_s: float) -> str:
+    """Run a program in a process of its own; returns what it printed.
+
+    Raises:
+        DataError: If it fails, with the last line that it said, or does not end.
+    """
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env=env.of_child(REPLICA_INDEX=0, REPLICA_SIZE=1, RANK=None),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise DataError(f"it did not end within {timeout_s:g} s") from exc
+    if ran.returncode:
+        said = ran.stderr.strip().splitlines()
+        raise DataError(said[-1] if said else f"it ended with status {ran.returncode}")
+    return ran.stdout
 
 
 def check_machine(*, huge_pages: Path = _HUGE_PAGES) -> Iterator[Finding]:
@@ -125,19 +151,11 @@ def _check_kernels() -> Finding:
 
 def _check_torch() -> Finding:
     # In a process of its own: servers and this command never load PyTorch.
-    command = [sys.executable, "-c", _TORCH]
     try:
-        ran = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_TORCH_S
-        )
-    except subprocess.TimeoutExpired:
-        text = f"did not load within {_TORCH_S:g} s"
-        return warning("torch", text, "check the load of this machine and its disk")
-    except subprocess.CalledProcessError as exc:
-        why = (exc.stderr.strip().splitlines() or ["it does not load"])[-1]
+        version, cuda, num = _run_python(_TORCH, timeout_s=_TORCH_S).split()[-3:]
+    except DataError as exc:
         todo = "pip install torch; nn-workers need it, others do not"
-        return warning("torch", f"cannot be used: {why}", todo)
-    version, cuda, num = ran.stdout.split()[-3:]
+        return warning("torch", f"cannot be used: {exc}", todo)
     devices = f"{num} CUDA devices" if int(num) else "no CUDA device, trains on the processor"
     built = "" if cuda == "-" else f", built for CUDA {cuda}"
     return ok("torch", f"{version}{built}; {devices}")
@@ -277,9 +295,9 @@ def forecast(
         table = schema.tables[slot.table]
         own = table.settings.optimizer
         chosen = (own.name if own is not None else None) or optimizer
-        size, num = _row_bytes(slot.dim, chosen, table.dtype), rows.get(slot.name, 0)
-        head = (slot.name, slot.group, slot.dim, table.dtype, chosen)
-        found.append(Forecast(*head, row_bytes=size, fit=limit // size, rows=num))
+        size = _row_bytes(slot.dim, chosen, table.dtype)
+        of_slot = (slot.name, slot.group, slot.dim, table.dtype, chosen)
+        found.append(Forecast(*of_slot, size, limit // size, rows.get(slot.name, 0)))
     return found
 
 
@@ -293,8 +311,7 @@ def check_memory(config: GlobalConfig, forecasts: list[Forecast]) -> Iterator[Fi
         text = "memory_limit is 0: rows may take more memory than there is"
         todo = "set memory_limit: 70% in embedding_parameter_server_config"
         yield warning("memory", text, todo)
-        return
-    if limit * num_here > total:
+    elif limit * num_here > total:
         share = resolve_memory_limit("90%") // num_here / _GIB
         yield error(
             "memory",
@@ -306,10 +323,15 @@ def check_memory(config: GlobalConfig, forecasts: list[Forecast]) -> Iterator[Fi
         yield ok("memory", f"rows of a server may take {limit / _GIB:.1f} GiB (memory_limit)")
     if forecasts:
         mean = sum(one.row_bytes for one in forecasts) / len(forecasts)
-        at, what = min((int(limit / mean), "memory_limit"), (settings.capacity, "capacity"))
-        text = f"a server evicts from about {at:,} rows on, by {what}; a row takes {mean:.0f} "
-        yield ok("memory", f"{text}bytes on average over features")
-        yield from _check_rows(forecasts, limit, settings.capacity)
+        at, what = settings.capacity, "capacity"
+        if 0 < limit < at * mean:
+            at, what = int(limit / mean), "memory_limit"
+        text = f"a server evicts from about {at:,} rows on, by {what}, and needs "
+        text += f"{at * mean / _GIB:.1f} GiB for them; a row takes {mean:.0f} bytes on average"
+        yield ok("memory", text)
+    if limit == 0:
+        return
+    yield from _check_rows(forecasts, limit, settings.capacity)
     directory = env.state_directory() or Path(settings.state_dir)
     if settings.keep_state and str(directory) != "off":
         yield _check_state_room(directory, limit * num_here)
@@ -362,122 +384,78 @@ class DataSample:
 
 
 def read_sample(path: Path) -> DataSample:
-    """Read a sample of the data.
-
-    Args:
-        path: ``.npz`` (arrays by name), ``.parquet`` (the first row group), ``.py`` (a script,
-            run up to its first batch), or the bytes of a PersiaBatch.
+    """Read a sample of the data; ``docs/doctor.md`` says of which files.
 
     Raises:
         DataError: If it cannot be read.
     """
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as arrays:
-                return _of_arrays({name: arrays[name] for name in arrays.files})
+            with np.load(path, allow_pickle=False) as held:
+                arrays = dict(held)
+            others = {k: one for k, one in arrays.items() if one.dtype.kind not in "iu"}
+            ids = {k: arrays[k].astype(np.uint64) for k in arrays.keys() - others.keys()}
+            return DataSample(ids, others)
         if path.suffix in (".parquet", ".pq"):
             return _of_parquet(path)
         content = _first_batch(path) if path.suffix == ".py" else path.read_bytes()
-        return _of_batch(PersiaBatch.from_bytes(content))
+        batch = PersiaBatch.from_bytes(content)
+        ids = {one.name: one.distinct for one in batch.id_type_features}
+        others = {one.name: one.data for one in (*batch.non_id_type_features, *batch.labels)}
+        return DataSample(ids, others, is_batch=True)
     except (OSError, ValueError, zipfile.BadZipFile, PersiaError) as exc:
         raise DataError(f"{path}: {exc}") from exc
-
-
-def _of_batch(batch: PersiaBatch) -> DataSample:
-    ids = {one.name: one.distinct for one in batch.id_type_features}
-    others = {one.name: one.data for one in (*batch.non_id_type_features, *batch.labels)}
-    return DataSample(ids, others, is_batch=True)
-
-
-def _of_arrays(arrays: Mapping[str, NDArray[Any]]) -> DataSample:
-    ids = {
-        name: one.astype(np.uint64) for name, one in arrays.items() if one.dtype.kind in "iu"
-    }
-    return DataSample(ids, {name: one for name, one in arrays.items() if name not in ids})
 
 
 def _of_parquet(path: Path) -> DataSample:
     try:
         from pyarrow import parquet
-        from pyarrow.types import is_integer
 
         from persia.readers import _columns
     except ImportError as exc:
         raise DataError("to read Parquet, pip install pyarrow") from exc
     table = parquet.ParquetFile(path).read_row_group(0)
-    found = {}
+    ids, others = {}, {}
     for name in table.column_names:
         column = table[name].combine_chunks()
-        while hasattr(column, "flatten") and hasattr(column, "offsets"):  # lists, and of lists
-            column = column.flatten()
-        try:
-            if _columns.are_ids(column.type) and not is_integer(column.type):
-                hashed = _columns.id_feature(name, name, column, "hash")
-                found[name] = hashed.feature_batch.distinct
-            else:
-                found[name] = column.drop_null().to_numpy(zero_copy_only=False)
-        except Exception as exc:  # pyarrow's own classes, for types that numpy lacks
-            raise DataError(f"column {name}: {exc}") from exc
-    return _of_arrays(found)
+        if _columns.are_ids(column.type):
+            ids[name] = _columns.id_feature(name, name, column, "hash").feature_batch.distinct
+        elif _columns.width_of(column.type) == 1:
+            others[name] = column.drop_null().to_numpy(zero_copy_only=False)
+    return DataSample(ids, others)
 
 
 def _first_batch(script: Path) -> bytes:
     with tempfile.TemporaryDirectory(prefix="persia-") as directory:
         target = Path(directory) / "batch"
-        code = f"from {__name__} import run_to_first_batch; run_to_first_batch()"
-        try:
-            ran = subprocess.run(
-                [sys.executable, "-c", code, str(target), str(script)],
-                env=env.of_child(REPLICA_INDEX=0, REPLICA_SIZE=1, RANK=None),
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_SCRIPT_S,
-            )
-        except subprocess.TimeoutExpired as exc:
-            raise DataError(f"it sent no batch within {_SCRIPT_S:g} s") from exc
-        if target.exists():
-            return target.read_bytes()
-        lines = ran.stderr.strip().splitlines()
-        failed = ran.returncode and lines
-        raise DataError(lines[-1] if failed else "it ended without sending a batch")
+        code = f"import sys, {__name__} as checks; checks.run_to_first_batch(*sys.argv[1:])"
+        _run_python(code, str(target), str(script), timeout_s=_SCRIPT_S)
+        if not target.exists():
+            raise DataError("it ended without sending a batch")
+        return target.read_bytes()
 
 
-class _FirstBatchCtx:
-    """Stands in for ``DataCtx``: writes the first batch to a file and ends the process."""
-
-    resume_position = 0
-    target = Path()
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        pass
-
-    def __enter__(self) -> _FirstBatchCtx:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        pass
-
-    def seek(self, batch: int) -> None:
-        pass
-
-    def stats(self) -> dict[str, int]:
-        return {}
-
-    def send_data(self, persia_batch: PersiaBatch) -> None:
-        part = self.target.with_suffix(".part")
-        part.write_bytes(persia_batch.to_bytes())
-        part.rename(self.target)
-        os._exit(0)
-
-
-def run_to_first_batch() -> None:
-    """Run the script ``sys.argv[2]`` and write its first batch to the file ``sys.argv[1]``."""
+def run_to_first_batch(target: str, script: str) -> None:
+    """Run a script with a ``DataCtx`` that writes its first batch to a file, and ends there."""
     import persia.ctx
 
-    target, script = sys.argv[1:3]
-    _FirstBatchCtx.target = Path(target)
-    setattr(persia.ctx, "DataCtx", _FirstBatchCtx)  # noqa: B010  (mypy: a class is replaced)
+    class FirstBatchCtx(persia.ctx.DataCtx):
+        resume_position = 0
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *raised: object) -> Literal[False]:
+            return False
+
+        def seek(self, batch: int) -> None:
+            pass
+
+        def send_data(self, persia_batch: PersiaBatch) -> None:
+            Path(target).write_bytes(persia_batch.to_bytes())
+            os._exit(0)
+
+    setattr(persia.ctx, "DataCtx", FirstBatchCtx)  # noqa: B010  (mypy: a class is replaced)
     sys.argv = [script]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
@@ -517,30 +495,25 @@ def check_sample(schema: EmbeddingSchema, sample: DataSample, name: str) -> Iter
 
 # --- Procfile ---------------------------------------------------------------------------------
 
-# Not looked up: options of env, and what only a shell can expand.
-_COMMAND = re.compile(r"([A-Za-z0-9_-]+):\s*((?:env\s+)?(?:[A-Za-z_]\w*=\S*\s+)*)([^\s;]+).*")
+# Options of env are not looked up.
+_COMMAND = re.compile(r"([\w-]+):\s*(?:env\s+)?(?:\w+=\S*\s+)*([^\s;-][^\s;]*).*")
 
 
 def check_procfile(path: Path) -> Iterator[Finding]:
     """Yield an error for each line whose command does not exist."""
-    num_lines = num_bad = 0
+    is_good = True
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         line = _COMMAND.fullmatch(text.strip())
-        if line is None:
+        if line is None or re.search(r"[$`(]", text):  # what only a shell can expand
             continue
-        num_lines += 1
-        role, _, command = line.groups()
-        if re.search(r"[$`(]", text) or command.startswith("-"):
-            continue
+        role, command = line.groups()
         words = ["sh", "-c", 'command -v -- "$1"', "sh", command]
         if subprocess.run(words, capture_output=True, check=False).returncode:
-            num_bad += 1
-            todo = "install it, activate its environment, or correct the line"
-            yield error(
-                "procfile", f"{path}:{number}: {role}: no such command: {command}", todo
-            )
-    if not num_bad:
-        yield ok("procfile", f"{path}: all {num_lines} commands exist")
+            is_good = False
+            text = f"{path}:{number}: {role}: no such command: {command}"
+            yield error("procfile", text, "install it, or activate its environment")
+    if is_good:
+        yield ok("procfile", f"{path}: its commands exist")
 
 
 def file_in_procfile(path: Path, option: str) -> Path | None:

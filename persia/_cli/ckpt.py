@@ -152,16 +152,15 @@ def reshard_command(url: str, target: str, servers: int | None, identity: str | 
     storage, out = open_storage(url), open_storage(target)
     if out.is_same(storage):
         raise click.ClickException(
-            f"{target}: expected another folder than the checkpoint's own, where it would be "
-            "the latest one and the training that writes there would remove it"
+            f"{target}: expected another folder than the checkpoint's own, where the training "
+            "that writes there would remove it"
         )
     manifests = _chain(storage, identity)
     own = manifests[-1].id
     with sole_writer(out), _bar("writing", manifests, rows_only=True) as progress:
         manifest = rewrite(storage, out, own, num_servers=servers, progress=progress)
-    click.echo(
-        f"{manifest.id}: {manifest.num_rows:,} rows of {count(manifest.num_servers, 'server')}"
-    )
+    of_whom = count(manifest.num_servers, "server")
+    click.echo(f"{manifest.id}: {manifest.num_rows:,} rows of {of_whom}")
 
 
 def _chain(storage: Storage, name: str | None) -> list[Manifest]:
@@ -183,15 +182,11 @@ def _bar(
 
 def _show(storage: Storage, manifests: list[Manifest]) -> None:
     last = manifests[-1]
-    age = datetime.datetime.strptime(now(), TIME) - datetime.datetime.strptime(
-        last.created, TIME
-    )
-    seconds = datetime.timedelta(seconds=int(age.total_seconds()))
+    created, today = (datetime.datetime.strptime(one, TIME) for one in (last.created, now()))
+    servers = count(last.num_servers, "server")
     click.echo(f"checkpoint {last.id} in {storage.url}")
-    click.echo(
-        f"  step {last.step}, by {count(last.num_servers, 'server')}, PERSIA {last.writer}"
-    )
-    click.echo(f"  created {last.created}, {seconds} ago")
+    click.echo(f"  step {last.step}, by {servers}, PERSIA {last.writer}")
+    click.echo(f"  created {last.created}, {str(today - created).partition('.')[0]} ago")
     for manifest in manifests:
         deleted = sum(entry.num_signs for entry in manifest.deleted)
         click.echo(
@@ -208,7 +203,7 @@ def _show(storage: Storage, manifests: list[Manifest]) -> None:
             f"  group {number} {group.name}: features {', '.join(features)}; dim {table.dim} "
             f"{table.dtype}, {table.optimizer} with {table.state_words} words of state"
         )
-    others = [identity for identity in ids(storage) if identity != last.id]
-    for identity in others:
-        other = load(storage, identity)
-        click.echo(f"  also here: {other.kind} {identity} of step {other.step}")
+    for identity in ids(storage):
+        if identity != last.id:
+            other = load(storage, identity)
+            click.echo(f"  also here: {other.kind} {identity} of step {other.step}")

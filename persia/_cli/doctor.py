@@ -1,15 +1,12 @@
-"""Before a job: ``persia-launcher init``, and ``doctor``, which says what a job would fail of.
-
-checks     -->  findings: ok, warning, error, and what to do
-forecast   -->  a table: bytes of a row of each feature, rows that fit
-"""
+"""Before a job: ``persia-launcher init``, and the report of ``persia-launcher doctor``."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +27,7 @@ from persia._cli.checks import (
     ok,
     read_sample,
 )
+from persia._metrics.format import count
 from persia._metrics.top_view import WIDTH, need_rich
 from persia.config import schema_fingerprint
 from persia.errors import ConfigError, DataError
@@ -42,15 +40,6 @@ _PROCFILE = Path("Procfile")
 # Templates of a project; with .txt they are not taken for modules of this package.
 _SKELETON = Path(__file__).parent / "skeleton"
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
-
-
-@dataclass(frozen=True, slots=True)
-class DoctorOptions:
-    embedding_config: Path | None = None
-    global_config: Path | None = None
-    sample: Path | None = None
-    optimizer: str = "adagrad"
-    rows: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +58,8 @@ class Report:
         return json.dumps(report, indent=2)
 
     def summary(self) -> str:
-        texts = []
-        for name in ("error", "warning"):
-            number = sum(one.status == name for one in self.findings)
-            texts.append(f"{number or 'no'} {name}{'' if number == 1 else 's'}")
-        return ", ".join(texts)
+        numbers = Counter(one.status for one in self.findings)
+        return ", ".join(count(numbers[name], name) for name in ("error", "warning"))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.table import Table
@@ -112,23 +98,27 @@ class Report:
         return table
 
 
-def examine(options: DoctorOptions) -> Report:
-    """Run every check."""
-    if options.sample is not None and not options.sample.is_file():
-        raise ConfigError(f"--sample: no such file: {options.sample}")
-    embedding = options.embedding_config or env.embedding_config_path() or _find("embedding")
-    common = options.global_config or env.global_config_path() or _find("global")
+def examine(
+    embedding_config: Path | None = None,
+    global_config: Path | None = None,
+    sample: Path | None = None,
+    optimizer: str = "adagrad",
+    rows: Mapping[str, int] | None = None,
+) -> Report:
+    """Run every check; what is not given is looked for where a project has it."""
+    if sample is not None and not sample.is_file():
+        raise ConfigError(f"--sample: no such file: {sample}")
+    embedding = embedding_config or env.embedding_config_path() or _find("embedding")
+    common = global_config or env.global_config_path() or _find("global")
     findings = [*check_machine(), *check_variables()]
     found, schema, config = check_files(embedding, common)
     findings += found
-    forecasts: list[Forecast] = []
     if any(one.status == "error" and one.check == "variables" for one in findings):
-        return Report(findings, forecasts)  # the checks below read them
-    if schema is not None:
-        forecasts = forecast(schema, config, options.optimizer, options.rows)
+        return Report(findings, [])  # the checks below read them
+    forecasts = [] if schema is None else forecast(schema, config, optimizer, rows or {})
     findings += check_memory(config, forecasts)
     if schema is not None:
-        path = options.sample or env.data_loader_entry() or _first(["data_loader.py"])
+        path = sample or env.data_loader_entry() or _first(["data_loader.py"])
         try:
             if path is None:
                 findings.append(ok("data", "no sample given: --sample FILE compares one"))
@@ -170,18 +160,15 @@ def rows_of(texts: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def run_doctor(options: DoctorOptions, *, as_json: bool) -> int:
-    """Print the report; returns the exit status."""
+def print_report(report: Report, *, as_json: bool) -> None:
     if as_json:
-        report = examine(options)
         print(report.to_json())
-        return report.status
+        return
     need_rich()
     from rich.console import Console
 
-    report, console = examine(options), Console()
+    console = Console()
     (console if console.is_terminal else Console(width=WIDTH)).print(report)
-    return report.status
 
 
 def write_project(directory: Path) -> list[Path]:

@@ -1,8 +1,4 @@
-"""Command lines: help that ends with an example, and errors that are one line.
-
-persia-launcher top: No such option '--onec'. Did you mean '--once'? Example: persia-launcher
-top --once
-"""
+"""Command lines: help that ends with an example, and errors that are one line."""
 
 from __future__ import annotations
 

@@ -85,11 +85,9 @@ def _whole_or_none(folder: Path) -> Iterator[None]:
 
 class _Files:
     def __init__(self, folder: Path, form: str, names: Sequence[str]) -> None:
-        self._storage = LocalStorage(folder)
         self._folder = folder
         self._form = form
-        self._names = np.array(list(names))
-        self._metadata = {"groups": json.dumps(list(names))}
+        self._names = list(names)
         self._number = 0
 
     def add(self, table: str, arrays: Arrays) -> str:
@@ -97,10 +95,12 @@ class _Files:
         self._number += 1
         if self._form == "npz":
             # ``groups[group]`` is the group's name of a row.
-            np.savez(self._folder / name, allow_pickle=False, **arrays, groups=self._names)
+            groups = np.array(self._names)
+            np.savez(self._folder / name, allow_pickle=False, **arrays, groups=groups)
         else:
             columns = {key: Column.of(array) for key, array in arrays.items()}
-            self._storage.write(name, encode(columns, self._metadata))
+            content = encode(columns, {"groups": json.dumps(self._names)})
+            LocalStorage(self._folder).write(name, content)
         return name
 
 

@@ -1,14 +1,11 @@
-"""Healthcheck of the server in this container, for containers and probes.
+"""Healthcheck of the server in this container: 0, or 1 and a line that says why not.
 
     python -m persia._cli.health embedding-worker
     python -m persia._cli.health --ready nn-worker
 
-Exits with 0 if the server works, else with 1 and a line that says why not. The check is a call,
-not a connection: a server that has stopped serving still listens.
-
-With ``--ready``, and for a data-loader, which serves nothing else, the process is read at
-/readyz, beside its metrics: its script has entered a context, and every server that it needs
-answers and is configured.
+The check is a call, not a connection: a server that has stopped serving still listens. With
+``--ready``, and for a data-loader, which serves nothing else, the process is asked at /readyz,
+beside its metrics.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from http import HTTPStatus
 
 from persia import env
 from persia._cli.top import LOOPBACK_OF, fetch, metrics_host
-from persia._cluster.addresses import TCP, split
 from persia._cluster.connect import listening_address
 from persia._metrics.definitions import LOADER, TRAINER
 from persia._metrics.endpoint import default_port
@@ -33,19 +29,12 @@ ROLES = {role().name: role for role in (parameter_server, embedding_worker, nn_w
 
 
 def check(role: str, timeout_s: float, port: int | None = None) -> None:
-    """Call the server of this container, at the address of the environment.
-
-    An nn-worker only says hello, at the address of its first rank here.
-    """
+    """Call the server of this container; an nn-worker, at its first rank, only says hello."""
     wanted = ROLES[role]()
     index = 0 if role == nn_worker().name else env.replica()[0]
-    address = listening_address(role, index, port=port)
-    if address.startswith(TCP):
-        host, listens_at = split(address)
-        near = LOOPBACK_OF.get(host.strip("[]"), host)
-        # ZeroMQ takes an IPv6 address in brackets only.
-        near = f"[{near}]" if ":" in near and not near.startswith("[") else near
-        address = f"{TCP}{near}:{listens_at}"
+    host = env.listen_host().strip("[]")
+    near = LOOPBACK_OF.get(host, host)
+    address = listening_address(role, index, port=port, host=near)
     with (
         closing(ZmqTransport()) as transport,
         closing(Client(transport, address, wanted, timeout_s=timeout_s)) as client,

@@ -6,11 +6,7 @@
 
 The script sees the same ``sys.argv`` and ``sys.path`` as under ``python train.py --epochs 3``.
 SIGTERM raises SystemExit in its main thread, so that ``with TrainCtx`` is left properly. Its
-end is noted for the launcher, which prints the traceback again after all other output. A
-process whose launcher is gone ends.
-
-``torchrun`` is ``torch.distributed.run`` without a traceback of its own after the script's:
-each rank that failed is one line, and ranks ended by a signal are none.
+end is noted for the launcher, which prints the traceback again after all other output.
 """
 
 from __future__ import annotations
@@ -79,12 +75,9 @@ class Child:
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            logger.warning(
-                "process %d did not end within %g s of %s and is killed",
-                self.process.pid,
-                timeout_s,
-                signal.Signals(number).name,
-            )
+            text = "process %d did not end within %g s of %s and is killed"
+            name = signal.Signals(number).name
+            logger.warning(text, self.process.pid, timeout_s, name)
             self.send_signal(signal.SIGKILL)
             self.process.wait()
 
@@ -148,6 +141,7 @@ def main() -> None:
 
 
 def _torchrun(arguments: list[str]) -> None:
+    """Run ``torch.distributed.run`` without a traceback of its own after the script's."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -158,8 +152,7 @@ def _torchrun(arguments: list[str]) -> None:
         sys.exit(128 + signalled.sigval)
     except ChildFailedError as failed:
         for rank, failure in failed.failures.items():
-            how = f"exit code {failure.exitcode}"
-            print(f"rank {rank} (process {failure.pid}) ended with {how}", file=sys.stderr)
+            print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -1,14 +1,8 @@
 """``persia-launcher top``: a whole job in a terminal, live.
 
-The lists of addresses and ``PERSIA_METRICS_PORT`` say where the metrics of processes are:
-
-    hosts     of the lists; PERSIA_METRICS_HOST where they name this machine. Data-loaders are
-              in no list: on this machine, or as named on the command line
-    ports     PERSIA_METRICS_PORT, or the default of role and replica; and the next ones, as
-              long as a process answers there
-
-Each process is read by a thread of its own. One that has not answered in time is shown as
-silent until it answers; no thread is joined.
+``docs/top.md`` says where the metrics of processes are looked for. Each process is read by a
+thread of its own. One that has not answered in time is shown as silent until it answers; no
+thread is joined.
 """
 
 from __future__ import annotations
@@ -59,10 +53,7 @@ class ScrapeTarget:
 
 
 def list_targets(named: Sequence[str] = ()) -> list[ScrapeTarget]:
-    """Return the targets that the environment of this process lists.
-
-    Args:
-        named: Further ones, ``host:port``.
+    """Return the targets that the environment lists, and further ones, ``host:port``.
 
     Raises:
         ConfigError: If an address cannot be read, or there is none.
@@ -73,8 +64,8 @@ def list_targets(named: Sequence[str] = ()) -> list[ScrapeTarget]:
         if targets:
             return targets
         raise ConfigError(
-            "PERSIA_METRICS_PORT names no port at which processes serve metrics: name them, "
-            "persia-launcher top HOST:PORT ...; each logs a line `metrics at`"
+            "PERSIA_METRICS_PORT names no port: name the processes, persia-launcher top "
+            "HOST:PORT ...; each logs a line `metrics at`"
         )
     lists = current_lists()
     for role in (WORKER, SERVER, TRAINER):
@@ -121,18 +112,15 @@ class _State:
 
     begun_at: float | None = None  # of the request in flight; monotonic
     before: dict[tuple[str, int], Reading] = field(default_factory=dict)
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)  # the last; empty before any
     problem: str = ""
     remark: str = ""  # why a process that answers is not ready
-    has_answered: bool = False  # ever
 
 
 class Scraper:
     """Reads the metrics of processes, and keeps their last answers.
 
-    Args:
-        targets: The processes.
-        deadline_s: Seconds after which a process counts as silent.
+    A process counts as silent after ``deadline_s``.
     """
 
     def __init__(self, targets: Iterable[ScrapeTarget], deadline_s: float = DEADLINE_S) -> None:
@@ -171,8 +159,6 @@ class Scraper:
                 remark = fetch(host, target.port, "/readyz", self._deadline_s)[1].strip()
         except DataError as error:
             problem = str(error)
-        except TimeoutError:
-            problem = f"no answer within {self._deadline_s:g} s"
         except OSError as error:
             problem = _reason(error)
         except Exception as error:  # of an answer that is no HTTP, or another program's
@@ -182,7 +168,7 @@ class Scraper:
             state.begun_at = None
             if readings:
                 state.before = {(one.role, one.replica): one for one in state.readings}
-                state.readings, state.has_answered = readings, True
+                state.readings = readings
                 # Where the next replica, or rank, on the same host would be.
                 index, port = target.index + 1, target.port + 1
                 others.append(ScrapeTarget(target.role, index, target.host, port, False))
@@ -203,24 +189,19 @@ class Scraper:
                 problem = state.problem
                 if state.begun_at is not None and state.begun_at < late:
                     problem = f"no answer for {time.monotonic() - state.begun_at:.0f} s"
-                if state.readings and not problem:
-                    began = state.readings[0].first("process_start_time_seconds")
-                    for one in state.readings:
-                        if began is not None and (one.role, one.replica, began) in shown:
-                            continue
-                        shown.add((one.role, one.replica, began or 0.0))
-                        span = Delta(state.before.get((one.role, one.replica)), one)
-                        found.append(
-                            Watched(one.role, one.replica, str(target), span, state.remark)
-                        )
-                elif problem and (
-                    target.is_listed or state.has_answered or "answer" in problem
-                ):
+                if problem:
                     who = [(one.role, one.replica) for one in state.readings]
-                    found += [
-                        Watched(*one, str(target), None, problem)
-                        for one in who or [(target.role, target.index)]
-                    ]
+                    if not who and (target.is_listed or "answer" in problem):
+                        who = [(target.role, target.index)]
+                    found += [Watched(*one, str(target), None, problem) for one in who]
+                    continue
+                for one in state.readings:
+                    key = one.role, one.replica
+                    began = state.readings[0].first("process_start_time_seconds")
+                    if began is None or (*key, began) not in shown:
+                        shown.add((*key, began or 0.0))
+                        span = Delta(state.before.get(key), one)
+                        found.append(Watched(*key, str(target), span, state.remark))
         return found
 
 
@@ -288,8 +269,6 @@ def frame_of(scraper: Scraper) -> Frame:
     runs = sorted({span.now.run for span in spans} - {""})
     if runs:
         title = f"run {', '.join(runs)}: {title}"
-    if len(runs) > 1:
-        title += " (of one job? PERSIA_RUN_ID names it)"
     return Frame(processes, title)
 
 
@@ -303,11 +282,8 @@ def _show_once(scraper: Scraper, interval_s: float, deadline_s: float) -> int:
     print(frame)
     if any(one.span is not None for one in frame.processes):
         return 0
-    print(
-        "no process answers: start the job, or name its processes, persia-launcher top "
-        "HOST:PORT ... (each logs a line `metrics at`)",
-        file=sys.stderr,
-    )
+    hint = "start the job, or name its processes, persia-launcher top HOST:PORT ..."
+    print(f"no process answers: {hint}", file=sys.stderr)
     return 1
 
 

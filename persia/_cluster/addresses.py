@@ -7,11 +7,7 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from persia._rpc.zmq_transport import normalized
-from persia.errors import ConfigError
 
 TCP = "tcp://"
 
@@ -19,20 +15,8 @@ TCP = "tcp://"
 @dataclass(frozen=True, slots=True)
 class AddressList:
     variable: str
-    addresses: list[str]
+    addresses: list[str]  # with their scheme
     is_by_node: bool = False  # a list shorter than the set is one of nodes
-
-
-def parsed(variable: str, addresses: Sequence[str]) -> list[str]:
-    """Return addresses with their scheme.
-
-    Raises:
-        ConfigError: If one cannot be read; names the variable.
-    """
-    try:
-        return [normalized(address) for address in addresses]
-    except ConfigError as exc:
-        raise ConfigError(f"{variable}: {exc}") from exc
 
 
 def split(address: str) -> tuple[str, int]:

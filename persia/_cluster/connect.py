@@ -1,12 +1,8 @@
-"""Which servers there are: static lists of addresses.
+"""Which servers there are: the lists of addresses in the environment.
 
-    PERSIA_EMBEDDING_PARAMETER_SERVERS, PERSIA_EMBEDDING_WORKERS, PERSIA_NN_WORKERS
-        host:port | tcp://host:port | ipc://path, with commas between them
-
-A name may resolve to several hosts: each is one server. A list of nn-workers names the ranks,
-or the nodes; the ranks of a node listen at consecutive ports.
-
-No server needs to be there yet: ``discovery`` asks until the set is whole.
+A name in them may resolve to several hosts: each is one server. A list of nn-workers names the
+ranks, or the nodes; the ranks of a node listen at consecutive ports. No server needs to be
+there yet: ``discovery`` asks until the set is whole.
 """
 
 from __future__ import annotations
@@ -14,18 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from persia import env
-from persia._cluster.addresses import TCP, AddressList, parsed, resolved, split
+from persia._cluster.addresses import TCP, AddressList, resolved, split
 from persia._cluster.discovery import Discovery
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteNNWorker, RemoteParameterServer
+from persia._rpc.zmq_transport import normalized
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from persia._rpc.zmq_transport import ZmqTransport
 
 T = TypeVar("T")
@@ -41,30 +39,49 @@ _LISTS = {
 }
 
 
+class ConnectOptions(TypedDict, total=False):
+    """How a set of servers is found."""
+
+    # Where they listen; from the environment if not given.
+    addresses: Sequence[str] | None
+    # Seconds until all must have answered, and of each later call; ``PERSIA_RPC_TIMEOUT``.
+    timeout_s: float | None
+    # Called with the replica number when another process answers in its place; see ``Client``.
+    on_restart: Callable[[int], None] | None
+    # Asked several times a second whether to wait no longer.
+    should_stop: Callable[[], bool]
+    # Called every few seconds with the log's line about what is missing.
+    on_wait: Callable[[str], None]
+
+
+def connect_parameter_servers(
+    transport: ZmqTransport, **options: Unpack[ConnectOptions]
+) -> list[RemoteParameterServer]:
+    """Connect to every embedding-parameter-server, as ``_connect`` says."""
+    return _connect(parameter_server(), RemoteParameterServer.of, transport, options)
+
+
+def connect_embedding_workers(
+    transport: ZmqTransport, **options: Unpack[ConnectOptions]
+) -> list[RemoteEmbeddingWorker]:
+    """Connect to every embedding-worker, as ``_connect`` says."""
+    return _connect(embedding_worker(), RemoteEmbeddingWorker.of, transport, options)
+
+
+def connect_nn_workers(
+    transport: ZmqTransport, **options: Unpack[ConnectOptions]
+) -> list[RemoteNNWorker]:
+    """Connect to every nn-worker, as ``_connect`` says."""
+    return _connect(nn_worker(), RemoteNNWorker.of, transport, options)
+
+
 def _connect(
     role: Role,
     stub: Callable[[Client, Hello], T],
     transport: ZmqTransport,
-    *,
-    addresses: Sequence[str] | None = None,
-    timeout_s: float | None = None,
-    on_restart: Callable[[int], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-    on_wait: Callable[[str], None] | None = None,
+    options: ConnectOptions,
 ) -> list[T]:
     """Connect to every server of a role; returns them by replica number.
-
-    Args:
-        role: Of the servers.
-        stub: Of its class.
-        transport: How to get there.
-        addresses: Where they listen; from the environment if not given.
-        timeout_s: Seconds until all must have answered, and of each later call;
-            ``PERSIA_RPC_TIMEOUT`` if not given.
-        on_restart: Called with the replica number when another process answers in its place;
-            see ``Client``.
-        should_stop: Asked several times a second whether to wait no longer.
-        on_wait: Called every few seconds with the log's line about what is missing.
 
     Raises:
         ConfigError: If an address cannot be read, or the servers that answer are not one set.
@@ -74,22 +91,28 @@ def _connect(
     name = env.named_nats_variable()
     if name is not None and _nats_warning.acquire(blocking=False):
         logger.warning("%s is ignored: servers are found by their addresses", name)
-    listed = _list_of(role.name, addresses)
-    timeout_s = env.rpc_timeout_s() if timeout_s is None else timeout_s
-    discovery = Discovery(transport, role, listed, timeout_s, on_restart)
-    return [stub(client, hello) for client, hello in discovery.run(should_stop, on_wait)]
-
-
-connect_parameter_servers = partial(_connect, parameter_server(), RemoteParameterServer.of)
-connect_embedding_workers = partial(_connect, embedding_worker(), RemoteEmbeddingWorker.of)
-connect_nn_workers = partial(_connect, nn_worker(), RemoteNNWorker.of)
+    timeout_s = options.get("timeout_s")
+    discovery = Discovery(
+        transport,
+        role,
+        _list_of(role.name, options.get("addresses")),
+        env.rpc_timeout_s() if timeout_s is None else timeout_s,
+        on_restart=options.get("on_restart"),
+        should_stop=options.get("should_stop"),
+        on_wait=options.get("on_wait"),
+    )
+    return [stub(client, hello) for client, hello in discovery.run()]
 
 
 def _list_of(role: str, addresses: Sequence[str] | None = None) -> AddressList:
     read = _LISTS[role]
     variable = f"the list of {role}s given" if addresses else read.name
-    is_by_node = role == nn_worker().name
-    return AddressList(variable, parsed(variable, addresses or read()), is_by_node)
+    listed = addresses or read()
+    try:
+        found = [normalized(address) for address in listed]
+    except ConfigError as exc:
+        raise ConfigError(f"{variable}: {exc}") from exc
+    return AddressList(variable, found, is_by_node=role == nn_worker().name)
 
 
 def current_lists() -> dict[str, AddressList]:
@@ -111,15 +134,9 @@ def listening_address(
 ) -> str:
     """Return the address at which a server of this process listens.
 
-    What is given comes first, then the entry of the role's list for this server. That says
-    whether it is ``ipc``, and which port it is; its host is how others get here, and this
-    server listens at ``PERSIA_LISTEN_HOST``.
-
-    Args:
-        role: ``embedding-parameter-server``, ``embedding-worker`` or ``nn-worker``.
-        index: Replica number, or rank.
-        port: The port; 0 is one that the kernel chooses.
-        host: The host, if other than ``PERSIA_LISTEN_HOST``.
+    ``port`` and ``host`` come first, then the entry of the role's list for this server. That
+    says whether it is ``ipc``, and which port it is; its host is how others get here, and this
+    server listens at ``PERSIA_LISTEN_HOST``. Port 0 is one that the kernel chooses.
 
     Raises:
         ConfigError: If the role's list cannot be read, or has no entry for this server.
@@ -138,7 +155,7 @@ def listening_address(
     if place >= len(listed.addresses):
         raise ConfigError(
             f"{listed.variable}: expected an address for {role} {index}, "
-            f"got {len(listed.addresses)} addresses"
+            f"got {len(listed.addresses)}"
         )
     address = listed.addresses[place]
     if address.startswith(TCP):
@@ -146,7 +163,7 @@ def listening_address(
     if offset:
         raise ConfigError(
             f"{listed.variable}: expected an address for each rank where they are ipc, "
-            f"got {len(listed.addresses)}, none for rank {index}"
+            f"got none for rank {index}"
         )
     return address
 

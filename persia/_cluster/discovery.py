@@ -6,14 +6,6 @@ a line every few seconds says which are missing and why; at the deadline an erro
 that cannot be of one set are an error at once, after both were asked again: one of them may
 have been replaced since it answered.
 
-States of one address:
-
-    ASKING    hello                          -> ANSWERED
-    ASKING    another role, a bad number     -> FAILED     its error is raised by ``run``
-    ANSWERED  asked again, no answer         -> CLOSED     the address is asked from the start
-    any       no list entry leads there now  -> CLOSED
-    any       the search ends                -> CLOSED     clients of the set stay open
-
 A name of one host is left to ZeroMQ afterwards, which looks it up at each connection. One of
 several does not say which replica is where, so each server is called at its host, and a thread
 checks every few seconds that it is there. If not, it is sought among the hosts of the name.
@@ -27,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from persia._cluster.addresses import TCP, AddressList, is_name, resolve, resolved, split
@@ -58,24 +49,22 @@ _STOP_S = 0.25
 _CHECK_S = 3.0
 
 
-class ProbeState(Enum):
-    ASKING = "asking"
-    ANSWERED = "answered"
-    FAILED = "failed"
-    CLOSED = "closed"
-
-
+@dataclass(eq=False, slots=True)
 class _Probe:
-    """One address, and what asking there has led to. Guarded by the condition of the search."""
+    """One address, which is asked until there is ``hello`` or ``error``, or it is closed.
 
-    def __init__(self, address: str, client: Client) -> None:
-        self.address = address
-        self.client = client
-        self.thread: threading.Thread | None = None
-        self.state = ProbeState.ASKING
-        self.hello: Hello | None = None  # in ANSWERED
-        self.problem = f"no connection to {address}"  # in ASKING
-        self.error: BaseException | None = None  # in FAILED
+    Guarded by the condition of the search. It is closed when no list entry leads there any
+    more, when it is asked again and does not answer, and when the search ends: then clients
+    of the set stay open.
+    """
+
+    address: str
+    client: Client
+    problem: str  # while there is neither
+    hello: Hello | None = None
+    error: BaseException | None = None  # another role's server: raised by ``run``
+    is_closed: bool = False
+    thread: threading.Thread | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +79,7 @@ class _Answer:
 
 
 class Discovery:
-    """Finds the servers of one role, once.
-
-    Args:
-        transport: How to get there.
-        role: Of the servers.
-        listed: Where to ask.
-        timeout_s: Seconds until all must have answered, and of each later call.
-        on_restart: Called with the replica number when another process answers in its place,
-            once the set was whole.
-    """
+    """Finds the servers of one role, once; ``connect`` says what its arguments are."""
 
     def __init__(
         self,
@@ -107,17 +87,21 @@ class Discovery:
         role: Role,
         listed: AddressList,
         timeout_s: float,
-        on_restart: Callable[[int], None] | None,
+        on_restart: Callable[[int], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+        on_wait: Callable[[str], None] | None = None,
     ) -> None:
         self._transport = transport
         self._role = role
         self._listed = listed
         self._timeout_s = timeout_s
         self._on_restart = on_restart
+        self._should_stop = should_stop
+        self._on_wait = on_wait
         self._changed = threading.Condition()  # guards all below
         self._num_changes = 0
         self._is_over = False
-        self._probes: dict[str, _Probe] = {}  # by address; none is CLOSED
+        self._probes: dict[str, _Probe] = {}  # by address; none is closed
         # By name: its hosts, or why they are not known.
         self._names: dict[str, list[str] | str] = {
             address: f"{address} is being looked up"
@@ -126,28 +110,14 @@ class Discovery:
         }
         self._misfit = ""  # why the ranks do not follow from the list of nodes
 
-    def run(
-        self,
-        should_stop: Callable[[], bool] | None = None,
-        on_wait: Callable[[str], None] | None = None,
-    ) -> list[tuple[Client, Hello]]:
-        """Return the servers by number, once all have answered.
-
-        Args:
-            should_stop: Asked several times a second whether to wait no longer.
-            on_wait: Called with each line about what is missing.
-
-        Raises:
-            ConfigError: If the servers that answer cannot be one set.
-            ServiceUnavailable: If some are missing at the deadline.
-            JobFinished: If ``should_stop`` said so.
-        """
+    def run(self) -> list[tuple[Client, Hello]]:
+        """Return the servers by number, once all have answered."""
         for name in self._names:
             # Not joined: only the system ends a look-up.
             _start(f"persia-look-up {name}", self._look_up, name)
         answers: list[_Answer] = []
         try:
-            answers = self._wait(should_stop, on_wait)
+            answers = self._wait()
         finally:
             self._close(answers)
         logger.info("found %s", ", ".join(map(str, answers)))
@@ -157,11 +127,7 @@ class Discovery:
             Monitor(self._transport, self._role, self._listed, found)
         return found
 
-    def _wait(
-        self,
-        should_stop: Callable[[], bool] | None,
-        on_wait: Callable[[str], None] | None,
-    ) -> list[_Answer]:
+    def _wait(self) -> list[_Answer]:
         now = time.monotonic()
         deadline, next_line = now + self._timeout_s, now + _LINE_S
         while True:
@@ -190,17 +156,19 @@ class Discovery:
                     replica=next(iter(_numbers_missing(answers)), None),
                     method="hello",
                 )
-            if should_stop is not None and should_stop():
+            if self._should_stop is not None and self._should_stop():
                 raise JobFinished(f"no longer needed, {missing}", role=self._role.name)
             if now >= next_line:
                 next_line = now + _LINE_S
                 logger.warning("waiting: %s", missing)
-                if on_wait is not None:
-                    on_wait(missing)
+                if self._on_wait is not None:
+                    self._on_wait(missing)
             left = min(deadline, next_line) - now
+            if self._should_stop is not None:
+                left = min(left, _STOP_S)
             with self._changed:
                 if self._num_changes == seen:
-                    self._changed.wait(left if should_stop is None else min(left, _STOP_S))
+                    self._changed.wait(left)
 
     def _close(self, answers: Sequence[_Answer]) -> None:
         """End every thread, and every client but those of the answers."""
@@ -209,7 +177,7 @@ class Discovery:
             self._is_over = True
             probes = list(self._probes.values())
             for probe in probes:
-                probe.state = ProbeState.CLOSED
+                probe.is_closed = True
             self._changed.notify_all()
         for probe in probes:
             if probe.address not in kept:
@@ -280,43 +248,35 @@ class Discovery:
             if self._is_over and self._on_restart is not None and probe.hello is not None:
                 self._on_restart(probe.hello.replica_index)
 
-        def ask() -> None:
-            while self._step(probe) is ProbeState.ASKING:
-                pass
-
         client = Client(
             *(self._transport, address, self._role),
             timeout_s=self._timeout_s,
             on_restart=None if self._on_restart is None else on_restart,
         )
-        probe = self._probes[address] = _Probe(address, client)
-        probe.thread = _start(f"persia-ask {address}", ask)
+        probe = self._probes[address] = _Probe(address, client, _no_connection(address))
+        probe.thread = _start(f"persia-ask {address}", self._ask, probe)
 
-    def _step(self, probe: _Probe) -> ProbeState:
-        """Ask at an address once; return its state then."""
-        state, hello, error = ProbeState.ASKING, None, None
-        problem = f"no connection to {probe.address}"
-        try:
-            hello = probe.client.hello(_LINE_S)
-            if not 0 <= hello.replica_index < hello.replica_size:
-                raise ConfigError(
-                    f"{probe.address}: expected a number in 0..{hello.replica_size - 1} of "
-                    f"{hello.role}, got {hello.replica_index}"
-                )
-            state = ProbeState.ANSWERED
-        except (ServiceUnavailable, ServiceBusy):
-            pass
-        except ServiceTimeout:
-            problem = f"no answer from {probe.address}, to which there is a connection"
-        except BaseException as exc:
-            # Raised by the thread that waits.
-            state, hello, error = ProbeState.FAILED, None, exc
-        with self._changed:
-            if probe.state is ProbeState.CLOSED:
-                return ProbeState.CLOSED
-            probe.state, probe.hello, probe.error, probe.problem = state, hello, error, problem
-            self._notify()
-            return state
+    def _ask(self, probe: _Probe) -> None:
+        """Ask at an address until there is an answer, or an error that asking does not mend."""
+        hello: Hello | None = None
+        error: BaseException | None = None
+        while hello is None and error is None:
+            problem = _no_connection(probe.address)
+            try:
+                hello = probe.client.hello(_LINE_S)
+                if not 0 <= hello.replica_index < hello.replica_size:
+                    raise ConfigError(f"{_Answer(probe, hello)}: its number is outside the set")
+            except (ServiceUnavailable, ServiceBusy):
+                pass
+            except ServiceTimeout:
+                problem = f"no answer from {probe.address}, to which there is a connection"
+            except BaseException as exc:
+                hello, error = None, exc  # raised by the thread that waits
+            with self._changed:
+                if probe.is_closed:
+                    return
+                probe.hello, probe.error, probe.problem = hello, error, problem
+                self._notify()
 
     def _ask_again(self, one: _Answer, other: _Answer, conflict: str) -> None:
         """Raise the conflict, unless one of the two has gone or was replaced."""
@@ -336,7 +296,7 @@ class Discovery:
 
     def _close_probe(self, address: str) -> None:
         probe = self._probes.pop(address)
-        probe.state = ProbeState.CLOSED
+        probe.is_closed = True
         probe.client.close()
 
     # --- answers ----------------------------------------------------------------------------
@@ -381,6 +341,10 @@ class Discovery:
         return f"{what}: {'; '.join(reasons)}"
 
 
+def _no_connection(address: str) -> str:
+    return f"no connection to {address}"
+
+
 def _numbers_missing(answers: Sequence[_Answer]) -> list[int]:
     if not answers:
         return []
@@ -418,12 +382,6 @@ class Monitor:
     """Checks servers in a thread until their clients are closed.
 
     Clients are closed together, and before their transport is.
-
-    Args:
-        transport: How to get to them.
-        role: Of the servers.
-        listed: Where to seek one that has moved.
-        found: All of them, by number.
     """
 
     def __init__(

@@ -3,10 +3,6 @@
 The launcher of the training script announces the job's end to every server; a data-loader,
 which has no address, asks an embedding-worker. A server that is not there is no error: it may
 have ended before.
-
-In a process its end is an event: a signal, the job's end, or a failure. A signal handler may
-run between any two instructions, so it only puts the event into a queue; the main thread takes
-it out where it waits anyway.
 """
 
 from __future__ import annotations
@@ -56,12 +52,9 @@ def announce_job_end(
 ) -> list[str]:
     """Announce to every parameter server and embedding-worker that the job has ended.
 
-    Servers get ``timeout_s`` to be there and to answer. ``took_part`` says whether the script
-    has configured servers; see ``JobState``.
-
-    Returns:
-        The addresses without an answer; where all answered, the servers of their sets that
-        no address leads to.
+    ``took_part`` says whether the script has configured servers; see ``JobState``. Returns
+    the addresses without an answer within ``timeout_s``; where all answered, the servers of
+    their sets that no address leads to.
     """
     deadline = time.monotonic() + timeout_s
     roles = parameter_server(), embedding_worker()
@@ -120,7 +113,7 @@ class JobMonitor:
         watcher: Name of this process; servers leave once every watcher knows the end.
         on_end: Called once with the exit status, or with the error if no embedding-worker
             has answered for ``PERSIA_RPC_TIMEOUT`` seconds.
-        number: Of this one among the watchers, so that not all ask the first embedding-worker.
+        number: Of this watcher: not all ask the first embedding-worker.
     """
 
     def __init__(
@@ -203,15 +196,11 @@ class JobMonitor:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A reason to end, or to check if there is one.
-
-    ``signal`` with its number; ``job`` with its exit status, or with the error that keeps it
-    from being known; ``ended``, of a child process; ``failure`` of a thread.
-    """
+    """A reason to end: ``kind`` is ``signal``, ``job``, ``ended`` (a child) or ``failure``."""
 
     kind: str
-    number: int = 0
-    error: BaseException | None = None
+    number: int = 0  # of the signal, or the job's exit status
+    error: BaseException | None = None  # of a thread, or why the status cannot be known
 
 
 Events = queue.SimpleQueue[Event]  # put() is allowed in a signal handler
@@ -219,7 +208,11 @@ Events = queue.SimpleQueue[Event]  # put() is allowed in a signal handler
 
 @contextmanager
 def watched_process() -> Iterator[Events]:
-    """Turn SIGTERM, SIGINT, and exceptions that end a thread, into events."""
+    """Turn SIGTERM, SIGINT, and exceptions that end a thread, into events.
+
+    A signal handler may run between any two instructions, so it only puts the event into a
+    queue; the main thread takes it out where it waits anyway.
+    """
     events: Events = queue.SimpleQueue()
 
     def on_signal(number: int, frame: FrameType | None) -> None:

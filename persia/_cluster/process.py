@@ -1,6 +1,5 @@
 """The processes of the two server roles, from configuration to exit status.
 
-    configure      YAML files, kernels, log
     listen         at once, so that the end of the job can be announced
     connect        an embedding-worker, to all parameter servers; until they are there calls
                    are answered with ServiceBusy, which says what is missing
@@ -173,31 +172,21 @@ def run_embedding_worker(options: Options) -> int:
         process.stack.callback(worker.close)
         for server in servers:
             process.stack.callback(server.close)
-        process.stack.callback(_log_in_flight, worker, process)
         process.stack.callback(process.stop)
         address = process.server.address
         logger.info("serves at %s, with %d parameter server(s)", address, len(servers))
         return process.wait()
 
 
-def _log_in_flight(worker: EmbeddingWorker, process: ServerProcess) -> None:
-    num_in_flight = worker.stats().get("in_flight", 0)
-    if num_in_flight:
-        logger.log(process.level, "%d batches were between lookup and update", num_in_flight)
-
-
 def _load(
     options: Options, addresses: env.Variable[list[str]]
 ) -> tuple[EmbeddingSchema, GlobalConfig]:
-    index, size, num_listed = options.replica_index, options.replica_size, len(addresses())
+    size, num_listed = options.replica_size, len(addresses())
     if options.embedding_config is None:
         raise ConfigError(
             "expected an embedding config: give --embedding-config or set "
             "PERSIA_EMBEDDING_CONFIG"
         )
-    if not 0 <= index < size:
-        expected = f"must be in 0..{size - 1} for --replica-size {size}, got {index}"
-        raise ConfigError(f"--replica-index {expected}")
     if num_listed > size:
         # Each would serve as the only one of its set.
         text = f"{addresses.name} lists {num_listed} addresses, but --replica-size is {size}"
@@ -243,13 +232,9 @@ class ServerProcess:
     ) -> None:
         """Answer calls, and serve metrics.
 
-        Args:
-            schema: The embedding config.
-            config: Where metrics are pushed to.
-            ready: Says what is missing until the service can be used; "" if nothing is.
-            service: What serves calls; None if ``server.service`` is set later.
-            waits_for: Says what the service waits for as long as there is none; must not ask
-                other processes, as it is called for each call that is refused.
+        Without ``service``, ``server.service`` is set later. ``ready`` says what is missing
+        until it can be used, "" if nothing is; ``waits_for`` what it waits for as long as there
+        is none. That is called for each call that is refused: it must ask no other process.
         """
         name, number = self._role.name, self._options.replica_index
         self.server = Server(

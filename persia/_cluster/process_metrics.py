@@ -3,12 +3,9 @@
 Components know nothing of metrics. They count for ``stats()``, and measure queues and bytes
 only when they are read.
 
-    persia._cli.run        opens the endpoint before the script begins
-    a context, entered     opens it if it is not open; it is closed with the last context
-
-So ``python train.py`` beside servers has one as well. In embedded mode a script has none,
-unless ``PERSIA_METRICS_PORT`` asks for it: a notebook should open no port unasked. Sources are
-those of the contexts that are on the stack at each reading.
+``persia._cli.run`` opens the endpoint before a script begins; else an entered context does, and
+it is closed with the last one. In embedded mode a script has none, unless
+``PERSIA_METRICS_PORT`` asks for it: a notebook should open no port unasked.
 """
 
 from __future__ import annotations
@@ -269,15 +266,11 @@ PROBE_S = 3.0
 
 @runtime_checkable
 class MonitoredContext(Protocol):
-    """A context; a Protocol, as contexts are a layer above."""
+    """What is read of a ``BaseCtx``, whose layer is above."""
 
     def metric_sources(self) -> Iterable[MetricSource]: ...
-
-    def why_not_ready(self) -> str:
-        """Say why it cannot be used; "" if it can."""
-
-    def why_not_healthy(self) -> str:
-        """Say which of its threads have ended before their time; "" if none."""
+    def why_not_ready(self) -> str: ...
+    def why_not_healthy(self) -> str: ...
 
 
 def _entered() -> list[MonitoredContext]:

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from rich.console import Console, RenderableType
 
-from persia._cli.doctor import DoctorOptions, examine
+from persia._cli.doctor import examine
 from persia._cli.top import Scraper, frame_of, list_targets
 from persia._metrics.top_view import Frame
 from persia.config import EmbeddingSchema
@@ -83,7 +83,7 @@ def draw_doctor(folder: Path) -> Path:
         arrays: dict[str, Any] = dict.fromkeys(names, ids)
         np.savez("sample.npz", **arrays)
         rows = {"occupation": 10**8, "native_country": 10**6}
-        report = examine(DoctorOptions(Path("slots.yml"), sample=Path("sample.npz"), rows=rows))
+        report = examine(Path("slots.yml"), sample=Path("sample.npz"), rows=rows)
     path = folder / "doctor.svg"
     path.write_text(svg(report, "persia-launcher doctor"), encoding="utf-8")
     return path

@@ -53,38 +53,16 @@ def bad(findings: list[Finding]) -> list[tuple[str, str]]:
 # --- files ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "says"),
-    [
-        ("slots_config:\n  item:\n    dimm: 8\n", 3, "slots_config.item.dimm: unknown key"),
-        ("slots_config:\n  a.b:\n\n    dim: x\n  a: {dim: 8}\n", 4, "slots_config.a.b.dim"),
-        (
-            "slots_config:\n  user: {dim: 8}\nfeature_groups:\n  g:\n  - user\n  - itm\n",
-            4,
-            "feature_groups.g: unknown slot 'itm'",
-        ),
-    ],
-)
-def test_a_config_error_has_file_and_line(
-    tmp_path: Path, text: str, line: int, says: str
-) -> None:
-    path = tmp_path / "slots.yml"
-    path.write_text(text)
-    findings, schema, _ = check_files(path, None)
-    assert schema is None
-    ((status, message),) = bad(findings)
-    assert status == "error"
-    assert message.startswith(f"{path}:{line}: ")
-    assert says in message
-    assert "\n" not in message
-
-
-def test_what_is_no_yaml_has_its_own_line(tmp_path: Path) -> None:
-    path = tmp_path / "global.yml"
-    path.write_text("common_config:\n  a: [1\n")
-    findings, _, config = check_files(None, path)
-    assert [text.partition(": expected")[0] for _, text in bad(findings)[1:]] == [f"{path}:3"]
-    assert config == GlobalConfig()
+def test_what_is_wrong_in_a_file_has_file_and_line(tmp_path: Path) -> None:
+    slots, common = tmp_path / "slots.yml", tmp_path / "global.yml"
+    slots.write_text("slots_config:\n  item:\n    dimm: 8\n")
+    common.write_text("common_config:\n  a: [1\n")
+    findings, schema, config = check_files(slots, common)
+    assert (schema, config) == (None, GlobalConfig())
+    (status, unknown), (_, no_yaml) = bad(findings)
+    assert (status, "\n" in unknown) == ("error", False)
+    assert unknown.startswith(f"{slots}:3: slots_config.item.dimm: unknown key")
+    assert no_yaml.startswith(f"{common}:3: expected")
     for wrong, says in ((tmp_path / "nowhere.yml", "found none"), (tmp_path, "found a folder")):
         (found,), _, _ = check_files(wrong, None)
         assert found.text.endswith(says)
@@ -145,11 +123,14 @@ def test_the_forecast_is_what_rows_take() -> None:
         forecast(SCHEMA, config, "adam", {"usr": 1})
 
 
+def _found_of_memory(rows: dict[str, int], **settings: object) -> list[Finding]:
+    of_server = {"keep_state": False, **settings}
+    config = GlobalConfig.load({"embedding_parameter_server_config": of_server})
+    return [*check_memory(config, forecast(SCHEMA, config, "sgd", rows))]
+
+
 def _memory(rows: dict[str, int], **settings: object) -> list[tuple[str, str]]:
-    config = GlobalConfig.load(
-        {"embedding_parameter_server_config": {"keep_state": False, **settings}}
-    )
-    return bad([*check_memory(config, forecast(SCHEMA, config, "sgd", rows))])
+    return bad(_found_of_memory(rows, **settings))
 
 
 def test_memory_that_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +139,8 @@ def test_memory_that_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert _memory({"user": 1000}, memory_limit="1GiB") == []
     assert _memory({}, memory_limit=2 * total_memory_bytes())[0][0] == "error"
     assert "memory_limit is 0" in _memory({}, memory_limit=0)[0][1]
+    text = _found_of_memory({}, capacity=10**6)[1].text
+    assert "1,000,000 rows on, by capacity, and needs 0.1 GiB for them" in text
     assert "rows will be evicted" in _memory({"user": 10**8}, memory_limit="1GiB")[0][1]
     assert "rows will be evicted" in _memory({"user": 10}, capacity=5)[0][1]
     both = "127.0.0.1:8888,127.0.0.1:8889"
@@ -341,4 +324,4 @@ def test_commands_of_a_procfile_exist(tmp_path: Path, line: str, says: str) -> N
     found = [*check_procfile(path)]
     assert bad(found) == ([("error", f"{path}:3: w: {says}")] if says else [])
     if not says:
-        assert [one.text for one in found] == [f"{path}: all 1 commands exist"]
+        assert [one.text for one in found] == [f"{path}: its commands exist"]

@@ -36,23 +36,22 @@ def test_the_config_that_a_procfile_names(monkeypatch: pytest.MonkeyPatch) -> No
     lines = ("$A", "none.yml", "far/slots.yml")
     words = [f"w: sh --embedding-config={name}\n" for name in lines]
     Path("Procfile").write_text("".join(words))
-    report = doctor.examine(doctor.DoctorOptions())
+    report = doctor.examine()
     assert "far/slots.yml: 1 features in 1 groups" in [one.text for one in report.findings]
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "abc")  # ends the checks
-    report = doctor.examine(doctor.DoctorOptions())
+    report = doctor.examine()
     assert report.status == 1
     assert "addresses" not in {one.check for one in report.findings}
 
 
-def test_a_report_as_text_and_as_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_as_text_and_as_json(tmp_path: Path) -> None:
     slots, batch = tmp_path / "slots.yml", tmp_path / "a.npz"
     slots.write_text(yaml.safe_dump({"slots_config": {"user": {"dim": 8}}}))
     np.savez(batch, user=np.arange(3))
-    options = doctor.DoctorOptions(slots, sample=batch, rows=doctor.rows_of(["user=1e3"]))
-    assert doctor.run_doctor(options, as_json=True) == 0
-    report = json.loads(capsys.readouterr().out)
+    words = ["doctor", f"--embedding-config={slots}", f"--sample={batch}", "--rows=user=1e3"]
+    ran = CliRunner().invoke(cli, [*words, "--json"])
+    assert ran.exit_code == 0, ran.output
+    report = json.loads(ran.stdout)
     assert report["ok"]
     assert report["forecast"][0]["feature"] == "user"
     assert {one["check"] for one in report["findings"]} >= {
@@ -60,8 +59,9 @@ def test_a_report_as_text_and_as_json(
         *("addresses", "metrics"),
     }
     np.savez(batch, usr=np.arange(3))
-    assert doctor.run_doctor(options, as_json=False) == 1
-    text = " ".join(capsys.readouterr().out.split())
+    ran = CliRunner().invoke(cli, words)
+    assert ran.exit_code == 1
+    text = " ".join(ran.stdout.split())
     assert "feature user of the config is not in the data" in text
     assert "-> send it, or take user out of slots_config" in text
     assert "bytes a row" in text

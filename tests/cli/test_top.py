@@ -58,31 +58,26 @@ def test_who_answers_says_who_it_is_and_rates_are_between_two_answers() -> None:
     assert found[0].span.delta("persia_lookups_total") == 200
 
 
-def test_who_is_not_ready_says_why() -> None:
-    def text(path: str) -> str:
-        if path == "/readyz":
-            return "no embedding-parameter-server answers\n"
-        return text_of(WORKER, 0).replace("persia_ready", "was_ready") + (
-            f'persia_ready{{role="{WORKER}",replica="0"}} 0.0\n'
-        )
-
-    with answering(text) as port:
-        (found,) = ask(ScrapeTarget(WORKER, 0, HOST, port))
-    assert found.span is not None
-    assert found.problem == "no embedding-parameter-server answers"
+NOT_READY = text_of(WORKER, 0).replace(" 1.0\nprocess", " 0.0\nprocess")
 
 
 @pytest.mark.parametrize(
-    ("status", "text", "says"),
+    ("status", "text", "has_answered", "says"),
     [
-        (404, "no such page", "another program answers there: HTTP status 404"),
-        (200, "hello", "metrics of a process of PERSIA"),
+        (200, NOT_READY, True, "no server answers"),  # what /readyz says
+        (404, "no such page", False, "another program answers there: HTTP status 404"),
+        (200, "hello", False, "metrics of a process of PERSIA"),
     ],
 )
-def test_another_program_is_not_taken_for_a_process(status: int, text: str, says: str) -> None:
-    with answering(lambda _: text, status) as port:
-        (found,) = ask(ScrapeTarget(SERVER, 0, HOST, port))
-    assert found.span is None
+def test_what_is_wrong_with_a_process_that_answers(
+    status: int, text: str, has_answered: bool, says: str
+) -> None:
+    def page(path: str) -> str:
+        return "no server answers\n" if path == "/readyz" else text
+
+    with answering(page, status) as port:
+        (found,) = ask(ScrapeTarget(WORKER, 0, HOST, port))
+    assert (found.span is not None) == has_answered
     assert says in found.problem
 
 
@@ -207,8 +202,7 @@ def test_a_frame_says_of_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
         scraper = asked(
             ScrapeTarget(WORKER, 0, HOST, one), ScrapeTarget(SERVER, 0, HOST, other)
         )
-        both = "run ours, theirs: 2 of 2 processes answer (of one job? PERSIA_RUN_ID names it)"
-        assert frame_of(scraper).title == both
+        assert frame_of(scraper).title == "run ours, theirs: 2 of 2 processes answer"
         monkeypatch.setenv("PERSIA_RUN_ID", "ours")
         frame = frame_of(scraper)
     assert frame.title == "run ours: 1 of 2 processes answer"

@@ -36,8 +36,8 @@ def verdict(packages: Sequence[dict[str, Any]]) -> tuple[int, str]:
     return 0, f"audit: no known hole in {len(known)} of {len(packages)} packages"
 
 
-def audited() -> list[dict[str, Any]] | None:
-    """Ask pip-audit of every pinned package; None if it cannot tell."""
+def audited() -> list[dict[str, Any]]:
+    """Ask pip-audit of every pinned package; it may not be able to tell."""
     words = [sys.executable, "-m", "pip_audit", "--format", "json", "--progress-spinner", "off"]
     words += ["--no-deps", "--disable-pip", "--timeout", "10"]
     for name in PINS:
@@ -48,15 +48,11 @@ def audited() -> list[dict[str, Any]] | None:
         )
         found: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
-        return None
+        return []
     return found
 
 
-def main() -> None:
-    status, text = verdict(audited() or [])
+if __name__ == "__main__":
+    status, text = verdict(audited())
     print(text)
     sys.exit(status)
-
-
-if __name__ == "__main__":
-    main()

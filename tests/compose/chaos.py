@@ -6,7 +6,7 @@
 Two hands, so that faults overlap. A container is in one hand at a time, and none lets go of it
 before it runs and is connected. So of three servers one keeps the volume of the rows mounted.
 Training has to go on before a hand does harm again, however slow the machine is: more faults
-than can be healed would show nothing. While it does not, the log says who waits for what.
+than can be healed would show nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ NUM_HANDS = 2
 # Seconds between faults of a hand, and of a fault.
 PAUSE_S, FAULT_S = (0.5, 4.0), (0.2, 12.0)
 BACK_S = 60.0
-# Within which training goes on, with one other fault at most; and between looks at who waits.
+# Within which training goes on, with one other fault at most.
 GO_ON_S = 240.0
-LOOK_S = 20.0
 # Docker starts one so often that crashes, and 20 times at most, as the stack says.
 MAX_CRASHES = 15
 # What the dense net has learned goes with the nn-worker: it is not started again.
@@ -45,8 +44,6 @@ class Chaos:
     _network: str  # from which containers are cut off
     _replicas: Mapping[str, int]  # containers of each service
     _progress: Callable[[], int]  # batches that are trained
-    # Which processes have logged in this number of seconds that they wait.
-    _waits: Callable[[float], str]
     _seed: int  # of what happens, by hand; the moments depend on the machine
 
     def __post_init__(self) -> None:
@@ -61,18 +58,9 @@ class Chaos:
         self._failures: list[BaseException] = []
 
     def __str__(self) -> str:
-        faults = {fault for _, fault in self.counts}
-        by_fault = [
-            f"{fault} "
-            + " + ".join(
-                f"{n} {who}" for (who, what), n in self.counts.items() if what == fault
-            )
-            for fault in sorted(faults)
-        ]
-        return (
-            f"{self.counts.total()} faults ({'; '.join(by_fault)}), "
-            f"{self._longest_s:.0f} s at most until training went on"
-        )
+        each = ", ".join(f"{n} {who} {fault}" for (who, fault), n in self.counts.items())
+        longest = f"{self._longest_s:.0f} s at most until training went on"
+        return f"{self.counts.total()} faults ({each}), {longest}"
 
     def go_on_for(self, seconds: float) -> None:
         """Do harm for so long, then heal everything.
@@ -120,30 +108,21 @@ class Chaos:
 
     def _wait_for_progress(self, after: str) -> None:
         before, begin = self._progress(), time.monotonic()
-        looked = begin
         while self._progress() == before and not self._is_over.wait(0.1):
-            now = time.monotonic()
-            if now > begin + GO_ON_S:
+            if time.monotonic() > begin + GO_ON_S:
                 raise TimeoutError(f"training stands at {before}, {GO_ON_S:g} s after {after}")
-            if now > looked + LOOK_S:
-                stands = f"{time.strftime('%X')} stands at {before}, {now - begin:.0f} s after"
-                print(f"{stands} {after}:\n{self._waits(now - looked)}", flush=True)
-                looked = now
         with self._lock:
             self._longest_s = max(self._longest_s, time.monotonic() - begin)
 
-    def _wait(self, seconds: float) -> None:
-        self._is_over.wait(seconds)
-
-    def _docker(self, *words: str) -> str:
-        return self._run(["docker", *words]).stdout.strip()
+    def _docker(self, *words: str) -> None:
+        self._run(["docker", *words])
 
     # --- what may happen; each ends with a container that runs and is connected --------------
 
     def killed(self, one: Container, seconds: float) -> None:
         name = self._name(*one)
         self._docker("kill", "--signal", "KILL", name)
-        self._wait(seconds / 2)
+        self._is_over.wait(seconds / 2)
         self._docker("start", name)
 
     def crashed(self, one: Container, seconds: float) -> None:
@@ -153,19 +132,19 @@ class Chaos:
         # It may be gone before it can say that the command went well.
         self._docker("exec", name, "sh", "-c", "(sleep 0.1; kill -9 -1) >/dev/null 2>&1 &")
         if not self._starts(name, now, now + BACK_S):
-            raise TimeoutError(f"{name} was not started again: {self._state(name)}")
+            raise TimeoutError(f"{name} was not started again")
 
     def paused(self, one: Container, seconds: float) -> None:
         name = self._name(*one)
         self._docker("pause", name)
-        self._wait(seconds)
+        self._is_over.wait(seconds)
         self._docker("unpause", name)
 
     def cut(self, one: Container, seconds: float) -> None:
         """It may come back under an address that another one had."""
         name = self._name(*one)
         self._docker("network", "disconnect", self._network, name)
-        self._wait(seconds)
+        self._is_over.wait(seconds)
         self._docker("network", "connect", "--alias", one[0], self._network, name)
 
     def _starts(self, name: str, since: float, until: float) -> bool:
@@ -176,6 +155,3 @@ class Chaos:
             found = events.stdout is not None and bool(events.stdout.readline())
             events.terminate()
         return found
-
-    def _state(self, name: str) -> str:
-        return self._docker("inspect", "-f", "{{.State.Status}}", name)

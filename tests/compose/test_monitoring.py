@@ -77,20 +77,14 @@ def test_grafana_can_show_every_panel() -> None:
     assert board["schemaVersion"] == 39  # Grafana 11's
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
-    cells: set[tuple[int, int]] = set()
-    below = 0
+    places = [panel["gridPos"] for panel in board["panels"]]
+    cells = [
+        (p["x"] + x, p["y"] + y) for p in places for x in range(p["w"]) for y in range(p["h"])
+    ]
+    assert len(set(cells)) == len(cells)  # none lies over another
+    assert max(x for x, _ in cells) < 24
+    assert places == sorted(places, key=lambda p: p["y"])  # in the order in which they are read
     for panel in board["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24, panel["title"]
-        own = {
-            (place["x"] + x, place["y"] + y)
-            for x in range(place["w"])
-            for y in range(place["h"])
-        }
-        assert not own & cells, panel["title"]
-        cells |= own
-        assert place["y"] >= below, panel["title"]  # in the order in which they are read
-        below = place["y"]
         if panel["type"] == "row":
             assert panel["panels"] == []
             continue
@@ -239,14 +233,8 @@ def test_each_alert_fires_for_its_fault_and_no_other(tmp_path: Path) -> None:
         series = [{"series": key, "values": values} for key, values in given.items()]
         fires = [{"labels": f'{{alertname="{name}"}}', "value": 1}] if name in WRONG else []
         then = {"expr": firing, "eval_time": "19m30s", "exp_samples": fires}
-        tests.append(
-            {
-                "name": name,
-                "interval": "30s",
-                "input_series": series,
-                "promql_expr_test": [then],
-            }
-        )
+        of_all = {"name": name, "interval": "30s", "input_series": series}
+        tests.append({**of_all, "promql_expr_test": [then]})
     path = tmp_path / "tests.yml"
     rules = {"rule_files": [str(PLACE / "rules.yml")], "evaluation_interval": "30s"}
     path.write_text(yaml.safe_dump({**rules, "tests": tests}))
