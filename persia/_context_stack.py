@@ -1,8 +1,7 @@
 """The contexts this process has entered, innermost last.
 
-``cnt_ctx``, the data loader and ``Optimizer.apply`` find the current context here. It is a
-stack, so contexts nest and two can live in one process. It belongs to the process and not to
-a thread, because a dataset's thread sends to the context that the main thread entered.
+They belong to the process and not to a thread, because a dataset's thread sends to the context
+that the main thread entered.
 """
 
 from __future__ import annotations
@@ -34,14 +33,7 @@ def push(ctx: object) -> None:
 
 
 def pop(ctx: object) -> None:
-    """Remove ``ctx``; the context entered before it becomes current again.
-
-    Contexts of two threads may leave in another order than they entered, so ``ctx`` may stand
-    anywhere in the stack.
-
-    Raises:
-        InternalError: If ``ctx`` was never pushed.
-    """
+    """Remove ``ctx``, entered last or not: two threads may leave theirs in any order."""
     with _lock:
         for place in reversed(range(len(_entered))):
             if _entered[place] is ctx:

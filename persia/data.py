@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from persia.embedding.data import PersiaBatch
 
 __all__ = ["DataLoader", "IterableDataset", "IterableDatasetBase", "StreamingDataset"]
-
-logger = logging.getLogger(__name__)
 
 if not TYPE_CHECKING:  # where any name would be taken for one
     __getattr__ = names_of(__name__)
@@ -48,11 +45,7 @@ class IterableDataset(IterableDatasetBase):
     """A dataset in this process: subclass it and yield batches.
 
     ``__iter__`` runs in a thread of its own, once per epoch. A batch is copied while the
-    generator stands still, so its arrays may be refilled for the next one, and the same
-    batch may be yielded again.
-
-    Args:
-        buffer_size: Batches read ahead of the lookups.
+    generator stands still, so its arrays may be refilled for the next one.
 
     Example:
         >>> class Clicks(IterableDataset):
@@ -68,10 +61,9 @@ class IterableDataset(IterableDatasetBase):
     """
 
     def iter_from(self, first: int) -> Iterator[PersiaBatch]:
-        """Yield the batches of one epoch from number ``first`` on.
+        """Yield the batches of one epoch from number ``first`` on, to continue a run.
 
-        A run that continues from a checkpoint calls it. Override it where the data can be
-        sought; this reads what comes before, and leaves it out.
+        Override it where the data can be sought; this reads what comes before as well.
         """
         yield from itertools.islice(self, first, None)
 
@@ -80,15 +72,11 @@ class StreamingDataset(IterableDatasetBase):
     """Batches that data-loader processes send by ``DataCtx``.
 
     A pass ends when every data-loader has left its ``DataCtx``; what they send in another one
-    is the next pass. In embedded mode a pass runs the data-loader's script, which is named by
-    ``PERSIA_DATALOADER_ENTRY`` or is ``data_loader.py`` beside the main script, in a child
-    process.
+    is the next pass. In embedded mode a pass runs the data-loader's script in a child process:
+    ``PERSIA_DATALOADER_ENTRY``, or ``data_loader.py`` beside the main script.
 
     Args:
         buffer_size: Batches held for each rank, of all data-loaders; each may have one there.
-
-    Raises:
-        ConfigError: In embedded mode, if there is no such script.
     """
 
     def __init__(self, buffer_size: int = 10) -> None:
@@ -99,20 +87,16 @@ class StreamingDataset(IterableDatasetBase):
             data_loader_script()
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        """Streams are read by the loader only.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Refuse: streams are read by the loader only."""
         raise NotImplementedError("a StreamingDataset is read by DataLoader, not iterated")
 
 
 class DataLoader:
     """Iterates a dataset inside a context, with embeddings looked up ahead.
 
-    Each pass begins at the first batch and ends the one before it, which then raises.
-    Leaving the loop early ends its threads. An exception in the
-    dataset is raised in the loop after the batches before it, one in a lookup at once.
+    Each pass begins at the first batch and ends the one before it, which then raises. An
+    exception in the dataset is raised in the loop after the batches before it, one in a lookup
+    at once.
 
     A batch that had no backward when the next one is asked for is released and counted as
     abandoned (``ctx.stats()``), unless ``ctx.keep`` holds it.
@@ -129,10 +113,6 @@ class DataLoader:
         drop_last: With several ranks, what happens when one of them has no batch for a round:
             True ends the pass for all and counts what the others had as ``incomplete``; False
             lets them go on alone, by torch's ``Join``; not with ``reproducible``.
-
-    Raises:
-        ConfigError: If a number is out of range.
-        DataTypeError: If the dataset cannot be iterated.
     """
 
     def __init__(
@@ -154,20 +134,11 @@ class DataLoader:
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        if reproducible and embedding_staleness != 1:
-            logger.info(
-                "reproducible=True keeps the order of batches; runs are bit-equal only with "
-                "embedding_staleness=1, got %s",
-                embedding_staleness,
-            )
         is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
         if not is_iterable or isinstance(dataset, type):
-            todo = (
-                "call it, and give what it returns" if callable(dataset) else "give a dataset"
-            )
             raise DataTypeError(
                 "DataLoader: expected an IterableDataset or an iterable of PersiaBatch, got "
-                f"{getattr(dataset, '__name__', None) or type(dataset).__name__}; {todo}"
+                f"{dataset!r:.200}"
             )
         self.dataset = dataset
         self.forward_buffer_size = forward_buffer_size
@@ -180,11 +151,7 @@ class DataLoader:
         self._epoch: weakref.ref[ForwardPipeline] | None = None
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:
-        """Start one pass, in the mode of the current context.
-
-        Raises:
-            ConfigError: If no context is entered that looks embeddings up.
-        """
+        """Start one pass, in the mode of the current context."""
         # Here, as they load torch: a data-loader's script imports its dataset without it.
         from persia._training.forward import PassOptions
         from persia.ctx.embedding import EmbeddingCtx, batches_of

@@ -15,13 +15,12 @@ import math
 import os
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from persia.errors import ConfigError, ServiceError
+from persia.errors import ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -83,46 +82,8 @@ class Curve:
         return [*self._points, (self._x / self._num, self._y / self._num)]
 
 
-class CurveStore:
-    """Each value in two curves: over steps, and over seconds."""
-
-    def __init__(self) -> None:
-        self._curves: dict[str, tuple[Curve, Curve]] = {}
-
-    def add(self, name: str, step: int, seconds: float, value: float) -> None:
-        """Add a value to both curves of a name."""
-        over_steps, over_time = self._curves.setdefault(name, (Curve(), Curve()))
-        over_steps.add(step, value)
-        over_time.add(seconds, value)
-
-    def names(self) -> list[str]:
-        """Return the names of all curves, the oldest first."""
-        return list(self._curves)
-
-    def of(self, name: str, *, over_time: bool = False) -> Curve:
-        """Return a curve over steps or over seconds; an empty one if nothing was added."""
-        return self._curves[name][over_time] if name in self._curves else Curve()
-
-
-def need_tensorboard() -> None:
-    """Raise ConfigError unless TensorBoard is installed, which writes its own files."""
-    if find_spec("tensorboard") is None:
-        raise ConfigError(
-            "tensorboard=: expected the package tensorboard, which is not installed: "
-            "pip install tensorboard"
-        )
-
-
 class Recorder:
-    """Records a run until it is closed.
-
-    Args:
-        worker: Whose servers' statistics are read.
-        tracker: The run's batches.
-        engine: The run's updates.
-        world_size: Ranks that make the steps.
-        tensorboard: Folder of event files; its name is the run's. None writes none.
-    """
+    """Records a run until it is closed; ``tensorboard`` is a folder for event files, if any."""
 
     def __init__(
         self,
@@ -139,7 +100,8 @@ class Recorder:
         self.step = 0  # the last one
         self.worker, self.tracker, self.world_size = worker, tracker, world_size
         self._engine = engine
-        self.curves = CurveStore()
+        # By name, the oldest first: over steps, and over seconds.
+        self.curves: dict[str, tuple[Curve, Curve]] = {}
         self._writer: Any = None
         if tensorboard is not None:
             from torch.utils.tensorboard.writer import SummaryWriter
@@ -217,11 +179,7 @@ class Recorder:
         self._add({f"reported/{name}": value for name, value in values.items()}, self.step)
 
     def settle(self) -> None:
-        """Read all that was noted, and the servers once more.
-
-        Raises:
-            BaseException: What ended the thread.
-        """
+        """Read all that was noted, and the servers once more; raise what ended the thread."""
         self._read_losses()
         self._read()
         failure, self._failure = self._failure, None
@@ -274,7 +232,9 @@ class Recorder:
         seconds = self.seconds
         with self._lock:
             for name, value in values.items():
-                self.curves.add(name, step, seconds, value)
+                over_steps, over_time = self.curves.setdefault(name, (Curve(), Curve()))
+                over_steps.add(step, value)
+                over_time.add(seconds, value)
                 if self._writer is not None:
                     self._writer.add_scalar(name.removeprefix("reported/"), value, step)
 

@@ -1,115 +1,113 @@
-"""The report of a run, from its recorder, its batches and its servers."""
+"""The report of a run: one HTML file, from its recorder, its batches and its servers.
+
+``template.html.jinja`` has the page with its layout and script, which fetches nothing.
+"""
 
 from __future__ import annotations
 
 import datetime
+import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from persia import env
 from persia._core.ids import cardinality
-from persia._metrics.format import count
-from persia._report.html import Chart, ChartSeries, FeatureRow, Page, render, short
-from persia._report.recorder import CurveStore, Points, Recorder, need_tensorboard
+from persia._metrics import format as texts
+from persia._report.recorder import Points, Recorder
 from persia.errors import ConfigError, ServiceError
 from persia.version import __version__
 
 if TYPE_CHECKING:
-    from persia._rpc.messages import EmbeddingWorker, FeatureStats
-    from persia._training.backward import BackwardPipeline
-    from persia._training.inflight import InFlightTracker
+    from persia._rpc.messages import FeatureStats
 
 _T = TypeVar("_T")
 
 _REPORTED = "reported/"
 # A loss of at least this many points is smoothed as well.
 _MANY = 60
+_MOST_TICKS = 5
 
 
-class TrainingRecord:
-    """What a TrainCtx of rank 0 records, and the report it writes at the end.
+class ChartSeries(NamedTuple):
+    """One line of a chart."""
 
-    Args:
-        report: The report's file; None writes none. Its folder is made now.
-        tensorboard: Folder of event files; None writes none.
-        rank: Others than 0 record nothing.
-
-    Raises:
-        ConfigError: If no file can be written there, or TensorBoard is not installed.
-    """
-
-    def __init__(
-        self,
-        report: str | os.PathLike[str] | None,
-        tensorboard: str | os.PathLike[str] | None,
-        rank: int,
-    ) -> None:
-        if tensorboard is not None:
-            need_tensorboard()
-        if report is not None and rank == 0:
-            _make_folder(report)
-        self.has_report = report is not None
-        self._report, self._tensorboard = report, tensorboard
-        self._rank = rank
-        self._recorder: Recorder | None = None
-
-    def begin(
-        self,
-        worker: EmbeddingWorker,
-        tracker: InFlightTracker,
-        engine: BackwardPipeline,
-        world_size: int,
-    ) -> Recorder | None:
-        """Begin to record a run; None if nothing is to be recorded."""
-        if not self._rank and (self.has_report or self._tensorboard is not None):
-            self._recorder = Recorder(worker, tracker, engine, world_size, self._tensorboard)
-        return self._recorder
-
-    def end(self) -> None:
-        """End the recording."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.close()
-
-    def write(
-        self, path: str | os.PathLike[str] | None, model_name: str, optimizers: str
-    ) -> None:
-        """Write the report of the run so far; the file appears whole or not at all.
-
-        Raises:
-            ConfigError: If no run is recorded for a report.
-            OSError: If the file cannot be written.
-        """
-        if self._recorder is None or self._report is None:
-            raise ConfigError(
-                "TrainCtx.write_report: expected TrainCtx(report='report.html'), which has the "
-                "run recorded, and to be called inside its `with`"
-            )
-        self._recorder.settle()
-        page = gather(f"Training report: {model_name}", optimizers, self._recorder)
-        target = Path(self._report if path is None else path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            aside.write_text(render(page), encoding="utf-8")
-            aside.replace(target)
-        finally:
-            aside.unlink(missing_ok=True)
+    name: str
+    points: Sequence[tuple[float, float]]
+    is_faint: bool = False
 
 
-def _make_folder(path: str | os.PathLike[str]) -> None:
-    """Make the folder of a report now, and not after a run of days."""
-    folder = Path(path).parent
+class Chart(NamedTuple):
+    """A line chart; ``unit`` is of its values, "B" for bytes."""
+
+    title: str
+    unit: str
+    across: str  # label of the x axis, with its unit
+    series: tuple[ChartSeries, ...]
+    from_zero: bool = False
+
+
+class Page(NamedTuple):
+    """All that a report shows."""
+
+    title: str
+    facts: str  # one line below the title
+    tiles: Sequence[tuple[str, str]]  # label and value
+    warnings: Sequence[tuple[str, int, str]]  # what, how often, and why
+    charts: Sequence[Chart]
+    features: Sequence[Mapping[str, Any]]  # lines of their table
+
+
+def check_outputs(
+    report: str | os.PathLike[str] | None,
+    tensorboard: str | os.PathLike[str] | None,
+    rank: int,
+) -> None:
+    """Raise a ConfigError now, and not after a run of days, if nothing can be written there."""
+    if tensorboard is not None and find_spec("tensorboard") is None:
+        raise ConfigError(
+            "tensorboard=: expected the package tensorboard, which is not installed: "
+            "pip install tensorboard"
+        )
+    if report is None or rank > 0:
+        return
+    folder = Path(report).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise ConfigError(f"report: cannot make the folder {folder}: {exc.strerror}") from exc
-    if Path(path).is_dir():
-        raise ConfigError(f"report: expected a file, got the folder {path}")
+    if Path(report).is_dir():
+        raise ConfigError(f"report: expected a file, got the folder {report}")
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"report: the folder {folder} cannot be written to")
+
+
+def write(
+    path: str | os.PathLike[str],
+    recorder: Recorder,
+    model: object,
+    embedding_optimizer: object,
+    dense_optimizer: object,
+) -> None:
+    """Write the report of a run so far; the file appears whole or not at all."""
+    recorder.settle()
+    title = f"Training report: {type(model).__name__}"
+    optimizers = (
+        f"{type(embedding_optimizer).__name__} for embeddings, "
+        f"{type(dense_optimizer).__name__} for the dense net"
+    )
+    page = gather(title, optimizers, recorder)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        aside.write_text(render(page), encoding="utf-8")
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def gather(title: str, optimizers: str, recorder: Recorder) -> Page:
@@ -121,8 +119,8 @@ def gather(title: str, optimizers: str, recorder: Recorder) -> Page:
         f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         f"PERSIA {__version__}",
         f"{env.get_mode()} mode",
-        count(recorder.world_size, "rank"),
-        count(len(servers), "parameter server"),
+        texts.count(recorder.world_size, "rank"),
+        texts.count(len(servers), "parameter server"),
         optimizers,
     )
     return Page(
@@ -130,7 +128,7 @@ def gather(title: str, optimizers: str, recorder: Recorder) -> Page:
         facts=" \u00b7 ".join(facts),
         tiles=_tiles(recorder, servers),
         warnings=_warnings(recorder, servers, features),
-        charts=_charts(recorder.curves),
+        charts=_charts(recorder),
         features=_feature_rows(recorder, features),
     )
 
@@ -150,10 +148,10 @@ def _tiles(recorder: Recorder, servers: Sequence[Mapping[str, int]]) -> list[tup
         ("time", str(datetime.timedelta(seconds=round(recorder.seconds)))),
         ("samples / s", short(samples / max(recorder.seconds, 1e-9))),
     ]
-    losses = recorder.curves.of("loss").points()
+    losses = _points(recorder, "loss")
     if losses:
         tiles.append(("loss at the end", f"{losses[-1][1]:.4f}"))
-    for name, points in _reported(recorder.curves).items():
+    for name, points in _reported(recorder).items():
         tiles.append((f"{name}, last", f"{points[-1][1]:.4f}"))
     if servers:
         tiles.append(("rows held", short(sum(one["rows"] for one in servers))))
@@ -161,10 +159,16 @@ def _tiles(recorder: Recorder, servers: Sequence[Mapping[str, int]]) -> list[tup
     return tiles
 
 
-def _reported(curves: CurveStore) -> dict[str, Points]:
+def _points(recorder: Recorder, name: str, over_time: bool = False) -> Points:
+    """Return a curve over steps or over seconds; an empty one if nothing was added."""
+    curves = recorder.curves.get(name)
+    return curves[over_time].points() if curves else []
+
+
+def _reported(recorder: Recorder) -> dict[str, Points]:
     """Return what the script reported by name, over steps."""
-    names = [name for name in curves.names() if name.startswith(_REPORTED)]
-    found = {name.removeprefix(_REPORTED): curves.of(name).points() for name in names}
+    names = [name for name in list(recorder.curves) if name.startswith(_REPORTED)]
+    found = {name.removeprefix(_REPORTED): _points(recorder, name) for name in names}
     return {name: points for name, points in found.items() if points}
 
 
@@ -182,21 +186,21 @@ _CHARTS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
 )
 
 
-def _charts(curves: CurveStore) -> list[Chart]:
-    losses = curves.of("loss").points()
+def _charts(recorder: Recorder) -> list[Chart]:
+    losses = _points(recorder, "loss")
     of_loss: tuple[ChartSeries, ...] = (ChartSeries("loss", losses),)
     if len(losses) >= _MANY:
         smoothed = ChartSeries("smoothed", _smoothed(losses))
         of_loss = (ChartSeries("as it is", losses, True), smoothed)
     charts = [Chart("Loss", "mean of 16 steps", "step", of_loss)]
-    for name, points in _reported(curves).items():
+    for name, points in _reported(recorder).items():
         if len(points) > 1:  # a single value is a tile, and no curve
             title = name.upper() if name in ("auc", "gauc") else name
             charts.append(Chart(title, "as reported", "step", (ChartSeries(name, points),)))
     for title, unit, over_time, lines in _CHARTS:
         across = "seconds since the start" if over_time else "step"
         series = tuple(
-            ChartSeries(label, curves.of(name, over_time=over_time).points())
+            ChartSeries(label, _points(recorder, name, over_time))
             for label, name in lines.items()
         )
         charts.append(Chart(title, unit, across, series, from_zero=True))
@@ -212,20 +216,26 @@ def _smoothed(points: Points) -> Points:
     return smooth
 
 
-def _feature_rows(recorder: Recorder, features: Sequence[FeatureStats]) -> list[FeatureRow]:
-    return [
-        FeatureRow(
-            one.name,
-            one.dim,
-            cardinality.estimate(one.registers),
-            one.num_ids,
-            one.num_ids / max(one.num_samples, 1),
-            one.num_empty / max(one.num_samples, 1),
-            *recorder.feature_norms.get(one.name, (None, None)),
+def _feature_rows(recorder: Recorder, features: Sequence[FeatureStats]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for one in features:
+        if not one.num_samples:
+            continue
+        # None where no step had it.
+        vector_norm, gradient_norm = recorder.feature_norms.get(one.name, (None, None))
+        rows.append(
+            {
+                "name": one.name,
+                "dim": one.dim,
+                "distinct": cardinality.estimate(one.registers),
+                "num_ids": one.num_ids,
+                "ids_a_sample": one.num_ids / one.num_samples,
+                "missing": one.num_empty / one.num_samples,
+                "vector_norm": vector_norm,
+                "gradient_norm": gradient_norm,
+            }
         )
-        for one in features
-        if one.num_samples
-    ]
+    return rows
 
 
 _OF_BATCHES = {
@@ -257,8 +267,10 @@ def _warnings(
     of_batches = recorder.tracker.stats()
     of_worker = _unless_gone(recorder.worker.stats) or {}
     unseen = [one.name for one in features if not one.num_samples]
-    not_finite = recorder.curves.of("loss").num_not_finite
-    found = [("losses not finite", not_finite, "NaN or infinity.")]
+    found = []
+    if "loss" in recorder.curves:
+        not_finite = recorder.curves["loss"][0].num_not_finite
+        found.append(("losses not finite", not_finite, "NaN or infinity."))
     for key, (what, why) in _OF_BATCHES.items():
         counts = of_batches[key]
         if isinstance(counts, int):
@@ -279,3 +291,57 @@ def _warnings(
         why = f"{', '.join(unseen)}: the model got no embeddings of them."
         found.append(("slots that no batch had", len(unseen), why))
     return [warning for warning in found if warning[1]]
+
+
+# --- the page -------------------------------------------------------------------------------
+
+
+def render(page: Page) -> str:
+    """Return the file's text."""
+    import jinja2  # not at the top: only a run that is reported needs it
+
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["short"] = short
+    template = Path(__file__).with_name("template.html.jinja").read_text("utf-8")
+    return environment.from_string(template).render(
+        page=page, plots=[plot(chart) for chart in page.charts]
+    )
+
+
+def plot(chart: Chart) -> dict[str, Any]:
+    """Return the lines of a chart that have points, and the ticks of both axes."""
+    lines = [line for line in chart.series if line.points]
+    if not lines:
+        return {"chart": chart, "lines": lines}
+    xs, ys = zip(*(point for line in lines for point in line.points), strict=True)
+    low = 0.0 if chart.from_zero else min(ys)
+    # A single x has no range to divide.
+    first, last = min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1
+    across = [x for x in ticks(first, last) if first <= x <= last * (1 + 1e-9)]
+    up = ticks(low, max(*ys, low), chart.unit)
+    return {"chart": chart, "lines": lines, "xs": (first, last), "across": across, "up": up}
+
+
+def short(value: float | None, unit: str = "") -> str:
+    """Return a number with a few digits: 1.2M, 3.1 GiB, 0.0021."""
+    if unit == "B":
+        return texts.byte_size(value)
+    is_large = value is not None and abs(value) >= 10_000
+    return texts.short(value) if is_large else texts.plain(value)
+
+
+def ticks(low: float, high: float, unit: str = "") -> list[float]:
+    """Return round numbers that span a range; of bytes, round in powers of two."""
+    if unit == "B":
+        power = 1024.0 ** max(0, math.floor(math.log(max(high, 1), 1024)))
+        return [tick * power for tick in ticks(low / power, high / power)]
+    if high <= low:
+        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+    rough = max((high - low) / _MOST_TICKS, sys.float_info.min)
+    ten = 10.0 ** math.floor(math.log10(rough))
+    step = next(ten * by for by in (1, 2, 2.5, 5, 10) if ten * by >= rough * 0.999)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    return [number * step for number in range(first, max(last, first + 1) + 1)]

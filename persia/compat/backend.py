@@ -1,7 +1,7 @@
-"""The backend of 2021: one object that sent batches, and spoke to the servers.
+"""The backend of 2021, which sent batches or spoke to the servers.
 
 In a data-loader it is a ``DataCtx`` without a ``with`` block: its data ends with the script,
-or fails with it.
+or fails with it. In a trainer its methods are those of the context that is entered.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from persia.ctx import DataCtx, PreprocessMode, cnt_ctx
-from persia.embedding import EmbeddingConfig
+from persia.ctx import DataCtx, cnt_ctx
 from persia.errors import ConfigError, JobFinished
 
 if TYPE_CHECKING:
@@ -25,12 +24,12 @@ __all__ = ["Backend", "get_backend", "init_backend"]
 logger = logging.getLogger(__name__)
 
 
-class Backend:
-    """What ``init_backend`` and ``get_backend`` return.
+# Of the context, by the same names and with the same arguments.
+_SAME_METHODS = ("load_embedding", "wait_for_dump_embedding", "wait_for_load_embedding")
 
-    ``send_data`` is for data-loaders; the other methods are those of the context that is
-    entered.
-    """
+
+class Backend:
+    """What ``init_backend`` and ``get_backend`` return."""
 
     def __init__(self) -> None:
         self._data_ctx: DataCtx | None = None
@@ -53,24 +52,18 @@ class Backend:
         except JobFinished as exc:
             raise SystemExit(exc.status or 0) from None
 
-    def close(self) -> None:
-        """End the data, and wait until it was trained on; the script's end does so, too."""
-        self._leave(None)
-
     def _close_after_script(self) -> None:
         threading.main_thread().join()
+        ctx, self._data_ctx = self._data_ctx, None
+        # What Python has printed of the main thread, or persia-launcher has.
+        raised = getattr(sys, "last_value", None)
         try:
-            # What Python has printed of the main thread, or persia-launcher has.
-            self._leave(getattr(sys, "last_value", None))
+            if ctx is not None:
+                ctx.__exit__(None if raised is None else type(raised), raised, None)
         except SystemExit as leaving:
             logger.debug("the job has ended with status %s", leaving.code)
         except BaseException:
             logger.exception("the data could not be ended")
-
-    def _leave(self, raised: BaseException | None) -> None:
-        ctx, self._data_ctx = self._data_ctx, None
-        if ctx is not None:
-            ctx.__exit__(None if raised is None else type(raised), raised, None)
 
     # --- a trainer's -------------------------------------------------------------------------
 
@@ -95,12 +88,12 @@ class Backend:
         weight_bound: float = 10,
     ) -> None:
         """Tell the servers how embeddings begin, and how far they may go."""
-        self._ctx().configure_embedding_parameter_servers(
-            EmbeddingConfig(
-                (initialize_lower, initialize_upper),
-                admit_probability,
-                weight_bound if enable_weight_bound else 0,
-            )
+        self._ctx().common_context.configure_embedding_parameter_servers(
+            initialize_lower,
+            initialize_upper,
+            admit_probability,
+            enable_weight_bound,
+            weight_bound,
         )
 
     def register_optimizer(self, optimizer: Optimizer) -> None:
@@ -111,23 +104,14 @@ class Backend:
         """Write the embeddings."""
         self._ctx().dump_embedding(dst_dir, blocking)
 
-    def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
-        """Load embeddings in place of those held."""
-        self._ctx().load_embedding(src_dir, blocking)
-
-    def wait_for_dump_embedding(self) -> None:
-        """Wait for a dump; raises what it raised."""
-        self._ctx().wait_for_dump_embedding()
-
-    def wait_for_load_embedding(self) -> None:
-        """Wait for a load; raises what it raised."""
-        self._ctx().wait_for_load_embedding()
-
     def wait_servers_ready(self) -> None:
         """Wait until all servers answer."""
-        ctx = self._ctx()
-        if ctx.preprocess_mode is PreprocessMode.TRAIN:
-            ctx.common_context.wait_servers_ready()
+        self._ctx().common_context.wait_servers_ready()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SAME_METHODS:
+            return getattr(self._ctx(), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 _backend = Backend()

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from persia import env
-from persia.compat import warn
+from persia.compat import OLD_KEYWORDS, warn
 from persia.compat.backend import Backend, get_backend
 from persia.ctx import EmbeddingCtx, TrainCtx
 from persia.embedding import EmbeddingConfig
@@ -24,7 +25,7 @@ from persia.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
 
@@ -80,6 +81,14 @@ def _training(given: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
+def _signature(init: Callable[..., None], keywords: Iterable[str] = ()) -> inspect.Signature:
+    """Return what ``help()`` shows of a class: its ``__init__`` without self, and keywords."""
+    _, *own = inspect.signature(init).parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    older = [inspect.Parameter(name, keyword, default=None) for name in keywords]
+    return inspect.Signature([*own, *older])
+
+
 class OldEmbeddingCtx(EmbeddingCtx):
     """``EmbeddingCtx`` with the settings of embeddings one by one, and what it loads first."""
 
@@ -96,13 +105,11 @@ class OldEmbeddingCtx(EmbeddingCtx):
 class RenamedCtx(OldEmbeddingCtx, TrainCtx):
     """``TrainCtx`` with keywords of before 2022, or today's.
 
-    Args:
-        *args: As of ``TrainCtx``.
-        grad_scaler: One that is enabled is mixed precision, by a scaler of the context's own.
-        forward_buffer_size: For ``data_loader``, as is the next one.
-        data_queue_size: Batches held.
-        **given: As of ``TrainCtx``, in either spelling.
+    A ``grad_scaler`` that is enabled is mixed precision, by a scaler of the context's own;
+    ``forward_buffer_size`` and ``data_queue_size`` are for ``data_loader``.
     """
+
+    __signature__ = _signature(TrainCtx.__init__, OLD_KEYWORDS)
 
     def __init__(
         self,
@@ -160,9 +167,8 @@ class LooseCtx(RenamedCtx):
 
         if (env.get_world_size() or 1) > 1:
             raise ConfigError(
-                "TrainCtx without model=: expected one rank, got "
-                f"{env.get_world_size()}; give it model= and dense_optimizer=, which it then "
-                "keeps equal over ranks"
+                f"TrainCtx without model=: expected one rank, got {env.get_world_size()}; "
+                "give it model= and dense_optimizer="
             )
         self._own_loop = dense_optimizer is None
         if device_id is None and torch.cuda.is_available():
@@ -179,6 +185,8 @@ class LooseCtx(RenamedCtx):
             mixed_precision=mixed_precision,
             **given,
         )
+
+    __signature__ = _signature(__init__)
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[torch.Tensor] | None]:
         """Refuse: there is no model here."""
@@ -207,9 +215,7 @@ class LooseCtx(RenamedCtx):
         sent: lower the scale, which is what the loss was multiplied with.
         """
         session = self._connected()
-        engine = session.connection.backward
-        if engine is None:
-            raise ConfigError("on_after_backward: expected inside `with TrainCtx(...)`")
+        engine = self._engine("on_after_backward")
         if self.update_times == 0:
             warn("ctx.on_after_backward()", "ctx.backward(loss), which does all of the step")
         engine.raise_failure()

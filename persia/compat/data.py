@@ -34,9 +34,8 @@ LEAVE_S = 5.0
 class PyPersiaBatchData(PersiaBatch):
     """A ``PersiaBatch`` that begins empty.
 
-    It goes wherever a ``PersiaBatch`` does. Each piece is checked as it is added; that they
-    fit together, when the batch is first used: sent, or asked for what is in it. Dense features
-    and labels are [B, n], of f32 unless the method's name says another dtype.
+    Each piece is checked as it is added; that they fit together, when the batch is first used.
+    Dense features and labels are [B, n], of f32 unless the method's name says another dtype.
 
     Example:
         >>> import numpy as np
@@ -191,9 +190,7 @@ class Sender:
 class PersiaDataset(IterableDataset):
     """A dataset that sends its batches: subclass it and write ``fetch_data``.
 
-    Args:
-        buffer_size: Batches read ahead of the lookups.
-        async_iterator: Without effect: batches are always read ahead.
+    ``async_iterator`` is without effect: batches are always read ahead.
     """
 
     def __init__(self, buffer_size: int = 10, async_iterator: bool = True) -> None:
@@ -241,19 +238,9 @@ class Dataloader(DataLoader):
         forward_buffer_size: int = 10,
         is_training: bool = True,
         timeout: int | None = None,
-        num_workers: int = 10,
-        reproducible: bool = False,
-        embedding_staleness: int | None = None,
-        *,
+        *others: Any,
         timeout_ms: int = 1000 * 60 * 10,
         **options: Any,
     ) -> None:
-        super().__init__(
-            dataset,
-            forward_buffer_size,
-            timeout_ms if timeout is None else timeout,
-            num_workers,
-            reproducible,
-            embedding_staleness,
-            **options,
-        )
+        timeout_ms = timeout_ms if timeout is None else timeout
+        super().__init__(dataset, forward_buffer_size, timeout_ms, *others, **options)

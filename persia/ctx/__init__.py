@@ -19,10 +19,8 @@ from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
 from persia.ctx.data import DataCtx
 
 if TYPE_CHECKING:
-    from persia.ctx.embedding import EmbeddingCtx, InferCtx, eval_ctx, prepare_feature
+    from persia.ctx.embedding import EmbeddingCtx, InferCtx, eval_ctx
     from persia.ctx.train import TrainCtx
-
-    _prepare_feature = prepare_feature
 
 __all__ = [
     "BaseCtx",
@@ -36,11 +34,11 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "EmbeddingCtx": ("embedding", "EmbeddingCtx"),
-    "InferCtx": ("embedding", "InferCtx"),
-    "TrainCtx": ("train", "TrainCtx"),
-    "eval_ctx": ("embedding", "eval_ctx"),
-    "_prepare_feature": ("embedding", "prepare_feature"),  # the original's tests import it
+    "EmbeddingCtx": "embedding",
+    "InferCtx": "embedding",
+    "TrainCtx": "train",
+    "eval_ctx": "embedding",
+    "_prepare_feature": "embedding",  # the original's tests import it
 }
 
 # This is where users and their pickles find them; those with torch say so themselves.
@@ -51,9 +49,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of this modu
 
     def __getattr__(name: str) -> Any:
         if name in _WITH_TORCH:
-            module, attribute = _WITH_TORCH[name]
-            found = getattr(import_module(f"{__name__}.{module}"), attribute)
-            return globals().setdefault(name, found)
+            module = import_module(f"{__name__}.{_WITH_TORCH[name]}")
+            return globals().setdefault(name, getattr(module, name))
         if name.startswith("__"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # Called from here, and not by ``names_of``: its warning names the caller's line.

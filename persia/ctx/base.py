@@ -26,23 +26,18 @@ logger = logging.getLogger("persia.ctx")
 
 
 class PreprocessMode(enum.Enum):
-    """What a context does with batches.
-
-    TRAIN gives embeddings a gradient and new ids a row. EVAL and INFERENCE read only, and
-    INFERENCE gives no labels.
-    """
+    """What a context does with batches; EVAL and INFERENCE change no row."""
 
     TRAIN = 1
     EVAL = 2
-    INFERENCE = 3
+    INFERENCE = 3  # gives no labels
 
 
 class BaseCtx(Renewed):
     """A context that can be entered; the one entered last is the current one.
 
     Args:
-        threadpool_worker_size: Kept for scripts of the original; PERSIA's threads are set
-            where they are used.
+        threadpool_worker_size: Without effect: threads are set where they are used.
         device_id: Number of the CUDA device of the model. None, or below 0, is the CPU.
     """
 
@@ -64,10 +59,9 @@ class BaseCtx(Renewed):
         return []
 
     def metrics(self) -> Metrics:
-        """Return the metrics of this context, in a registry of its own.
+        """Return the metrics of this context, in a registry of its own, for any thread.
 
-        ``text()`` is what Prometheus reads, ``value("persia_trained_samples_total")`` one of
-        them, and ``registry`` is for a server of one's own. Any thread may read them.
+        ``text()`` is what Prometheus reads, ``value("persia_trained_samples_total")`` one.
         """
         return Metrics(self.metric_sources, with_process=False)
 
@@ -150,8 +144,7 @@ class CommonContext:
         configure = getattr(self._ctx, "configure_embedding_parameter_servers", None)
         if configure is None:
             raise ConfigError(
-                f"{type(self._ctx).__name__} has no embeddings that could be configured: "
-                "expected a TrainCtx"
+                f"{type(self._ctx).__name__} has no embeddings: expected a TrainCtx"
             )
         bound = weight_bound if enable_weight_bound else 0
         lower_upper = (initialize_lower, initialize_upper)

@@ -31,16 +31,12 @@ logger = logging.getLogger("persia.ctx")
 
 
 class Checkpoints:
-    """Dumps and loads of one context, one of each at a time.
-
-    Args:
-        connection: To the servers that write and read the rows.
-    """
+    """Dumps and loads of one context, one of each at a time."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._writer = checkpoint.CheckpointWriter(connection.worker)
-        self._reader = checkpoint.CheckpointReader(connection.worker)
+        self.writer = checkpoint.CheckpointWriter(connection.worker)
+        self.reader = checkpoint.CheckpointReader(connection.worker)
 
     def dump(
         self,
@@ -51,23 +47,17 @@ class Checkpoints:
         blocking: bool,
         keep_last: int,
     ) -> None:
-        """Write rows and dense files, all as they are between two steps.
-
-        Ranks other than 0 do nothing: rank 0's call is for all of them.
+        """Write rows and dense files, all as they are between two steps; rank 0 for all ranks.
 
         The dense models and optimizers, and models to write as TorchScript, go by file name.
         ``trainer_state`` returns what a run continues from, given the other ranks' states.
-
-        Raises:
-            CheckpointError: If a file cannot be written, or there are no rows.
-            ServiceError: If a server is gone.
         """
         if env.get_rank():
             return
         keep_last = checkpoint.check_keep_last(keep_last)
         url = folder_url(dst_dir, "dst_dir")
-        self.wait_for_dump()
-        self.wait_for_load()  # rows that are half replaced are no checkpoint
+        self.writer.wait()
+        self.reader.wait()  # rows that are half replaced are no checkpoint
         # Compiling takes seconds: before training is held.
         scripts = {name: checkpoint.scripted(model) for name, model in to_script.items()}
         with self.connection.at_step() as (step, others):
@@ -80,10 +70,9 @@ class Checkpoints:
                     found[checkpoint.TRAINER] = checkpoint.serialized(state)
                 return found
 
-            frozen = self._writer.begin(step, files)
-        self._writer.finish(
-            frozen, url, keep_last, blocking=blocking, job=self.connection.folders
-        )
+            frozen = self.writer.begin(step, files)
+        folders = self.connection.folders
+        self.writer.finish(frozen, url, keep_last, blocking=blocking, job=folders)
 
     def load(
         self,
@@ -94,17 +83,9 @@ class Checkpoints:
         features: Iterable[str] | None,
         ranks: Ranks | None,
     ) -> Plain | None:
-        """Load rows and dense files, all or none of them, on all ranks or none.
+        """Load rows and dense files, all or none of them, on all ``ranks`` or none.
 
-        ``ranks`` are those that all call this; None without several.
-
-        Returns:
-            What the run continues from, if the checkpoint has it and all of it was loaded.
-
-        Raises:
-            CheckpointError: If there is no checkpoint, or a file of it is damaged or does not
-                fit; nothing has changed.
-            ServiceError: If a server is gone.
+        Returns what the run continues from, if the checkpoint has it and all was loaded.
         """
         self.connection.flush()
         url = folder_url(src_dir, "src_dir")
@@ -114,27 +95,19 @@ class Checkpoints:
             opened = checkpoint.Checkpoint(url)
             # First, because a wrong dim of the embeddings shows in the dense net as well.
             if is_speaker:
-                self._reader.verify(opened.id, url, names)
+                self.reader.verify(opened.id, url, names)
             try:
                 states = opened.fitting(dense, map_location)
                 trainer = opened.trainer() if dense and names is None else None
             except BaseException:
-                self._reader.drop()
+                self.reader.drop()
                 raise
         with _on_all_ranks(ranks):
             if is_speaker:
-                self._reader.commit(blocking=blocking or ranks is not None)
+                self.reader.commit(blocking=blocking or ranks is not None)
         for name, state in states.items():
             checkpoint.put_dense(dense[name], state, name)
         return trainer
-
-    def wait_for_dump(self) -> None:
-        """Wait for a dump in the background; raise what it raised, once."""
-        self._writer.wait()
-
-    def wait_for_load(self) -> None:
-        """Wait for a load in the background; raise what it raised, once."""
-        self._reader.wait()
 
 
 @contextlib.contextmanager
@@ -149,18 +122,11 @@ def _on_all_ranks(ranks: Ranks | None) -> Iterator[None]:
     if failure is not None:
         raise failure
     if has_failed:
-        raise CheckpointError(
-            "another rank could not load the checkpoint; its own output says why"
-        )
+        raise CheckpointError("another rank could not load the checkpoint: see its output")
 
 
 class TrainerState:
-    """What a run continues from besides rows and dense files: generators, scaler, position.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-    """
+    """What a run continues from besides rows and dense files: generators, scaler, position."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -182,7 +148,7 @@ class TrainerState:
         progress: Progress,
         others: list[Plain],
     ) -> Plain:
-        """Return the state for a file, with the parts of the other ranks, by rank."""
+        """Return the state for a file, with the parts of the other ranks."""
         self._random = random_states()
         ranks = [self.of_rank(progress), *others]
         passes, positions = of_one_pass([rank["progress"] for rank in ranks])

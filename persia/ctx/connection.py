@@ -1,8 +1,7 @@
 """What a context asks: an embedding-worker, and all that contexts share which ask the same one.
 
-A TrainCtx has one Connection. An evaluation context that is entered inside it, or is given its
-embedding-worker, uses the same object: its reads wait for the updates in flight. What each of
-them does there (its passes, its batches, its metrics) is a Session.
+An evaluation context inside a TrainCtx, or with its embedding-worker, has the same Connection:
+its reads wait for the updates in flight. What each of them does there is a Session.
 """
 
 from __future__ import annotations
@@ -48,11 +47,9 @@ _connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDi
 
 
 class Connection:
-    """An embedding-worker with its updates in flight, its stream of batches and its folders.
+    """An embedding-worker, in this process or all of the job's, and what contexts share there.
 
-    Args:
-        worker: In this process, or all embedding-workers of the job.
-        is_read_only: Whether no TrainCtx configures its servers: they need no optimizer.
+    ``is_read_only``: no TrainCtx configures its servers, which need no optimizer.
     """
 
     def __init__(self, worker: EmbeddingWorker, *, is_read_only: bool = False) -> None:
@@ -76,10 +73,7 @@ class Connection:
     def to_job(
         cls, addresses: Sequence[str] | None, schema: EmbeddingSchema | None
     ) -> Connection:
-        """Connect to embedding-workers; None takes those that the environment names.
-
-        If a schema is known here, the servers must have the same.
-        """
+        """Connect to embedding-workers; None takes those that the environment names."""
         here = None if schema is None else schema_fingerprint(schema)
         transport = ZmqTransport()
         try:
@@ -129,13 +123,14 @@ class Connection:
             self.worker.close()
 
     def wait_until_ready(self) -> None:
-        """Wait, up to 300 s, until all servers are configured and answer."""
+        """Wait, up to 300 s, until all servers are configured, if they will be, and answer."""
+        if self.is_read_only:
+            return
         for _ in Retry(READY_S, first_s=ASK_AGAIN_S, longest_s=ASK_AGAIN_S):
             if self.worker.ready_for_serving():
                 return
         raise ServiceTimeout(
-            f"the embedding-worker and its parameter servers were not ready in {READY_S:g} s; "
-            "they are once a TrainCtx was entered",
+            f"servers were not ready in {READY_S:g} s; they are once a TrainCtx was entered",
             role="embedding-worker",
             method="ready_for_serving",
         )
@@ -143,10 +138,7 @@ class Connection:
     # --- batches of data-loaders ------------------------------------------------------------
 
     def open_stream(self, capacity: int, resumed: Plain | None = None) -> Stream:
-        """Return the stream of data-loaders' batches; all contexts read the same one.
-
-        ``resumed`` is what a run before this one has trained of its first pass.
-        """
+        """Return the stream of all contexts; ``resumed`` was trained of its first pass."""
         if self.stream is None and env.get_mode() == "embedded":
             self.stream = ChildStream(self.worker, capacity, data_loader_script(), resumed)
         elif self.stream is None:
@@ -192,10 +184,7 @@ class Connection:
 
     @contextlib.contextmanager
     def at_step(self) -> Iterator[tuple[int, list[Plain]]]:
-        """Hold training between two steps: all updates so far of all ranks are applied.
-
-        Yields the step, and the states of the other ranks.
-        """
+        """Hold all ranks between two steps; yield the step, and the others' states."""
         self.flush()
         step = 0 if self.backward is None else self.backward.steps
         if self.barrier is None:
@@ -215,7 +204,7 @@ def data_loader_script() -> Path:
         source = "PERSIA_DATALOADER_ENTRY" if named else "by default"
         raise ConfigError(
             f"StreamingDataset in embedded mode runs a data-loader script, {source} {script}, "
-            "which does not exist: write one that sends batches by persia.ctx.DataCtx, or feed "
-            "the TrainCtx from a persia.data.IterableDataset in this process"
+            "which does not exist: write one that sends batches by persia.ctx.DataCtx, or give "
+            "the DataLoader an IterableDataset"
         )
     return script

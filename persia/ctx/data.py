@@ -30,14 +30,10 @@ class DataCtx(BaseCtx):
     The servers are found by the addresses in the environment; which of the data-loaders this
     is, by ``REPLICA_INDEX`` and ``REPLICA_SIZE``. Leaving the context says that the data has
     ended, and waits until every batch was trained on, or the job has ended. If the script
-    fails, the nn-workers raise its traceback.
+    fails, the nn-workers raise its traceback. The arguments are without effect.
 
     A job that ends before the data does ends the ``with`` block: silently if it went well,
     and otherwise with its exit status, as ``SystemExit``.
-
-    Args:
-        threadpool_worker_size: Kept for scripts of the original.
-        device_id: Kept for scripts of the original.
 
     Example:
         >>> def send_all(batches):
@@ -73,8 +69,7 @@ class DataCtx(BaseCtx):
             raise ConfigError(
                 "a DataCtx needs servers, and this process runs in embedded mode: name them "
                 "in PERSIA_EMBEDDING_WORKERS and PERSIA_NN_WORKERS, or let a StreamingDataset "
-                "start this script as its data_loader.py, or feed the TrainCtx from a "
-                "persia.data.IterableDataset instead"
+                "start this script as its data_loader.py"
             )
         from persia._loader import sender
 
@@ -90,10 +85,10 @@ class DataCtx(BaseCtx):
             raise SystemExit(exc.status or 0) from None
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
-        """Send one batch, once the nn-worker it goes to has room for it.
+        """Send one batch, once the nn-worker it goes to has room; one thread at a time.
 
-        The batch is copied: its arrays may be refilled afterwards. One thread may send at a
-        time. After an error that is the batch's own (a ``DataError``) the next may be sent.
+        The batch is copied: its arrays may be refilled. After a ``DataError``, which is the
+        batch's own, the next may be sent.
 
         Raises:
             DataError: If it does not fit the embedding config.
@@ -115,18 +110,17 @@ class DataCtx(BaseCtx):
 
     @property
     def resume_position(self) -> int:
-        """How many of this data-loader's batches the trainer does not need.
+        """How many of this data-loader's batches the trainer has, once every nn-worker answers.
 
         It is above 0 where a run continues from a checkpoint, or this data-loader was
-        restarted. Such batches may be sent all the same: they are dropped and counted. A
-        reader that can seek calls ``seek`` and begins there. Waits for every nn-worker.
+        restarted. Such batches may be sent, and are dropped; or ``seek`` leaves them out.
         """
         return self._sender("resume_position").resume_position()
 
     def seek(self, batch: int) -> None:
         """Let the first ``send_data`` be this data-loader's batch of that number, from 0.
 
-        It is ``resume_position``, or fewer: batches before it must not be needed.
+        It is ``resume_position`` or less.
 
         Example:
             >>> def send_rest(reader):
@@ -146,9 +140,8 @@ class DataCtx(BaseCtx):
         """Return counts of batches since the context was entered; absent ones are zero.
 
         ``sent``; ``redelivered`` to an nn-worker that was restarted; ``registered_again``
-        whose ids an embedding-worker no longer held; ``dropped``, received before this
-        data-loader was restarted or trained before the checkpoint that the run continues
-        from; ``kept`` until they are trained; ``lost``, not trained when the context was left.
+        whose ids an embedding-worker no longer held; ``dropped`` before ``resume_position``;
+        ``kept`` until they are trained; ``lost``, not trained when the context was left.
         """
         return self._last_stats if self._feeder is None else self._feeder.stats()
 

@@ -61,12 +61,11 @@ class EmbeddingCtx(BaseCtx):
         model: Called as ``model(non_id_type_tensors, embedding_tensors)``.
         embedding_config: ``EmbeddingConfig``, or the slots as a mapping or the path of a
             YAML file. Without slots, ``PERSIA_EMBEDDING_CONFIG`` names the file.
-        threadpool_worker_size: Kept for scripts of the original.
+        threadpool_worker_size: Without effect, as of every context.
         device_id: Number of the CUDA device of the model. None, or below 0, is the CPU.
         global_config: Settings of the servers, as a mapping or the path of a YAML file;
             None reads the file named by ``PERSIA_GLOBAL_CONFIG``, if any.
-        embedding_worker: Use this one instead of building servers, such as another
-            context's ``embedding_worker``.
+        embedding_worker: Another context's, to use instead of building servers.
 
     Attributes:
         embedding_config: What servers are configured with on entering TrainCtx.
@@ -105,8 +104,8 @@ class EmbeddingCtx(BaseCtx):
         self._view: View | None = None
         # Dtype and shape of its forward's output, until its backward.
         self._output: tuple[Any, Any] | None = None
-        # Batches with gradients that were prepared and may take part in the next backward,
-        # in that order, by id(). Weak, or a loop without backward would fill the memory.
+        # Those that may take part in the next backward, in the order of preparation, by id().
+        # Weak, or a loop without backward would fill the memory.
         self._prepared: weakref.WeakValueDictionary[int, PersiaTrainingBatch] = (
             weakref.WeakValueDictionary()
         )
@@ -132,8 +131,8 @@ class EmbeddingCtx(BaseCtx):
     def _connected(self) -> Session:
         if self._session is None:
             raise ConfigError(
-                f"this {type(self).__name__} has no embeddings yet: enter it, inside the "
-                "TrainCtx whose embeddings it is to read, or pass embedding_config="
+                f"this {type(self).__name__} has no embeddings yet: enter it, inside a "
+                "TrainCtx, or pass embedding_config="
             )
         return self._session
 
@@ -197,9 +196,7 @@ class EmbeddingCtx(BaseCtx):
         self.embedding_config = embedding_config
 
     def _wait_for_servers(self) -> None:
-        connection = self._connected().connection
-        if not connection.is_read_only:
-            connection.wait_until_ready()
+        self._connected().connection.wait_until_ready()
 
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         """Register an embedding optimizer on the servers; ``Optimizer.apply`` calls it."""
@@ -235,18 +232,16 @@ class EmbeddingCtx(BaseCtx):
     def report(self, **values: float) -> None:
         """Record how well the model does, such as its AUC on held-out data.
 
-        ``persia-launcher top``, ``top()`` and ``/metrics`` (``persia_reported``) show the last
-        value of each name; the report of a run and TensorBoard have all of them, over the
-        steps. The loss of each ``backward`` is recorded without this. An evaluation context
-        inside a TrainCtx reports for that one. Values are numbers, or tensors of one element.
+        Values are numbers, or tensors of one element. ``top`` and ``/metrics``
+        (``persia_reported``) show the last one of each name, a run's report and TensorBoard
+        all of them. An evaluation context inside a TrainCtx reports for that one.
         """
         self._connected().connection.report(values)
 
     def top(self) -> Frame:
-        """Return what ``persia-launcher top`` shows of this process, servers in it included.
+        """Return what ``persia-launcher top`` shows of this process; ``str()`` is plain text.
 
         Rates are of the time since the last call, or since this context was entered.
-        ``str()`` of it is plain text. It needs rich.
         """
         need_rich()
         session = self._connected()
@@ -271,11 +266,11 @@ class EmbeddingCtx(BaseCtx):
     def stats(self) -> Mapping[str, int | Mapping[str, int]]:
         """Return what became of this context's training batches so far.
 
-        ``batches`` were trained, ``abandoned`` had no backward, ``unused`` were looked up
-        ahead and never handed out, ``skipped`` had a non-finite gradient under a GradScaler,
-        ``failed`` had an update that raised. ``missing`` counts gradients of rows that were
-        gone. By feature: ``skipped_slots`` had no gradient, ``nan_samples`` and ``nan_rows``
-        were left out as not finite. ``staleness`` is the number in flight now.
+        ``batches`` were trained, ``abandoned`` had no backward, ``unused`` were never handed
+        out, ``skipped`` had a non-finite gradient under a GradScaler, ``failed`` an update
+        that raised. ``missing`` counts gradients of rows that were gone. By feature:
+        ``skipped_slots`` had no gradient, ``nan_samples`` and ``nan_rows`` were left out as
+        not finite. ``staleness`` is the number in flight now.
         """
         # The counts of a context that was left stay readable.
         return (self._tracker or self._connected().tracker).stats()
@@ -317,23 +312,20 @@ class EmbeddingCtx(BaseCtx):
         Labels are None if the batch has none, and in INFERENCE mode.
         """
         if not isinstance(batch, PersiaTrainingBatch):
-            raise DataTypeError(
-                "expected a batch with its embeddings, as DataLoader or "
-                f"get_embedding_from_data gives it, got {type(batch).__name__}"
-            )
+            what = type(batch).__name__
+            raise DataTypeError(f"expected a batch that a DataLoader yields, got {what}")
         self.current_batch = batch
         if batch.ticket is not None:
             self._prepared[id(batch)] = batch
-        return prepare_feature(batch, self.preprocess_mode)
+        return _prepare_feature(batch, self.preprocess_mode)
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
     ) -> PersiaTrainingBatch:
         """Look one batch up now, outside any loader and its staleness bound.
 
-        In TRAIN mode with ``requires_grad`` it can take one backward; it is released when it is
-        dropped without, unless ``TrainCtx.keep`` holds it. The tensors go to the device; None
-        is the context's, below 0 the CPU.
+        In TRAIN mode with ``requires_grad`` it can take one backward, and is released when it
+        is dropped without. Tensors go to the device; None is the context's, below 0 the CPU.
         """
         device = self.device_id if device_id is None else usable_device(device_id)
         return self._connected().look_up(persia_batch, device)
@@ -358,8 +350,8 @@ class EmbeddingCtx(BaseCtx):
     ) -> None:
         """Write the embeddings and the model, all of one moment.
 
-        The checkpoint before is there until the new one is. Every server writes its share
-        itself, so the folder must be shared between machines, or an object store.
+        Every server writes its share itself, so the folder must be shared between machines,
+        or an object store.
 
         Args:
             dst_dir: Folder, or a URL that fsspec knows, such as ``s3://bucket/folder``.
@@ -388,8 +380,7 @@ class EmbeddingCtx(BaseCtx):
     ) -> None:
         """Load embeddings and model, in place of those held, if all of it can be loaded.
 
-        Everything is read and checked before anything changes. The number of servers and the
-        order of features in the embedding config may be others than when it was written.
+        The number of servers and the order of features may have changed since.
 
         Args:
             src_dir: Folder or URL; its latest checkpoint.
@@ -423,18 +414,15 @@ class EmbeddingCtx(BaseCtx):
 
     def wait_for_dump_embedding(self) -> None:
         """Wait for a dump with ``blocking=False``; raise what it raised, once."""
-        self._connected().checkpoints.wait_for_dump()
+        self._connected().checkpoints.writer.wait()
 
     def wait_for_load_embedding(self) -> None:
         """Wait for a load with ``blocking=False``; raise what it raised, once."""
-        self._connected().checkpoints.wait_for_load()
+        self._connected().checkpoints.reader.wait()
 
     def _own_model(self) -> Any:
         if self.model is None:
-            raise ConfigError(
-                f"{type(self).__name__}: a checkpoint has a model, and model= is None; "
-                "dump_embedding and load_embedding do without"
-            )
+            raise ConfigError("a checkpoint needs model=; dump_embedding does without")
         return self.model
 
     def _dump(
@@ -481,8 +469,7 @@ class EmbeddingCtx(BaseCtx):
     ) -> None:
         """Write the state dict of a model or optimizer, or with ``is_jit`` a scripted model.
 
-        A data-parallel wrapper is left out. The file appears whole or not at all; what cannot
-        be written is a CheckpointError.
+        The file appears whole or not at all; a CheckpointError if it cannot be written.
         """
         checkpoint.save_dense(torch_instance, dst_dir, file_name, is_jit)
 
@@ -492,11 +479,7 @@ class EmbeddingCtx(BaseCtx):
         src_dir: str | os.PathLike[str],
         map_location: Any = None,
     ) -> None:
-        """Load a state dict from a file, ``src_dir``, into a model or optimizer.
-
-        Raises:
-            CheckpointError: If the file is missing, unreadable, or does not fit.
-        """
+        """Load a file, ``src_dir``, into a model or optimizer; CheckpointError if it cannot."""
         checkpoint.load_dense(torch_instance, src_dir, map_location)
 
 
@@ -507,9 +490,6 @@ class InferCtx(EmbeddingCtx):
         embedding_worker_address_list: ``host:port`` of embedding-workers. Without any, those
             of the job, or in embedded mode the context it is entered in.
         model: As of ``EmbeddingCtx``, as are the others.
-
-    Raises:
-        ConfigError: If a setting cannot be used.
     """
 
     __module__ = "persia.ctx"
@@ -566,7 +546,7 @@ def eval_ctx(
 eval_ctx.__module__ = "persia.ctx"
 
 
-def prepare_feature(batch: PersiaTrainingBatch, preprocess_mode: PreprocessMode) -> Features:
+def _prepare_feature(batch: PersiaTrainingBatch, preprocess_mode: PreprocessMode) -> Features:
     """Return what a model is called with, and the labels unless in INFERENCE mode."""
     labels = None if preprocess_mode is PreprocessMode.INFERENCE else batch.labels
     return batch.non_id_type_tensors, batch.embedding_tensors, labels
@@ -591,9 +571,8 @@ def batches_of(
                     return
                 except Closed:
                     raise ConfigError(
-                        "this pass over a DataLoader was ended before its data: the same "
-                        "DataLoader was iterated again, or the context was left; for two "
-                        "passes at the same time make two DataLoaders"
+                        "this pass was ended before its data: the same DataLoader was iterated "
+                        "again (make two for two passes), or the context was left"
                     ) from None
                 yield batch
                 del batch

@@ -35,13 +35,7 @@ logger = logging.getLogger("persia.ctx")
 
 
 class Session:
-    """What one context does at a connection: passes, batches in flight, checkpoints, metrics.
-
-    Args:
-        connection: What it asks.
-        trains: Whether its batches have gradients.
-        owns_connection: Close the connection at the end.
-    """
+    """What one context does at a connection: passes, lookups, checkpoints, metrics."""
 
     def __init__(
         self, connection: Connection, trains: bool, owns_connection: bool = False
@@ -65,7 +59,7 @@ class Session:
         self.last_step: tuple[int, Callable[[], float] | None] = (0, None)
         self._owns_stream = False
         self._transfers: dict[int | None, DeviceTransfer] = {}  # by device
-        self._passes: list[weakref.ref[ForwardPipeline]] = []  # may still have threads
+        self._passes: weakref.WeakSet[ForwardPipeline] = weakref.WeakSet()
         # A source keeps what it was read last, for ratios since then: it lives as long as
         # the component that it reads. By that one's id; it keeps it.
         self._sources: dict[int, MetricSource] = {}
@@ -73,19 +67,10 @@ class Session:
     # --- batches ----------------------------------------------------------------------------
 
     def check_between_passes(self) -> None:
-        """Refuse to load a checkpoint in the middle of a pass.
-
-        Raises:
-            ConfigError: If a pass is open.
-        """
-        if not all(one.is_closed for one in self._referenced()):
-            raise ConfigError(
-                "a checkpoint is loaded between two passes over a DataLoader, not in the "
-                "middle of one: what was looked up ahead would be of the rows before"
-            )
-
-    def _referenced(self) -> list[ForwardPipeline]:
-        return [one for reference in self._passes if (one := reference()) is not None]
+        """Refuse to load a checkpoint in the middle of a pass."""
+        if not all(one.is_closed for one in self._passes):
+            # What was looked up ahead would be of the rows before.
+            raise ConfigError("a checkpoint is loaded between two passes over a DataLoader")
 
     def open_pass(
         self,
@@ -95,7 +80,7 @@ class Session:
         ranks: Ranks | None,
     ) -> ForwardPipeline:
         """Prepare the pipeline of a pass; see ``EmbeddingCtx.open_pass``."""
-        self.checkpoints.wait_for_load()
+        self.checkpoints.reader.wait()
         self.connection.flush()  # no lookup of this pass may overtake an update of the last one
         transfer = self.transfer(device_id)
         kind = "stream" if dataset is None else "dataset"
@@ -114,17 +99,14 @@ class Session:
         pipeline = ForwardPipeline(
             source, self.lookups, transfer, options, ranks=ranks, num_resumed=num_resumed
         )
-        self._passes = [weakref.ref(one) for one in (*self._referenced(), pipeline)]
+        self._passes.add(pipeline)
         return pipeline
 
     def _stream(self, options: PassOptions, resumed: Plain | None) -> Stream:
         connection, world_size = self.connection, env.get_world_size() or 1
         is_open = connection.stream is not None
         if is_open and resumed is not None:
-            logger.warning(
-                "data-loaders continue where they are: this process has read from them before "
-                "it loaded a checkpoint"
-            )
+            logger.warning("data-loaders continue where they are, and not at the checkpoint")
         if not is_open and (options.reproducible or world_size > 1):
             in_flight = options.output_capacity + options.num_workers
             if self.lookups.trains and options.staleness is not None:
@@ -171,15 +153,15 @@ class Session:
 
     def finish(self, prepared: list[PersiaTrainingBatch]) -> None:
         """Release what has no update, and wait for dumps and loads in the background."""
-        passes, self._passes = self._referenced(), []
-        for one in passes:
+        for one in list(self._passes):
             one.close()
+        self._passes.clear()
         for batch in prepared:
             if batch.ticket is not None:
                 self.tracker.release(batch.ticket, Reason.ABANDONED)
         self.tracker.release_orphans()
-        self.checkpoints.wait_for_dump()
-        self.checkpoints.wait_for_load()
+        self.checkpoints.writer.wait()
+        self.checkpoints.reader.wait()
 
     def close(self) -> None:
         """Close what this session has opened: the stream of data-loaders, the connection."""

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from persia import env
 from persia._files.writer_lock import JobFolders
 from persia._process_exit import mark_participated
-from persia._report.summary import TrainingRecord
+from persia._report import summary
+from persia._report.recorder import Recorder
 from persia._training.backward import BackwardPipeline
 from persia._training.checkpoint import unwrap
 from persia._training.ranks import Ranks, StepBarrier, uneven_steps
@@ -45,8 +46,6 @@ logger = logging.getLogger("persia.ctx")
 class TrainCtx(EmbeddingCtx):
     """Trains a model: the dense part here, the embeddings at the parameter servers.
 
-    The arguments that are not named here are those of ``EmbeddingCtx``.
-
     Args:
         embedding_optimizer: One of ``persia.embedding.optim``.
         dense_optimizer: A torch optimizer over the model's parameters.
@@ -54,16 +53,15 @@ class TrainCtx(EmbeddingCtx):
             divided by when an embedding gradient is not finite. (The original's spelling.)
         backward_buffer_size: Updates that wait before ``backward`` does.
         backward_workers_size: Updates sent at the same time.
-        grad_update_buffer_size: Kept for scripts of the original, as ``lookup_emb_directly``.
+        grad_update_buffer_size: Without effect, as ``lookup_emb_directly``.
         mixed_precision: Scale the loss and run the model under autocast. None is True with
             a CUDA device and False without.
         distributed_option: Used with more than one rank.
+        model: As of ``EmbeddingCtx``, as are all that are not named here.
         embedding_gradient_reduction: Over ranks, ``"mean"`` (equals synchronous training) or
             ``"sum"``.
-        report: Write a report of the run to this HTML file when the context is left; only
-            rank 0 does. ``write_report`` writes it before. Its folder is made at once.
-        tensorboard: Write loss, speed, rows, norms and reported values to this folder, as
-            TensorBoard's event files; only rank 0 does.
+        report: HTML file for rank 0's report of the run, written when the context is left.
+        tensorboard: Folder for rank 0's event files: loss, speed, rows, norms, reported values.
 
     Attributes:
         world_size: Number of ranks; ``rank_id`` is this one.
@@ -142,7 +140,8 @@ class TrainCtx(EmbeddingCtx):
         # Each rank computes the mean over its own batch; the worker divides by the scale.
         self._reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
         self._state = TrainerState(self.rank_id, self.world_size)
-        self._record = TrainingRecord(report, tensorboard, self.rank_id)
+        self._report, self._tensorboard = report, tensorboard
+        summary.check_outputs(report, tensorboard, self.rank_id)
         self._has_warned_no_gradients = False
 
     # --- its ranks, its updates and its report ----------------------------------------------
@@ -172,13 +171,19 @@ class TrainCtx(EmbeddingCtx):
         """What sends the updates; None outside the ``with`` block."""
         return self._connected().connection.backward
 
+    def _engine(self, method: str) -> BackwardPipeline:
+        engine = self.backward_engine
+        if engine is None:
+            raise ConfigError(f"TrainCtx.{method} must be called inside `with TrainCtx(...)`")
+        return engine
+
     @property
     def grad_queue(self) -> BoundedQueue[InFlightBatch] | None:
         """Updates that wait to be sent; None outside the ``with`` block."""
         return None if self.backward_engine is None else self.backward_engine.queue
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        # Undone from the last to the first: updates end before anything they need does.
+        # Undone from the last to the first: updates end before what they need.
         folders = JobFolders()
         stack.callback(folders.release)
         stack.callback(self._leave_ranks)
@@ -204,8 +209,7 @@ class TrainCtx(EmbeddingCtx):
         engine.end_step(self.update_times)
         engine.is_between_passes = session.progress.is_between_passes
         stack.callback(connection.leave_barrier)
-        stack.callback(self._record.end)
-        stack.callback(self._finish_recording, connection)
+        stack.callback(self._end_recording, connection)
         stack.callback(lambda: self._scaling.warn_of_nans(tracker, self.update_times, True))
         stack.callback(connection.end_updates, engine)
         if self._ranks is not None:
@@ -217,17 +221,24 @@ class TrainCtx(EmbeddingCtx):
                 lambda: self._state.of_rank(session.progress),
                 env.rpc_timeout_s(),
             )
-        connection.recorder = self._record.begin(
-            connection.worker, tracker, engine, self.world_size
-        )
+        if self.rank_id == 0 and (self._report is not None or self._tensorboard is not None):
+            connection.recorder = Recorder(
+                connection.worker, tracker, engine, self.world_size, self._tensorboard
+            )
         connection.backward, connection.folders = engine, folders
 
-    def _finish_recording(self, connection: Connection) -> None:
-        recorder, connection.recorder = connection.recorder, None
-        if recorder is not None and self._record.has_report:
-            self.write_report()
-        elif recorder is not None:
-            recorder.settle()
+    def _end_recording(self, connection: Connection) -> None:
+        recorder = connection.recorder
+        if recorder is None:
+            return
+        try:
+            if self._report is None:
+                recorder.settle()
+            else:
+                self.write_report()
+        finally:
+            connection.recorder = None
+            recorder.close()
 
     def _leave_ranks(self) -> None:
         ranks, self._ranks = self._ranks, None
@@ -240,23 +251,29 @@ class TrainCtx(EmbeddingCtx):
         return secrets.randbits(47) << 16 | self.rank_id
 
     def write_report(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Write the report of the run so far: one HTML file that needs nothing beside it.
+        """Write the report of the run so far; without a path, to the file ``report=`` names.
 
-        Ranks other than 0 record nothing and write nothing. Without a path it is the file
-        that the context was given as ``report``.
+        Ranks other than 0 record nothing and write nothing.
 
         Raises:
             ConfigError: Without ``report=``, or outside the ``with`` block.
             OSError: If the file cannot be written.
         """
-        self._connected()
+        recorder = self._connected().connection.recorder
         if self.rank_id > 0:
             return
-        optimizers = (
-            f"{type(self.embedding_optimizer).__name__} for embeddings, "
-            f"{type(self.dense_optimizer).__name__} for the dense net"
+        if recorder is None or self._report is None:
+            raise ConfigError(
+                "TrainCtx.write_report: expected TrainCtx(report='report.html'), which has the "
+                "run recorded, and to be called inside its `with`"
+            )
+        summary.write(
+            self._report if path is None else path,
+            recorder,
+            unwrap(self.model),
+            self.embedding_optimizer,
+            self.dense_optimizer,
         )
-        self._record.write(path, type(unwrap(self.model)).__name__, optimizers)
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -275,16 +292,11 @@ class TrainCtx(EmbeddingCtx):
 
         Embeddings and models with their optimizers' states, the scaler, random generators,
         and how far the data is. With several ranks, rank 0's call is for all of them, and a
-        call of another does nothing. With ``blocking=False`` files are written meanwhile.
-
-        The arguments are those of ``EmbeddingCtx.dump_checkpoint``; ``opt_filename`` is the
-        file of the dense optimizer's state dict.
+        call of another does nothing. Arguments and errors are those of
+        ``EmbeddingCtx.dump_checkpoint``; ``opt_filename`` is the dense optimizer's file.
 
         Raises:
-            CheckpointError: If a file cannot be written.
             ServiceTimeout: If a rank does not come to the end of the step; names it.
-            ServiceError: If a server is gone.
-            BaseException: What an earlier update raised.
         """
         dense = {dense_model_filename: self._own_model(), opt_filename: self.dense_optimizer}
         to_script = {jit_dense_model_filename: self.model} if with_jit_model else {}
@@ -304,8 +316,8 @@ class TrainCtx(EmbeddingCtx):
 
         The next pass over a ``DataLoader`` leaves out the batches that were trained. In
         reproducible mode the run continues bit for bit as if it had not been stopped.
-        The arguments and errors are those of ``EmbeddingCtx.load_checkpoint``. With several
-        ranks it always waits; with ``features`` where training was is not restored.
+        Arguments and errors are those of ``EmbeddingCtx.load_checkpoint``. Several ranks
+        always wait; with ``features`` where training was is not restored.
         """
         dense = {dense_model_filename: self._own_model(), opt_filename: self.dense_optimizer}
         self._load(src_dir, map_location, dense, blocking, features)
@@ -349,11 +361,11 @@ class TrainCtx(EmbeddingCtx):
             return super().forward(batch)
 
     def set_lr(self, lr: float, group: str | None = None) -> None:
-        """Set the learning rate of embeddings from the next ``backward`` on.
+        """Set the learning rate of embeddings from the next ``backward`` on, on this rank.
 
-        Gradients in flight keep the rate under which they were computed. Setting the same
-        rate again costs nothing: call it in every step, on each rank. It holds until the end
-        of the ``with`` block, or until an optimizer is registered.
+        Gradients in flight keep the rate under which they were computed. It holds until the
+        end of the ``with`` block, or until an optimizer is registered. Setting the same rate
+        again costs nothing.
 
         Args:
             lr: Learning rate, such as ``scheduler.get_last_lr()[0]``.
@@ -364,15 +376,11 @@ class TrainCtx(EmbeddingCtx):
         Raises:
             ConfigError: If rate or group cannot be used, or outside the ``with`` block.
         """
-        engine = self.backward_engine
-        if engine is None:
-            raise ConfigError("TrainCtx.set_lr must be called inside `with TrainCtx(...)`")
-        engine.learning_rates.set(lr, group)
+        self._engine("set_lr").learning_rates.set(lr, group)
 
     def keep(self, batch: PersiaTrainingBatch) -> None:
-        """Hold a batch over the next ones, to accumulate gradients.
+        """Hold a batch, to accumulate gradients, until a ``backward`` whose loss reaches it.
 
-        Its permit stays lent until the next ``backward`` whose loss reaches it, so
         ``embedding_staleness`` bounds how many can be kept. One that has ended already is a
         DataError.
 
@@ -410,15 +418,12 @@ class TrainCtx(EmbeddingCtx):
         Raises:
             DataError: If no batch was prepared, the current one had its backward, or the loss
                 is not one number that depends on something trained.
-            DataTypeError: If the loss is no tensor.
             ConfigError: Outside the ``with`` block.
             BaseException: What an earlier update raised.
         """
         _check_loss(loss)
-        session = self._connected()
-        engine, recorder = session.connection.backward, session.connection.recorder
-        if engine is None:
-            raise ConfigError("TrainCtx.backward must be called inside `with TrainCtx(...)`")
+        session, engine = self._connected(), self._engine("backward")
+        recorder = session.connection.recorder
         engine.raise_failure()
         current = self._batch_to_train(session.tracker)
         self._scaling.loss = unscaled = loss.detach()
@@ -451,17 +456,14 @@ class TrainCtx(EmbeddingCtx):
         """Return the current batch, checked before the loss changes any gradient."""
         current = self.current_batch
         if current is None:
-            raise DataError(
-                "no batch to take gradients of: call ctx.forward(batch) or "
-                "ctx.prepare_features(batch) first"
-            )
+            raise DataError("no batch to take gradients of: call ctx.forward(batch) first")
         if current.ticket is not None:
             tracker.check_open(current.ticket)
         elif not self._has_warned_no_gradients:
             self._has_warned_no_gradients = True
             logger.warning(
-                "batch %d has a backward and was looked up without gradients, so it trains the "
-                "dense net only: made with requires_grad=False, or in an eval_ctx? (said once)",
+                "batch %d has no embedding gradients (made with requires_grad=False, or looked "
+                "up in an eval_ctx), so it trains the dense net only; said once",
                 current.batch_id,
             )
         tracker.release_orphans()
@@ -513,8 +515,8 @@ class LossScaling:
     ) -> bool:
         """Step the dense optimizer; False if a gradient of it or of ``updates`` is not finite.
 
-        ``are_own``: the dense gradients are this rank's, and may be finite on it only. The
-        scaler would skip a step, and the average that goes with it, on one rank.
+        ``are_own``: the dense gradients are this rank's, and may be finite on it only; the
+        scaler would skip the step there, and the average that goes with it.
         """
         is_finite = all(update.is_finite() for update in updates)
         if ranks is not None:
@@ -588,34 +590,28 @@ def _distributed(option: object | None, device_id: int | None) -> DistributedBas
 
 def _check_uneven(model: Any, option: object, reproducible: bool, is_scaled: bool) -> None:
     """Refuse ``drop_last=False`` where ranks exchange more in a step than DDP does."""
-    problem = ""
+    expected = ""
     if reproducible:
-        problem = (
-            "reproducible=False with several ranks, as those that have a batch update in no "
-            "order; or keep drop_last=True"
-        )
+        expected = "reproducible=False with several ranks, which update in no order"
     elif not isinstance(model, DistributedDataParallel):
-        problem = f"a model that is data-parallel by DDPOption, got {type(model).__name__}"
+        expected = f"a model that is data-parallel by DDPOption, got {type(model).__name__}"
     elif getattr(option, "needs_equal_batches", False):
-        problem = (
-            "an algorithm that does not count steps (gradient_allreduce or bytegrad), got "
-            "another; ranks would wait for each other"
-        )
+        expected = "gradient_allreduce or bytegrad, as other algorithms count steps"
     elif is_scaled:
-        problem = (
-            "mixed_precision=False, as the ranks must agree in every step whether gradients "
-            "are finite"
-        )
-    if problem:
-        raise ConfigError(f"drop_last=False: expected {problem}")
+        expected = "mixed_precision=False, as all ranks must agree on each step of the scaler"
+    if expected:
+        raise ConfigError(f"drop_last=False: expected {expected}")
 
 
 def _check_optimizers(embedding_optimizer: object, dense_optimizer: Any, model: Any) -> None:
     """Refuse what is no optimizer; warn of a dense one that cannot train the model."""
     if not isinstance(embedding_optimizer, Optimizer):
+        name = "Adagrad"
+        if isinstance(embedding_optimizer, type) and issubclass(embedding_optimizer, Optimizer):
+            name = embedding_optimizer.__name__
         raise ConfigError(
             "embedding_optimizer: expected an instance of one of persia.embedding.optim, such "
-            f"as Adagrad(lr=0.1), got {embedding_optimizer!r:.200}"
+            f"as {name}(lr=0.1), got {embedding_optimizer!r:.200}"
         )
     for name, given in (("dense_optimizer", dense_optimizer), ("model", model)):
         if given is None:
@@ -626,8 +622,7 @@ def _check_optimizers(embedding_optimizer: object, dense_optimizer: Any, model: 
     own = {id(parameter) for parameter in model.parameters()}
     if own and not any(id(one) in own for group in groups for one in group["params"]):
         logger.warning(
-            "dense_optimizer has none of the model's %d parameters, so the dense net is not "
-            "trained: make it over model.parameters() of the same model",
+            "dense_optimizer has none of the model's %d parameters: they are not trained",
             len(own),
         )
 
@@ -647,13 +642,9 @@ def _check_loss(loss: torch.Tensor) -> None:
             f"TrainCtx.backward: expected a tensor, got {type(loss).__name__}; give the loss "
             "tensor, not its .item()"
         )
-    if loss.numel() != 1:
+    if loss.numel() != 1 or not loss.requires_grad:
+        why = "" if loss.requires_grad else " without a graph (detached, or made from a number)"
         raise DataError(
             "TrainCtx.backward: expected a loss of one number that requires grad, got one of "
-            f'shape {list(loss.shape)}; give its .mean(), or take reduction="none" out'
-        )
-    if not loss.requires_grad:
-        raise DataError(
-            "TrainCtx.backward: expected a loss of one number that requires grad, got one "
-            "without a graph: it was detached, made from a number, or under torch.no_grad()"
+            f"shape {list(loss.shape)}{why}; give its .mean(), computed with gradients"
         )

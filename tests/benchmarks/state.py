@@ -135,7 +135,7 @@ class Training:
     def while_dumping(self, folder: str) -> list[float]:
         """Return the steps from the call to the end of its files."""
         steps = [self.step(lambda: self._ctx.dump_checkpoint(folder, blocking=False))]
-        writer = self._ctx._connected().checkpoints._writer
+        writer = self._ctx._connected().checkpoints.writer
         while writer._thread is not None and writer._thread.is_alive():
             steps.append(self.step())
         self._ctx.wait_for_dump_embedding()

@@ -10,52 +10,23 @@ import numpy as np
 import pytest
 import torch
 
+from persia.compat.data import Dataloader
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.embedding import EmbeddingConfig
-from persia.embedding.data import (
-    IDTypeFeatureWithSingleID,
-    Label,
-    NonIDTypeFeature,
-    PersiaBatch,
-)
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, DataError, ServiceError
 from tests.support.processes import ROOT, run
+from tests.training.conftest import LOCKSTEP, Net, batches, step, train
+from tests.training.fakes import DIM, make_batch
 
-SLOTS = {"slots_config": {"user": {"dim": 4}, "item": {"dim": 4}}}
+SLOTS = {"slots_config": {"user": {"dim": DIM}, "tags": {"dim": DIM}}}
 LOSS = torch.nn.functional.binary_cross_entropy_with_logits
-NUM_BATCHES = 12
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = torch.nn.Linear(2 + 4 + 4, 1)
-
-    def forward(self, dense: Any, embeddings: Any = None) -> torch.Tensor:
-        if embeddings is None:  # July: one tuple
-            dense, embeddings = dense
-        dense = dense[0] if isinstance(dense, list) else dense
-        output: torch.Tensor = self.layer(torch.cat([dense, *embeddings], 1))
-        return output
-
-
-def batches(num_labels: int = 1) -> list[PersiaBatch]:
-    made = []
-    for number in range(NUM_BATCHES):
-        rng = np.random.default_rng(number)
-        ids = rng.integers(0, 30, (2, 16)).astype(np.uint64)
-        features = [
-            IDTypeFeatureWithSingleID(n, i) for n, i in zip(("user", "item"), ids, strict=True)
-        ]
-        dense = rng.normal(size=(16, 2)).astype(np.float32)
-        label = (dense[:, :1] > 0).astype(np.float32)
-        made.append(
-            PersiaBatch(features, [NonIDTypeFeature(dense)], [Label(label)] * num_labels)
-        )
-    return made
+def all_batches() -> list[PersiaBatch]:
+    return batches(12, size=16)
 
 
 def old_ctx(**given: Any) -> Any:
@@ -70,34 +41,26 @@ def old_ctx(**given: Any) -> Any:
         )
 
 
-def loader(source: list[PersiaBatch]) -> DataLoader:
-    return DataLoader(source, reproducible=True, embedding_staleness=1)
-
-
 def today() -> list[float]:
-    model = Model()
+    model = Net()
     with TrainCtx(
         Adagrad(lr=0.1),
         torch.optim.SGD(model.parameters(), lr=0.1),
         model=model,
         embedding_config=EmbeddingConfig((-0.1, 0.1), schema=SLOTS),
     ) as ctx:
-        losses = []
-        for batch in loader(batches()):
-            output, labels = ctx.forward(batch)
-            losses.append(ctx.backward(LOSS(output, (labels or [])[0])).item())
-    return losses
+        return train(ctx, all_batches(), **LOCKSTEP)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])  # a power of two rounds nothing
 def test_july_equals_today(scale: float) -> None:
-    model = Model()
+    model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     with old_ctx() as ctx:
-        for number, batch in enumerate(loader(batches())):
-            features, target = ctx.prepare_features(batch)
-            loss = LOSS(model(features), target)
+        for number, batch in enumerate(DataLoader(all_batches(), **LOCKSTEP)):
+            (dense, embeddings), target = ctx.prepare_features(batch)
+            loss = LOSS(model([dense], embeddings), target)
             optimizer.zero_grad()
             (loss * scale).backward()  # type: ignore[no-untyped-call]
             for parameter in model.parameters():
@@ -116,17 +79,17 @@ def test_july_equals_today(scale: float) -> None:
 
 
 def test_august_equals_today(tmp_path: Path) -> None:
-    model = Model()
+    model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     with old_ctx(dense_optimizer=optimizer) as ctx:
-        for batch in loader(batches()):
+        for batch in DataLoader(all_batches(), **LOCKSTEP):
             dense, sparse, target = ctx.prepare_features(batch)
-            losses.append(ctx.backward(LOSS(model(dense, sparse), target)).item())
+            losses.append(ctx.backward(LOSS(model([dense], sparse), target)).item())
         ctx.dump_checkpoint(tmp_path, model, optimizer)
         rows = ctx.get_embedding_size()
     assert losses == today()
-    other = Model()
+    other = Net()
     torch.nn.init.zeros_(other.layer.weight)
     with old_ctx(dense_optimizer=torch.optim.SGD(other.parameters(), lr=0.1)) as ctx:
         ctx.load_checkpoint(tmp_path, other)
@@ -134,15 +97,31 @@ def test_august_equals_today(tmp_path: Path) -> None:
     assert torch.equal(other.layer.weight, model.layer.weight)
 
 
+def test_november_equals_today() -> None:
+    model = Net()
+    loader = Dataloader(all_batches(), 10, True, 60_000, **LOCKSTEP)
+    with pytest.warns(DeprecationWarning, match="DDPOption"):
+        ctx: Any = TrainCtx(
+            model=model,
+            embedding_optimizer=Adagrad(lr=0.1),
+            dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            embedding_config=EmbeddingConfig((-0.1, 0.1), schema=SLOTS),
+            torch_distributed_port=23456,  # type: ignore[call-arg]
+        )
+    with ctx:
+        losses = [step(ctx, batch).item() for batch in loader]
+    assert losses == today()
+
+
 def test_w02_each_step_is_checked_and_what_is_not_finite_is_not_sent() -> None:
     # The original looked at the first step only, and sent the gradients all the same.
-    model = Model()
+    model = Net()
     finite = []
     with old_ctx() as ctx, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        for number, batch in enumerate(loader(batches())):
-            features, target = ctx.prepare_features(batch)
-            loss = LOSS(model(features), target)
+        for number, batch in enumerate(DataLoader(all_batches(), **LOCKSTEP)):
+            (dense, embeddings), target = ctx.prepare_features(batch)
+            loss = LOSS(model([dense], embeddings), target)
             scaled = loss * (float("inf") if number == 7 else 2.0)
             scaled.backward()  # type: ignore[no-untyped-call]
             finite.append(ctx.on_after_backward(2.0, number))
@@ -155,7 +134,9 @@ def test_what_these_contexts_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"is_training=False.*eval_ctx\(\)"):
         old_ctx(is_training=False)
     with old_ctx() as ctx:
-        batch = ctx.get_embedding_from_data(batches(num_labels=2)[0])
+        two = [Label(np.zeros((1, 1), np.float32))] * 2
+        ids = IDTypeFeatureWithSingleID("user", np.array([7], np.uint64))
+        batch = ctx.get_embedding_from_data(PersiaBatch([ids], labels=two))
         with pytest.raises(DataError, match="expected one label in batch 0, got 2"):
             ctx.prepare_features(batch)
         _, target = ctx.prepare_features(batch, is_training=False)
@@ -182,7 +163,7 @@ def test_the_backend_speaks_for_the_context(tmp_path: Path) -> None:
         assert ctx.embedding_config == EmbeddingConfig((-0.5, 0.5), weight_bound=0)
         backend.register_optimizer(Adagrad(lr=0.2))
         backend.wait_servers_ready()
-        ctx.get_embedding_from_data(batches()[0])
+        ctx.get_embedding_from_data(make_batch(0))
         rows = ctx.get_embedding_size()
         backend.dump_embedding(str(tmp_path))
         backend.wait_for_dump_embedding()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from persia.compat import EVERYTHING, OLD_KEYWORDS, OLD_NAMES, launcher
+from persia.compat.contexts import LooseCtx, RenamedCtx
 from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx
 from persia.data import DataLoader
 from persia.distributed import DDPOption
@@ -148,8 +149,9 @@ def test_signatures_stay_readable_and_an_evaluating_context_has_its_settings() -
         ctx = EmbeddingCtx(PreprocessMode.EVAL, embedding_config=SLOTS, **old)
     assert ctx.embedding_config.weight_bound == 3
     # The hook for old keywords must not hide the arguments from help() and editors.
-    for cls in (TrainCtx, EmbeddingCtx, DataLoader):
+    for cls in (TrainCtx, EmbeddingCtx, DataLoader, RenamedCtx, LooseCtx):
         assert "args" not in inspect.signature(cls).parameters
+    assert {*OLD_KEYWORDS, "model"} <= inspect.signature(RenamedCtx).parameters.keys()
     with pytest.raises(TypeError, match="unexpected keyword argument 'models'"):
         TrainCtx(SGD(0.1), None, models=1)  # type: ignore[arg-type, call-arg]
 

@@ -33,8 +33,6 @@ def test_several_ranks_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_servers_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
-    with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):
-        InferCtx(["ipc:///nowhere/0"]).__enter__()
     monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc:///nowhere/1")
     ctx = eval_ctx(embedding_config={"slots_config": {"user": {"dim": 4}}})
     with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/1"):

@@ -13,7 +13,7 @@ import pytest
 
 from persia import env
 from persia._loader import sender
-from persia._rpc.methods import embedding_worker, nn_worker
+from persia._rpc.methods import Role, embedding_worker, nn_worker
 from persia._rpc.server import Server, ServerLimits, serve
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.ctx import DataCtx, cnt_ctx
@@ -28,29 +28,23 @@ class Job:
 
     def __init__(self, directory: Path) -> None:
         self._transport = ZmqTransport()
+        self._directory = directory
         stores = make_servers()
         self.workers: list[Any] = [make_worker(stores) for _ in range(2)]
         self.ranks = [FakeRank(rank, 2, credits=4) for rank in range(2)]
         self.servers: dict[str, Server] = {}
-        for number, (worker, rank) in enumerate(zip(self.workers, self.ranks, strict=True)):
-            self.servers[f"w{number}"] = serve(
-                self._transport,
-                f"ipc://{directory}/w{number}",
-                embedding_worker(),
-                worker,
-                replica_index=number,
-                replica_size=2,
-            )
-            self.servers[f"r{number}"] = serve(
-                self._transport,
-                f"ipc://{directory}/r{number}",
-                nn_worker(),
-                rank,
-                settings=ServerLimits(num_threads=8),
-            )
+        limits = ServerLimits(num_threads=8)
+        for number in range(2):
+            own: dict[str, Any] = {"replica_index": number, "replica_size": 2}
+            self._serve(f"w{number}", embedding_worker(), self.workers[number], **own)
+            self._serve(f"r{number}", nn_worker(), self.ranks[number], settings=limits)
         for name, letter in (("EMBEDDING", "w"), ("NN", "r")):
             both = f"ipc://{directory}/{letter}0,ipc://{directory}/{letter}1"
             os.environ[f"PERSIA_{name}_WORKERS"] = both
+
+    def _serve(self, name: str, role: Role, service: object, **options: Any) -> None:
+        address = f"ipc://{self._directory}/{name}"
+        self.servers[name] = serve(self._transport, address, role, service, **options)
 
     def finish(self, status: int) -> None:
         for name in ("w0", "w1"):
@@ -122,13 +116,11 @@ def test_arrays_may_be_filled_again(job: Job) -> None:
     with DataCtx() as ctx:
         for number in range(4):
             dense[:], label[:] = number, number
-            ctx.send_data(
-                batch(
-                    number,
-                    non_id_type_features=[NonIDTypeFeature(dense)],
-                    labels=[Label(label)],
-                )
-            )
+            arrays = {
+                "non_id_type_features": [NonIDTypeFeature(dense)],
+                "labels": [Label(label)],
+            }
+            ctx.send_data(batch(number, **arrays))
         for number in range(4):
             (got,) = job.ranks[number % 2].train(1)
             assert (got.non_id_type_features[0].array == number).all()

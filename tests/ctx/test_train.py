@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ import torch
 
 from persia import env
 from persia._files.writer_lock import JobFolders
-from persia._report.summary import TrainingRecord
 from persia._rpc.messages import TableEntries, TableSigns
 from persia._training.ranks import Ranks
 from persia.config import EmbeddingSchema
@@ -93,20 +92,10 @@ class Step:
     weights: list[NDArray[np.float32]] | None = None
 
 
-def _weighted(steps: list[Step]) -> list[Step]:
-    """The same steps; some weights are negative, some 0."""
-    rng = np.random.default_rng(8)
-    return [
-        Step(
-            step.ids,
-            step.labels,
-            [
-                rng.integers(-1, 4, len(ids)).astype(np.float32) / np.float32(2)
-                for ids in step.ids
-            ],
-        )
-        for step in steps
-    ]
+def _weighted(step: Step, rng: np.random.Generator) -> Step:
+    """The same step; some weights are negative, some 0."""
+    numbers = [rng.integers(-1, 4, len(ids)).astype(np.float32) for ids in step.ids]
+    return replace(step, weights=[each / np.float32(2) for each in numbers])
 
 
 def _steps(meets_all: bool) -> list[Step]:
@@ -118,12 +107,9 @@ def _steps(meets_all: bool) -> list[Step]:
             for _ in range(BATCH)
         ]
         if meets_all:
-            everyone = rng.permutation(BATCH).astype(np.uint64) % VOCABULARY
-            ids = [
-                np.concatenate([[first], rest])
-                for first, rest in zip(everyone, ids, strict=True)
-            ]
-            ids = [sample.astype(np.uint64) for sample in ids]
+            firsts = rng.permutation(BATCH).astype(np.uint64) % VOCABULARY
+            both = zip(firsts, ids, strict=True)
+            ids = [np.append(first, rest).astype(np.uint64) for first, rest in both]
         steps.append(Step(ids, rng.normal(size=(BATCH, 1)).astype(np.float32)))
     return steps
 
@@ -228,56 +214,43 @@ def _train_persia(
     return losses, entries.values
 
 
-TwinOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-
-ANY_ROWS: dict[str, tuple[Callable[[], Optimizer], TwinOptimizer]] = {
-    "sgd": (lambda: SGD(0.5), lambda p: torch.optim.SGD(p, lr=0.5)),
-    # The original's initial accumulator: beside it early gradients hardly count.
+# Ours, torch's, and the arguments of both. The original's initial accumulator is 1e-2: beside
+# it early gradients hardly count.
+Pair = tuple[Callable[..., Optimizer], Callable[..., torch.optim.Optimizer], dict[str, float]]
+ANY_ROWS: dict[str, Pair] = {
+    "sgd": (SGD, torch.optim.SGD, {"lr": 0.5}),
     "adagrad_1e-2": (
-        lambda: Adagrad(0.05, initial_accumulator_value=1e-2),
-        lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=1e-2),
+        *(Adagrad, torch.optim.Adagrad),
+        {"lr": 0.05, "initial_accumulator_value": 1e-2},
     ),
     "adagrad_1e-8": (
-        lambda: Adagrad(0.05, initial_accumulator_value=1e-8),
-        lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=1e-8),
+        *(Adagrad, torch.optim.Adagrad),
+        {"lr": 0.05, "initial_accumulator_value": 1e-8},
     ),
 }
-ALL_ROWS: dict[str, tuple[Callable[[], Optimizer], TwinOptimizer]] = {
-    "sgd_momentum": (
-        lambda: SGD(0.1, momentum=0.9),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    ),
-    "sgd_momentum_decay": (
-        lambda: SGD(0.1, momentum=0.9, weight_decay=1e-2),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
-    ),
+DECAY = {"weight_decay": 1e-2}
+ALL_ROWS: dict[str, Pair] = {
+    "sgd_momentum": (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "sgd_momentum_decay": (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, **DECAY}),
     "adagrad_decay": (
-        lambda: Adagrad(0.05, weight_decay=1e-2),
-        lambda p: torch.optim.Adagrad(
-            p, lr=0.05, initial_accumulator_value=1e-2, weight_decay=1e-2
-        ),
+        *(Adagrad, torch.optim.Adagrad),
+        {"lr": 0.05, "initial_accumulator_value": 1e-2, **DECAY},
     ),
     # SparseAdam adds eps before it corrects the bias, Adam (and PERSIA) after: so hardly any.
-    "sparse_adam": (
-        lambda: Adam(0.01, eps=1e-12),
-        lambda p: torch.optim.SparseAdam(p, lr=0.01, eps=1e-12),
-    ),
-    "adam": (lambda: Adam(0.01), lambda p: torch.optim.Adam(p, lr=0.01)),
-    "adam_decay": (
-        lambda: Adam(0.01, weight_decay=1e-2),
-        lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=1e-2),
-    ),
+    "sparse_adam": (Adam, torch.optim.SparseAdam, {"lr": 0.01, "eps": 1e-12}),
+    "adam": (Adam, torch.optim.Adam, {"lr": 0.01}),
+    "adam_decay": (Adam, torch.optim.Adam, {"lr": 0.01, **DECAY}),
 }
 
 
 def _check(
     pooling: str,
-    optimizers: tuple[Callable[[], Optimizer], TwinOptimizer],
+    optimizers: Pair,
     steps: list[Step],
     schedule: Callable[[torch.optim.Optimizer], Schedule] | None = None,
     group: str | None = None,
 ) -> None:
-    ours, theirs = optimizers
+    ours, theirs, arguments = optimizers
     rows = np.random.default_rng(3).uniform(-0.5, 0.5, (VOCABULARY, DIM)).astype(np.float32)
     torch.manual_seed(11)
     model = Model(pooling)
@@ -285,13 +258,13 @@ def _check(
     twin.load_state_dict(model.state_dict())
     weight = torch.from_numpy(rows.copy()).requires_grad_()
 
-    optimizer = theirs([weight])
+    optimizer = theirs([weight], **arguments)
     wanted, mirrored = (
         None if schedule is None else schedule(each)
-        for each in (optimizer, theirs([torch.zeros(1)]))
+        for each in (optimizer, theirs([torch.zeros(1)], **arguments))
     )
     want = _train_twin(twin, weight, optimizer, steps, wanted)
-    got, got_rows = _train_persia(model, rows, ours(), steps, mirrored, group)
+    got, got_rows = _train_persia(model, rows, ours(**arguments), steps, mirrored, group)
 
     want_rows = weight.detach().numpy()
     assert np.abs(want_rows - rows).max() > 0.05, "the rows must have moved to prove anything"
@@ -332,7 +305,9 @@ def test_a_schedule_of_the_embeddings_is_torchs(group: str | None) -> None:
 
 @pytest.mark.parametrize("optimizer", list(ANY_ROWS))
 def test_weighted_ids_are_per_sample_weights(optimizer: str) -> None:
-    _check("sum", ANY_ROWS[optimizer], _weighted(_steps(meets_all=False))[:60])
+    rng = np.random.default_rng(8)
+    steps = [_weighted(step, rng) for step in _steps(meets_all=False)[:60]]
+    _check("sum", ANY_ROWS[optimizer], steps)
 
 
 def test_w44_defaults_work_without_rank_and_without_cuda(make_ctx: MakeCtx) -> None:
@@ -362,8 +337,8 @@ def test_original_positional_order() -> None:
     ("option", "value"),
     [
         ("embedding_optimizer", None),
-        ("embedding_optimizer", Adam),
-        ("embedding_optimizer", "adam"),
+        (r"embedding_optimizer: .* such as Adam\(lr=0.1\)", Adam),
+        (r"embedding_optimizer: .* such as Adagrad\(lr=0.1\)", "adam"),
         ("dense_optimizer", None),
         ("grad_scalar_update_factor", 0),
         ("backward_buffer_size", 0),
@@ -374,7 +349,7 @@ def test_original_positional_order() -> None:
 )
 def test_bad_settings_name_themselves(make_ctx: MakeCtx, option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):
-        make_ctx(**{option: value})
+        make_ctx(**{option.partition(":")[0]: value})
 
 
 # The last: the gradients differ between ranks, and another rank's was not finite.
@@ -452,7 +427,8 @@ def test_entering_may_fail_and_be_done_again(make_ctx: MakeCtx, monkeypatch: Mon
 
     ctx = make_ctx()
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingRecord, "begin", fail)
+        patch.setattr(ctx, "_tensorboard", "file/of-another")
+        patch.setattr("persia.ctx.train.Recorder", fail)
         with pytest.raises(NotADirectoryError), ctx:
             pass
     connection = ctx._connected().connection

@@ -127,8 +127,8 @@ def transport() -> closing[ZmqTransport]:
     return closing(ZmqTransport())
 
 
-def _with(text: str) -> dict[int, str]:
-    """Processes but this one that know this text from their environment; their commands."""
+def processes_with(text: str) -> dict[int, str]:
+    """The commands of other processes that know this text from their environment, by pid."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -139,15 +139,10 @@ def _with(text: str) -> dict[int, str]:
     return found
 
 
-def processes_with(text: str) -> list[str]:
-    """The command lines of processes that know this text from their environment."""
-    return list(_with(text).values())
-
-
 def wait_until_gone(text: str) -> None:
     """Wait until no process knows this text from its environment."""
     deadline = time.monotonic() + PATIENCE_S
-    while pids := _with(text):
+    while pids := processes_with(text):
         for pid in pids:
             with suppress(ProcessLookupError):
                 ended = os.pidfd_open(pid)

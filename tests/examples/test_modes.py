@@ -6,10 +6,6 @@ final rows are those of embedded mode.
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +25,8 @@ from persia.data import DataLoader, StreamingDataset
 from tests.distributed import net
 from tests.distributed.batches import SLOTS
 from tests.distributed.batches import make_batch as net_batch
-from tests.examples.conftest import LOADER
 from tests.examples.loading import digest_of, load, parts_of
-from tests.support.processes import DEADLINE_S, ROOT, Cluster, run
+from tests.support.processes import ROOT, Cluster
 from tests.training.conftest import LOCKSTEP, train
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -144,58 +139,3 @@ def test_quickstart_is_bit_equal_in_services_mode(
             assert quickstart.test(ctx, log) == auc
             assert ctx.stats()["batches"] == -(-log.num_train // BATCH_SIZE)
         assert remote_rows(signs, config) == digest
-
-
-SAY = ("--json", "--quiet")
-
-needs_data = pytest.mark.skipif(env.data_dir() is None, reason="PERSIA_DATA_DIR names no data")
-
-
-@needs_data
-@pytest.mark.slow
-def test_the_scripts_of_adult_income_print_the_same_in_both_modes() -> None:
-    config = LOADER.parent / "config" / "embedding_config.yml"
-    with Cluster(config, environment={"REPRODUCIBLE": "1"}) as cluster:
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "REPRODUCIBLE": "1"}
-        script = str(LOADER.parent / "train.py")
-        embedded = run(sys.executable, script, *SAY, env=os.environ | own, timeout_s=DEADLINE_S)
-        assert embedded.returncode == 0, embedded.stderr
-        cluster.start_servers()
-        cluster.start_loaders(LOADER, 1)
-        cluster.start("nn-worker", "nn-worker", script, *SAY)
-        statuses = cluster.wait()
-        assert set(statuses.values()) == {0}, statuses
-        (line,) = re.findall(r"\{.*\}", cluster.log("nn-worker"))
-    one, other = json.loads(embedded.stdout), json.loads(line)
-    for name in ("auc", "loss", "rows"):
-        assert one[name] == other[name]
-
-
-SEEDS = 3
-
-
-def aucs(num_ranks: int, batch_size: int) -> list[float]:
-    """Return the AUC for each seed, with batches of this size on each rank."""
-    with Cluster(
-        LOADER.parent / "config" / "embedding_config.yml", num_ranks=num_ranks
-    ) as cluster:
-        cluster.start_servers()
-        arguments = (str(batch_size), str(SEEDS))
-        cluster.start_loaders(SCRIPTS / "adult_loader.py", 1, *arguments)
-        script = (str(SCRIPTS / "adult_train.py"), *arguments)
-        cluster.start("nn-worker", "nn-worker", "--nproc-per-node", str(num_ranks), *script)
-        statuses = cluster.wait()
-        assert set(statuses.values()) == {0}, statuses
-        (line,) = re.findall(r"AUCS (\[.*\])", cluster.log("nn-worker"))
-        found: list[float] = json.loads(line)
-        assert len(found) == SEEDS
-        return found
-
-
-@needs_data
-@pytest.mark.slow
-def test_two_ranks_reach_the_auc_of_one_with_the_same_global_batch() -> None:
-    """Not the same bits: each rank's gradients are a step of Adagrad of their own."""
-    one, two = aucs(1, 128), aucs(2, 64)
-    assert np.mean(one) > 0.88
-    assert abs(np.mean(one) - np.mean(two)) < 0.002, (one, two)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,6 @@ from tests.support.fixtures import Record
 
 SEEDS = range(1, 6)
 SMALL = 6_000  # samples that touch every feature, in a second
-
-
-def _run(**options: Any) -> tuple[Any, str]:
-    return run_quickstart(load("quickstart"), **options)
 
 
 def test_log_has_what_a_click_log_has() -> None:
@@ -58,20 +54,26 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.usefixtures("restored_isa")
-def test_reproducible_runs_are_bit_equal() -> None:
+def check_bit_equal(train: Any, samples: int, variants: Iterable[dict[str, Any]]) -> None:
     found = []
-    for variant in ({}, *VARIANTS):
+    for variant in variants:
         options = dict(variant)
         cpu.select(options.pop("isa", None))
-        report, rows = _run(samples=SMALL, reproducible=True, staleness=1, **options)
+        report, rows = run_quickstart(
+            train, samples=samples, reproducible=True, staleness=1, **options
+        )
         found.append((report.auc, report.loss, report.rows, rows))
         assert found[-1] == found[0], variant
 
 
+@pytest.mark.usefixtures("restored_isa")
+def test_reproducible_runs_are_bit_equal() -> None:
+    check_bit_equal(load("quickstart"), SMALL, ({}, *VARIANTS))
+
+
 @functools.cache
 def _full_run(seed: int, staleness: int) -> Any:
-    return _run(seed=seed, staleness=staleness)[0]
+    return run_quickstart(load("quickstart"), seed=seed, staleness=staleness)[0]
 
 
 @pytest.mark.slow
@@ -85,7 +87,7 @@ def test_learns_what_can_be_learned(seed: int, staleness: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_embeddings_are_what_learns(seed: int) -> None:
-    without, _ = _run(seed=seed, embeddings=False)
+    without, _ = run_quickstart(load("quickstart"), seed=seed, embeddings=False)
     assert _full_run(seed, 10).auc - without.auc >= 0.05
 
 
@@ -129,25 +131,15 @@ def configure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
 
 @pytest.mark.usefixtures("restored_isa")
 def test_runs_of_two_byte_rows_are_bit_equal(configure: Any) -> None:
-    train = configure("float16")
-    results = []
-    for options, isa in (({}, None), ({"servers": 3, "threads": 2}, "baseline")):
-        cpu.select(isa)
-        report, rows = run_quickstart(
-            train, samples=1500, reproducible=True, staleness=1, **options
-        )
-        results.append((report.auc, report.loss, report.rows, rows))
-    assert results[0] == results[1]
-
-
-def mean_auc_of_quickstart(train: Any) -> float:
-    aucs = [float(run_quickstart(train, seed=seed)[0].auc) for seed in (1, 2, 3)]
-    return sum(aucs) / len(aucs)
+    other = {"servers": 3, "threads": 2, "isa": "baseline"}
+    check_bit_equal(configure("float16"), 1500, [{}, other])
 
 
 @pytest.mark.slow
 def test_quickstart_reaches_the_auc_of_f32(configure: Any) -> None:
-    wanted = mean_auc_of_quickstart(load("quickstart"))
+    seeds = (1, 2, 3)
+    wanted = np.mean([_full_run(seed, 10).auc for seed in seeds])
     for dtype in ("float16", "bfloat16"):
-        auc = mean_auc_of_quickstart(configure(dtype))
+        train = configure(dtype)
+        auc = np.mean([run_quickstart(train, seed=seed)[0].auc for seed in seeds])
         assert abs(auc - wanted) < 0.002, (dtype, auc, wanted)

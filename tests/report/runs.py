@@ -20,8 +20,9 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.embedding.optim import Adagrad
+from tests.training.conftest import Net, loss_of
 
-SLOTS = {"slots_config": {"user": {"dim": 4}, "tags": {"dim": 8}}}
+SLOTS = {"slots_config": {"user": {"dim": 4}, "tags": {"dim": 4}}}
 STEPS, SIZE = 40, 32
 
 
@@ -39,20 +40,7 @@ class Clicks(IterableDataset):
             )
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.top = torch.nn.Linear(14, 1)
-
-    def forward(
-        self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]
-    ) -> torch.Tensor:
-        output: torch.Tensor = self.top(torch.cat([*dense, *embeddings], dim=1))
-        return output
-
-
 def build(**options: object) -> TrainCtx:
-    torch.manual_seed(0)
     model = Net()
     return TrainCtx(
         model=model,
@@ -65,13 +53,10 @@ def build(**options: object) -> TrainCtx:
 
 
 def train(ctx: TrainCtx, spoiled: int = -1) -> None:
-    loss_fn = torch.nn.BCEWithLogitsLoss()
     for step, batch in enumerate(DataLoader(Clicks(), reproducible=True)):
         if step == 3:
             continue  # no backward: abandoned
-        output, labels = ctx.forward(batch)
-        assert labels is not None
-        loss = loss_fn(output, labels[0])
+        loss = loss_of(*ctx.forward(batch))
         ctx.backward(loss * math.nan if step == spoiled else loss)
         if step % 10 == 0:
             ctx.report(auc=0.5 + step / 100)

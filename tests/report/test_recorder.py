@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from persia._report import recorder
+from persia._report import summary
 from persia._report.recorder import MOST, Curve
 from persia.errors import ConfigError
 from tests.report.runs import build, train
@@ -54,6 +54,6 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 def test_without_tensorboard_a_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(recorder, "find_spec", lambda name: None)
+    monkeypatch.setattr(summary, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install tensorboard"):
         build(tensorboard=tmp_path)

@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from persia._report import summary
 from persia.ctx import eval_ctx
 from persia.errors import ConfigError
 from tests.report.runs import SIZE, STEPS, Reader, build, train
@@ -81,3 +84,40 @@ def test_a_report_that_could_not_be_written_is_refused_before_the_run(tmp_path: 
     ):
         with pytest.raises(ConfigError, match=f"report: {says}"):
             build(report=path)
+
+
+# --- charts, numbers and escaping ----------------------------------------------------------
+
+FLOATS = st.floats(-1e30, 1e30)
+
+
+@given(FLOATS, FLOATS, st.sampled_from(["", "B"]))
+@example(0.0, 5e-324, "")
+def test_ticks_are_few_and_span_the_range(one: float, other: float, unit: str) -> None:
+    low, high = min(one, other), max(one, other)
+    if unit:
+        low, high = 0.0, abs(high)
+    found = summary.ticks(low, high, unit)
+    width = (found[-1] - found[0]) * 1e-9
+    assert 2 <= len(found) <= 9
+    assert found[0] <= low + width
+    assert found[-1] >= high - width
+    assert found == sorted(set(found))
+
+
+def test_numbers_are_short() -> None:
+    texts = {0: "0", 12: "12", 1500: "1500", 0.00123: "0.00123", 12_345: "12.3k", None: "-"}
+    assert {value: summary.short(value) for value in texts} == texts
+    assert summary.short(3 * 2**30, "B") == "3.0 GiB"
+
+
+def test_a_chart_of_nothing_says_so_and_names_are_escaped() -> None:
+    def draw(chart: summary.Chart) -> str:
+        return summary.render(summary.Page("", "", (), (), (chart,), ()))
+
+    empty = draw(summary.Chart("<b>", "", "step", (summary.ChartSeries("x", ()),)))
+    assert "nothing was recorded" in empty
+    assert "<b>" not in empty
+    one = draw(summary.Chart("t", "", "step", (summary.ChartSeries("<i>", ((3.0, 2.0),)),)))
+    assert "<circle" in one
+    assert "<i>:" not in one

@@ -63,8 +63,7 @@ def train_all(ctx: TrainCtx, loader: DataLoader) -> list[int]:
 
 def set_when_closing(ctx: TrainCtx, event: threading.Event) -> None:
     """Set the event as soon as the open epoch is being closed."""
-    epoch = ctx._connected()._passes[0]()
-    assert epoch is not None
+    (epoch,) = ctx._connected()._passes
     close = epoch._source.close
 
     def close_and_set() -> list[threading.Thread]:
