@@ -232,7 +232,7 @@ def of_inflight(role: str, rank: int, tracker: InFlightTracker) -> MetricSource:
     return MetricSource(role, rank, "training", tracker, read)
 
 
-_RECEIVER_GAUGES = ("pending", "in_flight")
+_RECEIVER_GAUGES = ("pending", "taken")
 
 
 def of_receiver(role: str, rank: int, receiver: BatchReceiver) -> MetricSource:

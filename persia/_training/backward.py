@@ -5,11 +5,8 @@
     gradients               wait for the copy
 
 The user's thread only takes references (on CUDA it packs them into one buffer and starts one
-copy to pinned memory); summing and sending happen in the workers, which start when an update
-is queued and none is idle. What an update raises is raised at the user's next ``backward``,
-flush or exit.
-
-Reads see own writes: ``flush`` waits for every update submitted before it was called.
+copy to pinned memory). A worker starts when an update is queued and none is idle. What an
+update raises is raised at the user's next ``backward``, flush or exit.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from persia import env
 from persia._core.kernels.optim import checked
 from persia._rpc.messages import BatchGradients, LearningRate
 from persia._training.inflight import LOST, SHORT_S, Reason, call_again, take_gradients
@@ -81,18 +77,10 @@ class LearningRates:
 
 
 class BackwardPipeline:
-    """Sends updates from a bounded queue.
+    """Sends updates from a queue of ``capacity``, at most ``num_workers`` at the same time.
 
-    Args:
-        worker: The embedding-worker.
-        tracker: Where the outcome of each batch is noted.
-        client: First half of the update ids, new for each time that a rank is entered or
-            resumes from a checkpoint: numbers start again then, and no update is taken for a
-            repetition.
-        num_workers: Most updates sent at the same time.
-        capacity: Updates that wait before ``submit`` does.
-        device: Where the gradients are.
-        ranks: To take turns with, for batches that ask for it.
+    ``client`` is the first half of the update ids, new each time that a rank is entered or
+    resumes from a checkpoint: numbers start again then, and no update is taken for another.
     """
 
     def __init__(
@@ -381,17 +369,13 @@ class BackwardPipeline:
         begin = time.perf_counter()  # after the wait for this rank's turn, which may be long
 
         def update_moved(ref: int) -> UpdateReport:
-            ticket.ref = ref  # for a release, should this fail too
             self._worker.lookup(ref, True)  # an update needs the plan that a lookup makes
             return self._worker.update(replace(gradients, ref=ref))
 
         try:
             return self._worker.update(gradients)
         except LOST as error:
-            if ticket.register_again is None:
-                raise
-            left_s = env.rpc_timeout_s() - (time.perf_counter() - begin)
-            return call_again(update_moved, ticket.register_again, error, left_s)
+            return call_again(update_moved, ticket, error, begin)
 
     def _remove_pending(self, order: int) -> None:
         with self._lock:

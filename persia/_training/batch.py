@@ -13,16 +13,15 @@ A feature has three kinds:
 Embeddings are f32 (the original's were f16 on every device). Dense tensors and labels keep
 their dtype, bool included.
 
-Two threads work on a batch. The dataset's thread copies dense data and labels while the
-user's generator waits, so that a generator may refill its arrays for the next batch. A forward
-worker then builds the tensors; for a CUDA device it packs the lookup into one pinned buffer
-per dtype and starts the copies on a side stream, and the user's thread makes its own stream
-wait for their event and builds the tensors there. Nothing synchronises the device.
+The dataset's thread copies dense data and labels while the user's generator waits, so that it
+may refill its arrays for the next batch. A forward worker then builds the tensors; for a CUDA
+device it packs the lookup into one pinned buffer per dtype and starts the copies on a side
+stream, and the user's thread makes its own stream wait for their event and builds the tensors
+there. Nothing synchronises the device.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,13 +33,11 @@ from persia.embedding.data import PersiaBatch
 from persia.errors import DataTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from persia._rpc.messages import SlotOutput, StreamedBatch
-
-logger = logging.getLogger(__name__)
 
 
 class Jagged(NamedTuple):
@@ -111,11 +108,7 @@ class PersiaTrainingBatch:
 
 
 class DeviceTransfer:
-    """Brings batches to one device.
-
-    Args:
-        device: Where the model is.
-    """
+    """Brings batches to the model's device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -123,7 +116,6 @@ class DeviceTransfer:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._wide: set[str] = set()  # float64 arrays that a warning has named
 
     def copy(self, batch: PersiaBatch) -> PersiaTrainingBatch:
         """Copy what the user may overwrite; the ids are PERSIA's own already.
@@ -135,42 +127,23 @@ class DeviceTransfer:
             raise DataTypeError(
                 f"expected the dataset to yield PersiaBatch, got {type(batch).__name__}"
             )
-        dense = [(item.name, item.data) for item in batch.non_id_type_features]
-        labels = [(item.name, item.data) for item in batch.labels]
-        return self._copy_all(dense, labels, batch.meta, batch.batch_size)
+        return PersiaTrainingBatch(
+            [self._copy(item.data) for item in batch.non_id_type_features],
+            [self._copy(item.data) for item in batch.labels],
+            batch.meta,
+            batch.batch_size,
+        )
 
     def copy_streamed(self, batch: StreamedBatch) -> PersiaTrainingBatch:
         """Copy what came in one message, so that its memory is not kept."""
-        dense = [(item.name, item.array) for item in batch.non_id_type_features]
-        labels = [(item.name, item.array) for item in batch.labels]
-        meta = None if batch.meta is None else batch.meta.tobytes()
-        return self._copy_all(dense, labels, meta, batch.batch_size)
-
-    def _copy_all(
-        self,
-        dense: Iterable[tuple[str, NDArray[Any]]],
-        labels: Iterable[tuple[str, NDArray[Any]]],
-        meta: bytes | None,
-        batch_size: int,
-    ) -> PersiaTrainingBatch:
         return PersiaTrainingBatch(
-            [self._copy("dense feature", *item) for item in dense],
-            [self._copy("label", *item) for item in labels],
-            meta,
-            batch_size,
+            [self._copy(item.array) for item in batch.non_id_type_features],
+            [self._copy(item.array) for item in batch.labels],
+            None if batch.meta is None else batch.meta.tobytes(),
+            batch.batch_size,
         )
 
-    def _copy(self, what: str, name: str, array: NDArray[Any]) -> torch.Tensor:
-        if array.dtype == np.float64 and name not in self._wide:
-            # A model may want float64, though it is mostly numpy's default and no choice;
-            # torch's own error does not name the array.
-            self._wide.add(name)
-            logger.warning(
-                "%s %r is float64, and so is its tensor: layers in float32 refuse it; "
-                "give it as .astype(np.float32), or call .float() on it in the model",
-                what,
-                name,
-            )
+    def _copy(self, array: NDArray[Any]) -> torch.Tensor:
         if self._stream is None:
             return torch.from_numpy(np.array(array, order="C"))
         template = torch.from_numpy(np.empty(0, array.dtype))

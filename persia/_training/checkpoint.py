@@ -8,17 +8,15 @@
     ranks go on                             end the cut
 
 The pause is the left column. A failure on either side leaves no checkpoint, or the one before.
-Loading is two steps as well: everything is verified, on every server and here, before anything
-changes anywhere.
+Loading verifies everything, on every server and here, before anything changes anywhere.
 
-The dense side's files are scripted models and state dicts, which are loaded with
-``weights_only=True`` so that they cannot run code. A model that is wrapped for data parallelism
-is stored without the wrapper's ``module.`` prefix: a file of four ranks loads into one, and the
-other way round.
+The dense side's files are scripted models and state dicts; a model that is wrapped for data
+parallelism is stored without the wrapper's ``module.`` prefix, for any number of ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -46,7 +44,7 @@ from persia._files.schema import SavedSchema
 from persia._files.storage import Storage, write_atomic
 from persia._files.writer_lock import sole_writer
 from persia._rpc.messages import CutRequest, LoadRequest, WriteRequest
-from persia._training.resume import check_trainer
+from persia._training.progress import check_trainer
 from persia.errors import CheckpointError, ConfigError, PersiaError
 from persia.logger import get_logger
 
@@ -84,19 +82,17 @@ def serialized(state: Any, save: Callable[[Any, io.BytesIO], None] = torch.save)
     return buffer.getvalue()
 
 
-def scripted(model: Any) -> Callable[[], bytes]:
-    """Compile a model; returns what writes it with the weights it has then."""
+def scripted(model: Any, option: str) -> Any:
+    """Return a model, without its wrapper, as TorchScript; it shares the weights."""
     model = unwrap(model)
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"with_jit_model needs a torch.nn.Module, got {type(model).__name__}")
+        raise ConfigError(f"{option} needs a torch.nn.Module, got {type(model).__name__}")
     try:
-        module: Any = torch.jit.script(model)
+        return torch.jit.script(model)
     except RuntimeError as exc:
         raise ConfigError(
-            f"with_jit_model: {type(model).__name__} cannot be scripted: {exc}"
+            f"{option}: {type(model).__name__} cannot be scripted: {exc}"
         ) from exc
-
-    return lambda: serialized(module, torch.jit.save)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +160,10 @@ class CheckpointWriter(_Background):
 
         ``keep_last`` checkpoints stay in the folder. ``job`` keeps others out of it afterwards.
         """
+        write = partial(self._write, frozen, url, keep_last, job, shows=blocking)
         if blocking:
-            self._write(frozen, url, keep_last, job, shows=True)
+            write()
         else:
-            write = partial(self._write, frozen, url, keep_last, job, shows=False)
             self._start(write, f"the checkpoint in {url}")
 
     def _write(
@@ -365,9 +361,9 @@ class CheckpointReader(_Background):
         """Have every server check its share; changes nothing."""
         self.wait()
         number = secrets.randbits(63)
-        self._request = LoadRequest(number, "verify", url, identity, features)
+        self._request = request = LoadRequest(number, "verify", url, identity, features)
         try:
-            self._await("verified")
+            self._await(request, "verified")
         except BaseException:
             self.drop()
             raise
@@ -381,11 +377,10 @@ class CheckpointReader(_Background):
         request = self._request
         if request is None:
             return []
-        self._request = replace(request, step="commit")
 
         def run() -> list[str]:
             try:
-                statuses = self._await("loaded")
+                statuses = self._await(replace(request, step="commit"), "loaded")
                 # Only now, as all have theirs, is any server's share whole.
                 self._worker.load(replace(request, step="finish"))
             finally:
@@ -413,11 +408,7 @@ class CheckpointReader(_Background):
         except PersiaError as exc:
             _logger.warning("a load was not ended on every server: %s", exc)
 
-    def _await(self, goal: str) -> tuple[LoadStatus, ...]:
-        request = self._request
-        if request is None:
-            raise ConfigError("no load is under way")
-
+    def _await(self, request: LoadRequest, goal: str) -> tuple[LoadStatus, ...]:
         def ask() -> tuple[bool, int, int, tuple[LoadStatus, ...]]:
             statuses = self._worker.load(request)
             for number, status in enumerate(statuses):
@@ -445,18 +436,13 @@ def save_dense(
     instance: Any, dst_dir: str | os.PathLike[str], file_name: str, is_jit: bool
 ) -> Path:
     """Write a state dict, or a scripted model, and return its path."""
-    instance = unwrap(instance)
     path = Path(dst_dir) / file_name
+    # Made first: what it raises is the user's, not a file's.
     if is_jit:
-        if not isinstance(instance, torch.nn.Module):
-            raise ConfigError(
-                f"is_jit=True needs a torch.nn.Module, got {type(instance).__name__}"
-            )
-        module: Any = torch.jit.script(instance)
+        module = scripted(instance, "is_jit=True")
         write_atomic(path, lambda aside: module.save(str(aside)))
     else:
-        # Made first: what it raises is the user's, not a file's.
-        state = instance.state_dict()
+        state = unwrap(instance).state_dict()
         write_atomic(path, lambda aside: torch.save(state, aside))
     return path
 
@@ -489,22 +475,20 @@ def check_fit(instance: Any, state: Any, place: str) -> dict[str, Any]:
         return found
     found = _without_prefix(found, instance)
     own: dict[str, Any] = instance.state_dict()
-    wrong = [f"{name} is missing" for name in own if name not in found]
-    wrong += [f"{name} is not the model's" for name in found if name not in own]
-    for name in own.keys() & found.keys():
-        shapes = [getattr(of[name], "shape", None) for of in (own, found)]
-        if shapes[0] != shapes[1]:
-            wrong.append(f"{name} is {_shape(shapes[0])} here and {_shape(shapes[1])} there")
-    if wrong:
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckpointError(
-            f"{place} does not fit this {type(instance).__name__}: "
-            f"{'; '.join(sorted(wrong)[:3])}{more}"
-        )
+    for name in sorted(own.keys() | found.keys()):
+        here, there = _shape(own, name), _shape(found, name)
+        if here != there:
+            raise CheckpointError(
+                f"{place} does not fit this {type(instance).__name__}: {name} is {here} here "
+                f"and {there} there"
+            )
     return found
 
 
-def _shape(shape: Any) -> str:
+def _shape(state: dict[str, Any], name: str) -> str:
+    if name not in state:
+        return "missing"
+    shape = getattr(state[name], "shape", None)
     return "no tensor" if shape is None else str(list(shape))
 
 
@@ -512,11 +496,11 @@ def _check_groups(optimizer: Any, state: dict[str, Any], place: str) -> None:
     """Check that a state dict has the parameters of an optimizer, if it is one's."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
-    groups, there = state.get("param_groups"), None
-    if isinstance(groups, list) and isinstance(state.get("state"), dict):
-        params = [group.get("params") for group in groups if isinstance(group, dict)]
-        there = [len(one) for one in params if isinstance(one, list)]
     here = [len(group["params"]) for group in optimizer.param_groups]
+    there = None
+    if isinstance(state.get("state"), dict):
+        with contextlib.suppress(AttributeError, KeyError, TypeError):
+            there = [len(group["params"]) for group in state["param_groups"]]
     if there != here:
         raise CheckpointError(
             f"{place} does not fit this {type(optimizer).__name__}: expected groups of {here} "

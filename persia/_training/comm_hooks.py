@@ -202,26 +202,6 @@ ALGORITHMS = {
 }
 
 
-class _Run:
-    """One algorithm over one model: counts the steps of its optimizer."""
-
-    def __init__(self, exchange: Exchange, warmup_steps: int, group: dist.ProcessGroup) -> None:
-        self.exchange = exchange
-        self.warmup_steps = warmup_steps
-        self.group = group
-        self.averager: ModelAverager | None = None
-        self.steps = 0
-
-    def on_bucket(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-        warm = self.steps >= self.warmup_steps
-        return (self.exchange if warm else exchange_in_full)(self.group, bucket)
-
-    def after_step(self, optimizer: torch.optim.Optimizer, args: object, more: object) -> None:
-        self.steps += 1
-        if self.averager is not None:
-            self.averager.average_parameters(optimizer.param_groups)  # type: ignore[no-untyped-call]
-
-
 def apply(
     algorithm: Algorithm,
     model: DistributedDataParallel,
@@ -232,17 +212,30 @@ def apply(
     The optimizer is hooked rather than wrapped: schedulers and scalers that know it go on
     working, and its state dict is the one it has under any other algorithm.
     """
-    if algorithm.exchange is None:
+    exchange = algorithm.exchange
+    if exchange is None:
         return
     group = model.process_group
-    run = _Run(algorithm.exchange, algorithm.warmup_steps, group)
+    steps = 0
+    averager: ModelAverager | None = None
     if algorithm.averager is not None:
         # DDP would copy rank 0's buffers to all in each forward, and so keep ranks in step.
         model.broadcast_buffers = False
-        run.averager = algorithm.averager(algorithm.interval, algorithm.warmup_steps, group)
-        if isinstance(run.averager, DifferenceAverager):
-            run.averager.begin([p for p in model.parameters() if p.requires_grad])
+        averager = algorithm.averager(algorithm.interval, algorithm.warmup_steps, group)
+        if isinstance(averager, DifferenceAverager):
+            averager.begin([p for p in model.parameters() if p.requires_grad])
+
+    def after_step(optimizer: torch.optim.Optimizer, args: object, more: object) -> None:
+        nonlocal steps
+        steps += 1
+        if averager is not None:
+            averager.average_parameters(optimizer.param_groups)  # type: ignore[no-untyped-call]
+
+    def exchange_now(bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+        is_warm = steps >= algorithm.warmup_steps
+        return exchange(group, bucket) if is_warm else exchange_in_full(group, bucket)
+
     # A lambda: torch reads a function's annotations, and takes few spellings of them.
-    model.register_comm_hook(run, lambda run, bucket: run.on_bucket(bucket))
+    model.register_comm_hook(None, lambda state, bucket: exchange_now(bucket))
     if optimizer is not None:
-        optimizer.register_step_post_hook(run.after_step)
+        optimizer.register_step_post_hook(after_step)

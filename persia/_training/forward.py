@@ -3,10 +3,6 @@
     source ----------> forward workers --queue--> (ranks agree) ----> the user's loop
     copies batches     permit, then lookup        one step ahead      tensors
 
-A permit is acquired before the lookup, in the order of the batches, and belongs to the batch
-from then on (``inflight``); it comes back when the update is acknowledged, the lookup fails, or
-the batch is released.
-
 Order (``reproducible=True``): batches are taken, numbered, looked up and returned in the order
 of the dataset. With a staleness bound ``s`` no batch is taken before the user asked for the
 ``s - 1`` th before it: at staleness 1 lookups and updates alternate strictly.
@@ -16,10 +12,9 @@ asks one step ahead of the user. The first round in which a rank has none is the
 others have is dropped and counted. Each rank takes part in every round up to the last one, and
 in no other, whatever ends its own pass, so that none waits for another in vain.
 
-Threads and locks: ``_turn`` makes take, permit and number one step (and, in order, the
-lookup too). It is held while waiting for input or a permit; no other thread needs it to make
-progress, and both waits are woken by ``close``. Forward workers start when a batch is taken and
-none is idle.
+Locks: ``_turn`` makes take, permit and number one step (and, in order, the lookup too). It is
+held while waiting for input or a permit; no other thread needs it to make progress, and both
+waits are woken by ``close``.
 """
 
 from __future__ import annotations
@@ -34,7 +29,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from persia import env
 from persia._rpc.deadlines import within
 from persia._rpc.messages import IDFeatures
 from persia._rpc.worker_pool import EmbeddingWorkers
@@ -43,14 +37,12 @@ from persia._training.inflight import (
     SHORT_S,
     UNREGISTERED,
     InFlightBatch,
-    Progress,
     Reason,
     StalenessLimiter,
     State,
-    Watermark,
     call_again,
-    to_position,
 )
+from persia._training.progress import Progress, Watermark, to_position
 from persia._training.queues import BoundedQueue, Closed, Finished, OrderedQueue, join
 from persia.errors import ConfigError, InternalError, ServiceError, ServiceTimeout
 
@@ -59,7 +51,8 @@ if TYPE_CHECKING:
 
     from persia._rpc.messages import EmbeddingWorker, LookupResult, SlotOutput
     from persia._training.batch import DeviceTransfer, PersiaTrainingBatch
-    from persia._training.inflight import InFlightTracker, Plain
+    from persia._training.inflight import InFlightTracker
+    from persia._training.progress import Plain
     from persia._training.ranks import Ranks
     from persia.embedding.data import PersiaBatch
 
@@ -87,7 +80,7 @@ _NOTHING_RESUMED = (
     "data has no more than that; the next pass begins at the first batch"
 )
 _NOTHING_TRAINED = (
-    "none of the %d batches of this pass so far had a backward, so no embedding is trained; "
+    "none of the %d batches of this pass had a backward, so no embedding is trained; "
     "call ctx.backward(loss) for each, or use eval_ctx"
 )
 
@@ -127,14 +120,10 @@ class Source(ABC):
 
 
 class DatasetSource(Source):
-    """Iterates a dataset in a thread of its own.
+    """Iterates a dataset in a thread of its own, ``capacity`` batches ahead of the lookups.
 
-    Args:
-        dataset: Iterated once.
-        transfer: Of the context's device.
-        capacity: Batches read ahead of the lookups.
-        resumed: What is done already; those batches are read and left out, or not even read
-            where the dataset has ``iter_from``.
+    Batches that are done already, as ``resumed`` says, are read and left out, or not even read
+    where the dataset has ``iter_from``.
     """
 
     def __init__(
@@ -154,7 +143,6 @@ class DatasetSource(Source):
             self._trained.above = set(resumed["above"]["0"])
         self._first = self._trained.floor
         self._left_out = frozenset(self._trained.above)
-        self._has_ended = False  # for messages only
         self._thread = threading.Thread(target=self._read, name="persia-dataset", daemon=True)
 
     def start(self) -> None:
@@ -176,7 +164,7 @@ class DatasetSource(Source):
 
     def describe_wait(self) -> str:
         """Name the dataset, while it is being read."""
-        if self._has_ended:
+        if not self._thread.is_alive():
             return ""
         return f"the dataset ({type(self._dataset).__name__}) to yield a batch"
 
@@ -201,12 +189,11 @@ class DatasetSource(Source):
                     self.queue.put((copied, ticket))
                     # Or this frame keeps a trained batch while the dataset waits for data.
                     del copied, ticket
-            self._has_ended = True
             self.queue.finish()
         except Closed:
             pass
         except BaseException as exc:
-            self._has_ended, self.failure = True, exc
+            self.failure = exc
             self.queue.finish(exc)
         if isinstance(iterator, Generator):
             _close_generator(iterator)
@@ -235,15 +222,8 @@ def _close_generator(generator: Generator[Any, Any, Any]) -> None:
 class Lookups:
     """What a context's lookups need to know, shared by its loaders and direct calls.
 
-    Args:
-        worker: Where ids become embeddings.
-        tracker: Of the batches with gradients.
-        trains: Whether batches may have gradients at all.
-        before_evaluation: Called before each lookup without gradients; waits until this
-            rank's updates are acknowledged or have failed.
-        rank: Ranks give their own batches ids in turn.
-        world_size: Number of ranks.
-        progress: Where it is noted what was trained; one of its own if not given.
+    ``trains`` is whether batches may have gradients at all. ``before_evaluation`` is called
+    before each lookup without; it waits until this rank's updates are acknowledged or failed.
     """
 
     def __init__(
@@ -254,15 +234,14 @@ class Lookups:
         before_evaluation: Callable[[], None],
         rank: int = 0,
         world_size: int = 1,
-        progress: Progress | None = None,
     ) -> None:
         self.worker = worker
         self.tracker = tracker
         self._lookup_time = tracker.timings["forward_client_time_cost_sec"]
         self.trains = trains
         self.before_evaluation = before_evaluation
-        self.progress = Progress() if progress is None else progress
-        self._rank = rank
+        self.progress = Progress()
+        self._rank = rank  # ranks give their batches ids in turn
         self._world_size = world_size
         # Two series, by whether there are gradients: update ids and admission depend on the
         # numbers of training batches, and an evaluation must not shift them.
@@ -342,19 +321,7 @@ class Lookups:
         try:
             return self.worker.lookup(ticket.ref, trains)
         except LOST as error:
-            if ticket.register_again is None:
-                raise
-            left_s = env.rpc_timeout_s() - (time.perf_counter() - begin)
-            return call_again(
-                lambda ref: self._lookup_moved(ticket, ref, trains),
-                ticket.register_again,
-                error,
-                left_s,
-            )
-
-    def _lookup_moved(self, ticket: InFlightBatch, ref: int, trains: bool) -> LookupResult:
-        ticket.ref = ref  # for a release, should this fail too
-        return self.worker.lookup(ref, trains)
+            return call_again(lambda ref: self.worker.lookup(ref, trains), ticket, error, begin)
 
     def discard(self, ticket: InFlightBatch, reason: Reason) -> None:
         """End a batch that was taken and will not be looked up."""
@@ -388,13 +355,7 @@ class PassOptions:
 class ForwardPipeline:
     """One pass. ``start``, ``next`` and ``close`` belong to the user's thread.
 
-    Args:
-        source: Of one pass.
-        lookups: The context's.
-        transfer: Of the context's device.
-        options: How it runs.
-        ranks: To keep in step with, if the options say so; None where there is one.
-        num_resumed: Batches of the pass that were trained before a checkpoint.
+    ``num_resumed`` batches of the pass were trained before a checkpoint.
     """
 
     def __init__(
@@ -468,10 +429,10 @@ class ForwardPipeline:
         """Return the next batch; the last one is released if it had no backward.
 
         Raises:
-            Finished: If the dataset has ended and all its batches were returned.
+            Finished: If all batches of the dataset were returned.
             Closed: If the pass was closed, by a new one or by leaving the context.
-            ServiceTimeout: If none came in time; names what it waited for.
-            ConfigError: If kept batches hold all permits, so that none can come.
+            ServiceTimeout: If none came in time.
+            ConfigError: If kept batches hold all permits.
         """
         self._leave_last()
         if self._kept:

@@ -17,18 +17,20 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from persia import env
 from persia._core.kernels import pooling
 from persia._metrics.timings import Timings
 from persia._rpc.deadlines import Retry
 from persia._rpc.messages import SlotGradient
 from persia._training.queues import Closed
-from persia.errors import CheckpointError, DataError, ServiceUnavailable, UnknownRef
+from persia.errors import DataError, ServiceUnavailable, UnknownRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +49,6 @@ SHORT_S = 0.001
 LOST = (UnknownRef, ServiceUnavailable)
 
 T = TypeVar("T")
-# What travels in files: text, numbers, lists and maps of them.
-Plain = dict[str, Any]
 
 
 class State(enum.Enum):
@@ -60,6 +60,9 @@ class State(enum.Enum):
     ACKNOWLEDGED = "trained already"
     RELEASED = "released"
     FAILED = "lost in a failed update"
+
+
+OPEN = (State.LOOKED_UP, State.KEPT)  # a backward can come
 
 
 class Reason(enum.Enum):
@@ -177,7 +180,7 @@ class InFlightBatch:
 
     def is_open(self) -> bool:
         """Whether the batch can still take a backward."""
-        return self.state is State.LOOKED_UP or self.state is State.KEPT
+        return self.state in OPEN
 
     def present(self) -> list[torch.Tensor]:
         """Return the gradients that there are."""
@@ -265,8 +268,6 @@ class InFlightTracker:
         self._lock = threading.Lock()  # guards every count and every batch's state
         self._num_open = 0
         self._counts: Counter[str] = Counter()
-        self._num_samples = 0
-        self._num_forward_errors = 0
         self.timings = Timings(
             "forward_client_time_cost_sec",
             "forward_client_to_gpu_time_cost_sec",
@@ -289,40 +290,35 @@ class InFlightTracker:
     def keep(self, batch: InFlightBatch) -> None:
         """Hold a batch over the next ones."""
         with self._lock:
-            if not (batch.state is State.LOOKED_UP or batch.state is State.KEPT):
+            if batch.state not in OPEN:
                 raise self._not_open(batch, "cannot be kept")
             batch.state = State.KEPT
 
     def check_open(self, batch: InFlightBatch) -> None:
         """Check that a batch can take a backward, before any work is done for it."""
         with self._lock:
-            if not (batch.state is State.LOOKED_UP or batch.state is State.KEPT):
+            if batch.state not in OPEN:
                 raise self._not_open(batch, "cannot take a backward")
 
     def submit(self, batch: InFlightBatch) -> None:
         """Claim a batch for its update, unless another backward, or the loader, was faster."""
         with self._lock:
-            if not (batch.state is State.LOOKED_UP or batch.state is State.KEPT):
+            if batch.state not in OPEN:
                 raise self._not_open(batch, "cannot take a backward")
             batch.state = State.IN_FLIGHT
 
     @staticmethod
     def _not_open(batch: InFlightBatch, problem: str) -> DataError:
-        if batch.state is State.IN_FLIGHT:
-            why = f"its gradients are {batch.state.value}"
-        else:
-            reason = "" if batch.reason is None else f" ({batch.reason.value})"
-            why = (
-                f"it was {batch.state.value}{reason}; each batch has one backward before the "
-                "loader is asked for the next one, or ctx.keep(batch)"
-            )
-        return DataError(f"batch {batch.batch_id} {problem}: {why}")
+        reason = "" if batch.reason is None else f" ({batch.reason.value})"
+        return DataError(
+            f"batch {batch.batch_id} {problem}: it was {batch.state.value}{reason}; each batch "
+            "has one backward before the loader is asked for the next one, or ctx.keep(batch)"
+        )
 
     def release(self, batch: InFlightBatch, reason: Reason, *, even_kept: bool = True) -> bool:
         """End a batch without an update; False if it had ended, been submitted, or is kept."""
         with self._lock:
-            state = batch.state
-            if not (state is State.LOOKED_UP or (state is State.KEPT and even_kept)):
+            if batch.state not in OPEN or (batch.state is State.KEPT and not even_kept):
                 return False
             self._end(batch, State.RELEASED, reason)
         self._release_ref(batch, is_done=reason is Reason.ABANDONED)
@@ -346,7 +342,7 @@ class InFlightTracker:
                 return
             self._end(batch, State.ACKNOWLEDGED)
             self._counts["batches"] += 1
-            self._num_samples += batch.num_samples
+            self._counts["samples"] += batch.num_samples
             if report.num_missing:
                 self._counts["missing"] += report.num_missing
             if report.skipped:
@@ -410,12 +406,12 @@ class InFlightTracker:
     def count_failed_lookup(self) -> None:
         """Count a lookup that raised."""
         with self._lock:
-            self._num_forward_errors += 1
+            self._counts["failed_lookups"] += 1
 
     def totals(self) -> tuple[int, int]:
         """Return how many samples were trained, and how many lookups raised."""
         with self._lock:
-            return self._num_samples, self._num_forward_errors
+            return self._counts["samples"], self._counts["failed_lookups"]
 
     def nan_counts(self) -> tuple[int, dict[str, int]]:
         """Return the total of non-finite rows left out so far, and each feature's."""
@@ -439,173 +435,22 @@ class InFlightTracker:
 
 
 def call_again(
-    call: Callable[[int], T],
-    register_again: Callable[[ServiceError], int],
-    error: ServiceError,
-    timeout_s: float,
+    call: Callable[[int], T], batch: InFlightBatch, error: ServiceError, begin: float
 ) -> T:
     """Register the ids of a batch again and repeat a call that failed, until a deadline.
 
     The embedding-worker that receives them may be lost, too: as many deaths as there is time
     for cost nothing. The pause is for a server that forgets its refs at once. ``error`` is what
-    the first call raised, one of ``LOST``; what is raised is the last.
+    the first call raised, one of ``LOST``, and ``begin`` when it was made by
+    ``time.perf_counter``; what is raised is the last.
     """
-    if timeout_s <= 0:
+    left_s = env.rpc_timeout_s() - (time.perf_counter() - begin)
+    if batch.register_again is None or left_s <= 0:
         raise error
-    for _ in Retry(timeout_s):
-        ref = register_again(error)
+    for _ in Retry(left_s):
+        batch.ref = batch.register_again(error)  # for a release, should the call fail too
         try:
-            return call(ref)
+            return call(batch.ref)
         except LOST as exc:
             error = exc
     raise error
-
-
-# --- which batches are done -------------------------------------------------------------------
-#
-#     place    0 ............... floor | floor + 1 ......................
-#              all done                | done, or in flight, or not read
-#
-# A dataset's places are the numbers of its batches; a data-loader's are its batch ids. A batch
-# is done once its update is acknowledged, or once it is certain that it has none. A resumed run
-# leaves it out; what was looked up ahead and is not done is read again.
-
-
-@dataclass(slots=True)
-class Watermark:
-    """Places that are done: all below ``floor``, and ``above``. Guarded by its owner's lock."""
-
-    floor: int = 0
-    step: int = 1  # from one place to the next
-    above: set[int] = field(default_factory=set)
-
-    def mark_done(self, place: int) -> None:
-        """Note that a batch is done; idempotent."""
-        if place < self.floor:
-            return
-        self.above.add(place)
-        while self.floor in self.above:
-            self.above.remove(self.floor)
-            self.floor += self.step
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """How far a training run was when its checkpoint was made."""
-
-    passes: int = 0
-    """Passes over the data that had ended."""
-
-    batches: int = 0
-    """Batches of the pass after them that were trained; of all data-loaders and ranks."""
-
-
-class Progress:
-    """The passes of one training context; any thread may call it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all below
-        self._passes = 0
-        # Of the source of the pass that trains now: returns its position.
-        self._position: Callable[[], Plain | None] | None = None
-        self._resumed: Plain | None = None  # of a checkpoint, until a pass begins there
-        self._before: Plain | None = None  # where the last pass ended
-        self._next_number = 0
-
-    def begin(self, position: Callable[[], Plain | None]) -> None:
-        """Note that the pass with this source's ``position`` has a batch to train."""
-        with self._lock:
-            if self._position == position:  # bound methods are equal if their objects are one
-                return
-            if self._position is not None:
-                self._passes += 1  # the one before was left
-                self._before = self._position()
-            self._position = position
-            self._resumed = None
-
-    def end(
-        self,
-        position: Callable[[], Plain | None],
-        end: Plain | None = None,
-        *,
-        is_empty: bool = False,
-    ) -> None:
-        """Note that a pass has given out all its batches, and where it ended.
-
-        One ``is_empty`` that began behind what was trained of it, and nothing was left.
-        """
-        with self._lock:
-            if self._position == position or (is_empty and self._position is None):
-                self._position = None
-                self._before = end
-                self._passes += 1
-                self._resumed = None
-
-    def is_between_passes(self) -> bool:
-        """Whether the last pass has given out all its batches, and no other has begun."""
-        with self._lock:
-            return self._position is None and self._passes > 0
-
-    def mark_done(self, number: int, at_source: Callable[[], None] | None) -> None:
-        """Note that the training batch with this running number is done, and at its source."""
-        with self._lock:
-            if number >= self._next_number:
-                self._next_number = number + 1
-        if at_source is not None:
-            at_source()
-
-    def snapshot(self) -> Plain:
-        """Return how far training is, for a file."""
-        with self._lock:
-            here = self._resumed if self._position is None else self._position()
-            return {
-                "passes": self._passes,
-                "position": here,
-                "before": self._before,
-                "next_number": self._next_number,
-            }
-
-    def resume(self, passes: int, position: Plain | None, next_number: int) -> None:
-        """Restore what a checkpoint says; the next pass begins there."""
-        with self._lock:
-            self._passes = passes
-            self._resumed = position
-            self._before = None
-            self._position = None
-            self._next_number = next_number
-
-    def resumed(self, kind: str) -> Plain | None:
-        """Return where a pass that is opened now begins; None at its beginning."""
-        with self._lock:
-            here = self._resumed
-        if here is not None and here["kind"] != kind:
-            raise CheckpointError(
-                f"the checkpoint was made in a pass over a {here['kind']}, and this one is "
-                f"over a {kind}: its position there cannot be used here"
-            )
-        return here
-
-    def where(self) -> Position:
-        """Return passes, and batches of the one after them, as the checkpoint had them."""
-        with self._lock:
-            if self._resumed is None:
-                return Position(self._passes)
-            return Position(self._passes, count_done(self._resumed))
-
-
-def count_done(position: Plain) -> int:
-    """Return how many batches are done at a position."""
-    above: int = sum(len(places) for places in position["above"].values())
-    step: int = position["num_loaders"] or 1
-    floors: dict[str, int] = position["floors"]
-    return above + sum(-(-(floor - int(name)) // step) for name, floor in floors.items())
-
-
-def to_position(kind: str, num_loaders: int, series: Mapping[int, Watermark]) -> Plain:
-    """Return a position for a file: of a ``stream`` by data-loader, of a ``dataset`` at 0."""
-    return {
-        "kind": kind,
-        "num_loaders": num_loaders,
-        "floors": {str(number): one.floor for number, one in series.items()},
-        "above": {str(number): sorted(one.above) for number, one in series.items()},
-    }

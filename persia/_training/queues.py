@@ -1,8 +1,7 @@
 """Bounded queues between the threads of one pipeline, woken by close and by errors.
 
-``queue.Queue`` cannot be closed before Python 3.13. A thread that waits for *work* has no
-deadline, as the user's next step may take any time; the owner of the queue closes it when it
-leaves. A thread of the *user* that waits has one.
+``queue.Queue`` cannot be closed before Python 3.13. A thread that waits for work has no
+deadline: the owner of the queue closes it. A thread of the user that waits has one.
 """
 
 from __future__ import annotations
@@ -41,13 +40,10 @@ class Finished(Exception):
 
 
 class BoundedQueue(Generic[T]):
-    """A bounded first-in first-out queue of one pass.
+    """A first-in first-out queue of one pass; ``put`` waits while it holds ``capacity`` items.
 
     Two conditions over one lock, so that an item wakes one worker and not all of them: woken
     in vain, each would take the GIL from the user's thread.
-
-    Args:
-        capacity: Items held before ``put`` waits; at least 1.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -118,11 +114,9 @@ class BoundedQueue(Generic[T]):
 class OrderedQueue(Generic[T]):
     """The last stage: many workers put numbered items, one reader takes them.
 
-    Args:
-        capacity: Items held before ``put`` waits.
-        ordered: Return items in the order of the numbers 0, 1, 2, ...; otherwise in the order
-            of arrival. The next number in line is always admitted, whatever the capacity,
-            or the reader would wait for an item that waits for the reader.
+    If ``ordered``, in the order of the numbers 0, 1, 2, ...; otherwise in that of arrival. The
+    next number in line is always admitted, whatever the capacity, or the reader would wait for
+    an item that waits for the reader.
     """
 
     def __init__(self, capacity: int, ordered: bool) -> None:
@@ -159,14 +153,13 @@ class OrderedQueue(Generic[T]):
         return self._next in self._items if self._ordered else bool(self._items)
 
     def get(self, timeout_s: float | None) -> T:
-        """Take the next item; None waits until there is one, or the end.
+        """Take the next item; without a time-out, wait until there is one or ``Finished``.
+
+        What ``fail`` or ``finish`` was given is raised itself, so that the user sees the
+        traceback of the thread it comes from.
 
         Raises:
-            Finished: If nothing more will come.
             TimeoutError: If nothing came in time.
-            Closed: If the queue was closed.
-            BaseException: What ``fail`` or ``finish`` was given, itself, so that the user
-                sees the traceback of the thread it comes from.
         """
         with self._lock:
             if not self._is_ready() and not self._changed.wait_for(self._is_ready, timeout_s):

@@ -44,7 +44,6 @@ from persia._training.checkpoint import serialized
 from persia._training.queues import join
 from persia.errors import (
     ConfigError,
-    InternalError,
     ServiceError,
     ServiceTimeout,
     ServiceUnavailable,
@@ -54,7 +53,7 @@ from persia.logger import get_logger
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-    from persia._training.inflight import Plain
+    from persia._training.progress import Plain
 
 T = TypeVar("T")
 
@@ -155,29 +154,22 @@ class Ranks:
     """The ranks of one job, as long as they train together.
 
     All ranks build it, and every further one, in the same order; ``torch.distributed`` is
-    set up before. With one rank nothing is sent and no process group is needed. Each call
-    raises a ServiceTimeout if some rank is late by ``timeout_s``, and ServiceUnavailable if
-    one has gone.
-
-    Raises:
-        ConfigError: If there is no process group of this size.
+    set up before, or it is a ConfigError. With one rank nothing is sent. Each call raises a
+    ServiceTimeout if some rank is late by ``timeout_s``, and ServiceUnavailable if one has
+    gone.
     """
 
     def __init__(
         self, world_size: int, rank: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"rank: expected one in 0..{world_size - 1}, got {rank}")
         if world_size > 1:
-            if not dist.is_initialized():
+            here = "none"
+            if dist.is_initialized():
+                here = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+            if here != f"rank {rank} of {world_size}":
                 raise ConfigError(
-                    f"expected a process group of {world_size} ranks, got none: set "
-                    "torch.distributed up before"
-                )
-            if (dist.get_world_size(), dist.get_rank()) != (world_size, rank):
-                raise ConfigError(
-                    f"expected a process group where this is rank {rank} of {world_size}, "
-                    f"got one where it is rank {dist.get_rank()} of {dist.get_world_size()}"
+                    f"expected a process group where this is rank {rank} of {world_size}, got "
+                    f"{here}"
                 )
         self.world_size = world_size
         self.rank = rank
@@ -188,11 +180,9 @@ class Ranks:
     def agree(self, code: int) -> list[int]:
         """Return every rank's code, by rank. For the loader's thread.
 
-        The code is the caller's: whether there is a batch, in which pass. A pass that ends
-        early on one rank says so by a code too, or its next pass would meet this one.
+        A pass that ends early on one rank says so by a code too, or its next pass would meet
+        this one.
         """
-        if code == _LEFT:
-            raise InternalError(f"the code {code} means that a rank has gone")
         return self._batches.meet(code, "to agree on the next batch")
 
     def in_turn(self, action: Callable[[], T]) -> T:
@@ -263,14 +253,9 @@ class Ranks:
 class StepBarrier:
     """One rank's part; all ranks make theirs, in the same order.
 
-    Args:
-        world_size: Number of ranks.
-        rank: This one.
-        hold: ``BackwardPipeline.hold``: whether updates up to a step are applied in time.
-        resume: Sends held updates.
-        state: Returns what of this rank belongs into a checkpoint.
-        timeout_s: Seconds that the ranks have to reach the step, and rank 0 to begin its cut.
-        store: By which the ranks met; torch's own if not given.
+    ``hold`` and ``resume`` are ``BackwardPipeline``'s; ``state`` returns what of this rank
+    belongs into a checkpoint. The ranks have ``timeout_s`` to reach the step, and rank 0 has as
+    long to begin its cut. ``store`` is the one by which the ranks met, torch's if not given.
     """
 
     def __init__(
@@ -394,10 +379,8 @@ class StepBarrier:
             data = serialized(self._state()) if is_applied else b""
             self._store.set(self._key("state", self._rank, number), data)
             deadline = time.monotonic() + self._timeout_s
-            if (
-                not self._wait_for(self._key("go", number), deadline)
-                and not self._closed.is_set()
-            ):
+            may_go = self._wait_for(self._key("go", number), deadline)
+            if not may_go and not self._closed.is_set():
                 _logger.warning(
                     "rank %d resumes after %g s, though rank 0 did not say that the checkpoint "
                     "at step %d has begun",

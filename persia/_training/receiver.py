@@ -1,6 +1,6 @@
 """Receives the batches that data-loaders send to an nn-worker.
 
-    data-loader --deliver--> pending --take--> in flight --end--> acknowledged
+    data-loader --deliver--> pending --take--> taken --end--> acknowledged
                              bounded by        lookup, step,
                              credits           update
 
@@ -13,7 +13,7 @@ Invariants, true between calls:
 
     I1  A data-loader delivers in ascending order: what is below its stream's
         ``next_batch_id`` has been received, or will not come. A batch is pending until it
-        is taken, once, and in flight until it ends.
+        is taken, once, and counts as taken until it ends.
     I2  What is pending of a stream and its unused credits are ``capacity / num_loaders``
         together, or one if that is less, unless a data-loader sent again what a lost
         nn-worker had.
@@ -46,7 +46,8 @@ from persia._rpc.server import ServerLimits, serve
 from persia._rpc.worker_pool import handle_of
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._training.forward import Source
-from persia._training.inflight import InFlightBatch, Watermark, to_position
+from persia._training.inflight import InFlightBatch
+from persia._training.progress import Watermark, to_position
 from persia._training.queues import Closed, Finished
 from persia.errors import (
     ConfigError,
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
     from persia._rpc.messages import EmbeddingWorker, StreamOpening
     from persia._training.batch import DeviceTransfer, PersiaTrainingBatch
-    from persia._training.inflight import Plain
+    from persia._training.progress import Plain
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +96,8 @@ class LoaderStream:
     """One data-loader's stream to this rank; guarded by the receiver's lock.
 
     The ids of its batches are every ``lcm(num_loaders, world_size)``-th: those that are this
-    data-loader's and this rank's. Some pairs of the two have none in common.
-
-    Args:
-        opening: The data-loader's.
-        rank: This nn-worker's.
-        world_size: Number of ranks.
-        resumed: Lowest batch id of this data-loader that the run before left to be trained,
-            and those above it that it did train.
-        lock: The receiver's.
+    data-loader's and this rank's. Some pairs of the two have none in common. ``resumed`` is
+    the lowest one that the run before left to be trained, and those above that it did train.
     """
 
     def __init__(
@@ -128,8 +122,8 @@ class LoaderStream:
         self.left_out = frozenset(place for place in above if self.is_mine(place))
         self.trained = Watermark(self.next_batch_id or 0, self.step, set(self.left_out))
         self.pending: dict[int, StreamedBatch] = {}
-        self.in_flight: dict[int, RemoteRef] = {}
-        self.wanted: set[int] = set()  # in flight, to be registered again
+        self.taken: dict[int, RemoteRef] = {}  # and not ended
+        self.wanted: set[int] = set()  # taken, to be registered again
         self.acknowledged: deque[tuple[int, int]] = deque()  # (version, batch id)
         self.version = 0
         self.credits = 0
@@ -166,7 +160,7 @@ class LoaderStream:
         return (
             self.ended_at is not None
             and not self.pending
-            and not self.in_flight
+            and not self.taken
             and not self.acknowledged
         )
 
@@ -204,7 +198,7 @@ class PassOrder:
         if self.expected is not None:
             self.expected = batch_id + self._world_size
         batch = stream.pending.pop(batch_id)
-        stream.in_flight[batch_id] = batch.ids
+        stream.taken[batch_id] = batch.ids
         stream.credits += 1
         return stream, batch
 
@@ -247,11 +241,6 @@ class PassOrder:
             and len(self.streams) == self.num_loaders
             and all(stream.is_over() for stream in self.streams.values())
         )
-
-    def has_ended(self) -> bool:
-        """Whether every data-loader that is connected has ended its stream."""
-        streams = self.streams.values()
-        return bool(streams) and all(stream.ended_at is not None for stream in streams)
 
     def take_failure(self) -> RemoteError | None:
         """Return the error of a data-loader that failed and whose batches were taken, once."""
@@ -411,17 +400,16 @@ class LoaderStreams:
             self._resumed = None
         self.order.expected = None  # a pass over the same streams begins at what is pending
 
-    def position(self, watermark: Callable[[LoaderStream], Watermark]) -> Plain | None:
-        """Return the watermarks of this pass for a file; None before its first one began."""
-        num_loaders = self.order.num_loaders
-        if num_loaders is None:
+    def position(self, at_end: bool) -> Plain | None:
+        """Return what is trained of this pass, or will be at its end, for a file."""
+        if self.order.num_loaders is None:
             return self._resumed
-        trained = {
-            loader: watermark(stream)
-            for loader, stream in sorted(self.order.streams.items())
-            if stream.next_batch_id is not None
-        }
-        return to_position("stream", num_loaders, trained)
+        series = {}
+        for loader, stream in sorted(self.order.streams.items()):
+            first = stream.next_batch_id
+            if first is not None:
+                series[loader] = Watermark(first, stream.step) if at_end else stream.trained
+        return to_position("stream", self.order.num_loaders, series)
 
     def describe_wait(self) -> str:
         """Name the data-loaders whose batch is missing."""
@@ -451,13 +439,9 @@ class LoaderStreams:
 class BatchReceiver:
     """Implements ``messages.NNWorker``; ``take`` and the rest are the trainer's.
 
-    Args:
-        rank: This nn-worker's, of ``world_size``.
-        world_size: Number of ranks.
-        capacity: Batches pending, of all data-loaders; each may have one whatever it is.
-        patience_s: How long a data-loader may take to register ids again.
-        clock: Monotonic seconds.
-        resumed: What a run before this one has trained of the first pass.
+    ``capacity`` is the number of pending batches, of all data-loaders. One of them may take
+    ``patience_s`` to register ids again. A run before this one has trained what ``resumed``
+    says of the first pass.
     """
 
     def __init__(
@@ -511,7 +495,7 @@ class BatchReceiver:
             return StreamState(
                 stream.next_batch_id or 0,
                 tuple(sorted(stream.wanted)),
-                tuple(sorted((*stream.pending, *stream.in_flight))),
+                tuple(sorted((*stream.pending, *stream.taken))),
             )
 
     def deliver(self, stream: tuple[int, int], batch: StreamedBatch) -> None:
@@ -550,12 +534,12 @@ class BatchReceiver:
                 self._changed.notify_all()
 
     def relocate(self, stream: tuple[int, int], batch_id: int, ids: RemoteRef) -> None:
-        """Note where the ids of a batch in flight are now."""
+        """Note where the ids of a batch that was taken are now."""
         with self._lock:
             found = self._streams.find(stream, "relocate")
             found.wanted.discard(batch_id)
-            if batch_id in found.in_flight:
-                found.in_flight[batch_id] = ids
+            if batch_id in found.taken:
+                found.taken[batch_id] = ids
                 self._counts["relocated"] += 1
             self._notify(found)
 
@@ -691,7 +675,9 @@ class BatchReceiver:
     def is_waiting(self) -> bool:
         """Whether batches are missing: a pass is under way and not all streams have ended."""
         with self._lock:
-            return self._streams.is_passing and not self._streams.order.has_ended()
+            streams = self._streams.order.streams.values()
+            has_ended = streams and all(stream.ended_at is not None for stream in streams)
+            return self._streams.is_passing and not has_ended
 
     def has_streams(self) -> bool:
         """Whether a data-loader has opened a stream of this pass."""
@@ -712,13 +698,13 @@ class BatchReceiver:
     def end(self, stream: LoaderStream, batch_id: int) -> None:
         """Note that the ids of a batch are not needed any more."""
         with self._lock:
-            if stream.in_flight.pop(batch_id, None) is None:
+            if stream.taken.pop(batch_id, None) is None:
                 return
             stream.wanted.discard(batch_id)
             self._acknowledge(stream, batch_id)
 
     def register_again(self, stream: LoaderStream, batch_id: int, why: ServiceError) -> int:
-        """Have the data-loader register the ids of a batch in flight again; returns the ref."""
+        """Have the data-loader register the ids of a batch again; returns the ref."""
         logger.warning("batch %d is registered again: %s", batch_id, why)
         with self._lock:
             stream.wanted.add(batch_id)
@@ -728,7 +714,7 @@ class BatchReceiver:
                 lambda: self._is_closed or batch_id not in stream.wanted, self._patience_s
             )
             if is_over and not self._is_closed:
-                return handle_of(stream.in_flight[batch_id])
+                return handle_of(stream.taken[batch_id])
             stream.wanted.discard(batch_id)
             self._counts["lost"] += 1
             if self._is_closed:
@@ -742,17 +728,13 @@ class BatchReceiver:
                 method="poll",
             )
 
-    def position(self) -> Plain | None:
-        """Return which batches of this rank's are done in this pass; None before it began."""
-        with self._lock:
-            return self._streams.position(lambda stream: stream.trained)
+    def position(self, *, at_end: bool = False) -> Plain | None:
+        """Return which batches of this rank's are done in this pass; None before it began.
 
-    def end_position(self) -> Plain | None:
-        """Return ``position`` for when all that was received is done."""
+        With ``at_end``, which ones will be when all that was received is done.
+        """
         with self._lock:
-            return self._streams.position(
-                lambda stream: Watermark(stream.next_batch_id or 0, stream.step)
-            )
+            return self._streams.position(at_end)
 
     def describe_wait(self) -> str:
         """Name the data-loaders that ``take`` is waiting for."""
@@ -770,13 +752,13 @@ class BatchReceiver:
         )
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts since the start, and ``pending`` and ``in_flight`` now."""
+        """Return counts since the start, and ``pending`` and ``taken`` now."""
         with self._lock:
             streams = self._streams.all()
             return {
                 **self._counts,
                 "pending": sum(len(stream.pending) for stream in streams),
-                "in_flight": sum(len(stream.in_flight) for stream in streams),
+                "taken": sum(len(stream.taken) for stream in streams),
             }
 
     def close(self) -> None:
@@ -993,13 +975,7 @@ class ChildStream(Stream):
 
 
 class StreamSource(Source):
-    """Takes what data-loaders deliver.
-
-    Args:
-        stream: Where they deliver it.
-        transfer: Of the context's device.
-        in_order: Whether by batch id.
-    """
+    """Takes what data-loaders deliver, by batch id if it is ``in_order``."""
 
     def __init__(self, stream: Stream, transfer: DeviceTransfer, in_order: bool) -> None:
         self._stream = stream
@@ -1048,7 +1024,7 @@ class StreamSource(Source):
 
     def end_position(self) -> Plain | None:
         """Return ``position`` for when all that was received is done."""
-        return self._receiver.end_position()
+        return self._receiver.position(at_end=True)
 
     def describe_wait(self) -> str:
         """Name the data-loaders whose batch is missing."""

@@ -11,19 +11,19 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from persia import env
 from persia._files.open import folder_url
 from persia._training import checkpoint
-from persia._training.resume import merge, of_one_pass, random_states, set_random_states
+from persia._training.progress import merge, of_one_pass, random_states, set_random_states
 from persia.errors import CheckpointError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    import torch
-
-    from persia._training.inflight import Plain, Progress
+    from persia._training.progress import Plain, Progress
     from persia._training.ranks import Ranks
     from persia.ctx.connection import Connection
 
@@ -59,12 +59,16 @@ class Checkpoints:
         self.writer.wait()
         self.reader.wait()  # rows that are half replaced are no checkpoint
         # Compiling takes seconds: before training is held.
-        scripts = {name: checkpoint.scripted(model) for name, model in to_script.items()}
+        scripts = {
+            name: checkpoint.scripted(model, "with_jit_model")
+            for name, model in to_script.items()
+        }
         with self.connection.at_step() as (step, others):
 
             def files() -> dict[str, bytes]:
                 found = {name: checkpoint.state_of(one) for name, one in dense.items()}
-                found |= {name: write() for name, write in scripts.items()}
+                for name, module in scripts.items():
+                    found[name] = checkpoint.serialized(module, torch.jit.save)
                 state = trainer_state(others) if dense else None
                 if state is not None:
                     found[checkpoint.TRAINER] = checkpoint.serialized(state)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
     from persia._training.batch import Jagged
     from persia._training.forward import ForwardPipeline, PassOptions
-    from persia._training.inflight import InFlightTracker, Plain
+    from persia._training.inflight import InFlightTracker
+    from persia._training.progress import Plain
     from persia._training.ranks import Ranks
     from persia.config import ConfigSource
 
@@ -300,8 +301,7 @@ class EmbeddingCtx(BaseCtx):
         try:
             output = model(non_id_type_tensors, embedding_tensors)
         except Exception as error:
-            slot_names = self._session.connection.slot_names if self._session else list
-            error_hints.explain_model(error, batch, slot_names)
+            error_hints.explain_model(error, batch)
             raise
         self._output = getattr(output, "dtype", None), getattr(output, "shape", None)
         return output, labels

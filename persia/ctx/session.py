@@ -16,7 +16,8 @@ from persia._metrics.registry import MetricSource, Sample
 from persia._rpc.worker_pool import EmbeddingWorkers
 from persia._training.batch import DeviceTransfer
 from persia._training.forward import DatasetSource, ForwardPipeline, Lookups
-from persia._training.inflight import InFlightBatch, InFlightTracker, Reason, count_done
+from persia._training.inflight import InFlightBatch, InFlightTracker, Reason
+from persia._training.progress import count_done
 from persia._training.receiver import Stream, StreamSource, check_room
 from persia.ctx.checkpoints import Checkpoints
 from persia.errors import ConfigError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from persia._training.batch import PersiaTrainingBatch
     from persia._training.forward import PassOptions, Source
-    from persia._training.inflight import Plain
+    from persia._training.progress import Plain
     from persia._training.ranks import Ranks
     from persia.ctx.connection import Connection
     from persia.embedding.data import PersiaBatch

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from persia._rpc.messages import EmbeddingWorker
     from persia._training.batch import PersiaTrainingBatch
-    from persia._training.inflight import InFlightBatch, InFlightTracker, Plain, Position
+    from persia._training.inflight import InFlightBatch, InFlightTracker
+    from persia._training.progress import Plain, Position
     from persia._training.queues import BoundedQueue
     from persia.config import ConfigSource
     from persia.ctx.connection import Connection

@@ -14,7 +14,7 @@ from persia.compat.data import PersiaDataset, PyPersiaBatchData, Sender
 from persia.data import DataLoader
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.errors import DataError, DataTypeError
-from tests.training.fakes import FakeWorker
+from tests.training.fakes import SpyWorker
 
 IDS = [np.array(ids, np.uint64) for ids in ([1, 2], [], [3])]
 DENSE = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -157,6 +157,6 @@ def test_it_is_read_by_a_loader_of_then() -> None:
     loader = Dataloader(Fetched(5), 2, False, timeout=9000, reproducible=True)
     assert isinstance(loader, DataLoader)
     assert loader.timeout_ms == 9000
-    with eval_ctx(embedding_worker=FakeWorker()) as ctx:
+    with eval_ctx(embedding_worker=SpyWorker()) as ctx:
         labels = [ctx.prepare_features(batch)[2] for batch in loader]
     assert [each[0][0, 0].item() for each in labels if each] == list(range(5))

@@ -16,7 +16,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError
 from tests.training.conftest import MakeCtx, batches, train
-from tests.training.fakes import FakeWorker, make_batch
+from tests.training.fakes import SpyWorker, make_batch
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def test_contexts_nest_and_restore(make_ctx: MakeCtx) -> None:
     assert cnt_ctx() is None
 
 
-def test_a_context_is_entered_once_at_a_time(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+def test_a_context_is_entered_once_at_a_time(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     ctx = make_ctx()
     for _ in range(2):
         with ctx:
@@ -75,7 +75,7 @@ def test_ctx_is_imported_without_torch() -> None:
     assert ran.returncode == 0
 
 
-def test_the_common_context_of_the_original(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+def test_the_common_context_of_the_original(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
         common = ctx.common_context
         common.init_nats_publisher(1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from persia._training.inflight import Progress
+from persia._training.progress import Progress
 from persia.ctx.checkpoints import TrainerState, _on_all_ranks
 from persia.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad
 from persia.errors import ConfigError, ServiceTimeout, ServiceUnavailable
 from tests.training.conftest import MakeCtx, Net, train
-from tests.training.fakes import FakeWorker, make_batch
+from tests.training.fakes import SpyWorker, make_batch
 
 
 def test_wait_servers_ready_ends(make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_servers_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_context_that_was_never_entered_waits_for_updates_of_a_later_one(
-    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
+    worker: SpyWorker, make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed = []
     reader = eval_ctx(model=Net(), embedding_worker=worker)
@@ -59,7 +59,7 @@ def test_a_context_that_was_never_entered_waits_for_updates_of_a_later_one(
 
 
 def test_w52_two_contexts_in_one_process_share_nothing(make_ctx: MakeCtx) -> None:
-    one, other = FakeWorker(), FakeWorker()
+    one, other = SpyWorker(), SpyWorker()
     with make_ctx(embedding_worker=one) as first:
         train(first, [make_batch(0)])
         with make_ctx(embedding_worker=other) as second:
@@ -70,7 +70,7 @@ def test_w52_two_contexts_in_one_process_share_nothing(make_ctx: MakeCtx) -> Non
     assert other.of("update") == [0]
 
 
-def test_failing_to_enter_leaves_no_context(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+def test_failing_to_enter_leaves_no_context(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     def refuse(settings: object) -> None:
         raise ConfigError("no such optimizer")
 
@@ -80,7 +80,7 @@ def test_failing_to_enter_leaves_no_context(worker: FakeWorker, make_ctx: MakeCt
     assert cnt_ctx() is None
 
 
-def test_train_ctx_configures_on_entry(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+def test_train_ctx_configures_on_entry(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     config = EmbeddingConfig((-0.5, 0.5), admit_probability=0.25, weight_bound=3)
     ctx = make_ctx(embedding_config=config, embedding_optimizer=Adagrad(lr=0.3))
     assert worker.configured == []
@@ -95,7 +95,7 @@ def test_train_ctx_configures_on_entry(worker: FakeWorker, make_ctx: MakeCtx) ->
         assert worker.optimizers[-1] == SGD(lr=0.125).settings()
 
 
-def test_w09_evaluation_configures_nothing(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+def test_w09_evaluation_configures_nothing(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     with make_ctx(embedding_config=EmbeddingConfig((-0.5, 0.5))) as ctx:
         before = (list(worker.configured), list(worker.optimizers))
         with eval_ctx(model=ctx.model) as inner:
@@ -112,7 +112,7 @@ def test_w09_evaluation_configures_nothing(worker: FakeWorker, make_ctx: MakeCtx
 
 
 def test_an_evaluation_context_follows_the_one_it_is_entered_in(make_ctx: MakeCtx) -> None:
-    one, other = FakeWorker(), FakeWorker()
+    one, other = SpyWorker(), SpyWorker()
     reader = eval_ctx(model=Net())
     with make_ctx(embedding_worker=one), reader:
         assert reader.embedding_worker is one

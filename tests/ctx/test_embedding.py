@@ -19,7 +19,7 @@ from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Labe
 from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, DataError, DataTypeError, ServiceUnavailable
 from tests.training.conftest import LOCKSTEP, MakeCtx, Net, step, train
-from tests.training.fakes import FakeWorker, make_batch
+from tests.training.fakes import SpyWorker, make_batch
 
 DIM = 4
 NUM_IDS = 10  # of make_batch
@@ -141,7 +141,7 @@ def test_the_environment_sets_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 def test_evaluation_between_steps_changes_no_training_bit(make_ctx: MakeCtx) -> None:
     runs = []
     for evaluates in (False, True):
-        fake = FakeWorker()
+        fake = SpyWorker()
         with make_ctx(embedding_worker=fake) as ctx:
             data = [make_batch(number) for number in range(12)]
             for batch in DataLoader(data, **LOCKSTEP):
@@ -155,7 +155,7 @@ def test_evaluation_between_steps_changes_no_training_bit(make_ctx: MakeCtx) -> 
     assert runs[0] == runs[1]
 
 
-def test_evaluation_does_not_shift_batch_ids(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+def test_evaluation_does_not_shift_batch_ids(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     # Admission by probability draws by batch id.
     with make_ctx() as ctx:
         for number in range(3):
@@ -165,7 +165,7 @@ def test_evaluation_does_not_shift_batch_ids(worker: FakeWorker, make_ctx: MakeC
     assert [number for _, number in sorted(worker.update_ids)] == [0, 1, 2]
 
 
-def test_forward_needs_a_model(worker: FakeWorker) -> None:
+def test_forward_needs_a_model(worker: SpyWorker) -> None:
     with EmbeddingCtx(PreprocessMode.EVAL, embedding_worker=worker) as ctx:
         batch = ctx.get_embedding_from_data(make_batch(0))
         ctx.prepare_features(batch)

@@ -34,7 +34,7 @@ from persia.errors import ConfigError
 from tests.ctx.test_checkpoints import Votes
 from tests.support.fixtures import Monkey
 from tests.training.conftest import MakeCtx, Net, batches, train
-from tests.training.fakes import FakeWorker
+from tests.training.fakes import SpyWorker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -324,7 +324,7 @@ def test_w44_defaults_work_without_rank_and_without_cuda(make_ctx: MakeCtx) -> N
 
 
 def test_original_positional_order() -> None:
-    fake, model = FakeWorker(), Net()
+    fake, model = SpyWorker(), Net()
     dense = torch.optim.SGD(model.parameters(), lr=0.1)
     ctx = TrainCtx(SGD(1), dense, 4, 10, 8, 60, True, False, None, model, embedding_worker=fake)
     assert ctx.model is model
@@ -400,7 +400,7 @@ def test_gradients_are_averaged_or_summed(make_ctx: MakeCtx, monkeypatch: Monkey
     monkeypatch.setattr("persia.ctx.train.StepBarrier", lambda *parts: None)
     monkeypatch.setattr(TrainCtx, "_join_ranks", lambda ctx: None)
     for reduction in ("mean", "sum"):
-        fake = FakeWorker()
+        fake = SpyWorker()
         with make_ctx(embedding_worker=fake, embedding_gradient_reduction=reduction) as ctx:
             train(ctx, batches(1))
         scales.append(fake.gradients[0].scale)
@@ -409,7 +409,7 @@ def test_gradients_are_averaged_or_summed(make_ctx: MakeCtx, monkeypatch: Monkey
 
 
 def test_w13_a_context_that_is_entered_again_repeats_no_update_id(
-    worker: FakeWorker, make_ctx: MakeCtx, monkeypatch: Monkey
+    worker: SpyWorker, make_ctx: MakeCtx, monkeypatch: Monkey
 ) -> None:
     # Servers would take such an update for a repetition, and leave it out.
     monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc://nowhere")

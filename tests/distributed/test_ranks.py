@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from persia._training.ranks import DEFAULT_TIMEOUT_S, LEAVE_S, Ranks
-from persia.errors import ConfigError, InternalError
+from persia.errors import ConfigError
 from tests.distributed.conftest import Launch
 
 # What follows an event at once may take this long on a loaded machine; the groups wait 60 s.
@@ -86,13 +86,9 @@ def test_one_rank_needs_no_group() -> None:
         assert ranks.any(True) is True
         with pytest.raises(ZeroDivisionError):
             ranks.in_turn(lambda: 1 // 0)
-        with pytest.raises(InternalError, match="means that a rank has gone"):
-            ranks.agree(-(2**62))
     assert DEFAULT_TIMEOUT_S >= 600  # one rank may evaluate meanwhile
 
 
 def test_ranks_need_a_process_group() -> None:
-    with pytest.raises(ConfigError, match="a process group of 2 ranks, got none"):
+    with pytest.raises(ConfigError, match="where this is rank 0 of 2, got none"):
         Ranks(2, 0)
-    with pytest.raises(ConfigError, match=r"expected one in 0\.\.1, got 2"):
-        Ranks(2, 2)

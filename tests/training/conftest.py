@@ -15,7 +15,7 @@ from persia.data import DataLoader
 from persia.embedding.optim import SGD
 from tests.support.processes import ROOT
 
-from .fakes import DIM, FakeWorker, make_batch
+from .fakes import DIM, SpyWorker, make_batch
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +66,12 @@ class Net(torch.nn.Module):
 
 
 @pytest.fixture
-def worker() -> FakeWorker:
-    return FakeWorker()
+def worker() -> SpyWorker:
+    return SpyWorker()
 
 
 @pytest.fixture
-def make_ctx(worker: FakeWorker) -> MakeCtx:
+def make_ctx(worker: SpyWorker) -> MakeCtx:
     """A TrainCtx over the fake, unless options replace it."""
 
     def make(**options: Any) -> TrainCtx:

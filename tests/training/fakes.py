@@ -1,27 +1,25 @@
-"""An embedding-worker of plain dictionaries: small, exact, and willing to be disturbed."""
+"""An embedding-worker in this process that notes what it is asked, and can be disturbed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import (
     BatchGradients,
-    FeatureStats,
     HyperParameters,
     IDFeatures,
-    JaggedOutput,
     LookupResult,
     OptimizerSettings,
     PooledOutput,
-    RawOutput,
-    SlotOutput,
     UpdateReport,
 )
+from persia._server.service import ParameterServer
+from persia._worker.service import EmbeddingWorker
+from persia.config import load_configs
 from persia.embedding.data import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -35,183 +33,93 @@ if TYPE_CHECKING:
 
 DIM = 4
 FIXED = 3
+SLOTS = {
+    "user": {"dim": DIM},
+    "tags": {"dim": DIM},
+    "seq": {"dim": DIM, "pooling": "raw", "sample_fixed_size": FIXED},
+    "jag": {"dim": DIM, "pooling": "jagged"},
+}
+NUM_IDS = 10
 
 
-KINDS = {"user": "sum", "tags": "sum", "seq": "raw", "jag": "jagged"}
+class SpyWorker(EmbeddingWorker):
+    """Notes every lookup, update and release of a batch in ``events``.
 
-
-def initial_row(name: str, number: int) -> NDArray[np.float32]:
-    rng = np.random.default_rng([len(name), number])
-    return rng.uniform(-0.01, 0.01, DIM).astype(np.float32)
-
-
-class FakeWorker:
-    """Rows by (feature, id), trained by SGD. Every call is noted in ``events``.
-
-    ``before_lookup`` and ``before_update`` are called with the batch id, outside the lock,
-    so that a test can hold a call, or make it raise.
+    ``before_lookup`` and ``before_update`` are called with the batch id, so that a test can
+    hold a call, or make it raise.
     """
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[str, int], NDArray[np.float32]] = {}
+        schema, config = load_configs({"slots_config": SLOTS}, {})
+        server = ParameterServer(schema, config.embedding_parameter_server_config)
+        super().__init__(schema, config.embedding_worker_config, [server])
         self.events: list[tuple[str, int]] = []
-        self.refs: dict[int, IDFeatures] = {}
+        self.refs: dict[int, int] = {}  # batch id, of those between lookup and update
         self.configured: list[HyperParameters] = []
         self.optimizers: list[OptimizerSettings] = []
         self.gradients: list[BatchGradients] = []
-        self.update_ids: list[tuple[int, int]] = []
         self.before_lookup: Callable[[int], None] = lambda batch_id: None
         self.before_update: Callable[[int], None] = lambda batch_id: None
-        self.lock = threading.RLock()
-        self.next_ref = 100
-
-    # --- lookups ----------------------------------------------------------------------------
-
-    def register(self, features: IDFeatures) -> int:
-        with self.lock:
-            ref = self.next_ref
-            self.next_ref += 1
-            self.refs[ref] = features
-            return ref
+        self.lock = threading.Lock()
 
     def lookup_direct(self, features: IDFeatures) -> LookupResult:
         self.before_lookup(features.batch_id)
+        result = super().lookup_direct(features)
         with self.lock:
             kind = "lookup" if features.requires_grad else "read"
             self.events.append((kind, features.batch_id))
-            ref = self.register(features) if features.requires_grad else None
-            outputs = tuple(
-                self._output(feature, features.requires_grad) for feature in features.features
-            )
-            return LookupResult(outputs, ref)
-
-    def lookup(self, ref: int, is_training: bool) -> LookupResult:
-        with self.lock:
-            features = self.refs[ref]
-            return LookupResult(
-                tuple(self._output(feature, is_training) for feature in features.features), ref
-            )
-
-    def _rows(self, name: str, ids: NDArray[np.uint64], inserts: bool) -> NDArray[np.float32]:
-        rows = np.zeros((len(ids), DIM), np.float32)
-        for place, number in enumerate(ids.tolist()):
-            row = self.rows.get((name, number))
-            if row is None and inserts:
-                row = self.rows[name, number] = initial_row(name, number)
-            if row is not None:
-                rows[place] = row
-        return rows
-
-    def _output(self, feature: FeatureBatch, inserts: bool) -> SlotOutput:
-        name = feature.name
-        rows = self._rows(name, feature.distinct, inserts)
-        offsets = offsets_of(feature)
-        inverse = np.asarray(feature.inverse).astype(np.int64)
-        size = feature.batch_size
-        if KINDS[name] == "jagged":
-            return JaggedOutput(name, rows, inverse, offsets)
-        if KINDS[name] == "raw":
-            index = np.zeros((size, FIXED), np.int64)
-            for sample in range(size):
-                numbers = inverse[offsets[sample] : offsets[sample + 1]][:FIXED]
-                index[sample, : len(numbers)] = numbers + 1
-            padded = np.concatenate([np.zeros((1, DIM), np.float32), rows])
-            return RawOutput(name, padded, index.reshape(-1), FIXED)
-        values = np.zeros((size, DIM), np.float32)
-        for sample in range(size):
-            for number in inverse[offsets[sample] : offsets[sample + 1]]:
-                values[sample] += rows[number]
-        return PooledOutput(name, values)
-
-    # --- updates ----------------------------------------------------------------------------
+            if result.ref is not None:
+                self.refs[result.ref] = features.batch_id
+        return result
 
     def update(self, gradients: BatchGradients) -> UpdateReport:
         batch_id = gradients.update_id[1]
         self.before_update(batch_id)
+        report = super().update(gradients)
         with self.lock:
-            features = self.refs.pop(gradients.ref)
+            del self.refs[gradients.ref]
             self.events.append(("update", batch_id))
             self.gradients.append(gradients)
-            assert gradients.update_id not in self.update_ids
-            self.update_ids.append(gradients.update_id)
-            lr = np.float32(self.optimizers[-1].options["lr"])
-            skipped: list[str] = []
-            nans: dict[str, int] = {}
-            for feature, slot in zip(features.features, gradients.gradients, strict=True):
-                assert feature.name == slot.name
-                if slot.gradient is None:
-                    skipped.append(slot.name)
-                    continue
-                grad = slot.gradient.astype(np.float32) / np.float32(gradients.scale)
-                bad = ~np.isfinite(grad).all(axis=1)
-                if bad.any():
-                    nans[slot.name] = int(bad.sum())
-                    grad[bad] = 0
-                for number, step in self._steps(feature, grad):
-                    self.rows[feature.name, number] -= lr * step
-            return UpdateReport(nan_samples=nans, skipped=tuple(skipped))
-
-    def _steps(
-        self, feature: FeatureBatch, grad: NDArray[np.float32]
-    ) -> list[tuple[int, NDArray[np.float32]]]:
-        ids = feature.distinct.tolist()
-        if KINDS[feature.name] == "sum":
-            assert grad.shape == (feature.batch_size, DIM)
-            offsets = offsets_of(feature)
-            summed = np.zeros((len(ids), grad.shape[1]), np.float32)
-            samples = np.repeat(np.arange(feature.batch_size), np.diff(offsets))
-            np.add.at(summed, feature.inverse, grad[samples])
-            grad = summed
-        assert grad.shape == (len(ids), DIM)
-        return list(zip(ids, grad, strict=True))
+        return report
 
     def release(self, ref: int) -> None:
+        super().release(ref)
         with self.lock:
-            features = self.refs.pop(ref)
-            self.events.append(("release", features.batch_id))
-
-    # --- the rest ---------------------------------------------------------------------------
+            self.events.append(("release", self.refs.pop(ref)))
 
     def configure(self, settings: HyperParameters) -> None:
+        super().configure(settings)
         self.configured.append(settings)
 
-    def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
-        return (0,)
-
     def register_optimizer(self, settings: OptimizerSettings) -> None:
+        super().register_optimizer(settings)
         self.optimizers.append(settings)
-
-    def ready_for_serving(self) -> bool:
-        return bool(self.configured)
-
-    def get_embedding_size(self) -> list[int]:
-        return [len(self.rows)]
-
-    # This one has no checkpoints.
-    begin_cut = write_cut = cut_status = end_cut = load = set_embedding = cast("Any", None)
-
-    def clear_embeddings(self) -> None:
-        self.rows.clear()
-
-    def stats(self) -> Mapping[str, int]:
-        return {}
-
-    def feature_stats(self) -> tuple[FeatureStats, ...]:
-        return ()
-
-    def server_stats(self) -> list[Mapping[str, int]]:
-        return [{"rows": len(self.rows)}]
 
     def of(self, kind: str) -> list[int]:
         """Batch ids of the events of one kind, in order."""
         with self.lock:
             return [batch_id for event, batch_id in self.events if event == kind]
 
+    @property
+    def update_ids(self) -> list[tuple[int, int]]:
+        return [gradients.update_id for gradients in self.gradients]
 
-def offsets_of(feature: FeatureBatch) -> NDArray[np.int64]:
-    if feature.offsets is None:
-        return np.arange(feature.batch_size + 1, dtype=np.int64)
-    return np.asarray(feature.offsets).astype(np.int64)
+    @property
+    def rows(self) -> dict[tuple[str, int], NDArray[np.float32]]:
+        """The pooled features' rows, by feature and id."""
+        ids = np.arange(NUM_IDS, dtype=np.uint64)
+        batch = PersiaBatch(
+            [IDTypeFeatureWithSingleID(name, ids) for name in ("user", "tags")],
+            requires_grad=False,
+        )
+        outputs = super().lookup_direct(IDFeatures(batch.features, 0, False)).outputs
+        return {
+            (output.name, number): row
+            for output in outputs
+            if isinstance(output, PooledOutput)
+            for number, row in enumerate(output.values)
+            if row.any()
+        }
 
 
 # --- batches ----------------------------------------------------------------------------------
@@ -233,7 +141,7 @@ def make_batch(
     features: list[IDTypeFeature | IDTypeFeatureWithSingleID] = []
     for name in names:
         if name == "user":
-            ids = rng.integers(0, 10, size).astype(np.uint64)
+            ids = rng.integers(0, NUM_IDS, size).astype(np.uint64)
             features.append(IDTypeFeatureWithSingleID(name, ids))
         else:
             lists = [

@@ -23,7 +23,7 @@ from persia.embedding.data import (
 )
 
 from .conftest import LOCKSTEP, MakeCtx, Net, batches, step, train
-from .fakes import DIM, FIXED, FakeWorker, make_batch, u64
+from .fakes import DIM, FIXED, SpyWorker, make_batch, u64
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -61,7 +61,7 @@ def test_tensors_come_in_the_order_of_the_batch(make_ctx: MakeCtx) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("seq", 1), ("seq", 4), ("jag", 3)])
-def test_w36_no_id_at_all(worker: FakeWorker, make_ctx: MakeCtx, name: str, size: int) -> None:
+def test_w36_no_id_at_all(worker: SpyWorker, make_ctx: MakeCtx, name: str, size: int) -> None:
     with make_ctx(model=Net(1, num_dense=0)) as ctx:
         batch = ctx.get_embedding_from_data(lists_batch(name, [u64()] * size))
         if name == "seq":
@@ -80,7 +80,7 @@ def test_batch_without_labels_has_none(make_ctx: MakeCtx) -> None:
         assert ctx.get_embedding_from_data(batch).labels is None
 
 
-def test_evaluation_has_no_leaves(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+def test_evaluation_has_no_leaves(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     names = ("jag", "user", "seq")
     with make_ctx() as ctx, eval_ctx(model=ctx.model) as inner:
         batch = inner.get_embedding_from_data(make_batch(1, names=names))
@@ -96,7 +96,7 @@ def test_evaluation_has_no_leaves(worker: FakeWorker, make_ctx: MakeCtx) -> None
     assert worker.refs == {}
 
 
-def test_a_batch_may_be_forwarded_twice(worker: FakeWorker, make_ctx: MakeCtx) -> None:
+def test_a_batch_may_be_forwarded_twice(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     with make_ctx(num_features=2) as ctx:
         batch = ctx.get_embedding_from_data(make_batch(1, names=("user", "seq")))
         once, _ = ctx.forward(batch)
@@ -123,19 +123,6 @@ def test_bytes_make_the_same_batch(make_ctx: MakeCtx) -> None:
 
 
 # --- copies to tensors ----------------------------------------------------------------------
-
-
-def test_float64_is_named_once(make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture) -> None:
-    age = NonIDTypeFeature(np.zeros((1, 1)), name="age")
-    height = NonIDTypeFeature(np.zeros((1, 1), np.float32), name="height")
-    ids = IDTypeFeatureWithSingleID("user", u64(1))
-    batch = PersiaBatch([ids], [age, height], [Label(np.zeros((1, 1)))])
-    with make_ctx() as ctx:
-        for _ in range(2):
-            dense, *_ = ctx.get_embedding_from_data(batch).non_id_type_tensors
-            assert dense.dtype is torch.float64
-    said = [message.partition(",")[0] for message in caplog.messages if "float64" in message]
-    assert said == ["dense feature 'age' is float64", "label 'label_anonymous' is float64"]
 
 
 def test_dense_and_labels_keep_their_dtype(make_ctx: MakeCtx) -> None:
@@ -242,7 +229,7 @@ def test_cuda_gives_what_the_cpu_gives(make_ctx: MakeCtx) -> None:
 def test_cuda_trains_what_the_cpu_trains(make_ctx: MakeCtx) -> None:
     results = []
     for device_id in (None, 0):
-        fake = FakeWorker()
+        fake = SpyWorker()
         model = Net(2) if device_id is None else Net(2).cuda(device_id)
         options = {"device_id": device_id, "mixed_precision": False}
         with make_ctx(model=model, embedding_worker=fake, **options) as ctx:

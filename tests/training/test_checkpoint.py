@@ -23,7 +23,7 @@ from persia._files.parts import write_file
 from persia._files.storage import LocalStorage
 from persia._server import restore
 from persia._training import checkpoint
-from persia._training.inflight import Position
+from persia._training.progress import Position
 from persia.ctx import InferCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding import EmbeddingConfig
@@ -117,13 +117,6 @@ def dump_at(ctx: TrainCtx, last: int, url: Any, blocking: bool = True) -> Callab
     return dump
 
 
-def dumped(url: Any, last: int, blocking: bool = True) -> list[float]:
-    """Train one pass from the beginning, with a checkpoint behind a batch."""
-    seed()
-    with make_ctx() as ctx:
-        return train(ctx, Batches(), dump_at(ctx, last, url, blocking))
-
-
 def dumped_state(url: Any, optimizer: Optimizer | None = None) -> tuple[Any, ...]:
     """Train one pass, make a checkpoint behind it, and return the state."""
     with make_ctx(optimizer) as ctx:
@@ -159,31 +152,50 @@ def whole() -> tuple[list[float], tuple[Any, ...]]:
 Whole = tuple[list[float], tuple[Any, ...]]
 
 
-@pytest.mark.parametrize("stop", [1, 6, NUM_BATCHES])
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_stopped_run_goes_on(whole: Whole, tmp_path: Path, stop: int, blocking: bool) -> None:
-    assert dumped(tmp_path, stop, blocking) == whole[0]
+@pytest.mark.parametrize(
+    ("stop", "blocking", "seeks", "url"),
+    [
+        *[(stop, True, True, "") for stop in (1, 6, NUM_BATCHES)],
+        *[(stop, False, True, "") for stop in (1, 6, NUM_BATCHES)],
+        (4, True, False, ""),
+        (5, True, True, "memory://tests/w20"),  # the original left out the dense side there
+    ],
+)
+def test_w20_a_stopped_run_goes_on(
+    whole: Whole, tmp_path: Path, stop: int, blocking: bool, seeks: bool, url: str
+) -> None:
+    place = url or tmp_path
     dataset = Batches()
-    with make_ctx(global_config={"embedded_config": {"num_servers": 3}}) as ctx:
-        ctx.load_checkpoint(tmp_path)
-        assert (ctx.resume_position.passes, ctx.resume_position.batches) == (0, stop)
-        assert train(ctx, dataset) == whole[0][stop:]
-        assert state(ctx) == whole[1]
-    assert dataset.begun_at == [stop]
-
-
-def test_a_pass_behind_the_end_of_its_data_is_counted(tmp_path: Path) -> None:
+    data = dataset if seeks else OnlyForward()
     seed()
     with make_ctx() as ctx:
-        train(ctx, Batches(), dump_at(ctx, NUM_BATCHES, tmp_path))
-        second = train(ctx, Batches())
+        assert train(ctx, data, dump_at(ctx, stop, place, blocking)) == whole[0]
+    torch.manual_seed(9)
+    other, servers = Dropping(), {"embedded_config": {"num_servers": 3}}
+    with make_ctx(model=other, global_config=servers) as ctx:
+        ctx.load_checkpoint(place)
+        assert ctx.resume_position == Position(0, stop)
+        assert train(ctx, data) == whole[0][stop:]
+        assert state(ctx) == whole[1]
+    assert dataset.begun_at == ([0, stop] if seeks else [])
+
+
+@pytest.mark.parametrize(("first", "stop"), [(0, NUM_BATCHES), (1, 3)])
+def test_passes_are_counted_over_a_stop(tmp_path: Path, first: int, stop: int) -> None:
+    """Also where a checkpoint was made behind the end of the data."""
+    seed()
+    with make_ctx() as ctx:
+        for _ in range(first):
+            train(ctx, Batches())
+        losses = train(ctx, Batches(), dump_at(ctx, stop, tmp_path)) + train(ctx, Batches())
     dataset = Batches()
     with make_ctx() as ctx:
         ctx.load_checkpoint(tmp_path)
-        assert train(ctx, dataset) == []
-        assert ctx.resume_position == Position(1)
-        assert train(ctx, dataset) == second
-    assert dataset.begun_at == [NUM_BATCHES, 0]
+        assert ctx.resume_position == Position(first, stop)
+        found = train(ctx, dataset)
+        assert ctx.resume_position == Position(first + 1)
+        assert found + train(ctx, dataset) == losses[stop:]
+    assert dataset.begun_at == [stop, 0]
 
 
 def test_other_data_is_trained_from_its_beginning(tmp_path: Path) -> None:
@@ -194,41 +206,6 @@ def test_other_data_is_trained_from_its_beginning(tmp_path: Path) -> None:
         assert state(ctx)[:3] == before[:3]  # rows, model, optimizer; steps begin at 0
         assert len(train(ctx, dataset)) == NUM_BATCHES
     assert dataset.begun_at == [0]
-
-
-def test_a_dataset_that_cannot_seek_is_read_and_left_out(whole: Whole, tmp_path: Path) -> None:
-    seed()
-    with make_ctx() as ctx:
-        train(ctx, OnlyForward(), dump_at(ctx, 4, tmp_path))
-    with make_ctx() as ctx:
-        ctx.load_checkpoint(tmp_path)
-        assert train(ctx, OnlyForward()) == whole[0][4:]
-
-
-def test_the_second_pass_is_resumed_in_the_second_pass(tmp_path: Path) -> None:
-    seed()
-    with make_ctx() as ctx:
-        train(ctx, Batches())
-        expected = [
-            *train(ctx, Batches(), dump_at(ctx, 3, tmp_path))[3:],
-            *train(ctx, Batches()),
-        ]
-    with make_ctx() as ctx:
-        ctx.load_checkpoint(tmp_path)
-        assert (ctx.resume_position.passes, ctx.resume_position.batches) == (1, 3)
-        found = [loss for _ in range(1, 3) for loss in train(ctx, Batches())]
-    assert found == expected
-
-
-def test_a_checkpoint_of_a_resumed_run(whole: Whole, tmp_path: Path) -> None:
-    dumped(tmp_path, 3)
-    with make_ctx() as ctx:
-        ctx.load_checkpoint(tmp_path)
-        train(ctx, Batches(), dump_at(ctx, 3, tmp_path))
-    with make_ctx() as ctx:
-        ctx.load_checkpoint(tmp_path)
-        assert ctx.resume_position.batches == 6
-        assert train(ctx, Batches()) == whole[0][6:]
 
 
 def test_nothing_is_trained_twice_or_left_out_without_an_order(tmp_path: Path) -> None:
@@ -250,16 +227,6 @@ def test_nothing_is_trained_twice_or_left_out_without_an_order(tmp_path: Path) -
         run(ctx, None)
     assert len(seen) == NUM_BATCHES
     assert len(set(seen)) == NUM_BATCHES
-
-
-def test_w20_a_checkpoint_at_a_url_has_its_dense_side(whole: Whole) -> None:
-    url = "memory://tests/w20"
-    dumped(url, 5)
-    torch.manual_seed(9)
-    with make_ctx(model=Dropping()) as ctx:
-        ctx.load_checkpoint(url)
-        assert train(ctx, Batches()) == whole[0][5:]
-        assert state(ctx) == whole[1]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -507,7 +474,10 @@ def test_going_back_in_one_context_trains_the_same_again(whole: Whole, tmp_path:
     with make_ctx() as ctx:
         assert train(ctx, Batches(), dump_at(ctx, 3, tmp_path)) == whole[0]
         ctx.load_checkpoint(tmp_path)
-        assert train(ctx, Batches()) == whole[0][3:]
+        assert train(ctx, Batches(), dump_at(ctx, 3, tmp_path)) == whole[0][3:]
+        ctx.load_checkpoint(tmp_path)  # that of a run that was resumed itself
+        assert ctx.resume_position.batches == 6
+        assert train(ctx, Batches()) == whole[0][6:]
         assert state(ctx) == whole[1]
 
 

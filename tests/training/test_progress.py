@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,18 @@ from hypothesis import strategies as st
 
 from persia._rpc.messages import StreamOpening
 from persia._training.checkpoint import serialized
-from persia._training.inflight import Plain, Progress, Watermark, count_done, to_position
+from persia._training.progress import (
+    Plain,
+    Progress,
+    Watermark,
+    count_done,
+    merge,
+    of_one_pass,
+    random_states,
+    set_random_states,
+    to_position,
+)
 from persia._training.receiver import LoaderStream
-from persia._training.resume import merge, of_one_pass, random_states, set_random_states
 from persia.errors import CheckpointError
 
 
@@ -76,54 +86,47 @@ def test_ranks_together_know_what_is_done_of_every_data_loader(
     assert asked == set(range(60)) - done
 
 
-def test_ranks_that_have_found_the_end_of_a_pass_have_done_all_of_it() -> None:
-    def at(place: int) -> Plain:
-        return to_position("stream", 1, {0: Watermark(place, 2)})
+def of_dataset(floor: int) -> Plain:
+    return to_position("dataset", 0, {0: Watermark(floor)})
 
+
+def of_two_ranks(floor: int) -> Plain:
+    return to_position("stream", 1, {0: Watermark(floor, 2)})
+
+
+def test_ranks_that_have_found_the_end_of_a_pass_have_done_all_of_it() -> None:
     def done(*ranks: Progress) -> int:
         passes, positions = of_one_pass([rank.snapshot() for rank in ranks])
         merged = merge(positions)
         assert (passes, merged is None) == (0, False)
         return count_done(merged or {})
 
-    class OfTwo(Source):
-        def position(self) -> Plain:
-            return at(self.floor)
-
     # Ten batches of one data-loader, five each: 0, 2, .. 8 and 1, 3, .. 9.
-    first, second, sources = Progress(), Progress(), (OfTwo(10), OfTwo(11))
-    first.begin(sources[0].position)
-    second.begin(sources[1].position)
+    first, second = Progress(), Progress()
+    of_first, of_second = partial(of_two_ranks, 10), partial(of_two_ranks, 11)
+    first.begin(of_first)
+    second.begin(of_second)
     assert done(first, second) == 10
-    second.end(sources[1].position, at(11))
+    second.end(of_second, of_second())
     assert done(first, second) == 10
-    second.begin(OfTwo(1).position)  # nothing of the next pass is done
+    second.begin(partial(of_two_ranks, 1))  # nothing of the next pass is done
     assert done(first, second) == 10
-    first.end(sources[0].position, at(10))
+    first.end(of_first, of_first())
     second = Progress()
-    second.begin(sources[1].position)
+    second.begin(of_second)
     assert done(first, second) == 10
-
-
-class Source:
-    def __init__(self, floor: int) -> None:
-        self.floor = floor
-
-    def position(self) -> dict[str, object]:
-        return to_position("dataset", 0, {0: Watermark(self.floor)})
 
 
 def test_passes_are_counted_as_they_end_or_are_left() -> None:
-    progress = Progress()
-    first, second = Source(3), Source(1)
-    progress.begin(first.position)
-    progress.begin(first.position)
+    progress, first = Progress(), partial(of_dataset, 3)
+    progress.begin(first)
+    progress.begin(first)
     assert progress.snapshot()["passes"] == 0
-    progress.end(first.position)
-    progress.end(first.position)
-    progress.begin(second.position)
+    progress.end(first)
+    progress.end(first)
+    progress.begin(partial(of_dataset, 1))
     assert progress.snapshot()["passes"] == 1
-    progress.begin(Source(0).position)
+    progress.begin(partial(of_dataset, 0))
     assert progress.snapshot()["passes"] == 2
 
 
@@ -132,8 +135,8 @@ def from_bytes(data: bytes) -> Any:
 
 
 def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
-    progress, source = Progress(), Source(5)
-    progress.begin(source.position)
+    progress, source = Progress(), partial(of_dataset, 5)
+    progress.begin(source)
     progress.mark_done(8, None)
     there = from_bytes(serialized(progress.snapshot()))
     resumed = Progress()
@@ -143,8 +146,8 @@ def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
     with pytest.raises(CheckpointError, match="pass over a dataset"):
         resumed.resumed("stream")
     assert resumed.resumed("dataset") == there["position"]
-    resumed.end(source.position)  # another's
-    resumed.begin(source.position)
+    resumed.end(source)  # another's
+    resumed.begin(source)
     assert resumed.resumed("dataset") is None
 
 
