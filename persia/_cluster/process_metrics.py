@@ -157,7 +157,7 @@ def of_worker(replica: int, worker: EmbeddingWorker) -> MetricSource:
     rates: dict[str, _Ratio] = {}
 
     def read() -> Iterable[Sample]:
-        stats, (waiting, stale, num_bytes) = worker.stats(), worker.measure()
+        stats, (waiting, stale, num_bytes) = worker.stats(), worker.buffer.measure()
         yield Sample("num_pending_batches", waiting)
         yield Sample("staleness", stale)
         yield Sample("persia_worker_buffer_batches", waiting + stale)
@@ -166,7 +166,7 @@ def of_worker(replica: int, worker: EmbeddingWorker) -> MetricSource:
         yield Sample("persia_server_restarts", stats.get("server_restarts", 0))
         for what in _WORKER_BATCHES:
             yield Sample("persia_worker_batches", stats.get(what, 0), {"what": what})
-        for feat, counts in sorted(worker.id_counts().items()):
+        for feat, counts in sorted(worker.statistics.count_ids().items()):
             num_ids, distinct, masked, skipped = counts
             labels = {"feat": feat}
             rate = rates.setdefault(feat, _Ratio()).of(distinct, num_ids)

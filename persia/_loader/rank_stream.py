@@ -87,11 +87,8 @@ class LoaderState:
     def __init__(
         self, loader: int, num_loaders: int, num_ranks: int, deadline_s: float, gone_s: float
     ) -> None:
-        self.loader = loader
-        self.num_loaders = num_loaders
-        self.num_ranks = num_ranks
-        self.deadline_s = deadline_s
-        self.gone_s = gone_s
+        self.loader, self.num_loaders, self.num_ranks = loader, num_loaders, num_ranks
+        self.deadline_s, self.gone_s = deadline_s, gone_s
         self.stream = loader, secrets.randbits(63)
         self.stopping = threading.Event()
         self.changed = threading.Condition()  # guards all below, and the streams
@@ -179,10 +176,8 @@ class RankStream:
         feed: LoaderState,
         register: Callable[[IDFeatures, int | None], RemoteRef],
     ) -> None:
-        self._number = number
-        self._rank = rank
-        self._feed = feed
-        self._register = register
+        self._number, self._rank = number, rank
+        self._feed, self._register = feed, register
         self._state = RankState.NEW
         # By batch id: a message has only a ref of its ids.
         self.unacked: dict[int, tuple[IDFeatures, StreamedBatch]] = {}
@@ -308,10 +303,9 @@ class RankStream:
         with self._turn():
             if not self._can_end:
                 return
+            feed = self._feed
             try:
-                self._call(
-                    partial(self._rank.end_stream, self._feed.stream, self._feed.next_id, "")
-                )
+                self._call(partial(self._rank.end_stream, feed.stream, feed.next_id, ""))
             except UnknownStream:
                 self._set_state(RankState.LOST)
             else:
@@ -324,17 +318,13 @@ class RankStream:
     def report_failure(self, failure: str) -> None:
         """Report to a rank, which may be gone, that the loader's script failed."""
         end = partial(self._rank.end_stream, self._feed.stream, self._feed.next_id, failure)
-        try:
+        with contextlib.suppress(ServiceError):
             try:
                 end()
             except UnknownStream:
                 # It failed before the stream was open; opening it twice does no harm.
                 self._rank.open_stream(self._opening())
                 end()
-        except ServiceError as exc:
-            logger.info(
-                "%s does not know that the script of %s failed: %s", self, self._feed, exc
-            )
 
     def drop_unacked(self) -> None:
         """Count batches that are not acknowledged as lost, with the lock held."""
@@ -393,12 +383,9 @@ class RankStream:
                 self._incarnation = self._rank_incarnation()
                 # A rank that was restarted lacks what it had not ended, unless it says so.
                 self._received_below = max(self._first_unfinished(), state.next_batch_id)
-                self._first_needed = min(
-                    (state.next_batch_id, *state.wanted, *state.unfinished)
-                )
-                self._backlog = deque(
-                    sorted(x for x in self.unacked if x >= state.next_batch_id)
-                )
+                next_id = state.next_batch_id
+                self._first_needed = min((next_id, *state.wanted, *state.unfinished))
+                self._backlog = deque(sorted(x for x in self.unacked if x >= next_id))
                 self._credits = self._num_delivered = 0
                 self._version = NOTHING
                 # Before the user's thread can drop one of them as received.
@@ -433,11 +420,7 @@ class RankStream:
         """Raise if one and the same process does not know the stream twice."""
         now = self._rank_incarnation()
         if now is None or now != self._incarnation:
-            logger.warning(
-                "%s: %s was restarted; its unacknowledged batches are sent again",
-                self._feed,
-                self,
-            )
+            logger.warning("%s: %s was restarted, and gets its batches again", self._feed, self)
             return
         self._num_forgotten += 1
         if self._num_forgotten > 1:
@@ -523,11 +506,10 @@ class RankStream:
             self._sent_below = max(self._sent_below, message.batch_id + 1)
 
     def _relocate(self, message: StreamedBatch) -> None:
-        with self._feed.changed:
-            self._feed.counts["registered_again"] += 1
-        self._call(
-            partial(self._rank.relocate, self._feed.stream, message.batch_id, message.ids)
-        )
+        feed = self._feed
+        with feed.changed:
+            feed.counts["registered_again"] += 1
+        self._call(partial(self._rank.relocate, feed.stream, message.batch_id, message.ids))
 
     @contextlib.contextmanager
     def _turn(self, is_ready: Callable[[], bool] = lambda: True) -> Iterator[None]:

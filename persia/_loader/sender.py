@@ -125,20 +125,6 @@ class RegistrationPool(WorkerPool):
             feed.pause()
             try_s = min(2 * try_s, LONGEST_TRY_S)
 
-    def wait_for_end_of_job(self) -> int | None:
-        """Return the job's exit status once it has ended; None if the feed stops before."""
-        watcher = f"{self._feed}, {self._feed.stream[1]:x}"
-        index = self._feed.loader
-        while not self._feed.stopping.wait(WATCH_S):
-            try:
-                status = self._workers[index % len(self._workers)].job_status(watcher, ASK_S)
-            except ServiceError:
-                index += 1  # a worker that is gone is reported elsewhere
-                continue
-            if status is not None:
-                return status
-        return None
-
 
 class BatchSender:
     """Sends the batches of one data-loader to all ranks.
@@ -167,6 +153,7 @@ class BatchSender:
         deadline_s = env.rpc_timeout_s() if deadline_s is None else deadline_s
         gone_s = deadline_s if gone_s is None else gone_s
         self._feed = LoaderState(loader, num_loaders, len(ranks), deadline_s, gone_s)
+        self._workers = workers
         self._pool = RegistrationPool(workers, self._feed)
         self._streams = [
             RankStream(number, rank, self._feed, self._pool.register)
@@ -183,11 +170,8 @@ class BatchSender:
         return self._feed.status
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts since the start; those that are zero are absent.
+        """Return the counts of ``DataCtx.stats``; those that are zero are absent.
 
-        Batches ``sent``; ``redelivered`` to a rank that was restarted; ``registered_again``,
-        as an embedding-worker no longer held their ids; ``dropped``, received before this
-        loader was restarted; ``kept``, not acknowledged now; ``lost``, not when it ended.
         ``skipped`` calls went to another embedding-worker than the one whose turn it was.
         """
         with self._feed.changed:
@@ -236,14 +220,7 @@ class BatchSender:
         requires_grad: bool,
         meta: bytes | None = None,
     ) -> None:
-        """Send one batch, once its rank has room for it. The arrays are kept, not copied.
-
-        Raises:
-            DataError: If an embedding-worker refuses the ids; the batch is not sent.
-            JobFinished: If the job has ended, or the rank reads no more.
-            ServiceUnavailable: If a rank, or every embedding-worker, is gone for too long.
-            ServiceTimeout: If one does not answer for too long.
-        """
+        """Send one batch as ``DataCtx.send_data`` does. The arrays are kept, not copied."""
         if not self._sending.acquire(blocking=False):
             raise ConfigError("send_data is called by two threads at a time")
         try:
@@ -283,11 +260,7 @@ class BatchSender:
             return max(0, -(-(first - feed.loader) // feed.num_loaders))
 
     def seek(self, batch: int) -> None:
-        """Let the next batch be this one of the data-loader's own, counted from 0.
-
-        Raises:
-            DataError: If one was sent already, or some before it are needed.
-        """
+        """Let the next batch be this one of the data-loader's own, counted from 0."""
         position = self.resume_position()
         feed = self._feed
         with feed.changed:
@@ -371,12 +344,21 @@ class BatchSender:
             )
 
     def _watch(self) -> None:
-        status = self._pool.wait_for_end_of_job()
-        if status is not None:
-            with self._feed.changed:
-                self._feed.status = status
-                self._feed.changed.notify_all()
-            self._disconnect()
+        """Ask the workers until the job has ended, and end what waits then."""
+        feed = self._feed
+        watcher = f"{feed}, {feed.stream[1]:x}"
+        index = feed.loader
+        while feed.status is None and not feed.stopping.wait(WATCH_S):
+            try:
+                status = self._workers[index % len(self._workers)].job_status(watcher, ASK_S)
+            except ServiceError:
+                index += 1  # a worker that is gone is reported elsewhere
+                continue
+            if status is not None:
+                with feed.changed:
+                    feed.status = status
+                    feed.changed.notify_all()
+                self._disconnect()
 
 
 def connect() -> BatchSender:
@@ -391,7 +373,11 @@ def connect() -> BatchSender:
     from persia._rpc.zmq_transport import ZmqTransport
 
     is_child = env.feeds_parent()
-    loader, num_loaders = _find_place(is_child)
+    loader, num_loaders = env.get_replica_index(), env.get_replica_size()
+    if loader is None or num_loaders is None:
+        if not is_child:
+            raise ConfigError("a DataCtx is for a data-loader; RANK is set in an nn-worker")
+        loader, num_loaders = 0, 1
     connections = contextlib.ExitStack()
     closing = threading.Lock()  # held while closing, so that a second call waits for the first
 
@@ -412,10 +398,8 @@ def connect() -> BatchSender:
         workers = connect.connect_embedding_workers(transport)
         for worker in workers:
             connections.callback(worker.close)
-        timeout_s = CHILD_CALL_S if is_child else None
-        ranks = connect.connect_nn_workers(
-            transport, timeout_s=timeout_s, should_stop=has_ended
-        )
+        wait_s = CHILD_CALL_S if is_child else None
+        ranks = connect.connect_nn_workers(transport, timeout_s=wait_s, should_stop=has_ended)
         for rank in ranks:
             connections.callback(rank.close)
         sender = BatchSender(
@@ -434,16 +418,3 @@ def connect() -> BatchSender:
     sender.clients = [remote.client for remote in (*workers, *ranks)]
     sender.start()
     return sender
-
-
-def _find_place(is_child: bool) -> tuple[int, int]:
-    """Return which data-loader this process is, of how many."""
-    loader, num_loaders = env.get_replica_index(), env.get_replica_size()
-    if loader is not None and num_loaders is not None:
-        return loader, num_loaders
-    if not is_child:
-        raise ConfigError(
-            "a DataCtx is entered in a data-loader; RANK is set, so this process is an "
-            "nn-worker"
-        )
-    return 0, 1

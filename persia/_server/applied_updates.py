@@ -1,4 +1,4 @@
-"""What a server knows of its requests: which are repeated, and which use the rows just now.
+"""What a server knows of its requests: which of them only repeat an earlier one.
 
 An update that comes again changes nothing. Its id is (client, number). A client's numbers grow
 with its batches, with gaps where a batch had no gradient, and may arrive out of order by as
@@ -268,51 +268,6 @@ class UpdateRecord:
             self._clients[place, 3] = self._next_order
             self._next_order += 1
         return place
-
-
-class RowGate:
-    """Counts the requests that use the rows, for a load that is going to replace them.
-
-    Attributes:
-        whole_rows: A context for what needs all rows: no load replaces them meanwhile. It
-            raises a CheckpointError if one does, or has left some of them out.
-        any_rows: The same for what does not need those that a load has left out.
-    """
-
-    def __init__(self) -> None:
-        self.whole_rows = _Use(self, or_missing=False)
-        self.any_rows = _Use(self, or_missing=True)
-        self._lock = threading.Lock()  # guards all below
-        self._idle = threading.Condition(self._lock)  # the last use has ended
-        self._num_uses = 0
-        self._load: object | None = None
-        self._missing: object | None = None  # rows that a load has left out
-
-    def _check_whole(self, or_missing: bool) -> None:
-        """Raise if rows are being replaced, or are missing and needed."""
-        raise NotImplementedError
-
-
-class _Use:
-    """A context of ``RowGate``. Each request enters it."""
-
-    def __init__(self, gate: RowGate, or_missing: bool) -> None:
-        self._gate = gate
-        self._or_missing = or_missing
-
-    def __enter__(self) -> None:
-        gate = self._gate
-        with gate._lock:
-            if gate._load is not None or gate._missing is not None:
-                gate._check_whole(self._or_missing)
-            gate._num_uses += 1
-
-    def __exit__(self, *_: object) -> None:
-        gate = self._gate
-        with gate._lock:
-            gate._num_uses -= 1
-            if not gate._num_uses and gate._load is not None:
-                gate._idle.notify_all()
 
 
 class TrainingClock:

@@ -16,24 +16,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING
 
+from persia._core.store.snapshot import Snapshot
+from persia._core.store.store import EmbeddingStore
 from persia._files import catalog
 from persia._files.catalog import below, folder_of
 from persia._files.manifest import Manifest
 from persia._files.open import open_storage
+from persia._files.schema import SavedSchema
 from persia._files.storage import Storage
 from persia._files.writer_lock import WriterLock
-from persia._server.snapshot import give_room, write_rows
+from persia._server.row_settings import ServerState
+from persia._server.snapshot import room_for_copies, write_rows
+from persia.config import ParameterServerConfig
 from persia.errors import StoreError
 from persia.logger import get_logger
-
-if TYPE_CHECKING:
-    from persia._core.store.snapshot import Snapshot
-    from persia._core.store.store import EmbeddingStore
-    from persia._files.schema import SavedSchema
-    from persia._server.row_settings import ServerState
-    from persia.config import ParameterServerConfig
 
 _logger = get_logger("persia.incremental")
 
@@ -102,12 +99,7 @@ class IncrementalWriter:
         try:
             self.flush()
         except Exception:
-            _logger.exception(
-                "changed rows of parameter server %d were not written to %s; they are written "
-                "with the next ones",
-                self._replica,
-                self.url,
-            )
+            _logger.exception("%s: a packet failed; its rows come with the next one", self.url)
 
     def flush(self) -> None:
         """Write what has changed, if anything has."""
@@ -123,7 +115,8 @@ class IncrementalWriter:
             self._lock.acquire()
             with self._whole_rows:
                 begun = self._begin_snapshot(state)
-            with begun as snapshot:
+            with begun as snapshot:  # an open one that is not read would stop training
+                snapshot.allow(room_for_copies(snapshot))
                 self._write(storage, state, snapshot)
             self._has_failed = False
 
@@ -136,9 +129,7 @@ class IncrementalWriter:
         is_long = self._sizes[1] > self._sizes[0]
         # A delta is read by the schema of its base: another learning rate makes another one.
         is_other = self._base is None or state.settings.saved_schema() != self._schema
-        snapshot = store.begin_snapshot(CONSUMER, full=is_other or is_long)
-        give_room(snapshot)
-        return snapshot
+        return store.begin_snapshot(CONSUMER, full=is_other or is_long)
 
     def _write(self, storage: Storage, state: ServerState, snapshot: Snapshot) -> None:
         identity, settings = catalog.new_id(storage), state.settings
@@ -168,13 +159,7 @@ class IncrementalWriter:
             catalog.keep_last(storage, 2)
         else:
             self._sizes[1] += manifest.num_bytes
-        _logger.info(
-            "%s: %s of %d rows, %d deleted",
-            self.url,
-            manifest.kind,
-            manifest.num_rows,
-            sum(deleted.num_signs for deleted in manifest.deleted),
-        )
+        _logger.info("%s: %s of %d rows", self.url, manifest.kind, manifest.num_rows)
 
     def close(self) -> None:
         """Write what is left, and end."""
@@ -186,9 +171,8 @@ class IncrementalWriter:
             thread.join(LAST_PACKET_S)
             if thread.is_alive():
                 _logger.error(
-                    "parameter server %d: a packet of changed rows is not in %s after %g s; "
-                    "this server ends without it",
-                    self._replica,
+                    "%s: a packet of changed rows is not there after %g s; this server ends "
+                    "without it",
                     self.url,
                     LAST_PACKET_S,
                 )

@@ -24,12 +24,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from persia._core.store.blocks import RowBlock
 from persia._files.catalog import Chain, chains
-from persia._files.manifest import sketch_name
+from persia._files.manifest import Manifest, Part, sketch_name
 from persia._files.mapping import Mapping
 from persia._files.parts import (
     DuplicateFilter,
@@ -40,25 +42,17 @@ from persia._files.parts import (
     run_ahead,
 )
 from persia._files.rows import rows_of
-from persia._files.storage import BufferPool
+from persia._files.storage import BufferPool, Storage
 from persia._rpc.messages import HyperParameters, LoadRequest, LoadStatus, OptimizerSettings
-from persia._server.applied_updates import RowGate
-from persia._server.row_settings import settings_from_json
+from persia._server.row_settings import ServerState, settings_from_json
 from persia._server.snapshot import Sketch, read_sketch
+from persia._server.state_file import StateRecovery
 from persia.errors import CheckpointError, ConfigError, DataError, PersiaError
 from persia.logger import get_logger
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from persia._core.store.blocks import RowBlock
-    from persia._files.manifest import Manifest, Part
-    from persia._files.storage import Storage
-    from persia._server.row_settings import ServerState
-
 _logger = get_logger("persia.checkpoints")
 
-_Signs = tuple["NDArray[np.uint64]", "NDArray[np.uint64]"]
+_Signs = tuple[NDArray[np.uint64], NDArray[np.uint64]]
 Progress = Callable[[int, int, int], None]  # bytes done, of, rows
 
 # What a step is while it goes on, and once it is done.
@@ -136,40 +130,64 @@ class _Load:
     is_dropped: bool = False
     missing_before: Missing | None = None
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether it replaces rows."""
-        return self.status.state == "loading"
+
+class _Use:
+    """A context of ``LoadManager``. Each request enters it."""
+
+    def __init__(self, manager: LoadManager, or_missing: bool) -> None:
+        self._manager, self._or_missing = manager, or_missing
+
+    def __enter__(self) -> None:
+        manager = self._manager
+        with manager._lock:
+            if manager._load is not None or manager._missing is not None:
+                manager._check_whole(self._or_missing)
+            manager._num_uses += 1
+
+    def __exit__(self, *_: object) -> None:
+        manager = self._manager
+        with manager._lock:
+            manager._num_uses -= 1
+            if not manager._num_uses and manager._load is not None:
+                manager._idle.notify_all()
 
 
-class LoadManager(RowGate):
-    """The loads of one server, one at a time; any thread may call it.
+class LoadManager:
+    """The loads of one server, one at a time, into what ``now`` returns; thread-safe.
 
-    What is missing is given to ``note`` when it changes, so that it outlives the process.
+    What is missing is noted when it changes, so that it outlives the process.
+
+    Attributes:
+        whole_rows: A context for what needs all rows: no load replaces them meanwhile. It
+            raises a CheckpointError if one does, or has left some of them out.
+        any_rows: The same for what does not need those that a load has left out.
     """
-
-    _load: _Load | None
-    _missing: Missing | None
 
     def __init__(
         self,
         replica: int,
         num_replicas: int,
         num_threads: int,
-        note: Callable[[dict[str, Any] | None], None],
+        recovery: StateRecovery,
+        now: Callable[[], ServerState],
     ) -> None:
-        super().__init__()
+        self.whole_rows = _Use(self, or_missing=False)
+        self.any_rows = _Use(self, or_missing=True)
         self._replica, self._num_replicas = replica, num_replicas
-        self._num_threads = num_threads
-        self._note = note
-        self._finished: int | None = None  # the load that was last; guarded by the lock
+        self._num_threads, self._recovery, self._now = num_threads, recovery, now
+        self._lock = threading.Lock()  # guards all below
+        self._idle = threading.Condition(self._lock)  # the last use has ended
+        self._num_uses = 0
+        self._load: _Load | None = None
+        self._missing: Missing | None = None  # rows that a load has left out
+        self._finished: int | None = None  # the load that was last
         self.loaded_at: float | None = None  # when one last replaced the rows; monotonic
 
     @property
     def is_loading(self) -> bool:
         """Whether rows are being replaced."""
         load = self._load
-        return load is not None and load.is_loading
+        return load is not None and load.status.state == "loading"
 
     @property
     def problem(self) -> str | None:
@@ -207,10 +225,10 @@ class LoadManager(RowGate):
     def _set_missing(self, missing: Missing | None) -> None:
         if missing != self._missing:
             self._missing = missing
-            self._note(None if missing is None else missing.to_json())
+            self._recovery.note(missing=None if missing is None else missing.to_json())
 
-    def load(self, request: LoadRequest, now: Callable[[], ServerState]) -> LoadStatus:
-        """Begin a step on the state that ``now`` returns, or return how far it is."""
+    def load(self, request: LoadRequest) -> LoadStatus:
+        """Begin a step, or return how far it is."""
         with self._lock:
             load = self._load
             is_same = load is not None and load.request.load_id == request.load_id
@@ -218,19 +236,19 @@ class LoadManager(RowGate):
                 if load is not None and is_same:
                     # A thread that replaces rows notices at its next part.
                     load.is_dropped = True
-                    self._load = load if load.is_loading else None
+                    self._load = load if self.is_loading else None
                 return LoadStatus("dropped", 0, 0, 0, "", ())
             if request.step == "finish":
                 return self._finish(load if is_same else None, request)
             if load is not None and load.request == request:
                 return load.status
             if request.step == "verify":
-                if load is not None and load.is_loading:
+                if self.is_loading:
                     raise CheckpointError(
                         f"parameter server {self._replica}: another load is replacing its "
                         "rows; wait_for_load_embedding() waits for it"
                     )
-                load = self._load = self._new_load(request, now())
+                load = self._load = self._new_load(request)
             elif (
                 load is None
                 or not is_same
@@ -242,23 +260,23 @@ class LoadManager(RowGate):
             load.request = request
             load.status = replace(load.status, state=_STATES[request.step][0], done=0)
             threading.Thread(
-                target=self._run, args=(load, request, now), name="persia-load", daemon=True
+                target=self._run, args=(load, request), name="persia-load", daemon=True
             ).start()
             return load.status
 
-    def load_now(self, request: LoadRequest, now: Callable[[], ServerState]) -> list[str]:
+    def load_now(self, request: LoadRequest) -> list[str]:
         """Verify and commit in this thread; returns what the user should know."""
 
         def ignore(done: int, total: int, rows: int) -> None:
             """Progress that is not asked for."""
 
-        load = self._new_load(request, now())
+        load = self._new_load(request)
         load.status = replace(load.status, state="loading")
         with self._lock:
             self._load = load
         try:
             load.restore.verify(ignore)
-            self._commit(load, ignore, now)
+            self._commit(load, ignore)
             with self._lock:
                 self._set_missing(load.missing_before)
                 self.loaded_at = time.monotonic()
@@ -267,9 +285,9 @@ class LoadManager(RowGate):
                 self._load = None
         return load.restore.notes
 
-    def _new_load(self, request: LoadRequest, now: ServerState) -> _Load:
+    def _new_load(self, request: LoadRequest) -> _Load:
         restore = CheckpointRestore(
-            self._replica, self._num_replicas, now, request, self._num_threads
+            self._replica, self._num_replicas, self._now(), request, self._num_threads
         )
         return _Load(request, LoadStatus("verifying", 0, 0, 0, "", ()), restore)
 
@@ -282,7 +300,7 @@ class LoadManager(RowGate):
             self._load, self._finished = None, request.load_id
         return LoadStatus("finished", 0, 0, 0, "", ())
 
-    def _commit(self, load: _Load, progress: Progress, now: Callable[[], ServerState]) -> None:
+    def _commit(self, load: _Load, progress: Progress) -> None:
         """Replace rows once no request uses them; from here on they are missing."""
         request = load.request
         with self._lock:
@@ -293,7 +311,7 @@ class LoadManager(RowGate):
                 )
             if load.is_dropped:
                 raise CheckpointError("the load was cancelled; nothing was loaded")
-            load.restore.check_fits(now())  # from here on settings cannot change that
+            load.restore.check_fits(self._now())  # from here on settings cannot change that
             before = self._missing
             load.missing_before = None if before is None else before.after(request.features)
             names = None if request.features is None else frozenset(request.features)
@@ -310,7 +328,7 @@ class LoadManager(RowGate):
             "another load took its place"
         )
 
-    def _run(self, load: _Load, request: LoadRequest, now: Callable[[], ServerState]) -> None:
+    def _run(self, load: _Load, request: LoadRequest) -> None:
         def progress(done: int, total: int, rows: int) -> None:
             with self._lock:
                 load.status = replace(load.status, done=done, total=total, num_rows=rows)
@@ -321,7 +339,7 @@ class LoadManager(RowGate):
             if request.step == "verify":
                 load.restore.verify(progress)
             else:
-                self._commit(load, progress, now)
+                self._commit(load, progress)
         except BaseException as exc:
             if not isinstance(exc, PersiaError):
                 _logger.exception("a load failed")
@@ -498,7 +516,7 @@ class CheckpointRestore:
 
     def check_fits(self, now: ServerState) -> None:
         """Check that what was verified is still what the server holds."""
-        changed = now.settings.optimizers.first_changed(self._settings.optimizers)
+        changed = now.settings.first_changed(self._settings)
         if now.store is not self._store or changed is not None:
             raise CheckpointError(
                 f"parameter server {self._replica} was given another seed or optimizer since "
@@ -535,12 +553,9 @@ class CheckpointRestore:
         bits = np.uint64(64 - self._settings.schema.prefix_bits)
         loaded = np.array([new + 1 for new in mapping.groups if new >= 0], np.uint64)
         found = []
-        cut = store.begin_snapshot()
-        try:
+        with store.begin_snapshot() as cut:
             for block in cut.blocks(_BLOCK_ROWS):
                 found.append(block.signs[np.isin(block.signs >> bits, loaded)])
-        finally:
-            cut.close()
         for signs in found:
             store.delete(signs)
 

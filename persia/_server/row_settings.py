@@ -13,7 +13,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,53 +51,6 @@ def sketch_bytes(tables: Sequence[Table], config: ParameterServerConfig) -> int:
     return config.sketch_bytes() if by_count else 0
 
 
-class TableOptimizers:
-    """The optimizer of each table, at the rates of updates; any thread may call it."""
-
-    def __init__(
-        self, schema: EmbeddingSchema, registered: OptimizerSettings, weight_bound: float
-    ) -> None:
-        self._schema = schema
-        optimizers = []
-        for table in schema.tables:
-            name, options = registered.name, dict(registered.options)
-            own = table.settings.optimizer
-            if own is not None:
-                name, options = own.resolve(name, options)
-            try:
-                optimizers.append(RowOptimizer(name, weight_bound, **options))
-            except ConfigError as exc:
-                if own is None:
-                    raise
-                (group,) = schema.groups_of(table.number)
-                raise ConfigError(f"group_settings.{group}.optimizer: {exc}") from None
-        self.by_table = tuple(optimizers)
-        # By table, the last one at another rate: a schedule gives all updates of a step one.
-        self._at_rates: dict[int, RowOptimizer] = {}
-
-    def at_rate(self, table: int, lr: float) -> RowOptimizer:
-        """Return the optimizer of a table at this learning rate."""
-        optimizer = self.by_table[table]
-        if lr == optimizer.options["lr"]:
-            return optimizer
-        at_rate = self._at_rates.get(table)
-        if at_rate is None or lr != at_rate.options["lr"]:
-            at_rate = self._at_rates[table] = optimizer.with_lr(lr)
-        return at_rate
-
-    def first_changed(self, old: TableOptimizers) -> Table | None:
-        """Return a table whose rows under the old ones do not fit these, or None.
-
-        Equal width is not enough: the words of two optimizers mean different things.
-        """
-        for table in self._schema.tables:
-            before, after = old.by_table[table.number], self.by_table[table.number]
-            words = before.state_words(table.dim)
-            if words != after.state_words(table.dim) or (words and before.name != after.name):
-                return table
-        return None
-
-
 @dataclass(frozen=True, slots=True)
 class RowKind:
     """The rows of one table, as the store's requests take it."""
@@ -118,11 +71,12 @@ class RowSettings:
     schema: EmbeddingSchema
     hyper: HyperParameters
     registered: OptimizerSettings
-    optimizers: TableOptimizers
     kinds: tuple[RowKind, ...]  # by table
     eviction_kinds: tuple[tuple[str, str | None, int], ...]
     sketch_bytes: int
     need_steps: bool  # whether it matters how many steps there were, or which were repeated
+    # By table, its optimizer at the last other rate: a schedule gives a step's updates one.
+    at_rates: dict[int, RowOptimizer] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -137,43 +91,52 @@ class RowSettings:
         and the size of the sketch are those of the config.
         """
         tables = schema.tables
-        optimizers = TableOptimizers(schema, registered, hyper.weight_bound)
+        initializers = initializers_of(schema, hyper)
+        optimizers = optimizers_of(schema, registered, hyper.weight_bound)
         evictions, num_bytes = eviction_kinds(tables), sketch_bytes(tables, config)
         kinds = []
-        for table, initializer, optimizer in zip(
-            tables, initializers_of(schema, hyper), optimizers.by_table, strict=True
-        ):
+        for table, initializer, optimizer in zip(tables, initializers, optimizers, strict=True):
             eviction, admission = table.settings.eviction, table.settings.admission
             policy = _PLAIN_LRU if eviction is None else eviction.kind()
-            probability, admit_at = table.admit_probability, 1
+            number = (_PLAIN_LRU, *evictions).index(policy)
+            chance, admit_at = table.admit_probability, 1
             if admission is not None:
                 admit_at = admission.threshold or 1
-                probability = 1.0 if admission.probability is None else admission.probability
-            if probability is None:
-                probability = hyper.admit_probability
-            number = (_PLAIN_LRU, *evictions).index(policy)
+                chance = 1.0 if admission.probability is None else admission.probability
+            if chance is None:
+                chance = hyper.admit_probability
             kinds.append(
                 RowKind(
-                    table.dim,
-                    table.dtype,
-                    initializer,
-                    optimizer,
-                    number,
-                    admit_at,
-                    probability,
+                    table.dim, table.dtype, initializer, optimizer, number, admit_at, chance
                 )
             )
         need_steps = num_bytes > 0 or any(clock == "steps" for _, clock, _ in evictions)
         return RowSettings(
-            schema,
-            hyper,
-            registered,
-            optimizers,
-            tuple(kinds),
-            evictions,
-            num_bytes,
-            need_steps,
+            schema, hyper, registered, tuple(kinds), evictions, num_bytes, need_steps
         )
+
+    def at_rate(self, table: int, lr: float) -> RowOptimizer:
+        """Return the optimizer of a table at this learning rate; any thread may call it."""
+        optimizer = self.kinds[table].optimizer
+        if lr == optimizer.options["lr"]:
+            return optimizer
+        at_rate = self.at_rates.get(table)
+        if at_rate is None or lr != at_rate.options["lr"]:
+            at_rate = self.at_rates[table] = optimizer.with_lr(lr)
+        return at_rate
+
+    def first_changed(self, old: RowSettings) -> Table | None:
+        """Return a table whose rows under the old optimizers do not fit these, or None.
+
+        Equal width is not enough: the words of two optimizers mean different things.
+        """
+        for table in self.schema.tables:
+            before = old.kinds[table.number].optimizer
+            after = self.kinds[table.number].optimizer
+            words = before.state_words(table.dim)
+            if words != after.state_words(table.dim) or (words and before.name != after.name):
+                return table
+        return None
 
     def mismatch(self, old: RowSettings) -> str | None:
         """Return why rows of the old settings cannot be held under these, or None."""
@@ -182,7 +145,7 @@ class RowSettings:
                 f"seed: expected {old.hyper.seed}, which the rows held began with, got "
                 f"{self.hyper.seed}"
             )
-        changed = self.optimizers.first_changed(old.optimizers)
+        changed = self.first_changed(old)
         if changed is None:
             return None
         number, dim = changed.number, changed.dim
@@ -195,12 +158,9 @@ class RowSettings:
 
     def saved_schema(self) -> SavedSchema:
         """Return what a manifest says of these rows."""
-        return SavedSchema.of(
-            self.schema,
-            [kind.optimizer for kind in self.kinds],
-            self.eviction_kinds,
-            [kind.policy for kind in self.kinds],
-        )
+        optimizers = [kind.optimizer for kind in self.kinds]
+        policies = [kind.policy for kind in self.kinds]
+        return SavedSchema.of(self.schema, optimizers, self.eviction_kinds, policies)
 
     def to_json(self) -> dict[str, Any]:
         """Return what the trainer set, for the extras of a manifest."""
@@ -243,6 +203,26 @@ def initializers_of(schema: EmbeddingSchema, hyper: HyperParameters) -> list[Ini
         for table in schema.tables
         for chosen in (table.initialization or hyper.initialization,)
     ]
+
+
+def optimizers_of(
+    schema: EmbeddingSchema, registered: OptimizerSettings, weight_bound: float
+) -> list[RowOptimizer]:
+    """Return how rows step, by table."""
+    optimizers = []
+    for table in schema.tables:
+        name, options = registered.name, dict(registered.options)
+        own = table.settings.optimizer
+        if own is not None:
+            name, options = own.resolve(name, options)
+        try:
+            optimizers.append(RowOptimizer(name, weight_bound, **options))
+        except ConfigError as exc:
+            if own is None:
+                raise
+            (group,) = schema.groups_of(table.number)
+            raise ConfigError(f"group_settings.{group}.optimizer: {exc}") from None
+    return optimizers
 
 
 def settings_from_json(
@@ -303,15 +283,13 @@ class ServerSettings:
         """Take the settings of rows; the same settings again change nothing."""
         with self._lock:
             if hyper != self.hyper:
-                noted = dataclasses.asdict(hyper)
-                self._set(hyper, self.registered, configured=noted)
+                self._set(hyper, self.registered, configured=dataclasses.asdict(hyper))
 
     def register_optimizer(self, registered: OptimizerSettings) -> None:
         """Take the optimizer of rows; the same one again changes nothing."""
         with self._lock:
             if registered != self.registered:
-                noted = dataclasses.asdict(registered)
-                self._set(self.hyper, registered, optimizer=noted)
+                self._set(self.hyper, registered, optimizer=dataclasses.asdict(registered))
 
     def attach(self, notes: Mapping[str, Any]) -> None:
         """Begin with what is noted in the state file, and with its rows."""
@@ -337,7 +315,7 @@ class ServerSettings:
             if hyper is not None:
                 initializers_of(self._schema, hyper)
             if registered is not None:
-                TableOptimizers(self._schema, registered, 0.0)
+                optimizers_of(self._schema, registered, 0.0)
             self._recovery.note(**noted)
             self.hyper, self.registered = hyper, registered
             return

@@ -130,31 +130,23 @@ class ParameterServer:
         self._schema, self._config, self._roots = schema, config, roots
         self.replica_index, self.replica_size = replica_index, replica_size
         self.schema_fingerprint = schema_fingerprint(schema)
-        # Which signs are of this server: the last arguments of ``_check_signs``.
-        self._share = len(schema.tables), owners(replica_size), replica_index, replica_size
+        self._num_tables, self._owners = len(schema.tables), owners(replica_size)
         self._counts_lock = threading.Lock()  # guards the counts
         self._counts = dict.fromkeys(_COUNTS, 0)
         self.timings = Timings(*_TIMINGS)
         self._lookup_time, self._update_time, self._set_time = map(
             self.timings.__getitem__, _TIMINGS
         )
-        self._recovery = StateRecovery(
+        recovery = self._recovery = StateRecovery(
             state_file, identity(schema, config, replica_index, replica_size)
         )
         self._snapshots = Snapshots(replica_index, self._num_requests)
         self._loads = LoadManager(
-            replica_index,
-            replica_size,
-            num_checkpoint_threads,
-            lambda missing: self._recovery.note(missing=missing),
+            replica_index, replica_size, num_checkpoint_threads, recovery, self._state_to_save
         )
+        name = f"parameter server {replica_index}"
         self._settings = ServerSettings(
-            schema,
-            config,
-            f"parameter server {replica_index}",
-            num_threads,
-            self._recovery,
-            self._loads.any_rows,
+            schema, config, name, num_threads, recovery, self._loads.any_rows
         )
         self._incremental: IncrementalWriter | None = None
         if config.enable_incremental_update:
@@ -164,11 +156,7 @@ class ParameterServer:
         self._recovery.run(lambda notes: self._attach(notes, clock))
 
     def _attach(self, notes: Mapping[str, Any], clock: Callable[[], float]) -> tuple[int, int]:
-        """Begin with what is noted in the state file, and with its rows.
-
-        Returns:
-            The number of rows, and of updates that were cut short.
-        """
+        """Begin with what the state file has; returns the counts of rows and cut updates."""
         file, record, recent = self._recovery.file, None, None
         if file is not None:
             record = UpdateRecord(file)
@@ -215,7 +203,7 @@ class ParameterServer:
     def lookup(self, request: LookupRequest) -> LookupReply:
         """Return the rows asked for, inserting those that are admitted if it is training."""
         begin = time.perf_counter()
-        num_ids = _check_signs("a lookup", request.tables, *self._share)
+        num_ids = self._check_signs("a lookup", request.tables)
         if request.is_training:
             if not 0 <= request.batch_id < 1 << 64:
                 raise StoreError(
@@ -232,6 +220,42 @@ class ParameterServer:
             self._counts["missing"] += 0 if request.is_training else num_misses
         self._lookup_time.add(time.perf_counter() - begin)
         return LookupReply(tuple(replies))
+
+    def _check_signs(
+        self,
+        what: str,
+        parts: Sequence[TableSigns | TableGradients | TableEntries],
+        may_repeat: bool = False,
+    ) -> int:
+        """Check the tables of a request, and that its signs are this server's.
+
+        A sign that another server owns would make a second row of it here.
+        Returns the number of signs.
+        """
+        num_signs = 0
+        seen: set[int] = set()
+        num_tables, index, size = self._num_tables, self.replica_index, self.replica_size
+        for part in parts:
+            number, signs = part.table, part.signs
+            if not 0 <= number < num_tables:
+                raise StoreError(
+                    f"{what}: expected a table in 0..{num_tables - 1}, got {number}"
+                )
+            if number in seen and not may_repeat:
+                raise StoreError(f"{what}: table {number} comes more than once")
+            seen.add(number)
+            num_signs += len(signs)
+            if size == 1:
+                continue
+            order, starts = route(signs, self._owners, size)
+            if starts[index + 1] - starts[index] != len(signs):
+                foreign = 0 if starts[index] else int(starts[index + 1])
+                raise StoreError(
+                    f"{what}: sign {int(signs[order[foreign]]):#018x} of table {number} is not "
+                    f"of server {index} of {size}; is the list of servers the "
+                    f"same everywhere?"
+                )
+        return num_signs
 
     def _lookup_train(self, request: LookupRequest) -> tuple[list[TableRows], int]:
         state = self._settings.state
@@ -291,7 +315,7 @@ class ParameterServer:
         if state is None:
             raise self._settings.not_configured("an update")
         begin = time.perf_counter()
-        num_ids = _check_signs("an update", request.tables, *self._share)
+        num_ids = self._check_signs("an update", request.tables)
         settings, update_id = state.settings, request.update_id
         steps = []
         for part in request.tables:
@@ -305,7 +329,7 @@ class ParameterServer:
                 )
             optimizer = kind.optimizer
             if part.lr is not None:
-                optimizer = settings.optimizers.at_rate(part.table, part.lr)
+                optimizer = settings.at_rate(part.table, part.lr)
             steps.append((part, optimizer, kind.dtype))
         # Refused outside of ``run``, which notes failures: sent again after the load, it is
         # applied.
@@ -331,7 +355,7 @@ class ParameterServer:
         """Write rows, in place of what was there."""
         begin = time.perf_counter()
         state = self._settings.state_at(self._clock, "set_embedding")
-        _check_signs("set_embedding", tables, *self._share, may_repeat=True)
+        self._check_signs("set_embedding", tables, may_repeat=True)
         writes = [_checked_rows(state.settings, part) for part in tables]
         with self._loads.whole_rows:
             for kind, signs, values, states in writes:
@@ -343,7 +367,7 @@ class ParameterServer:
     def read_embedding(self, tables: Sequence[TableSigns]) -> tuple[TableEntries, ...]:
         """Return those of the rows asked for that exist, whole, without using them."""
         state = self._settings.state_at(self._clock, "read_embedding")
-        _check_signs("read_embedding", tables, *self._share, may_repeat=True)
+        self._check_signs("read_embedding", tables, may_repeat=True)
         entries = []
         for part in tables:
             kind = state.settings.kinds[part.table]
@@ -399,7 +423,7 @@ class ParameterServer:
             self._settings.complete(*settings_of(request))
         if request.step == "commit":
             self._clock.forget_recent()
-        return self._loads.load(request, self._state_to_save)
+        return self._loads.load(request)
 
     def flush_changes(self) -> None:
         """Write the rows that have changed since they were written last, if that is asked for.
@@ -418,7 +442,7 @@ class ParameterServer:
         """Load this server's share of a checkpoint now, with the settings that it names."""
         request = LoadRequest(0, "verify", url, "", None)
         self._settings.complete(*settings_of(request))
-        for note in self._loads.load_now(request, self._state_to_save):
+        for note in self._loads.load_now(request):
             _logger.warning("%s: %s", url, note)
 
     # --- what is measured -------------------------------------------------------------------
@@ -456,14 +480,10 @@ def _as_rows(
     name: str, part: TableEntries, matrix: NDArray[Element], dtype: type[Element], width: int
 ) -> NDArray[Element]:
     """Return ``matrix`` in C order, if it is one row a sign."""
-    if not isinstance(matrix, np.ndarray) or matrix.dtype != dtype or matrix.ndim != 2:
-        got = type(matrix).__name__
-        if isinstance(matrix, np.ndarray):
-            got = f"{matrix.dtype} with {matrix.ndim}"
-        raise DataTypeError(
-            f"table {part.table}: expected {name} as {np.dtype(dtype)} with 2 dimensions, "
-            f"got {got}"
-        )
+    got = getattr(matrix, "dtype", type(matrix).__name__)
+    if got != dtype:
+        expected = np.dtype(dtype)
+        raise DataTypeError(f"table {part.table}: expected {name} as {expected}, got {got}")
     _check_shape(name, part.table, matrix, len(part.signs), width)
     return np.ascontiguousarray(matrix)
 
@@ -505,43 +525,6 @@ def _apply(
     return num_missing
 
 
-def _check_signs(
-    what: str,
-    parts: Sequence[TableSigns | TableGradients | TableEntries],
-    num_tables: int,
-    owner_of: NDArray[Any],
-    index: int,
-    size: int,
-    may_repeat: bool = False,
-) -> int:
-    """Check the tables of a request, and that its signs are this server's.
-
-    A sign that another server owns would make a second row of it here.
-    Returns the number of signs.
-    """
-    num_signs = 0
-    seen: set[int] = set()
-    for part in parts:
-        number, signs = part.table, part.signs
-        if not 0 <= number < num_tables:
-            raise StoreError(f"{what}: expected a table in 0..{num_tables - 1}, got {number}")
-        if number in seen and not may_repeat:
-            raise StoreError(f"{what}: table {number} comes more than once")
-        seen.add(number)
-        num_signs += len(signs)
-        if size == 1:
-            continue
-        order, starts = route(signs, owner_of, size)
-        if starts[index + 1] - starts[index] != len(signs):
-            foreign = 0 if starts[index] else int(starts[index + 1])
-            raise StoreError(
-                f"{what}: sign {int(signs[order[foreign]]):#018x} of table {number} is not "
-                f"of server {index} of {size}; is the list of servers the "
-                f"same everywhere?"
-            )
-    return num_signs
-
-
 def _checked_rows(
     settings: RowSettings, part: TableEntries
 ) -> tuple[RowKind, Signs, NDArray[np.float32], NDArray[np.uint32] | None]:
@@ -557,10 +540,6 @@ def _checked_rows(
     values = _as_rows("values", part, part.values, np.float32, kind.dim)
     if part.states is not None:
         words = kind.optimizer.state_words(kind.dim)
-        if np.shape(part.states) != (len(part.signs), words):
-            raise DimMismatch(
-                f"table {part.table}: expected states {[len(part.signs), words]} for "
-                f"{kind.optimizer.name}, got {list(np.shape(part.states))}"
-            )
-        states = _as_rows("states", part, part.states, np.uint32, words)
+        of = f"states of {kind.optimizer.name}"
+        states = _as_rows(of, part, part.states, np.uint32, words)
     return kind, part.signs, values, states

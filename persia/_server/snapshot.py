@@ -23,15 +23,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from persia._core.store.blocks import RowBlock
+from persia._core.store.snapshot import Snapshot
 from persia._core.store.store import MAX_SIDE_BYTES
 from persia._files.catalog import folder_of
-from persia._files.manifest import ServerFiles, sketch_name
+from persia._files.manifest import Deleted, File, Part, ServerFiles, sketch_name
 from persia._files.open import open_storage
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_file, take, write_columns, write_deleted
@@ -39,21 +41,12 @@ from persia._files.schema import table_name
 from persia._files.storage import Storage
 from persia._files.tensors import Column, decode
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
+from persia._server.row_settings import RowSettings, ServerState
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
 from persia.utils import free_memory_bytes, processor_quota, sleep
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from persia._core.store.blocks import RowBlock
-    from persia._core.store.snapshot import Snapshot
-    from persia._files.manifest import Deleted, File, Part
-    from persia._server.row_settings import RowSettings, ServerState
-
-Sketch = tuple["NDArray[np.uint8]", "NDArray[np.uint64]"]
+Sketch = tuple[NDArray[np.uint8], NDArray[np.uint64]]
 
 _logger = get_logger("persia.checkpoints")
 
@@ -84,7 +77,7 @@ class _Dump:
         settings = now.settings
         snapshot = now.store.begin_snapshot(request.changes)
         try:
-            give_room(snapshot)  # it may be seconds until it is written
+            snapshot.allow(room_for_copies(snapshot))  # it may be seconds until it is written
             info = CutInfo(snapshot.num_rows, snapshot.is_full, settings.about())
             sketch = now.store.sketch() if settings.sketch_bytes else None
             return _Dump(request, settings, snapshot, info, sketch)
@@ -157,8 +150,8 @@ class Snapshots:
             if dump is not None:
                 self._end(dump, committed)
         # Only here: the caller says that there is no manifest. A writing thread does it itself.
-        if dump is not None and dump.state == "written" and not committed:
-            self._remove_files(dump)
+        if dump is not None and dump.target and dump.state == "written" and not committed:
+            self._remove_files(dump.target)
 
     def _end(self, dump: _Dump, committed: bool) -> None:
         """With the lock held. A thread that still writes notices at its next block."""
@@ -180,7 +173,7 @@ class Snapshots:
         except BaseException as exc:
             if not isinstance(exc, PersiaError):
                 _logger.exception("a snapshot could not be written")
-            self._remove_files(dump)
+            self._remove_files(request)
             with self._lock:
                 dump.state, dump.error = "failed", str(exc) or repr(exc)
         finally:
@@ -191,13 +184,11 @@ class Snapshots:
     def _prefix(self, request: WriteRequest) -> str:
         return f"{request.prefix}/{folder_of(self._replica)}"
 
-    def _remove_files(self, dump: _Dump) -> None:
+    def _remove_files(self, request: WriteRequest) -> None:
         """Remove what was written of a snapshot in no manifest: a disk may be full."""
-        if dump.target is None:
-            return
-        prefix = self._prefix(dump.target)
+        prefix = self._prefix(request)
         try:
-            open_storage(dump.target.url).remove_folder(prefix)
+            open_storage(request.url).remove_folder(prefix)
         except PersiaError as exc:
             _logger.warning(
                 "%s: files of an unfinished dump could not be removed: %s", prefix, exc
@@ -212,21 +203,15 @@ class Snapshots:
                 if dump.is_ended:
                     raise CheckpointError("the dump was cancelled")
 
+        snapshot, settings = dump.snapshot, dump.settings
         parts, deleted = write_rows(
-            storage,
-            prefix,
-            dump.snapshot,
-            dump.settings,
-            self._replica,
-            self._requests,
-            note,
+            storage, prefix, snapshot, settings, self._replica, self._requests, note
         )
         files = {}
         if dump.sketch is not None:
             name = sketch_name(self._replica)
-            file = write_sketch(storage, f"{prefix}/{name}", dump.sketch)
+            files[name] = write_sketch(storage, f"{prefix}/{name}", dump.sketch)
             storage.sync(prefix)
-            files[name] = file
         with self._lock:
             if dump.is_ended:
                 raise CheckpointError("the dump was cancelled")
@@ -252,10 +237,9 @@ def write_rows(
             note(len(block))
             rest()
         parts = writer.finish()
-    deleted = (
-        () if snapshot.is_full else write_deleted(storage, prefix, snapshot.deleted(), replica)
-    )
-    return parts, deleted
+    if snapshot.is_full:
+        return parts, ()
+    return parts, write_deleted(storage, prefix, snapshot.deleted(), replica)
 
 
 def write_sketch(storage: Storage, path: str, sketch: Sketch) -> File:
@@ -271,11 +255,11 @@ def read_sketch(storage: Storage, file: File) -> Sketch:
     arrays, _ = decode(read_file(storage, file), name)
     found = []
     for key, expected in (("counts", "U8"), ("numbers", "U64")):
-        code, array = arrays.get(key, ("none", None))
-        if code != expected or array is None or array.ndim != 2:
-            shape = None if array is None else list(array.shape)
+        code, array = arrays.get(key, ("none", np.empty(0)))
+        if code != expected or array.ndim != 2:
+            got = f"{code} {list(array.shape)}"
             raise CheckpointError(
-                f"{name}: {key}: expected {expected} with 2 dimensions, got {code} {shape}"
+                f"{name}: {key}: expected {expected} with 2 dimensions, got {got}"
             )
         found.append(array)
     return found[0], found[1]
@@ -312,20 +296,16 @@ LOOK_S = 0.25
 PIECE_S = 0.005
 
 
-def num_processors() -> float:
-    """Return how many this process may use, which may be a part of one."""
-    if sys.platform == "linux":
-        return min(len(os.sched_getaffinity(0)), processor_quota())
-    return os.cpu_count() or 1
-
-
 class Throttle:
     """Limits threads that work beside requests, all of them together."""
 
     def __init__(self, requests: Callable[[], int], processors: float | None = None) -> None:
         self._requests = requests
         if processors is None:
-            processors = min(SHARE * num_processors(), MAX_PROCESSORS)
+            usable: float = os.cpu_count() or 1
+            if sys.platform == "linux":
+                usable = min(len(os.sched_getaffinity(0)), processor_quota())
+            processors = min(SHARE * usable, MAX_PROCESSORS)
         self._processors = processors
         self._first_seen = requests()
         self._own = threading.local()
@@ -367,35 +347,22 @@ class Throttle:
             now = time.monotonic()
             if now >= due:  # two threads at once: the same, twice
                 due = now + ROOM_S
-                snapshot.allow(
-                    room_for_copies(snapshot, int(snapshot.fill * snapshot.side_bytes))
-                )
+                snapshot.allow(room_for_copies(snapshot))
             self.rest(lambda: urgency_of(snapshot))
 
         return rest
 
 
-def room_for_copies(snapshot: Snapshot, copied: int = 0) -> int:
+def room_for_copies(snapshot: Snapshot) -> int:
     """Return the bytes that copies of rows may take, which change before they are read.
 
     Where ids are uniform, a dump copies most rows: too little room would stop training. There
     is enough for all of them where a machine has that much memory left.
     """
     whole, free = snapshot.copied_bytes, free_memory_bytes()
+    copied = int(snapshot.fill * snapshot.side_bytes)
     more = free // COPY_DIVISOR if free else whole // COPY_DIVISOR
     return max(MAX_SIDE_BYTES, min(whole, copied + more))
-
-
-def give_room(snapshot: Snapshot) -> None:
-    """Let copies of a new snapshot take what they may: training changes rows from now on.
-
-    If that fails, it is closed: an open one that is not read would stop training.
-    """
-    try:
-        snapshot.allow(room_for_copies(snapshot))
-    except BaseException:
-        snapshot.close()
-        raise
 
 
 def urgency_of(snapshot: Snapshot) -> float:

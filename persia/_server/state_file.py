@@ -1,4 +1,4 @@
-"""The file in which an embedding-parameter-server outlives its process, and its recovery.
+"""The file in which an embedding-parameter-server outlives its process, and recovery from it.
 
     0        MAGIC, layout, how many shards
     4 KiB    the control page: a word that the core sets when the file is void
@@ -40,18 +40,16 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia import env
+from persia._core.store.store import EmbeddingStore
 from persia._rpc.deadlines import Retry
 from persia.config import ParameterServerConfig
 from persia.errors import ConfigError, StoreError
-
-if TYPE_CHECKING:
-    from persia._core.store.store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
 
@@ -267,26 +265,25 @@ def open_state(
     parent, run_id = _parent(), env.run_id()
     run = run_id or (parent if parent is not None else socket.gethostname())
     path = path_of(directory, run, address, replica_index, replica_size)
-    for stale in remove_stale(directory, _is_running):
-        logger.info("removed %s, whose job has ended", stale)
-    # A file that is there has its memory, and may be what took the room.
-    problem = None if path.exists() else _find_lack_of_room(directory, config)
-    if problem is None:
+    remove_stale(directory)
+    try:
+        # A file that is there has its memory, and may be what took the room.
+        if not path.exists():
+            _check_room(directory, config)
         shards = min(config.num_hashmap_internal_shards, max(1, config.capacity // 64))
-        try:
-            # A named run may outlive what started this process.
-            state = StateFile(path, shards, None if run_id else parent)
-            if state.problem is not None:
-                _log_unusable(state.path, state.problem)
-                state = state.renewed()
-            return state
-        except (OSError, StoreError) as error:
-            problem = str(error)
-    logger.warning(
-        "rows will be lost if this server is killed: %s; keep_state: false silences this line",
-        problem,
-    )
-    return None
+        # A named run may outlive what started this process.
+        state = StateFile(path, shards, None if run_id else parent)
+        if state.problem is not None:
+            _log_unusable(state.path, state.problem)
+            state = state.renewed()
+        return state
+    except (OSError, StoreError) as error:
+        logger.warning(
+            "rows will be lost if this server is killed: %s; keep_state: false silences this "
+            "line",
+            error,
+        )
+        return None
 
 
 def path_of(directory: Path, *key: object) -> Path:
@@ -295,21 +292,19 @@ def path_of(directory: Path, *key: object) -> Path:
     return directory / f"{_PREFIX}{hashlib.blake2b(text, digest_size=10).hexdigest()}{_SUFFIX}"
 
 
-def remove_stale(directory: Path, is_running: Callable[[Parent], bool | None]) -> list[Path]:
-    """Remove the files of servers that will not be started again; returns their paths."""
-    removed = []
+def remove_stale(directory: Path) -> None:
+    """Remove the files of servers that will not be started again."""
     for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError, ValueError):
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 parent = _newest_note(descriptor)[1].get("parent")
-                if parent and is_running(tuple(parent)) is False:
+                if parent and not _is_running(tuple(parent)):
                     path.unlink()
-                    removed.append(path)
+                    logger.info("removed %s, whose job has ended", path)
             finally:
                 os.close(descriptor)
-    return removed
 
 
 def _log_unusable(path: Path, problem: object) -> None:
@@ -320,29 +315,17 @@ def _log_unusable(path: Path, problem: object) -> None:
     )
 
 
-def _find_lack_of_room(directory: Path, config: ParameterServerConfig) -> str | None:
-    """Return why there can be no file in this directory, or None."""
-    try:
-        found = os.statvfs(directory)
-    except OSError as error:
-        return str(error)
+def _check_room(directory: Path, config: ParameterServerConfig) -> None:
+    """Refuse a directory without room for a new file."""
+    found = os.statvfs(directory)
     limit = config.memory_limit_bytes()
     free = found.f_bavail * found.f_frsize
     least = min(limit, _MIN_FREE_BYTES) if limit else _MIN_FREE_BYTES
     if free < least:
-        return (
+        raise StoreError(
             f"state_dir: {directory} has {free / 1e6:.0f} MB free, expected at least "
             f"{least / 1e6:.0f} MB and better the memory limit (docker: --shm-size)"
         )
-    if limit > free:
-        logger.info(
-            "state_dir: %s has %.2f GB free, and the memory limit is %.2f GB: beyond that rows "
-            "will not outlive this process",
-            directory,
-            free / 1e9,
-            limit / 1e9,
-        )
-    return None
 
 
 def _parent() -> Parent | None:
@@ -354,12 +337,10 @@ def _parent() -> Parent | None:
     return _pid_namespace(), number, started
 
 
-def _is_running(parent: Parent) -> bool | None:
-    """Whether that process still runs; None where its number means nothing here."""
+def _is_running(parent: Parent) -> bool:
+    """Whether that process may still run: where its number means nothing here, it may."""
     namespace, number, started = parent
-    if namespace != _pid_namespace():
-        return None
-    return _start_of(number) == started
+    return namespace != _pid_namespace() or _start_of(number) == started
 
 
 def _pid_namespace() -> str:

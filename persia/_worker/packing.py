@@ -21,10 +21,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,7 @@ from persia._rpc.messages import (
     UpdateReport,
 )
 from persia.config import EmbeddingSchema, Slot
-from persia.errors import DataError, DataTypeError, StoreError, did_you_mean
+from persia.errors import DataError, DataTypeError, StoreError
 from persia.logger import get_logger
 
 _logger = get_logger("persia.embedding_worker")
@@ -129,23 +129,15 @@ class BatchPlanner:
         plan = self._plans.get(names)
         if plan is None:
             plan = self._build(names)
-            if not self._plans and (missing := self._unseen - set(names)):
-                _logger.info(
-                    "the first batch has no %s, of %d slots in the embedding config: the model "
-                    "gets that many embeddings fewer",
-                    _listed(missing),
-                    len(self._schema.slots),
-                )
             self._unseen -= set(names)
             if len(self._plans) < self.MAX_PLANS:
                 self._plans[names] = plan
         if next(self._numbers) == UNSEEN_AFTER and self._unseen:
             _logger.warning(
-                "none of the first %d batches has %s, of %d slots in the embedding config: if "
-                "the model needs them, data-loaders have to send them; if not, take them out",
+                "none of the first %d batches has %s of the embedding config: if the model "
+                "needs them, data-loaders have to send them; if not, take them out",
                 UNSEEN_AFTER,
-                _listed(self._unseen),
-                len(self._schema.slots),
+                ", ".join(map(repr, sorted(self._unseen))),
             )
         return plan
 
@@ -166,18 +158,15 @@ class BatchPlanner:
             features.append(FeaturePlan(slot, table, list(groups).index(slot.group), pooled))
         plans = []
         for number, groups in tables.items():
+            group_plans = []
+            for places in groups.values():
+                is_plain = len(places) == 1 and not slots[places[0]].hash_stack_rounds
+                group_plans.append(GroupPlan(tuple(places), is_plain))
             order = tuple(place for places in groups.values() for place in places)
-            group_plans = tuple(
-                GroupPlan(
-                    tuple(places),
-                    len(places) == 1 and not slots[places[0]].hash_stack_rounds,
-                )
-                for places in groups.values()
-            )
             plan = TablePlan(
                 number,
                 self._schema.tables[number].dim,
-                group_plans,
+                tuple(group_plans),
                 num_pooled.get(number, 0),
                 order,
                 tuple(slots[place].prefix for place in order),
@@ -187,20 +176,12 @@ class BatchPlanner:
         return BatchPlan(names, tuple(features), tuple(plans))
 
 
-def _listed(names: Iterable[str]) -> str:
-    """Name the first five."""
-    names = sorted(names)
-    return ", ".join(map(repr, names[:5])) + (", ..." if names[5:] else "")
-
-
-def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
+def check_names(names: Iterable[str], known: Container[str], where: str) -> None:
     """Raise a DataError unless each name is in ``known`` and comes once."""
-    candidates = list(known)
     seen: set[str] = set()
     for name in names:
-        if name not in candidates:
-            hint = did_you_mean(name, candidates)
-            raise DataError(f"feature {name!r} is not in {where}{hint}")
+        if name not in known:
+            raise DataError(f"feature {name!r} is not in {where}")
         if name in seen:
             raise DataError(f"feature {name!r} comes twice in one batch, expected once")
         seen.add(name)
@@ -262,21 +243,17 @@ class PackedBatch:
         orders = sum(x.order.nbytes for x in self.tables if x.order is not None)
         return ids + slots + orders + sum(x.signs.nbytes for x in self.tables)
 
-    def has_same_ids(self, other: PackedBatch) -> bool:
-        """Whether another batch has the same features, ids and places of them."""
+    def is_same(self, other: PackedBatch) -> bool:
+        """Whether another batch has the same features, ids, places and weights of them."""
         if self.plan is not other.plan or self.batch_size != other.batch_size:
             return False
-        pairs: list[tuple[Any, Any]] = [
-            (one.signs, two.signs) for one, two in zip(self.tables, other.tables, strict=True)
-        ]
-        for a, b in zip(self.features, other.features, strict=True):
-            pairs.append((a.ids.offsets, b.ids.offsets))
-            pairs.append((a.ids.inverse, b.ids.inverse))
-            pairs.append((a.ids.weights, b.ids.weights))
-        return all(
-            one is two if one is None or two is None else np.array_equal(one, two)
-            for one, two in pairs
-        )
+        if self.requires_grad is not other.requires_grad:
+            return False
+        for one, two in zip(self.features, other.features, strict=True):
+            mine, its = one.ids.parts(), two.ids.parts()
+            if len(mine) != len(its) or not all(map(np.array_equal, mine, its)):
+                return False
+        return True
 
 
 def pack_batch(
@@ -346,12 +323,10 @@ def _select_ids(
         if slot.pooling == "raw":
             ids = ids.truncated(slot.sample_fixed_size)
         kept.append(ids)
+        distinct = ids.distinct
         if slot.hash_stack_rounds:
-            values.append(
-                hash_stack(ids.distinct, slot.hash_stack_rounds, slot.hash_stack_size)
-            )
-        else:
-            values.append(ids.distinct)
+            distinct = hash_stack(distinct, slot.hash_stack_rounds, slot.hash_stack_size)
+        values.append(distinct)
     return kept, values
 
 
@@ -482,12 +457,8 @@ def split_entries(
         for server in range(num_servers):
             chosen = order[starts[server] : starts[server + 1]]
             if len(chosen):
-                entries = TableEntries(
-                    part.table,
-                    signs[chosen],
-                    part.values[chosen],
-                    None if states is None else states[chosen],
-                )
+                own = None if states is None else states[chosen]
+                entries = TableEntries(part.table, signs[chosen], part.values[chosen], own)
                 requests.setdefault(server, []).append(entries)
     return requests
 

@@ -132,15 +132,15 @@ class ServerSet:
         return replies
 
     def _check_reply(self, number: int, request: LookupRequest, reply: LookupReply) -> None:
-        expected: list[tuple[Any, ...]] = []
+        expected = []
         for asked in request.tables:
             n = len(asked.signs)
             hints = (n,) if request.is_training else None
             expected.append((asked.table, (n, self._dims[asked.table]), hints))
-        got: list[tuple[Any, ...]] = []
-        for part in reply.tables:
-            hints = part.hints.shape if request.is_training and part.hints is not None else None
-            got.append((part.table, part.rows.shape, hints))
+        got = [
+            (part.table, part.rows.shape, None if part.hints is None else part.hints.shape)
+            for part in reply.tables
+        ]
         if expected != got:
             raise ProtocolError(
                 f"{_ROLE} {number}: expected a reply with (table, shape of rows, shape of "
@@ -170,27 +170,17 @@ class ServerSet:
             self.num_restarts += 1
             settings = dict(self._settings)
         server = self.servers[number]
+        name = f"{_ROLE} {number} was restarted and"
         num_recovered = server.stats().get("recovered_rows", 0)
         if num_recovered:
-            logger.warning(
-                "%s %d was restarted and has its %d rows again; training goes on",
-                _ROLE,
-                number,
-                num_recovered,
-            )
+            logger.warning("%s has its %d rows again; training goes on", name, num_recovered)
         elif "configure" not in settings:  # nor was this worker ever asked for rows to train
-            logger.info(
-                "%s %d was restarted; no trainer has configured it here yet, so no row of a "
-                "training is lost",
-                _ROLE,
-                number,
-            )
+            logger.info("%s held no row of a training", name)
         else:
             logger.error(
-                "%s %d was restarted and THE ROWS IT HELD ARE LOST: their ids start from "
-                "initial values; it is given the settings again and training goes on",
-                _ROLE,
-                number,
+                "%s THE ROWS IT HELD ARE LOST: their ids start from initial values; it is "
+                "given the settings again and training goes on",
+                name,
             )
         for method in _SETTINGS:
             if method in settings:
@@ -213,10 +203,7 @@ def _sort_servers(
                 f"the number given"
             )
         if index in by_index:
-            missing = sorted(set(range(size)) - {one.replica_index for one in servers})
-            raise ConfigError(
-                f"parameter server {index} of {size} was given twice; missing: {missing}"
-            )
+            raise ConfigError(f"parameter server {index} of {size} was given twice")
         if server.schema_fingerprint != fingerprint:
             differences = describe_differences(
                 server.schema_fingerprint, fingerprint, "there", "here"

@@ -72,6 +72,7 @@ from persia.logger import get_logger
 _logger = get_logger("persia.embedding_worker")
 
 ROLE = "embedding-worker"
+_STEPS = ("preprocess", "rpc", "postprocess", "total")  # of a lookup, in names of metrics
 _F32 = np.dtype(np.float32)
 _GRADIENT_DTYPES = (_F32, np.dtype(np.float16))
 
@@ -104,11 +105,7 @@ class ForwardBuffer:
             self._expire(now)
             if is_repeatable:
                 known = self._in_flight.get(self._ref_of_batch.get(batch.batch_id, -1))
-                if (
-                    known is not None
-                    and known.requires_grad is batch.requires_grad
-                    and known.has_same_ids(batch)
-                ):
+                if known is not None and known.is_same(batch):
                     self._counts["registered_again"] += 1
                     known.used_at = now
                     self._in_flight.move_to_end(known.ref)
@@ -185,11 +182,8 @@ class ForwardBuffer:
         """Return counts since the start, ``in_flight``, the refs now, and how many may be."""
         with self._lock:
             self._expire(self._clock())
-            now = {
-                "in_flight": len(self._in_flight),
-                "forward_buffer_size": self._max_in_flight,
-            }
-            return {**self._counts, **now}
+            counts = dict(self._counts, forward_buffer_size=self._max_in_flight)
+            return counts | {"in_flight": len(self._in_flight)}
 
     def measure(self) -> tuple[int, int, int]:
         """Return how many batches wait for a lookup, and for an update, and their bytes."""
@@ -261,17 +255,14 @@ class EmbeddingWorker:
         self._threads = ThreadPool(num_pooling_threads)
         self._owners = owners(len(servers))
         self._planner = BatchPlanner(schema)
-        self._buffer = ForwardBuffer(settings, clock)
-        self._statistics = FeatureStatistics(schema)
+        self.buffer = ForwardBuffer(settings, clock)
+        self.statistics = FeatureStatistics(schema)
         self._lock = threading.Lock()  # guards the counts
         self._counts: Counter[str] = Counter()
-        names = ("preprocess", "rpc", "postprocess", "total")
-        self.timings = Timings(
-            *(f"lookup_{name}_time_cost_sec" for name in names),
-            "update_gradient_time_cost_sec",
-        )
+        names = [f"lookup_{step}_time_cost_sec" for step in _STEPS]
+        self.timings = Timings(*names, "update_gradient_time_cost_sec")
         self._pack_time, self._rpc_time, self._pool_time, self._lookup_time = (
-            self.timings[f"lookup_{name}_time_cost_sec"] for name in names
+            self.timings[name] for name in names
         )
         self._update_time = self.timings["update_gradient_time_cost_sec"]
 
@@ -292,10 +283,7 @@ class EmbeddingWorker:
     # --- registration -----------------------------------------------------------------------
 
     def register(self, features: IDFeatures) -> int:
-        """Buffer the ids of a batch and return its ref.
-
-        The same batch (batch id, features and ids) has the same ref as long as it is in
-        flight, so a call without an answer may be repeated.
+        """Buffer the ids of a batch and return its ref, the same one if it is in flight.
 
         Raises:
             DataError: If a feature is unknown or comes twice, batch sizes differ, or ids do
@@ -306,9 +294,9 @@ class EmbeddingWorker:
 
     def _register(self, features: IDFeatures, *, is_repeatable: bool) -> PackedBatch:
         packed = self._pack(features)
-        batch = self._buffer.add(packed, is_repeatable=is_repeatable)
+        batch = self.buffer.add(packed, is_repeatable=is_repeatable)
         if batch is packed:  # or it is the same that came before, and was counted
-            self._statistics.add(packed)
+            self.statistics.add(packed)
         return batch
 
     def _pack(self, features: IDFeatures) -> PackedBatch:
@@ -322,7 +310,7 @@ class EmbeddingWorker:
 
     def release(self, ref: int) -> None:
         """Retire a ref for which no gradient will come; nothing if it is retired already."""
-        self._buffer.release(ref)
+        self.buffer.release(ref)
 
     # --- lookup -----------------------------------------------------------------------------
 
@@ -335,7 +323,7 @@ class EmbeddingWorker:
             UnknownRef: If the ref is retired or not this worker's.
             NotConfigured: If it is training and the servers have no settings yet.
         """
-        batch = self._buffer.find(ref, "lookup")
+        batch = self.buffer.find(ref, "lookup")
         outputs = self._lookup(batch, is_training)
         return LookupResult(outputs, ref if is_training else None)
 
@@ -346,7 +334,7 @@ class EmbeddingWorker:
         """
         if not features.requires_grad:
             packed = self._pack(features)
-            self._statistics.add(packed)
+            self.statistics.add(packed)
             return LookupResult(self._lookup(packed, False), None)
         batch = self._register(features, is_repeatable=False)
         try:
@@ -377,25 +365,21 @@ class EmbeddingWorker:
     def update(self, gradients: BatchGradients) -> UpdateReport:
         """Step the rows of a batch; its ref is retired once all servers have acknowledged.
 
-        If a server fails, the ref stays and the same call may be made again: servers that
-        have applied the update do not apply it twice.
-
         Raises:
-            UnknownRef: If the ref is retired (unless by this very update, which is answered
-                again) or not this worker's.
+            UnknownRef: If the ref is retired, unless by this very update, or not this worker's.
             DataError: If a gradient is of no feature of the batch, comes twice, or has another
                 shape than its output; if ``scale`` is not a positive number; if no training
                 lookup came before.
             DataTypeError: If a gradient is neither f32 nor f16.
-            ServiceError: Whatever the first server that failed raised.
+            ServiceError: What the first server that failed raised; the ref stays.
         """
-        batch = self._buffer.find_for_update(gradients.ref, gradients.update_id)
+        batch = self.buffer.find_for_update(gradients.ref, gradients.update_id)
         if isinstance(batch, UpdateReport):
             return replace(batch, repeated=True)
         with batch.updating:
             if batch.report is not None:  # acknowledged while this call waited
                 if batch.update_id != gradients.update_id:
-                    raise self._buffer.unknown_ref(gradients.ref, "update")
+                    raise self.buffer.unknown_ref(gradients.ref, "update")
                 return replace(batch.report, repeated=True)
             begin = time.perf_counter()
             report = self._update(batch, gradients)
@@ -436,7 +420,7 @@ class EmbeddingWorker:
         skipped = tuple([name for name, array in names if array is None])
         report = UpdateReport(num_missing, nan_samples, nan_rows, skipped, repeated)
         batch.report = report
-        self._buffer.acknowledge(batch, gradients.update_id, report)
+        self.buffer.acknowledge(batch, gradients.update_id, report)
         self._count_update(report)
         return report
 
@@ -451,7 +435,7 @@ class EmbeddingWorker:
             for name, count in report.nan_rows.items():
                 self._counts[f"nan_rows.{name}"] += count
         if report.skipped:
-            self._statistics.add_skipped(report.skipped)
+            self.statistics.add_skipped(report.skipped)
 
     # --- all servers ------------------------------------------------------------------------
 
@@ -464,9 +448,7 @@ class EmbeddingWorker:
         self._servers.configure_all("register_optimizer", settings)
 
     def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
-        """Return the tables that a learning rate of a group is for.
-
-        None is all groups but those whose learning rate the embedding config says.
+        """Return the tables that a learning rate of a group is for; None is all without one.
 
         Raises:
             ConfigError: If there is no such group, or it shares its table with others.
@@ -481,8 +463,7 @@ class EmbeddingWorker:
         """Write rows, each to the server that owns its sign.
 
         Raises:
-            StoreError: If a table is unknown or lengths differ.
-            DimMismatch: If values are not of the table's dim.
+            StoreError: If a table is unknown or lengths differ; DimMismatch of another dim.
         """
         requests = split_entries(tables, self._owners, self._num_servers)
         for answer in self._servers.ask("set_embedding", requests).values():
@@ -536,8 +517,8 @@ class EmbeddingWorker:
         Counts by feature are named ``masked_ids.<feature>``, ``nan_samples.<feature>`` and
         ``nan_rows.<feature>``; those that are zero are absent.
         """
-        counts = self._statistics.count_ids()
-        buffered = self._buffer.stats()
+        counts = self.statistics.count_ids()
+        buffered = self.buffer.stats()
         with self._lock:
             stats = {**buffered, **self._counts}
         stats.update({f"masked_ids.{name}": n for name, (*_, n, _) in counts.items() if n})
@@ -547,15 +528,7 @@ class EmbeddingWorker:
 
     def feature_stats(self) -> tuple[FeatureStats, ...]:
         """Return what was seen of each feature, with a sketch of its distinct ids."""
-        return self._statistics.read()
-
-    def measure(self) -> tuple[int, int, int]:
-        """Return how many batches wait for a lookup, and for an update, and their bytes."""
-        return self._buffer.measure()
-
-    def id_counts(self) -> Mapping[str, tuple[int, int, int, int]]:
-        """Return by feature: ids, distinct ids batch by batch, masked, gradients skipped."""
-        return self._statistics.count_ids()
+        return self.statistics.read()
 
 
 def _checked_gradients(

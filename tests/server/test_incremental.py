@@ -16,7 +16,7 @@ from persia._files.part_writer import PartWriter
 from persia._files.parts import read_part, take
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import OptimizerSettings
-from persia._server import incremental, snapshot
+from persia._server import incremental
 from persia._server.incremental import IncrementalWriter
 from persia._training.checkpoint import CheckpointReader
 from persia.errors import CheckpointError
@@ -92,7 +92,7 @@ def test_copies_have_room_before_a_packet(tmp_path: Path, monkeypatch: Monkey) -
     monkeypatch.setattr(IncrementalWriter, "_write", note)
     for number in range(2):  # all rows, and changes
         with monkeypatch.context() as patch:
-            patch.setattr(snapshot, "room_for_copies", lambda cut, copied=0: 1 << 40)
+            patch.setattr(incremental, "room_for_copies", lambda cut: 1 << 40)
             train(make_worker(servers), number, 1)
             server.flush_changes()
     assert rooms == [1 << 40] * 2
@@ -101,7 +101,7 @@ def test_copies_have_room_before_a_packet(tmp_path: Path, monkeypatch: Monkey) -
         raise MemoryError
 
     with monkeypatch.context() as patch:  # no open cut is left, which would stop training
-        patch.setattr(snapshot, "room_for_copies", fails)
+        patch.setattr(incremental, "room_for_copies", fails)
         train(make_worker(servers), 2, 1)
         with pytest.raises(MemoryError):
             server.flush_changes()

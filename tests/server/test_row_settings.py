@@ -134,7 +134,7 @@ def test_states_of_rows_are_of_the_tables_optimizer() -> None:
     entries = TableEntries(TABLES["own"], signs_of("own"), values, states)
     server.set_embedding([entries])
     np.testing.assert_array_equal(rows(server, "own").states, states)
-    with pytest.raises(DimMismatch, match=r"expected states \[3, 8\] for ftrl"):
+    with pytest.raises(DimMismatch, match="expected states of ftrl of dim 8, got 9"):
         server.set_embedding([replace(entries, states=np.ones((3, 9), np.uint32))])
 
 

@@ -230,7 +230,7 @@ def test_a_pause_ends_when_training_ends_or_others_begin_to_wait(clock: Clock) -
 )
 def test_room_for_copies_is_taken(monkeypatch: Monkey, held: int, free: int, want: int) -> None:
     monkeypatch.setattr(snapshot, "free_memory_bytes", lambda: free)
-    cut: Any = SimpleNamespace(copied_bytes=held)
+    cut: Any = SimpleNamespace(copied_bytes=held, fill=0.0, side_bytes=0)
     assert room_for_copies(cut) == want
 
 

@@ -331,80 +331,69 @@ def test_no_number_in_a_file_is_believed(directory: Path, data: st.DataObject) -
 # --- which file -----------------------------------------------------------------------------
 
 
+def opened(directory: Path, address: str, memory_limit: int = 1 << 20) -> StateFile | None:
+    config = ParameterServerConfig(state_dir=str(directory), memory_limit=memory_limit)
+    return state_file.open_state(config, address, 0, 1)
+
+
 def test_a_job_does_not_find_the_file_of_another(directory: Path, monkeypatch: Monkey) -> None:
-    config = ParameterServerConfig(state_dir=str(directory), memory_limit="1MiB")
-
-    def opened(address: str) -> StateFile:
-        state = state_file.open_state(config, address, 0, 1)
-        assert state is not None
-        return state
-
-    files = [opened("tcp://127.0.0.1:1"), opened("tcp://127.0.0.1:2")]
+    files = [opened(directory, address) for address in ("tcp://a:1", "tcp://a:2")]
     monkeypatch.setenv("PERSIA_RUN_ID", "tuesday")
-    files.append(opened("tcp://127.0.0.1:1"))
-    assert len({file.path for file in files}) == 3
-    files[2].close()
-    assert opened("tcp://127.0.0.1:1").path == files[2].path
+    named = opened(directory, "tcp://a:1")
+    assert named is not None
+    assert len({file.path for file in (*files, named) if file is not None}) == 3
+    named.close()
+    again = opened(directory, "tcp://a:1")
+    assert again is not None
+    assert again.path == named.path
 
 
-def test_files_of_jobs_that_have_ended_are_removed(directory: Path) -> None:
-    names = {}
+def test_files_of_jobs_that_have_ended_are_removed(
+    directory: Path, monkeypatch: Monkey
+) -> None:
+    paths = {}
     for name, parent in (("ended", ("x", 1, 2)), ("runs", ("x", 3, 4)), ("unknown", None)):
         state = StateFile(path_of(directory, name), SHARDS, parent)
         state.note(facts={})
-        names[name] = state.path
+        paths[name] = state.path
         state.close()
     held = StateFile(path_of(directory, "held"), SHARDS, ("x", 1, 2))
     held.note(facts={})
-    removed = remove_stale(directory, lambda parent: parent != ("x", 1, 2))
-    assert removed == [names["ended"]]
+    monkeypatch.setattr(state_file, "_is_running", lambda parent: parent != ("x", 1, 2))
+    remove_stale(directory)
+    assert [name for name, path in paths.items() if not path.exists()] == ["ended"]
+    assert held.path.exists()
 
 
-Opened = Callable[..., StateFile | None]
-
-
-@pytest.fixture
-def opened(directory: Path, monkeypatch: Monkey) -> Opened:
-    """Opens the file of a server at an address, where there is not room for another one.
-
-    With ``is_first`` there is: a process leaves one behind.
-    """
-
-    def opened(address: str, is_first: bool = False) -> StateFile | None:
-        config = ParameterServerConfig(state_dir=str(directory), memory_limit=1 << 62)
-        monkeypatch.setattr(state_file, "_MIN_FREE_BYTES", 0 if is_first else 1 << 61)
-        state = state_file.open_state(config, address, 0, 1)
-        if state is not None:
-            if is_first:
-                state.note(facts={"who": "first"})
-            state.close()
-        return state
-
-    return opened
-
-
-def test_without_room_it_is_done_without(directory: Path, opened: Opened, caplog: Log) -> None:
-    missing = ParameterServerConfig(state_dir=str(directory / "nothing"))
+def test_without_room_it_is_done_without(
+    directory: Path, monkeypatch: Monkey, caplog: Log
+) -> None:
     off = ParameterServerConfig(state_dir=str(directory), keep_state=False)
+    monkeypatch.setattr(state_file, "_MIN_FREE_BYTES", 1 << 61)
     with caplog.at_level(logging.WARNING):
         assert state_file.open_state(off, "a", 0, 1) is None
         assert not caplog.records
-        assert opened("a") is None
+        assert opened(directory, "a", 1 << 62) is None
         assert "MB free, expected at least" in caplog.text
-        assert state_file.open_state(missing, "a", 0, 1) is None
+        assert opened(directory / "nothing", "a") is None
         assert "No such file" in caplog.text
 
 
 @pytest.mark.parametrize("run_id", ["", "tuesday"])
-def test_what_jobs_left_and_fills_it(opened: Opened, monkeypatch: Monkey, run_id: str) -> None:
+def test_what_jobs_left_and_fills_it(directory: Path, monkeypatch: Monkey, run_id: str) -> None:
     """A process goes on from its own; that of ended jobs goes, if none has a name."""
     if run_id:
         monkeypatch.setenv("PERSIA_RUN_ID", run_id)
-    old = opened("another", is_first=True)
+    old = opened(directory, "another")
     assert old is not None
+    old.note(facts={"who": "first"})
+    old.close()
+    monkeypatch.setattr(state_file, "_MIN_FREE_BYTES", 1 << 61)
     for is_running in (True, False):
         monkeypatch.setattr(state_file, "_is_running", lambda parent, it=is_running: it)
-        again = opened("another") if is_running or run_id else opened("a")
-        assert (again is None) is (not is_running and not run_id)
-        assert again is None or "facts" in again.notes
-        assert old.path.exists() is (again is not None)
+        is_found = is_running or bool(run_id)
+        again = opened(directory, "another" if is_found else "a", 1 << 62)
+        assert (again is not None) is old.path.exists() is is_found
+        if again is not None:
+            assert "facts" in again.notes
+            again.close()

@@ -120,7 +120,8 @@ def test_a_server_restarted_before_training(cluster: Cluster, caplog: Log) -> No
         cluster.worker.get_embedding_size()
     record = caplog.records[-1]
     assert record.levelname == "INFO"
-    assert "no row of a training is lost" in record.message
+    assert "held no row of a training" in record.message
+    assert not cluster.worker.ready_for_serving()
 
 
 def test_w17_rows_begin_again_with_the_same_settings(cluster: Cluster) -> None:
@@ -154,12 +155,6 @@ def test_the_newest_settings_are_given(cluster: Cluster) -> None:
     cluster.restart(0)  # which does not have what was refused
     step(worker, 2)
     assert worker.ready_for_serving()
-
-
-def test_a_server_restarted_before_any_settings_waits_for_them(cluster: Cluster) -> None:
-    cluster.worker.get_embedding_size()
-    cluster.restart(0)
-    assert not cluster.worker.ready_for_serving()
 
 
 def test_a_server_that_restarts_while_all_are_told_is_told_too() -> None:
@@ -219,7 +214,7 @@ def test_rows_that_no_server_was_asked_for_are_refused(change: Any, message: str
     [
         (lambda two, three: [], "expected at least one"),
         (lambda two, three: two[:1], "0 is one of 2, expected one of 1"),
-        (lambda two, three: [two[0], two[0]], r"0 of 2 was given twice; missing: \[1\]"),
+        (lambda two, three: [two[0], two[0]], "0 of 2 was given twice"),
         (lambda two, three: [*two, three[2]], "is one of 2, expected one of 3"),
     ],
 )

@@ -217,8 +217,7 @@ GOOD = np.ones((2, 4), np.float32)
 @pytest.mark.parametrize(
     ("grads", "scale", "error", "message"),
     [
-        ([("summ", GOOD)], 1.0, DataError, "'summ' is not in the batch .* mean 'sum'"),
-        ([("mean", GOOD)], 1.0, DataError, "'mean' is not in the batch of this ref"),
+        ([("summ", GOOD)], 1.0, DataError, "'summ' is not in the batch of this ref"),
         ([("sum", GOOD), ("sum", GOOD)], 1.0, DataError, "'sum' comes twice"),
         ([("sum", GOOD[:1])], 1.0, DataError, r"'sum' \(sum\): .* \[2, 4\], got \[1, 4\]"),
         ([("sum", GOOD[:, :3])], 1.0, DataError, r"\[2, 4\], got \[2, 3\]"),
