@@ -41,12 +41,7 @@ _NUMBER = re.compile(r".*[-_](\d+)")
 def own_number(
     host: str | None = None, names_of: Callable[[str], Sequence[str]] | None = None
 ) -> int:
-    """Return the number of this replica, from 0.
-
-    Args:
-        host: The host name, if other than this machine's.
-        names_of: Returns the names of the network for the addresses of a host name; asks the
-            name server if not given.
+    """Return the number of this replica, from 0; host name and network are others in tests.
 
     Raises:
         ConfigError: If neither the host name nor the network's names end in a number.

@@ -12,7 +12,6 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +35,20 @@ _FOR_TORCH = (
     "static_graph",
 )
 
+# What BaguaDistributedOption passes on, its numbers with the least value of each (an average in
+# each step costs as much as gradients do), and options of Bagua's that have no effect here.
+_FOR_DDP = ("master_addr", "master_port", "find_unused_parameters")
+_NUMBERS = {"default_bucket_size": 1, "warmup_steps": 0, "communication_interval": 2}
+_WITHOUT_EFFECT = (
+    "autotune_level",
+    "bagua_service_port",
+    "autotune_max_samples",
+    "autotune_warmup_time",
+    "is_output_autotune_log",
+    "autotune_sampling_confidence_time",
+    "enable_bagua_net",
+)
+
 # Ranks of one job start within this many seconds of each other.
 _START_SPREAD_S = 60.0
 _loaded_at = time.time()
@@ -56,12 +69,6 @@ def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
             f"{what}: expected one of {', '.join(known)}, got {value!r}"
             f"{did_you_mean(value, known)}"
         )
-
-
-def _check_options(what: str, options: dict[str, Any], known: tuple[str, ...]) -> None:
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"{what}: unknown option {name!r}{did_you_mean(name, known)}")
 
 
 class DistributedBaseOption(ABC):
@@ -97,17 +104,17 @@ class DistributedBaseOption(ABC):
         """Return the data-parallel model, and the optimizer that goes with it.
 
         Args:
-            model: The model to convert, on its device already.
+            model: The model, on its device already.
             world_size: Number of ranks.
             rank_id: This process's rank.
             device_id: CUDA device of the model; None on the CPU.
             master_addr: Host where the ranks meet, if the option names none.
-            optimizer: Optimizer of the dense parameters.
+            optimizer: Of the dense parameters.
         """
 
-    @abstractmethod
     def init_with_env_file(self) -> bool:
         """Return whether the ranks meet by a file and need no address."""
+        return False
 
 
 class DDPOption(DistributedBaseOption):
@@ -143,7 +150,8 @@ class DDPOption(DistributedBaseOption):
         _check_known("initialization_method", initialization_method, _METHODS)
         _check_known("backend", backend, _BACKENDS)
         known = ("master_addr", "master_port", "sync_file", *_FOR_TORCH)
-        _check_options("DDPOption", options, known)
+        for name in options:
+            _check_known("option of DDPOption", name, known)
         if initialization_method == "file" and not options.get("sync_file"):
             raise ConfigError("sync_file: expected a path with initialization_method 'file'")
         # No place to meet was given, so a launcher's choice holds.
@@ -284,30 +292,15 @@ class BaguaDistributedOption(DistributedBaseOption):
             are taken and have no effect.
 
     Raises:
-        ConfigError: If the algorithm or an option is unknown, or has a value that cannot be
-            used.
+        ConfigError: If one of these is unknown or cannot be used.
     """
-
-    _WITHOUT_EFFECT = (
-        "autotune_level",
-        "bagua_service_port",
-        "autotune_max_samples",
-        "autotune_warmup_time",
-        "is_output_autotune_log",
-        "autotune_sampling_confidence_time",
-        "enable_bagua_net",
-    )
-    # The least value of each; an average in each step costs as much as gradients do.
-    _NUMBERS = MappingProxyType(
-        {"default_bucket_size": 1, "warmup_steps": 0, "communication_interval": 2}
-    )
-    _FOR_DDP = ("master_addr", "master_port", "find_unused_parameters")
 
     def __init__(self, algorithm: str, **options: Any) -> None:
         _check_known("algorithm", algorithm, tuple(comm_hooks.ALGORITHMS))
-        known = (*self._FOR_DDP, *self._NUMBERS, *self._WITHOUT_EFFECT)
-        _check_options("BaguaDistributedOption", options, known)
-        for name, least in self._NUMBERS.items():
+        known = (*_FOR_DDP, *_NUMBERS, *_WITHOUT_EFFECT)
+        for name in options:
+            _check_known("option of BaguaDistributedOption", name, known)
+        for name, least in _NUMBERS.items():
             value = options.get(name, least)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name}: expected an int of at least {least}, got {value!r}")
@@ -315,7 +308,7 @@ class BaguaDistributedOption(DistributedBaseOption):
         self._algorithm = chosen.tuned(
             options.get("warmup_steps"), options.get("communication_interval")
         )
-        idle = set(self._WITHOUT_EFFECT)
+        idle = set(_WITHOUT_EFFECT)
         if chosen.exchange is None:
             idle.add("warmup_steps")
         if chosen.averager is None:
@@ -327,7 +320,7 @@ class BaguaDistributedOption(DistributedBaseOption):
                 algorithm,
                 ", ".join(ignored),
             )
-        self._ddp = {name: options[name] for name in self._FOR_DDP if name in options}
+        self._ddp = {name: options[name] for name in _FOR_DDP if name in options}
         if "default_bucket_size" in options:
             self._ddp["bucket_cap_mb"] = options["default_bucket_size"] / 2**20
         super().__init__(
@@ -348,8 +341,7 @@ class BaguaDistributedOption(DistributedBaseOption):
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
         """Convert by ``DDPOption``, with nccl on a CUDA device and gloo on the CPU.
 
-        The optimizer is the one given: what an algorithm does after a step is registered
-        with it. Convert it once.
+        What an algorithm does after a step is registered with the optimizer: convert it once.
 
         Raises:
             ConfigError: As ``DDPOption`` does, or if the algorithm needs the optimizer.
@@ -371,10 +363,6 @@ class BaguaDistributedOption(DistributedBaseOption):
         if isinstance(parallel, torch.nn.parallel.DistributedDataParallel):
             comm_hooks.apply(self._algorithm, parallel, optimizer)
         return parallel, optimizer
-
-    def init_with_env_file(self) -> bool:
-        """Return False: the ranks meet at an address."""
-        return False
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:

@@ -22,20 +22,6 @@ from persia.errors import ConfigError
 Mode = Literal["embedded", "services"]
 Value = TypeVar("Value")
 
-PARAMETER_SERVERS_VARIABLE = "PERSIA_EMBEDDING_PARAMETER_SERVERS"
-EMBEDDING_WORKERS_VARIABLE = "PERSIA_EMBEDDING_WORKERS"
-NN_WORKERS_VARIABLE = "PERSIA_NN_WORKERS"
-
-# Set by persia-launcher and PersiaServiceCtx for the processes that they start.
-LAUNCHED_VARIABLE = "PERSIA_LAUNCHED"
-RUN_DIRECTORY_VARIABLE = "PERSIA_RUN_DIRECTORY"
-LAUNCHER_PID_VARIABLE = "PERSIA_LAUNCHER_PID"
-# Set by a trainer in embedded mode for the data-loader's script that it starts.
-FEEDS_VARIABLE = "PERSIA_FEEDS"
-
-_PREFIX = "PERSIA_"
-
-
 # --- kinds of values --------------------------------------------------------------------------
 
 
@@ -112,28 +98,24 @@ class Variable(Generic[Value]):
 
     name: str
     kind: ValueKind[Value]
-    default: str = ""  # text; without one the value is None, as the kind's type says
     doc: str = ""  # of docs/configuration.md; "" for those that PERSIA sets for its processes
+    default: str = ""  # text; without one the value is None, as the kind's type says
     fallback: str = ""  # another variable, read where this one is not set
 
     def __call__(self) -> Value:
-        """Return the value.
-
-        Raises:
-            ConfigError: If the variable is set to a text that its kind cannot parse.
-        """
+        """Return the value; ConfigError if it is set to a text that its kind cannot parse."""
         name = self.name if self.is_set() or not self.fallback else self.fallback
         text = os.environ.get(name) or self.default
         if not text:
             return cast("Value", None)
         try:
             return self.kind.parse(text)
+        except ConfigError:
+            raise
         except (ValueError, KeyError) as exc:
-            if isinstance(exc, ConfigError):
-                raise
-            expected = self.kind.expected
-            problem = f"environment variable {name} must be {expected}, got {text!r}"
-            raise ConfigError(problem) from exc
+            raise ConfigError(
+                f"environment variable {name} must be {self.kind.expected}, got {text!r}"
+            ) from exc
 
     def is_set(self) -> bool:
         """Whether the variable is set to more than the empty string."""
@@ -141,125 +123,111 @@ class Variable(Generic[Value]):
 
 
 # Which process this is; ``get_rank`` and the functions beside it return what was read first.
-_world_size = Variable("WORLD_SIZE", _INTEGER, "", "Number of nn-workers; set by torchrun.")
-_rank = Variable("RANK", _INTEGER, "", "Number of this nn-worker; set by torchrun.")
-_local_rank = Variable("LOCAL_RANK", _INTEGER, "", "Its number on its node; set by torchrun.")
-_replica_size = Variable("REPLICA_SIZE", _COUNT, "1", "Number of replicas of this role.")
+_world_size = Variable("WORLD_SIZE", _INTEGER, "Number of nn-workers; set by torchrun.")
+_rank = Variable("RANK", _INTEGER, "Number of this nn-worker; set by torchrun.")
+_local_rank = Variable("LOCAL_RANK", _INTEGER, "Its number on its node; set by torchrun.")
+_replica_size = Variable("REPLICA_SIZE", _COUNT, "Number of replicas of this role.", "1")
 _replica_index = Variable(
-    "REPLICA_INDEX",
-    _REPLICA,
-    "0",
-    "Number of this replica; `auto`: as Compose or Kubernetes count.",
+    "REPLICA_INDEX", _REPLICA, "Its number; `auto`: as Compose or Kubernetes count.", "0"
 )
-master_address = Variable(
-    "MASTER_ADDR", _OPTIONAL_TEXT, "", "Host of rank 0, where torch's ranks meet."
-)
-master_port = Variable("MASTER_PORT", _INTEGER, "", "Port on that host.")
+master_address = Variable("MASTER_ADDR", _OPTIONAL_TEXT, "Host where torch's ranks meet.")
+master_port = Variable("MASTER_PORT", _INTEGER, "Port on that host.")
 
 # What a job is.
-global_config_path = Variable("PERSIA_GLOBAL_CONFIG", _PATH, "", "Path of the global config.")
+global_config_path = Variable("PERSIA_GLOBAL_CONFIG", _PATH, "Path of the global config.")
 embedding_config_path = Variable(
-    "PERSIA_EMBEDDING_CONFIG", _PATH, "", "Path of the embedding config."
+    "PERSIA_EMBEDDING_CONFIG", _PATH, "Path of the embedding config."
 )
-nn_worker_entry = Variable("PERSIA_NN_WORKER_ENTRY", _PATH, "", "Script that nn-workers run.")
-data_loader_entry = Variable(
-    "PERSIA_DATALOADER_ENTRY", _PATH, "", "Script that data-loaders run."
-)
-data_dir = Variable(
-    "PERSIA_DATA_DIR", _PATH, "", "Folder with data sets, for examples and tests."
-)
+nn_worker_entry = Variable("PERSIA_NN_WORKER_ENTRY", _PATH, "Script that nn-workers run.")
+data_loader_entry = Variable("PERSIA_DATALOADER_ENTRY", _PATH, "Script of data-loaders.")
+data_dir = Variable("PERSIA_DATA_DIR", _PATH, "Folder with data sets, for examples and tests.")
 run_id = Variable(
-    "PERSIA_RUN_ID",
-    _OPTIONAL_TEXT,
-    "",
-    "Name of the run; a server restarted under it keeps its rows.",
+    "PERSIA_RUN_ID", _OPTIONAL_TEXT, "Name of the run; a server started again keeps its rows."
 )
 
 # Where processes listen and look for each other.
 parameter_server_addresses = Variable(
-    PARAMETER_SERVERS_VARIABLE,
+    "PERSIA_EMBEDDING_PARAMETER_SERVERS",
     _ADDRESSES,
-    "127.0.0.1:8888",
     "Addresses of the embedding-parameter-servers.",
+    "127.0.0.1:8888",
 )
 embedding_worker_service = Variable(
     "EMBEDDING_WORKER_SERVICE",
     _TEXT,
-    "embedding_worker:8887",
     "`host:port` of the embedding-worker that an InferCtx asks.",
+    "embedding_worker:8887",
 )
 embedding_worker_addresses = Variable(
-    *(EMBEDDING_WORKERS_VARIABLE, _ADDRESSES, "127.0.0.1:8887"),
+    "PERSIA_EMBEDDING_WORKERS",
+    _ADDRESSES,
     "Addresses of the embedding-workers.",
+    "127.0.0.1:8887",
     fallback=embedding_worker_service.name,
 )
 nn_worker_addresses = Variable(
-    *(NN_WORKERS_VARIABLE, _ADDRESSES, "127.0.0.1:23457"),
+    "PERSIA_NN_WORKERS",
+    _ADDRESSES,
     "Addresses of the nn-workers: of ranks, or of nodes.",
+    "127.0.0.1:23457",
 )
 # The broker is gone, old deployments that set these are not: they mean that there are servers.
 _nats_url = Variable("PERSIA_NATS_URL", _OPTIONAL_TEXT)
 _nats_ip = Variable("PERSIA_NATS_IP", _OPTIONAL_TEXT)
-listen_host = Variable("PERSIA_LISTEN_HOST", _TEXT, "127.0.0.1", "Host where servers listen.")
-keys_directory = Variable(
-    "PERSIA_KEYS", _PATH, "", "Directory of this process's keys; if not set, no encryption."
-)
+listen_host = Variable("PERSIA_LISTEN_HOST", _TEXT, "Host where servers listen.", "127.0.0.1")
+keys_directory = Variable("PERSIA_KEYS", _PATH, "Folder of keys; if not set, no encryption.")
 may_listen_without_keys = Variable(
     "PERSIA_LISTEN_WITHOUT_KEYS",
     _FLAG,
-    "0",
     "Whether servers without keys may listen beyond this host.",
+    "0",
 )
-rpc_timeout_s = Variable(
-    "PERSIA_RPC_TIMEOUT", _SECONDS, "300", "Seconds that a call to another process may take."
-)
+rpc_timeout_s = Variable("PERSIA_RPC_TIMEOUT", _SECONDS, "Seconds that a call may take.", "300")
 
 # Files of servers.
 state_directory = Variable(
     "PERSIA_STATE_DIRECTORY",
     _PATH,
-    "",
     "Folder of servers' state files, instead of `state_dir`; `off`: none.",
 )
 checkpoint_roots = Variable(
-    "PERSIA_CHECKPOINT_ROOTS", _FOLDERS, "", "Folders and URLs below which checkpoints may lie."
+    "PERSIA_CHECKPOINT_ROOTS", _FOLDERS, "Folders and URLs below which checkpoints may lie."
 )
 
 # What is observed.
 metrics_port = Variable(
-    "PERSIA_METRICS_PORT", _PORT, "", "Port of this process's metrics; `0`: any, `off`: none."
+    "PERSIA_METRICS_PORT", _PORT, "Port of this process's metrics; `0`: any, `off`: none."
 )
-metrics_host = Variable(
-    "PERSIA_METRICS_HOST", _TEXT, "127.0.0.1", "Host where metrics are served."
-)
+metrics_host = Variable("PERSIA_METRICS_HOST", _TEXT, "Where metrics are served.", "127.0.0.1")
 metrics_gateway = Variable(
     "PERSIA_METRICS_GATEWAY_ADDR",
     _TEXT,
-    "metrics_gateway:9091",
     "`host:port` of the push gateway, if metrics are pushed.",
+    "metrics_gateway:9091",
 )
-log_level = Variable("LOG_LEVEL", _LEVEL, "info", "Level of the log of launched processes.")
+log_level = Variable("LOG_LEVEL", _LEVEL, "Level of the log of launched processes.", "info")
 launcher_verbose = Variable(
-    "PERSIA_LAUNCHER_VERBOSE", _FLAG, "0", "Whether the launcher prints the commands it runs."
+    "PERSIA_LAUNCHER_VERBOSE", _FLAG, "Whether the launcher prints the commands it runs.", "0"
 )
 
 # How processes behave.
 skip_check_data = Variable(
-    "PERSIA_SKIP_CHECK_DATA", _FLAG, "0", "Whether dense data and labels are not checked."
+    "PERSIA_SKIP_CHECK_DATA", _FLAG, "Whether dense data and labels are not checked.", "0"
 )
 # Servers and data-loaders then exit with 0 once the job has ended, whatever its status: with
 # another they would be started again, and wait for a job that is over.
 is_supervised = Variable(
-    "PERSIA_SUPERVISED", _FLAG, "0", "Whether a supervisor restarts processes that fail."
+    "PERSIA_SUPERVISED", _FLAG, "Whether a supervisor restarts processes that fail.", "0"
 )
 # ``persia._core.base.cpu.select`` knows the names, and refuses what this machine lacks.
-isa = Variable("PERSIA_ISA", _OPTIONAL_TEXT, "", "Instruction-set variant of the kernels.")
+isa = Variable("PERSIA_ISA", _OPTIONAL_TEXT, "Instruction-set variant of the kernels.")
 
-# Set by PERSIA for its own processes.
-_is_launched = Variable(LAUNCHED_VARIABLE, _FLAG, "0")
-run_directory = Variable(RUN_DIRECTORY_VARIABLE, _PATH)
-launcher_pid = Variable(LAUNCHER_PID_VARIABLE, _INTEGER)
-feeds_parent = Variable(FEEDS_VARIABLE, _FLAG, "0")
+# Set by persia-launcher and PersiaServiceCtx for the processes that they start.
+is_launched = Variable("PERSIA_LAUNCHED", _FLAG, default="0")
+run_directory = Variable("PERSIA_RUN_DIRECTORY", _PATH)
+launcher_pid = Variable("PERSIA_LAUNCHER_PID", _INTEGER)
+# Set by a trainer in embedded mode for the data-loader's script that it starts.
+feeds_parent = Variable("PERSIA_FEEDS", _FLAG, default="0")
 
 VARIABLES: dict[str, Variable[object]] = {
     one.name: one for one in list(globals().values()) if isinstance(one, Variable)
@@ -322,9 +290,6 @@ def replica() -> tuple[int, int]:
     """Return the number of this replica and how many there are, as the environment says.
 
     The caller checks whether the number is below the count.
-
-    Raises:
-        ConfigError: If a variable is no integer, or ``REPLICA_INDEX=auto`` finds no number.
     """
     size = _replica_size()
     return _replica_index(), size
@@ -416,7 +381,7 @@ def get_mode() -> Mode:
 
 
 def _has_services() -> bool:
-    return _is_launched() or any(one.is_set() for one in _OF_SERVICES)
+    return is_launched() or any(one.is_set() for one in _OF_SERVICES)
 
 
 def _check_one_rank(world_size: int) -> None:
@@ -433,7 +398,9 @@ def _check_one_rank(world_size: int) -> None:
 
 def own_names() -> list[str]:
     """Return the names of variables that are set and begin with ``PERSIA_``, known or not."""
-    return sorted(name for name, text in os.environ.items() if name[:7] == _PREFIX and text)
+    return sorted(
+        name for name, text in os.environ.items() if name.startswith("PERSIA_") and text
+    )
 
 
 def of_child(**changes: object) -> dict[str, str]:

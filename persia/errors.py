@@ -1,26 +1,5 @@
 """Every exception PERSIA raises on purpose.
 
-    PersiaError(RuntimeError)
-      ConfigError(ValueError)          YAML, environment or argument; names file and key
-      DataError(ValueError)            a batch the user built; names feature, expected, got
-        DataTypeError(TypeError)
-      StoreError
-        DimMismatch(ValueError)        sign, stored dim, requested dim
-        NotConfigured                  lookup before optimizer or settings arrived
-      ServiceError                     carries role, replica, address, method
-        ServiceUnavailable(ConnectionError)
-        ServiceTimeout(TimeoutError)   who was waited for, and how long
-        ServiceBusy                    a bounded buffer is full; safe to retry
-          WrongReplica                 another one has its address now; safe to retry
-        NotAllowed(PermissionError)    the caller's key is not one for this call
-        UnknownRef(LookupError)        the ref was acknowledged, released or has expired
-        UnknownStream(LookupError)     the data-loader has no such stream there; open it again
-        JobFinished                    the job has ended, with the status in the message
-        ProtocolError                  bytes this version cannot read
-        RemoteError                    the peer's handler failed; remote type and text inside
-      CheckpointError(OSError)         path and what was expected there
-      InternalError                    a broken invariant: please report it
-
 The root is a ``RuntimeError`` because the original raised that for everything, so an old
 ``except RuntimeError`` keeps working. Each leaf also inherits the builtin that a Python user
 would reach for.
@@ -37,11 +16,11 @@ class PersiaError(RuntimeError):
 
 
 class ConfigError(PersiaError, ValueError):
-    """A setting cannot be used: a YAML key, an environment variable or an argument."""
+    """A YAML key, an environment variable or an argument cannot be used; names it."""
 
 
 class DataError(PersiaError, ValueError):
-    """A batch the user built does not have the form that was asked for."""
+    """A batch the user built has another form than expected; names the feature."""
 
 
 class DataTypeError(DataError, TypeError):
@@ -139,10 +118,7 @@ class InternalError(PersiaError):
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ``", did you mean 'x'?"`` for the known name nearest to ``name``, or ``""``.
 
-    Args:
-        name: What was written.
-        names: What could be meant.
-        cutoff: Least similarity, from 0 to 1; more for names that all begin alike.
+    ``cutoff`` is the least similarity, from 0 to 1; more for names that all begin alike.
     """
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f", did you mean {found[0]!r}?" if found else ""

@@ -222,9 +222,9 @@ class PersiaServiceCtx:
     def _addresses(self, directory: Path) -> dict[str, str]:
         listed = {}
         for role, variable in (
-            ("embedding-parameter-server", env.PARAMETER_SERVERS_VARIABLE),
-            ("embedding-worker", env.EMBEDDING_WORKERS_VARIABLE),
-            ("nn-worker", env.NN_WORKERS_VARIABLE),
+            ("embedding-parameter-server", env.parameter_server_addresses.name),
+            ("embedding-worker", env.embedding_worker_addresses.name),
+            ("nn-worker", env.nn_worker_addresses.name),
         ):
             port, places = self._ports.get(role), range(self._num_replicas[role])
             addresses = [f"ipc://{directory}/{role}-{place}" for place in places]

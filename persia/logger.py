@@ -25,19 +25,11 @@ LOG_COLOR = {
 }
 
 # The ANSI codes of the words that LOG_COLOR uses.
-_ANSI = {
-    "blue": "34",
-    "cyan": "36",
-    "green": "32",
-    "yellow": "33",
-    "red": "31",
-    "bg_white": "47",
-}
-_RESET = "\x1b[0m"
+_ANSI = {"blue": 34, "cyan": 36, "green": 32, "yellow": 33, "red": 31, "bg_white": 47}
 
 
 def _escape(words: str) -> str:
-    return f"\x1b[{';'.join(_ANSI[word] for word in words.split(','))}m"
+    return f"\x1b[{';'.join(str(_ANSI[word]) for word in words.split(','))}m"
 
 
 class levelFilter(logging.Filter):
@@ -62,7 +54,7 @@ class _ColorFormatter(logging.Formatter):
             record.__dict__,
             log_color=_escape(color) if color else "",
             blue=_escape("blue"),
-            reset=_RESET,
+            reset="\x1b[0m",
         )
         return STREAM_LOG_FORMAT % values
 
@@ -90,11 +82,11 @@ def setLogger(
     Args:
         name: Name of the logger.
         log_level: Level below which the logger drops records.
-        log_filename: File that receives every record.
-        enable_file_logger: Whether ``log_filename`` is written.
-        err_redirect_filepath: File that receives what is above ``err_redirect_level``.
-        enable_err_redirect: Whether ``err_redirect_filepath`` is written.
-        err_redirect_level: Level above which records go there too.
+        log_filename: File of every record, if ``enable_file_logger``.
+        enable_file_logger: Whether it is written.
+        err_redirect_filepath: File of records above a level, if ``enable_err_redirect``.
+        enable_err_redirect: Whether it is written.
+        err_redirect_level: The level.
     """
     logger = logging.getLogger(name)
     for old in [h for h in logger.handlers if (h.get_name() or "").startswith("persia.")]:

@@ -56,18 +56,18 @@ class _Metric:
         """Return the arrays of all ranks, one after the other."""
         device = _meeting_place(self.process_group)
 
-        def gather(own: torch.Tensor) -> list[torch.Tensor]:
-            num_ranks = dist.get_world_size(self.process_group)
-            parts = [torch.empty_like(own) for _ in range(num_ranks)]
-            dist.all_gather(parts, own, group=self.process_group)
-            return parts
+        def gather(own: NDArray[Any]) -> list[NDArray[Any]]:
+            tensor = torch.from_numpy(own).to(device)
+            parts = [torch.empty_like(tensor) for _ in range(num_ranks)]
+            dist.all_gather(parts, tensor, group=self.process_group)
+            return [part.cpu().numpy() for part in parts]
 
-        sizes = [int(size) for size in gather(torch.tensor([len(mine)], device=device))]
+        num_ranks = dist.get_world_size(self.process_group)
+        sizes = [int(size) for (size,) in gather(np.array([len(mine)]))]
         room = np.zeros(max(sizes), mine.dtype)  # collectives take equal shapes only
         room[: len(mine)] = mine
-        parts = gather(torch.from_numpy(room).to(device))
-        pairs = zip(parts, sizes, strict=True)
-        return np.concatenate([part.cpu().numpy()[:size] for part, size in pairs])
+        parts = zip(gather(room), sizes, strict=True)
+        return np.concatenate([part[:size] for part, size in parts])
 
 
 class AUC(_Metric):

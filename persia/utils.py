@@ -58,13 +58,13 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 continue  # SafeLoader itself refuses a key that cannot be hashed
-            line = key_node.start_mark.line + 1
-            if key_node.value in seen:
-                first = (
-                    f"key {key_node.value!r} is already given in line {seen[key_node.value]}"
+            key, mark = key_node.value, key_node.start_mark
+            if key in seen:
+                raise ConfigError(
+                    f"{mark.name}:{mark.line + 1}: key {key!r} is given twice, first in line "
+                    f"{seen[key]}"
                 )
-                raise yaml.MarkedYAMLError(problem=first, problem_mark=key_node.start_mark)
-            seen[key_node.value] = line
+            seen[key] = mark.line + 1
         return node
 
 
@@ -81,10 +81,7 @@ for _cls in (_UniqueKeyLoader, _Dumper):
 
 
 def load_yaml(filepath: str | os.PathLike[str]) -> Any:
-    """Read one YAML document.
-
-    Returns:
-        What the document holds; None for an empty file.
+    """Read one YAML document; None for an empty file.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -95,8 +92,10 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
         found = "a folder" if path.is_dir() else "none"
         raise FileNotFoundError(f"expected a YAML file at {path}, found {found}")
     try:
-        text = path.read_text(encoding="utf-8")
-        return yaml.load(text, Loader=_UniqueKeyLoader)
+        with path.open(encoding="utf-8") as file:
+            return yaml.load(file, Loader=_UniqueKeyLoader)
+    except ConfigError:
+        raise
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         place = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -158,10 +157,10 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def run_command(cmd: Sequence[object], env: Mapping[str, str] | None = None) -> None:
-    """Run a command and wait for it.
+    """Run a command, each word as its ``str``, and wait for it.
 
     Args:
-        cmd: The program and its arguments; each becomes its ``str``.
+        cmd: The program and its arguments.
         env: Its whole environment; this process's own if not given.
 
     Raises:

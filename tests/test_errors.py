@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
-import re
+import pytest
 
 from persia import errors
 from persia.errors import PersiaError, did_you_mean
 
 
-def test_the_docstring_draws_the_tree() -> None:
-    above: list[str] = []
-    drawn = {}
-    for indent, name, builtin in re.findall(
-        r"^    ( *)([A-Z]\w+)(?:\((\w+)\))?", errors.__doc__ or "", re.MULTILINE
-    ):
-        above = above[: len(indent) // 2]
-        drawn[name] = {*above[-1:], *filter(None, [builtin])}
-        above.append(name)
-    members = inspect.getmembers(errors, inspect.isclass)
-    classes = {name: cls for name, cls in members if issubclass(cls, PersiaError)}
-    assert drawn == {
-        name: {base.__name__ for base in cls.__bases__} for name, cls in classes.items()
-    }
-    # What an old `except RuntimeError` catches.
-    assert issubclass(PersiaError, RuntimeError)
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (errors.ConfigError, ValueError),
+        (errors.DataError, ValueError),
+        (errors.DataTypeError, TypeError),
+        (errors.DimMismatch, ValueError),
+        (errors.ServiceUnavailable, ConnectionError),
+        (errors.ServiceTimeout, TimeoutError),
+        (errors.NotAllowed, PermissionError),
+        (errors.UnknownRef, LookupError),
+        (errors.UnknownStream, LookupError),
+        (errors.CheckpointError, OSError),
+    ],
+)
+def test_an_error_is_the_builtin_one_too(
+    error: type[PersiaError], builtin: type[Exception]
+) -> None:
+    assert issubclass(error, builtin)
+    assert issubclass(error, RuntimeError)  # what an old `except RuntimeError` catches
 
 
 def test_the_nearest_name_is_offered() -> None:

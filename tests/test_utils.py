@@ -53,7 +53,7 @@ def test_yaml_round_trip_keeps_order(tmp_path: Path) -> None:
     [
         (
             b"a: 1\nb:\n  c: 1\n  c: 2\n",
-            ":4: expected YAML: key 'c' is already given in line 3",
+            ":4: key 'c' is given twice, first in line 3",
         ),
         (b"a: [1\n", ":2: expected YAML: while parsing a flow sequence expected"),
         (b"a: \xff\n", "expected YAML"),

@@ -58,9 +58,9 @@ class Child:
             print(f"execute command: {shlex.join(command)}", file=sys.stderr, flush=True)
         self._notes = tempfile.TemporaryDirectory(prefix="persia-")
         launched = {
-            env.LAUNCHED_VARIABLE: 1,
-            env.RUN_DIRECTORY_VARIABLE: self._notes.name,
-            env.LAUNCHER_PID_VARIABLE: os.getpid(),
+            env.is_launched.name: 1,
+            env.run_directory.name: self._notes.name,
+            env.launcher_pid.name: os.getpid(),
         }
         environment = env.of_child(**launched, **changes)
         self.process = subprocess.Popen(command, env=environment, start_new_session=True)

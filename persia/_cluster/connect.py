@@ -178,7 +178,7 @@ def _node_of(rank: int, num_listed: int) -> tuple[int, int]:
         return 0, env.get_local_rank() or 0
     if world_size % num_listed:
         raise ConfigError(
-            f"{env.NN_WORKERS_VARIABLE}: expected an address for each of {world_size} ranks, "
-            f"or for each of the nodes that share them evenly, got {num_listed}"
+            f"{env.nn_worker_addresses.name}: expected an address for each of {world_size} "
+            f"ranks, or for each of the nodes that share them evenly, got {num_listed}"
         )
     return divmod(rank, world_size // num_listed)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from persia.config import InvalidValue, Model, validate
+from persia.config.document import InvalidValue, Model, validate
 from persia.errors import CheckpointError
 
 T = TypeVar("T")

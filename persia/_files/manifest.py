@@ -17,7 +17,7 @@ import xxhash
 
 from persia._files.json_models import Record, parse, read_json
 from persia._files.schema import DTYPE, NAME, SavedSchema
-from persia.config import Expect, InvalidValue, Listed, Named, integer, show
+from persia.config.document import Expect, InvalidValue, Listed, Named, integer, show
 from persia.errors import CheckpointError
 from persia.version import __version__
 

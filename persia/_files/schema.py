@@ -14,15 +14,8 @@ from typing import Annotated
 from persia._core.base.halves import DTYPES
 from persia._core.kernels.optim import MAX_DIM, RowOptimizer
 from persia._files.json_models import Record
-from persia.config import (
-    EmbeddingSchema,
-    Expect,
-    InvalidValue,
-    Listed,
-    Named,
-    integer,
-    list_differences,
-)
+from persia.config import EmbeddingSchema, list_differences
+from persia.config.document import Expect, InvalidValue, Listed, Named, integer
 
 # Of files, folders and tables: what every file system and object store takes as it is.
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,199}"

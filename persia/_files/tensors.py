@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia._files.json_models import Record, parse, read_json
-from persia.config import Expect, InvalidValue, Listed, integer
+from persia.config.document import Expect, InvalidValue, Listed, integer
 from persia.errors import CheckpointError
 
 # Of ours a header is some hundred bytes; a foreign one may list thousands of arrays.

@@ -4,19 +4,8 @@
     /healthz   200 while the threads that serve live, else 503 and why
     /readyz    200 while it is configured and can be used, else 503 and why
 
-Where it listens, and where it pushes:
-
-    PERSIA_METRICS_PORT    not set: 9400 + replica of a data-loader, 9500 + of an
-                           embedding-worker, 9600 + of an embedding-parameter-server,
-                           9700 + local rank of an nn-worker; where that is taken, one that
-                           the kernel chooses
-                           a number: that one, as for containers; + local rank of an nn-worker
-                           0: one that the kernel chooses
-                           off: none
-    PERSIA_METRICS_HOST    where it listens; 127.0.0.1
-    PERSIA_METRICS_GATEWAY_ADDR    where it pushes, if metrics_config.enable_metrics says so
-
-A few threads answer, each for a few seconds at most; further connections are closed at once.
+docs/metrics.md says where it listens. A few threads answer, each for a few seconds at most;
+further connections are closed at once.
 """
 
 from __future__ import annotations
@@ -41,10 +30,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORTS = {LOADER: 9400, WORKER: 9500, SERVER: 9600, TRAINER: 9700}
 
-# Seconds that a client may be silent; between two looks whether the port is to be closed; of
-# one push, and of the last one, as the process ends.
+# Seconds of a request; between two looks whether the port is to be closed; of a push, and of
+# the last one, as the process ends.
 _REQUEST_S, _POLL_S, _PUSH_S, _LAST_PUSH_S = 5.0, 0.1, 5.0, 1.0
-
 # Requests at a time.
 _MAX_REQUESTS = 8
 
@@ -60,12 +48,7 @@ class PushSettings(NamedTuple):
 
 
 def default_port(role: str, index: int) -> int:
-    """Return the port of a process without ``PERSIA_METRICS_PORT``.
-
-    Args:
-        role: Its role.
-        index: Its replica number; of an nn-worker, its local rank.
-    """
+    """Return the port of a replica, or of a local rank, without ``PERSIA_METRICS_PORT``."""
     return DEFAULT_PORTS[role] + index
 
 
@@ -79,7 +62,7 @@ class Endpoint:
         ready: Returns why it cannot be used now.
         healthy: Returns which of its threads have failed.
         local_rank: Of an nn-worker: one container has several.
-        push: Settings of the push gateway, if metrics are pushed.
+        push: Where metrics are pushed; None: nowhere.
     """
 
     def __init__(
@@ -98,6 +81,7 @@ class Endpoint:
         self._checks = {"/readyz": ready, "/healthz": healthy}
         own = MetricSource(role, replica, "process", self, self._samples)
         self.metrics = Metrics(lambda: [own, *sources()])
+        self.url = ""  # address of the endpoint; "" if it is off
         self._server: _Server | None = None
         port = env.metrics_port()
         if port != "off":
@@ -119,24 +103,18 @@ class Endpoint:
                     f"PERSIA_METRICS_PORT: cannot listen at {host}:{port}: {exc}"
                 ) from exc
             self._server = _Server(host, 0, self)  # the default is another job's
+        address, number = map(str, self._server.server_address[:2])
+        shown = f"[{address}]" if ":" in address else address
+        self.url = f"http://{shown}:{number}"
         logger.info("metrics at %s/metrics", self.url)
-
-    @property
-    def url(self) -> str:
-        """Address of the endpoint; "" if it is off."""
-        if self._server is None:
-            return ""
-        host, port = self._server.server_address[:2]
-        return f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
 
     def close(self) -> None:
         """Free the port, after a last push of the metrics."""
-        pusher, self._pusher = self._pusher, None
-        if pusher is not None:
-            pusher.close()
-        server, self._server = self._server, None
-        if server is not None:
-            server.stop()
+        if self._pusher is not None:
+            self._pusher.close()
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
 
     def _samples(self) -> Iterable[Sample]:
         yield Sample("persia_info", 1, {"version": __version__, "run": self._run})
@@ -155,9 +133,8 @@ class Endpoint:
             return HTTPStatus.OK, self.metrics.text()
         if path in self._checks:
             problem = self._problem(path)
-            if problem:
-                return HTTPStatus.SERVICE_UNAVAILABLE, f"{problem}\n"
-            return HTTPStatus.OK, "ok\n"
+            status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
+            return status, f"{problem or 'ok'}\n"
         return HTTPStatus.NOT_FOUND, "expected /metrics, /healthz or /readyz\n"
 
 

@@ -4,15 +4,15 @@
 
 Nothing is registered with the library's global registry, so that contexts of one process cannot
 collide. Where a registry has two sources of one role and replica, as of two contexts of a
-process, those after the first have the label ``context`` too, and keep it when the first ends.
+process, those after the first have the label ``context`` too.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from persia._metrics.definitions import METRICS
@@ -54,9 +54,7 @@ class MetricSource:
 class Metrics:
     """A registry over the sources that exist at each reading.
 
-    Args:
-        sources: Returns the sources that exist now.
-        with_process: Whether memory, CPU time and open files of the process are read too.
+    ``with_process``: of memory, CPU time and open files of the process too.
     """
 
     def __init__(
@@ -64,23 +62,17 @@ class Metrics:
     ) -> None:
         self._sources = sources
         self._with_process = with_process
-        self._registry: CollectorRegistry | None = None
-        self._lock = threading.Lock()  # guards the next
-        # Of the last reading: each source's number among those of its role, replica and part.
-        self._places: dict[tuple[str, int, str, int], int] = {}
 
-    @property
+    @cached_property
     def registry(self) -> CollectorRegistry:
         """The ``prometheus_client`` registry, for a user's own server or gateway."""
-        if self._registry is None:
-            from prometheus_client import CollectorRegistry, ProcessCollector
+        from prometheus_client import CollectorRegistry, ProcessCollector
 
-            registry = CollectorRegistry(auto_describe=False)
-            registry.register(self)
-            if self._with_process:
-                ProcessCollector(registry=registry)
-            self._registry = registry
-        return self._registry
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        if self._with_process:
+            ProcessCollector(registry=registry)
+        return registry
 
     def text(self) -> str:
         """Return all metrics in Prometheus' text format."""
@@ -119,24 +111,15 @@ class Metrics:
         once: dict[tuple[int, str], MetricSource] = {}
         for source in self._sources():
             once.setdefault((id(source.of), source.part), source)
-        for source, place in self._placed(list(once.values())):
+        num_alike: Counter[tuple[str, int, str]] = Counter()
+        for source in once.values():
             labels = {"role": source.role, "replica": str(source.replica)}
-            if place > 1:
-                labels["context"] = str(place)
+            key = source.role, source.replica, source.part
+            num_alike[key] += 1
+            if num_alike[key] > 1:
+                labels["context"] = str(num_alike[key])
             for sample in source.read():
                 yield labels, sample
-
-    def _placed(self, sources: list[MetricSource]) -> list[tuple[MetricSource, int]]:
-        """Give each source the number that it had, or the first free one."""
-        keys = [(one.role, one.replica, one.part, id(one.of)) for one in sources]
-        with self._lock:
-            places = {key: self._places[key] for key in keys if key in self._places}
-            for key in keys:
-                taken = {place for other, place in places.items() if other[:3] == key[:3]}
-                if key not in places:
-                    places[key] = next(n for n in itertools.count(1) if n not in taken)
-            self._places = {**places}
-        return [(one, places[key]) for one, key in zip(sources, keys, strict=True)]
 
 
 def _add(family: Family, labels: dict[str, str], value: float | Distribution) -> None:

@@ -4,16 +4,7 @@
       (two readings, or why none)      slowest stage, headline, one table per role
 
 A trainer in embedded mode draws itself: ``print(ctx.top())``. The slowest stage is one rule
-over the waits and queues of all processes; docs/top.md says it in words:
-
-    the training loop       rarely waits (below a quarter of its time)       nn-worker
-      waits for a batch, and none is ready for its lookup, while
-        data-loaders do not wait for room                                   data-loader
-        there are none, and lookups and updates have time to spare          dataset
-      waits otherwise: for lookups, for room of its gradients, or for
-      updates that the staleness allows no more of
-        more than half of their time is spent at parameter servers          parameter server
-        else                                                               embedding-worker
+over the waits and queues of all processes, which docs/top.md says in words.
 """
 
 from __future__ import annotations
@@ -72,8 +63,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _share(shares: Iterable[float | None]) -> float:
-    return _mean(shares) or 0.0
+def _share(spans: Iterable[Delta], name: str) -> float:
+    return _mean(span.share(name) for span in spans) or 0.0
 
 
 # --- the slowest stage ------------------------------------------------------------------------
@@ -93,8 +84,8 @@ def slowest(spans: Sequence[Delta]) -> Stage:
         return Stage("", "no nn-worker was read twice")
     if not sum(span.delta("persia_steps_total") or 0 for span in ranks):
         return Stage("", "no step was made in between")
-    for_batch = _share(span.share(_WAITS_FOR_BATCH) for span in ranks)
-    for_room = _share(span.share(_WAITS_FOR_ROOM) for span in ranks)
+    for_batch = _share(ranks, _WAITS_FOR_BATCH)
+    for_room = _share(ranks, _WAITS_FOR_ROOM)
     waits = for_batch + for_room
     if waits < RARELY:
         return Stage(TRAINER, f"its loop runs without waiting {percent(1 - waits)} of its time")
@@ -112,16 +103,14 @@ def _slow_source(spans: Sequence[Delta], ranks: Sequence[Delta]) -> Stage | None
     loaders = [span for span in spans if span.now.role == LOADER]
     if loaders:
         waiting = sum(span.now.get("persia_inbox_batches") or 0 for span in ranks)
-        held_up = _share(span.share("persia_loader_wait_seconds") for span in loaders)
+        held_up = _share(loaders, "persia_loader_wait_seconds")
         if waiting < len(ranks) and held_up < HALF:
             return Stage(LOADER, "and none is there to be looked up")
         return None
     if any(span.now.get("persia_inbox_batches") is not None for span in ranks):
         return None  # its data-loaders were not read
-    busy = sum(
-        _share(span.share(f"{way}_client_time_cost_sec") for span in ranks)
-        for way in ("forward", "backward")
-    )
+    lookups = _share(ranks, "forward_client_time_cost_sec")
+    busy = lookups + _share(ranks, "backward_client_time_cost_sec")
     if busy < HALF:
         return Stage(DATASET, f"and lookups and updates take {percent(busy)}")
     return None
@@ -218,8 +207,8 @@ COLUMNS: dict[str, tuple[tuple[str, Cell], ...]] = {
     TRAINER: (
         ("samples/s", _rate("persia_trained_samples_total")),
         ("loss", lambda span: plain(span.now.first("persia_loss"))),
-        ("waits: batch", _waits("get_train_batch_time_cost_more_than_1ms_sec")),
-        ("room", _waits("update_gradient_batched_time_cost_more_than_1ms_sec")),
+        ("waits: batch", _waits(_WAITS_FOR_BATCH)),
+        ("room", _waits(_WAITS_FOR_ROOM)),
         ("staleness", _now("staleness")),
         ("inbox", _now("persia_inbox_batches")),
         ("updates", _now("persia_update_queue_batches")),
@@ -231,12 +220,7 @@ COLUMNS: dict[str, tuple[tuple[str, Cell], ...]] = {
 
 
 class Frame:
-    """State of a job; ``str()`` is plain text, and ``rich`` prints it in colour.
-
-    Args:
-        processes: Those of the job.
-        title: Before the time of day.
-    """
+    """State of a job; ``str()`` is plain text, and ``rich`` prints it in colour."""
 
     def __init__(self, processes: Sequence[Watched], title: str) -> None:
         self.processes = sorted(processes, key=lambda one: (EVERY.index(one.role), one.replica))
@@ -354,12 +338,7 @@ def _state(one: Watched) -> tuple[str, str]:
 
 
 class View:
-    """Frames of this process; rates are since the frame before.
-
-    Args:
-        metrics: Of this process.
-        since: Start of the first frame's rates, as ``time.monotonic()``.
-    """
+    """Frames of this process; rates are since the frame before, or ``since`` of the clock."""
 
     def __init__(self, metrics: Metrics, since: float) -> None:
         self._metrics = metrics

@@ -48,8 +48,8 @@ _RECONNECT_MAX_MS = 1_000
 
 _IN_USE = (
     ": another job or process listens there; end it, or give this job other ports: "
-    f"{env.PARAMETER_SERVERS_VARIABLE}, {env.EMBEDDING_WORKERS_VARIABLE} and "
-    f"{env.NN_WORKERS_VARIABLE}, the same for every process"
+    f"{env.parameter_server_addresses.name}, {env.embedding_worker_addresses.name} and "
+    f"{env.nn_worker_addresses.name}, the same for every process"
 )
 
 _IPC = "ipc://"

@@ -896,12 +896,12 @@ class ChildStream(Stream):
         notes = Path(tempfile.mkdtemp(prefix="end-", dir=self._directory))
         environment = env.of_child(
             **{
-                env.LAUNCHED_VARIABLE: 1,
-                env.LAUNCHER_PID_VARIABLE: os.getpid(),
-                env.RUN_DIRECTORY_VARIABLE: notes,
-                env.FEEDS_VARIABLE: 1,
-                env.NN_WORKERS_VARIABLE: self.address,
-                env.EMBEDDING_WORKERS_VARIABLE: self._worker_server.address,
+                env.is_launched.name: 1,
+                env.launcher_pid.name: os.getpid(),
+                env.run_directory.name: notes,
+                env.feeds_parent.name: 1,
+                env.nn_worker_addresses.name: self.address,
+                env.embedding_worker_addresses.name: self._worker_server.address,
                 "REPLICA_INDEX": 0,
                 "REPLICA_SIZE": 1,
             },

@@ -30,8 +30,7 @@ def schema_fingerprint(schema: EmbeddingSchema) -> str:
 
     Two processes with equal fingerprints agree on which group, table and dim a sign belongs
     to, and on the group's settings. What a slot does with its rows afterwards (pooling) is not
-    part of it, nor is what only concerns new rows. ``describe_differences`` says in what two
-    of them differ, unless one would be so long that it is a digest.
+    part of it, nor is what only concerns new rows. One that would be long is a digest.
     """
     slots = {
         name: [slot.dim, slot.group, slot.table, slot.hash_stack_rounds, slot.hash_stack_size]
@@ -62,14 +61,7 @@ def _differing_settings(schema: EmbeddingSchema) -> dict[str, dict[str, object]]
 
 
 def describe_differences(one: str, other: str, at_one: str, at_other: str) -> str:
-    """Say what differs between two fingerprints, with both values.
-
-    Args:
-        one: A fingerprint.
-        other: Another one.
-        at_one: Where the first is from, such as ``here``.
-        at_other: Where the second is from.
-    """
+    """Say what differs between two fingerprints; the places are words such as ``here``."""
     try:
         found = list(_differences(json.loads(one), json.loads(other)))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):

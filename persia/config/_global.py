@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from persia.config._document import Document, Expect, InvalidValue, Listed, Section, integer
+from persia.config.document import Document, Expect, InvalidValue, Listed, Section, integer
 from persia.errors import ConfigError
 from persia.logger import get_logger
 from persia.utils import total_memory_bytes
@@ -41,10 +41,8 @@ def resolve_memory_limit(limit: int | str | None, total_bytes: int | None = None
     """Return a memory limit in bytes; 0 is no limit.
 
     Args:
-        limit: Bytes, ``"8GiB"`` or the like, a percentage such as ``"70%"``, or None for
-            70 percent.
-        total_bytes: What a percentage is taken of; the limit of this process's cgroup, or
-            else the host's memory, if not given.
+        limit: Bytes, ``"8GiB"`` or the like, or a percentage of the memory; None is 70 %.
+        total_bytes: The memory; that of this process's cgroup or host if not given.
 
     Raises:
         ConfigError: If ``limit`` is neither of these.
@@ -184,21 +182,18 @@ class EmbeddedConfig(Section):
 class GlobalConfig(Section):
     """The global config: one section per role."""
 
+    # What every role reads.
     common_config: CommonConfig = field(default_factory=CommonConfig)
-    """What every role reads."""
-
+    # Embedding-workers.
     embedding_worker_config: EmbeddingWorkerConfig = field(
         default_factory=EmbeddingWorkerConfig
     )
-    """Embedding-workers."""
-
+    # Parameter servers.
     embedding_parameter_server_config: ParameterServerConfig = field(
         default_factory=ParameterServerConfig
     )
-    """Parameter servers."""
-
+    # Embedded mode.
     embedded_config: EmbeddedConfig = field(default_factory=EmbeddedConfig)
-    """Embedded mode."""
 
     @staticmethod
     def load(
@@ -213,7 +208,7 @@ class GlobalConfig(Section):
             return source
         if source is None:
             return GlobalConfig()
-        document = Document.open(source, "global config")
+        document = Document(source, "global config")
         config = document.read(GlobalConfig)
         common, server = config.common_config, config.embedding_parameter_server_config
         loads = common.job_type == "Infer" and common.infer_config is not None

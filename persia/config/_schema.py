@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from persia._core.kernels import initial, optim
 from persia._core.kernels.optim import MAX_DIM
-from persia.config._document import (
+from persia.config.document import (
     PROBABILITY,
     Choice,
     Document,
@@ -28,9 +28,6 @@ from persia.config._document import (
     integer,
 )
 from persia.errors import ConfigError, did_you_mean
-from persia.logger import get_logger
-
-_logger = get_logger("persia.config")
 
 Pooling = Literal["sum", "mean", "sqrt", "max", "raw", "jagged"]
 POOLINGS: tuple[Pooling, ...] = typing.get_args(Pooling)
@@ -69,11 +66,7 @@ OPTIMIZERS: dict[str, dict[str, float | bool | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class GroupOptimizer(Choice):
-    """An optimizer of its own for a group, or changes to the one that is registered.
-
-    Raises:
-        ConfigError: If the name or an option is unknown, or a value cannot be used.
-    """
+    """An optimizer of its own for a group, or changes to the one that is registered."""
 
     # One of those that ``persia._core.kernels.optim`` knows, or ``rowwise_adagrad``, which
     # becomes ``adagrad`` with ``vectorwise_shared``; None for the registered one.
@@ -337,7 +330,7 @@ class EmbeddingSchema:
         """
         if isinstance(source, EmbeddingSchema):
             return source
-        document = Document.open(source, "embedding config")
+        document = Document(source, "embedding config")
         keys = document.read(_EmbeddingKeys)
         for old in _OLD_SPELLINGS:
             if isinstance(document.content, Mapping) and old in document.content:
@@ -366,12 +359,11 @@ def _number_groups(
     group_of: dict[str, str] = {}
     for group, members in keys.feature_groups.items():
         for slot in members:
-            problem = ""
             if slot not in keys.slots_config:
                 problem = f"unknown slot {slot!r}{did_you_mean(slot, keys.slots_config)}"
-            elif slot in group_of:
+                raise document.error(problem, "feature_groups", group)
+            if slot in group_of:
                 problem = f"slot {slot!r} is already in group {group_of[slot]!r}"
-            if problem:
                 raise document.error(problem, "feature_groups", group)
             group_of[slot] = group
     groups = {group: number for number, group in enumerate(keys.feature_groups)}
@@ -442,15 +434,6 @@ def _resolve(
                 f"into {id_bits} bits",
                 *("slots_config", name, "hash_stack_config"),
             )
-        pooling = slot.resolved_pooling()
-        if slot.sqrt_scaling and pooling in _PER_ID:
-            _logger.warning(
-                "%s: slots_config.%s.sqrt_scaling has no effect with pooling %r, which sums "
-                "nothing",
-                document.place("slots_config", name, "sqrt_scaling"),
-                name,
-                pooling,
-            )
         group = group_of[name]
         settings = keys.group_settings.get(group, GroupSettings())
         if settings.admission is not None and slot.admit_probability is not None:
@@ -469,7 +452,7 @@ def _resolve(
         slots[name] = Slot(
             name=name,
             dim=slot.dim,
-            pooling=pooling,
+            pooling=slot.resolved_pooling(),
             sample_fixed_size=slot.sample_fixed_size,
             hash_stack_rounds=stack.hash_stack_rounds,
             hash_stack_size=stack.embedding_size,

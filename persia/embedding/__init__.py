@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from persia._core.kernels.optim import number
 from persia._rpc.messages import HyperParameters, InitializationSettings
-from persia.config import EmbeddingSchema, Initialization, check_probability
+from persia.config import EmbeddingSchema, Initialization
+from persia.config.document import check_probability
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,19 +10,18 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from persia.config import (
-    EmbeddingSchema,
+from persia.config import EmbeddingSchema
+from persia.config.document import (
     Expect,
-    GlobalConfig,
     InvalidValue,
     Listed,
     Named,
+    Section,
     check_probability,
     integer,
     show,
     validate,
 )
-from persia.config._document import Section
 from persia.errors import ConfigError
 
 
@@ -61,7 +60,7 @@ def test_values_are_taken_as_they_are() -> None:
         ({"inner": {"size": 10}}, "inner.size", "expected an integer in 1..9, got 10"),
         ({"inner": {"size": "1"}}, "inner.size", "expected an integer in 1..9, got '1'"),
         ({"inner": {"size": 1, "rate": "1e3"}}, "inner.rate", "expected a number, got '1e3'"),
-        ({"inner": {"size": 1, "kind": "too"}}, "inner.kind", "'too', did you mean 'two'?"),
+        ({"inner": {"size": 1, "kind": "too"}}, "inner.kind", "'one' or 'two', got 'too'"),
         ({"inner": {"size": 1, "siz": 1}}, "inner.siz", "unknown key, did you mean 'size'?"),
         ({"names": ["a", 2]}, "names[1]", "expected a string, got 2"),
         ({"names": "a"}, "names", "expected a list, got 'a'"),
@@ -115,25 +114,13 @@ def test_w28_unknown_key_names_file_path_and_nearest_name(tmp_path: Path) -> Non
     )
 
 
-def test_two_files_that_were_swapped_are_said_to_be(tmp_path: Path) -> None:
-    slots, common = tmp_path / "slots.yml", tmp_path / "common.yml"
-    slots.write_text("slots_config: {age: {dim: 8}}\n")
-    common.write_text("embedding_worker_config: {forward_buffer_size: 9}\n")
-    for cls, path, says in (
-        (EmbeddingSchema, common, "expected the embedding config, got one with 'embedding_w"),
-        (GlobalConfig, slots, "expected the global config, got one with 'slots_config', which"),
-    ):
-        with pytest.raises(ConfigError, match=f"{path}: {says}.* swapped?"):
-            cls.load(path)
-
-
 def test_files_that_are_no_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yml"
     for text, message in (
         ("", "expected a mapping, got nothing"),
         ("- a\n", "expected a mapping, got a list"),
         ("slots_config: {\n", "expected YAML"),
-        ("slots_config:\n  a: {dim: 8}\n  a: {dim: 9}\n", "key 'a' is already given in line 2"),
+        ("slots_config:\n  a: {dim: 8}\n  a: {dim: 9}\n", "3: key 'a' is given twice"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=f"^{path}:.*{message}"):
@@ -148,11 +135,11 @@ def test_w39_a_file_that_is_missing_or_cannot_be_read_is_named(
         EmbeddingSchema.load(path)
     path.touch()
 
-    def refuse(self: Path, **_: object) -> str:
+    def refuse(self: Path, **_: object) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
     # Not by chmod, which does not keep root out.
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ConfigError, match=f"embedding config: .*Permission denied.*{path}"):
         EmbeddingSchema.load(path)
     with pytest.raises(ConfigError, match="embedding config: expected a path or a mapping"):

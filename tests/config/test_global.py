@@ -105,7 +105,7 @@ def test_w28_settings_without_effect_say_so(
     ("text", "message"),
     [
         ("embeding_worker_config: {}", "unknown key, did you mean 'embedding_worker_config'?"),
-        ("common_config: {job_type: train}", "common_config.job_type: expected one of Train, "),
+        ("common_config: {job_type: train}", "job_type: expected 'Train', 'Eval'"),
         ("common_config: {infer_config: {servers: ['a:1']}}", "embedding_checkpoint: the key"),
         ("common_config: 3", "common_config: expected a mapping, got 3"),
         ("embedding_parameter_server_config: {capacity: 1.0e+6}", "capacity: expected an int"),

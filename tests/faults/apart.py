@@ -103,7 +103,7 @@ def can_be_laid() -> bool:
 
 def start(cluster: Cluster, wire: Cable) -> None:
     """Start everything, server 1 on the other side."""
-    name = env.PARAMETER_SERVERS_VARIABLE
+    name = env.parameter_server_addresses.name
     near = cluster.addresses["embedding-parameter-server"][0]
     cluster.variables |= {name: f"{near},{wire.there}:{PORT}"}
     cluster.prefixes[FAR] = ["ip", "netns", "exec", wire.far]

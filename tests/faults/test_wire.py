@@ -20,9 +20,9 @@ from tests.support.processes import Cluster
 
 COUNT = 120
 LISTS = {
-    "embedding-parameter-server": env.PARAMETER_SERVERS_VARIABLE,
-    "embedding-worker": env.EMBEDDING_WORKERS_VARIABLE,
-    "nn-worker": env.NN_WORKERS_VARIABLE,
+    "embedding-parameter-server": env.parameter_server_addresses.name,
+    "embedding-worker": env.embedding_worker_addresses.name,
+    "nn-worker": env.nn_worker_addresses.name,
 }
 Proxy = TcpProxy | MessageProxy
 
@@ -56,7 +56,7 @@ def behind_proxies(transport: str, make: Callable[[str, str], Proxy]) -> Iterato
                 (cluster.start_worker if is_worker else cluster.start_server)(number)
         cluster.variables = own | behind
         cluster.start_loaders(LOADER, 2, str(COUNT))
-        listed = env.NN_WORKERS_VARIABLE
+        listed = env.nn_worker_addresses.name
         os.environ.update(own | behind | {listed: own[listed]})
         yield proxies
         # Now: without the proxies the end could not be announced to the servers.

@@ -44,9 +44,9 @@ def local_job(
     config = ParameterServerConfig(memory_limit=0, capacity=10_000)
     with ExitStack() as stack:
         variables = {
-            env.PARAMETER_SERVERS_VARIABLE: addresses["server"],
-            env.EMBEDDING_WORKERS_VARIABLE: addresses["worker"],
-            env.NN_WORKERS_VARIABLE: addresses["rank"],
+            env.parameter_server_addresses.name: addresses["server"],
+            env.embedding_worker_addresses.name: addresses["worker"],
+            env.nn_worker_addresses.name: addresses["rank"],
         }
         stack.enter_context(env.changed(**variables))
         transport = stack.enter_context(closing(ZmqTransport()))

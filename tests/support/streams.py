@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -346,24 +347,16 @@ class Background:
     """Runs a function in a thread; ``result`` waits, and raises what it raised."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._error: BaseException | None = None
-        self._value: Any = None
         self.is_done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._future: Future[Any] = Future()
+        self._future.add_done_callback(lambda _: self.is_done.set())
+        threading.Thread(target=self._run, args=(function,), daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[[], Any]) -> None:
         try:
-            self._value = self._function()
+            self._future.set_result(function())
         except BaseException as exc:
-            self._error = exc
-        finally:
-            self.is_done.set()
+            self._future.set_exception(exc)
 
     def result(self) -> Any:
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive(), "it still runs"
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return self._future.result(PATIENCE_S)

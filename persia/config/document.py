@@ -15,9 +15,7 @@ import dataclasses
 import functools
 import numbers
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -146,11 +144,7 @@ class Model:
         return value
 
     def check(self) -> None:
-        """Check the fields of a document against each other.
-
-        Raises:
-            ValueError: They do not agree; an ``InvalidValue`` names the field.
-        """
+        """Check the fields against each other; an ``InvalidValue`` names the field."""
 
 
 def _checked(model: Model) -> Model:
@@ -197,18 +191,24 @@ class Choice(Section):
 
     @classmethod
     def prepare(cls, value: object) -> object:
+        """Return the mapping with its options in one field; none of them takes a text."""
         if not isinstance(value, Mapping):
             return value
         options = dict(value)
         name = dataclasses.fields(cls)[0].name  # type: ignore[arg-type]
-        return {name: options.pop(name, None), "options": options}
+        name_and_options = {name: options.pop(name, None), "options": options}
+        for option, item in options.items():
+            if isinstance(item, str):
+                text = f"expected a number, true or false, without quotes, got {show(item)}"
+                raise InvalidValue(text, option)
+        return name_and_options
 
 
 def validate(cls: type[T], value: object) -> T:
     """Return a value of plain data as ``cls``, a model or a type of models.
 
     Raises:
-        InvalidValue: It cannot be read so; the first error that was found.
+        InvalidValue: The first error that was found.
     """
     from pydantic import ValidationError
 
@@ -243,12 +243,8 @@ def _invalid(
         return InvalidValue(
             f"expected names as keys, got {show(value)}; put it in quotes", *keys[:-2]
         )
-    expected, hint = context.get("words") or _EXPECTED.get(kind, kind), ""
-    if kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", context["expected"])
-        expected = f"one of {', '.join(choices)}"
-        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-    return InvalidValue(f"expected {expected}, got {show(value)}{hint}", *keys)
+    expected = context.get("words") or context.get("expected") or _EXPECTED.get(kind, kind)
+    return InvalidValue(f"expected {expected}, got {show(value)}", *keys)
 
 
 def show(value: object) -> str:
@@ -263,54 +259,28 @@ def show(value: object) -> str:
 
 # --- documents -------------------------------------------------------------------------------
 
-# By which each of the two files is known; the older spellings are the original's.
-_SECTIONS = {
-    "embedding config": {"slots_config", "slot_configs", "slot_config"},
-    "global config": {
-        *("common_config", "embedding_worker_config"),
-        *("embedding_parameter_server_config", "embedded_config"),
-    },
-}
 
-
-@dataclass(frozen=True, slots=True)
 class Document:
-    """A YAML file, or a mapping of the same shape."""
+    """A YAML file, or a mapping of the same shape; ``config`` names it in errors."""
 
-    content: object
-    name: str  # in errors: the file's path, or which of the two configs it is
-
-    @staticmethod
-    def open(source: str | os.PathLike[str] | Mapping[str, object], config: str) -> Document:
-        """Read a file or take a mapping; ``config`` is a key of ``_SECTIONS``.
-
-        Raises:
-            ConfigError: It cannot be read, or is the other one of the two.
-        """
+    def __init__(
+        self, source: str | os.PathLike[str] | Mapping[str, object], config: str
+    ) -> None:
+        self.content: object = source
+        self._path: Path | None = None
+        self._name = config
         if isinstance(source, Mapping):
-            document = Document(source, config)
-        elif isinstance(source, str | os.PathLike):
-            try:
-                document = Document(load_yaml(source), os.fspath(source))
-            except OSError as exc:
-                raise ConfigError(f"{config}: {exc}") from exc
-        else:
+            return
+        if not isinstance(source, str | os.PathLike):
             raise ConfigError(f"{config}: expected a path or a mapping, got {show(source)}")
-        keys = set(document.content) if isinstance(document.content, Mapping) else set()
-        for other, sections in _SECTIONS.items():
-            if keys & sections and not keys & _SECTIONS[config]:
-                raise ConfigError(
-                    f"{document.name}: expected the {config}, got one with "
-                    f"{min(keys & sections)!r}, which is in the {other}: are the two swapped?"
-                )
-        return document
+        self._path, self._name = Path(source), os.fspath(source)
+        try:
+            self.content = load_yaml(source)
+        except OSError as exc:
+            raise ConfigError(f"{config}: {exc}") from exc
 
     def read(self, cls: type[T]) -> T:
-        """Return the content as a model.
-
-        Raises:
-            ConfigError: A key or a value cannot be used; names file, line and key.
-        """
+        """Return the content as a model; a ConfigError names file, line and key."""
         try:
             return validate(cls, self.content)
         except InvalidValue as exc:
@@ -323,14 +293,14 @@ class Document:
 
     def place(self, *keys: str | int) -> str:
         """Return the name and, of a file, the line of the deepest of ``keys`` in it."""
-        if self.name in _SECTIONS:
-            return self.name
+        if self._path is None:
+            return self._name
         try:
-            text = Path(self.name).read_text(encoding="utf-8")
+            text = self._path.read_text(encoding="utf-8")
             line = _line_of(yaml.compose(text, Loader=yaml.SafeLoader), keys)
         except (OSError, ValueError, yaml.YAMLError):  # the file has changed since
-            return self.name
-        return f"{self.name}:{line}" if line else self.name
+            return self._name
+        return f"{self._name}:{line}" if line else self._name
 
 
 def _line_of(node: yaml.Node | None, keys: tuple[str | int, ...]) -> int:
