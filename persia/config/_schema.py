@@ -77,8 +77,7 @@ class GroupOptimizer(Choice):
     def __post_init__(self) -> None:
         if self.name is not None:
             if self.name not in OPTIMIZERS:
-                hint = optim.nearest(self.name, list(OPTIMIZERS))
-                raise ConfigError(f"optimizer {self.name!r} is not known; {hint}")
+                raise optim.unknown("optimizer", self.name, OPTIMIZERS)
             name, preset = _ALIASES.get(self.name, (self.name, {}))
             object.__setattr__(self, "name", name)
             checked = optim.complete(name, {**preset, **self.options})

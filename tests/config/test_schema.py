@@ -235,7 +235,7 @@ def test_w07_groups_keep_their_names_beside_their_numbers() -> None:
     [
         ("gamma", {"shape": 1.0}, "gamma: scale must be a number, it was not given"),
         ("uniform", {"lower": 1.0, "upper": 1.0}, "lower must be below upper"),
-        ("uniform", {"low": 1.0}, "no option 'low'; did you mean 'lower'"),
+        ("uniform", {"low": 1.0}, "no option 'low', did you mean 'lower'"),
         ("normal", {"mean": math.nan}, "mean must be finite"),
         ("normal", {"mean": "0"}, "mean must be a number, got '0'"),
     ],
@@ -289,7 +289,7 @@ def test_a_named_optimizer_stands_for_itself_and_another_changes_the_registered_
 def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
     named = GroupOptimizer("rowwise_adagrad", {"lr": 0.5})
     assert named == GroupOptimizer("adagrad", {"lr": 0.5, "vectorwise_shared": True})
-    with pytest.raises(ConfigError, match=r"did you mean 'rowwise_adagrad'\? \(known: sgd, "):
+    with pytest.raises(ConfigError, match=r"one of sgd, .*did you mean 'rowwise_adagrad'\?"):
         GroupOptimizer("rowise_adagrad", {})
 
 

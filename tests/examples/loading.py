@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.core.stores import entries
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -54,8 +56,9 @@ def parts_of(ctx: Any) -> dict[int, list[tuple[Any, Any, Any]]]:
     found: dict[int, list[tuple[Any, Any, Any]]] = {}
     for server in ctx.embedding_worker.servers:
         assert server._settings.state is not None
-        for part in server._settings.state.store.iterate():
-            found.setdefault(part[1].shape[1], []).append(part)
+        for shard in entries(server._settings.state.store):
+            for part in shard:
+                found.setdefault(part[1].shape[1], []).append(part)
     return found
 
 

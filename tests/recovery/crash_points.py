@@ -17,6 +17,7 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia._server.state_file import StateFile
+from tests.core.stores import entries
 
 INITIALIZER = Initializer("uniform", lower=-1.0, upper=1.0)
 NUM_SHARDS = 2
@@ -101,8 +102,8 @@ class Case:
         store.check()
         return [
             (shard.to_bytes(2, "little"), *(array.tobytes() for array in block))
-            for shard in range(NUM_SHARDS)
-            for block in store.shard_entries(shard)
+            for shard, blocks in enumerate(entries(store))
+            for block in blocks
         ]
 
 

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from tests.reference.ids import number
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
 class FeatureBatch:
     samples: list[list[int]]
     weights: list[list[float]] | None = None  # one for each id
-
-    @classmethod
-    def from_csr(cls, values: Sequence[int], offsets: Sequence[int]) -> FeatureBatch:
-        return cls([list(values[start:end]) for start, end in pairwise(offsets)])
 
     @property
     def ids(self) -> list[int]:

@@ -16,19 +16,19 @@ Numbers = NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Bags:
-    """One feature: ``slots`` and ``offsets`` as given to the core, possibly None."""
+    """One feature: ``places`` and ``offsets`` as given to the core, possibly None."""
 
-    slots: Numbers | None
+    places: Numbers | None
     rounds: int
     inverse: Numbers
     offsets: Numbers | None
     weights: Floats | None = None
 
     def rows_of(self, distinct: int) -> list[int]:
-        if self.slots is None:
+        if self.places is None:
             return [distinct]
         begin = distinct * self.rounds
-        return [int(row) for row in self.slots[begin : begin + self.rounds]]
+        return [int(row) for row in self.places[begin : begin + self.rounds]]
 
     def samples(self) -> list[list[int]]:
         """The distinct ids of each sample."""

@@ -14,8 +14,6 @@ from numpy cimport (
     PyArray_SimpleNewFromData, dtype, import_array, ndarray, npy_intp, set_array_base,
 )
 
-from persia._core.base.types cimport MAX_DIM
-
 import numpy as np
 from numpy.ma import MaskedArray
 
@@ -25,7 +23,7 @@ import_array()
 
 cdef enum:
     LINE = 64               # bytes of a cache line
-    MOST_DIMENSIONS = 4
+    MOST_DIMENSIONS = 4     # of ``empty_floats``
 
 _NAMES = {"f": "float", "i": "int", "u": "uint"}
 
@@ -46,73 +44,19 @@ cdef str describe(object value):
     return f"{value.dtype} of {value.ndim} dimension{plural}"
 
 
-cdef str to_u64(object value):
-    """Say what to type for a vector of u64, or for one id of a sample."""
+cdef str to_ids(object value):
+    """Say what to type where ids came as something else: nothing of floats, which are cut."""
     if isinstance(value, MaskedArray):
-        return ""
-    if isinstance(value, (str, bytes)):
-        return _TEXTS
-    if isinstance(value, (int, np.integer)):
-        return (
-            "; IDTypeFeatureWithSingleID(name, np.array(ids).astype(np.uint64)) takes one each"
-        )
-    if is_of(value, "torch"):
-        return "; .cpu().numpy().astype(np.uint64) makes one of it"
-    cdef str kind = kind_of(value)
-    if kind == "U":
-        return _TEXTS
-    if kind not in ("i", "u"):
-        return ""
-    if PyArray_Check(value):
-        return "; .astype(np.uint64) makes it one"
-    if is_of(value, "pandas"):
-        return "; .to_numpy().astype(np.uint64) makes one of it"
-    if kind == "i" and min(value) < 0:
-        return "; np.array(..., np.int64).view(np.uint64) makes one, with 2**64 - 1 for -1"
-    return "; np.array(..., dtype=np.uint64) makes one of it"
-
-
-cdef str of_floats(object value):
-    """Say what ids are, where floats came: of which not all may be cut to whole numbers."""
-    if kind_of(value) != "f":
-        return ""
-    return " (.astype(np.uint64) makes ids of whole numbers: no fractions, no NaN)"
-
-
-cdef str kind_of(object value):
-    """Return the kind of dtype of a vector, a list or a pandas column; U for any texts."""
-    if not isinstance(value, (list, tuple, ndarray)) and not is_of(value, "pandas"):
         return ""
     try:
         found = np.asarray(value)
-    except ValueError:  # lists of different lengths
+    except (RuntimeError, TypeError, ValueError):  # a tensor elsewhere, lists of some lengths
         return ""
-    if found.ndim != 1:
-        return ""
-    if not found.size:
-        return "u" if isinstance(value, (list, tuple)) else found.dtype.kind
-    if found.dtype.kind in "OSU" and isinstance(found[0], (str, bytes)):
-        return "U"
-    return found.dtype.kind
-
-
-cdef str to_list(object value):
-    """Say what to type for a list with one array for each sample."""
-    if is_of(value, "torch"):
-        return "; IDTypeFeature.from_jagged takes tensors"
-    if is_of(value, "pyarrow"):
-        return "; IDTypeFeature.from_arrow takes list arrays"
-    if is_of(value, "pandas"):
-        return (
-            "; .tolist() makes one of a column of arrays, and a column of single ids is for "
-            "IDTypeFeatureWithSingleID"
-        )
+    if found.dtype.kind in "OSU" and found.size and isinstance(found.flat[0], (str, bytes)):
+        return _TEXTS
+    if found.ndim == 1 and found.dtype.kind in "iu":
+        return "; np.asarray(ids).astype(np.uint64) makes one of it"
     return ""
-
-
-cdef bint is_of(object value, str package):
-    """Whether its class is of a package that need not be there."""
-    return type(value).__module__.partition(".")[0] == package
 
 
 cdef bint is_vector(object value, char kind, int itemsize) noexcept:
@@ -145,11 +89,9 @@ cdef ndarray as_vector(object value, char kind, int itemsize, str what):
     """
     if not is_vector(value, kind, itemsize):
         expected = f"{_NAMES[chr(kind)]}{8 * itemsize}"
-        are_ids = kind == c"u" and itemsize == 8
-        hint, floats = (to_u64(value), of_floats(value)) if are_ids else ("", "")
+        hint = to_ids(value) if kind == c"u" and itemsize == 8 else ""
         raise DataTypeError(
-            f"{what}: expected a 1-D numpy array of {expected}{floats}, "
-            f"got {describe(value)}{hint}"
+            f"{what}: expected a 1-D numpy array of {expected}, got {describe(value)}{hint}"
         )
     cdef ndarray array = <ndarray>value
     # Before the copy: a broadcast array may be far larger than its memory.
@@ -164,22 +106,6 @@ cdef ndarray as_vector(object value, char kind, int itemsize, str what):
 
 cdef ndarray as_ids(object value, str what):
     return as_vector(value, c"u", 8, what)
-
-
-cdef int check_length(str name, Py_ssize_t expected, Py_ssize_t got) except -1:
-    if expected != got:
-        raise DataError(f"{name} must have one element a sign, {expected}, got {got}")
-    return 0
-
-
-cdef int check_rows(
-    str name, Py_ssize_t num_signs, Py_ssize_t num_rows, Py_ssize_t dim
-) except -1:
-    if num_rows != num_signs:
-        raise DataError(f"{name} must have one row a sign, {num_signs}, got {num_rows}")
-    if not 1 <= dim <= MAX_DIM:
-        raise DataError(f"{name} must have 1..{MAX_DIM} columns (the dim), got {dim}")
-    return 0
 
 
 cdef ndarray new_vector(Py_ssize_t size, int number):
@@ -211,8 +137,6 @@ def empty_floats(*shape):
     cdef npy_intp num_bytes = sizeof(float)
     cdef int count = 0
     cdef ndarray block, array
-    if len(shape) > MOST_DIMENSIONS:
-        raise DataError(f"expected at most {MOST_DIMENSIONS} dimensions, got {len(shape)}")
     for length in shape:
         lengths[count] = length
         num_bytes *= lengths[count]

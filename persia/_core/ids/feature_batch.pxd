@@ -1,5 +1,3 @@
-"""The ids of one feature in one batch, deduplicated."""
-
 from numpy cimport ndarray
 
 

@@ -34,8 +34,7 @@ from libc.string cimport memcpy, memset
 from numpy cimport PyArray_DATA, PyArray_DIM, PyArray_SIZE, PyArray_STRIDE, ndarray, npy_intp
 
 from persia._core.base.arrays cimport (
-    MAX_IDS, as_ids, as_vector, describe, frozen, is_vector, new_i64, new_u32, new_u64,
-    of_floats, to_list, to_u64,
+    MAX_IDS, as_ids, as_vector, describe, frozen, is_vector, new_i64, new_u32, new_u64, to_ids,
 )
 from persia._core.base.threads cimport ThreadPool, persia_work_t
 from persia._core.base.types cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
@@ -456,8 +455,7 @@ cdef object own_weights(FeatureBatch batch, object weights):
 cdef int check_list(str what, object data) except -1:
     if not isinstance(data, (list, tuple)):
         raise DataTypeError(
-            f"{what}: expected a list with one array for each sample, "
-            f"got {describe(data)}{to_list(data)}"
+            f"{what}: expected a list with one array for each sample, got {describe(data)}"
         )
     return 0
 
@@ -516,26 +514,11 @@ cdef object own_offsets(str feature, ndarray offsets, size_t num_ids):
         if place == n:
             single = one_each(edges_data, n - 1)
     if place < n:
-        raise DataError(f"feature {feature!r}: {explain(offsets, place, num_ids)}")
-    return None if single else edges
-
-
-cdef str explain(ndarray offsets, size_t place, size_t num_ids):
-    """Say what is wrong with the first offset that does not fit."""
-    here = int(offsets[place])
-    if place == 0 and here != 0:
-        return f"expected offsets from 0, but the offsets start at {here}"
-    if place > 0 and here < int(offsets[place - 1]):
-        return (
-            f"expected offsets that never decrease, but the offsets decrease from "
-            f"{offsets[place - 1]} to {here} at sample {place - 1}"
+        raise DataError(
+            f"feature {feature!r}: expected offsets from 0 that never decrease, up to "
+            f"{num_ids}, the ids given, got {offsets[place]} at position {place}"
         )
-    if place == <size_t>offsets.size - 1:
-        return f"expected offsets up to {num_ids}, the ids given, but the offsets end at {here}"
-    return (
-        f"expected offsets of at most {num_ids}, the ids given, but the offsets reach {here} "
-        f"after sample {place - 1}"
-    )
+    return None if single else edges
 
 
 cdef object gather(str feature, tuple data, Gathered *gathered):
@@ -559,8 +542,8 @@ cdef object gather(str feature, tuple data, Gathered *gathered):
         item = data[sample]
         if not is_vector(item, c"u", 8):
             raise DataTypeError(
-                f"feature {feature!r}, sample {sample}: expected a 1-D numpy array of uint64"
-                f"{of_floats(item)}, got {describe(item)}{to_u64(item)}"
+                f"feature {feature!r}, sample {sample}: expected a 1-D numpy array of uint64, "
+                f"got {describe(item)}{to_ids(item)}"
             )
         ids = <ndarray>item
         length = PyArray_DIM(ids, 0)

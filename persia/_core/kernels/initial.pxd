@@ -1,5 +1,3 @@
-"""Initial values of a row: a pure function of (settings, seed, sign)."""
-
 cimport cython
 
 from persia._core.base.types cimport uint32_t, uint64_t

@@ -4,7 +4,6 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-MAX_DIM: int
 MAX_LAM: float
 OPTIONS: dict[str, dict[str, float | None]]
 

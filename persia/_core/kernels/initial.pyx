@@ -12,6 +12,8 @@
     poisson            Knuth's products, in pieces of lambda small enough for exp(-lambda)
 """
 
+import copyreg
+
 from persia.errors import ConfigError
 
 from libc.math cimport sqrt
@@ -20,7 +22,7 @@ from libc.string cimport memcpy
 
 import numpy as np
 
-from persia._core.kernels.optim import MAX_DIM, nearest, number, with_defaults
+from persia._core.kernels.optim import number, unknown, with_defaults
 
 from persia._core.base.hashing cimport mix64
 from persia._core.base.types cimport uint32_t, uint64_t
@@ -242,9 +244,7 @@ cdef double poisson_value(uint64_t stream, double pieces, double threshold) noex
 def complete(method, options):
     """The options of ``method`` with defaults filled in, each a checked float."""
     if method not in OPTIONS:
-        raise ConfigError(
-            f"initialization {method!r} is not known; {nearest(method, list(OPTIONS))}"
-        )
+        raise unknown("initialization", method, OPTIONS)
     owner = f"initialization {method}"
     result = {}
     for option, value in with_defaults(owner, options, OPTIONS[method]).items():
@@ -292,7 +292,7 @@ cdef class Initializer:
             self.parameters[i] = value
 
     def __reduce__(self):
-        return _rebuild, (self.name, self.options)
+        return copyreg.__newobj_ex__, (Initializer, (self.name,), self.options)
 
     def __repr__(self):
         options = "".join(f", {key}={value!r}" for key, value in self.options.items())
@@ -344,18 +344,12 @@ cdef class Initializer:
         """First values f32 [dim] of the row of ``sign`` under ``seed`` (both u64)."""
         cdef uint64_t seed_word = seed
         cdef uint64_t sign_word = sign
-        if not 1 <= dim <= MAX_DIM:
-            raise ConfigError(f"dim must be in 1..{MAX_DIM}, got {dim!r}")
         cdef uint32_t size = dim
         result = np.empty(size, dtype=np.float32)
         cdef float[::1] view = result
         with nogil:
             self.fill(seed_word, sign_word, &view[0], size)
         return result
-
-
-def _rebuild(method, options):
-    return Initializer(method, **options)
 
 
 def elementary(double x):

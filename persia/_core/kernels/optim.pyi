@@ -1,13 +1,16 @@
+from collections.abc import Iterable
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from persia.errors import ConfigError
+
 MAX_DIM: int
 OPTIONS: dict[str, dict[str, float | bool | None]]
 
-def nearest(name: object, known: list[str]) -> str: ...
+def unknown(what: str, name: object, known: Iterable[str]) -> ConfigError: ...
 def number(owner: str, option: str, value: object) -> float: ...
 def checked(
     owner: str, option: str, value: object, default: float | bool | None

@@ -15,13 +15,13 @@ every thread and shard. The state words of a row (4 bytes each):
     lion                             dim        m, from 0
 """
 
-import difflib
+import copyreg
 import functools
 import math
 
 import numpy as np
 
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, did_you_mean
 
 from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc
@@ -93,11 +93,10 @@ _BELOW_ONE = ("beta1", "beta2", "alpha")
 _FADING = ("adam", "rowwise_adam", "rmsprop")
 
 
-def nearest(name, known):
-    """The end of a message about an unknown ``name``: the nearest known one, and all."""
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}(known: {', '.join(known)})"
+def unknown(what, name, known):
+    """The error about a name that is none of those known."""
+    hint = did_you_mean(str(name), known)
+    return ConfigError(f"{what}: expected one of {', '.join(known)}, got {name!r}{hint}")
 
 
 def number(owner, option, value):
@@ -132,9 +131,8 @@ def with_defaults(owner, options, defaults):
     """Each option of ``defaults``, with the value that ``options`` give it."""
     for option in options:
         if option not in defaults:
-            raise ConfigError(
-                f"{owner} has no option {option!r}; {nearest(option, list(defaults))}"
-            )
+            hint = did_you_mean(option, defaults)
+            raise ConfigError(f"{owner} has no option {option!r}{hint}")
     values = {option: options.get(option, default) for option, default in defaults.items()}
     for option, value in values.items():
         if value is None:
@@ -145,7 +143,7 @@ def with_defaults(owner, options, defaults):
 def complete(name, options):
     """The options of optimizer ``name`` with defaults filled in, each checked."""
     if name not in OPTIONS:
-        raise ConfigError(f"optimizer {name!r} is not known; {nearest(name, list(OPTIONS))}")
+        raise unknown("optimizer", name, OPTIONS)
     complete_options = {
         option: checked(name, option, value, OPTIONS[name][option])
         for option, value in with_defaults(name, options, OPTIONS[name]).items()
@@ -266,7 +264,8 @@ cdef class RowOptimizer:
         return RowOptimizer(self.name, self.weight_bound, **{**self.options, "lr": lr})
 
     def __reduce__(self):
-        return _rebuild, (self.name, self.weight_bound, self.options)
+        return copyreg.__newobj_ex__, (
+            RowOptimizer, (self.name, self.weight_bound), self.options)
 
     def __repr__(self):
         options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
@@ -288,11 +287,11 @@ cdef class RowOptimizer:
 
     def state_words(self, dim):
         """Number of 4-byte words of state behind a row of ``dim`` floats."""
-        return self.state_width(checked_dim(dim))
+        return self.state_width(dim)
 
     def new_state(self, dim):
         """State u32 [state_words(dim)] of a row that was never stepped, as words."""
-        cdef uint32_t size = checked_dim(dim)
+        cdef uint32_t size = dim
         words = np.empty(self.state_width(size), dtype=np.uint32)
         cdef uint32_t[::1] view = words
         if view.shape[0]:
@@ -306,7 +305,7 @@ cdef class RowOptimizer:
             DataError: If the two matrices do not fit each other; nothing is changed.
         """
         cdef Py_ssize_t n = grads.shape[0]
-        cdef uint32_t dim = checked_dim(grads.shape[1])
+        cdef uint32_t dim = <uint32_t> grads.shape[1]
         cdef Py_ssize_t width = <Py_ssize_t>dim + self.state_width(dim)
         cdef persia_step_t kernel = self.step()
         cdef float **rows
@@ -330,13 +329,3 @@ cdef class RowOptimizer:
                 gradients[i] = &grads[i, 0]
             kernel(rows, NULL, gradients, n, dim, &self.settings)
             free(rows)
-
-
-def _rebuild(name, weight_bound, options):
-    return RowOptimizer(name, weight_bound, **options)
-
-
-cdef uint32_t checked_dim(object dim) except 0:
-    if not 1 <= dim <= MAX_DIM:
-        raise ConfigError(f"dim must be in 1..{MAX_DIM}, got {dim!r}")
-    return dim

@@ -12,7 +12,7 @@ class PoolCalls:
         self,
         mode: str,
         rows: NDArray[np.float32],
-        slots: NDArray[np.uint32] | None,
+        places: NDArray[np.uint32] | None,
         rounds: int,
         ids: FeatureBatch,
         out: NDArray[np.float32],
@@ -22,7 +22,7 @@ class PoolCalls:
         self,
         mode: str,
         grad: NDArray[np.float32],
-        slots: NDArray[np.uint32] | None,
+        places: NDArray[np.uint32] | None,
         rounds: int,
         ids: FeatureBatch,
         argmax: NDArray[np.int32] | None,
@@ -32,7 +32,7 @@ class PoolCalls:
     def scatter_add(
         self,
         grad: NDArray[np.float32],
-        slots: NDArray[np.uint32] | None,
+        places: NDArray[np.uint32] | None,
         rounds: int,
         out: NDArray[np.float32],
     ) -> None: ...
@@ -40,7 +40,7 @@ class PoolCalls:
 
 def gather(
     rows: NDArray[np.float32],
-    slots: NDArray[np.uint32] | None,
+    places: NDArray[np.uint32] | None,
     rounds: int,
     out: NDArray[np.float32],
 ) -> None: ...

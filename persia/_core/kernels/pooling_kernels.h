@@ -1,11 +1,10 @@
 /* Rows to pooled outputs and back, one feature at a time.
  *
  *     sample b -> positions offsets[b] .. offsets[b + 1] -> inverse[p] = d, a distinct id
- *     distinct id d -> slots[d * rounds .. + rounds] -> rows, whose sum is d's vector
+ *     distinct id d -> places[d * rounds .. + rounds] -> rows, whose sum is d's vector
  *
- * offsets NULL: sample b has exactly position b. slots NULL: rounds is 1 and d is its own row.
- * Every number is in range: the callers check with the scans at the end of this file, which
- * run over each array once. Outputs overlap neither inputs nor each other.
+ * offsets NULL: sample b has exactly position b. places NULL: rounds is 1 and d is its own row.
+ * Every number is in range. Outputs overlap neither inputs nor each other.
  *
  * The order of additions is part of the result: rounds, then positions, then samples, each
  * ascending. Elements of a row never meet, so the width of a vector changes nothing.
@@ -20,7 +19,7 @@
 enum { PERSIA_SUM, PERSIA_MEAN, PERSIA_SQRT, PERSIA_MAX };
 
 typedef struct {
-    const uint32_t *slots;   /* [num_distinct * rounds] or NULL */
+    const uint32_t *places;  /* [num_distinct * rounds] or NULL */
     size_t rounds;           /* at least 1 */
     const uint32_t *inverse; /* [num_ids] */
     size_t num_ids;
@@ -75,22 +74,22 @@ PERSIA_INLINE void persia_add_scaled(
         to[j] += from[j] * factor;
 }
 
-PERSIA_INLINE size_t persia_row_of(const uint32_t *slots, size_t rounds, size_t d, size_t r)
+PERSIA_INLINE size_t persia_row_of(const uint32_t *places, size_t rounds, size_t d, size_t r)
 {
-    return slots ? slots[d * rounds + r] : d;
+    return places ? places[d * rounds + r] : d;
 }
 
 /* The vector of distinct id d: its row itself, or the sum of its rounds in `scratch`. */
 PERSIA_INLINE const float *persia_vector(
-    size_t dim, const float *rows, const uint32_t *slots, size_t rounds, size_t d,
+    size_t dim, const float *rows, const uint32_t *places, size_t rounds, size_t d,
     float *restrict scratch)
 {
-    const float *first = rows + persia_row_of(slots, rounds, d, 0) * dim;
+    const float *first = rows + persia_row_of(places, rounds, d, 0) * dim;
     if (rounds == 1)
         return first;
     persia_copy(dim, scratch, first);
     for (size_t r = 1; r < rounds; r++)
-        persia_add(dim, scratch, rows + persia_row_of(slots, rounds, d, r) * dim);
+        persia_add(dim, scratch, rows + persia_row_of(places, rounds, d, r) * dim);
     return scratch;
 }
 
@@ -102,7 +101,7 @@ PERSIA_INLINE void persia_fetch_ahead(
         return;
     const size_t d = bags->inverse[p + PERSIA_POOL_AHEAD];
     for (size_t r = 0; r < bags->rounds; r++) {
-        const float *row = rows + persia_row_of(bags->slots, bags->rounds, d, r) * dim;
+        const float *row = rows + persia_row_of(bags->places, bags->rounds, d, r) * dim;
         if (for_write)
             PERSIA_FETCH_LINES(row, 4 * dim, 1);
         else
@@ -146,7 +145,7 @@ PERSIA_INLINE void persia_pool_sum_loop(
         /* Starts from the first vector, not from zero: a single id keeps its bits. */
         persia_fetch_ahead(dim, rows, &bags, begin, 0);
         const float *first = persia_vector(
-            dim, rows, bags.slots, bags.rounds, bags.inverse[begin], bags.scratch);
+            dim, rows, bags.places, bags.rounds, bags.inverse[begin], bags.scratch);
         if (weighted) {
             persia_scale(dim, total, first, bags.weights[begin]);
         } else if (end - begin == 1) {
@@ -158,7 +157,7 @@ PERSIA_INLINE void persia_pool_sum_loop(
         for (size_t p = begin + 1; p < end; p++) {
             persia_fetch_ahead(dim, rows, &bags, p, 0);
             const float *from = persia_vector(
-                dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch);
+                dim, rows, bags.places, bags.rounds, bags.inverse[p], bags.scratch);
             if (weighted)
                 persia_add_scaled(dim, total, from, bags.weights[p]);
             else
@@ -197,7 +196,7 @@ PERSIA_INLINE void persia_pool_max_loop(
             persia_fetch_ahead(dim, rows, &bags, p, 0);
             const int32_t d = (int32_t)bags.inverse[p];
             const float *from = persia_vector(
-                dim, rows, bags.slots, bags.rounds, bags.inverse[p], bags.scratch);
+                dim, rows, bags.places, bags.rounds, bags.inverse[p], bags.scratch);
             if (p == begin) {
                 persia_copy(dim, to, from);
                 PERSIA_ROW_LOOP
@@ -236,7 +235,7 @@ PERSIA_INLINE void persia_grad_sum_loop(
         for (size_t p = begin; p < end; p++) {
             persia_fetch_ahead(dim, out, &bags, p, 1);
             for (size_t r = 0; r < bags.rounds; r++) {
-                const size_t row = persia_row_of(bags.slots, bags.rounds, bags.inverse[p], r);
+                const size_t row = persia_row_of(bags.places, bags.rounds, bags.inverse[p], r);
                 if (weighted)
                     persia_add_scaled(dim, out + row * dim, from, bags.weights[p]);
                 else
@@ -293,7 +292,7 @@ PERSIA_INLINE void persia_grad_max_loop(
             if (d < 0)
                 continue;
             for (size_t r = 0; r < bags->rounds; r++) {
-                const size_t row = persia_row_of(bags->slots, bags->rounds, (size_t)d, r);
+                const size_t row = persia_row_of(bags->places, bags->rounds, (size_t)d, r);
                 out[row * dim + j] += grad[b * dim + j];
             }
         }
@@ -303,33 +302,33 @@ PERSIA_INLINE void persia_grad_max_loop(
 /* --- raw slots --------------------------------------------------------------------------------- */
 
 PERSIA_INLINE void persia_gather_loop(
-    size_t dim, const float *rows, const uint32_t *slots, size_t rounds, size_t num_distinct,
+    size_t dim, const float *rows, const uint32_t *places, size_t rounds, size_t num_distinct,
     float *restrict out)
 {
     for (size_t d = 0; d < num_distinct; d++) {
         if (d + PERSIA_POOL_AHEAD < num_distinct)
             for (size_t r = 0; r < rounds; r++)
                 PERSIA_FETCH_LINES(
-                    rows + persia_row_of(slots, rounds, d + PERSIA_POOL_AHEAD, r) * dim,
+                    rows + persia_row_of(places, rounds, d + PERSIA_POOL_AHEAD, r) * dim,
                     4 * dim, 0);
         float *restrict to = out + d * dim;
-        persia_copy(dim, to, rows + persia_row_of(slots, rounds, d, 0) * dim);
+        persia_copy(dim, to, rows + persia_row_of(places, rounds, d, 0) * dim);
         for (size_t r = 1; r < rounds; r++)
-            persia_add(dim, to, rows + persia_row_of(slots, rounds, d, r) * dim);
+            persia_add(dim, to, rows + persia_row_of(places, rounds, d, r) * dim);
     }
 }
 
 PERSIA_INLINE void persia_scatter_add_loop(
-    size_t dim, const float *grad, const uint32_t *slots, size_t rounds, size_t num_distinct,
+    size_t dim, const float *grad, const uint32_t *places, size_t rounds, size_t num_distinct,
     float *restrict out)
 {
     for (size_t d = 0; d < num_distinct; d++)
         for (size_t r = 0; r < rounds; r++) {
             if (d + PERSIA_POOL_AHEAD < num_distinct)
                 PERSIA_FETCH_LINES(
-                    out + persia_row_of(slots, rounds, d + PERSIA_POOL_AHEAD, r) * dim,
+                    out + persia_row_of(places, rounds, d + PERSIA_POOL_AHEAD, r) * dim,
                     4 * dim, 1);
-            persia_add(dim, out + persia_row_of(slots, rounds, d, r) * dim, grad + d * dim);
+            persia_add(dim, out + persia_row_of(places, rounds, d, r) * dim, grad + d * dim);
         }
 }
 
@@ -355,14 +354,6 @@ PERSIA_INLINE int persia_any_nonfinite_of(const float *values, size_t n)
         found |= (bits & 0x7F800000u) == 0x7F800000u;
     }
     return (int)found;
-}
-
-PERSIA_INLINE uint32_t persia_max_u32_of(const uint32_t *values, size_t n)
-{
-    uint32_t largest = 0;
-    for (size_t i = 0; i < n; i++)
-        largest = values[i] > largest ? values[i] : largest;
-    return largest;
 }
 
 /* As unsigned, so that a negative number is the largest of all. */
@@ -408,22 +399,20 @@ PERSIA_VARIANTS(
     })
 PERSIA_VARIANTS(
     void, persia_gather,
-    (const float *rows, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
+    (const float *rows, const uint32_t *places, size_t rounds, size_t num_distinct, size_t dim,
      float *out),
-    { PERSIA_BY_DIM(persia_gather_loop, dim, rows, slots, rounds, num_distinct, out) })
+    { PERSIA_BY_DIM(persia_gather_loop, dim, rows, places, rounds, num_distinct, out) })
 PERSIA_VARIANTS(
     void, persia_scatter_add,
-    (const float *grad, const uint32_t *slots, size_t rounds, size_t num_distinct, size_t dim,
+    (const float *grad, const uint32_t *places, size_t rounds, size_t num_distinct, size_t dim,
      float *out),
-    { PERSIA_BY_DIM(persia_scatter_add_loop, dim, grad, slots, rounds, num_distinct, out) })
+    { PERSIA_BY_DIM(persia_scatter_add_loop, dim, grad, places, rounds, num_distinct, out) })
 PERSIA_VARIANTS(
     void, persia_index_add,
     (const float *grad, const int64_t *index, size_t n, size_t dim, float *out),
     { PERSIA_BY_DIM(persia_index_add_loop, dim, grad, index, n, out) })
 PERSIA_VARIANTS(int, persia_any_nonfinite, (const float *values, size_t n),
                 { return persia_any_nonfinite_of(values, n); })
-PERSIA_VARIANTS(uint32_t, persia_max_u32, (const uint32_t *values, size_t n),
-                { return persia_max_u32_of(values, n); })
 PERSIA_VARIANTS(uint64_t, persia_max_u64, (const int64_t *values, size_t n),
                 { return persia_max_u64_of(values, n); })
 
@@ -436,7 +425,6 @@ typedef struct {
     void (*scatter_add)(const float *, const uint32_t *, size_t, size_t, size_t, float *);
     void (*index_add)(const float *, const int64_t *, size_t, size_t, float *);
     int (*any_nonfinite)(const float *, size_t);
-    uint32_t (*max_u32)(const uint32_t *, size_t);
     uint64_t (*max_u64)(const int64_t *, size_t);
 } persia_pooling_t;
 
@@ -444,7 +432,7 @@ typedef struct {
     {                                                                             \
         persia_pool_##level, persia_pool_grad_##level, persia_grad_fresh_##level, \
         persia_gather_##level, persia_scatter_add_##level, persia_index_add_##level, \
-        persia_any_nonfinite_##level, persia_max_u32_##level, persia_max_u64_##level \
+        persia_any_nonfinite_##level, persia_max_u64_##level                      \
     }
 
 static const persia_pooling_t persia_pooling[PERSIA_NUM_LEVELS] = {

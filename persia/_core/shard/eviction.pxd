@@ -96,8 +96,6 @@ cdef void eviction_note_expired(
     Eviction *eviction, const Recency *recency, position_t position) noexcept nogil
 # After the uses of a request: halve counts when it is time, a bounded number of steps a call.
 cdef void eviction_age(Eviction *eviction, Recency *recency, Slabs *slabs) noexcept nogil
-# Walks the orders in the order of eviction, policy after policy: the n-th, or NO_ORDER.
-cdef uint32_t eviction_nth_order(const Eviction *eviction, uint32_t n) noexcept nogil
 # Rows that are still to be moved since counts were halved.
 cdef uint64_t policy_num_draining(
     const Policy *policy, const Recency *recency) noexcept nogil

@@ -20,8 +20,8 @@ from libc.string cimport memset
 
 from persia._core.base.types cimport int64_t
 from persia._core.shard.recency cimport (
-    NO_ORDER, NO_SEGMENT, Order, Segment, recency_add_orders, recency_drain, recency_expired,
-    recency_walk,
+    NO_SEGMENT, Order, Segment, recency_add_orders, recency_drain, recency_expired,
+    recency_oldest,
 )
 
 
@@ -120,21 +120,6 @@ cdef int eviction_restart(Eviction *eviction, Recency *recency) noexcept nogil:
     return 0
 
 
-cdef uint32_t eviction_nth_order(const Eviction *eviction, uint32_t n) noexcept nogil:
-    cdef uint32_t i
-    for i in range(eviction.num_policies):
-        if eviction.policies[i].kind == LRU:
-            if n == 0:
-                return eviction.policies[i].first
-            n -= 1
-        elif n < LFU_ORDERS:
-            # What is still to be drained comes first, then class 0 and so on.
-            return policy_order(&eviction.policies[i], n - 1 if n else LFU_CLASSES)
-        else:
-            n -= LFU_ORDERS
-    return NO_ORDER
-
-
 cdef uint64_t policy_num_draining(
     const Policy *policy, const Recency *recency
 ) noexcept nogil:
@@ -172,7 +157,7 @@ cdef uint32_t next_segment(const Policy *policy, const Recency *recency) noexcep
 cdef uint32_t eviction_take(
     Eviction *eviction, const Recency *recency, row_t *rows, uint32_t count
 ) noexcept nogil:
-    cdef uint32_t i, number, best = NO_SEGMENT, offset = 0
+    cdef uint32_t i, number, best = NO_SEGMENT
     cdef Policy *giver = NULL
     for i in range(eviction.num_policies):
         number = next_segment(&eviction.policies[i], recency)
@@ -184,8 +169,8 @@ cdef uint32_t eviction_take(
     if best == NO_SEGMENT:
         return 0
     # No more than the segment has: the next one may be younger than another policy's.
-    count = recency_walk(
-        recency, &best, &offset, rows, min(count, segment_at(recency, best).num_live))
+    count = min(count, segment_at(recency, best).num_live)
+    recency_oldest(recency, best, rows, count)
     giver.num_evicted += count
     return count
 
@@ -202,15 +187,17 @@ cdef uint32_t eviction_sweep(
     uint32_t *num_looks
 ) noexcept nogil:
     cdef const Segment *segment
-    cdef uint32_t number, offset = 0
+    cdef uint32_t number
     while num_looks[0] and recency.num_segments:
         number = eviction.swept if eviction.swept < recency.num_segments else 0
         segment = segment_at(recency, number)
         if recency_expired(recency, number, recency.clocks) and segment.num_live:
             # The cursor stays: there may be more of it.
             eviction.swept = number
-            policy_of(eviction, segment.order).num_expired += min(count, segment.num_live)
-            return recency_walk(recency, &number, &offset, rows, min(count, segment.num_live))
+            count = min(count, segment.num_live)
+            policy_of(eviction, segment.order).num_expired += count
+            recency_oldest(recency, number, rows, count)
+            return count
         eviction.swept = number + 1
         num_looks[0] -= 1
     return 0

@@ -126,11 +126,9 @@ cdef void recency_settle(Recency *recency) noexcept nogil
 cdef void recency_drain(
     Recency *recency, Slabs *slabs, uint32_t source, uint32_t target, uint32_t count
 ) noexcept nogil
-# Walks the live rows of an order, oldest first: the first call passes its oldest segment and
-# offset 0; 0 rows written is the end.
-cdef uint32_t recency_walk(
-    const Recency *recency, uint32_t *segment, uint32_t *offset, row_t *rows, uint32_t count
-) noexcept nogil
+# The oldest ``count`` live rows of a segment that has as many.
+cdef void recency_oldest(
+    const Recency *recency, uint32_t number, row_t *rows, uint32_t count) noexcept nogil
 # Whether invariant I5 forbids this segment and the next to be two.
 cdef bint recency_mergeable(const Recency *recency, uint32_t number) noexcept nogil
 cdef uint64_t recency_bytes(const Recency *recency) noexcept nogil

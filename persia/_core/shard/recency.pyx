@@ -593,35 +593,18 @@ cdef void recency_settle(Recency *recency) noexcept nogil:
                 segment_squeeze(recency, segment)
 
 
-cdef uint32_t recency_walk(
-    const Recency *recency, uint32_t *segment, uint32_t *offset, row_t *rows, uint32_t count
+cdef void recency_oldest(
+    const Recency *recency, uint32_t number, row_t *rows, uint32_t count
 ) noexcept nogil:
-    """Continue at (segment, offset), which are moved."""
-    cdef uint32_t written = 0
-    cdef uint32_t word, index, i
+    cdef const Segment *segment = segment_at(recency, number)
+    cdef uint32_t word = 0, written = 0, first = 0
     cdef uint64_t live, below
-    cdef Segment *at
-    while segment[0] != NO_SEGMENT and written < count:
-        at = segment_at(recency, segment[0])
-        word = offset[0] // 64
-        index = 0
-        for i in range(word):
-            index += persia_popcount(at.held[i])
-        while word < SEGMENT_WORDS and written < count:
-            # Offsets below the cursor were given out by an earlier call.
-            live = at.live[word] & ~((<uint64_t> 1 << (offset[0] % 64)) - 1)
-            while live and written < count:
-                i = persia_lowest_bit(live)
-                below = at.held[word] & ((<uint64_t> 1 << i) - 1)
-                rows[written] = at.rows[index + persia_popcount(below)]
-                written += 1
-                live &= live - 1
-                offset[0] = word * 64 + i + 1
-            if live == 0:
-                index += persia_popcount(at.held[word])
-                word += 1
-                offset[0] = word * 64
-        if offset[0] >= SEGMENT_ENTRIES:
-            segment[0] = at.next
-            offset[0] = 0
-    return written
+    while written < count:
+        live = segment.live[word]
+        while live and written < count:
+            below = segment.held[word] & ((<uint64_t> 1 << persia_lowest_bit(live)) - 1)
+            rows[written] = segment.rows[first + persia_popcount(below)]
+            written += 1
+            live &= live - 1
+        first += persia_popcount(segment.held[word])
+        word += 1

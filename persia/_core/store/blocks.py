@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._core.kernels.optim import MAX_DIM
 from persia.errors import DataError
 
 Values = NDArray[np.float32] | NDArray[np.uint16]
@@ -52,6 +53,8 @@ class RowBlock:
                 )
             if not array.flags.c_contiguous:
                 raise DataError(f"block: {name} must be C-contiguous")
+        if not 1 <= self.dim <= MAX_DIM:
+            raise DataError(f"block: values must have 1..{MAX_DIM} columns, got {self.dim}")
 
     def __len__(self) -> int:
         return len(self.signs)

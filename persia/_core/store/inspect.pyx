@@ -1,96 +1,25 @@
-"""What a store holds: its rows in the order of eviction, its counts, and whether it is sound.
+"""What a store counts, and whether it is sound.
 
 Each function takes one shard's lock after another: between two of them the store may change.
 """
 
-from libc.string cimport memcpy
-
-import numpy as np
-
 from persia._core.base.hashing cimport mix64
-from persia._core.base.types cimport row_t, uint32_t, uint64_t
-from persia._core.shard.eviction cimport (
-    LFU, eviction_nth_order, policy_num_draining, policy_num_rows,
-)
+from persia._core.base.types cimport row_t, uint64_t
+from persia._core.shard.eviction cimport LFU, policy_num_draining, policy_num_rows
 from persia._core.shard.recency cimport (
-    NO_ORDER, NO_SEGMENT, OFFSET_BITS, SEGMENT_ENTRIES, Order, Segment, recency_expired,
-    recency_mergeable, recency_walk, segment_at,
+    NO_SEGMENT, OFFSET_BITS, SEGMENT_ENTRIES, Order, Segment, recency_mergeable, segment_at,
 )
-from persia._core.shard.row_format cimport Format, read_values, set_format
-from persia._core.shard.shard cimport (
-    PyThread_acquire_lock, PyThread_release_lock, Shard, shard_bytes,
-)
+from persia._core.shard.shard cimport PyThread_acquire_lock, PyThread_release_lock, shard_bytes
 from persia._core.shard.sign_index cimport BUCKET_SLOTS, index_find
-from persia._core.shard.slabs cimport PLACE_BITS, Row, is_place, is_row_of, row_at, row_values
+from persia._core.shard.slabs cimport Row, is_place, is_row_of, row_at
 
 from persia.errors import InternalError
-
-cdef enum:
-    WALKED_ROWS = 64
 
 # Of ``row_counts``.
 COUNTS = (
     "rows", "bytes", "evicted", "evicted_lru", "evicted_lfu", "expired", "inserted", "refused",
     "missing", "entries",
 )
-
-
-cdef list rows_of_shard(Shard *shard, const uint64_t *clocks):
-    cdef uint32_t slab
-    blocks = []
-    with nogil:
-        PyThread_acquire_lock(shard.lock, 1)
-    try:
-        for slab in range(shard.slabs.num_slabs):
-            if shard.slabs.slabs[slab].num_live:
-                blocks.append(rows_of_slab(shard, slab, clocks))
-    finally:
-        PyThread_release_lock(shard.lock)
-    return blocks
-
-
-cdef tuple rows_of_slab(Shard *shard, uint32_t slab, const uint64_t *clocks):
-    """The rows of one shape: signs [n], values [n, dim] as f32, states [n, words]."""
-    cdef uint32_t segment, offset, i, count, order, nth = 0
-    cdef uint32_t dim = shard.slabs.slabs[slab].dim
-    cdef uint32_t words = shard.slabs.slabs[slab].state_words
-    cdef row_t[WALKED_ROWS] rows
-    cdef Py_ssize_t at = 0
-    cdef Row *row
-    cdef Format format
-    set_format(&format, shard.slabs.slabs[slab].dtype, dim, words)
-    size = shard.slabs.slabs[slab].num_live
-    signs = np.empty(size, dtype=np.uint64)
-    values = np.empty((size, dim), dtype=np.float32)
-    states = np.empty((size, words), dtype=np.uint32)
-    cdef uint64_t[::1] signs_view = signs
-    cdef float[:, ::1] values_view = values
-    cdef uint32_t[:, ::1] states_view = states
-    # The caller holds the lock, so the walk may go without the GIL.
-    with nogil:
-        order = eviction_nth_order(&shard.eviction, nth)
-        while order != NO_ORDER:
-            segment = shard.recency.orders[order].oldest
-            offset = 0
-            count = recency_walk(&shard.recency, &segment, &offset, rows, WALKED_ROWS)
-            while count:
-                for i in range(count):
-                    row = row_at(&shard.slabs, rows[i])
-                    # An order holds rows of all shapes.
-                    if shard.slabs.views[rows[i] >> PLACE_BITS].slab != slab or recency_expired(
-                            &shard.recency, row.position >> OFFSET_BITS, clocks):
-                        continue
-                    signs_view[at] = row.sign
-                    read_values(&format, &values_view[at, 0], row_values(row))
-                    if words:
-                        memcpy(
-                            &states_view[at, 0], row_values(row) + format.value_words,
-                            words * sizeof(float))
-                    at += 1
-                count = recency_walk(&shard.recency, &segment, &offset, rows, WALKED_ROWS)
-            nth += 1
-            order = eviction_nth_order(&shard.eviction, nth)
-    return signs[:at], values[:at], states[:at]
 
 
 cdef list policy_counts(Shard *shards, uint32_t num_shards, uint32_t num_policies):

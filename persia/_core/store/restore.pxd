@@ -1,5 +1,3 @@
-"""Rows and counts that come back into a store from a file."""
-
 from persia._core.base.types cimport uint32_t, uint64_t, uint8_t
 from persia._core.shard.shard cimport Shard
 from persia._core.store.request cimport Request, RequestResult

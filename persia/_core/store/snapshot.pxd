@@ -12,11 +12,11 @@ from persia._core.store.snapshot_part cimport Cursor, ImageCursor, SnapshotPart
 cdef class Snapshot:
     cdef SnapshotPart *parts
     cdef Images taken               # of the part that is being read
-    cdef readonly uint32_t num_parts
+    cdef uint32_t num_parts
     cdef readonly uint64_t num_rows
     cdef readonly uint64_t copied_bytes
     cdef readonly uint64_t side_bytes
-    cdef readonly double wait_seconds
+    cdef double wait_seconds
     cdef readonly bint is_full
     cdef readonly bint is_read
     cdef readonly bint is_closed
@@ -57,11 +57,10 @@ cdef class Watch:
     cdef int begin_epoch(
         self, Snapshot snapshot, uint32_t since, const uint64_t *clocks) except -1
     cdef int check_consumer(self, consumer) except -1
+    cdef int check_idle(self, consumer) except -1
     cdef void set_epochs(self) noexcept
     cdef void trim_logs(self) noexcept
     cdef int open(self, str name, uint64_t max_bytes) except -1
     cdef int close(self, str name) except -1
-    cdef int before_changes(self, consumer) except -1
-    cdef int check_idle(self, consumer) except -1
     cdef int make_room(self) except -1
     cdef int before_clear(self) except -1

@@ -22,10 +22,8 @@ class Snapshot:
     is_read: bool  # all its blocks were given out
     is_closed: bool  # it is over, read or not
     consumer: str | None  # the one whose changes it has
-    num_parts: int  # shards
     copied_bytes: int  # of copies if every row changes at once, an upper bound
     side_bytes: int  # of copies, above which the next request waits for the reader
-    wait_seconds: float  # how long a request waits until the snapshot is given up
     last: int  # number of the epoch that it closed
 
     @property
@@ -50,15 +48,6 @@ class Snapshot:
     def close(self) -> None:
         """End the snapshot; unless committed, its changes come again in the next one."""
 
-    def make_room(self) -> None:
-        """Wait until copies fit into ``side_bytes`` again, or give the snapshot up."""
-
-    def wait_until_read(self) -> None:
-        """Wait until all blocks were given out, or give the snapshot up."""
-
-    def give_up(self, why: str) -> None:
-        """End the snapshot; its reader gets a StoreError that says why."""
-
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
 
@@ -68,6 +57,3 @@ class Watch:
 
     cursors: dict[str, int | None]
     snapshots: tuple[Snapshot, ...]
-
-    def ended(self, snapshot: Snapshot, committed: bool) -> None:
-        """Watch no longer for this snapshot."""

@@ -28,10 +28,7 @@ from persia._core.store.snapshot_part cimport (
     part_read, part_take_images,
 )
 
-from persia.errors import DataError, InternalError, StoreError
-
-cdef enum:
-    MAX_BLOCK_ROWS = 0x1000000
+from persia.errors import InternalError, StoreError
 
 
 @cython.internal
@@ -156,8 +153,6 @@ cdef class Snapshot:
             images_free(&self.taken)
 
     def blocks(self, max_rows=65536):
-        if not 1 <= max_rows <= MAX_BLOCK_ROWS:
-            raise DataError(f"max_rows must be in 1..{MAX_BLOCK_ROWS}, got {max_rows}")
         with self.lock:
             self.check()
             if self.is_begun:
@@ -290,7 +285,7 @@ cdef class Snapshot:
                 part_end(part)
 
     def _lose(self, number):
-        self.give_up(
+        self._give_up(
             f"the snapshot has lost rows of shard {number}: they were cleared before they were "
             f"read, or there was no memory for copies")
         self.check()
@@ -326,32 +321,32 @@ cdef class Snapshot:
             self.is_closed = True
             self.end_parts()
         # Not under ``lock``: the watch takes its own lock.
-        self.watch.ended(self, committed)
+        self.watch._ended(self, committed)
         self._notify()
 
-    def give_up(self, why):
+    def _give_up(self, why):
         with self.lock:
             # The first reason stays: a later one is often its consequence.
             if self.failure is None and not self.is_closed:
                 self.failure = why
         self._end(False)
 
-    def wait_until_read(self):
+    def _wait_until_read(self):
         with self.given:
             is_over = self.given.wait_for(
                 lambda: self.is_closed or self.is_read, self.wait_seconds)
         if not is_over:
-            self.give_up(
+            self._give_up(
                 f"the snapshot was cancelled: all rows were cleared, and it was not read for "
                 f"{self.wait_seconds} seconds")
 
-    def make_room(self):
+    def _make_room(self):
         with self.given:
             has_room = self.given.wait_for(
                 lambda: self.is_closed or self.image_bytes() <= self.side_bytes,
                 self.wait_seconds)
         if not has_room:
-            self.give_up(
+            self._give_up(
                 "the snapshot was cancelled: copies of rows that changed before they were read "
                 f"take {self.image_bytes()} bytes of {self.side_bytes}, and nothing was read "
                 f"for {self.wait_seconds} seconds")
@@ -406,10 +401,13 @@ cdef class Watch:
         cdef Snapshot snapshot
         cdef uint32_t since = 0
         cdef uint64_t[NUM_CLOCKS] now
+        if consumer is not None:
+            with self.lock:
+                self.check_idle(consumer)
+            self.make_room()                # for rows that it drops because they have expired
         memcpy(now, clocks, sizeof(now))    # of all shards, whatever requests say meanwhile
         with self.lock:
             if consumer is not None:
-                self.check_consumer(consumer)
                 self.check_idle(consumer)
                 if not full and self.cursors[consumer] is not None:
                     since = self.cursors[consumer] + 1
@@ -441,19 +439,13 @@ cdef class Watch:
                 f"got {consumer!r}")
         return 0
 
-    cdef int before_changes(self, consumer) except -1:
-        """Before a snapshot that drops what has expired."""
-        with self.lock:
-            self.check_consumer(consumer)
-            self.check_idle(consumer)
-        return self.make_room()
-
     cdef int check_idle(self, consumer) except -1:
+        self.check_consumer(consumer)
         if any(other.consumer == consumer for other in self.snapshots):
             raise StoreError(f"consumer {consumer!r} has a snapshot under way; end it first")
         return 0
 
-    def ended(self, snapshot, committed):
+    def _ended(self, snapshot, committed):
         with self.lock:
             self.snapshots = tuple(other for other in self.snapshots if other is not snapshot)
             if committed and snapshot.consumer in self.cursors:
@@ -494,11 +486,11 @@ cdef class Watch:
     cdef int make_room(self) except -1:
         """Before a request that may change rows."""
         for snapshot in self.snapshots:
-            snapshot.make_room()
+            snapshot._make_room()
         return 0
 
     cdef int before_clear(self) except -1:
         """Let every reader finish, or give its snapshot up."""
         for snapshot in self.snapshots:
-            snapshot.wait_until_read()
+            snapshot._wait_until_read()
         return 0

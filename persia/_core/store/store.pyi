@@ -1,4 +1,4 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -22,7 +22,7 @@ class EmbeddingStore:
     keep their values, as in ``halves.DTYPES``. A request raises before it changes anything,
     except for DimMismatch (a sign is stored with another dim, dtype or state size; an earlier
     part of the request may have been served) and MemoryError. NotConfigured: there is no
-    optimizer at all.
+    optimizer at all. Shapes and settings are the caller's to check.
 
     Args:
         capacity: Rows, divided over the shards; LRU is exact within a shard.
@@ -42,7 +42,7 @@ class EmbeddingStore:
         attach: Take up what another process left there, with the same other arguments.
 
     Raises:
-        ConfigError: An argument is out of its range.
+        ConfigError: There are more policies than a store has room for.
         StoreError: What is in the state file is not whole; it is best removed then.
     """
 
@@ -258,20 +258,6 @@ class EmbeddingStore:
 
     def set_clocks(self, milliseconds: int, steps: int) -> None:
         """Say what time it is, for the requests to come; a time before the last is ignored."""
-
-    def shard_entries(
-        self, number: int
-    ) -> list[tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint32]]]:
-        """Return one shard's (signs, values, states), a tuple per shape.
-
-        Rows come in the order in which their policy evicts them, policy after policy; expired
-        ones are left out. Written in this order they are in it again, whatever was counted.
-        """
-
-    def iterate(
-        self,
-    ) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint32]]]:
-        """Yield ``shard_entries`` of every shard."""
 
     def stats(self) -> dict[str, int]:
         """Return rows, bytes, entries (of the order of use), and counts since the start.

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from persia._core.base import cpu
-from persia._core.kernels.optim import MAX_DIM, OPTIONS, RowOptimizer
+from persia._core.kernels.optim import OPTIONS, RowOptimizer
 from persia.errors import ConfigError, DataError
 from tests.reference import optim as model
 
@@ -67,7 +66,7 @@ def bits(values: Floats) -> list[int]:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("extra", [{}, {"weight_decay": 0.01, "weight_bound": 0.7}])
-def test_each_kernel_agrees_with_the_model_bit_for_bit(
+def test_w64_each_kernel_agrees_with_the_model_bit_for_bit(
     kernel: str, extra: dict[str, float], level: str
 ) -> None:
     name, options = KERNELS[kernel]
@@ -75,28 +74,14 @@ def test_each_kernel_agrees_with_the_model_bit_for_bit(
     bound = extra.get("weight_bound", 0.0)
     for dim in range(1, 71):
         rng = np.random.default_rng(dim)
-        values, steps = batch(rng, 2, dim), [batch(rng, 2, dim) for _ in range(3)]
+        # 25 rows reach past the prefetch distance.
+        values, steps = batch(rng, 25, dim), [batch(rng, 25, dim) for _ in range(3)]
         rows = run(optimizer, values, steps)
-        for i in range(2):
+        for i in (0, 24):
             want, state = values[i], model.new_state(name, optimizer.options, dim)
             for grads in steps:
                 want, state = model.step(name, optimizer.options, bound, want, state, grads[i])
             assert bits(rows[i]) == bits(np.concatenate([want, state])), (dim, i)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_w64_every_variant_gives_the_same_bytes(kernel: str) -> None:
-    name, options = KERNELS[kernel]
-    optimizer = RowOptimizer(name, weight_decay=1e-3, weight_bound=2.0, **options)
-    for dim in range(1, 71):
-        results = []
-        for one in cpu.available():
-            cpu.select(one)
-            rng = np.random.default_rng(dim)
-            # 25 rows reach past the prefetch distance.
-            results.append(run(optimizer, batch(rng, 25, dim), [batch(rng, 25, dim)] * 2))
-        cpu.select(None)
-        assert all(bits(other) == bits(results[0]) for other in results), dim
 
 
 # With the same names of options.
@@ -384,13 +369,6 @@ def test_w34_lengths_that_do_not_fit_are_refused(kernel: str) -> None:
     optimizer.step_rows(values[:0], np.ones((0, 8), np.float32))  # none is legal
 
 
-def test_dims_out_of_range() -> None:
-    assert {name for name, _ in KERNELS.values()} == set(OPTIONS)  # all are tested here
-    for dim in (0, -1, MAX_DIM + 1):
-        with pytest.raises(ConfigError, match="dim must be in 1"):
-            RowOptimizer("adam").state_words(dim)
-
-
 def test_a_bound_of_zero_or_less_is_none_and_none_hides_a_nan(level: str) -> None:
     values, zeros = np.array([[np.nan, 1e30] * 9], np.float32), np.zeros((1, 18), np.float32)
     for bound, kept in ((0.0, np.float32(1e30)), (-1.0, np.float32(1e30)), (1.0, 1.0)):
@@ -400,7 +378,7 @@ def test_a_bound_of_zero_or_less_is_none_and_none_hides_a_nan(level: str) -> Non
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("sdg", {}, "optimizer 'sdg' is not known; did you mean 'sgd'"),
+    ("sdg", {}, "optimizer: expected one of .* got 'sdg', did you mean 'sgd'"),
     ("sgd", {}, "sgd: lr must be a number, it was not given"),
     ("sgd", {"lr": -0.1}, "sgd: lr must be at least 0, got -0.1"),
     ("sgd", {"lr": float("nan")}, "sgd: lr must be finite"),
@@ -433,6 +411,7 @@ def test_bad_settings_name_the_option(name: str, options: dict[str, Any], messag
 
 
 def test_defaults_are_the_originals() -> None:
+    assert {name for name, _ in KERNELS.values()} == set(OPTIONS)  # all are tested here
     assert RowOptimizer("adagrad").options == OPTIONS["adagrad"]
     assert RowOptimizer("sgd", lr=1).options == {"lr": 1, "momentum": 0, "weight_decay": 0}
     rates = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}

@@ -18,7 +18,7 @@ from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._core.kernels import pooling
 from persia._core.kernels.pooling import PoolCalls
-from persia.errors import ConfigError, DataError, DataTypeError
+from persia.errors import DataError
 from tests.reference import pooling as model
 from tests.support.profiles import tries
 
@@ -32,13 +32,13 @@ class Feature(NamedTuple):
     """A feature and where its rows are."""
 
     ids: FeatureBatch
-    slots: Numbers | None
+    places: Numbers | None
     rounds: int
 
     @property
     def bags(self) -> model.Bags:
         ids = self.ids
-        return model.Bags(self.slots, self.rounds, ids.inverse, ids.offsets, ids.weights)
+        return model.Bags(self.places, self.rounds, ids.inverse, ids.offsets, ids.weights)
 
 
 def normals(rng: np.random.Generator, n: int, dim: int) -> Floats:
@@ -59,7 +59,7 @@ def make_feature(
     single: int = 0,
 ) -> Feature:
     """Random ids below ``num_rows``; ``lengths`` None gives ``single`` samples of one id each,
-    ``rounds`` 0 no slots."""
+    ``rounds`` 0 no places."""
     num_ids = single if lengths is None else sum(lengths)
     values = rng.integers(0, num_rows, num_ids, dtype=np.uint64)
     weights = rng.standard_normal(num_ids, dtype=np.float32) if weighted else None
@@ -67,16 +67,16 @@ def make_feature(
         weights[weights > 1] = 0
     edges = np.arange(num_ids + 1) if lengths is None else np.cumsum([0, *lengths])
     ids = FeatureBatch.from_csr("f", values, edges, weights)
-    slots = None
+    places = None
     if rounds:
-        slots = rng.integers(0, num_rows, ids.num_distinct * rounds, dtype=np.uint32)
-    return Feature(ids, slots, rounds or 1)
+        places = rng.integers(0, num_rows, ids.num_distinct * rounds, dtype=np.uint32)
+    return Feature(ids, places, rounds or 1)
 
 
 def pool(mode: str, feature: Feature, rows: Floats) -> tuple[Floats, Any]:
     out = np.full((feature.ids.batch_size, rows.shape[1]), np.nan, np.float32)
     calls = PoolCalls()
-    argmax = calls.pool(mode, rows, feature.slots, feature.rounds, feature.ids, out)
+    argmax = calls.pool(mode, rows, feature.places, feature.rounds, feature.ids, out)
     assert calls.run(ALONE)
     return out, argmax
 
@@ -87,7 +87,7 @@ def pool_grad(
     out = out.copy()
     calls = PoolCalls()
     calls.begin_sums(None)
-    calls.pool_grad(mode, grad, feature.slots, feature.rounds, feature.ids, argmax, skip, out)
+    calls.pool_grad(mode, grad, feature.places, feature.rounds, feature.ids, argmax, skip, out)
     calls.run(ALONE)
     return out
 
@@ -129,24 +129,24 @@ def test_pooling_and_gradient_agree_with_the_model(
     got = pool_grad(mode, feature, grad, argmax, skip, start)
     assert same(got, model.pool_grad(mode, bags, grad, want_argmax, skip, start))
     # Set to zero first, or written where a row's first gradient comes.
-    sums = np.full((num_rows if feature.slots is not None else num_distinct, dim), np.nan)
+    sums = np.full((num_rows if feature.places is not None else num_distinct, dim), np.nan)
     sums = sums.astype(np.float32)
     calls = PoolCalls()
     calls.begin_sums(sums)
-    calls.pool_grad(mode, grad, feature.slots, feature.rounds, feature.ids, argmax, skip, sums)
+    calls.pool_grad(mode, grad, feature.places, feature.rounds, feature.ids, argmax, skip, sums)
     assert calls.run(ALONE)
     zeros = np.zeros_like(sums)
     assert same(sums, model.pool_grad(mode, bags, grad, want_argmax, skip, zeros))
     assert not np.signbit(sums[sums == 0]).any()
 
     vectors = np.full((num_distinct, dim), np.nan, np.float32)
-    window = rows if feature.slots is not None else rows[:num_distinct]
-    pooling.gather(window, feature.slots, feature.rounds, vectors)
+    window = rows if feature.places is not None else rows[:num_distinct]
+    pooling.gather(window, feature.places, feature.rounds, vectors)
     assert same(vectors, model.gather(bags, rows, num_distinct))
     distinct_grad, got = normals(rng, num_distinct, dim), start.copy()
     calls = PoolCalls()
     calls.begin_sums(None)
-    calls.scatter_add(distinct_grad, feature.slots, feature.rounds, got[: len(window)])
+    calls.scatter_add(distinct_grad, feature.places, feature.rounds, got[: len(window)])
     assert calls.run(ALONE)
     assert same(got, model.scatter_add(bags, distinct_grad, start))
 
@@ -171,7 +171,7 @@ def test_w64_every_variant_gives_the_same_bytes() -> None:
             found += [pool("sum", heavy, rows)[0]]
             found += [pool_grad("sum", heavy, grad, None, None, rows)]
             vectors = np.zeros((feature.ids.num_distinct, dim), np.float32)
-            pooling.gather(rows, feature.slots, feature.rounds, vectors)
+            pooling.gather(rows, feature.places, feature.rounds, vectors)
             sums = np.zeros((40, dim), np.float32)
             pooling.index_add(vectors, rng.integers(0, 40, len(vectors)), sums)
             found += [vectors, sums, pooling.nonfinite(rows), pooling.nonfinite(grad)]
@@ -193,8 +193,8 @@ def test_values_and_gradients_agree_with_embedding_bag(
     assert ids.num_ids > ids.num_distinct
     rows, grad = normals(rng, 6, dim), normals(rng, 7, dim)
     weight = torch.from_numpy(rows.copy()).requires_grad_()
-    assert feature.slots is not None
-    stack = weight[torch.from_numpy(feature.slots.astype(np.int64))]
+    assert feature.places is not None
+    stack = weight[torch.from_numpy(feature.places.astype(np.int64))]
     peer = torch.nn.functional.embedding_bag(
         torch.from_numpy(ids.inverse.astype(np.int64)),
         stack.reshape(-1, rounds, dim).sum(dim=1),
@@ -215,14 +215,14 @@ def test_values_and_gradients_agree_with_embedding_bag(
 
 def test_w12_the_rounds_of_a_hash_stack_are_summed_for_raw_slots(level: str) -> None:
     rows = np.arange(12, dtype=np.float32).reshape(6, 2)
-    slots = np.array([0, 5, 3, 3, 1, 4], np.uint32)
+    places = np.array([0, 5, 3, 3, 1, 4], np.uint32)
     vectors = np.zeros((3, 2), np.float32)
-    pooling.gather(rows, slots, 2, vectors)
+    pooling.gather(rows, places, 2, vectors)
     assert vectors.tolist() == [[10, 12], [12, 14], [10, 12]]
     # Every round of an id receives the whole gradient; a row met twice receives it twice.
     sums, calls = np.full((6, 2), np.nan, np.float32), PoolCalls()
     calls.begin_sums(sums)
-    calls.scatter_add(np.array([[1, 2], [10, 20], [100, 200]], np.float32), slots, 2, sums)
+    calls.scatter_add(np.array([[1, 2], [10, 20], [100, 200]], np.float32), places, 2, sums)
     assert calls.run(ALONE)
     assert sums.tolist() == [[1, 2], [100, 200], [0, 0], [20, 40], [100, 200], [1, 2]]
 
@@ -280,100 +280,6 @@ def test_index_add_adds_in_order(level: str) -> None:
     assert same(out, want)
 
 
-# --- what does not fit ------------------------------------------------------------------------
-
-# Two samples of ids [0, 1] and [1], two rounds, four rows of dim 3.
-IDS = FeatureBatch.from_csr("f", np.array([0, 1, 1], np.uint64), np.array([0, 2, 3]))
-SHORT = FeatureBatch.from_single("f", np.array([0, 1, 2], np.uint64))
-HEAVY = FeatureBatch.from_csr(
-    "f", np.array([0, 1, 1], np.uint64), np.array([0, 2, 3]), np.ones(3, np.float32)
-)
-
-
-def u32(*numbers: int) -> Numbers:
-    return np.array(numbers, np.uint32)
-
-
-DAMAGED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"slots": u32(0, 1, 2, 4)}, DataError, r"slots must be below 4 \(the rows\), got 4"),
-    (
-        {"slots": u32(0, 1, 2, 2**32 - 1)},
-        DataError,
-        r"slots must be below 4 .*, got 4294967295",
-    ),
-    ({"slots": u32(0, 1, 2)}, DataError, "slots must hold 2 per distinct id, got 3"),
-    ({"slots": u32(0, 1)}, DataError, "expected rows of 2 distinct ids, got those of 1"),
-    ({"slots": None}, DataError, "slots must be given for 2 rounds"),
-    ({"slots": u32(0, 1, 2, 3).astype(np.int32)}, DataTypeError, "slots: expected .* uint32"),
-    ({"rounds": 0}, DataError, "rounds must be at least 1, got 0"),
-    ({"rounds": -1}, DataError, "rounds must be at least 1, got -1"),
-    ({"ids": SHORT}, DataError, "expected rows of 3 distinct ids, got those of 2"),
-    ({"mode": "mean", "ids": HEAVY}, DataError, "for pooling sum, got them for mean"),
-    ({"mode": "max", "ids": HEAVY}, DataError, "for pooling sum, got them for max"),
-    ({"mode": "SUM"}, ConfigError, "expected one of sum, mean, sqrt, max, got 'SUM'"),
-    ({"mode": None}, ConfigError, "pooling: expected one of sum, mean, sqrt, max, got None"),
-    ({"by_sample": np.ones((1, 3), np.float32)}, DataError, r"must have shape \(2, 3\)"),
-    ({"by_sample": np.ones((2, 4), np.float32)}, DataError, r"must have shape \(2, 3\)"),
-    ({"by_sample": np.ones((2, 3))}, DataTypeError, "matrix of float32.*, got float64"),
-    ({"rows": np.ones((4, 0), np.float32)}, DataError, "dim must be at least 1, got 0"),
-    ({"rows": [[1.0]]}, DataTypeError, "float32.*, got an object of type list"),
-]
-
-
-@pytest.mark.parametrize(("damage", "error", "message"), DAMAGED)
-def test_what_does_not_fit_is_refused_before_anything_is_written(
-    damage: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    good = {"mode": "sum", "slots": u32(0, 1, 2, 3), "rounds": 2, "ids": IDS}
-    good |= {"rows": np.ones((4, 3), np.float32), "by_sample": np.full((2, 3), 7, np.float32)}
-    mode, slots, rounds, ids, rows, by_sample = ({**good, **damage}[name] for name in good)
-    before = np.array(rows), np.array(by_sample)
-    calls = PoolCalls()
-    with pytest.raises(error, match=message):
-        calls.pool(mode, rows, slots, rounds, ids, by_sample)
-    calls.begin_sums(None)
-    with pytest.raises(error, match=message):
-        calls.pool_grad(mode, by_sample, slots, rounds, ids, None, None, rows)
-    assert calls.run(ALONE)
-    assert np.array_equal(rows, before[0])
-    assert np.array_equal(by_sample, before[1])
-
-
-def test_gradients_that_do_not_fit_are_refused() -> None:
-    slots, rows = u32(0, 1, 2, 3), np.ones((4, 3), np.float32)
-    grad, calls = np.ones((2, 3), np.float32), PoolCalls()
-    with pytest.raises(DataError, match="begin_sums"):
-        calls.pool_grad("sum", grad, slots, 2, IDS, None, None, rows)
-    with pytest.raises(DataError, match="begin_sums"):
-        calls.scatter_add(grad, slots, 2, rows)
-    calls.begin_sums(None)
-
-    def ask(mode: str, argmax: Any, skip: Any = None) -> None:
-        calls.pool_grad(mode, grad, slots, 2, IDS, argmax, skip, rows)
-
-    requests: list[tuple[str, Any]] = [
-        ("skip must have 2 entries", lambda: ask("sum", None, np.zeros(1, np.uint8))),
-        ("argmax must be given for max", lambda: ask("max", None)),
-        ("argmax must have shape", lambda: ask("max", np.zeros((1, 3), np.int32))),
-        ("grad must have shape", lambda: calls.scatter_add(rows, slots, 2, rows)),
-        ("out must have shape", lambda: pooling.gather(rows, slots, 2, rows)),
-    ]
-    for message, request in requests:
-        with pytest.raises(DataError, match=message):
-            request()
-    for wrong in (2, -2, 2**31 - 1, -(2**31)):
-        argmax = np.full((2, 3), -1, np.int32)
-        argmax[1, 2] = wrong
-        with pytest.raises(DataError, match=rf"argmax must be in -1\.\.1, got {wrong}"):
-            ask("max", argmax)
-    frozen = rows.copy()
-    frozen.flags.writeable = False
-    with pytest.raises(DataTypeError, match="to write"):
-        calls.scatter_add(grad, slots, 2, frozen)
-    assert calls.run(ALONE)
-    assert (rows == 1.0).all()
-
-
 # --- calls made together --------------------------------------------------------------------
 
 ROWS, DIM = 500, 8
@@ -403,7 +309,7 @@ def test_all_calls_at_once_are_each_call_alone(num_threads: int) -> None:
         feature = some_feature(rng, num_ids, kind)
         out = np.full((feature.ids.batch_size, DIM), 9, np.float32)
         expected.append(pool(mode, feature, rows))
-        argmax = calls.pool(mode, rows, feature.slots, feature.rounds, feature.ids, out)
+        argmax = calls.pool(mode, rows, feature.places, feature.rounds, feature.ids, out)
         made.append((out, argmax))
     with closing(ThreadPool(num_threads)) as threads:
         assert calls.run(threads)
@@ -429,8 +335,8 @@ def test_sums_are_set_to_zero_added_in_order_and_looked_at(
             skip = rng.integers(0, 2, len(grad)).astype(np.uint8)
             argmax = pool(mode, feature, rows)[1]
             wanted = pool_grad(mode, feature, grad, argmax, skip, wanted)
-            ids, slots, rounds = feature
-            calls.pool_grad(mode, grad, slots, rounds, ids, argmax, skip, sums)
+            ids, places, rounds = feature
+            calls.pool_grad(mode, grad, places, rounds, ids, argmax, skip, sums)
         raw = normals(rng, ROWS, DIM)
         calls.scatter_add(raw, None, 1, sums)
         expected.append(wanted + raw)

@@ -5,34 +5,13 @@ from __future__ import annotations
 from tests.core.stores import (
     adagrad_store,
     add,
-    blocks_of,
     contents,
-    contents_of,
     rows_of,
     take_changes,
     u64,
     update,
     values_of,
 )
-
-
-def test_what_has_expired_is_deleted_in_a_snapshot_of_changes() -> None:
-    """Full equals base plus deltas though no request has swept the rows."""
-    store = adagrad_store(policies=[("lru", "steps", 10)])
-    add(store, range(2000), policy=1)
-    store.open_changes("delta")
-    chain = take_changes(store, "delta")[1]
-    store.set_clocks(0, 8)
-    add(store, range(0, 2000, 4), policy=1)
-    with store.begin_snapshot() as before:  # has them still
-        store.set_clocks(0, 12)
-        _, changed, gone = take_changes(store, "delta")
-        assert rows_of(list(before.blocks())) == chain
-    assert gone == [sign for sign in range(2000) if sign % 4]
-    chain = {sign: row for sign, row in chain.items() if sign not in set(gone)} | changed
-    assert values_of(chain) == contents_of(blocks_of(store)) == contents(store)
-    assert store.stats()["expired"] == len(gone)
-    store.check()
 
 
 def test_a_snapshot_of_changes_has_copies_of_few_rows() -> None:

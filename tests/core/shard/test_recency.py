@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.core.stores import evaluate, held, new_store, train, u64
+from tests.core.stores import entries, evaluate, held, new_store, train, u64
 
 PATTERNS: dict[str, Callable[[np.random.Generator, int], NDArray[np.int64]]] = {
     "uniform": lambda rng, step: rng.integers(0, 5000, 400),
@@ -56,7 +56,7 @@ def test_w26_updates_evaluations_and_reads_are_no_uses() -> None:
         evaluate(store, [1, 2])
         store.update(one, hints[:1], np.ones((1, 4), np.float32))
         store.read(one, 4)
-        list(store.iterate())
+        entries(store)
     assert held(store) == [1, 2, 3, 4]
     train(store, [5])
     assert held(store) == [2, 3, 4, 5]

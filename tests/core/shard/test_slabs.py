@@ -10,7 +10,7 @@ import pytest
 
 from persia._core.kernels.optim import MAX_DIM, RowOptimizer
 from persia._core.store.store import EmbeddingStore
-from persia.errors import ConfigError, DataError, DimMismatch
+from persia.errors import ConfigError, DimMismatch
 from tests.benchmarks.memory import resident
 from tests.core.stores import ADAGRAD, UNIFORM, evaluate, new_store, train, u64
 
@@ -132,5 +132,3 @@ def test_dims_from_one_to_the_largest(dim: int) -> None:
         assert np.array_equal(rows[2], UNIFORM.values(0, first + 2, dim))
         assert store.update(u64(range(first, first + 3)), hints, rows) == 0
         store.check()
-    with pytest.raises(DataError, match=f"1..{MAX_DIM} columns"):
-        evaluate(store, [1], MAX_DIM + 1)

@@ -12,15 +12,13 @@ import pytest
 from persia._core.store.store import EmbeddingStore
 from persia.errors import StoreError
 from tests.core.state_files import ARGUMENTS, CONTROL, filled, new_store, state_file
-from tests.core.stores import contents, train
+from tests.core.stores import contents, entries, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 
 
 def orders(store: EmbeddingStore) -> list[list[int]]:
-    return [
-        signs.tolist() for number in range(3) for signs, _, _ in store.shard_entries(number)
-    ]
+    return [signs.tolist() for shard in entries(store) for signs, _, _ in shard]
 
 
 def test_rows_their_order_and_clocks_are_those_of_the_store_before() -> None:
